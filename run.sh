@@ -1,0 +1,197 @@
+#!/usr/bin/env bash
+# ./run.sh [SCRIPT.py] [--runs N] [the script's options]
+#
+# Trains, on a fresh machine too: finds or makes a Python environment, fetches or builds the data, and starts
+# SCRIPT.py (default: train_gpt.py) under torchrun.
+#
+#   GPUs found    the largest of 8, 4, 2, 1 of them, FineWeb, preset `record`
+#   none found    2 processes, the built-in corpus, preset `cpu`
+#
+#   --preset P    decides instead; `cpu` means the built-in corpus, anything else FineWeb
+#   --data DIR    train on the shards in DIR; nothing is fetched
+#   --runs N      N runs, with seeds S..S+N-1 (S from --seed, default 0), collected under --name NAME
+#
+# PYTHON (default: python3) names the interpreter. It is used as it is if it has torch 2.11 or newer, numpy, tiktoken,
+# huggingface_hub and tqdm; if not, .venv is made with it. CUDA_VISIBLE_DEVICES limits the GPUs.
+
+set -euo pipefail
+
+say() { echo "$(basename "$0"): $*"; }
+die() { echo "$(basename "$0"): $*" >&2; exit 1; }
+
+# From where the caller stands to where the repository is: an absolute path, or one that is right as it is.
+from_caller() {
+    if [[ $1 == /* || $caller == "$repository" ]]; then echo "$1"; else echo "$caller/$1"; fi
+}
+
+# How many GPUs there are, as nvidia-smi lists them and CUDA_VISIBLE_DEVICES lets us see them.
+count_gpus() {
+    local listed visible
+    listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cv -e '^-' -e '^ *$' || true)
+        (( visible < listed )) && listed=$visible
+    fi
+    echo "$listed"
+}
+
+# suitable PYTHON GPUS: whether it can train here. The imports are real: a broken installation has version numbers too.
+suitable() {
+    "$1" - "$2" >/dev/null 2>&1 <<'PY'
+import sys
+import huggingface_hub, numpy, tiktoken, torch, tqdm
+new_enough = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 11)
+sys.exit(not (new_enough and (torch.version.cuda or sys.argv[1] == "0")))
+PY
+}
+
+# pip_install PYTHON ARGUMENT...
+pip_install() { "$1" -m pip install -qq --disable-pip-version-check "${@:2}"; }
+
+# find_environment GPUS: sets `python` to an interpreter that can train, making .venv where there is none.
+find_environment() {
+    local gpus=$1 stamp=.venv/installed-requirements.txt
+    python=$(command -v "$interpreter") || die "no $interpreter here: install Python 3.10 or newer, or set PYTHON"
+    if suitable "$python" "$gpus"; then
+        say "using $python, which has all that is needed"
+        return
+    fi
+    # The stamp is the last thing written, so that an interrupted installation is completed next time.
+    if [[ -x .venv/bin/python ]] && cmp -s requirements.txt "$stamp" && suitable .venv/bin/python "$gpus"; then
+        python=$PWD/.venv/bin/python
+        say "using .venv"
+        return
+    fi
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        die "$python is $("$python" -V 2>&1): Python 3.10 or newer is needed; set PYTHON to one"
+    # What was complete once and cannot train (its torch lacks CUDA, say) is not mended by installing over it.
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
+            { [[ -e $stamp ]] && ! suitable .venv/bin/python "$gpus"; }; then
+        say "making .venv with $python ($("$python" -V 2>&1))"
+        "$python" -m venv --clear .venv >/dev/null ||
+            die "'$python -m venv' failed (on Debian and Ubuntu: apt install python3-venv); or set PYTHON to another Python"
+    else
+        say "completing .venv"
+    fi
+    python=$PWD/.venv/bin/python
+    # torch by itself and first: left to choose, pip could bring gigabytes of another version.
+    local torch installed=''
+    torch=$(grep '^torch==' requirements.txt)
+    if (( gpus == 0 )); then
+        say "installing $torch, the build for CPU from download.pytorch.org if it can be reached"
+        pip_install "$python" --timeout 5 --retries 0 --no-deps \
+            --index-url https://download.pytorch.org/whl/cpu "$torch" 2>/dev/null && installed=yes
+    fi
+    if [[ ! $installed ]]; then
+        say "installing $torch from the default package index"
+        pip_install "$python" "$torch" || die "pip could not install $torch (see above); start again to retry"
+    fi
+    say "installing the other requirements"
+    pip_install "$python" -r requirements.txt || die "pip could not install them (see above); start again to retry"
+    suitable "$python" "$gpus" ||
+        die ".venv cannot train here: its torch fails to import, or there are GPUs and it is built without CUDA;" \
+            "remove .venv and start again, or set PYTHON to a Python with a suitable torch"
+    cp requirements.txt "$stamp"
+}
+
+caller=$PWD
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$repository"
+interpreter=${PYTHON:-python3}
+if [[ $interpreter == */* ]]; then interpreter=$(from_caller "$interpreter"); fi
+if [[ ${BASH_SOURCE[0]} != "$0" ]]; then return; fi   # test.sh reads this file for the functions above
+
+# ---- Options: --runs is ours, of the others we need to know a few -------------------------------------------------
+
+script=train_gpt.py
+if [[ ${1-} == *.py ]]; then
+    script=$(from_caller "$1")
+    shift
+fi
+[[ -f $script ]] || die "$script: no such file"
+
+preset='' data='' name='' seed='' runs='' help=''
+args=()
+while (( $# )); do
+    option=$1; shift
+    case $option in
+        --runs=*|--seed=*|--preset=*|--data=*|--name=*|--save=*) value=${option#*=}; option=${option%%=*} ;;
+        --runs|--seed|--preset|--data|--name|--save)
+            (( $# )) || die "$option needs a value"
+            value=$1; shift ;;
+        -h|--help) help=1; continue ;;
+        *) args+=("$option"); continue ;;
+    esac
+    case $option in
+        --runs)   runs=$value ;;
+        --seed)   seed=$value ;;
+        --preset) preset=$value ;;
+        --name)   name=$value; args+=(--name "$value") ;;
+        --data)   data=$(from_caller "$value"); args+=(--data "$data") ;;
+        --save)   args+=(--save "$(from_caller "$value")") ;;
+    esac
+done
+gpus=$(count_gpus)
+
+if [[ $help ]]; then
+    sed -n '2,/^$/s/^# \{0,1\}//p' run.sh
+    for candidate in "$interpreter" .venv/bin/python; do
+        if suitable "$candidate" 0; then
+            echo "The script's own options:"
+            exec "$candidate" "$script" --help
+        fi
+    done
+    echo "(The options of $script are shown here once the Python environment is made.)"
+    exit
+fi
+if [[ $runs ]]; then
+    [[ $runs =~ ^[1-9][0-9]*$ ]] || die "--runs needs a positive number, not '$runs'"
+    [[ ${seed:-0} =~ ^[0-9]+$ ]] || die "--seed needs a number, not '$seed'"
+    [[ $name ]] || die "--runs needs --name NAME, the record folder that collects the logs"
+fi
+
+# ---- Environment, data, processes --------------------------------------------------------------------------------
+
+find_environment "$gpus"
+if (( gpus )); then
+    preset=${preset:-record}
+    for processes in 8 4 2 1; do (( processes <= gpus )) && break; done
+else
+    preset=${preset:-cpu}
+    processes=2
+    cores=$(getconf _NPROCESSORS_ONLN)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > processes ? cores / processes : 1 ))}
+fi
+if [[ $data ]]; then
+    say "data: $data"
+elif [[ $preset == cpu ]]; then
+    say "data: the built-in corpus"
+    "$python" data/local_corpus.py
+else
+    say "data: FineWeb, downloading what is missing"
+    "$python" data/fineweb.py
+fi
+
+# torchrun warns, on every rank, about each unset thread count and each host name that it cannot look up.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+
+# train ARGUMENT...: one run, in a process group of its own.
+train() {
+    local code=0
+    "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$script" --preset "$preset" "$@" \
+        ${args[@]+"${args[@]}"} || code=$?   # this form because bash 3.2 (macOS) takes an empty array for an unset one
+    (( code == 0 )) && return
+    echo "run.sh: training failed (exit code $code); its log, if it began one, lacks 'complete: yes' and does not count" >&2
+    exit "$code"
+}
+
+where="$processes process$( (( processes == 1 )) || echo es ) on $( (( gpus )) && echo "$gpus GPUs" || echo CPU)"
+if [[ $runs ]]; then
+    for (( i = 0; i < runs; i++ )); do
+        say "run $((i + 1)) of $runs: $(basename "$script"), preset $preset, seed $((10#${seed:-0} + i)), $where"
+        train --seed $((10#${seed:-0} + i))
+    done
+else
+    say "$(basename "$script"), preset $preset, $where"
+    train ${seed:+--seed "$seed"}
+fi

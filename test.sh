@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# ./test.sh [pytest options or tests]: runs the tests, on a fresh machine too; without arguments, all of them.
+# It uses the environment of run.sh, and adds to it what only the tests need.
+
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/run.sh"
+
+find_environment "$(count_gpus)"
+wanted="pytest scipy matplotlib"
+if [[ $(uname -sm) == "Linux x86_64" ]]; then
+    wanted+=" triton"   # torch's CPU build brings none, yet triton's interpreter runs our kernels without a GPU
+fi
+missing=$("$python" -c '
+import importlib.util, sys
+print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(name)))' $wanted)
+if [[ $missing ]]; then
+    say "installing $missing"
+    pip_install "$python" $missing || die "pip could not install $missing (see above); start again to retry"
+fi
+
+for argument in "$@"; do
+    if [[ -e ${argument%%::*} ]]; then exec "$python" -m pytest "$@"; fi
+done
+exec "$python" -m pytest tests "$@"

@@ -1,0 +1,259 @@
+"""run.sh and test.sh, in a copy of the repository whose programs only say how they were called.
+
+Most tests put stub packages before the real ones, among them a torchrun that prints its arguments, and a stub
+nvidia-smi. Two go through the real torchrun. The installation of .venv runs with a stub Python.
+"""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TORCHRUN = """
+import json, os, sys
+print("torchrun", json.dumps({"argv": sys.argv[1:], "omp": os.environ["OMP_NUM_THREADS"], "cwd": os.getcwd()}))
+sys.exit(int(os.environ.get("FAIL_ON_SEED", "-1") in sys.argv) * 7)
+"""
+PYTHON = """#!/usr/bin/env bash
+# A Python that has nothing; its .venv has what pip_install was asked for. Says what it is asked on $LOG.
+venv=$(dirname "$(dirname "$0")")
+case "$1 $2" in
+    "- "*) cat >/dev/null; [[ -e $venv/torch && -e $venv/others && ( $2 == 0 || -e $venv/cuda ) ]] ;;
+    "-V ") echo Python 3.12.0 ;;
+    "-c "*) exit "${TOO_OLD:-0}" ;;
+    "-m venv") echo "$*" >>"$LOG"; [[ ! ${NO_VENV-} ]] || exit 1; rm -rf .venv; mkdir -p .venv/bin
+               cp "$0" .venv/bin/python ;;
+    "-m pip") [[ $3 != --version ]] || exit 0
+              echo "pip ${*:3}" >>"$LOG"
+              case "$*" in
+                  *--index-url*) [[ ! ${CPU_INDEX-} ]] || touch "$venv/torch"; [[ ${CPU_INDEX-} ]] ;;
+                  *"torch=="*) touch "$venv/torch" $HAS_CUDA ;;
+                  *) [[ ! ${INTERRUPT-} ]] && touch "$venv/others" ;;
+              esac ;;
+    *) echo "python $*" ;;
+esac
+"""
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A copy of the repository in tmp_path/repo, and stub packages in tmp_path/stubs."""
+    repo, stubs = tmp_path / "repo", tmp_path / "stubs"
+    for name in ("run.sh", "test.sh", "requirements.txt"):
+        repo.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, repo)
+    (repo / "train_gpt.py").write_text("print('train_gpt')")
+    (repo / "data").mkdir()
+    for name in ("fineweb.py", "local_corpus.py"):
+        (repo / "data" / name).write_text(f"print('fetching with {name}')")
+    (stubs / "torch/distributed").mkdir(parents=True)
+    for name in ("numpy", "tiktoken", "huggingface_hub", "tqdm", "torch/distributed/__init__"):
+        (stubs / f"{name}.py").write_text("")
+    (stubs / "torch/__init__.py").write_text("class version: cuda = '12.8'\n__version__ = '2.11.0+cu128'")
+    (stubs / "torch/distributed/run.py").write_text(TORCHRUN)
+    (tmp_path / "bin").mkdir()
+    return repo
+
+
+def call(repository, *arguments, gpus=0, cwd=None, stubs=True, program="run.sh", **environment):
+    """The finished process, with a nvidia-smi that lists `gpus`."""
+    tmp_path = repository.parent
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H100 (UUID: {i})'\necho '  MIG 1g'\n" for i in range(gpus))
+                   + f"exit {int(not gpus)}\n")
+    smi.chmod(0o755)
+    inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")}
+    environment = inherited | {"PYTHON": sys.executable, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+                               "LOG": str(tmp_path / "log"), "HAS_CUDA": ""} | environment
+    if stubs:
+        environment["PYTHONPATH"] = str(tmp_path / "stubs")
+    return subprocess.run([repository / program, *map(str, arguments)], cwd=cwd or repository, env=environment,
+                          capture_output=True, text=True, timeout=100)
+
+
+def torchruns(ran) -> list[dict]:
+    return [json.loads(line.split(" ", 1)[1]) for line in ran.stdout.splitlines() if line.startswith("torchrun ")]
+
+
+def arguments_of(ran) -> tuple[str, list[str]]:
+    """(processes, script and its arguments) of the only run."""
+    assert ran.returncode == 0, ran.stderr
+    (run,) = torchruns(ran)
+    assert run["argv"][0] == "--standalone"
+    return run["argv"][1].removeprefix("--nproc_per_node="), run["argv"][2:]
+
+
+@pytest.mark.parametrize("gpus, processes", ((0, "2"), (1, "1"), (2, "2"), (3, "2"), (7, "4"), (8, "8"), (16, "8")))
+def test_processes_preset_and_data_follow_the_gpus(repository, gpus, processes):
+    ran = call(repository, gpus=gpus)
+    preset, data = ("record", "fineweb.py") if gpus else ("cpu", "local_corpus.py")
+    assert arguments_of(ran) == (processes, ["train_gpt.py", "--preset", preset])
+    assert f"fetching with {data}" in ran.stdout and ran.stdout.count("fetching") == 1
+    omp = "1" if gpus else str(max(1, os.sysconf("SC_NPROCESSORS_ONLN") // 2))
+    assert torchruns(ran)[0]["omp"] == omp
+
+
+@pytest.mark.parametrize("visible, processes", (("0,2,3", "2"), ("", "2"), ("-1", "2"), ("GPU-1f", "1"),
+                                                ("0,1,2,3,4,5,6,7", "4")))
+def test_visible_devices_count(repository, visible, processes):
+    ran = call(repository, gpus=4, CUDA_VISIBLE_DEVICES=visible)
+    preset = "cpu" if visible in ("", "-1") else "record"
+    assert arguments_of(ran) == (processes, ["train_gpt.py", "--preset", preset])
+
+
+def test_options_of_the_user_win(repository):
+    ran = call(repository, "--preset=cpu", "--set", "a b=1", gpus=4, OMP_NUM_THREADS="3")
+    assert arguments_of(ran) == ("4", ["train_gpt.py", "--preset", "cpu", "--set", "a b=1"])
+    assert "fetching with local_corpus.py" in ran.stdout and torchruns(ran)[0]["omp"] == "3"
+    ran = call(repository, "--data", "my shards", "--seed", "5", "--name", "x")
+    assert arguments_of(ran)[1] == ["train_gpt.py", "--preset", "cpu", "--seed", "5", "--data", "my shards", "--name", "x"]
+    assert "fetching" not in ran.stdout
+    assert "fetching with fineweb.py" in call(repository, "--preset", "record").stdout
+
+
+def test_paths_are_the_callers(repository, tmp_path):
+    (tmp_path / "my.py").write_text("")
+    ran = call(repository, "my.py", "--data", "d", "--save=w.pt", cwd=tmp_path)
+    script = str(tmp_path / "my.py")
+    assert arguments_of(ran)[1] == [script, "--preset", "cpu", "--data", f"{tmp_path}/d", "--save", f"{tmp_path}/w.pt"]
+    assert torchruns(ran)[0]["cwd"] == str(repository)
+    assert "no such file" in call(repository, "none.py").stderr
+
+
+def test_runs_count_seeds_up(repository):
+    ran = call(repository, "--runs", "3", "--seed=08", "--name", "idea")
+    assert ran.returncode == 0, ran.stderr
+    assert [run["argv"][2:] for run in torchruns(ran)] == [
+        ["train_gpt.py", "--preset", "cpu", "--seed", str(seed), "--name", "idea"] for seed in (8, 9, 10)]
+    assert ran.stdout.count("fetching") == 1
+
+
+def test_a_failed_run_stops_the_others(repository):
+    ran = call(repository, "--runs", "3", "--name", "idea", FAIL_ON_SEED="1")
+    assert ran.returncode == 7 and len(torchruns(ran)) == 2
+    assert "exit code 7" in ran.stderr and "lacks 'complete: yes'" in ran.stderr
+
+
+@pytest.mark.parametrize("arguments, message", (
+    (["--runs", "2"], "--runs needs --name"), (["--runs", "0", "--name", "x"], "positive number"),
+    (["--runs=two", "--name", "x"], "positive number"), (["--runs", "2", "--seed", "x", "--name", "x"], "--seed needs"),
+    (["--data"], "--data needs a value")))
+def test_refusals_are_one_line(repository, arguments, message):
+    ran = call(repository, *arguments)
+    assert ran.returncode == 1 and message in ran.stderr and len(ran.stderr.splitlines()) == 1 and not ran.stdout
+
+
+def test_failing_data_stops_before_training(repository):
+    (repository / "data/local_corpus.py").write_text("import sys; sys.exit('disk full')")
+    ran = call(repository)
+    assert ran.returncode == 1 and ran.stderr == "disk full\n" and not torchruns(ran)
+
+
+def test_help_explains_itself_and_the_script(repository):
+    (repository / "train_gpt.py").write_text("import sys; print('script got', sys.argv[1:])")
+    ran = call(repository, "-h")
+    assert ran.returncode == 0 and "--runs N" in ran.stdout and "script got ['--help']" in ran.stdout
+    assert "set -euo" not in ran.stdout and "fetching" not in ran.stdout
+
+
+# ---- Through the real torchrun -----------------------------------------------------------------------------------
+
+def test_real_torchrun_starts_two_ranks_quietly(repository):
+    (repository / "my_copy.py").write_text(
+        "import os, sys\n"
+        "env = [os.environ[k] for k in ('LOCAL_RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')]\n"
+        "sys.stdout.write(f'{env} {sys.argv[1:]}\\n')\n")
+    ran = call(repository, "my_copy.py", "--seed", "3", stubs=False, OMP_NUM_THREADS="1")
+    assert ran.returncode == 0 and ran.stderr == "", ran.stderr
+    for rank in (0, 1):
+        assert f"['{rank}', '2', '1'] ['--preset', 'cpu', '--seed', '3']" in ran.stdout
+
+
+def test_real_torchrun_failure_is_passed_on(repository):
+    (repository / "train_gpt.py").write_text("import sys; sys.exit('out of luck')")
+    ran = call(repository, stubs=False)
+    assert ran.returncode != 0 and "out of luck" in ran.stderr and "training failed" in ran.stderr.splitlines()[-1]
+
+
+# ---- The environment ---------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def bare(repository):
+    """call() with a Python that has nothing; the log of what it was asked."""
+    python = repository.parent / "bin/bare-python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    log = repository.parent / "log"
+
+    def bare_call(*arguments, **environment):
+        log.write_text("")
+        ran = call(repository, *arguments, **{"PYTHON": "bare-python", "stubs": False} | environment)
+        return ran, log.read_text().splitlines()
+    return bare_call
+
+
+CPU_TORCH = ("pip install -qq --disable-pip-version-check --timeout 5 --retries 0 --no-deps "
+             "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0")
+TORCH = "pip install -qq --disable-pip-version-check torch==2.13.0"
+OTHERS = "pip install -qq --disable-pip-version-check -r requirements.txt"
+VENV = "-m venv --clear .venv"
+
+
+@pytest.mark.parametrize("cpu_index, asked", (("", [VENV, CPU_TORCH, TORCH, OTHERS]), ("1", [VENV, CPU_TORCH, OTHERS])))
+def test_environment_is_made_once(bare, repository, cpu_index, asked):
+    ran, log = bare(CPU_INDEX=cpu_index)
+    assert ran.returncode == 0, ran.stderr
+    assert log == asked
+    assert "python -m torch.distributed.run --standalone --nproc_per_node=2 train_gpt.py --preset cpu" in ran.stdout
+    ran, log = bare()
+    assert ran.returncode == 0 and log == [] and "using .venv" in ran.stdout
+
+
+def test_interrupted_environment_is_completed(bare):
+    ran, log = bare(INTERRUPT="1")
+    assert ran.returncode == 1 and "pip could not install" in ran.stderr
+    ran, log = bare(CPU_INDEX="1")
+    assert ran.returncode == 0 and log == [CPU_TORCH, OTHERS] and "completing .venv" in ran.stdout
+
+
+def test_changed_requirements_are_installed(bare, repository):
+    bare()
+    with open(repository / "requirements.txt", "a") as file:
+        file.write("another\n")
+    assert bare(CPU_INDEX="1")[1] == [CPU_TORCH, OTHERS]
+    assert bare()[1] == []
+
+
+def test_torch_without_cuda_is_replaced_where_there_are_gpus(bare, repository):
+    bare()
+    ran, log = bare(gpus=1, HAS_CUDA=".venv/cuda")
+    assert ran.returncode == 0 and log == [VENV, TORCH, OTHERS]
+    ran, log = bare(gpus=1)
+    assert log == []
+    shutil.rmtree(repository / ".venv")
+    ran, log = bare(gpus=1)
+    assert ran.returncode == 1 and "built without CUDA" in ran.stderr
+
+
+def test_unusable_pythons_are_one_line(bare):
+    for environment, message in (({"TOO_OLD": "1"}, "Python 3.10 or newer is needed"), ({"NO_VENV": "1"}, "venv' failed"),
+                                 ({"PYTHON": "no-such-python"}, "no no-such-python here")):
+        ran, _ = bare(**environment)
+        assert ran.returncode == 1 and message in ran.stderr and len(ran.stderr.splitlines()) == 1, ran.stderr
+
+
+def test_test_sh_uses_the_environment_of_run_sh(repository, tmp_path):
+    (repository / "tests").mkdir()
+    (repository / "tests/test_one.py").write_text("def test_passes(): pass\ndef test_fails(): assert 0")
+    for name in ("scipy", "matplotlib", "triton"):
+        (tmp_path / "stubs" / f"{name}.py").write_text("")
+    ran = call(repository, program="test.sh", cwd=tmp_path)
+    assert ran.returncode == 1 and "1 failed, 1 passed" in ran.stdout and sys.executable in ran.stdout
+    ran = call(repository, "tests/test_one.py::test_passes", program="test.sh")
+    assert ran.returncode == 0 and "1 passed" in ran.stdout
+    assert "1 deselected" in call(repository, "-k", "passes", program="test.sh").stdout
