@@ -1,0 +1,108 @@
+"""Fixtures of all tests: the script on the path, one thread, and pools of real processes for what needs several ranks."""
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE, HERE.parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+torch.set_num_threads(1)
+
+
+def _serve(rank, world, store, pipe):
+    """A worker's life: join the group, then run one function after another until the pipe closes."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=100))
+    while True:
+        try:
+            fn, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer = True, fn(rank, world, *args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))  # plain pickle: tensors travel as copies
+
+
+class Pool:
+    """`world` processes in one gloo group. Any failure ends the pool, since its ranks may then be out of step."""
+
+    def __init__(self, world):
+        self.folder = tempfile.TemporaryDirectory()
+        context, self.pipes, self.processes = get_context("spawn"), [], []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, os.path.join(self.folder.name, "store"), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, fn, args, timeout):
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(pickle.dumps((fn, args)))
+            except BrokenPipeError:
+                raise RuntimeError(f"rank {rank} died before {fn.__name__}") from None
+        answers, end = {}, time.monotonic() + timeout
+        while len(answers) < len(self.pipes):
+            open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = wait(list(open_pipes), max(0, end - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"{fn.__name__}: no answer from ranks {sorted(open_pipes.values())} after {timeout} s")
+            for pipe in ready:
+                rank = open_pipes[pipe]
+                try:
+                    good, answers[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    raise RuntimeError(f"rank {rank} died in {fn.__name__}") from None
+                if not good:  # the others may hang in a collective for want of this rank
+                    raise RuntimeError(f"rank {rank} raised in {fn.__name__}:\n{answers[rank]}")
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.folder.cleanup()
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """workers(world, fn, *args): fn(rank, world, *args) on every rank of a process group; the list of the ranks' results.
+    `fn` stands at the top level of a module. A rank that raises, dies or is silent for 120 s fails the test."""
+    pools = {}
+
+    def run(world, fn, *args, timeout=120):
+        pool = pools.get(world) or pools.setdefault(world, Pool(world))
+        try:
+            return pool.run(fn, args, timeout)
+        except BaseException:
+            for process in pools.pop(world).processes:
+                process.kill()
+            pool.close()
+            raise
+
+    yield run
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,505 @@
+"""records/compare.py: every log format, the traps in them, the statistics, the reports."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "records"))
+import compare  # noqa: E402
+
+FIXTURES = json.loads((ROOT / "tests" / "log_fixtures.json").read_text())
+HEADER = "Running Python 3.12.7\nRunning PyTorch 2.13.0 compiled for CUDA 12.8 on NVIDIA H100 with world_size 8"
+LOOK_ALIKES = '''import torch
+print0(f"step:{step}/{steps} val_loss:{val_loss:.4f} train_time:{ms:.0f}ms step_avg:{avg:.2f}ms")
+print0(f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}")
+"""The lines this script writes look like this:
+step:250/1480 val_loss:4.5452 train_time:8488ms step_avg:33.95ms
+peak memory allocated: 1 MiB reserved: 2 MiB
+"""
+step:{step}/{steps} val_loss:{loss}
+====================
+'''
+SMI = """+-----------------------------------------+
+| NVIDIA-SMI 550.127.05             Driver Version: 550.127.05     CUDA Version: 12.6     |
+|   0  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |                    0 |
+| N/A   28C    P0            124W /  700W |    7746MiB /  81559MiB |      0%      Default |
+|   1  NVIDIA H100 80GB HBM3          On  |   00000000:62:00.0 Off |                    0 |
+|  GPU   GI   CI        PID   Type   Process name                              GPU Memory |"""
+
+# The published runs that the statistics are checked with: five of a change, three of its baseline (seconds), and the losses
+# before and with the sharded optimizer.
+LOSSES = [3.2789, 3.2772, 3.2804, 3.277, 3.2792]
+TIMES = [95.168, 95.219, 95.069, 95.277, 95.303]
+BASE_TIMES = [95.972, 95.914, 95.985]
+BEFORE_SHARDING = [3.2836, 3.2801, 3.2798, 3.2796, 3.2785, 3.2811, 3.2806, 3.2807, 3.2815, 3.2822, 3.2808, 3.2813, 3.2806,
+                   3.2801, 3.2799, 3.2828, 3.2831, 3.2794, 3.2806, 3.2799, 3.2794]
+SHARDED = [3.28, 3.2817, 3.2805, 3.2796, 3.2772, 3.2807, 3.2841, 3.2829, 3.2818, 3.2819, 3.2817, 3.2822, 3.2806]
+
+
+def steps(loss=3.2785, seconds=95.0, total=500, last=None, validate_last=True):
+    """Step lines 0 to `last` (default: all), validations every 125 steps and at the end."""
+    last, lines = total if last is None else last, []
+    for step in range(0, last + 1, 25):
+        ms, of = seconds * 1000 * step / total, f"step:{step}/{total}"
+        if step:
+            lines.append(f"{of} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms")
+        if step % 125 == 0 and step < last:
+            average = "nan" if step < 10 else "9.00"
+            lines.append(f"{of} val_loss:{11 - 7 * step / total:.4f} train_time:{ms:.0f}ms step_avg:{average}ms")
+    if validate_last:
+        lines.append(f"{of} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:9.00ms")
+    return "\n".join(lines)
+
+
+def own_log(loss=3.2785, seconds=95.0, source="import torch\n", header=HEADER, config=None, data="ab12 (9 tokens)",
+            closing="val_loss_per_byte: 0.9\ncomplete: yes\n", **how):
+    """The text of a log as train_gpt.py writes it."""
+    rule = "=" * 100
+    config = json.dumps(config or {"target": 3.28, "preset": "record", "seed": 0})
+    return (f"{source}\n{rule}\n{header}\nconfig: {config}\ndata: {data}\n{rule}\n{steps(loss, seconds, **how)}\n"
+            f"peak memory allocated: 31253 MiB reserved: 46520 MiB\n{closing}")
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """run(*arguments) -> (exit code, stdout, stderr), in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        code = compare.main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+    return call
+
+
+def write(folder, texts):
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, text in enumerate(texts):
+        (folder / f"{i:03d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def read_json(run, *arguments):
+    code, out, err = run(*arguments, "--json")
+    assert code == 0, err
+    return json.loads(out), err
+
+
+# Reading
+
+@pytest.mark.parametrize("fixture", FIXTURES, ids=[f["expect"]["format_era"] for f in FIXTURES])
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_published_formats(fixture, end, tmp_path):
+    path = tmp_path / "log.txt"
+    path.write_bytes((end or "\n").join(fixture["tail"]).encode() + end.encode())  # "": no final newline
+    (got,), remarks = compare.read_log(str(path))
+    want = fixture["expect"]
+    assert (got.final_step, got.total_steps, got.val_loss, got.peak_mem_mib, got.complete, remarks) == (
+        want["final_step"], want["total_steps"], want["final_val_loss"], want["peak_mem_mib"], want["complete"], [])
+    if want["final_train_time_ms"] is None:
+        assert got.train_time_s is None
+    else:
+        assert got.train_time_s == pytest.approx(want["final_train_time_ms"] / 1000, abs=1e-9)
+
+
+def test_a_last_line_cut_off_in_the_middle_shows_that_the_run_went_on(tmp_path):
+    path = tmp_path / "log"
+    path.write_text(steps(3.27, 90, last=250) + "\nstep:275/500 train_ti\nstep:27")
+    (got,), _ = compare.read_log(str(path))
+    assert (got.final_step, got.counted, got.last_line[:13]) == (275, False, b"step:275/500 ")
+
+
+def test_own_log(tmp_path):
+    path = write(tmp_path, [own_log(3.2771, 94.5)]) / "000.txt"
+    (got,), _ = compare.read_log(str(path))
+    assert (got.final_step, got.val_loss, got.train_time_s, got.peak_mem_mib, got.per_byte) == (500, 3.2771, 94.5, 31253, 0.9)
+    assert (got.header.torch, got.header.hardware, got.header.data) == ("2.13.0", "8 x NVIDIA H100", "ab12 (9 tokens)")
+    assert got.complete and got.header.config["preset"] == "record"
+    assert [point[0] for point in got.curve] == [0, 125, 250, 375, 500]
+
+
+def test_source_look_alikes_are_not_read(tmp_path):
+    path = write(tmp_path, [own_log(source=LOOK_ALIKES)]) / "000.txt"
+    (got,), remarks = compare.read_log(str(path))
+    assert (got.final_step, got.peak_mem_mib, got.header.torch, remarks) == (500, 31253, "2.13.0", [])
+
+
+def test_hardware_from_nvidia_smi(tmp_path):
+    header = f"Running Python 3.12\nRunning pytorch 2.6.0.dev20241231+cu126 compiled for CUDA 12.6\n{SMI}"
+    path = write(tmp_path, [own_log(header=header)]) / "000.txt"
+    (got,), _ = compare.read_log(str(path))
+    assert (got.header.torch, got.header.hardware) == ("2.6.0.dev20241231+cu126", "2 x NVIDIA H100 80GB HBM3")
+
+
+def test_final_time_is_the_last_validations_and_clock_restarts_are_no_runs(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("step:9/20 train_time:243813ms step_avg:nanms\nsome other line\n"
+                    "step:11/20 train_time:135ms step_avg:nanms\n"
+                    "step:20/20 train_time:1900ms step_avg:90.00ms\n"
+                    "step:20/20 val_loss:3.2 train_time:1966ms step_avg:98.30ms\n")
+    (got,), _ = compare.read_log(str(path))
+    assert (got.train_time_s, got.complete) == (1.966, True)
+
+
+def test_seconds_and_extra_fields(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("step:8/8 val_loss:3.123456 val_ema_loss:3.1 train_time:12.345s step_avg:9.1ms lr:0.1 note:x=y\n")
+    (got,), _ = compare.read_log(str(path))
+    assert (got.val_loss, got.train_time_s) == (3.123456, 12.345)
+
+
+def test_several_runs_in_a_file(run, tmp_path):
+    other = HEADER.replace("2.13.0", "2.14.0")
+    text = own_log(3.27, 90) + own_log(3.26, 91, header=other) + steps(3.25, 92, total=400) + f"\n{HEADER}\n{steps(3.24, 93)}"
+    path = write(tmp_path, [text]) / "000.txt"
+    out, _ = read_json(run, path)
+    runs = out["groups"][0]["runs"]
+    assert [(r["run_index"], r["val_loss"], r["train_time_s"], r["total_steps"]) for r in runs] == [
+        (0, 3.27, 90.0, 500), (1, 3.26, 91.0, 500), (2, 3.25, 92.0, 400), (3, 3.24, 93.0, 500)]
+    # The third run has no header of its own, and so a config, which promises a closing line. The fourth's header has none.
+    assert [r["torch"] for r in runs] == ["2.13.0", "2.14.0", "2.14.0", "2.13.0"]
+    assert [r["complete"] for r in runs] == [True, True, False, True]
+
+
+def test_runs_of_different_length_in_a_file_part_where_the_step_does_not_fall(tmp_path):
+    path = tmp_path / "log"
+    path.write_text(steps(total=500, last=25, validate_last=False) + "\n" + "\n".join(steps(total=400).split("\n")[2:]))
+    runs, _ = compare.read_log(str(path))
+    assert [(r.total_steps, r.counted) for r in runs] == [(500, False), (400, True)]
+
+
+def test_echoed_tail_is_no_run(run, tmp_path):
+    text = steps(3.27, 90)
+    tail = "\n".join(text.split("\n")[-4:])
+    path = tmp_path / "log.txt"
+    path.write_text(f"{text}\nsomething else\n{tail}\npeak memory allocated: 77 MiB reserved: 88 MiB\n")
+    out, err = read_json(run, path)
+    assert out["groups"][0]["n"] == 1 and out["groups"][0]["runs"][0]["peak_mem_mib"] == 77
+    assert "stand there twice" in err
+
+
+def test_llmc_log_cut_after_a_training_line_is_incomplete(tmp_path):
+    path = tmp_path / "main.log"
+    path.write_text("s:0 tel:11.0\ns:0 trl:11.0 lr:0.000001 norm:15.37\ns:250 tel:6.17\ns:250 trl:6.18 lr:0.0002 norm:0.90\n")
+    (got,), _ = compare.read_log(str(path))
+    assert (got.counted, got.complete, got.final_step, got.total_steps) == (False, False, 251, None)
+
+
+# Groups
+
+def test_folders_globs_names_with_spaces_and_equals_signs(run, tmp_path):
+    write(tmp_path / "my runs" / "baseline", [own_log(3.30)])
+    write(tmp_path / "my runs", [own_log(3.27), own_log(3.26), "no log at all"])
+    (tmp_path / "my runs" / "README.md").write_text(steps(1.0))
+    (tmp_path / "lr=2.txt").write_text(own_log(3.25))
+    out, err = read_json(run, "new=my runs", "my runs/00[01].txt", "lr=2.txt", "old=my runs/baseline", "my runs")
+    groups = out["groups"]
+    assert [(g["label"], g["loss_mean"] and round(g["loss_mean"], 4)) for g in groups] == [
+        ("new", 3.265), ("my runs/00[01].txt", 3.265), ("lr=2", 3.25), ("old", 3.3), ("my runs", 3.265)]
+    assert "002.txt: holds no run" in err
+    assert [c["baseline"] for c in out["comparisons"]] == ["new"] * 4
+
+
+def test_a_folder_without_logs_stands_for_its_sub_folders(run, tmp_path):
+    write(tmp_path / "rec" / "this pr", [own_log(3.27)])
+    write(tmp_path / "rec", ["torch==2.13.0\n"])  # a .txt, but no log
+    out, _ = read_json(run, "rec")
+    assert [r["path"] for r in out["groups"][0]["runs"]] == ["rec/this pr/000.txt"]
+
+
+def test_paths_of_one_label_are_one_group_and_folders_of_one_name_are_two(run, tmp_path):
+    for i, name in enumerate("abc"):
+        write(tmp_path / name / "runs", [own_log(3.27 + i / 1000)])
+    out, _ = read_json(run, "x=a/runs", "x=b/runs", "b/runs", "c/runs")
+    assert [(g["label"], g["n"]) for g in out["groups"]] == [("x", 2), ("runs", 1), ("c/runs", 1)]
+
+
+def test_repeats_are_dropped_and_named(run, tmp_path):
+    folder = write(tmp_path / "runs", [own_log(3.27, 90), own_log(3.27, 90), own_log(3.28, 90), own_log(3.27, 91)])
+    (folder / "002.stdout").write_text(steps(3.28, 90))  # the screen's copy: sorts before the log, and has no header
+    out, err = read_json(run, "runs")
+    assert out["groups"][0]["n"] == 3
+    assert "001.txt: dropped, the same run as runs/000.txt" in err
+    assert "002.stdout: dropped, the same run as runs/002.txt" in err
+    assert all(r["torch"] == "2.13.0" for r in out["groups"][0]["runs"])
+
+
+def test_incomplete_runs_are_listed_and_left_out(run, tmp_path):
+    write(tmp_path / "runs", [own_log(3.27, 90), own_log(seconds=91, last=500, validate_last=False, closing=""),
+                              own_log(seconds=92, last=150, validate_last=False, closing="")])
+    out, err = read_json(run, "runs")
+    group = out["groups"][0]
+    assert (group["n"], group["loss_mean"], group["steps"]) == (1, 3.27, [500])
+    assert [(r["final_step"], r["val_loss"], r["train_time_s"], r["complete"]) for r in group["runs"]] == [
+        (500, 3.27, 90.0, True), (500, None, None, False), (150, None, None, False)]
+    assert "001.txt: incomplete, left out: step 500 of 500" in err and "002.txt: incomplete, left out: step 150 of 500" in err
+
+
+def test_planned_stop_counts_with_a_warning(run, tmp_path):
+    write(tmp_path / "runs", [steps(3.27, 90, last=450)])
+    out, err = read_json(run, "runs")
+    (got,) = out["groups"][0]["runs"]
+    assert (out["groups"][0]["n"], got["val_loss"], got["train_time_s"], got["complete"]) == (1, 3.27, 81.0, False)
+    assert "stopped at step 450 of 500, counted" in err
+
+
+def test_own_log_without_its_closing_line_counts_with_a_warning(run, tmp_path):
+    write(tmp_path / "runs", [own_log(closing="")])
+    out, err = read_json(run, "runs")
+    assert (out["groups"][0]["n"], out["groups"][0]["runs"][0]["complete"]) == (1, False)
+    assert "has no line 'complete: yes', counted" in err
+
+
+@pytest.mark.parametrize("change, warning", [
+    (dict(total=525), "mixed steps: 500; 525"),
+    (dict(header=HEADER.replace("H100", "A100")), "mixed hardware: 8 x NVIDIA A100; 8 x NVIDIA H100"),
+    (dict(header=HEADER.replace("size 8", "size 1")), "mixed hardware: 1 x NVIDIA H100; 8 x NVIDIA H100"),
+    (dict(data="cd34 (9 tokens)"), "mixed data fingerprints: ab12 (9 tokens); cd34 (9 tokens)"),
+    (dict(config={"target": 2.92}), "mixed targets: 2.92 3.28; the lowest is used")])
+def test_mixed_groups_are_warned_of(run, tmp_path, change, warning):
+    write(tmp_path / "runs", [own_log(3.27, 90), own_log(3.26, 91, **change)])
+    text = run("runs")[1]
+    assert warning in text and f"the target {change.get('config', {}).get('target', 3.28)}" in text
+    write(tmp_path / "runs", [own_log(3.27, 90), own_log(3.26, 91)])
+    assert "warning" not in run("runs")[1]
+
+
+def test_groups_on_different_hardware_or_data_or_with_shared_runs_are_warned_of(run, tmp_path):
+    write(tmp_path / "a", [own_log(3.27, 90)])
+    write(tmp_path / "b", [own_log(3.27, 90)])
+    write(tmp_path / "c", [own_log(3.27, 91, header=HEADER.replace("H100", "A100"), data="cd34")])
+    _, err = read_json(run, "a", "b", "c")
+    assert "b: 1 of its runs are also in a" in err
+    assert "c: not the same hardware as a" in err and "c: not the same data fingerprints as a" in err
+    assert "b: not the same" not in err and "c: 1 of" not in err
+
+
+def test_a_diverged_run_counts_against_its_group(run, tmp_path):
+    write(tmp_path / "runs", [own_log(3.27, 90), own_log(float("nan"), 91), own_log(3.26, 92)])
+    out, err = read_json(run, "runs")
+    group = out["groups"][0]
+    assert (group["n"], group["loss_mean"], group["p_target"], group["meets_target"]) == (3, None, None, False)
+    assert "001.txt: its final loss is nan, counted" in err
+    assert "does not meet the target" in run("runs")[1]
+
+
+def test_many_logs_are_read_in_several_processes(run, tmp_path):
+    write(tmp_path / "runs", [steps(3.27 + i / 1e4, 90) for i in range(120)])
+    code, out, _ = run("runs", "--json")
+    assert (code, json.loads(out)["groups"][0]["n"]) == (0, 120)
+    write(tmp_path / "runs", ["config: {broken}\n" + steps()])
+    code, _, err = run("runs", "--json")
+    assert code == 2 and err.startswith("compare.py: runs/000.txt: its config line is not JSON")
+
+
+# Statistics
+
+def test_one_sided_p_of_the_target(run, tmp_path):
+    write(tmp_path / "runs", [own_log(loss, time) for loss, time in zip(LOSSES, TIMES)])
+    out, _ = read_json(run, "runs")
+    group = out["groups"][0]
+    assert round(group["p_target"], 4) == 0.0423
+    assert (round(group["loss_mean"], 4), round(group["loss_std"], 4)) == (3.2785, 0.0014)
+    assert (group["n"], group["time_mean_s"], group["meets_target"]) == (5, pytest.approx(95.2072), False)
+    text = run("runs")[1]
+    assert "0.0423" in text and "not shown to meet the target 3.28" in text
+    assert read_json(run, "runs", "--target", "3.29")[0]["groups"][0]["meets_target"] is True
+    assert "meets the target 3.29 (p < 0.01)" in run("runs", "--target", "3.29")[1]
+
+
+def test_welch_against_the_baseline(run, tmp_path):
+    base = [3.2781, 3.2790, 3.2776]
+    write(tmp_path / "base", [own_log(loss, time) for loss, time in zip(base, BASE_TIMES)])
+    write(tmp_path / "new", [own_log(loss, time) for loss, time in zip(LOSSES, TIMES)])
+    out, _ = read_json(run, "old=base", "new")
+    (got,) = out["comparisons"]
+    assert (got["group"], got["baseline"]) == ("new", "old")
+    # Welch's formulas by hand: t = (m1 - m2) / sqrt(v1 + v2), v = s^2 / n; df = (v1 + v2)^2 / sum(v^2 / (n - 1)).
+    for what, here, there in (("time", TIMES, BASE_TIMES), ("loss", LOSSES, base)):
+        (m1, v1), (m2, v2) = ((m := sum(x) / len(x), sum((a - m) ** 2 for a in x) / (len(x) - 1) / len(x))
+                              for x in (here, there))
+        assert got["time_delta_s" if what == "time" else "loss_delta"] == pytest.approx(m1 - m2)
+        assert got[f"{what}_t"] == pytest.approx((m1 - m2) / (v1 + v2) ** 0.5)
+        assert got[f"{what}_df"] == pytest.approx((v1 + v2) ** 2 / (v1 ** 2 / (len(here) - 1) + v2 ** 2 / (len(there) - 1)))
+    assert got["time_delta_s"] == pytest.approx(-0.7498) and got["time_p"] < 1e-4 and got["loss_p"] > 0.5
+    assert "-0.750 s (-0.78 %)" in run("old=base", "new")[1]
+
+
+def test_means_above_the_target_do_not_meet_it_however_significant(run, tmp_path):
+    write(tmp_path / "before", [own_log(loss, 90 + i / 10) for i, loss in enumerate(BEFORE_SHARDING)])
+    write(tmp_path / "sharded", [own_log(loss, 89 + i / 10) for i, loss in enumerate(SHARDED)])
+    out, _ = read_json(run, "before", "sharded")
+    for group, n in zip(out["groups"], (21, 13)):
+        assert group["n"] == n and group["loss_mean"] > 3.28
+        assert group["p_target"] > 0.95 and group["meets_target"] is False
+    assert run("before", "sharded")[1].count("does not meet the target 3.28") == 2
+
+
+def test_target_comes_from_the_config(run, tmp_path):
+    losses = [2.9191, 2.9185, 2.9188, 2.9190]
+    write(tmp_path / "runs", [own_log(loss, 90, config={"target": 2.92}) for loss in losses])
+    assert "meets the target 2.92" in run("runs")[1]
+    assert "does not meet the target 2.9\n" in run("runs", "--target", "2.9")[1]
+
+
+def test_what_is_not_defined_is_null(run, tmp_path):
+    write(tmp_path / "one", [own_log(3.27, 90)])
+    write(tmp_path / "same", [own_log(3.27, 90), own_log(3.27, 91)])
+    (tmp_path / "llmc.log").write_text("s:0 tel:11.0\ns:500 tel:3.27\n")
+    out, err = read_json(run, "one", "same", "llmc.log")
+    one, same, llmc = out["groups"]
+    assert (one["loss_std"], one["time_std_s"], one["p_target"], one["meets_target"]) == (None, None, None, False)
+    assert (same["loss_std"], same["p_target"]) == (0.0, None) and "same: all losses are equal" in err
+    assert (llmc["loss_mean"], llmc["time_mean_s"], llmc["runs"][0]["train_time_s"]) == (3.27, None, None)
+    assert out["comparisons"][0]["time_delta_s"] == pytest.approx(0.5)
+    assert out["comparisons"][1] == {"group": "llmc", "baseline": "one", "time_delta_s": None, "time_t": None, "time_df": None,
+                                     "time_p": None, "loss_delta": 0.0, "loss_t": None, "loss_df": None, "loss_p": None}
+
+
+# Reports
+
+def test_json_shape(run, tmp_path):
+    write(tmp_path / "a", [own_log(loss, time) for loss, time in zip(LOSSES, TIMES)])
+    out, _ = read_json(run, "a", "a again=a")
+    assert list(out) == ["groups", "comparisons"]
+    assert list(out["groups"][0]) == ["label", "n", "steps", "loss_mean", "loss_std", "time_mean_s", "time_std_s", "p_target",
+                                      "meets_target", "runs"]
+    assert out["groups"][0]["runs"][1] == {"path": "a/001.txt", "run_index": 0, "final_step": 500, "total_steps": 500,
+                                           "val_loss": 3.2772, "train_time_s": 95.219, "peak_mem_mib": 31253,
+                                           "torch": "2.13.0", "complete": True}
+    assert list(out["comparisons"][0]) == ["group", "baseline", "time_delta_s", "time_t", "time_df", "time_p",
+                                           "loss_delta", "loss_t", "loss_df", "loss_p"]
+
+
+def test_text_has_every_field(run, tmp_path):
+    write(tmp_path / "a", [own_log(loss, time) for loss, time in zip(LOSSES, TIMES)])
+    _, out, err = run("a")
+    fields = dict(line.strip().split("  ", 1) for line in out.splitlines()[1:])
+    assert {k: v.strip() for k, v in fields.items()} == {
+        "runs (n)": "5", "steps": "500", "loss: mean, sd": "3.2785, 0.0014", "loss per byte": "0.9000",
+        "time, s: mean, sd": "95.207, 0.093", "peak memory": "31253 MiB", "hardware": "8 x NVIDIA H100", "torch": "2.13.0",
+        "p (mean < target)": "0.0423",
+        "verdict": "not shown to meet the target 3.28: the mean does, but p is not < 0.01; needs more runs",
+        "losses": "3.2789 3.2772 3.2804 3.2770 3.2792", "times, s": "95.168 95.219 95.069 95.277 95.303"}
+    assert err == ""
+
+
+def test_markdown(run, tmp_path):
+    write(tmp_path / "a|b", [own_log(loss, time) for loss, time in zip(LOSSES, TIMES)])
+    (tmp_path / "one.log").write_text(steps(3.3, 99, last=450))
+    _, out, _ = run("a|b", "one.log", "--markdown")
+    lines = out.split("\n")
+    assert lines[:2] == ["|  | a\\|b | one |", "| --- | --- | --- |"]
+    assert "| loss: mean, sd | 3.2785, 0.0014 | 3.3000, - |" in lines and "| loss per byte | 0.9000 | - |" in lines
+    assert "| one against a\\|b | difference | Welch t | df | p (two-sided) |" in lines
+    assert "- one: one.log: stopped at step 450 of 500, counted" in lines
+    tables = [line.replace("\\|", "") for line in lines if line.startswith("|")]
+    assert {line.count("|") for line in tables[:14]} == {4}  # every row has as many cells as the head
+
+
+def test_plot_is_a_png(run, tmp_path):
+    write(tmp_path / "a", [own_log(loss, time) for loss, time in zip(LOSSES, TIMES)])
+    write(tmp_path / "diverged", [own_log(float("nan"))])
+    (tmp_path / "llmc.log").write_text("s:0 tel:11.0\ns:500 tel:3.27\n")
+    (tmp_path / "cut.log").write_text(steps(last=150, validate_last=False))
+    code, out, err = run("a", "diverged", "llmc.log", "cut.log", "--plot", "loss.png")
+    assert (code, err) == (0, "")
+    image = (tmp_path / "loss.png").read_bytes()
+    assert image.startswith(b"\x89PNG\r\n\x1a\n") and len(image) > 20_000
+    assert run("cut.log", "--plot", "empty.png")[0] == 0  # nothing to draw is no fault
+    code, out, err = run("a", "--plot", "missing/loss.png")
+    assert code == 2 and "missing/loss.png: cannot be written" in err and "3.2785" in out
+
+
+def test_plotted_curve_is_over_the_steps_all_runs_share(tmp_path):
+    restarted = "step:10/500 val_loss:9.0 train_time:246800ms step_avg:nanms\n" + steps(3.3, 80)
+    group = compare.Group("g")
+    for path in sorted(write(tmp_path, [own_log(3.27, 90), own_log(3.29, 92, last=450)]).iterdir()):
+        group.runs += compare.read_log(str(path))[0]
+    curve = compare.mean_curve(group)
+    assert [point[0] for point in curve] == [0, 125, 250, 375]
+    assert curve[-1][1] == pytest.approx(91 * 375 / 500) and curve[-1][3] == pytest.approx(0)
+    path = tmp_path / "restarted"
+    path.write_text("\n".join(restarted.split("\n")[:1] + restarted.split("\n")[2:]))
+    (point, *_) = compare.mean_curve(compare.Group("r", compare.read_log(str(path))[0]))
+    assert point[0] == 10 and point[1] != point[1]  # 246.8 s before the clock's restart: not a time of the curve
+
+
+def test_diff(run, tmp_path):
+    layers = [{"window": "long"}, {"window": "short"}]
+    new_layers = [{"window": "long"}, {"window": "long"}]
+    (tmp_path / "a.txt").write_text(own_log(source="x = 1\ny = 2\n", config={"target": 3.28, "seed": 1, "layers": layers}))
+    (tmp_path / "b.txt").write_text(own_log(source="x = 1\ny = 3\n",
+                                            config={"target": 3.28, "seed": 1, "layers": new_layers, "new": 0.5}))
+    code, out, _ = run("--diff", "a.txt", "b.txt")
+    config, script = out.split("script\n")
+    assert code == 0
+    assert config == 'config\n  layers.1.window: "short" -> "long"\n  new: absent -> 0.5\n'
+    assert [line for line in script.splitlines() if line[0] in "+-"] == ["--- a.txt", "+++ b.txt", "-y = 2", "+y = 3"]
+    assert run("--diff", "a.txt", "a.txt")[1] == "config\n  no difference\nscript\n  no difference\n"
+
+
+def test_diff_of_published_logs_ends_at_the_rule(run, tmp_path):
+    for name, source in (("a", "x = 1"), ("b", "x = 2")):
+        (tmp_path / name).write_text(f"{source}\n{'=' * 100}\n{name} is not source\n{steps()}")
+    _, out, _ = run("--diff", "a", "b")
+    assert out.startswith("config\n  not in these logs\nscript\n") and "-x = 1\n+x = 2" in out and "not source" not in out
+    (tmp_path / "screen").write_text(steps())
+    assert run("--diff", "a", "screen") == (2, "", "compare.py: screen: holds no source: no line of = after it\n")
+    assert run("--diff", "a", "gone")[0::2] == (2, "compare.py: gone: cannot be read: No such file or directory\n")
+
+
+# Bad input
+
+def test_what_cannot_be_read_is_named_and_the_rest_reported(run, tmp_path):
+    write(tmp_path / "runs", [own_log(3.27)])
+    (tmp_path / "runs" / "dangling.txt").symlink_to(tmp_path / "nowhere")
+    code, out, err = run("runs")
+    assert code == 2 and err == "compare.py: runs/dangling.txt: cannot be read: No such file or directory\n" and "3.2700" in out
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "folder").mkdir()
+    code, out, err = run("runs/000.txt", "gone.txt", "*.missing", "empty.txt", "binary.txt", "folder")
+    assert code == 2 and "3.2700" in out
+    starts = ["gone.txt: no such file", "*.missing: no such file", "empty.txt: holds no run", "binary.txt: holds no run",
+              "folder: holds no run"]
+    assert len(err.splitlines()) == len(starts)
+    assert all(line.startswith(f"compare.py: {start}") for line, start in zip(err.splitlines(), starts))
+
+
+@pytest.mark.parametrize("arguments", [[], ["x", "--target", "nan"], ["x", "--target", "low"], ["x", "--json", "--markdown"],
+                                       ["x", "--diff", "a", "b"], ["--diff", "a"]])
+def test_bad_usage(run, arguments):
+    with pytest.raises(SystemExit) as e:
+        run(*arguments)
+    assert e.value.code == 2
+
+
+def test_bytes_that_are_not_utf8(run, tmp_path):
+    text = own_log(3.27, header=HEADER.replace("H100", "H\u00e9"))
+    (tmp_path / "log.txt").write_bytes(b"\xff\xfe source\n" + text.encode("latin-1"))
+    code, out, err = run("log.txt")
+    assert (code, err) == (0, "") and "NVIDIA H\ufffd" in out
+
+
+def test_as_a_command(tmp_path):
+    """Options between paths, the exit code, and no import that slows the start down before it is needed."""
+    write(tmp_path / "a", [own_log(3.27)])
+    write(tmp_path / "b", [own_log(3.26)])
+    command = [sys.executable, ROOT / "records" / "compare.py", "a", "--json", "b", "--target", "3.3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and len(json.loads(done.stdout)["groups"]) == 2
+    check = "import sys, compare; print({'numpy', 'scipy', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT / "records", capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
+def test_the_benchmark_writes_logs_that_are_read(tmp_path):
+    """A small run of it: it exits with a message if compare.py does not count every log."""
+    done = subprocess.run([sys.executable, ROOT / "bench" / "compare_logs.py", "--logs", "3", "--megabytes", "0.02"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ms a log") == 2

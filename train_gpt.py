@@ -1,0 +1,1579 @@
+"""
+A NanoGPT speedrun in one file: trains a GPT-2-small-class language model on FineWeb to a validation loss of 3.28 nats
+per token, in as little time as possible on 8 H100s, and runs the same code path on a two-core laptop.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py                  # the record preset, 8 GPUs, FineWeb
+    torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu     # the cpu preset, no GPU, the built-in corpus
+    python train_gpt.py -h
+
+What it attains
+@@ATTAINS@@
+
+Map of the file; a section uses only what stands above it
+    1  This text, imports
+    2  Config       presets, layer table, parameter table, stage table; --set name=value
+    3  Schedule     plan(cfg, step): learning rate, windows, batch size, loss weights of one step
+    4  Runtime      ranks and devices, errors meant for people, the log
+    5  Data         shards, slices of whole documents, the bigram index
+    6  Reference    the operations in plain torch: attention, MLP, loss, polar factor
+    7  Kernels      their GPU forms stand here (none yet: every device runs section 6)
+    8  Model        rotary tables, the trunk, the head
+    9  Exchange     averages gradients over ranks, gathers updated parameters
+    10 Update rules Adam and NorMuon on one shard
+    11 Optimizer    scatter, work, gather, in explicit orders
+    12 Step         train_step, validate
+    13 Main         build, warm up, reset, timed loop, summary
+
+Everything that is computed follows the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt, commit 2c702746,
+"the reference" below); sources of single methods are named where they are used. Shapes in comments: T tokens of one
+micro-batch, d = H * D model width, H heads of D, L layers, V rows of the padded vocabulary.
+"""
+import argparse
+import dataclasses
+import difflib
+import gc
+import glob
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import typing
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+
+# ======================================================================================================================
+# 2  Config. What a reader edits: one table each for layers, parameters and stages; every other number is a field.
+# ======================================================================================================================
+
+class UserError(Exception):
+    """Something a person can mend. The message is one line: what is wrong, and what to do."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    attention: str | None = "plain"  # plain, paired (two heads share one stream of twice the length), None (MLP only)
+    window: str = "short"            # short or long; long plain layers also shift half of each key by one token
+    value: int | None = None         # the value embedding table added to this layer's values
+    reads: str = "stream"            # what attention reads: the stream, or the saved "back"
+    saves: str | None = None         # name under which the stream after this layer's MLP is kept: skip or back
+    adds: str | None = None          # a saved activation added, gated, to the stream before the layer: skip
+
+
+LAYERS = (
+    Layer("paired"),
+    Layer("plain", value=0),
+    Layer("paired", value=1),
+    Layer("plain", "long", saves="skip"),
+    Layer("plain"),
+    Layer("paired"),
+    Layer(None, adds="skip"),
+    Layer("plain", saves="back"),
+    Layer("plain", value=2, reads="back"),
+    Layer("paired", value=3, reads="back"),
+    Layer("plain", "long", value=4, reads="back"),
+)
+
+
+@dataclass(frozen=True)
+class Param:
+    name: str
+    optimizer: str                        # adam or normuon
+    exchange: str                         # all_reduce: every rank updates it all; reduce_scatter: each rank a block
+    betas: tuple[float, ...] = ()         # Adam's
+    lr_mul: float = 1.0
+    wd_mul: float = 1.0
+    dtype: str = "model"                  # model: the config's dtype; float32
+    tied_to: str = ""                     # until the split step this is the transpose of that parameter
+    matrix_lr_mul: tuple[float, ...] = () # NorMuon: factors of successive matrices, repeating
+
+
+PARAMS = (
+    #     name              optimizer   exchange          betas        lr_mul  wd_mul
+    Param("scalars",        "adam",    "all_reduce",     (.90, .99),   5.00,    0, "float32"),
+    Param("smear_gate",     "adam",    "all_reduce",     (.90, .99),   0.01,    0),
+    Param("skip_gate",      "adam",    "all_reduce",     (.90, .99),   0.05,    0),
+    Param("attn_gate_bank", "adam",    "all_reduce",     (.90, .99),   1.00,    1),
+    Param("ve_gate_bank",   "adam",    "all_reduce",     (.90, .99),   1.00,    1),
+    Param("post_lambdas",   "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
+    Param("x0_lambdas",     "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
+    Param("bigram_lambdas", "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
+    Param("resid_lambdas",  "adam",    "all_reduce",     (.90, .95),   5.00,    0, "float32"),
+    Param("value_embeds",   "adam",    "reduce_scatter", (.75, .95),  75.00,    5),
+    Param("bigram_embed",   "adam",    "reduce_scatter", (.75, .95),  75.00,    5),
+    Param("lm_head",        "adam",    "reduce_scatter", (.50, .95),   1.00,  150),
+    Param("embed",          "adam",    "reduce_scatter", (.50, .95),   1.00,  150, tied_to="lm_head"),
+    Param("qk_bank",        "normuon", "reduce_scatter"),
+    Param("vo_bank",        "normuon", "reduce_scatter"),
+    Param("mlp_bank",       "normuon", "reduce_scatter", matrix_lr_mul=(1.0, 2.0)),
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    steps: int
+    tokens: int                 # per batch, over all ranks and micro-batches
+    longest: int                # documents are cut to this many tokens
+    short: int                  # attention windows, in units of Config.window_unit tokens
+    long: int
+    lr_mul: float
+    mtp_start: tuple[float, ...]  # weights of the losses on the next, second and third next token
+    mtp_end: tuple[float, ...]    # reached, linearly, at the stage's end
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run's settings; a preset is `replace(RECORD, ...)`. Defaults are the 1480-step record configuration."""
+    # the task
+    preset: str = "record"
+    track: str = "gpt2-small"           # folder of records/ that this preset's runs belong to
+    data: str = "data/fineweb10B"       # folder with *_train_*.bin and *_val_*.bin
+    target: float = 3.28                # mean validation loss, nats per token, that a record must reach
+    val_slice_tokens: int = 262144      # one validation forward
+    val_slices: int = 40
+    val_every: int = 250                # steps; 0: only at the end
+    # the model
+    vocab_size: int = 50257
+    padded_vocab: int = 50304           # rows of the embedding tables, columns of the head; the padding is ordinary
+    start_token: int = 50256
+    bigram_rows: int = 5 * 50304
+    heads: int = 6
+    head_dim: int = 128
+    mlp_dim: int = 3072
+    layers: tuple[Layer, ...] = LAYERS
+    window_unit: int = 128
+    final_windows: tuple[int, ...] = (6, 20)  # short, long at the final validation
+    attn_scale: float = 0.1             # of the softmax before any window grows
+    dtype: str = "bfloat16"             # weights and activations: bfloat16, float32, float64
+    # the schedule; the last stage is the extension, trained at the final learning rate
+    stages: tuple[Stage, ...] = (
+        Stage(480, 131072,  896, 1,  3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        Stage(480, 262144, 2048, 3,  7, 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage(480, 393216, 2048, 5, 11, 1.73, (1.0,), (1.0,)),
+        Stage( 40, 393216, 2048, 6, 13, 0.15, (1.0,), (1.0,)),
+    )
+    cooldown: float = 0.60              # last part of the scheduled steps, over which the rate falls to final_lr
+    final_lr: float = 0.15
+    momentum_low: float = 0.85
+    momentum_high: float = 0.95
+    momentum_warmup: int = 300          # steps from low to high
+    momentum_cooldown: int = 50         # last steps, back towards low
+    slices: int = 8                     # micro-batches of a global batch; at least one a rank. Another number is other data
+    doc_slots: int = 0                  # entries of cu_seqlens; 0: by the slice's length
+    # optimizers
+    params: tuple[Param, ...] = PARAMS
+    scatter_order: tuple[str, ...] = (
+        "qk_bank", "vo_bank", "mlp_bank", "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank",
+        "lm_head", "bigram_embed", "post_lambdas", "x0_lambdas", "bigram_lambdas", "resid_lambdas", "value_embeds", "embed")
+    work_order: tuple[str, ...] = (
+        "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas",
+        "bigram_lambdas", "resid_lambdas", "value_embeds", "bigram_embed", "lm_head", "embed", "qk_bank", "vo_bank", "mlp_bank")
+    adam_lr: float = 0.008
+    adam_eps: float = 1e-10
+    adam_wd: float = 0.005
+    muon_lr: float = 0.023
+    muon_wd: float = 1.2
+    muon_beta2: float = 0.9
+    polar_dtype: str = "bfloat16"       # arithmetic of the orthogonalisation
+    # techniques, one switch each
+    warmup: bool = True                 # rehearse every stage off the clock, then reset
+    head_chunk: int = 8192              # tokens whose logits exist at once
+
+    @property
+    def dim(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def stage_starts(self) -> list[int]:
+        return [sum(stage.steps for stage in self.stages[:i]) for i in range(len(self.stages))]
+
+
+RECORD = Config()
+
+CPU = replace(
+    RECORD, preset="cpu", track="cpu", data="data/local", target=1.48, dtype="float32", polar_dtype="float32",
+    vocab_size=257, padded_vocab=264, start_token=256, bigram_rows=16384, heads=4, head_dim=32, mlp_dim=512,
+    val_slice_tokens=4096, val_slices=128, val_every=100, window_unit=16, final_windows=(6, 20), attn_scale=0.2,
+    stages=(
+        Stage(100,  4096, 256, 1,  3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        Stage(100,  8192, 512, 3,  7, 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage(100, 12288, 512, 5, 11, 1.73, (1.0,), (1.0,)),
+        Stage( 10, 12288, 512, 6, 13, 0.15, (1.0,), (1.0,)),
+    ), momentum_warmup=60, momentum_cooldown=10)
+
+PRESETS = {"record": RECORD, "cpu": CPU}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+
+
+def slices_of(cfg: Config, world: int) -> int:
+    return max(cfg.slices, world)
+
+
+def padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def param_shapes(cfg: Config, world: int) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter when `world` ranks share it: banks are padded so that each rank owns whole matrices."""
+    d, pair, V, L = cfg.dim, 2 * cfg.head_dim, cfg.padded_vocab, len(cfg.layers)
+    attention = sum(layer.attention is not None for layer in cfg.layers)
+    tables = sum(layer.value is not None for layer in cfg.layers)
+    # Two matrices a layer, one layer more than needed: 24 for 11 layers, which 8 ranks divide.
+    matrices = padded(2 * (L + 1), math.lcm(2, world))
+    return {
+        "scalars": (2 * L + 3,), "smear_gate": (1, 12), "skip_gate": (1, 12),
+        "attn_gate_bank": (attention, cfg.heads, 12), "ve_gate_bank": (tables, cfg.heads, 12),
+        "post_lambdas": (L, 2), "x0_lambdas": (L,), "bigram_lambdas": (L,), "resid_lambdas": (L, 2),
+        "value_embeds": (V, tables, d), "bigram_embed": (cfg.bigram_rows, d), "lm_head": (d, V), "embed": (V, d),
+        "qk_bank": (padded(attention * cfg.heads, world), pair, d),
+        "vo_bank": (padded(attention * 2, world), d, d),
+        "mlp_bank": (matrices // 2, 2, cfg.mlp_dim, d),
+    }
+
+
+def check_order(kind: str, order: tuple[str, ...], names: list[str]) -> None:
+    for what, wrong in (("twice", {n for n in order if order.count(n) > 1}), ("unknown", set(order) - set(names)),
+                        ("missing", set(names) - set(order))):
+        if wrong:
+            raise UserError(f"{kind}: {what}: {', '.join(sorted(wrong))}; it must name each parameter exactly once")
+
+
+def check_config(cfg: Config, world: int) -> None:
+    """Raises UserError if the tables contradict each other or `world` ranks cannot share the work."""
+    names = [row.name for row in cfg.params]
+    check_order("parameter table", tuple(names), list(param_shapes(cfg, 1)))
+    check_order("scatter_order", cfg.scatter_order, names)
+    check_order("work_order", cfg.work_order, names)
+    for field, allowed in (("dtype", ("bfloat16", "float32", "float64")), ("polar_dtype", ("bfloat16", "float32", "float64"))):
+        if getattr(cfg, field) not in allowed:
+            raise UserError(f"{field}={getattr(cfg, field)}: use one of {', '.join(allowed)}")
+    for role, key in (("skip", "saves"), ("back", "saves"), ("skip", "adds")):
+        if sum(getattr(layer, key) == role for layer in cfg.layers) != 1:
+            raise UserError(f'layer table: exactly one layer must have {key}="{role}"')
+    tables = [layer.value for layer in cfg.layers if layer.value is not None]
+    if sorted(tables) != list(range(len(tables))):
+        raise UserError(f"layer table: value tables are {tables}; number them 0, 1, ... and use each once")
+    if cfg.heads % 2 or cfg.head_dim % 4:
+        raise UserError(f"heads={cfg.heads} must be even and head_dim={cfg.head_dim} a multiple of 4")
+
+    def fits(n: int) -> str:
+        slices = slices_of(cfg, n)
+        if slices % n:
+            return f"{slices} slices of a batch do not divide by it"
+        for stage in cfg.stages:
+            if stage.tokens % slices:
+                return f"{stage.tokens} tokens of a batch do not divide into {slices} slices"
+        for row in cfg.params:
+            rows = param_shapes(cfg, n)[row.name][0]
+            if row.exchange == "reduce_scatter" and row.optimizer == "adam" and rows % n:
+                return f"{rows} rows of {row.name} do not divide by it"
+        return ""
+
+    if why := fits(world):
+        near = sorted((n for n in range(1, 4 * world + 9) if not fits(n)), key=lambda n: (abs(n - world), n))[:3]
+        raise UserError(f"a world of {world} processes cannot share the work: {why}; "
+                        f"start torchrun with {' or '.join(str(n) for n in sorted(near))} processes")
+
+
+def override(cfg, setting: str):
+    """`cfg` with one "name=value" applied. Dots reach into tables, by index or by a row's name: stages.0.steps=10."""
+    path, eq, text = setting.partition("=")
+    if not eq:
+        raise UserError(f"--set {setting}: write name=value")
+    return _override(cfg, path.split("."), text, path)
+
+
+def _override(node, keys: list[str], text: str, path: str):
+    if isinstance(node, tuple):  # a table
+        index = {getattr(row, "name", str(i)): i for i, row in enumerate(node)} | {str(i): i for i in range(len(node))}
+        _known(keys[0], index, path)
+        i = index[keys[0]]
+        if len(keys) == 1:
+            raise UserError(f"--set {path}: names a row; add one of its columns: "
+                            f"{', '.join(f.name for f in dataclasses.fields(node[i]))}")
+        return node[:i] + (_override(node[i], keys[1:], text, path),) + node[i + 1:]
+    hints = typing.get_type_hints(type(node))
+    _known(keys[0], hints, path)
+    old, hint = getattr(node, keys[0]), hints[keys[0]]
+    is_table = isinstance(old, tuple) and old and dataclasses.is_dataclass(old[0])
+    if len(keys) > 1 and not is_table:
+        raise UserError(f"--set {path}: {keys[0]} is not a table")
+    if len(keys) == 1 and is_table:
+        raise UserError(f"--set {path}: a table; name one of its entries, like {path}.0.{dataclasses.fields(old[0])[0].name}")
+    return replace(node, **{keys[0]: _override(old, keys[1:], text, path) if is_table else _parse(text, hint, path)})
+
+
+def _known(name: str, names, path: str) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, list(names), n=3) or list(names)
+        raise UserError(f"--set {path}: unknown name {name!r}; did you mean {', '.join(near)}?")
+
+
+def _parse(text: str, hint, path: str):
+    """`text` as a value of the type `hint`: bool, int, float, str, tuple of one of them, or one of them or None."""
+    args = typing.get_args(hint)
+    if type(None) in args:
+        return None if text.lower() == "none" else _parse(text, args[0], path)
+    if typing.get_origin(hint) is tuple:
+        return tuple(_parse(part, args[0], path) for part in text.split(",") if part)
+    try:
+        if hint is bool:
+            return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}[text.lower()]
+        return hint(text)
+    except (ValueError, KeyError):
+        kind = "true or false" if hint is bool else {"int": "a whole number", "float": "a number"}[hint.__name__]
+        raise UserError(f"--set {path}={text}: {path} takes {kind}") from None
+
+
+# ======================================================================================================================
+# 3  Schedule. Pure functions of the config and the step.
+# ======================================================================================================================
+
+class StepPlan(NamedTuple):
+    step: int
+    stage: int
+    lr_mul: float            # of every learning rate
+    momentum: float          # NorMuon's
+    short: int               # attention windows, tokens
+    long: int
+    tokens: int              # per batch
+    longest: int             # piece of a document, tokens
+    mtp: tuple[float, ...]   # weights of the losses on the next tokens
+    do_adam: bool            # Adam parameters update after this step, from the gradients since their last update
+    split: bool              # after this step's update embed and lm_head are no longer tied
+
+
+def split_step(cfg: Config) -> int:
+    """The first step of the third stage, made odd so that Adam updates on it; with fewer stages, never."""
+    return cfg.stage_starts[2] | 1 if len(cfg.stages) > 2 else cfg.steps
+
+
+def plan(cfg: Config, step: int) -> StepPlan:
+    """What step `step` (from 0) does."""
+    starts, scheduled = cfg.stage_starts, cfg.steps - cfg.stages[-1].steps
+    index = max(i for i, start in enumerate(starts) if start <= step)
+    stage = cfg.stages[index]
+    lr_mul, cool = stage.lr_mul, int(scheduled * (1 - cfg.cooldown))
+    if step > cool:
+        t = min(1.0, (step - cool) / (scheduled - cool))
+        lr_mul = lr_mul * (1 - t) + cfg.final_lr * t
+    momentum = cfg.momentum_low + (cfg.momentum_high - cfg.momentum_low) * min(1.0, step / max(1, cfg.momentum_warmup))
+    cool = cfg.steps - cfg.momentum_cooldown
+    if step > cool:
+        momentum = cfg.momentum_high - (cfg.momentum_high - cfg.momentum_low) * (step - cool) / cfg.momentum_cooldown
+    t = (step - starts[index]) / stage.steps
+    mtp = tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end))
+    return StepPlan(step, index, lr_mul, momentum, stage.short * cfg.window_unit, stage.long * cfg.window_unit,
+                    stage.tokens, stage.longest, mtp, do_adam=step % 2 == 1, split=step == split_step(cfg))
+
+
+def warmup_steps(cfg: Config) -> list[int]:
+    """Steps that between them do everything a run does: the first two, and two on either side of a stage's start."""
+    steps = {0, 1} | {s + k for s in cfg.stage_starts[1:] for k in (-2, -1, 0, 1)}
+    return sorted(s for s in steps if 0 <= s < cfg.steps)
+
+
+def validates(cfg: Config, step: int) -> bool:
+    return cfg.val_every > 0 and step % cfg.val_every == 0
+
+
+def train_tokens(cfg: Config) -> int:
+    return sum(stage.steps * stage.tokens for stage in cfg.stages)
+
+
+# ======================================================================================================================
+# 4  Runtime. Ranks and devices; the log of record and the screen.
+# ======================================================================================================================
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def master(self) -> bool:
+        return self.rank == 0
+
+
+def start_runtime() -> Ranks:
+    """Reads torchrun's environment and joins the process group; without torchrun there is one rank and no group."""
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        if local >= torch.cuda.device_count():
+            raise UserError(f"rank {rank} has no GPU: {torch.cuda.device_count()} GPUs here; lower --nproc_per_node")
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": device} if cuda else {}))
+    return Ranks(rank, world, device)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class RunLog:
+    """The run's log file and its screen output; silent on every rank but the first.
+
+    The file is opened once, before the clock starts, and each line is handed to the operating system as it is written.
+    """
+
+    def __init__(self, folder: Path | None, steps: int, run_id: str):
+        self.path = None if folder is None else folder / f"{run_id}.txt"
+        self.file, self.bar, self.steps = None, None, steps
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.file = open(self.path, "x", buffering=1, encoding="utf-8")
+            except OSError as e:
+                raise UserError(f"cannot write the log {self.path}: {e.strerror}; make the folder writable") from None
+
+    def write(self, text: str) -> None:
+        if self.file:
+            self.file.write(text + "\n")
+
+    def say(self, text: str) -> None:
+        if self.file:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def both(self, text: str) -> None:
+        self.write(text)
+        self.say(text)
+
+    def progress(self, step: int, loss: float | None, train_ms: float) -> None:
+        """`step` steps are done. A bar on a terminal; elsewhere a plain line every twentieth of the run."""
+        if not self.file:
+            return
+        text = "" if loss is None else f"loss {loss:.3f}"
+        if sys.stdout.isatty():
+            if self.bar is None:
+                self.bar = tqdm(total=self.steps, unit="step", dynamic_ncols=True, file=sys.stdout)
+            self.bar.set_postfix_str(f"{text} time {train_ms / 1000:.1f}s", refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif step * 20 // self.steps > (step - 1) * 20 // self.steps:
+            eta = train_ms / step * (self.steps - step) / 1000
+            self.say(f"step {step}/{self.steps}  {text}  time {train_ms / 1000:.0f}s  ETA {eta:.0f}s")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.file:
+            self.file.close()
+
+
+def describe_environment(ranks: Ranks) -> list[str]:
+    """Log lines that say what the run ran on. No absolute path stands in them."""
+    def git(*args):
+        out = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).resolve().parent)
+        return out.stdout.strip() if out.returncode == 0 else None
+
+    if ranks.device.type == "cuda":
+        device = torch.cuda.get_device_name(ranks.device)
+    else:
+        device = platform.processor() or platform.machine()
+        if os.path.exists("/proc/cpuinfo"):
+            models = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+            device = models[0] if models else device
+        device += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
+    try:
+        commit, dirty = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    except FileNotFoundError:  # no git on this machine
+        commit, dirty = None, None
+    return [
+        f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
+        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {device} with world_size {ranks.world}",
+        f"commit: {commit or 'unknown'}{'' if not commit else ' (clean)' if dirty == '' else ' (modified)'}",
+    ]
+
+
+# ======================================================================================================================
+# 5  Data. Shards of tokens to micro-batches of whole documents, the same whatever the number of ranks.
+# ======================================================================================================================
+
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+
+
+class Header(NamedTuple):
+    tokens: int
+    vocab_size: int   # 0: GPT-2's
+    start_token: int
+    text_bytes: int   # of the text the tokens stand for; 0: unknown
+
+
+def read_header(path: Path) -> Header:
+    """Checks magic, version and length of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
+    try:
+        words, size = np.fromfile(path, dtype="<i4", count=256), path.stat().st_size
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror}; download or build the data again") from None
+    if len(words) < 256 or words[0] != MAGIC:
+        raise UserError(f"{path}: not a token shard (its first word is not {MAGIC}); delete it, and download or build it again")
+    if words[1] != VERSION:
+        raise UserError(f"{path}: shard format version {words[1]}, this script reads {VERSION}; build it again")
+    header = Header(int(words[2]), int(words[3]), int(words[4]), int(words[5]))
+    if size != HEADER_BYTES + 2 * header.tokens:
+        raise UserError(f"{path}: {size} bytes, but its header promises {header.tokens} tokens, which take "
+                        f"{HEADER_BYTES + 2 * header.tokens}; delete it, and download or build it again")
+    return header
+
+
+def find_shards(folder: str, split: str) -> list[Path]:
+    paths = [Path(p) for p in sorted(glob.glob(os.path.join(glob.escape(folder), f"*_{split}_*.bin")))]
+    if not paths:
+        raise UserError(f"no {split} shards (*_{split}_*.bin) in {folder}: run python data/fineweb.py, or "
+                        "python data/local_corpus.py for the cpu preset, or point --data at a folder that has them")
+    return paths
+
+
+class Data(NamedTuple):
+    """The shards of a run, their headers checked against the config."""
+    train: list[Path]
+    val: list[Path]
+    bytes_per_token: float  # of the validation text; 0: unknown
+    fingerprint: str
+
+
+def find_data(cfg: Config) -> Data:
+    train, val = find_shards(cfg.data, "train"), find_shards(cfg.data, "val")
+    headers = {path: read_header(path) for path in train + val}
+    for path, header in headers.items():
+        vocab, start = (header.vocab_size, header.start_token) if header.vocab_size else (50257, 50256)
+        if (vocab, start) != (cfg.vocab_size, cfg.start_token):
+            raise UserError(f"{path}: made for a vocabulary of {vocab} with start token {start}, the config has {cfg.vocab_size} "
+                            f"and {cfg.start_token}; choose the matching --preset or --data")
+    need, have = train_tokens(cfg), sum(headers[p].tokens for p in train)
+    if have < need:
+        raise UserError(f"{cfg.data}: {have:,} training tokens, the schedule takes at least {need:,}; add training shards")
+    need, have = cfg.val_slices * cfg.val_slice_tokens + 1, sum(headers[p].tokens for p in val)
+    if have < need:
+        raise UserError(f"{cfg.data}: {have:,} validation tokens, validation takes {need:,}; add validation shards or "
+                        "lower val_slices")
+    tokens, text = sum(headers[p].tokens for p in val), [headers[p].text_bytes for p in val]
+    count = sum(headers[p].tokens for p in train)
+    fingerprint = f"{fingerprint_of(train + val)} ({count} training tokens in {len(train)} shards, {tokens} for validation)"
+    return Data(train, val, sum(text) / tokens if all(text) else 0.0, fingerprint)
+
+
+def fingerprint_of(paths: list[Path]) -> str:
+    """Hash of every shard's name, size, and of 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
+    digest, block = hashlib.sha256(), 1 << 16
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as f:
+            for i in range(64):
+                f.seek(max(0, size - block) * i // 63)
+                digest.update(f.read(block))
+    return digest.hexdigest()[:16]
+
+
+class Shard(NamedTuple):
+    tokens: np.ndarray  # uint16
+    starts: np.ndarray  # int64: positions of start tokens
+
+
+def read_shard(path: Path, vocab_size: int, start_token: int, count: int = -1) -> Shard:
+    """The whole shard in memory, or its first `count` tokens."""
+    read_header(path)
+    tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES, count=count)
+    if len(tokens) and tokens.max() >= vocab_size:
+        raise UserError(f"{path}: token {tokens.max()} is outside the vocabulary of {vocab_size}; the file is damaged, or made "
+                        "with another tokenizer: build it again")
+    return Shard(tokens, np.flatnonzero(tokens == start_token))
+
+
+def bigram_index(tokens: np.ndarray, rows: int, out: np.ndarray) -> None:
+    """Hashes each token with its predecessor into `out` (int32, like `tokens`); position 0 gets the reserved last row.
+
+    The products wrap in int32. The hash crosses document starts: masking it was measured to be slower and no better.
+    """
+    out[0] = rows - 1
+    out[1:] = ((np.int32(36313) * tokens[1:]) ^ (np.int32(27191) * tokens[:-1])) % np.int32(rows - 1)
+
+
+def doc_slots(tokens: int) -> int:
+    """Entries of cu_seqlens for a slice of `tokens`: fixed, so that shapes do not change from step to step."""
+    return {16384: 64, 32768: 96, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
+
+
+@dataclass
+class MicroBatch:
+    inputs: Tensor      # (T,) int32
+    targets: Tensor     # (T,) int64
+    bigram: Tensor      # (T,) int32 rows of bigram_embed
+    cu_seqlens: Tensor  # (slots,) int32: 0, the ends of the documents, then T
+    longest: int        # bound on a document's length
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Copies that need not finish before the call returns: the tensors are page-locked if there is a GPU."""
+        move = lambda t: t.to(device, non_blocking=True)
+        return MicroBatch(move(self.inputs), move(self.targets), move(self.bigram), move(self.cu_seqlens), self.longest)
+
+
+def make_micro_batch(tokens: np.ndarray, ends: np.ndarray, longest: int, slots: int, rows: int, pin: bool) -> MicroBatch:
+    """From T+1 tokens (uint16) and the ends of all documents but the last."""
+    T = len(tokens) - 1
+    slots = slots or doc_slots(T)
+    if len(ends) + 2 > slots:
+        raise UserError(f"a slice of {T} tokens has {len(ends) + 1} documents, cu_seqlens has room for {slots - 1}; "
+                        f"use --set doc_slots={padded(len(ends) + 2, 128)}")
+    batch = MicroBatch(torch.empty(T, dtype=torch.int32, pin_memory=pin), torch.empty(T, dtype=torch.int64, pin_memory=pin),
+                       torch.empty(T, dtype=torch.int32, pin_memory=pin),
+                       torch.full((slots,), T, dtype=torch.int32, pin_memory=pin), longest)
+    batch.inputs.numpy()[:] = tokens[:-1]
+    batch.targets.numpy()[:] = tokens[1:]
+    batch.cu_seqlens.numpy()[0] = 0
+    batch.cu_seqlens.numpy()[1:len(ends) + 1] = ends
+    bigram_index(batch.inputs.numpy(), rows, batch.bigram.numpy())
+    return batch
+
+
+class TrainLoader:
+    """Cuts training shards into batches of `slices` slices of whole documents; slice m * world + r is rank r's m-th.
+
+    A slice takes documents in order, each cut to its first `longest` tokens, until it holds T + 1 tokens; the rest of a
+    cut document is dropped. A batch that does not fit before the end of a shard starts over in the next one, which is
+    read on a thread meanwhile.
+    """
+
+    def __init__(self, cfg: Config, paths: list[Path], rank: int, world: int, pin: bool):
+        self.cfg, self.rank, self.world, self.pin = cfg, rank, world, pin
+        self.slices = slices_of(cfg, world)
+        self.paths, self.reader = list(paths), ThreadPoolExecutor(1)
+        self.delivered = 0  # tokens, over all ranks
+        self.upcoming = self._read_next()
+        self._open()
+
+    def _read_next(self):
+        if not self.paths:
+            return None
+        return self.reader.submit(read_shard, self.paths.pop(0), self.cfg.vocab_size, self.cfg.start_token)
+
+    def _open(self) -> None:
+        if self.upcoming is None:
+            raise UserError(f"training data ran out after {self.delivered:,} tokens, the schedule takes "
+                            f"{train_tokens(self.cfg):,} (what is cut from long documents not counted); add training shards")
+        self.shard, self.upcoming = self.upcoming.result(), self._read_next()
+        self.document = 0
+        self.ends = {}  # longest piece -> running total of piece lengths
+
+    def close(self) -> None:
+        self.reader.shutdown(wait=False, cancel_futures=True)
+
+    def _cut(self, T: int, longest: int) -> list[tuple[int, int]] | None:
+        """For each slice its first document and the one after its last; None if the shard is too short."""
+        if longest not in self.ends:
+            lengths = np.minimum(np.diff(np.append(self.shard.starts, len(self.shard.tokens))), longest)
+            self.ends[longest] = np.concatenate(([0], np.cumsum(lengths)))
+        ends, cuts, first = self.ends[longest], [], self.document
+        for _ in range(self.slices):
+            last = int(np.searchsorted(ends, ends[first] + T + 1))
+            if last == len(ends):
+                return None
+            cuts.append((first, last))
+            first = last
+        return cuts
+
+    def batch(self, tokens: int, longest: int) -> list[MicroBatch]:
+        """This rank's micro-batches of the next batch of `tokens` tokens."""
+        T = tokens // self.slices
+        while (cuts := self._cut(T, longest)) is None:
+            self._open()
+        ends, micro_batches = self.ends[longest], []
+        for first, last in cuts[self.rank::self.world]:
+            begin, lengths = self.shard.starts[first:last], np.diff(ends[first:last + 1])
+            pieces = np.concatenate([self.shard.tokens[b:b + n] for b, n in zip(begin, lengths)])[:T + 1]
+            micro_batches.append(make_micro_batch(pieces, ends[first + 1:last] - ends[first], longest,
+                                                  self.cfg.doc_slots, self.cfg.bigram_rows, self.pin))
+        self.document = cuts[-1][1]
+        self.delivered += tokens
+        return micro_batches
+
+
+class ValLoader:
+    """The first val_slices * val_slice_tokens validation tokens, in consecutive slices; rank r has slices r, r + world, ..."""
+
+    def __init__(self, cfg: Config, paths: list[Path], rank: int, world: int, pin: bool):
+        self.cfg, self.rank, self.world, self.pin = cfg, rank, world, pin
+        parts, need = [], cfg.val_slices * cfg.val_slice_tokens + 1
+        for path in paths:
+            if need > 0:
+                parts.append(read_shard(path, cfg.vocab_size, cfg.start_token, min(need, read_header(path).tokens)).tokens)
+                need -= len(parts[-1])
+        self.tokens = np.concatenate(parts)
+
+    def __iter__(self):
+        """Yields (slice number, micro-batch)."""
+        T = self.cfg.val_slice_tokens
+        for i in range(self.rank, self.cfg.val_slices, self.world):
+            tokens = self.tokens[i * T:(i + 1) * T + 1]
+            starts = np.flatnonzero(tokens[:-1] == self.cfg.start_token)
+            yield i, make_micro_batch(tokens, starts, T, self.cfg.doc_slots, self.cfg.bigram_rows, self.pin)
+
+
+# ======================================================================================================================
+# 6  Reference. The operations in plain torch: what section 7's kernels must equal, and what runs where there are none.
+# ======================================================================================================================
+
+NORM_EPS = 2.0 ** -23  # for every dtype
+
+
+def norm(x: Tensor) -> Tensor:
+    """Root-mean-square norm over the last axis, without weight; reduced in at least fp32."""
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int, scale: float) -> Tensor:
+    """Causal attention within documents: position i sees j of its document with 0 <= i - j <= window.
+
+    q, k, v (T, H, D); cu_seqlens (slots,) int32, document boundaries; longest bounds a document's length. -> (T, H, D).
+    Queries go in blocks, each against the keys of its own block and of `window` positions before: T * (window + block)
+    scores instead of T * T.
+    """
+    T, H, D = q.shape
+    window = min(window, longest - 1, T - 1)
+    block = min(max(32, window), 256)
+    n = padded(T, block) // block
+    tail = n * block - T
+    place = torch.arange(T, device=q.device, dtype=cu_seqlens.dtype)
+    doc = torch.searchsorted(cu_seqlens, place, right=True)
+    doc_q = F.pad(doc, (0, tail), value=-1).view(n, block, 1)
+    doc_k = F.pad(doc, (window, tail), value=-1).unfold(0, window + block, block).unsqueeze(1)
+    distance = torch.arange(block, device=q.device)[:, None] - torch.arange(-window, block, device=q.device)
+    mask = (doc_q == doc_k) & (distance >= 0) & (distance <= window)
+    q = F.pad(q, (0, 0, 0, 0, 0, tail)).view(n, block, H, D).transpose(1, 2)
+    k, v = (F.pad(t, (0, 0, 0, 0, window, tail)).unfold(0, window + block, block).transpose(2, 3) for t in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), scale=scale)
+    return y.transpose(1, 2).reshape(n * block, H, D)[:T]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first half of x (..., D) by angles given as cos, sin (..., D/4); the second half stays."""
+    turning, still = x.chunk(2, dim=-1)
+    a, b = turning.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.cat([torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2), still], dim=-1)
+
+
+def shift_keys(k: Tensor) -> Tensor:
+    """The second half of each key (T, H, D) from the token before; token 0 keeps its own."""
+    turning, still = k.chunk(2, dim=-1)
+    return torch.cat([turning, torch.cat([still[:1], still[:-1]])], dim=-1)
+
+
+def mlp(x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
+    """relu(x fc^T)^2 proj: x (T, d), fc and proj both (F, d)."""
+    return F.linear(x, fc).relu().square() @ proj
+
+
+SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
+
+
+def softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Multi-token cross-entropy of z = 23 sigmoid((logits + 5) / 7.5), and its gradient.
+
+    logits (n, V); targets (n .. n+K-1,) int64: entry i + k is what row i's k-th weight asks for, and weights that reach
+    past the end are dropped. -> losses (n,) fp32 (fp64 for fp64 logits); d(sum of losses)/d(logits), in logits' dtype.
+    """
+    n = logits.size(0)
+    s = torch.sigmoid((logits.to(torch.promote_types(logits.dtype, torch.float32)) + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
+    z = SOFTCAP_SCALE * s
+    lse = z.logsumexp(dim=-1)
+    p = (z - lse[:, None]).exp()
+    losses, total = torch.zeros_like(lse), torch.zeros_like(lse)
+    wanted = torch.zeros_like(z)
+    for k, weight in enumerate(weights):
+        goal = targets[k:k + n, None]
+        rows = goal.size(0)
+        losses[:rows] += weight * (lse[:rows] - z[:rows].gather(1, goal)[:, 0])
+        total[:rows] += weight
+        wanted[:rows].scatter_add_(1, goal, torch.full_like(goal, weight, dtype=z.dtype))
+    return losses, ((total[:, None] * p - wanted) * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)).to(logits.dtype)
+
+
+POLAR_STEPS = (  # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """About the orthogonal polar factor of each matrix of g (n, rows, cols), computed in `dtype`.
+
+    Singular values end in 0.86 .. 1.14. In bf16 every product is summed in fp32 and rounded once.
+    """
+    x = g.to(dtype)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    wide = torch.promote_types(dtype, torch.float32)
+    tall = x.size(-2) > x.size(-1)
+    for a, b, c in POLAR_STEPS:
+        X = x.to(wide)
+        A = (X.mT @ X if tall else X @ X.mT).to(dtype).to(wide)
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c).to(dtype).to(wide)
+        x = (torch.baddbmm(X, X, B, beta=a) if tall else torch.baddbmm(X, B, X, beta=a)).to(dtype)
+    return x
+
+
+# ======================================================================================================================
+# 8  Model. Parameters under the names of the parameter table; a trunk from embedding rows to normalised activations;
+#    a head from those to the loss.
+# ======================================================================================================================
+
+class Rotary:
+    """Tables of cos and sin for positions 0 .. 2 * length - 1, and the softmax scale, which change together (YaRN).
+
+    Half of each head is stationary, so a row holds head_dim / 4 angles. Plain heads use rows t; paired heads stand at
+    rows 2t and 2t + 1. YaRN: Peng, Quesnelle, Fan, Shippole 2023, arXiv:2309.00071.
+    """
+
+    def __init__(self, cfg: Config, length: int, device: torch.device):
+        self.length, self.dtype, self.wide = 2 * length, dtype_of(cfg.dtype), wide_dtype(cfg)
+        self.freq = (1 / 1024) ** torch.linspace(0, 1, cfg.head_dim // 4, dtype=self.wide, device=device)
+        self.scale = cfg.attn_scale
+        self.window = cfg.stages[0].long * cfg.window_unit
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        angles = torch.arange(self.length, dtype=self.wide, device=self.freq.device)[:, None] * self.freq
+        self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    def extend(self, window: int) -> None:
+        """Adapts to long windows of `window` tokens: slow frequencies stretch with the window, fast ones stay."""
+        if window == self.window:
+            return
+        ratio = self.window / window
+        turns = self.window * self.freq / (2 * math.pi)
+        keep = ((turns - 1) / (32 - 1)).clamp(0, 1)
+        self.freq = self.freq * (ratio + keep * (1 - ratio))
+        self.scale *= 0.2 * math.log(window / self.window) + 1
+        self.window = window
+        self._tabulate()
+
+
+def wide_dtype(cfg: Config) -> torch.dtype:
+    """Of moments, lambdas, angles: fp32, or fp64 for an fp64 model."""
+    return torch.promote_types(dtype_of(cfg.dtype), torch.float32)
+
+
+class Sequences(NamedTuple):
+    """What attention needs to know of a micro-batch besides its activations."""
+    cu_seqlens: Tensor
+    longest: int
+    short: int
+    long: int
+
+
+class GPT(nn.Module):
+    """The language model; parameters as `param_shapes(cfg, world)` gives them, with an fp32 generator's initial values."""
+
+    def __init__(self, cfg: Config, world: int = 1, device: torch.device | str = "cpu", seed: int = 0):
+        super().__init__()
+        self.cfg, self.world = cfg, world
+        shapes = param_shapes(cfg, world)
+        for row in cfg.params:
+            dtype = dtype_of(cfg.dtype) if row.dtype == "model" else wide_dtype(cfg)
+            self.register_parameter(row.name, nn.Parameter(torch.zeros(shapes[row.name], dtype=dtype, device=device)))
+        length = max([cfg.val_slice_tokens] + [stage.tokens // slices_of(cfg, world) for stage in cfg.stages])
+        self.rotary = Rotary(cfg, length, torch.device(device))
+        attending = [i for i, layer in enumerate(cfg.layers) if layer.attention]
+        self.attention_index = {layer: n for n, layer in enumerate(attending)}  # a layer's place in the attention banks
+        self.initialize(seed)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Drawn on the CPU, bank by bank without its padding, so that neither device nor world size changes the values."""
+        generator, cfg, L = torch.Generator().manual_seed(seed), self.cfg, len(self.cfg.layers)
+        shapes = param_shapes(cfg, 1)
+
+        def uniform(name):
+            bound = math.sqrt(3) * 0.5 * cfg.dim ** -0.5
+            return (torch.rand(shapes[name], generator=generator) * 2 - 1) * bound
+
+        mlp_bank = uniform("mlp_bank")
+        mlp_bank[:, 1] = 0
+        lm_head = 0.005 * torch.randn(shapes["lm_head"], generator=generator)
+        values = {
+            "qk_bank": uniform("qk_bank"), "vo_bank": uniform("vo_bank"), "mlp_bank": mlp_bank,
+            "lm_head": lm_head, "embed": lm_head.T,
+            "value_embeds": 0.01 * torch.randn(shapes["value_embeds"], generator=generator),
+            "post_lambdas": torch.ones(L, 2), "resid_lambdas": torch.full((L, 2), math.sqrt(1.1)),
+            "bigram_lambdas": torch.full((L,), 0.05), "scalars": torch.tensor([0.5, 1.0] * L + [0.0, 0.5, -1.5]),
+        }
+        for name, value in values.items():
+            getattr(self, name)[:value.size(0)].copy_(value)
+
+    def trunk(self, embed_rows: Tensor, bigram_rows: Tensor, value_rows: Tensor, seq: Sequences) -> Tensor:
+        """Rows of the three tables, (T, d), (T, d), (T, tables, d), to the head's input (T, d)."""
+        cfg, L, dtype = self.cfg, len(self.cfg.layers), embed_rows.dtype
+        attn_scales = self.scalars[:2 * L].view(L, 2).unbind()
+        smear, backout, skip = self.scalars[2 * L:].unbind()
+        post, resid = self.post_lambdas.to(dtype), self.resid_lambdas.to(dtype)
+        x0_lambda, bigram_lambda = self.x0_lambdas.to(dtype), self.bigram_lambdas.to(dtype)
+        # One unbind a bank: its backward assembles the bank's gradient once, where slices would add up whole banks.
+        n = len(self.attention_index)
+        qk = self.qk_bank[:n * cfg.heads].view(n, 2 * cfg.dim, cfg.dim).unbind()
+        vo = self.vo_bank[:2 * n].view(n, 2, cfg.dim, cfg.dim).unbind()
+        fc, proj = self.mlp_bank[:L].unbind(1)
+        fc, proj = fc.unbind(), proj.unbind()
+
+        values = value_rows.unbind(1)
+        x0 = x = self.smear(embed_rows, smear)
+        x = x + bigram_lambda[0] * bigram_rows
+        saved = {}
+        for i, layer in enumerate(cfg.layers):
+            if layer.adds:
+                gate = torch.sigmoid(skip) * 2 * torch.sigmoid(F.linear(x0[:, :12], self.skip_gate))
+                x = x + gate * saved[layer.adds]
+            if layer.attention:
+                h = norm(x) if layer.reads == "stream" else saved["normed back"]
+                m = self.attention_index[i]
+                value_row = None if layer.value is None else values[layer.value]
+                y = self.attention(i, h, value_row, torch.cat([qk[m], vo[m][0]]), vo[m][1], attn_scales[i], seq)
+                x = resid[i, 0] * x + post[i, 0] * y + x0_lambda[i] * x0
+                if i > 0:  # layer 0's share of the bigram row went in before it
+                    x = x + bigram_lambda[i] * bigram_rows
+            x = resid[i, 1] * x + post[i, 1] * self.mlp(i, norm(x), fc[i], proj[i])
+            if layer.saves:
+                saved[layer.saves] = x
+                if layer.saves == "back":
+                    saved["normed back"] = norm(x)
+        return norm(x - backout * saved["back"])
+
+    def smear(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Mixes into each token's row (T, d) a gated share of the token before; normalised."""
+        gate = scale * torch.sigmoid(F.linear(x[1:, :12], self.smear_gate))
+        return norm(torch.cat([x[:1], x[1:] + gate * x[:-1]]))
+
+    def mlp(self, i: int, h: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
+        """Layer i's MLP; h (T, d) normalised."""
+        return mlp(h, fc, proj)
+
+    def attention(self, i: int, h: Tensor, value_row: Tensor | None, qkv: Tensor, out: Tensor, scales: Tensor,
+                  seq: Sequences) -> Tensor:
+        """Layer i's attention on h (T, d) with weights qkv (3d, d) and out (d, d), both scaled; value_row (T, d) or None."""
+        cfg, layer = self.cfg, self.cfg.layers[i]
+        (T, d), H, D = h.shape, cfg.heads, cfg.head_dim
+        q, k, v = F.linear(h, scales[0] * qkv).view(T, 3, H, D).unbind(1)
+        q, k = norm(q), norm(k)
+        window = seq.long if layer.window == "long" else seq.short
+        if value_row is not None:
+            gate_input = h[:, :12] if layer.attention == "paired" else torch.cat([h[:, :6], value_row[:, :6]], dim=-1)
+            gate = 2 * torch.sigmoid(F.linear(gate_input, self.ve_gate_bank[layer.value]))
+            v = v + gate[:, :, None] * value_row.view(T, H, D)
+        if layer.attention == "plain":
+            cos, sin = self.rotary.cos[:T, None], self.rotary.sin[:T, None]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if layer.window == "long":
+                k = shift_keys(k)
+            y = attention(q, k, v, seq.cu_seqlens, seq.longest, window, self.rotary.scale)
+        else:
+            # Memory order (T, H, D) read as 2T rows of H/2 heads: head h stands at time 2t + h mod 2 for the rotation, and
+            # in row 2t + h // (H/2) for the attention, whose window still counts rows.
+            cos, sin = (t[:2 * T].view(T, 1, 2, D // 4) for t in (self.rotary.cos, self.rotary.sin))
+            q, k = (rotate(t.view(T, H // 2, 2, D), cos, sin).view(2 * T, H // 2, D) for t in (q, k))
+            v = v.reshape(2 * T, H // 2, D)
+            y = attention(q, k, v, 2 * seq.cu_seqlens, 2 * seq.longest, window, self.rotary.scale).view(T, H, D)
+        y = y * torch.sigmoid(F.linear(h[:, :12], self.attn_gate_bank[self.attention_index[i]]))[:, :, None]
+        return F.linear(y.reshape(T, d), scales[1] * out)
+
+    def activations(self, batch: MicroBatch, short: int, long: int) -> Tensor:
+        """The head's input (T, d), for a micro-batch on this model's device; windows in tokens."""
+        value_rows = F.embedding(batch.inputs, self.value_embeds.flatten(1)).unflatten(1, self.value_embeds.shape[1:])
+        return self.trunk(F.embedding(batch.inputs, self.embed), F.embedding(batch.bigram, self.bigram_embed), value_rows,
+                          Sequences(batch.cu_seqlens, batch.longest, short, long))
+
+    def loss(self, batch: MicroBatch, plan: StepPlan) -> Tensor:
+        """Training loss summed over the micro-batch's tokens."""
+        x = self.activations(batch, plan.short, plan.long)
+        return HeadLoss.apply(x, self.lm_head, batch.targets, plan.mtp, self.cfg.head_chunk)
+
+    @torch.no_grad()
+    def validation_loss(self, batch: MicroBatch, short: int, long: int) -> Tensor:
+        """Mean cross-entropy of the next token, in at least fp32 from the logits on."""
+        x = self.activations(batch, short, long)
+        total = torch.zeros((), dtype=wide_dtype(self.cfg), device=x.device)
+        for i in range(0, x.size(0), self.cfg.head_chunk):
+            part = slice(i, i + self.cfg.head_chunk)
+            logits = (x[part] @ self.lm_head).to(total.dtype)
+            z = SOFTCAP_SCALE * torch.sigmoid((logits + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
+            total += F.cross_entropy(z, batch.targets[part], reduction="sum")
+        return total / x.size(0)
+
+    def state(self) -> dict:
+        """Everything that training changes here: live tensors and numbers, by name."""
+        return {**dict(self.named_parameters()), "rotary.freq": self.rotary.freq, "rotary.scale": self.rotary.scale,
+                "rotary.window": self.rotary.window}
+
+    @torch.no_grad()
+    def load_state(self, state: dict) -> None:
+        """From `state()` of the same config; banks may come from another world size, whose padding differs."""
+        for name, p in self.named_parameters():
+            rows = min(p.size(0), state[name].size(0))
+            p[:rows].copy_(state[name][:rows])
+        self.rotary.freq.copy_(state["rotary.freq"])
+        self.rotary.scale, self.rotary.window = state["rotary.scale"], state["rotary.window"]
+        self.rotary._tabulate()
+
+
+class HeadLoss(torch.autograd.Function):
+    """Loss of x @ lm_head summed over tokens; the gradient is made in the forward, chunk by chunk, so that the logits of
+    all tokens never exist at once. x (T, d), lm_head (d, V), targets (T,) int64."""
+
+    @staticmethod
+    def forward(ctx, x, lm_head, targets, weights, chunk):
+        dx = torch.empty_like(x)
+        wide = torch.promote_types(lm_head.dtype, torch.float32)
+        dw = torch.zeros_like(lm_head, dtype=wide)
+        total = torch.zeros((), dtype=wide, device=x.device)
+        for i in range(0, x.size(0), chunk):
+            part = x[i:i + chunk]
+            losses, dlogits = softcap_loss(part @ lm_head, targets[i:i + chunk + len(weights) - 1], weights)
+            total += losses.sum()
+            dx[i:i + chunk] = dlogits @ lm_head.T
+            dw += part.T @ dlogits
+        ctx.save_for_backward(dx, dw.to(lm_head.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        return dx * grad, dw * grad, None, None, None
+
+
+# ======================================================================================================================
+# 9  Exchange. Averages over ranks, asynchronous; a Pending is waited for where its result is first used.
+# ======================================================================================================================
+
+# torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pending(NamedTuple):
+    result: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+class Exchange:
+    """Collectives of one process group; with one rank they do nothing. All ranks must call in the same order."""
+
+    def __init__(self, rank: int, world: int, group: dist.ProcessGroup | None = None):
+        self.rank, self.world, self.group = rank, world, group
+
+    def shard(self, t: Tensor) -> Tensor:
+        """This rank's block of t's first axis, a view."""
+        rows = t.size(0) // self.world
+        return t[self.rank * rows:(self.rank + 1) * rows]
+
+    def reduce(self, how: str, grad: Tensor) -> Pending:
+        """Mean over ranks: of all of `grad` (all_reduce, in place), or of this rank's block (reduce_scatter)."""
+        if self.world == 1:
+            return Pending(grad)
+        if how == "all_reduce":
+            return Pending(grad, dist.all_reduce(grad, dist.ReduceOp.AVG, group=self.group, async_op=True))
+        out = torch.empty_like(self.shard(grad))
+        return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, group=self.group, async_op=True))
+
+    def gather(self, t: Tensor) -> Pending:
+        """Fills t, of which each rank has brought its own block up to date, from all ranks."""
+        if self.world == 1:
+            return Pending(t)
+        return Pending(t, _all_gather(t, self.shard(t), group=self.group, async_op=True))
+
+    def sum(self, t: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(t, group=self.group)
+        return t
+
+    def broadcast(self, t: Tensor) -> None:
+        """From rank 0, in place."""
+        if self.world > 1:
+            dist.broadcast(t, 0, group=self.group)
+
+
+# ======================================================================================================================
+# 10  Update rules. In place, on one shard, in the moments' dtype (fp32; fp64 for an fp64 model).
+# ======================================================================================================================
+
+def adam_update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float, betas: tuple[float, float], eps: float,
+                wd: float) -> None:
+    """Adam (Kingma, Ba 2015, arXiv:1412.6980) as update number t (from 1), with weight decay lr^2 wd p only where it points
+    the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). eps is added to the uncorrected root.
+
+    p any float dtype, rounded once; g likewise; m, v moments of p's shape.
+    """
+    g = g.to(m.dtype)
+    m.lerp_(g, 1 - betas[0])
+    v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+    step = lr * math.sqrt(1 - betas[1] ** t) / (1 - betas[0] ** t)
+    update = step * m / (v.sqrt() + eps)
+    wide = p.to(m.dtype)
+    decay = (lr * lr * wd) * wide * (update * wide > 0)
+    p.copy_(wide - update - decay)
+
+
+def join_halves(high: Tensor, low: Tensor) -> Tensor:
+    """fp32 from its upper 16 bits, held as bf16, and its lower ones, uint16."""
+    return torch.stack([low.view(torch.int16), high.view(torch.int16)], dim=-1).view(torch.float32).squeeze(-1)
+
+
+def split_halves(x: Tensor, high: Tensor, low: Tensor) -> None:
+    """Writes fp32 x into `high` (bf16, truncated) and `low` (uint16)."""
+    halves = x.view(torch.int16).unflatten(-1, (-1, 2))
+    low.view(torch.int16).copy_(halves[..., 0])
+    high.view(torch.int16).copy_(halves[..., 1])
+
+
+def normuon_direction(g: Tensor, momentum: Tensor, second: Tensor, mu: float, beta2: float, polar_dtype: torch.dtype) -> Tensor:
+    """Nesterov momentum, orthogonalised, its rows (or columns) brought to even size (NorMuon: Li et al. 2025,
+    arXiv:2510.05491). g, momentum (n, rows, cols); second (n, rows, 1), or (n, 1, cols) for wide matrices."""
+    g = g.to(momentum.dtype)
+    momentum.lerp_(g, 1 - mu)
+    x = polar(g.lerp(momentum, mu), polar_dtype)
+    wide = x.to(momentum.dtype)
+    axis = -1 if x.size(-2) >= x.size(-1) else -2
+    mean = wide.square().mean(dim=axis, keepdim=True)
+    second.lerp_(mean, 1 - beta2)
+    scale = second.clamp_min(1e-10).rsqrt()
+    old = (mean.sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
+    new = ((mean * scale.square()).sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
+    return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
+
+
+def normuon_update(p: Tensor, low: Tensor | None, x: Tensor, lr: Tensor, wd: float) -> None:
+    """p - p [x p >= 0] wd lr - lr x. For bf16 p with `low`, its lower 16 bits, exact to fp32. p, x (n, rows, cols); lr (n, 1, 1)."""
+    wide = p if low is None else join_halves(p, low)
+    x = x.to(wide.dtype)
+    new = wide - wide * (x * wide >= 0) * (wd * lr) - lr * x
+    if low is None:
+        p.copy_(new)
+    else:
+        split_halves(new, p, low)
+
+
+# ======================================================================================================================
+# 11  Optimizer. Scatter the gradients, work on what arrives, gather the parameters; knows parameters by their table row.
+# ======================================================================================================================
+
+class Optimizer:
+    """Sharded Adam and NorMuon. Gradients are launched in `scatter_order`, updates done in `work_order`; every
+    parameter's own arithmetic is the same under any order.
+
+    params: tensors by name, of which `.grad` is consumed. A parameter tied to another (its transpose) lends it its
+    gradient and copies its values until the split.
+    """
+
+    def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange):
+        self.cfg, self.params, self.exchange = cfg, params, exchange
+        self.rows = {row.name: row for row in cfg.params}
+        check_order("optimizer's parameters", tuple(params), list(self.rows))
+        self.tied = {row.name: row.tied_to for row in cfg.params if row.tied_to}
+        self.lodger = {host: name for name, host in self.tied.items()}
+        self.is_tied, wide = True, wide_dtype(cfg)
+        self.tensors, self.counts = {}, {}  # moments and low bits, by "parameter.kind"; Adam steps, by parameter
+        self.factors = {}                   # of the learning rate, a matrix each, on the device: made once, to spare the step a wait
+        for name, p in params.items():
+            row, own = self.rows[name], self.own(name, p)
+            zeros = lambda shape, dtype=wide: torch.zeros(shape, dtype=dtype, device=p.device)
+            if row.optimizer == "adam":
+                self.tensors |= {f"{name}.m": zeros(own.shape), f"{name}.v": zeros(own.shape)}
+                self.counts[name] = 0
+            else:
+                n, rows, cols = own.shape
+                self.tensors |= {f"{name}.momentum": zeros(own.shape),
+                                 f"{name}.second": zeros((n, rows, 1) if rows >= cols else (n, 1, cols))}
+                if p.dtype == torch.bfloat16:
+                    self.tensors[f"{name}.low"] = zeros(own.shape, torch.uint16)
+                cycle = row.matrix_lr_mul or (1.0,)
+                first = exchange.rank * n if row.exchange == "reduce_scatter" else 0
+                factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
+                self.factors[name] = torch.tensor(factors, dtype=wide, device=p.device).view(n, 1, 1)
+
+    def whole(self, name: str, t: Tensor) -> Tensor:
+        """A parameter or its gradient as the exchange sees it: NorMuon's banks as (matrices, rows, cols)."""
+        return t if self.rows[name].optimizer == "adam" else t.view(-1, *t.shape[-2:])
+
+    def own(self, name: str, t: Tensor) -> Tensor:
+        """The part of `t` that this rank updates."""
+        whole = self.whole(name, t.detach())
+        return self.exchange.shard(whole) if self.rows[name].exchange == "reduce_scatter" else whole
+
+    def updates(self, name: str, plan: StepPlan) -> bool:
+        """Whether the parameter's own update happens in this step."""
+        return (plan.do_adam or self.rows[name].optimizer == "normuon") and not (self.is_tied and name in self.tied)
+
+    @torch.no_grad()
+    def step(self, plan: StepPlan) -> None:
+        self.work(plan, self.scatter(plan))
+        if plan.split:
+            self.untie()
+
+    def scatter(self, plan: StepPlan) -> dict[str, Pending]:
+        pending = {}
+        for name in self.cfg.scatter_order:
+            if not self.updates(name, plan):
+                continue
+            if self.params[name].grad is None:
+                raise RuntimeError(f"{name} has no gradient at step {plan.step}")
+            grad = self.params[name].grad
+            if self.is_tied and name in self.lodger:
+                grad += self.params[self.lodger[name]].grad.T
+                self.params[self.lodger[name]].grad = None
+            pending[name] = self.exchange.reduce(self.rows[name].exchange, self.whole(name, grad))
+        return pending
+
+    def work(self, plan: StepPlan, pending: dict[str, Pending]) -> None:
+        gathers = {}
+        for name in self.cfg.work_order:
+            if name not in pending:
+                continue
+            row, own = self.rows[name], self.own(name, self.params[name])
+            grad = pending[name].wait()
+            self.adam(row, own, grad, plan) if row.optimizer == "adam" else self.normuon(row, own, grad, plan)
+            self.params[name].grad = None
+            if row.exchange == "reduce_scatter":
+                gathers[name] = self.exchange.gather(self.whole(name, self.params[name].detach()))
+        if self.is_tied:  # first, so that the copies overlap the other gathers
+            for name, host in self.tied.items():
+                if host in gathers:
+                    self.params[name].copy_(gathers.pop(host).wait().T)
+        for gather in gathers.values():
+            gather.wait()
+
+    def adam(self, row: Param, p: Tensor, grad: Tensor, plan: StepPlan) -> None:
+        cfg, name = self.cfg, row.name
+        self.counts[name] += 1
+        adam_update(p, grad, self.tensors[f"{name}.m"], self.tensors[f"{name}.v"], self.counts[name],
+                    cfg.adam_lr * plan.lr_mul * row.lr_mul, row.betas, cfg.adam_eps, cfg.adam_wd * row.wd_mul)
+
+    def normuon(self, row: Param, p: Tensor, grad: Tensor, plan: StepPlan) -> None:
+        cfg, name = self.cfg, row.name
+        x = normuon_direction(grad, self.tensors[f"{name}.momentum"], self.tensors[f"{name}.second"], plan.momentum,
+                              cfg.muon_beta2, dtype_of(cfg.polar_dtype))
+        lr = cfg.muon_lr * plan.lr_mul * row.lr_mul * math.sqrt(max(1, p.size(-2) / p.size(-1))) * self.factors[name]
+        normuon_update(p, self.tensors.get(f"{name}.low"), x, lr, cfg.muon_wd * row.wd_mul * cfg.muon_lr * plan.lr_mul)
+
+    def untie(self) -> None:
+        """From now on tied parameters train on their own, from their host's moments, transposed and sharded anew."""
+        for name, host in self.tied.items():
+            for kind in ("m", "v"):
+                full = torch.empty_like(self.params[host], dtype=self.tensors[f"{host}.{kind}"].dtype)
+                self.own(host, full).copy_(self.tensors[f"{host}.{kind}"])
+                full = self.exchange.gather(full).wait()
+                self.tensors[f"{name}.{kind}"].copy_(self.own(name, full.T))
+            self.counts[name] = self.counts[host]
+        self.is_tied = False
+
+    def state(self) -> dict:
+        """Everything that training changes here: live tensors and numbers, by name."""
+        return {**self.tensors, **{f"{name}.steps": n for name, n in self.counts.items()}, "is_tied": self.is_tied}
+
+    def load_state(self, state: dict) -> None:
+        for name, t in self.tensors.items():
+            t.copy_(state[name])
+        self.counts = {name: state[f"{name}.steps"] for name in self.counts}
+        self.is_tied = state["is_tied"]
+
+
+# ======================================================================================================================
+# 12  Step. The one body of a training step, for warm-up and timed run alike; validation.
+# ======================================================================================================================
+
+def train_step(model: GPT, optimizer: Optimizer, loader: TrainLoader, plan: StepPlan) -> Tensor:
+    """One batch and one optimizer step. -> this rank's mean loss per token, a 0-d tensor on the device."""
+    model.rotary.extend(plan.long)
+    batches = loader.batch(plan.tokens, plan.longest)
+    grad_scale = 1 / len(batches)
+    total = 0.0
+    for batch in batches:
+        batch = batch.to(model.embed.device)
+        loss = model.loss(batch, plan)
+        (loss * grad_scale).backward()
+        total = total + loss.detach() * grad_scale / batch.inputs.size(0)
+    optimizer.step(plan)
+    return total
+
+
+def validate(model: GPT, loader: ValLoader, exchange: Exchange, windows: tuple[int, int]) -> float:
+    """Mean over the slices of their mean losses: the same number however the slices are spread over ranks."""
+    losses = torch.zeros(model.cfg.val_slices, dtype=wide_dtype(model.cfg), device=model.embed.device)
+    for i, batch in loader:
+        losses[i] = model.validation_loss(batch.to(losses.device), *windows)
+    return exchange.sum(losses).mean().item()
+
+
+class LossWatch:
+    """Reads training losses without making the GPU wait: each is copied on its own time and looked at once it is here."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks, self.queue, self.latest = ranks, [], None
+
+    def push(self, step: int, loss: Tensor) -> None:
+        """`loss` 0-d, of step `step`. Raises UserError once a loss that is not finite has arrived."""
+        if loss.device.type == "cuda":
+            here = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            here.copy_(loss, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        else:
+            here, arrived = loss, None
+        self.queue.append((step, here, arrived))
+        self.poll()
+
+    def poll(self, wait: bool = False) -> None:
+        while self.queue:
+            step, here, arrived = self.queue[0]
+            if arrived is not None and not wait and not arrived.query():
+                return
+            if arrived is not None:
+                arrived.synchronize()
+            self.queue.pop(0)
+            self.latest = here.item()
+            if not math.isfinite(self.latest):
+                raise UserError(f"the training loss is {self.latest} at step {step} (rank {self.ranks.rank}); the log ends there. "
+                                "Lower the learning rate that was raised last, or look at that batch")
+
+
+# ======================================================================================================================
+# 13  Main. Build, warm up, reset, run against the clock, sum up.
+# ======================================================================================================================
+
+def config_json(cfg: Config, **more) -> str:
+    return json.dumps({**dataclasses.asdict(cfg), **more})
+
+
+def config_from_dict(values: dict, kind=Config):
+    """The inverse of dataclasses.asdict after a trip through JSON; unknown names are left out."""
+    def value(hint, v):
+        if typing.get_origin(hint) is tuple:
+            return tuple(value(typing.get_args(hint)[0], x) for x in v)
+        return config_from_dict(v, hint) if dataclasses.is_dataclass(hint) else v
+    return kind(**{name: value(hint, values[name]) for name, hint in typing.get_type_hints(kind).items() if name in values})
+
+
+def save_model(path: str, model: GPT) -> None:
+    """Full weights without a world size's padding, rotary state, and the config as JSON."""
+    state = model.state()
+    shapes = param_shapes(model.cfg, 1)
+    state |= {name: p.detach()[:shapes[name][0]].cpu() for name, p in model.named_parameters()}
+    torch.save({"config": config_json(model.cfg), "state": state}, path)
+
+
+def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
+    """The model that `--save` wrote; it gives the same validation loss."""
+    saved = torch.load(path, map_location=device, weights_only=True)
+    model = GPT(config_from_dict(json.loads(saved["config"])), device=device)
+    model.load_state(saved["state"])
+    return model
+
+
+def snapshot(*parts) -> list[dict]:
+    """Copies, in host memory, of the parts' states."""
+    return [{k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in part.state().items()} for part in parts]
+
+
+def same_state(a: dict, b: dict) -> bool:
+    def same(x, y):
+        return torch.equal(*(t.detach().cpu().view(torch.uint8) for t in (x, y))) if isinstance(x, Tensor) and x.dim() else bool(x == y)
+    return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+
+
+def warm_up(cfg: Config, ranks: Ranks, data: Data, model: GPT, optimizer: Optimizer, val: ValLoader, exchange: Exchange) -> None:
+    """Runs a step of every kind, so that nothing is done for the first time on the clock, and undoes all of it."""
+    before = snapshot(model, optimizer)
+    loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, ranks.device.type == "cuda")
+    for step in warmup_steps(cfg):
+        now = plan(cfg, step)
+        model.rotary.extend(now.long)
+        for _, batch in val:
+            model.validation_loss(batch.to(ranks.device), now.short, now.long)
+            break
+        train_step(model, optimizer, loader, now)
+    loader.close()
+    for part, state in zip((model, optimizer), before):
+        part.load_state(state)
+    for p in model.parameters():
+        p.grad = None
+    for part, state in zip((model, optimizer), before):
+        assert same_state(part.state(), state), "warm-up left a trace"
+
+
+def track_of(cfg: Config) -> str:
+    """The preset's track if its task was left alone: data, validation and slices; else "other"."""
+    task = lambda c: (c.data, c.val_slice_tokens, c.val_slices, c.slices, c.dtype)
+    return cfg.track if task(cfg) == task(PRESETS[cfg.preset]) else "other"
+
+
+def peak_memory(device: torch.device) -> str:
+    mib = 1 << 20
+    if device.type == "cuda":
+        return (f"peak memory allocated: {torch.cuda.max_memory_allocated(device) // mib} MiB "
+                f"reserved: {torch.cuda.max_memory_reserved(device) // mib} MiB")
+    import resource  # not on Windows, where nothing else here runs either
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"peak memory allocated: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // mib} MiB"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, one process a GPU\n"
+                    "(or a few processes without one); ./run.sh does that, and fetches the data before.",
+        epilog="examples:\n"
+               "  torchrun --standalone --nproc_per_node=8 train_gpt.py --name MyIdea --seed 3\n"
+               "  torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu --set adam_lr=0.01 --set stages.0.steps=50\n"
+               "settings for --set are the fields of Config; tables are reached by dots: stages.0.lr_mul, params.embed.wd_mul")
+    parser.add_argument("--preset", choices=PRESETS, default="record" if torch.cuda.is_available() else "cpu",
+                        help="record: the 8-GPU configuration; cpu: a small one for any machine (default here: %(default)s)")
+    parser.add_argument("--name", default="", help="keep the log in records/TRACK/DATE_NAME/ instead of records/TRACK/attempts/")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default %(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
+                        help="change one setting; may be repeated")
+    parser.add_argument("--data", metavar="DIR", help="folder of .bin shards (default: the preset's)")
+    parser.add_argument("--save", metavar="FILE", help="write the final weights and the config there")
+    args = parser.parse_args(argv)
+    if args.name and not all(c.isalnum() or c in "_-." for c in args.name):
+        parser.error(f"--name {args.name!r}: letters, digits, and . _ - only: it becomes a folder's name")
+    return args
+
+
+def run(args: argparse.Namespace, script: str) -> None:
+    cfg = PRESETS[args.preset]
+    for setting in args.settings:
+        cfg = override(cfg, setting)
+    if args.data:
+        cfg = replace(cfg, data=args.data)
+    if args.save and not os.access(Path(args.save).resolve().parent, os.W_OK):
+        raise UserError(f"--save {args.save}: no folder there that can be written to")
+    check_config(cfg, int(os.environ.get("WORLD_SIZE", 1)))
+    data = find_data(cfg)
+
+    # Build.
+    ranks = start_runtime()
+    exchange, pin = Exchange(ranks.rank, ranks.world), ranks.device.type == "cuda"
+    track, run_id = track_of(cfg), f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
+    folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
+    log = RunLog(folder if ranks.master else None, cfg.steps, run_id)
+    log.write(script)
+    log.write("=" * 100)
+    for line in describe_environment(ranks):
+        log.both(line)
+    log.write("attention: plain torch; kernels: none")
+    log.write("config: " + config_json(cfg, name=args.name, seed=args.seed))
+    log.both(f"data: {data.fingerprint}")
+    log.write("=" * 100)
+    model = GPT(cfg, ranks.world, ranks.device, args.seed)
+    for p in model.parameters():
+        exchange.broadcast(p.data)
+    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange)
+    val = ValLoader(cfg, data.val, ranks.rank, ranks.world, pin)
+
+    # Warm up, reset.
+    if cfg.warmup:
+        began = time.perf_counter()
+        warm_up(cfg, ranks, data, model, optimizer, val, exchange)
+        log.both(f"warm-up: steps {' '.join(map(str, warmup_steps(cfg)))} took {time.perf_counter() - began:.1f} s and was undone")
+    watch = LossWatch(ranks)
+    gc.collect()  # now, rather than in the middle of a timed step
+    synchronize(ranks.device)
+
+    # Train. The clock runs except while validating; the loader opens its first shard on it.
+    train_ms, clock = 0.0, time.perf_counter()
+    loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, pin)
+    for step in range(cfg.steps + 1):
+        done = step == cfg.steps
+        if done or validates(cfg, step):
+            synchronize(ranks.device)
+            train_ms += 1000 * (time.perf_counter() - clock)
+            watch.poll(wait=True)
+            if done:
+                windows = tuple(w * cfg.window_unit for w in cfg.final_windows)
+            else:
+                now = plan(cfg, step)
+                model.rotary.extend(now.long)
+                windows = now.short, now.long
+            val_loss = validate(model, val, exchange, windows)
+            log.both(f"step:{step}/{cfg.steps} val_loss:{val_loss:.4f} train_time:{train_ms:.0f}ms step_avg:{train_ms / max(step, 1):.2f}ms")
+            synchronize(ranks.device)
+            clock = time.perf_counter()
+        if done:
+            break
+        watch.push(step, train_step(model, optimizer, loader, plan(cfg, step)))
+        elapsed = train_ms + 1000 * (time.perf_counter() - clock)
+        log.write(f"step:{step + 1}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / (step + 1):.2f}ms")
+        log.progress(step + 1, watch.latest, elapsed)
+    loader.close()
+
+    # Sum up.
+    log.both(peak_memory(ranks.device))
+    per_byte = val_loss / data.bytes_per_token if data.bytes_per_token else None
+    for key, value in (("val_loss", f"{val_loss:.6f}"), ("val_loss_per_byte", per_byte and f"{per_byte:.6f}"),
+                       ("train_time_ms", f"{train_ms:.0f}"), ("steps", cfg.steps), ("tokens", train_tokens(cfg)),
+                       ("seed", args.seed)):
+        if value is not None:
+            log.write(f"{key}: {value}")
+    if args.save and ranks.master:
+        save_model(args.save, model)
+        log.both(f"saved: {Path(args.save).name}")
+    log.write("complete: yes")
+    log.close()
+    if ranks.master:
+        earlier = sorted(p for p in Path("records", track).glob("[0-9]*") if p.is_dir() and p != folder)
+        per = "" if per_byte is None else f", {per_byte:.4f} per byte"
+        print(f"\nvalidation loss  {val_loss:.4f} nats per token{per}\n"
+              f"training time    {train_ms / 1000:.1f} s, {cfg.steps} steps, {train_tokens(cfg):,} tokens\n"
+              f"log              {log.path}\n"
+              f"compare          python records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    args = parse_args(argv)
+    try:
+        run(args, Path(__file__).read_text(encoding="utf-8"))
+        return 0
+    except UserError as e:
+        # Each rank says it unless all have the same to say, as when nothing but the arguments and files was looked at.
+        if os.environ.get("RANK", "0") == "0" or dist.is_initialized():
+            print(f"train_gpt.py: error: {e}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
