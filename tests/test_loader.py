@@ -1,0 +1,356 @@
+"""Data: slices against a naive program, shard switches, validation slices, and every error of the files."""
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt as tg
+from golden_inputs import random_documents, write_shard
+
+VOCAB, START = 257, 256
+
+
+def config(folder, **changes):
+    return replace(tg.CPU, data=str(folder), **changes)
+
+
+def make_shards(folder, rng, counts, split="train", longest=200):
+    folder.mkdir(exist_ok=True)
+    shards = [random_documents(rng, n, VOCAB, START, longest) for n in counts]
+    for i, tokens in enumerate(shards):
+        write_shard(folder / f"x_{split}_{i:06d}.bin", tokens, VOCAB, START)
+    return shards
+
+
+# ------------------------------------------------------------------------------------------------------ naive oracle
+
+def naive_documents(shard):
+    documents = []
+    for token in shard:
+        if token == START:
+            documents.append([])
+        if documents:
+            documents[-1].append(int(token))
+    return documents
+
+
+def naive_slice(documents, at, T, longest):
+    """Documents in order from number `at`, each cut at `longest`, until there are T + 1 tokens; the last piece cut to fit.
+    -> tokens, start of each document in them, the next document; None when the documents do not suffice."""
+    tokens, starts = [], []
+    while len(tokens) < T + 1:
+        if at == len(documents):
+            return None
+        starts.append(len(tokens))
+        for token in documents[at][:longest]:
+            if len(tokens) < T + 1:
+                tokens.append(token)
+        at += 1
+    return tokens, starts, at
+
+
+def naive_batches(shards, schedule, slices):
+    """All batches of the schedule [(tokens, longest)], each a list of (tokens, starts); ends with the data."""
+    shards = iter([naive_documents(s) for s in shards])
+    documents, at = next(shards), 0
+    for tokens, longest in schedule:
+        while True:
+            batch, here = [], at
+            for _ in range(slices):
+                piece = naive_slice(documents, here, tokens // slices, longest)
+                if piece is None:
+                    break
+                batch.append(piece[:2])
+                here = piece[2]
+            if len(batch) == slices:
+                break
+            try:
+                documents, at = next(shards), 0  # the whole batch starts over
+            except StopIteration:
+                return
+        at = here
+        yield batch
+
+
+def naive_bigram(tokens, rows):
+    wrap = lambda x: (x + 2**31) % 2**32 - 2**31
+    return [rows - 1] + [(wrap(36313 * b) ^ wrap(27191 * a)) % (rows - 1) for a, b in zip(tokens, tokens[1:])]
+
+
+def check_micro_batch(batch, tokens, starts, cfg):
+    T = len(tokens) - 1
+    assert batch.inputs.tolist() == tokens[:T] and batch.targets.tolist() == tokens[1:]
+    assert (batch.inputs.dtype, batch.targets.dtype, batch.bigram.dtype, batch.cu_seqlens.dtype) == \
+        (torch.int32, torch.int64, torch.int32, torch.int32)
+    assert batch.bigram.tolist() == naive_bigram(tokens[:T], cfg.bigram_rows)
+    slots = cfg.doc_slots or tg.doc_slots(T)
+    assert batch.cu_seqlens.tolist() == starts + [T] * (slots - len(starts))
+
+
+# ------------------------------------------------------------------------------------------------------------ slices
+
+@pytest.mark.parametrize("seed", range(6))
+def test_slices(tmp_path, seed):
+    """Random documents and shards, batch sizes that change; at worlds 1, 2, 4, 8 the ranks' slices are the same eight."""
+    rng = np.random.default_rng(seed)
+    shards = make_shards(tmp_path, rng, rng.integers(3000, 7000, 3), longest=int(rng.integers(20, 300)))
+    cfg = config(tmp_path)
+    schedule = [(int(8 * rng.integers(30, 90)), int(rng.integers(10, 250))) for _ in range(40)]
+    want = list(naive_batches(shards, schedule, 8))
+    assert 5 < len(want) < 40  # the data ends in this schedule, and not at once
+    loaders = {(world, rank): tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world, False)
+               for world in (1, 2, 4, 8) for rank in range(world)}
+    for (tokens, longest), batch in zip(schedule, want):
+        for (world, rank), loader in loaders.items():
+            own = loader.batch(tokens, longest)
+            assert len(own) == 8 // world
+            for m, micro_batch in enumerate(own):
+                assert micro_batch.longest == longest
+                check_micro_batch(micro_batch, *batch[m * world + rank], cfg)
+    for loader in loaders.values():
+        with pytest.raises(tg.UserError, match=f"ran out after {sum(t for t, _ in schedule[:len(want)]):,} tokens.*add training shards"):
+            loader.batch(*schedule[len(want)])
+        loader.close()
+
+
+def test_more_ranks_than_slices_give_each_rank_one(tmp_path):
+    rng = np.random.default_rng(7)
+    shards = make_shards(tmp_path, rng, [9000])
+    cfg = config(tmp_path, slices=2)
+    want = next(naive_batches(shards, [(4 * 64, 50)], 4))
+    for rank in range(4):
+        (own,) = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, 4, False).batch(4 * 64, 50)
+        check_micro_batch(own, *want[rank], cfg)
+
+
+def test_the_next_shard_is_the_next_by_name(tmp_path):
+    """Files written out of order; a shard too short for a batch is passed over; text before the first start token is not used."""
+    cfg = config(tmp_path, slices=1)
+    document = lambda fill, n: [START] + [fill] * (n - 1)
+    write_shard(tmp_path / "x_train_000010.bin", document(3, 30) + document(4, 30), VOCAB, START)
+    write_shard(tmp_path / "x_train_000002.bin", document(2, 5), VOCAB, START)
+    write_shard(tmp_path / "x_train_000001.bin", [9] * 8 + document(1, 30), VOCAB, START)
+    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
+    assert [loader.batch(20, 100)[0].inputs[-1].item() for _ in range(3)] == [1, 3, 4]
+
+
+def test_a_batch_may_end_exactly_with_its_shard(tmp_path):
+    """T + 1 tokens are enough for T, one fewer is not."""
+    cfg = config(tmp_path, slices=1)
+    for size, good in ((21, True), (20, False)):
+        write_shard(tmp_path / "x_train_000001.bin", [START] + [1] * (size - 1), VOCAB, START)
+        loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
+        if good:
+            assert loader.batch(20, 100)[0].inputs.numel() == 20
+        else:
+            with pytest.raises(tg.UserError, match="ran out after 0 tokens"):
+                loader.batch(20, 100)
+
+
+def test_doc_slots():
+    assert [tg.doc_slots(T) for T in (16384, 32768, 49152)] == [64, 96, 128]
+    assert [tg.doc_slots(T) for T in (1, 512, 38399, 38400, 38700, 262144)] == [128, 128, 128, 128, 256, 896]
+
+
+def test_too_many_documents(tmp_path):
+    cfg = config(tmp_path, slices=1)
+    write_shard(tmp_path / "x_train_000001.bin", [START] * 400, VOCAB, START)
+    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
+    with pytest.raises(tg.UserError, match="a slice of 200 tokens has 201 documents.*room for 127.*--set doc_slots=256"):
+        loader.batch(200, 10)
+    loader = tg.TrainLoader(replace(cfg, doc_slots=256), tg.find_shards(cfg.data, "train"), 0, 1, False)
+    assert loader.batch(200, 10)[0].cu_seqlens.tolist() == list(range(200)) + [200] * 56
+
+
+def test_slots_just_suffice(tmp_path):
+    """n documents need n + 1 entries; the last of them may be empty, when only its first token, a target, is in the slice."""
+    cfg = config(tmp_path, slices=1, doc_slots=6)
+    write_shard(tmp_path / "x_train_000001.bin", [START, 1] * 40, VOCAB, START)
+    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
+    assert loader.batch(8, 10)[0].cu_seqlens.tolist() == [0, 2, 4, 6, 8, 8]
+    with pytest.raises(tg.UserError, match="has 6 documents"):
+        loader.batch(10, 10)
+
+
+# -------------------------------------------------------------------------------------------------------- validation
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+def test_validation_slices(tmp_path, world):
+    """Consecutive, across shards; each slice on one rank, whatever the world; documents bounded at start tokens."""
+    rng = np.random.default_rng(11)
+    shards = make_shards(tmp_path, rng, [333, 40, 500], "val", longest=60)
+    cfg = config(tmp_path, val_slices=6, val_slice_tokens=128)
+    stream, seen = [int(t) for t in np.concatenate(shards)], {}
+    for rank in range(world):
+        loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world, False)
+        own = list(loader)
+        assert [number % world for number, _ in own] == [rank] * len(own)
+        assert [number for number, _ in loader] == [number for number, _ in own]  # it can be run over again
+        seen |= dict(own)
+    assert sorted(seen) == list(range(6))
+    for number, batch in seen.items():
+        tokens = stream[128 * number:128 * number + 129]
+        starts = [i for i, token in enumerate(tokens[:128]) if token == START]
+        check_micro_batch(batch, tokens, [0] + starts, cfg)
+        assert batch.longest == 128
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+@pytest.fixture
+def folder(tmp_path):
+    """A good small folder and a config for it."""
+    rng = np.random.default_rng(3)
+    make_shards(tmp_path, rng, [3000, 3000])
+    make_shards(tmp_path, rng, [600], "val")
+    stages = tuple(replace(stage, steps=1, tokens=800, longest=100) for stage in tg.CPU.stages)
+    return config(tmp_path, stages=stages, val_slices=2, val_slice_tokens=256)
+
+
+def expect(cfg, *words):
+    with pytest.raises(tg.UserError) as error:
+        data = tg.find_data(cfg)
+        tg.TrainLoader(cfg, data.train, 0, 1, False)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_good_data(folder):
+    data = tg.find_data(folder)
+    assert [p.name for p in data.train] == ["x_train_000000.bin", "x_train_000001.bin"] and len(data.val) == 1
+    assert data.bytes_per_token == 0
+    assert "6000 training tokens in 2 shards, 600 for validation" in data.fingerprint and folder.data not in data.fingerprint
+
+
+def test_no_shards(folder, tmp_path):
+    expect(replace(folder, data=str(tmp_path / "nowhere")), "no train shards", "nowhere", "--data", "data/local_corpus.py")
+    (tmp_path / "x_val_000000.bin").unlink()
+    expect(folder, "no val shards", str(tmp_path))
+
+
+def test_a_folder_with_brackets_in_its_name(folder, tmp_path):
+    odd = tmp_path / "a[1]*"
+    odd.mkdir()
+    for path in tmp_path.glob("*.bin"):
+        path.rename(odd / path.name)
+    assert len(tg.find_data(replace(folder, data=str(odd))).train) == 2
+
+
+def change(folder, offset, data):
+    path = next(p for p in sorted(tg.Path(folder.data).glob("*_train_000001.bin")))
+    words = bytearray(path.read_bytes())
+    words[offset:offset + len(data)] = data
+    path.write_bytes(bytes(words))
+    return path
+
+
+def test_bad_magic(folder):
+    path = change(folder, 0, b"<!DO")
+    expect(folder, path.name, "not a token shard", "20240520")
+
+
+def test_not_even_a_header(folder):
+    path = change(folder, 0, b"")
+    path.write_bytes(b"\x00" * 100)
+    expect(folder, path.name, "not a token shard")
+    path.write_bytes(b"")
+    expect(folder, path.name, "not a token shard")
+
+
+def test_wrong_version(folder):
+    path = change(folder, 4, np.int32(7).tobytes())
+    expect(folder, path.name, "version 7", "reads 1")
+
+
+def test_truncated(folder):
+    path = change(folder, 0, b"")
+    path.write_bytes(path.read_bytes()[:-2])
+    expect(folder, path.name, f"{1024 + 2 * 2999} bytes", "promises 3000 tokens", f"{1024 + 6000}", "download or build it again")
+
+
+def test_token_outside_the_vocabulary(folder):
+    path = change(folder, 1024 + 2 * 2500, np.uint16(257).tobytes())
+    cfg = replace(folder, data=folder.data)
+    data = tg.find_data(cfg)  # headers are right
+    with pytest.raises(tg.UserError, match=f"{path.name}: token 257 is outside the vocabulary of 257"):
+        loader = tg.TrainLoader(cfg, data.train, 0, 1, False)
+        while True:
+            loader.batch(800, 100)
+
+
+def test_token_outside_the_vocabulary_in_validation(folder):
+    path = tg.Path(folder.data) / "x_val_000000.bin"
+    words = bytearray(path.read_bytes())
+    words[1024 + 20:1024 + 22] = np.uint16(60000).tobytes()
+    path.write_bytes(bytes(words))
+    with pytest.raises(tg.UserError, match="token 60000 is outside"):
+        tg.ValLoader(folder, [path], 0, 1, False)
+
+
+def test_too_little_data(folder):
+    long = tuple(replace(stage, steps=2) for stage in folder.stages)
+    expect(replace(folder, stages=long), "6,000 training tokens", "6,400", "add training shards")
+    expect(replace(folder, val_slices=3), "600 validation tokens", "769", "val_slices")
+
+
+def test_the_last_validation_token_may_be_the_shards_last(folder):
+    tg.find_data(replace(folder, val_slices=1, val_slice_tokens=599))
+    expect(replace(folder, val_slices=1, val_slice_tokens=600), "takes 601")
+
+
+def test_wrong_vocabulary(folder):
+    expect(replace(folder, vocab_size=50257, start_token=50256), "vocabulary of 257 with start token 256", "50257", "--preset or --data")
+
+
+def test_a_header_without_vocabulary_means_gpt2(tmp_path):
+    tokens = [50256] + [5] * 999
+    for split in ("train", "val"):
+        write_shard(tmp_path / f"x_{split}_0.bin", tokens)
+    cfg = replace(tg.RECORD, data=str(tmp_path), stages=tuple(replace(s, steps=1, tokens=80) for s in tg.RECORD.stages),
+                  val_slices=1, val_slice_tokens=100)
+    assert len(tg.find_data(cfg).train) == 1
+    expect(replace(cfg, vocab_size=257, start_token=256), "vocabulary of 50257", "257")
+
+
+def test_bytes_per_token(folder):
+    rng = np.random.default_rng(4)
+    path = tg.Path(folder.data) / "x_val_000001.bin"
+    write_shard(path, random_documents(rng, 400, VOCAB, START), VOCAB, START, text_bytes=900)
+    assert tg.find_data(folder).bytes_per_token == 0  # unknown of one shard: unknown
+    write_shard(tg.Path(folder.data) / "x_val_000000.bin", random_documents(rng, 600, VOCAB, START), VOCAB, START, text_bytes=1100)
+    assert tg.find_data(folder).bytes_per_token == 2.0
+
+
+# ------------------------------------------------------------------------------------------------------- fingerprint
+
+def test_fingerprint(folder):
+    first = tg.find_data(folder).fingerprint
+    assert tg.find_data(folder).fingerprint == first
+    seen = {first}
+    for offset in (1024, 1024 + 3001, 1024 + 5999, 24):  # first and last byte of the tokens, between them, the header
+        path = change(folder, 0, b"")
+        before = path.read_bytes()
+        change(folder, offset, bytes([before[offset] ^ 1]))
+        seen.add(tg.fingerprint_of([path]))
+        path.write_bytes(before)
+    assert len(seen) == 5
+    path.rename(path.with_name("x_train_000009.bin"))
+    assert tg.find_data(folder).fingerprint != first
+
+
+def test_fingerprint_of_a_large_file_reads_all_of_it_in_places(tmp_path):
+    """First and last bytes count whatever the size."""
+    path = tmp_path / "big.bin"
+    size = 64 * 65536 + 12345
+    data = bytearray(hashlib.sha256(b"x").digest() * (size // 32 + 1))[:size]
+    seen = set()
+    for at in (None, 0, size - 1):
+        copy = bytearray(data)
+        if at is not None:
+            copy[at] ^= 1
+        path.write_bytes(copy)
+        seen.add(tg.fingerprint_of([path]))
+    assert len(seen) == 3

@@ -1,0 +1,302 @@
+"""The command line as a user has it: real processes in an empty folder, logs line by line, errors as people see them."""
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt as tg
+from golden_inputs import random_documents, write_shard
+
+SCRIPT = Path(tg.__file__).resolve()
+STEPS = 8
+# The cpu preset at a size that takes seconds: all layers and stages, two steps each; validation before steps 0, 3, 6, and last.
+TINY = ["heads=2", "head_dim=8", "mlp_dim=32", "bigram_rows=320", "val_slices=3", "val_slice_tokens=256", "val_every=3"] + [
+    f"stages.{i}.{name}={value}" for i, T in enumerate((24, 32, 48, 48))
+    for name, value in (("steps", 2), ("tokens", 8 * T), ("longest", 40))]
+
+
+def settings(*more):
+    return [word for setting in (*TINY, *more) for word in ("--set", setting)]
+
+
+def start(folder, *arguments, processes=0, script=SCRIPT):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
+    return subprocess.run([sys.executable, *launcher, str(script), *arguments], cwd=folder, env=environment, text=True,
+                          capture_output=True, timeout=120)
+
+
+def run(folder, *arguments, **options):
+    """A run that must succeed. -> its screen output and its one new log."""
+    before = set(folder.glob("records/**/*.txt"))
+    result = start(folder, "--preset", "cpu", "--data", "corpus", *arguments, **options)
+    assert result.returncode == 0, result.stderr
+    (log,) = set(folder.glob("records/**/*.txt")) - before
+    return result, log
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny corpus of bytes in it."""
+    folder = tmp_path_factory.mktemp("place")
+    make_corpus(folder / "corpus")
+    return folder
+
+
+def make_corpus(folder):
+    folder.mkdir()
+    rng = np.random.default_rng(2)
+    for split, number, count in (("train", 0, 6000), ("train", 1, 6000), ("val", 0, 1500)):
+        tokens = random_documents(rng, count, 257, 256, 120)
+        tokens = np.where(tokens < 256, tokens % 7 + 97, 256)  # an easy text
+        write_shard(folder / f"tiny_{split}_{number:06d}.bin", tokens, 257, 256, text_bytes=int((tokens < 256).sum()))
+
+
+@pytest.fixture(scope="module")
+def single(place):
+    return run(place, *settings(), "--save", "model.pt", "--seed", "3")
+
+
+@pytest.fixture(scope="module")
+def double(place):
+    return run(place, *settings(), "--seed", "3", "--name", "MyIdea", processes=2)
+
+
+# --------------------------------------------------------------------------------------------------------------- logs
+
+STEP = re.compile(r"step:(\d+)/(\d+) (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
+
+
+def parse(log):
+    """The parts of a complete log, each line accounted for."""
+    text = log.read_text(encoding="utf-8")
+    source, rule = SCRIPT.read_text(encoding="utf-8"), "=" * 100
+    assert text.startswith(source + "\n" + rule + "\n")  # the script's own source, to the letter
+    environment, rest = text[len(source) + 102:].split("\n" + rule + "\n")
+    lines = rest.splitlines()
+    assert rest.endswith("\n")
+    first = next(i for i, line in enumerate(lines) if line.startswith("step:"))
+    last = max(i for i, line in enumerate(lines) if line.startswith("step:"))
+    steps = [STEP.fullmatch(line) for line in lines[first:last + 1]]
+    assert all(steps)
+    return environment.splitlines(), lines[:first], [m.groups() for m in steps], lines[last + 1:]
+
+
+def closing(lines):
+    pairs = [line.split(": ", 1) for line in lines]
+    assert all(len(pair) == 2 for pair in pairs)
+    return dict(pairs)
+
+
+@pytest.mark.parametrize("which, world", [("single", 1), ("double", 2)])
+def test_log(which, world, request):
+    _, log = request.getfixturevalue(which)
+    environment, warm, steps, end = parse(log)
+
+    patterns = [r"Running Python 3\.\d+\.\d+\S* on \w+ \w+",
+                rf"Running PyTorch {re.escape(torch.__version__)} compiled for CUDA \S+ on .+ with world_size {world}",
+                r"commit: (unknown|[0-9a-f]{40} \((clean|modified)\))",
+                r"attention: .+", r"config: \{.*\}",
+                r"data: [0-9a-f]{16} \(12000 training tokens in 2 shards, 1500 for validation\)"]
+    for pattern in patterns:
+        assert sum(bool(re.fullmatch(pattern, line)) for line in environment) == 1, pattern
+    values = json.loads(next(line for line in environment if line.startswith("config: "))[len("config: "):])
+    assert values["seed"] == 3 and values["heads"] == 2 and values["name"] == ("MyIdea" if world == 2 else "")
+    assert tg.config_from_dict(values).steps == STEPS
+
+    assert [line for line in warm if re.fullmatch(r"warm-up: .*", line)] == warm and warm
+    # Before steps 0, 3, 6, then after each step, and last the final validation.
+    order = [(int(step), val is not None) for step, _, val, _, _ in steps]
+    assert order == [(0, True), (1, False), (2, False), (3, False), (3, True), (4, False), (5, False), (6, False), (6, True),
+                     (7, False), (8, False), (8, True)]
+    times = [int(row[3]) for row in steps]
+    assert times == sorted(times) and {row[1] for row in steps} == {str(STEPS)}
+    for step, _, _, total, average in steps:
+        assert float(average) == pytest.approx(int(total) / max(int(step), 1), abs=1)
+
+    assert re.fullmatch(r"peak memory allocated: \d+ MiB( reserved: \d+ MiB)?", end[0])
+    assert end[-1] == "complete: yes"
+    block = closing(end[1:])
+    assert f"{float(block['val_loss']):.4f}" == steps[-1][2] and block["steps"] == str(STEPS) and block["seed"] == "3"
+    assert block["tokens"] == str(2 * 8 * (24 + 32 + 48 + 48)) and int(block["train_time_ms"]) == times[-1]
+    per_byte = float(block["val_loss"]) * 1500 / tg.read_header(log.parents[3] / "corpus" / "tiny_val_000000.bin").text_bytes
+    assert float(block["val_loss_per_byte"]) == pytest.approx(per_byte, abs=2e-6)
+
+
+@pytest.mark.parametrize("which", ["single", "double"])
+def test_it_learns(which, request):
+    """Eight characters: from chance over 264 columns to well below."""
+    losses = [float(row[2]) for row in parse(request.getfixturevalue(which)[1])[2] if row[2]]
+    assert losses[0] == pytest.approx(math.log(264), abs=0.1) and losses[-1] < losses[0] - 0.5
+
+
+def test_worlds_agree(single, double):
+    """One process and two train the same model: fp32 rounding, in eight steps, on losses of about 4."""
+    a, b = ([float(row[2]) for row in parse(log)[2] if row[2]] for _, log in (single, double))
+    assert a == pytest.approx(b, abs=2e-3)
+
+
+def test_no_absolute_path_in_a_log(place, tmp_path):
+    """Not even when the data's folder was given by one."""
+    source = SCRIPT.read_text(encoding="utf-8")
+    before = set(place.glob("records/**/*.txt"))
+    result = start(place, "--preset", "cpu", "--data", str(place / "corpus"), "--save", str(tmp_path / "m.pt"), *settings("warmup=false"))
+    assert result.returncode == 0, result.stderr
+    (log,) = set(place.glob("records/**/*.txt")) - before
+    rest = log.read_text(encoding="utf-8")[len(source):]
+    assert str(place) not in rest and str(tmp_path) not in rest and str(SCRIPT.parent) not in rest
+    assert not re.search(r'(?<![\w.*)])/(?:[\w.-]+/)+', rest)
+
+
+def test_where_logs_go(place, single, double):
+    """Records of a changed task are not the preset's track; unnamed runs are attempts."""
+    assert single[1].parent == place / "records" / "other" / "attempts"
+    assert double[1].parent == place / "records" / "other" / f"{date.today()}_MyIdea"
+    assert re.fullmatch(r"seed3_[0-9a-f]+\.txt", single[1].name)
+
+
+@pytest.mark.parametrize("preset", tg.PRESETS)
+def test_tracks(preset):
+    cfg = tg.PRESETS[preset]
+    assert tg.track_of(cfg) == {"record": "gpt2-small", "cpu": "cpu"}[preset]
+    for same in ("adam_lr=1", "stages.0.steps=7", "heads=2"):  # a method may change
+        assert tg.track_of(tg.override(cfg, same)) == cfg.track
+    for other in ("val_slices=1", "val_slice_tokens=8", "slices=4", "data=elsewhere", "dtype=float64"):  # the task may not
+        assert tg.track_of(tg.override(cfg, other)) == "other"
+
+
+def test_screen_output_is_plain_and_says_where_the_log_is(place, single, double):
+    for result, log in (single, double):
+        assert "\r" not in result.stdout and "\x1b" not in result.stdout and "%|" not in result.stdout + result.stderr
+        assert "import argparse" not in result.stdout  # no source
+        lines = result.stdout.splitlines()
+        progress = [line for line in lines if re.fullmatch(rf"step \d+/{STEPS}  loss \d+\.\d+  time \d+s  ETA \d+s", line)]
+        assert len(progress) == STEPS
+        assert len([line for line in lines if STEP.fullmatch(line)]) == 4
+        assert str(log.relative_to(place)) in result.stdout
+        loss = closing(parse(log)[3][1:])["val_loss"]
+        assert f"{float(loss):.4f} nats per token" in result.stdout and "per byte" in result.stdout
+    assert single[0].stderr == ""
+
+
+# ------------------------------------------------------------------------------------------------------- saved models
+
+def validation_of(model, folder):
+    """The validation loss, from the parts of the script."""
+    cfg = model.cfg
+    val = tg.ValLoader(cfg, tg.find_shards(str(folder / "corpus"), "val"), 0, 1, False)
+    return tg.validate(model, val, tg.Exchange(0, 1), tuple(w * cfg.window_unit for w in cfg.final_windows))
+
+
+def test_saved_model_gives_the_same_loss(place, single):
+    model = tg.load_model(str(place / "model.pt"))
+    block = closing(parse(single[1])[3][1:])
+    assert f"{validation_of(model, place):.6f}" == block["val_loss"]
+    # The rotary tables of the last stage: the wider final windows do not change them.
+    assert model.rotary.window == 13 * 16 and model.rotary.scale != model.cfg.attn_scale
+
+
+def test_a_model_saved_by_two_ranks_loads_in_one(place):
+    _, log = run(place, *settings("warmup=false"), "--save", "two.pt", processes=2)
+    assert f"{validation_of(tg.load_model(str(place / 'two.pt')), place):.4f}" == parse(log)[2][-1][2]
+
+
+# --------------------------------------------------------------------------------------------------------- repetition
+
+def test_the_same_seed_gives_the_same_digits(place, single):
+    _, log = run(place, *settings("warmup=false"), "--seed", "3")  # and a warm-up before does not matter
+    values = lambda log: [row[2] for row in parse(log)[2] if row[2]] + [closing(parse(log)[3][1:])["val_loss"]]
+    assert values(log) == values(single[1])
+    _, other = run(place, *settings("warmup=false"), "--seed", "4")
+    assert values(other)[1:] != values(log)[1:]
+
+
+def test_a_copied_script_runs(place, tmp_path):
+    copy = tmp_path / "my_copy.py"
+    copy.write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
+    _, log = run(place, *settings("warmup=false", "val_every=0"), script=copy)
+    assert [row[0] for row in parse(log)[2] if row[2]] == [str(STEPS)]  # only the last
+
+
+# ------------------------------------------------------------------------------------------------------ help and errors
+
+def test_help(tmp_path):
+    result = start(tmp_path, "-h")
+    assert result.returncode == 0 and result.stderr == ""
+    for word in ("--preset", "--name", "--seed", "--set", "--data", "--save", "record", "cpu", "torchrun", "stages.0."):
+        assert word in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--set", "adm_lr=1"], ["adm_lr", "adam_lr"]),
+    (["--set", "adam_lr=fast"], ["adam_lr=fast", "a number"]),
+    (["--set", "stages.0.stepz=1"], ["stepz", "steps"]),
+    (["--set", "heads=3"], ["heads=3"]),
+    (["--set", "val_slices=1000000"], ["validation tokens", "val_slices"]),
+    (["--data", "nowhere"], ["no train shards", "nowhere", "data/local_corpus.py"]),
+    (["--preset", "record"], ["vocabulary", "--preset"]),
+    (["--save", "no/such/folder/model.pt"], ["--save", "folder"]),
+], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_errors_are_one_line(place, arguments, words):
+    before = set(place.rglob("*"))
+    result = start(place, "--preset", "cpu", "--data", "corpus", *settings(), *arguments)
+    assert result.returncode != 0 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    assert set(place.rglob("*")) == before  # nothing was written
+
+
+@pytest.mark.parametrize("arguments, word", [(["--preset", "huge"], "huge"), (["--nmae", "x"], "--nmae"), (["--seed", "x"], "--seed"),
+                                             (["--name", "../up"], "folder's name")])
+def test_misspelt_options(tmp_path, arguments, word):
+    result = start(tmp_path, *arguments)
+    assert result.returncode == 2 and word in result.stderr and "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_shard_is_named(place, tmp_path):
+    make_corpus(tmp_path / "corpus")
+    path = tmp_path / "corpus" / "tiny_train_000001.bin"
+    path.write_bytes(path.read_bytes()[:-10])
+    result = start(tmp_path, "--preset", "cpu", "--data", "corpus", *settings())
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1 and "tiny_train_000001.bin" in result.stderr
+
+
+def test_errors_of_several_processes(place):
+    """Said once, though every process stops; then torchrun has its own words, a traceback of its own among them."""
+    in_script = f'File "{SCRIPT}"'
+    result = start(place, "--preset", "cpu", "--data", "nowhere", processes=2)
+    assert result.returncode != 0 and result.stderr.count("no train shards") == 1 and in_script not in result.stderr
+    result = start(place, "--preset", "cpu", "--data", "corpus", *settings("slices=3"), processes=2)
+    assert result.returncode != 0 and result.stderr.count("a world of 2 processes cannot share the work") == 1
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_loss_that_is_not_finite_stops_the_run(place, processes):
+    before = set(place.glob("records/**/*.txt"))
+    wild = settings("adam_lr=1e30", "warmup=false", "val_every=0")
+    result = start(place, "--preset", "cpu", "--data", "corpus", *wild, processes=processes)
+    assert result.returncode != 0
+    said = re.findall(r"the training loss is (?:nan|inf) at step (\d+)", result.stderr)
+    assert said and int(said[0]) in (2, 3)  # the first Adam update ends step 1
+    assert f'File "{SCRIPT}"' not in result.stderr  # no traceback of ours; torchrun adds its own
+    if not processes:
+        assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.stderr
+    (log,) = set(place.glob("records/**/*.txt")) - before
+    text = log.read_text(encoding="utf-8")[len(SCRIPT.read_text(encoding="utf-8")):]
+    assert "complete: yes" not in text and "val_loss:" not in text
+    last = [line for line in text.splitlines() if line.startswith("step:")][-1]
+    assert int(STEP.fullmatch(last)[1]) <= int(said[0])
