@@ -5,7 +5,7 @@
 
 The text is the library's .py files, without tests, and each pydoc topic, under the name pydoc_data/topics/NAME. Files
 are long, and training takes only the beginning of a document; so a file is cut at blank lines into passages of about
-2 KiB, and each is a document. The SHA-256 of the file's name decides between training and validation (one file in 20);
+1 KiB, and each is a document. The SHA-256 of the file's name decides between training and validation (one file in 20);
 that of the name with the passage's number orders the documents. They are encoded as bytes, always, so that runs on
 different machines compare; Python versions differ, and a log names the data's fingerprint. Does nothing if the shards
 are there, whole, and from this Python's text.
@@ -23,7 +23,7 @@ from pydoc_data.topics import topics
 from tokenize_text import Document, InputError, read_header, write_shards
 
 VAL_ONE_IN = 20
-PASSAGE_BYTES = 2048
+PASSAGE_BYTES = 1024
 # Folders and files that are not the library's text: packages, tests, and what differs between builds of one version.
 LEFT_OUT_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
 LEFT_OUT_FILES = ("test_*.py", "*_test.py", "_sysconfigdata*.py", "sitecustomize.py", "usercustomize.py")

@@ -170,7 +170,7 @@ def test_param_shapes(world):
 
 def test_initial_values():
     """Of a small model: distributions, padding, tying; the same from any world size; another seed, other values."""
-    cfg = replace(tg.CPU, padded_vocab=512, bigram_rows=2560)
+    cfg = replace(tg.CPU, heads=4, padded_vocab=512, bigram_rows=2560)
     models = {world: tg.GPT(cfg, world, seed=5) for world in (1, 8)}
     for model in models.values():
         model.requires_grad_(False)

@@ -242,7 +242,7 @@ def test_corpus_is_the_library_split_by_name(corpus):
 
 
 def test_passages_are_cut_at_blank_lines():
-    paragraphs = [b"a" * 900 + b"\n\n", b"b" * 900 + b"\n \n\n", b"c" * 900 + b"\r\n\r\n", b"d" * 5000 + b"\n\n", b"e\n"]
+    paragraphs = [b"a" * 450 + b"\n\n", b"b" * 450 + b"\n \n\n", b"c" * 450 + b"\r\n\r\n", b"d" * 5000 + b"\n\n", b"e\n"]
     assert local_corpus.passages(b"".join(paragraphs)) == [
         b"".join(paragraphs[:2]), paragraphs[2], paragraphs[3], paragraphs[4]]
     assert local_corpus.passages(b"x") == [b"x"]
