@@ -9,7 +9,7 @@
 #
 #   --preset P    decides instead; `cpu` means the built-in corpus, anything else FineWeb
 #   --data DIR    train on the shards in DIR; nothing is fetched
-#   --runs N      N runs, with seeds S..S+N-1 (S from --seed, default 0), collected under --name NAME
+#   --runs N      N runs, with seeds S..S+N-1 (S from --seed, default 0); --name NAME collects them in a record folder
 #
 # PYTHON (default: python3) names the interpreter. It is used as it is if it has torch 2.11 or newer, numpy, tiktoken,
 # huggingface_hub and tqdm; if not, .venv is made with it. CUDA_VISIBLE_DEVICES limits the GPUs.
@@ -110,13 +110,13 @@ if [[ ${1-} == *.py ]]; then
 fi
 [[ -f $script ]] || die "$script: no such file"
 
-preset='' data='' name='' seed='' runs='' help=''
+preset='' data='' seed='' runs='' help=''
 args=()
 while (( $# )); do
     option=$1; shift
     case $option in
-        --runs=*|--seed=*|--preset=*|--data=*|--name=*|--save=*) value=${option#*=}; option=${option%%=*} ;;
-        --runs|--seed|--preset|--data|--name|--save)
+        --runs=*|--seed=*|--preset=*|--data=*|--save=*) value=${option#*=}; option=${option%%=*} ;;
+        --runs|--seed|--preset|--data|--save)
             (( $# )) || die "$option needs a value"
             value=$1; shift ;;
         -h|--help) help=1; continue ;;
@@ -126,7 +126,6 @@ while (( $# )); do
         --runs)   runs=$value ;;
         --seed)   seed=$value ;;
         --preset) preset=$value ;;
-        --name)   name=$value; args+=(--name "$value") ;;
         --data)   data=$(from_caller "$value"); args+=(--data "$data") ;;
         --save)   args+=(--save "$(from_caller "$value")") ;;
     esac
@@ -147,7 +146,6 @@ fi
 if [[ $runs ]]; then
     [[ $runs =~ ^[1-9][0-9]*$ ]] || die "--runs needs a positive number, not '$runs'"
     [[ ${seed:-0} =~ ^[0-9]+$ ]] || die "--seed needs a number, not '$seed'"
-    [[ $name ]] || die "--runs needs --name NAME, the record folder that collects the logs"
 fi
 
 # ---- Environment, data, processes --------------------------------------------------------------------------------
@@ -185,7 +183,7 @@ train() {
     exit "$code"
 }
 
-where="$processes process$( (( processes == 1 )) || echo es ) on $( (( gpus )) && echo "$gpus GPUs" || echo CPU)"
+where="$processes process$( (( processes == 1 )) || echo es ) on $( (( gpus )) && echo "$processes of $gpus GPUs" || echo CPU)"
 if [[ $runs ]]; then
     for (( i = 0; i < runs; i++ )); do
         say "run $((i + 1)) of $runs: $(basename "$script"), preset $preset, seed $((10#${seed:-0} + i)), $where"

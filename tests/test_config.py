@@ -168,6 +168,37 @@ def test_param_shapes(world):
     assert set(shapes) == {row.name for row in tg.PARAMS}
 
 
+def test_layer_roles_must_come_in_order():
+    """What a layer reads or adds must have been saved above it, and values need attention."""
+    def layers(**changes):
+        return replace(tg.CPU, layers=tuple(replace(row, **changes.get(f"l{i}", {})) for i, row in enumerate(tg.LAYERS)))
+
+    for cfg, match in ((layers(l2=dict(reads="back")), "layers.2 uses back"),
+                       (layers(l6=dict(adds=None), l1=dict(adds="skip")), "layers.1 uses skip"),
+                       (layers(l1=dict(value=None), l6=dict(value=0)), "layers.6: value=0")):
+        with pytest.raises(tg.UserError, match=match):
+            tg.check_config(cfg, 1)
+
+
+@pytest.mark.parametrize("setting, match", [
+    ("params.embed.optimizer=normuon", "banks of matrices"), ("params.lm_head.dtype=float32", "only the lambdas"),
+    ("params.embed.betas=0.9", "Adam takes two"), ("stages.1.steps=-1", "steps=-1 must be at least 0"),
+    ("slices=0", "slices=0 must be at least 1"), ("bigram_rows=1", "bigram_rows=1 must be at least 2"),
+    ("padded_vocab=100", "padded_vocab=100 must hold"), ("head_dim=4", "product at least 12")])
+def test_values_that_would_fail_later(setting, match):
+    with pytest.raises(tg.UserError, match=match):
+        tg.check_config(tg.override(tg.CPU, setting), 1)
+
+
+def test_no_cooldown_and_no_schedule():
+    """A cooldown of zero steps falls to the final rate at once; without scheduled steps there is only that."""
+    cfg = replace(tg.CPU, cooldown=0.0)
+    assert tg.plan(cfg, 600).lr_mul == cfg.stages[2].lr_mul * 0 + cfg.stages[3].lr_mul
+    assert tg.plan(cfg, 601).lr_mul == pytest.approx(cfg.final_lr)
+    only = replace(cfg, stages=tuple(replace(stage, steps=0) for stage in cfg.stages[:3]) + cfg.stages[3:])
+    assert tg.plan(only, 5).lr_mul == pytest.approx(cfg.final_lr)
+
+
 def test_initial_values():
     """Of a small model: distributions, padding, tying; the same from any world size; another seed, other values."""
     cfg = replace(tg.CPU, heads=4, padded_vocab=512, bigram_rows=2560)

@@ -63,7 +63,7 @@ def train(rank, world, cfg, warm=False, keep=True):
     untouched = True
     if warm:
         before, parts = digest(model), tg.snapshot(model, optimizer)
-        tg.warm_up(cfg, ranks, data, model, optimizer, val, exchange)
+        tg.warm_up(cfg, ranks, data, model, optimizer, val)
         untouched = digest(model) == before and all(map(tg.same_state, parts, tg.snapshot(model, optimizer)))
         untouched &= all(p.grad is None for p in model.parameters())
     loader, losses, digests, ties = tg.TrainLoader(cfg, data.train, rank, world, False), [], [], []

@@ -131,6 +131,8 @@ def test_runs_count_seeds_up(repository):
     assert [run["argv"][2:] for run in torchruns(ran)] == [
         ["train_gpt.py", "--preset", "cpu", "--seed", str(seed), "--name", "idea"] for seed in (8, 9, 10)]
     assert ran.stdout.count("fetching") == 1
+    unnamed = torchruns(call(repository, "--runs", "2"))   # these are attempts
+    assert [run["argv"][2:] for run in unnamed] == [["train_gpt.py", "--preset", "cpu", "--seed", seed] for seed in "01"]
 
 
 def test_a_failed_run_stops_the_others(repository):
@@ -140,7 +142,7 @@ def test_a_failed_run_stops_the_others(repository):
 
 
 @pytest.mark.parametrize("arguments, message", (
-    (["--runs", "2"], "--runs needs --name"), (["--runs", "0", "--name", "x"], "positive number"),
+    (["--runs", "0", "--name", "x"], "positive number"),
     (["--runs=two", "--name", "x"], "positive number"), (["--runs", "2", "--seed", "x", "--name", "x"], "--seed needs"),
     (["--data"], "--data needs a value")))
 def test_refusals_are_one_line(repository, arguments, message):

@@ -169,11 +169,15 @@ def test_where_logs_go(place, single, double):
 @pytest.mark.parametrize("preset", tg.PRESETS)
 def test_tracks(preset):
     cfg = tg.PRESETS[preset]
-    assert tg.track_of(cfg) == {"record": "gpt2-small", "cpu": "cpu"}[preset]
+    assert tg.track_of(cfg, 2) == {"record": "gpt2-small", "cpu": "cpu"}[preset]
     for same in ("adam_lr=1", "stages.0.steps=7", "heads=2"):  # a method may change
-        assert tg.track_of(tg.override(cfg, same)) == cfg.track
-    for other in ("val_slices=1", "val_slice_tokens=8", "slices=4", "data=elsewhere", "dtype=float64"):  # the task may not
-        assert tg.track_of(tg.override(cfg, other)) == "other"
+        assert tg.track_of(tg.override(cfg, same), 2) == cfg.track
+    for other in ("val_slices=1", "val_slice_tokens=8", "slices=4", "data=elsewhere", "dtype=float64", "target=9"):  # the task may not
+        assert tg.track_of(tg.override(cfg, other), 2) == "other"
+    assert tg.track_of(cfg, 8) == cfg.track and tg.track_of(cfg, 16) == "other"  # more ranks than slices cut other slices
+    for fixed in ("preset=cpu", "track=../elsewhere"):
+        with pytest.raises(tg.UserError, match="follows from --preset"):
+            tg.override(cfg, fixed)
 
 
 def test_screen_output_is_plain_and_says_where_the_log_is(place, single, double):
