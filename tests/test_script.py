@@ -158,6 +158,33 @@ def test_no_absolute_path_in_a_log(place, tmp_path):
     assert str(place) not in rest and str(tmp_path) not in rest and str(SCRIPT.parent) not in rest
     assert not re.search(r'(?<![\w.*)])/(?:[\w.-]+/)+', rest)
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_terminal_gets_a_progress_bar(place):
+    """With loss, time and the time left; the lines of record stand above it, whole."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # a terminal of no size shows no bar
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    process = subprocess.Popen([sys.executable, str(SCRIPT), "--preset", "cpu", "--data", "corpus", *settings()], cwd=place,
+                               env=environment | {"CUDA_VISIBLE_DEVICES": ""}, stdout=theirs, stderr=subprocess.DEVNULL)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # Linux says so when the other end has closed
+        pass
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    text = shown.decode()
+    assert re.search(rf"\d+%\|.*\| \d+/{STEPS} \[\d\d:\d\d<\S+, .*loss \d+\.\d+ time \d+\.\ds\]", text)
+    lines = [re.split(r"\r", line.rstrip("\r"))[-1] for line in text.split("\n")]
+    assert sum(bool(STEP.fullmatch(line.strip())) for line in lines) == 4
+    assert not re.search(rf"step \d+/{STEPS}  loss", text)  # not the plain form besides
+
 
 def test_where_logs_go(place, single, double):
     """Records of a changed task are not the preset's track; unnamed runs are attempts."""
