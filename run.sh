@@ -151,6 +151,8 @@ fi
 # ---- Environment, data, processes --------------------------------------------------------------------------------
 
 find_environment "$gpus"
+# An unknown preset is told now, by the script, rather than after a download for it.
+[[ ! $preset ]] || "$python" "$script" --preset "$preset" --help >/dev/null || exit
 if (( gpus )); then
     preset=${preset:-record}
     for processes in 8 4 2 1; do (( processes <= gpus )) && break; done

@@ -8,7 +8,7 @@ per token, in as little time as possible on 8 H100s, and runs the same code path
 
 What it attains
     cpu preset     0.997 nats per token on the Python library's own text (mean of 3 runs, sd 0.012; a 4-gram count model has
-                   1.47), 620 steps, about 3.5 minutes on two cores of an AMD EPYC server, PyTorch 2.13, two processes
+                   1.47), 620 steps, under four minutes on two cores of an AMD EPYC server, PyTorch 2.13, two processes
     record preset  not timed on GPUs yet: its operations are still plain torch. The configuration is that of the public
                    speedrun's record 80, which took 84.4 s on 8 H100s
 
@@ -609,8 +609,8 @@ def read_header(path: Path) -> Header:
 def find_shards(folder: str, split: str) -> list[Path]:
     paths = [Path(p) for p in sorted(glob.glob(os.path.join(glob.escape(folder), f"*_{split}_*.bin")))]
     if not paths:
-        raise UserError(f"no {split} shards (*_{split}_*.bin) in {folder}: run python data/fineweb.py, or "
-                        "python data/local_corpus.py for the cpu preset, or point --data at a folder that has them")
+        raise UserError(f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record preset), "
+                        "data/local_corpus.py (cpu preset) or data/tokenize_text.py (your own text), or use another --data")
     return paths
 
 
@@ -632,11 +632,13 @@ def find_data(cfg: Config) -> Data:
                             f"{cfg.vocab_size} and {cfg.start_token}; choose the matching --preset or --data")
     need, have = train_tokens(cfg), sum(headers[p].tokens for p in train)
     if have < need:
-        raise UserError(f"{cfg.data}: {have:,} training tokens, the schedule takes at least {need:,}; add training shards")
+        raise UserError(f"{cfg.data}: {have:,} training tokens, the schedule takes at least {need:,}; add training shards, or "
+                        "shorten it: --set stages.0.steps=..., likewise stages 1 to 3")
     need, have = cfg.val_slices * cfg.val_slice_tokens + 1, sum(headers[p].tokens for p in val)
     if have < need:
-        raise UserError(f"{cfg.data}: {have:,} validation tokens, validation takes {need:,}; add validation shards or "
-                        "lower val_slices")
+        fits = max(0, have - 1) // cfg.val_slice_tokens
+        raise UserError(f"{cfg.data}: {have:,} validation tokens, validation takes {need:,}; add validation shards"
+                        + (f", or --set val_slices={fits}" if fits else ""))
     tokens, text = sum(headers[p].tokens for p in val), [headers[p].text_bytes for p in val]
     count = sum(headers[p].tokens for p in train)
     fingerprint = f"{fingerprint_of(train + val)} ({count} training tokens in {len(train)} shards, {tokens} for validation)"

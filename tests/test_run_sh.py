@@ -135,6 +135,13 @@ def test_runs_count_seeds_up(repository):
     assert [run["argv"][2:] for run in unnamed] == [["train_gpt.py", "--preset", "cpu", "--seed", seed] for seed in "01"]
 
 
+def test_an_unknown_preset_is_refused_before_anything_is_fetched(repository):
+    (repository / "train_gpt.py").write_text("import sys\nsys.exit('cpuu' in sys.argv and 'no such preset' or 0)")
+    ran = call(repository, "--preset", "cpuu")
+    assert ran.returncode == 1 and "no such preset" in ran.stderr and "fetching" not in ran.stdout and not torchruns(ran)
+    assert torchruns(call(repository, "--preset", "cpu"))
+
+
 def test_a_failed_run_stops_the_others(repository):
     ran = call(repository, "--runs", "3", "--name", "idea", FAIL_ON_SEED="1")
     assert ran.returncode == 7 and len(torchruns(ran)) == 2
