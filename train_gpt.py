@@ -14,13 +14,13 @@ What it attains
 
 Map of the file; a section uses only what stands above it
     1  This text, imports
-    2  Config       presets, layer table, parameter table, stage table; --set name=value
+    2  Config       presets, layer table, parameter table, stage table; --set name=value; errors meant for people
     3  Schedule     plan(cfg, step): learning rate, windows, batch size, loss weights of one step
-    4  Runtime      ranks and devices, errors meant for people, the log
+    4  Runtime      ranks and devices, the log
     5  Data         shards, slices of whole documents, the bigram index
-    6  Reference    the operations in plain torch: attention, MLP, loss, polar factor
+    6  Reference    the operations in plain torch: attention, MLP, the head's loss, polar factor
     7  Kernels      the place of their GPU forms (none yet: every device runs section 6)
-    8  Model        rotary tables, the trunk, the head
+    8  Model        rotary tables, the trunk, training and validation loss
     9  Exchange     averages gradients over ranks, gathers updated parameters
     10 Update rules Adam and NorMuon on one shard
     11 Optimizer    scatter, work, gather, in explicit orders
@@ -940,8 +940,8 @@ def polar(g: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # ======================================================================================================================
-# 8  Model. Parameters under the names of the parameter table; a trunk from embedding rows to normalised activations;
-#    a head from those to the loss.
+# 8  Model. Parameters under the names of the parameter table; a trunk from embedding rows to the head's input, and from
+#    that, with section 6's head, the training and validation loss.
 # ======================================================================================================================
 
 class Rotary:
@@ -984,7 +984,7 @@ class Sequences(NamedTuple):
 
 
 class GPT(nn.Module):
-    """The language model; parameters as `param_shapes(cfg, world)` gives them, with an fp32 generator's initial values."""
+    """The language model; parameters shaped as `param_shapes(cfg, world)` says, initial values drawn from `seed`."""
 
     def __init__(self, cfg: Config, world: int = 1, device: torch.device | str = "cpu", seed: int = 0):
         super().__init__()
@@ -1065,12 +1065,12 @@ class GPT(nn.Module):
         return norm(torch.cat([x[:1], x[1:] + gate * x[:-1]]))
 
     def mlp(self, i: int, h: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
-        """Layer i's MLP; h (T, d) normalised."""
+        """Layer i's MLP on h (T, d). A method, like attention, so that a subclass can watch or replace one layer's."""
         return mlp(h, fc, proj)
 
     def attention(self, i: int, h: Tensor, value_row: Tensor | None, qkv: Tensor, out: Tensor, scales: Tensor,
                   seq: Sequences) -> Tensor:
-        """Layer i's attention on h (T, d) with weights qkv (3d, d) and out (d, d), both scaled; value_row (T, d) or None."""
+        """Layer i's attention on h (T, d) with weights scales[0] * qkv (3d, d) and scales[1] * out (d, d); value_row (T, d)."""
         cfg, layer = self.cfg, self.cfg.layers[i]
         (T, d), H, D = h.shape, cfg.heads, cfg.head_dim
         q, k, v = F.linear(h, scales[0] * qkv).view(T, 3, H, D).unbind(1)
