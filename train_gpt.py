@@ -42,6 +42,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -49,9 +50,9 @@ import typing
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +68,11 @@ from tqdm import tqdm
 
 class UserError(Exception):
     """Something a person can mend. The message is one line: what is wrong, and what to do."""
+
+
+def brief(error: Exception) -> str:
+    """The gist of a library's error: its first sentence, without the place in the library's source."""
+    return (str(error) or type(error).__name__).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class Param:
     wd_mul: float = 1.0
     dtype: str = "model"                  # model: the config's dtype; float32
     tied_to: str = ""                     # until the split step this is the transpose of that parameter
+    reduction: str = "backend"            # backend: its own order and rounding; fp32: summed by us, in rank order
     matrix_lr_mul: tuple[float, ...] = () # NorMuon: factors of successive matrices, repeating
 
 
@@ -282,7 +289,8 @@ def check_config(cfg: Config, world: int) -> None:
               ("layers", cfg.layers, {"attention": ("plain", "paired", None), "window": ("short", "long"),
                                       "reads": ("stream", "back"), "saves": ("skip", "back", None), "adds": ("skip", None)}),
               ("params", cfg.params, {"optimizer": ("adam", "normuon"), "exchange": ("all_reduce", "reduce_scatter"),
-                                      "dtype": ("model", "float32"), "tied_to": ("", *names)})]
+                                      "reduction": ("backend", "fp32"), "dtype": ("model", "float32"),
+                                      "tied_to": ("", *names)})]
     for table, rows, columns in tables:
         for i, row in enumerate(rows):
             for column, allowed in columns.items():
@@ -350,7 +358,8 @@ def check_config(cfg: Config, world: int) -> None:
 
 
 def override(cfg, setting: str):
-    """`cfg` with one "name=value" applied. Dots reach into tables, by index or by a row's name: stages.0.steps=10."""
+    """`cfg` with one "name=value" applied. Dots reach into tables, by index, by a row's name, or by * for every row:
+    stages.0.steps=10, params.embed.lr_mul=2, params.*.reduction=fp32."""
     path, eq, text = setting.partition("=")
     if not eq:
         raise UserError(f"--set {setting}: write name=value")
@@ -361,6 +370,10 @@ def override(cfg, setting: str):
 
 def _override(node, keys: list[str], text: str, path: str):
     if isinstance(node, tuple):  # a table
+        if keys[0] == "*":
+            for i in range(len(node)):
+                node = _override(node, [str(i), *keys[1:]], text, path)
+            return node
         index = {getattr(row, "name", str(i)): i for i, row in enumerate(node)} | {str(i): i for i in range(len(node))}
         _known(keys[0], index, path)
         i = index[keys[0]]
@@ -395,9 +408,12 @@ def _parse(text: str, hint, path: str):
     try:
         if hint is bool:
             return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}[text.lower()]
-        return hint(text)
+        value = hint(text)
+        if hint is float and not math.isfinite(value):
+            raise ValueError
+        return value
     except (ValueError, KeyError):
-        kind = "true or false" if hint is bool else {"int": "a whole number", "float": "a number"}[hint.__name__]
+        kind = {bool: "true or false", int: "a whole number", float: "a finite number"}[hint]
         raise UserError(f"--set {path}={text}: {path} takes {kind}") from None
 
 
@@ -475,6 +491,9 @@ class Ranks:
 def start_runtime() -> Ranks:
     """Reads torchrun's environment and joins the process group; without torchrun there is one rank and no group."""
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
+    if missing:
+        raise UserError(f"WORLD_SIZE={world} is set, {', '.join(missing)} not; start the script with torchrun, or unset it")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
@@ -484,7 +503,8 @@ def start_runtime() -> Ranks:
                             f"--nproc_per_node={torch.cuda.device_count()} or fewer")
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": device} if cuda else {}))
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=10),
+                                **({"device_id": device} if cuda else {}))
     return Ranks(rank, world, device)
 
 
@@ -493,10 +513,30 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Clock:
+    """Counts training time: everything the device was given, from start to stop, in milliseconds."""
+
+    def __init__(self, device: torch.device, ms: float = 0.0):
+        self.device, self.ms = device, ms
+
+    def start(self) -> None:
+        synchronize(self.device)
+        self.began = time.perf_counter()
+
+    def stop(self) -> None:
+        synchronize(self.device)
+        self.ms = self.read()
+
+    def read(self) -> float:
+        """While it runs, without waiting for the device."""
+        return self.ms + 1000 * (time.perf_counter() - self.began)
+
+
 class RunLog:
     """The run's log file and its screen output; silent on every rank but the first.
 
-    The file is opened once, before the clock starts, and each line is handed to the operating system as it is written.
+    The file is opened once, before the clock starts, and each line is handed to the operating system as it is written, so
+    that the file holds every finished step whatever ends the process.
     """
 
     def __init__(self, folder: Path | None, steps: int, run_id: str):
@@ -511,12 +551,20 @@ class RunLog:
 
     def write(self, text: str) -> None:
         if self.file:
-            self.file.write(text + "\n")
+            try:
+                self.file.write(text + "\n")
+            except OSError as e:
+                raise UserError(f"cannot write the log {self.path}: {e.strerror}; it holds the run up to here; make room and "
+                                "start again") from None
 
     def say(self, text: str) -> None:
         if self.file:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            try:
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
+            except OSError as e:
+                sys.stdout = open(os.devnull, "w")  # or Python complains once more when it flushes at its end
+                raise UserError(f"cannot write to the screen: {e.strerror}; send the output to a file, and read that") from None
 
     def both(self, text: str) -> None:
         self.write(text)
@@ -543,10 +591,12 @@ class RunLog:
         if self.bar is not None:
             self.bar.close()
         if self.file:
-            if error is not None:
-                why = str(error).replace(os.getcwd() + os.sep, "") if isinstance(error, UserError) else kind.__name__
-                self.write(f"stopped: {why}")
-            self.file.close()
+            with contextlib.suppress(OSError):  # the disk may be full: that is what is being reported then
+                if error is not None:
+                    why = {KeyboardInterrupt: "interrupted"}.get(kind, kind.__name__)
+                    why = str(error).replace(os.getcwd() + os.sep, "") if isinstance(error, UserError) else why
+                    self.file.write(f"stopped: {why}\n")
+                self.file.close()
 
 
 def describe_environment(ranks: Ranks) -> list[str]:
@@ -724,27 +774,32 @@ class TrainLoader:
 
     A slice takes documents in order, each cut to its first `longest` tokens, until it holds T + 1 tokens; the rest of a
     cut document is dropped. A batch that does not fit before the end of a shard starts over in the next one, which is
-    read on a thread meanwhile.
+    read on a thread meanwhile. `position` is what `position()` of an earlier loader gave.
     """
 
-    def __init__(self, cfg: Config, paths: list[Path], rank: int, world: int, pin: bool):
+    def __init__(self, cfg: Config, paths: list[Path], rank: int, world: int, pin: bool, position: tuple[int, ...] = (0, 0, 0)):
         self.cfg, self.rank, self.world, self.pin = cfg, rank, world, pin
         self.slices = slices_of(cfg, world)
         self.paths, self.reader = list(paths), ThreadPoolExecutor(1)
-        self.delivered = 0  # tokens, over all ranks
-        self.upcoming = self._read_next()
-        self._open()
+        shard, document, self.delivered = position  # delivered: tokens, over all ranks
+        self.upcoming = self._read(shard)
+        self._open(shard)
+        self.document = document
 
-    def _read_next(self):
-        if not self.paths:
+    def position(self) -> tuple[int, int, int]:
+        """Where the next batch begins: the shard's number, the document's in it, tokens delivered before."""
+        return self.opened, self.document, self.delivered
+
+    def _read(self, i: int):
+        if i >= len(self.paths):
             return None
-        return self.reader.submit(read_shard, self.paths.pop(0), self.cfg.vocab_size, self.cfg.start_token)
+        return self.reader.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.start_token)
 
-    def _open(self) -> None:
+    def _open(self, i: int) -> None:
         if self.upcoming is None:
             raise UserError(f"training data ran out after {self.delivered:,} tokens, the schedule takes "
                             f"{train_tokens(self.cfg):,} (what is cut from long documents not counted); add training shards")
-        self.shard, self.upcoming = self.upcoming.result(), self._read_next()
+        self.opened, self.shard, self.upcoming = i, self.upcoming.result(), self._read(i + 1)
         self.document = 0
         self.ends = {}  # longest piece -> running total of piece lengths
 
@@ -769,7 +824,7 @@ class TrainLoader:
         """This rank's micro-batches of the next batch of `tokens` tokens."""
         T = tokens // self.slices
         while (cuts := self._cut(T, longest)) is None:
-            self._open()
+            self._open(self.opened + 1)
         ends, micro_batches = self.ends[longest], []
         for first, last in cuts[self.rank::self.world]:
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first:last + 1])
@@ -1145,14 +1200,38 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class LostContact(UserError):
+    """Another rank is gone; what happened, that rank knows."""
+
+
+@contextlib.contextmanager
+def in_contact():
+    """Around what waits for other ranks: its RuntimeErrors mean that one of them is gone."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise LostContact(f"another process of this run was killed or failed ({brief(e)}); look for its own message, and "
+                          "start the run again") from None
+
+
 class Pending(NamedTuple):
     result: Tensor
     work: dist.Work | None = None
+    finish: Callable[[Tensor], Tensor] | None = None  # what is left to do with the result when it has arrived
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            self.work.wait()
-        return self.result
+            with in_contact():
+                self.work.wait()
+        return self.result if self.finish is None else self.finish(self.result)
+
+
+def rank_order_mean(parts: Tensor) -> Tensor:
+    """Mean over the first axis, summed in at least fp32 and in order; may overwrite `parts` (n, ...)."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+    for part in parts[1:]:
+        total += part
+    return total.div_(len(parts))
 
 
 class Exchange:
@@ -1166,14 +1245,24 @@ class Exchange:
         rows = t.size(0) // self.world
         return t[self.rank * rows:(self.rank + 1) * rows]
 
-    def reduce(self, how: str, grad: Tensor) -> Pending:
-        """Mean over ranks: of all of `grad` (all_reduce, in place), or of this rank's block (reduce_scatter)."""
+    def reduce(self, how: str, grad: Tensor, room: Tensor | None = None) -> Pending:
+        """Mean over ranks: of all of `grad` (all_reduce), or of this rank's block (reduce_scatter).
+
+        The backend adds as it sends, in grad's dtype, which rounds at every hop and may reuse `grad`. With `room`
+        (world, rows of the result, ...), of grad's dtype, the ranks' gradients are sent as they are, the same number of bytes
+        for a block, and summed here: exact to fp32, in rank order. -> grad's dtype; with `room` at least fp32.
+        """
         if self.world == 1:
             return Pending(grad)
+        group = dict(group=self.group, async_op=True)
+        if room is not None and how == "all_reduce":
+            return Pending(room, _all_gather(room.flatten(0, 1), grad, **group), rank_order_mean)
+        if room is not None:
+            return Pending(room, dist.all_to_all_single(room.flatten(0, 1), grad, **group), rank_order_mean)
         if how == "all_reduce":
-            return Pending(grad, dist.all_reduce(grad, dist.ReduceOp.AVG, group=self.group, async_op=True))
+            return Pending(grad, dist.all_reduce(grad, dist.ReduceOp.AVG, **group))
         out = torch.empty_like(self.shard(grad))
-        return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, group=self.group, async_op=True))
+        return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **group))
 
     def gather(self, t: Tensor) -> Pending:
         """Fills t, of which each rank has brought its own block up to date, from all ranks."""
@@ -1183,13 +1272,34 @@ class Exchange:
 
     def sum(self, t: Tensor) -> Tensor:
         if self.world > 1:
-            dist.all_reduce(t, group=self.group)
+            Pending(t, dist.all_reduce(t, group=self.group, async_op=True)).wait()
         return t
 
     def broadcast(self, t: Tensor) -> None:
         """From rank 0, in place."""
         if self.world > 1:
-            dist.broadcast(t, 0, group=self.group)
+            Pending(t, dist.broadcast(t, 0, group=self.group, async_op=True)).wait()
+
+    def collect(self, value) -> list:
+        """Every rank's value, something small, in rank order. Waits for all ranks: not for the timed loop."""
+        values = [value]
+        if self.world > 1:
+            values = [None] * self.world
+            with in_contact():
+                dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, fn: Callable, *args):
+        """fn(*args) on every rank. What one rank alone finds wrong, a UserError, is raised on all."""
+        result, error = None, None
+        try:
+            result = fn(*args)
+        except UserError as e:
+            error = str(e)
+        for said in self.collect(error):
+            if said:
+                raise UserError(said)
+        return result
 
 
 # ======================================================================================================================
@@ -1265,6 +1375,10 @@ class Optimizer:
     params: tensors by name, whose `.grad` is consumed. Gradients are sums over micro-batches, for Adam over two steps, in
     the parameter's dtype (the head's within a micro-batch in fp32), and are exchanged in it. Until the split, a parameter
     tied to another, its transpose, adds its gradient to that one's and copies its values.
+
+    Why the order cannot matter: a parameter's update reads only its own gradient, moments and count; the sum over ranks has an
+    order of its own; what two parameters share, the tie, is added before its sum and copied after its gather, wherever
+    either stands in the orders. The ancestor of this code gave other results under other orders.
     """
 
     def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange):
@@ -1275,10 +1389,13 @@ class Optimizer:
         self.tied_copy = {host: name for name, host in self.tied.items()}
         self.is_tied, wide = True, wide_dtype(cfg)
         self.tensors, self.counts = {}, {}  # moments and low bits, by "parameter.kind"; Adam steps, by parameter
+        self.room = {}  # for other ranks' gradients, where reduction is fp32
         self.factors = {}  # of the learning rate, one a matrix; made once, for a copy to the GPU would make the step wait
         for name, p in params.items():
             row, own = self.rows[name], self.own(name, p)
             zeros = lambda shape, dtype=wide: torch.zeros(shape, dtype=dtype, device=p.device)
+            if row.reduction == "fp32" and exchange.world > 1:
+                self.room[name] = torch.empty((exchange.world, *own.shape), dtype=p.dtype, device=p.device)
             if row.optimizer == "adam":
                 self.tensors |= {f"{name}.m": zeros(own.shape), f"{name}.v": zeros(own.shape)}
                 self.counts[name] = 0
@@ -1323,7 +1440,7 @@ class Optimizer:
             if self.is_tied and name in self.tied_copy:
                 grad += self.params[self.tied_copy[name]].grad.T
                 self.params[self.tied_copy[name]].grad = None
-            pending[name] = self.exchange.reduce(self.rows[name].exchange, self.whole(name, grad))
+            pending[name] = self.exchange.reduce(self.rows[name].exchange, self.whole(name, grad), self.room.get(name))
         return pending
 
     def work(self, now: StepPlan, pending: dict[str, Pending]) -> None:
@@ -1356,6 +1473,13 @@ class Optimizer:
                               cfg.muon_beta2, dtype_of(cfg.polar_dtype))
         lr = cfg.muon_lr * now.lr_mul * row.lr_mul * math.sqrt(max(1, p.size(-2) / p.size(-1))) * self.factors[name]
         normuon_update(p, self.tensors.get(f"{name}.low"), x, lr, cfg.muon_wd * row.wd_mul * cfg.muon_lr * now.lr_mul)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Completes every sharded parameter from the ranks' own parts."""
+        for name, row in self.rows.items():
+            if row.exchange == "reduce_scatter":
+                self.exchange.gather(self.whole(name, self.params[name].detach())).wait()
 
     def untie(self) -> None:
         """From now on tied parameters train on their own, from their host's moments, transposed and sharded anew."""
@@ -1471,10 +1595,13 @@ def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
     return model
 
 
+def host_copy(state: dict) -> dict:
+    return {name: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for name, v in state.items()}
+
+
 def snapshot(*parts) -> list[dict]:
     """Copies, in host memory, of the parts' states."""
-    copy = lambda v: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v
-    return [{name: copy(v) for name, v in part.state().items()} for part in parts]
+    return [host_copy(part.state()) for part in parts]
 
 
 def same_state(a: dict, b: dict) -> bool:
@@ -1522,26 +1649,154 @@ def peak_memory(device: torch.device) -> str:
     return f"peak memory allocated: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // mib} MiB"
 
 
+class Checkpoint(NamedTuple):
+    """A folder like RUN.checkpoint/step00000120, beside the run's log: about.json, and rank0.pt, rank1.pt ... with each
+    rank's own shards. It gets that name when all of it is on disk, so a folder so named is complete, whatever ended the run.
+    """
+    path: Path
+    about: dict  # step, train_ms, the loader's position, script, torch; task: what must be equal to go on
+
+    @classmethod
+    def find(cls, where: str) -> "Checkpoint":
+        """The newest of a run, given by its log, its .checkpoint folder, or a folder that holds one such folder."""
+        path = Path(where)
+        runs = sorted(path.glob("*.checkpoint"))
+        if path.suffix in (".checkpoint", ".txt"):
+            runs = [path.with_name(path.name.split(".")[0] + ".checkpoint")]
+        if len(runs) > 1:
+            raise UserError(f"--resume {where}: several runs have checkpoints there; name one: {', '.join(map(str, runs))}")
+        steps = [step for run in runs for step in run.glob("step????????")]
+        if not steps:
+            raise UserError(f"--resume {where}: no checkpoint there; give the folder of the log of a run that was started with "
+                            "--checkpoint-every and did not finish")
+        path = max(steps)
+        try:
+            return cls(path, json.loads((path / "about.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as e:
+            raise UserError(f"{path / 'about.json'} is damaged ({e}); remove {path.parent}, and start again") from None
+
+    def load(self, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
+        """Puts both back to where they were, gradients that await the next Adam step included."""
+        path = self.path / f"rank{exchange.rank}.pt"
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as e:  # what torch.load raises depends on the damage
+            raise UserError(f"{path} is damaged ({type(e).__name__}); remove {path.parents[1]}, and start again") from None
+        for name, p in model.named_parameters():
+            optimizer.own(name, p.detach()).copy_(saved["model"][name])
+            p.grad = saved["gradients"][name].to(p.device) if name in saved["gradients"] else None
+        model.load_state(saved["model"] | dict(model.named_parameters()))
+        optimizer.load_state(saved["optimizer"])
+
+
+def save_checkpoint(run: Path, about: dict, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
+    """Writes the checkpoint after `about["step"]` steps into `run`, by all ranks; then removes the one before."""
+    final, master, params = run / f"step{about['step']:08d}", exchange.rank == 0, dict(model.named_parameters())
+    partial = final.with_suffix(".partial")
+
+    def write_file(name: str, write: Callable) -> None:
+        with open(partial / name, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+
+    def begin():
+        for left in run.glob("*.partial") if master else ():
+            shutil.rmtree(left)
+        partial.mkdir(parents=True, exist_ok=True)
+
+    def share():
+        state = {"model": host_copy(model.state() | {name: optimizer.own(name, p) for name, p in params.items()}),
+                 "optimizer": host_copy(optimizer.state()),
+                 "gradients": host_copy({name: p.grad for name, p in params.items() if p.grad is not None})}
+        for name in params:
+            if not state["model"][name].isfinite().all():
+                raise UserError(f"{name} is not finite after step {about['step'] - 1}, which was not saved; lower the learning "
+                                "rate that was raised last")
+        write_file(f"rank{exchange.rank}.pt", lambda f: torch.save(state, f))
+
+    def finish():
+        shares = {path.name for path in partial.glob("rank*.pt")}
+        if missing := {f"rank{r}.pt" for r in range(exchange.world)} - shares:
+            raise UserError(f"{partial} lacks {min(missing)}; keep the log's folder where all machines see it")
+        write_file("about.json", lambda f: f.write(json.dumps(about, indent=1).encode()))
+        earlier = list(run.glob("step????????"))
+        partial.rename(final)
+        for path in earlier:
+            shutil.rmtree(path.rename(path.with_suffix(".partial")))
+
+    def told(part):
+        try:
+            part()
+        except (OSError, RuntimeError) as e:  # torch.save raises one or the other when the disk is full
+            raise UserError(f"cannot write the checkpoint {final}: {brief(e)}; make room, and go on from the one before with "
+                            "--resume") from None
+
+    for part in (begin, share, finish if master else lambda: None):
+        exchange.together(told, part)
+
+
+def differing(a, b, path: str = "") -> list[str]:
+    """Dotted names of what differs between two JSON values, with both."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        pairs = [(key, a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b])]
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = [(i, x, y) for i, (x, y) in enumerate(zip(a, b))]
+    else:
+        return [] if a == b else [f"{path} ({a}, {b})"]
+    return [line for key, x, y in pairs for line in differing(x, y, f"{path}.{key}" if path else str(key))]
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong options are UserErrors, of one line, with near names; help comes from one process of a machine."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            word = message.split()[2].split("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=3)
+            message = f"unknown option {word}" + (f"; did you mean {', '.join(near)}?" if near else "")
+        raise UserError(f"{message}; -h lists the options")
+
+    def print_help(self, file=None) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            super().print_help(file)
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="train_gpt.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+    def whole(least: int) -> Callable[[str], int]:
+        def parse(text: str) -> int:
+            if not text.isdecimal() or not least <= int(text) < 2 ** 63:
+                raise argparse.ArgumentTypeError(f"give a whole number, {least} or more, not {text!r}")
+            return int(text)
+        return parse
+
+    parser = Parser(
+        prog="train_gpt.py", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, one process a GPU\n"
                     "(or a few processes without one); ./run.sh does that, and fetches the data before.",
         epilog="examples:\n"
                "  torchrun --standalone --nproc_per_node=8 train_gpt.py --name MyIdea --seed 3\n"
                "  torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu --set stages.0.steps=50\n"
-               "settings for --set are the fields of Config; tables are reached by dots: stages.0.lr_mul, params.embed.wd_mul")
+               "settings for --set are the fields of Config; tables are reached by dots: stages.0.lr_mul,\n"
+               "params.embed.wd_mul, params.*.reduction")
     parser.add_argument("--preset", choices=PRESETS, default="record" if torch.cuda.is_available() else "cpu",
                         help="record: the 8-GPU configuration; cpu: a small one for any machine (default here: %(default)s)")
     parser.add_argument("--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default %(default)s)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the initial weights (default %(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
                         help="change one setting; may be repeated")
     parser.add_argument("--data", metavar="DIR", help="folder of .bin shards (default: the preset's)")
     parser.add_argument("--save", metavar="FILE", help="write the final weights and the config there")
+    parser.add_argument("--checkpoint-every", metavar="N", type=whole(1), default=0,
+                        help="save everything beside the log after every N steps; such a run counts for no track")
+    parser.add_argument("--resume", metavar="LOG_FOLDER",
+                        help="go on from the last checkpoint there, with the options of the run that wrote it; or the path "
+                             "of its log, where several runs left checkpoints")
     args = parser.parse_args(argv)
     if args.name and not all(c.isalnum() or c in "_-." for c in args.name):
         parser.error(f"--name {args.name!r}: letters, digits, and . _ - only: it becomes a folder's name")
+    if args.name and args.resume:
+        parser.error("--name and --resume: a resumed run's log goes beside the first one; leave --name out")
     return args
 
 
@@ -1554,13 +1809,30 @@ def run(args: argparse.Namespace, script: str) -> None:
     if args.save and (not os.access(Path(args.save).resolve().parent, os.W_OK) or Path(args.save).is_dir()):
         raise UserError(f"--save {args.save}: give a file in a folder that can be written to")
     check_config(cfg, int(os.environ.get("WORLD_SIZE", 1)))
-    data = find_data(cfg)
 
     ranks = start_runtime()
     exchange = Exchange(ranks.rank, ranks.world)
-    track, run_id = track_of(cfg, ranks.world), f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
+    data = exchange.together(find_data, cfg)
+    task = {"seed": args.seed, "processes": ranks.world, "data": data.fingerprint,
+            "config": json.loads(config_json(replace(cfg, data="")))}
+    everything = task | {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__,
+                         "--checkpoint-every": args.checkpoint_every, "--resume": args.resume}
+    setups = exchange.collect(everything)
+    for rank, setup in enumerate(setups):
+        if differences := differing(setup, setups[0]):
+            raise UserError(f"rank {rank} differs from rank 0 (there, here): {'; '.join(differences)}; start all machines "
+                            "with the same script, options, torch and data")
+    resumed = exchange.together(Checkpoint.find, args.resume) if args.resume else None
+    if resumed and (differences := differing(resumed.about["task"], task)):
+        raise UserError(f"{resumed.path} is of another run (there, here): {'; '.join(differences)}; give its options, its data "
+                        "and as many processes")
+
+    track = "other" if args.checkpoint_every or resumed else track_of(cfg, ranks.world)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
-    with RunLog(folder if ranks.master else None, cfg.steps, run_id) as log:
+    run_id = f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
+    folder, run_id = (resumed.path.parents[1], resumed.path.parent.stem) if resumed else exchange.collect((folder, run_id))[0]
+    log = exchange.together(open_log, folder if ranks.master else None, run_id, cfg.steps, args.seed, resumed)
+    with log:
         log.write(script)
         log.write("=" * 100)
         for line in describe_environment(ranks) if ranks.master else []:
@@ -1568,8 +1840,23 @@ def run(args: argparse.Namespace, script: str) -> None:
         log.write("attention: plain torch; kernels: none")
         log.write("config: " + config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed))
         log.both(f"data: {data.fingerprint}")
+        if resumed:
+            log.both(f"resumed: {run_id} after step {resumed.about['step']}"
+                     + "".join(f"; {key} {resumed.about[key]} wrote the checkpoint, this is {everything[key]}"
+                               for key in ("script", "torch") if resumed.about[key] != everything[key]))
         log.write("=" * 100)
-        model, summary = train(cfg, ranks, exchange, data, args.seed, log)
+
+        def save(about: dict, model: GPT, optimizer: Optimizer) -> None:
+            about |= {"task": task, "script": everything["script"], "torch": everything["torch"]}
+            save_checkpoint(folder / f"{run_id}.checkpoint", about, model, optimizer, exchange)
+
+        try:
+            model, summary = train(cfg, ranks, exchange, data, args.seed, log, args.checkpoint_every, save, resumed)
+        except (RuntimeError, MemoryError) as e:
+            if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(e):
+                raise
+            raise UserError(f"out of memory: {brief(e)}; use more processes, or shrink what was last made "
+                            "larger (head_chunk, tokens of a stage, the model)") from None
         for key, value in summary.items():
             log.write(f"{key}: {value}")
         log.write("complete: yes")
@@ -1580,6 +1867,7 @@ def run(args: argparse.Namespace, script: str) -> None:
             save_model(args.save, model)
         except (OSError, RuntimeError) as e:
             raise UserError(f"--save {args.save}: {e}; the run itself is complete, its log is {log.path}") from None
+    shutil.rmtree(folder / f"{run_id}.checkpoint", ignore_errors=True)  # nothing is left to resume
     earlier = sorted(p for p in Path("records", track).glob("[0-9]*") if p.is_dir() and p != folder)
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte" if "val_loss_per_byte" in summary else ""
@@ -1589,8 +1877,25 @@ def run(args: argparse.Namespace, script: str) -> None:
           f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
 
 
-def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, log: RunLog) -> tuple[GPT, dict[str, object]]:
-    """Builds the model, warms up, trains against the clock. -> the trained model, and the log's closing lines."""
+def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: Checkpoint | None) -> RunLog:
+    """The log of a run that begins; refused if its record folder has a complete run with the same seed."""
+    name = run_id
+    if resumed and folder:
+        names = [f"{run_id}.from{resumed.about['step']}"] + [f"{run_id}.from{resumed.about['step']}_{n}" for n in range(2, 100)]
+        name = next(name for name in names if not (folder / f"{name}.txt").exists())
+    elif folder and folder.name != "attempts":
+        for path in folder.glob(f"seed{seed}_*.txt"):
+            if path.read_text(encoding="utf-8").endswith("complete: yes\n"):
+                raise UserError(f"{path} is a complete run with this seed; choose another --seed or --name")
+    return RunLog(folder, steps, name)
+
+
+def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, log: RunLog, every: int = 0,
+          save: Callable | None = None, resumed: Checkpoint | None = None) -> tuple[GPT, dict[str, object]]:
+    """Builds the model, warms up, trains against the clock. -> the trained model, and the log's closing lines.
+
+    After every `every` steps (0: never) `save(about, model, optimizer)` keeps a checkpoint; `resumed` is one to go on from.
+    """
     pin = ranks.device.type == "cuda"
     model = GPT(cfg, ranks.world, ranks.device, seed)
     for p in model.parameters():
@@ -1604,18 +1909,21 @@ def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, 
         warm_up(cfg, ranks, data, model, optimizer, val)
         log.both(f"warm-up: steps {' '.join(map(str, warmup_steps(cfg)))} took {time.perf_counter() - began:.1f} s "
                  "and was undone")
-    watch = LossWatch()
+    first, train_ms, position = 0, 0.0, (0, 0, 0)
+    if resumed:
+        exchange.together(resumed.load, model, optimizer, exchange)
+        optimizer.gather()
+        first, train_ms, position = (resumed.about[key] for key in ("step", "train_ms", "position"))
+    watch, clock = LossWatch(), Clock(ranks.device, train_ms)
     gc.collect()  # what building and warm-up left behind is not collected on the clock
-    synchronize(ranks.device)
 
-    # Train. The clock runs except while validating; the loader opens its first shard on it.
-    train_ms, clock = 0.0, time.perf_counter()
-    loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, pin)
-    for step in range(cfg.steps + 1):
+    # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
+    clock.start()
+    loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, pin, position)
+    for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
         if done or validates(cfg, step):
-            synchronize(ranks.device)
-            train_ms += 1000 * (time.perf_counter() - clock)
+            clock.stop()
             watch.poll(wait=True)
             if done:
                 windows = tuple(w * cfg.window_unit for w in cfg.final_windows)
@@ -1627,55 +1935,67 @@ def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, 
             if not math.isfinite(val_loss):
                 raise UserError(f"the validation loss is {val_loss} at step {step}; lower the learning rate that was raised "
                                 "last")
-            log.both(f"step:{step}/{cfg.steps} val_loss:{val_loss:.4f} train_time:{train_ms:.0f}ms "
-                     f"step_avg:{train_ms / max(step, 1):.2f}ms")
-            synchronize(ranks.device)
-            clock = time.perf_counter()
+            log.both(f"step:{step}/{cfg.steps} val_loss:{val_loss:.4f} train_time:{clock.ms:.0f}ms "
+                     f"step_avg:{clock.ms / max(step, 1):.2f}ms")
+            clock.start()
         if done:
             break
         watch.push(step, train_step(model, optimizer, loader, plan(cfg, step)))
-        elapsed = train_ms + 1000 * (time.perf_counter() - clock)
+        elapsed = clock.read()
         log.write(f"step:{step + 1}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / (step + 1):.2f}ms")
         log.progress(step + 1, watch.latest, elapsed)
+        if every and (step + 1) % every == 0 and step + 1 < cfg.steps:
+            clock.stop()
+            watch.poll(wait=True)
+            save({"step": step + 1, "train_ms": clock.ms, "position": loader.position()}, model, optimizer)
+            log.write(f"checkpoint: after step {step + 1}")
+            clock.start()
     loader.close()
 
     log.both(peak_memory(ranks.device))
-    summary = {"val_loss": f"{val_loss:.6f}", "train_time_ms": f"{train_ms:.0f}", "steps": cfg.steps,
+    summary = {"val_loss": f"{val_loss:.6f}", "train_time_ms": f"{clock.ms:.0f}", "steps": cfg.steps,
                "tokens": train_tokens(cfg), "seed": seed}
+    if resumed:
+        summary["resumed_after_step"] = first
     if data.bytes_per_token:
         summary["val_loss_per_byte"] = f"{val_loss / data.bytes_per_token:.6f}"
     return model, summary
 
 
-def first_to_say(message: str) -> bool:
-    """Whether no other rank has had this message: what all ranks find is said once, what one finds is said too."""
+def first_to_say(error: UserError) -> bool:
+    """Whether this rank shall print it: what all ranks find is said once, what one finds is said too; that contact with
+    another rank is lost, only if no rank has said anything."""
     if not dist.is_initialized():
         return os.environ.get("LOCAL_RANK", "0") == "0"
     store = dist.distributed_c10d._get_default_store()
     try:
-        return store.add("said " + hashlib.sha256(message.encode()).hexdigest(), 1) == 1
+        earlier = store.add("said", 1) - 1
+        if isinstance(error, LostContact):
+            return earlier == 0
+        return store.add("said " + hashlib.sha256(str(error).encode()).hexdigest(), 1) == 1
     except RuntimeError:  # the process that keeps the store is gone: better said twice than not at all
         return True
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    with contextlib.ExitStack() as stack:
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # one rank explains what is wrong with the options
-            null = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(null))
-            stack.enter_context(contextlib.redirect_stderr(null))
-        args = parse_args(argv)
     try:
-        run(args, Path(__file__).read_text(encoding="utf-8"))
+        run(parse_args(argv), Path(__file__).read_text(encoding="utf-8"))
     except UserError as e:
-        if first_to_say(str(e)):
+        if first_to_say(e):
             print(f"train_gpt.py: error: {e}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        if first_to_say(UserError("interrupted")):
+            print("train_gpt.py: interrupted", file=sys.stderr, flush=True)
+        return 130
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status:  # at once: what is left of this process may wait for ranks that no longer answer
+        sys.stdout.flush()
+        os._exit(status)

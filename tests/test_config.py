@@ -56,7 +56,7 @@ def test_an_override_changes_one_thing():
 @pytest.mark.parametrize("setting, words", [
     ("adam_lr", ["name=value"]),
     ("adm_lr=1", ["unknown name 'adm_lr'", "adam_lr"]),
-    ("adam_lr=fast", ["adam_lr=fast", "a number"]),
+    ("adam_lr=fast", ["adam_lr=fast", "number"]),
     ("slices=1.5", ["slices=1.5", "a whole number"]),
     ("warmup=maybe", ["warmup=maybe", "true or false"]),
     ("stages=1", ["a table", "stages.0.steps"]),
