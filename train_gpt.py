@@ -1964,16 +1964,19 @@ def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, 
 
 def first_to_say(error: UserError) -> bool:
     """Whether this rank shall print it: what all ranks find is said once, what one finds is said too; that contact with
-    another rank is lost, only if no rank has said anything."""
-    if not dist.is_initialized():
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-    store = dist.distributed_c10d._get_default_store()
+    another rank is lost, only if no rank has said anything. Known by the store that torchrun keeps for the ranks."""
     try:
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=10))
+        else:
+            return True
         earlier = store.add("said", 1) - 1
         if isinstance(error, LostContact):
             return earlier == 0
         return store.add("said " + hashlib.sha256(str(error).encode()).hexdigest(), 1) == 1
-    except RuntimeError:  # the process that keeps the store is gone: better said twice than not at all
+    except RuntimeError:  # the store is gone: better said twice than not at all
         return True
 
 

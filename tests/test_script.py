@@ -15,6 +15,8 @@ import train_gpt as tg
 from launch import STEPS, make_corpus, settings
 
 SCRIPT = Path(tg.__file__).resolve()
+
+
 def start(folder, *arguments, processes=0, script=SCRIPT):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
