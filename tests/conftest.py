@@ -6,7 +6,6 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -18,6 +17,8 @@ HERE = Path(__file__).resolve().parent
 for folder in (HERE, HERE.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+from launch import CONTEXT  # after the paths above
 
 torch.set_num_threads(1)
 
@@ -45,10 +46,10 @@ class Pool:
 
     def __init__(self, world):
         self.folder = tempfile.TemporaryDirectory()
-        context, self.pipes, self.processes = get_context("spawn"), [], []
+        self.pipes, self.processes = [], []
         for rank in range(world):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, os.path.join(self.folder.name, "store"), theirs), daemon=True)
+            mine, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, world, os.path.join(self.folder.name, "store"), theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)
