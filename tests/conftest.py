@@ -49,7 +49,8 @@ class Pool:
         self.pipes, self.processes = [], []
         for rank in range(world):
             mine, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(rank, world, os.path.join(self.folder.name, "store"), theirs), daemon=True)
+            store = os.path.join(self.folder.name, "store")
+            process = CONTEXT.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)

@@ -24,8 +24,8 @@ def cfg(tmp_path_factory):
               tg.Stage(2, 384, 40, 5, 11, 1.73, (1.0,), (1.0,)),
               tg.Stage(2, 384, 40, 6, 13, 0.15, (1.0,), (1.0,)))
     return replace(tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, start_token=60, bigram_rows=320, heads=2,
-                   head_dim=8, mlp_dim=32, window_unit=3, slices=8, stages=stages, val_slices=3, val_slice_tokens=100, val_every=0,
-                   momentum_warmup=3, momentum_cooldown=2, head_chunk=20, dtype="float64", polar_dtype="float64")
+                   head_dim=8, mlp_dim=32, window_unit=3, slices=8, stages=stages, val_slices=3, val_slice_tokens=100,
+                   val_every=0, momentum_warmup=3, momentum_cooldown=2, head_chunk=20, dtype="float64", polar_dtype="float64")
 
 
 def build(rank, world, cfg, seed=0):
@@ -411,7 +411,8 @@ def test_exchange(workers, world):
 def spread(rank, dtype):
     """Numbers over many powers of two, so that the order of additions shows."""
     g = torch.Generator().manual_seed(rank)
-    return (torch.randn(64, 5, generator=g) * 2.0 ** torch.randint(-10, 10, (64, 5), generator=g)).to(dtype)
+    size = 2.0 ** torch.randint(-10, 10, (64, 5), generator=g)
+    return (torch.randn(64, 5, generator=g, dtype=torch.float64) * size).to(dtype)
 
 
 def sums(rank, world, dtype):
