@@ -110,16 +110,19 @@ if [[ ${1-} == *.py ]]; then
 fi
 [[ -f $script ]] || die "$script: no such file"
 
-preset='' data='' seed='' runs='' help=''
+preset='' data='' seed='' runs='' resume='' hint='' help=''
 args=()
 while (( $# )); do
     option=$1; shift
     case $option in
-        --runs=*|--seed=*|--preset=*|--data=*|--save=*) value=${option#*=}; option=${option%%=*} ;;
-        --runs|--seed|--preset|--data|--save)
+        --runs=*|--seed=*|--preset=*|--data=*|--save=*|--resume=*) value=${option#*=}; option=${option%%=*} ;;
+        --runs|--seed|--preset|--data|--save|--resume)
             (( $# )) || die "$option needs a value"
             value=$1; shift ;;
         -h|--help) help=1; continue ;;
+        --checkpoint-every|--checkpoint-every=*)
+            hint='; --resume LOG_FOLDER continues from the last checkpoint'
+            args+=("$option"); continue ;;
         *) args+=("$option"); continue ;;
     esac
     case $option in
@@ -128,6 +131,7 @@ while (( $# )); do
         --preset) preset=$value ;;
         --data)   data=$(from_caller "$value"); args+=(--data "$data") ;;
         --save)   args+=(--save "$(from_caller "$value")") ;;
+        --resume) resume=1; args+=(--resume "$(from_caller "$value")") ;;
     esac
 done
 gpus=$(count_gpus)
@@ -146,6 +150,7 @@ fi
 if [[ $runs ]]; then
     [[ $runs =~ ^[1-9][0-9]*$ ]] || die "--runs needs a positive number, not '$runs'"
     [[ ${seed:-0} =~ ^[0-9]+$ ]] || die "--seed needs a number, not '$seed'"
+    [[ ! $resume ]] || die "--resume continues a single run; leave out --runs"
 fi
 
 # ---- Environment, data, processes --------------------------------------------------------------------------------
@@ -175,15 +180,70 @@ fi
 # torchrun warns, on every rank, about each unset thread count and each host name that it cannot look up.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
-# train ARGUMENT...: one run, in a process group of its own.
+# torchrun without its log, warnings and traceback: the processes say themselves what is wrong, unless they are killed.
+launcher='
+import logging, signal, sys, threading, traceback
+
+logging.disable()
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+
+def stop(number, frame):
+    if any(caller.f_code.co_name == "_start_workers" for caller, line in traceback.walk_stack(frame)):
+        threading.Timer(0.1, signal.raise_signal, [number]).start()  # torchrun would lose those it has just started
+        return
+    signal.signal(number, signal.SIG_IGN)  # a second one would cut short what the first began
+    sys.exit(128 + number)                 # on the way out torchrun ends the processes: SIGTERM, after 30 s SIGKILL
+
+signal.signal(signal.SIGTERM, stop)
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # run.sh has them too, and passes them on as SIGTERM
+    signal.signal(number, signal.SIG_IGN)
+try:
+    main(sys.argv[1:])
+except ChildFailedError as error:
+    # When one fails torchrun ends the others, by SIGTERM. Of those that failed in the same second or two (it has no better
+    # clock), one that was killed is the cause: the others have lost contact with it.
+    began = min(failure.timestamp for failure in error.failures.values())
+    rank, first = min(error.failures.items(), key=lambda item: (
+        item[1].timestamp > began + 1, item[1].exitcode == -signal.SIGTERM, item[1].exitcode > 0))
+    if first.exitcode > 0:
+        sys.exit(first.exitcode)
+    hint = "; the machine may have run out of memory" if first.exitcode == -signal.SIGKILL else ""
+    print(f"run.sh: rank {rank} was killed by {first.signal_name()}{hint}", file=sys.stderr)
+    sys.exit(128 - first.exitcode)
+'
+
+# train ARGUMENT...: one run. It is in the background, because bash does not hear a signal before the program in the
+# foreground ends. What is in the background does not hear Ctrl-C: `stop` passes on every signal, as SIGTERM.
+running='' stopped=''
+stop() {
+    stopped=$1
+    [[ ! $running ]] || kill -TERM "$running" 2>/dev/null || true
+}
 train() {
-    local code=0
-    "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$script" --preset "$preset" "$@" \
-        ${args[@]+"${args[@]}"} || code=$?   # this form because bash 3.2 (macOS) takes an empty array for an unset one
-    (( code == 0 )) && return
-    echo "run.sh: training failed (exit code $code); its log, if it began one, lacks 'complete: yes' and does not count" >&2
+    local code=0 what
+    # Torchrun itself is to handle no signal: a second one could make it leave processes behind, and it undoes nohup.
+    "$python" -W ignore -c "$launcher" --standalone --nproc_per_node="$processes" --signals-to-handle= \
+        "$script" --preset "$preset" "$@" ${args[@]+"${args[@]}"} &   # bash 3.2 (macOS) takes an empty array for an unset one
+    running=$!
+    [[ ! $stopped ]] || stop "$stopped"   # the signal came before there was something to stop
+    wait "$running" 2>/dev/null || code=$?     # bash would print the whole command if it is killed
+    while kill -0 "$running" 2>/dev/null; do   # a signal to us ended the wait
+        wait "$running" 2>/dev/null || code=$?
+    done
+    running=''
+    if [[ ! $stopped ]] && (( code == 0 )); then return; fi
+
+    what="training failed (exit code $code)"
+    if [[ $stopped ]] || (( code == 130 || code == 143 )); then what=interrupted; fi
+    echo "run.sh: $what; its log, if it began one, lacks 'complete: yes' and does not count$hint" >&2
+    if [[ $stopped ]]; then   # dies of the signal, as a loop around run.sh ends only then
+        trap - "$stopped"
+        kill -s "$stopped" $$
+    fi
     exit "$code"
 }
+for signal in HUP INT QUIT TERM; do trap "stop $signal" "$signal"; done
 
 where="$processes process$( (( processes == 1 )) || echo es ) on $( (( gpus )) && echo "$processes of $gpus GPUs" || echo CPU)"
 if [[ $runs ]]; then

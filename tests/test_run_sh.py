@@ -1,13 +1,16 @@
 """run.sh and test.sh, in a copy of the repository whose programs only say how they were called.
 
 Most tests put stub packages before the real ones, among them a torchrun that prints its arguments, and a stub
-nvidia-smi. Two go through the real torchrun. The installation of .venv runs with a stub Python.
+nvidia-smi. Some go through the real torchrun. The installation of .venv runs with a stub Python.
 """
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,26 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 TORCHRUN = """
-import json, os, sys
-print("torchrun", json.dumps({"argv": sys.argv[1:], "omp": os.environ["OMP_NUM_THREADS"], "cwd": os.getcwd()}))
-sys.exit(int(os.environ.get("FAIL_ON_SEED", "-1") in sys.argv) * 7)
+import json, os, signal, warnings
+from types import SimpleNamespace
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+def failure(exitcode, timestamp):
+    return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, signal_name=lambda: signal.Signals(-exitcode).name)
+
+def main(argv):
+    standalone, processes, signals, *script = argv
+    assert (standalone, signals) == ("--standalone", "--signals-to-handle=")
+    print("torchrun", json.dumps({"processes": processes.removeprefix("--nproc_per_node="), "argv": script,
+                                  "omp": os.environ["OMP_NUM_THREADS"], "cwd": os.getcwd()}))
+    warnings.warn("not for the user")
+    if os.environ.get("FAIL_ON_SEED") in script:
+        raise ChildFailedError({rank: failure(*how) for rank, how in json.loads(os.environ["FAILURES"]).items()})
+"""
+ERRORS = """
+class ChildFailedError(Exception):
+    def __init__(self, failures):
+        self.failures = failures
 """
 PYTHON = """#!/usr/bin/env bash
 # A Python that has nothing; its .venv has what pip_install was asked for. Says what it is asked on $LOG.
@@ -51,17 +71,19 @@ def repository(tmp_path):
     (repo / "data").mkdir()
     for name in ("fineweb.py", "local_corpus.py"):
         (repo / "data" / name).write_text(f"print('fetching with {name}')")
-    (stubs / "torch/distributed").mkdir(parents=True)
+    (stubs / "torch/distributed/elastic/multiprocessing").mkdir(parents=True)
     for name in ("numpy", "tiktoken", "huggingface_hub", "tqdm", "torch/distributed/__init__"):
         (stubs / f"{name}.py").write_text("")
     (stubs / "torch/__init__.py").write_text("class version: cuda = '12.8'\n__version__ = '2.11.0+cu128'")
     (stubs / "torch/distributed/run.py").write_text(TORCHRUN)
+    (stubs / "torch/distributed/elastic/multiprocessing/errors.py").write_text(ERRORS)
     (tmp_path / "bin").mkdir()
     return repo
 
 
-def call(repository, *arguments, gpus=0, cwd=None, stubs=True, program="run.sh", **environment):
-    """The finished process, with a nvidia-smi that lists `gpus`."""
+@contextmanager
+def started(repository, *arguments, gpus=0, cwd=None, stubs=True, program="run.sh", **environment):
+    """The process, in a process group of its own, with a nvidia-smi that lists `gpus`."""
     tmp_path = repository.parent
     smi = tmp_path / "bin/nvidia-smi"
     smi.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H100 (UUID: {i})'\necho '  MIG 1g'\n" for i in range(gpus))
@@ -72,8 +94,25 @@ def call(repository, *arguments, gpus=0, cwd=None, stubs=True, program="run.sh",
                                "LOG": str(tmp_path / "log"), "HAS_CUDA": ""} | environment
     if stubs:
         environment["PYTHONPATH"] = str(tmp_path / "stubs")
-    return subprocess.run([repository / program, *map(str, arguments)], cwd=cwd or repository, env=environment,
-                          capture_output=True, text=True, timeout=100)
+    # In the background, or under nohup, pytest has these ignored, and so would run.sh have.
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGINT)}
+    process = subprocess.Popen([repository / program, *map(str, arguments)], cwd=cwd or repository, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def call(*arguments, timeout=100, **options):
+    """The finished process. It and all that have its stdout or stderr must end: what is left behind fails the test."""
+    with started(*arguments, **options) as process:
+        stdout, stderr = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def torchruns(ran) -> list[dict]:
@@ -84,8 +123,7 @@ def arguments_of(ran) -> tuple[str, list[str]]:
     """(processes, script and its arguments) of the only run."""
     assert ran.returncode == 0, ran.stderr
     (run,) = torchruns(ran)
-    assert run["argv"][0] == "--standalone"
-    return run["argv"][1].removeprefix("--nproc_per_node="), run["argv"][2:]
+    return run["processes"], run["argv"]
 
 
 @pytest.mark.parametrize("gpus, processes", ((0, "2"), (1, "1"), (2, "2"), (3, "2"), (7, "4"), (8, "8"), (16, "8")))
@@ -118,9 +156,10 @@ def test_options_of_the_user_win(repository):
 
 def test_paths_are_the_callers(repository, tmp_path):
     (tmp_path / "my.py").write_text("")
-    ran = call(repository, "my.py", "--data", "d", "--save=w.pt", cwd=tmp_path)
+    ran = call(repository, "my.py", "--data", "d", "--save=w.pt", "--resume", "x", cwd=tmp_path)
     script = str(tmp_path / "my.py")
-    assert arguments_of(ran)[1] == [script, "--preset", "cpu", "--data", f"{tmp_path}/d", "--save", f"{tmp_path}/w.pt"]
+    assert arguments_of(ran)[1] == [script, "--preset", "cpu", "--data", f"{tmp_path}/d", "--save", f"{tmp_path}/w.pt",
+                                    "--resume", f"{tmp_path}/x"]
     assert torchruns(ran)[0]["cwd"] == str(repository)
     assert "no such file" in call(repository, "none.py").stderr
 
@@ -128,11 +167,11 @@ def test_paths_are_the_callers(repository, tmp_path):
 def test_runs_count_seeds_up(repository):
     ran = call(repository, "--runs", "3", "--seed=08", "--name", "idea")
     assert ran.returncode == 0, ran.stderr
-    assert [run["argv"][2:] for run in torchruns(ran)] == [
+    assert [run["argv"] for run in torchruns(ran)] == [
         ["train_gpt.py", "--preset", "cpu", "--seed", str(seed), "--name", "idea"] for seed in (8, 9, 10)]
     assert ran.stdout.count("fetching") == 1
     unnamed = torchruns(call(repository, "--runs", "2"))   # these are attempts
-    assert [run["argv"][2:] for run in unnamed] == [["train_gpt.py", "--preset", "cpu", "--seed", seed] for seed in "01"]
+    assert [run["argv"] for run in unnamed] == [["train_gpt.py", "--preset", "cpu", "--seed", seed] for seed in "01"]
 
 
 def test_an_unknown_preset_is_refused_before_anything_is_fetched(repository):
@@ -142,16 +181,44 @@ def test_an_unknown_preset_is_refused_before_anything_is_fetched(repository):
     assert torchruns(call(repository, "--preset", "cpu"))
 
 
+def last_line(what, hint=""):
+    return f"run.sh: {what}; its log, if it began one, lacks 'complete: yes' and does not count{hint}"
+
+
 def test_a_failed_run_stops_the_others(repository):
-    ran = call(repository, "--runs", "3", "--name", "idea", FAIL_ON_SEED="1")
+    ran = call(repository, "--runs", "3", "--name", "idea", FAIL_ON_SEED="1", FAILURES='{"0": [7, 50]}')
     assert ran.returncode == 7 and len(torchruns(ran)) == 2
-    assert "exit code 7" in ran.stderr and "lacks 'complete: yes'" in ran.stderr
+    assert ran.stderr.splitlines() == [last_line("training failed (exit code 7)")]
+
+
+@pytest.mark.parametrize("failures, status, said", (   # rank: exit code, second
+    ({0: (1, 50), 1: (-9, 50)}, 137, ["run.sh: rank 1 was killed by SIGKILL; the machine may have run out of memory"]),
+    ({0: (3, 50), 1: (-9, 80)}, 3, []),    # torchrun killed one that did not end when it was told to
+    ({0: (-15, 50), 1: (3, 50)}, 3, []),   # this one it told to end
+    ({1: (-11, 50)}, 139, ["run.sh: rank 1 was killed by SIGSEGV"])))
+def test_the_first_failure_is_the_status(repository, failures, status, said):
+    ran = call(repository, "--seed", "0", FAIL_ON_SEED="0", FAILURES=json.dumps(failures))
+    assert ran.returncode == status
+    assert ran.stderr.splitlines() == [*said, last_line(f"training failed (exit code {status})")]
+
+
+def test_a_killed_launcher_is_one_line(repository, tmp_path):
+    (tmp_path / "stubs/torch/distributed/run.py").write_text("import os; os.kill(os.getpid(), 9)")
+    ran = call(repository)
+    assert ran.returncode == 137 and ran.stderr.splitlines() == [last_line("training failed (exit code 137)")]
+
+
+@pytest.mark.parametrize("option", (["--checkpoint-every", "50"], ["--checkpoint-every=50"]))
+def test_a_run_with_checkpoints_can_be_continued(repository, option):
+    ran = call(repository, "--seed", "0", *option, FAIL_ON_SEED="0", FAILURES='{"0": [130, 50]}')
+    assert torchruns(ran)[0]["argv"][-len(option):] == option
+    assert ran.stderr.splitlines() == [last_line("interrupted", "; --resume LOG_FOLDER continues from the last checkpoint")]
 
 
 @pytest.mark.parametrize("arguments, message", (
     (["--runs", "0", "--name", "x"], "positive number"),
     (["--runs=two", "--name", "x"], "positive number"), (["--runs", "2", "--seed", "x", "--name", "x"], "--seed needs"),
-    (["--data"], "--data needs a value")))
+    (["--data"], "--data needs a value"), (["--runs", "2", "--resume", "x"], "leave out --runs")))
 def test_refusals_are_one_line(repository, arguments, message):
     ran = call(repository, *arguments)
     assert ran.returncode == 1 and message in ran.stderr and len(ran.stderr.splitlines()) == 1 and not ran.stdout
@@ -170,6 +237,26 @@ def test_help_explains_itself_and_the_script(repository):
     assert "set -euo" not in ran.stdout and "fetching" not in ran.stdout
 
 
+def wait_for(*paths):
+    end = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, f"not all there: {paths}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("program, said", (
+    ("repo/data/local_corpus.py", None),
+    ("stubs/torch/distributed/run.py", [last_line("interrupted")])))   # the launcher, which imports for seconds
+def test_ctrl_c_before_the_ranks_start(repository, tmp_path, program, said):
+    (tmp_path / program).write_text("import pathlib, time; pathlib.Path('up').touch(); time.sleep(100)")
+    with started(repository) as process:
+        wait_for(repository / "up")
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and "torchrun" not in stdout
+    assert said is None or stderr.splitlines() == said
+
+
 # ---- Through the real torchrun -----------------------------------------------------------------------------------
 
 def test_real_torchrun_starts_two_ranks_quietly(repository):
@@ -183,10 +270,63 @@ def test_real_torchrun_starts_two_ranks_quietly(repository):
         assert f"['{rank}', '2', '1'] ['--preset', 'cpu', '--seed', '3']" in ran.stdout
 
 
-def test_real_torchrun_failure_is_passed_on(repository):
-    (repository / "train_gpt.py").write_text("import sys; sys.exit('out of luck')")
-    ran = call(repository, stubs=False)
-    assert ran.returncode != 0 and "out of luck" in ran.stderr and "training failed" in ran.stderr.splitlines()[-1]
+@pytest.mark.parametrize("end, status, said", (
+    ("sys.exit('out of luck')", 1, "out of luck"),
+    ("os.kill(os.getpid(), 9)", 137, "run.sh: rank 1 was killed by SIGKILL; the machine may have run out of memory")))
+def test_real_torchrun_failure_is_two_lines(repository, end, status, said):
+    (repository / "train_gpt.py").write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(100)")
+    ran = call(repository, stubs=False, timeout=60)
+    assert ran.returncode == status
+    assert ran.stderr.splitlines() == [said, last_line(f"training failed (exit code {status})")]
+
+
+TAKES_LEAVE = """
+import os, signal, sys, time
+from pathlib import Path
+
+def leave(*_):
+    Path("leaving" + os.environ["RANK"]).touch()
+    time.sleep(2)
+    Path("left" + os.environ["RANK"]).touch()
+    sys.exit(1)
+
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, leave)
+Path("up" + os.environ["RANK"]).touch()
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("number, send", ((signal.SIGINT, os.killpg), (signal.SIGHUP, os.killpg), (signal.SIGTERM, os.kill)))
+def test_a_signal_ends_all(repository, number, send):
+    """A terminal sends to the whole process group, which the ranks are not in; others send to run.sh alone."""
+    (repository / "train_gpt.py").write_text(TAKES_LEAVE)
+    with started(repository, "--runs", "2", stubs=False) as process:
+        for state in ("up", "leaving"):   # the second signal is an impatient user's
+            wait_for(*(repository / f"{state}{rank}" for rank in (0, 1)))
+            send(process.pid, number)
+        process.wait(60)
+        assert (repository / "left0").exists() and (repository / "left1").exists(), "run.sh ended before the ranks"
+        stdout, stderr = process.communicate(timeout=60)   # returns when all are gone that have them: launcher and ranks
+    assert process.returncode == -number   # a shell says 128 + number
+    assert stderr.splitlines() == [last_line("interrupted")]
+    assert "run 1 of 2" in stdout and "run 2 of 2" not in stdout
+
+
+def test_a_signal_while_ranks_are_started_leaves_none_behind(repository, tmp_path):
+    """The launcher gets it between the starts of the first and of the second rank."""
+    (repository / "train_gpt.py").write_text("import time; time.sleep(100)")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "starts = []\n"
+        "def hook(event, args):\n"
+        "    if event == 'subprocess.Popen' and 'train_gpt.py' in args[1]:\n"
+        "        starts.append(1)\n"
+        "        if len(starts) == 2: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.addaudithook(hook)\n")
+    ran = call(repository, stubs=False, timeout=60, PYTHONPATH=str(tmp_path / "site"))
+    assert ran.returncode == 143 and ran.stderr.splitlines() == [last_line("interrupted")]
 
 
 # ---- The environment ---------------------------------------------------------------------------------------------
@@ -218,7 +358,7 @@ def test_environment_is_made_once(bare, repository, cpu_index, asked):
     ran, log = bare(CPU_INDEX=cpu_index)
     assert ran.returncode == 0, ran.stderr
     assert log == asked
-    assert "python -m torch.distributed.run --standalone --nproc_per_node=2 train_gpt.py --preset cpu" in ran.stdout
+    assert " --standalone --nproc_per_node=2 --signals-to-handle= train_gpt.py --preset cpu" in ran.stdout
     ran, log = bare()
     assert ran.returncode == 0 and log == [] and "using .venv" in ran.stdout
 
