@@ -43,11 +43,13 @@ import math
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import typing
 import uuid
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
@@ -71,8 +73,11 @@ class UserError(Exception):
 
 
 def brief(error: Exception) -> str:
-    """The gist of a library's error: its first sentence, without the place in the library's source."""
-    return (str(error) or type(error).__name__).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+    """The gist of a library's error: its first sentence, without the place and the test in the library's source."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    sentences = (str(error) or type(error).__name__).splitlines()[0].split("] ", 1)[-1].split(". ")
+    return next((sentence for sentence in sentences if sentence and "==" not in sentence), type(error).__name__)
 
 
 @dataclass(frozen=True)
@@ -315,11 +320,14 @@ def check_config(cfg: Config, world: int) -> None:
     if not cfg.start_token < cfg.vocab_size <= cfg.padded_vocab:
         raise UserError(f"start_token={cfg.start_token} < vocab_size={cfg.vocab_size} <= padded_vocab={cfg.padded_vocab} "
                         "must hold")
+    if cfg.bigram_rows >= 2 ** 31:
+        raise UserError(f"bigram_rows={cfg.bigram_rows} must be below {2 ** 31}: they are numbered in int32")
     if len(cfg.final_windows) != 2:
         raise UserError(f"final_windows={cfg.final_windows}: two numbers, short and long")
     least = [(name, getattr(cfg, name), 1) for name in
              ("val_slice_tokens", "val_slices", "mlp_dim", "window_unit", "slices", "head_chunk")]
-    least += [("bigram_rows", cfg.bigram_rows, 2), ("cooldown", cfg.cooldown, 0)]
+    least += [("bigram_rows", cfg.bigram_rows, 2), ("cooldown", cfg.cooldown, 0), ("doc_slots", cfg.doc_slots, 0)]
+    least += [("final_windows", window, 1) for window in cfg.final_windows]
     for i, stage in enumerate(cfg.stages):
         least += [(f"stages.{i}.{name}", getattr(stage, name), 1) for name in ("tokens", "longest", "short", "long")]
         least += [(f"stages.{i}.steps", stage.steps, 0)]
@@ -394,8 +402,9 @@ def _override(node, keys: list[str], text: str, path: str):
 
 def _known(name: str, names, path: str) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, list(names), n=3) or list(names)
-        raise UserError(f"--set {path}: unknown name {name!r}; did you mean {', '.join(near)}?")
+        near = difflib.get_close_matches(name, list(names), n=3) or (list(names) if len(names) <= 12 else [])
+        raise UserError(f"--set {path}: unknown name {name!r}; "
+                        + (f"did you mean {', '.join(near)}?" if near else "the names are the fields of Config in the script"))
 
 
 def _parse(text: str, hint, path: str):
@@ -488,9 +497,32 @@ class Ranks:
         return self.rank == 0
 
 
+class LostContact(UserError):
+    """Another rank is gone; what happened, that rank knows."""
+
+
+@contextlib.contextmanager
+def in_contact():
+    """Around what waits for other ranks: its RuntimeErrors mean that one of them is gone."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise LostContact(f"another process of this run was killed or failed ({brief(e)}); look for its own message, and "
+                          "start the run again") from None
+
+
+def world_size() -> int:
+    """Of torchrun's environment; 1 without it."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"WORLD_SIZE={text}: a number of processes; start the script with torchrun, or unset it")
+    return int(text)
+
+
 def start_runtime() -> Ranks:
     """Reads torchrun's environment and joins the process group; without torchrun there is one rank and no group."""
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    world = world_size()
+    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
     if missing:
         raise UserError(f"WORLD_SIZE={world} is set, {', '.join(missing)} not; start the script with torchrun, or unset it")
@@ -503,8 +535,12 @@ def start_runtime() -> Ranks:
                             f"--nproc_per_node={torch.cuda.device_count()} or fewer")
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=10),
-                                **({"device_id": device} if cuda else {}))
+        try:
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=10),
+                                    **({"device_id": device} if cuda else {}))
+        except (RuntimeError, ValueError) as e:
+            raise LostContact(f"the {world} processes cannot meet: {brief(e)}; start them with torchrun, and leave another "
+                              "run's port alone") from None
     return Ranks(rank, world, device)
 
 
@@ -547,7 +583,8 @@ class RunLog:
                 folder.mkdir(parents=True, exist_ok=True)
                 self.file = open(self.path, "x", buffering=1, encoding="utf-8")
             except OSError as e:
-                raise UserError(f"cannot write the log {self.path}: {e.strerror}; make the folder writable") from None
+                raise UserError(f"cannot write the log {self.path}: {e.strerror}; remove what is in its way, or make the "
+                                "folder writable") from None
 
     def write(self, text: str) -> None:
         if self.file:
@@ -1200,20 +1237,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class LostContact(UserError):
-    """Another rank is gone; what happened, that rank knows."""
-
-
-@contextlib.contextmanager
-def in_contact():
-    """Around what waits for other ranks: its RuntimeErrors mean that one of them is gone."""
-    try:
-        yield
-    except RuntimeError as e:
-        raise LostContact(f"another process of this run was killed or failed ({brief(e)}); look for its own message, and "
-                          "start the run again") from None
-
-
 class Pending(NamedTuple):
     result: Tensor
     work: dist.Work | None = None
@@ -1660,7 +1683,7 @@ class Checkpoint(NamedTuple):
     def find(cls, where: str) -> "Checkpoint":
         """The newest of a run, given by its log, its .checkpoint folder, or a folder that holds one such folder."""
         path = Path(where)
-        runs = sorted(path.glob("*.checkpoint"))
+        runs = sorted(run for run in path.glob("*.checkpoint") if any(run.glob("step????????")))
         if path.suffix in (".checkpoint", ".txt"):
             runs = [path.with_name(path.name.split(".")[0] + ".checkpoint")]
         if len(runs) > 1:
@@ -1671,17 +1694,23 @@ class Checkpoint(NamedTuple):
                             "--checkpoint-every and did not finish")
         path = max(steps)
         try:
-            return cls(path, json.loads((path / "about.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError) as e:
-            raise UserError(f"{path / 'about.json'} is damaged ({e}); remove {path.parent}, and start again") from None
+            about = json.loads((path / "about.json").read_text(encoding="utf-8"))
+            return cls(path, {key: about[key] for key in ("step", "train_ms", "position", "task", "script", "torch")})
+        except (OSError, ValueError, LookupError, TypeError) as e:
+            raise UserError(f"{path / 'about.json'} is damaged ({brief(e)}); remove {path.parent}, and start again") from None
 
     def load(self, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
         """Puts both back to where they were, gradients that await the next Adam step included."""
         path = self.path / f"rank{exchange.rank}.pt"
         try:
+            with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
+                if bad := file.testzip():
+                    raise ValueError(f"checksum of {bad}")
             saved = torch.load(path, map_location="cpu", weights_only=True)
+            if saved["rank"] != exchange.rank:
+                raise ValueError(f"rank {saved['rank']}'s share")
         except Exception as e:  # what torch.load raises depends on the damage
-            raise UserError(f"{path} is damaged ({type(e).__name__}); remove {path.parents[1]}, and start again") from None
+            raise UserError(f"{path} is damaged ({brief(e)}); remove {path.parents[1]}, and start again") from None
         for name, p in model.named_parameters():
             optimizer.own(name, p.detach()).copy_(saved["model"][name])
             p.grad = saved["gradients"][name].to(p.device) if name in saved["gradients"] else None
@@ -1706,7 +1735,8 @@ def save_checkpoint(run: Path, about: dict, model: GPT, optimizer: Optimizer, ex
         partial.mkdir(parents=True, exist_ok=True)
 
     def share():
-        state = {"model": host_copy(model.state() | {name: optimizer.own(name, p) for name, p in params.items()}),
+        state = {"rank": exchange.rank,
+                 "model": host_copy(model.state() | {name: optimizer.own(name, p) for name, p in params.items()}),
                  "optimizer": host_copy(optimizer.state()),
                  "gradients": host_copy({name: p.grad for name, p in params.items() if p.grad is not None})}
         for name in params:
@@ -1745,6 +1775,11 @@ def differing(a, b, path: str = "") -> list[str]:
     else:
         return [] if a == b else [f"{path} ({a}, {b})"]
     return [line for key, x, y in pairs for line in differing(x, y, f"{path}.{key}" if path else str(key))]
+
+
+def few(differences: list[str]) -> str:
+    """The first three, in one line."""
+    return "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1808,7 +1843,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         cfg = replace(cfg, data=args.data)
     if args.save and (not os.access(Path(args.save).resolve().parent, os.W_OK) or Path(args.save).is_dir()):
         raise UserError(f"--save {args.save}: give a file in a folder that can be written to")
-    check_config(cfg, int(os.environ.get("WORLD_SIZE", 1)))
+    check_config(cfg, world_size())
 
     ranks = start_runtime()
     exchange = Exchange(ranks.rank, ranks.world)
@@ -1820,19 +1855,18 @@ def run(args: argparse.Namespace, script: str) -> None:
     setups = exchange.collect(everything)
     for rank, setup in enumerate(setups):
         if differences := differing(setup, setups[0]):
-            raise UserError(f"rank {rank} differs from rank 0 (there, here): {'; '.join(differences)}; start all machines "
+            raise UserError(f"rank {rank} differs from rank 0 (there, here): {few(differences)}; start all machines "
                             "with the same script, options, torch and data")
     resumed = exchange.together(Checkpoint.find, args.resume) if args.resume else None
     if resumed and (differences := differing(resumed.about["task"], task)):
-        raise UserError(f"{resumed.path} is of another run (there, here): {'; '.join(differences)}; give its options, its data "
+        raise UserError(f"{resumed.path} is of another run (there, here): {few(differences)}; give its options, its data "
                         "and as many processes")
 
     track = "other" if args.checkpoint_every or resumed else track_of(cfg, ranks.world)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     run_id = f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
     folder, run_id = (resumed.path.parents[1], resumed.path.parent.stem) if resumed else exchange.collect((folder, run_id))[0]
-    log = exchange.together(open_log, folder if ranks.master else None, run_id, cfg.steps, args.seed, resumed)
-    with log:
+    with open_log(folder if ranks.master else None, run_id, cfg.steps, args.seed, resumed) as log:
         log.write(script)
         log.write("=" * 100)
         for line in describe_environment(ranks) if ranks.master else []:
@@ -1866,15 +1900,15 @@ def run(args: argparse.Namespace, script: str) -> None:
         try:
             save_model(args.save, model)
         except (OSError, RuntimeError) as e:
-            raise UserError(f"--save {args.save}: {e}; the run itself is complete, its log is {log.path}") from None
+            raise UserError(f"--save {args.save}: {brief(e)}; the run itself is complete, its log is {log.path}") from None
     shutil.rmtree(folder / f"{run_id}.checkpoint", ignore_errors=True)  # nothing is left to resume
     earlier = sorted(p for p in Path("records", track).glob("[0-9]*") if p.is_dir() and p != folder)
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte" if "val_loss_per_byte" in summary else ""
-    print(f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token{per_byte}\n"
-          f"training time    {int(summary['train_time_ms']) / 1000:.1f} s, {cfg.steps} steps, {train_tokens(cfg):,} tokens\n"
-          f"log              {log.path}\n"
-          f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
+    log.say(f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token{per_byte}\n"
+            f"training time    {int(summary['train_time_ms']) / 1000:.1f} s, {cfg.steps} steps, {train_tokens(cfg):,} tokens\n"
+            f"log              {log.path}\n"
+            f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
 
 
 def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: Checkpoint | None) -> RunLog:
@@ -1885,7 +1919,7 @@ def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: C
         name = next(name for name in names if not (folder / f"{name}.txt").exists())
     elif folder and folder.name != "attempts":
         for path in folder.glob(f"seed{seed}_*.txt"):
-            if path.read_text(encoding="utf-8").endswith("complete: yes\n"):
+            if path.read_text(encoding="utf-8", errors="replace").endswith("complete: yes\n"):
                 raise UserError(f"{path} is a complete run with this seed; choose another --seed or --name")
     return RunLog(folder, steps, name)
 
@@ -1933,8 +1967,8 @@ def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, 
                 windows = now.short, now.long
             val_loss = validate(model, val, exchange, windows)
             if not math.isfinite(val_loss):
-                raise UserError(f"the validation loss is {val_loss} at step {step}; lower the learning rate that was raised "
-                                "last")
+                raise UserError(f"the validation loss is {val_loss} at step {step}; undo what was changed last, learning rates "
+                                "first")
             log.both(f"step:{step}/{cfg.steps} val_loss:{val_loss:.4f} train_time:{clock.ms:.0f}ms "
                      f"step_avg:{clock.ms / max(step, 1):.2f}ms")
             clock.start()
@@ -1963,7 +1997,7 @@ def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, 
 
 
 def first_to_say(error: UserError) -> bool:
-    """Whether this rank shall print it: what all ranks find is said once, what one finds is said too; that contact with
+    """Whether this rank shall print it: of what ranks find, each in words of its own, the first is said; that contact with
     another rank is lost, only if no rank has said anything. Known by the store that torchrun keeps for the ranks."""
     try:
         if dist.is_initialized():
@@ -1973,15 +2007,14 @@ def first_to_say(error: UserError) -> bool:
         else:
             return True
         earlier = store.add("said", 1) - 1
-        if isinstance(error, LostContact):
-            return earlier == 0
-        return store.add("said " + hashlib.sha256(str(error).encode()).hexdigest(), 1) == 1
+        return earlier == 0 if isinstance(error, LostContact) else store.add("said of itself", 1) == 1
     except RuntimeError:  # the store is gone: better said twice than not at all
         return True
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None when the shell closed it
     try:
         run(parse_args(argv), Path(__file__).read_text(encoding="utf-8"))
     except UserError as e:
@@ -1989,6 +2022,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"train_gpt.py: error: {e}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end this in a traceback
         if first_to_say(UserError("interrupted")):
             print("train_gpt.py: interrupted", file=sys.stderr, flush=True)
         return 130

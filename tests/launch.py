@@ -3,9 +3,12 @@
 `Launch` starts every rank of one run in a folder; each is a real process with its own environment, arguments, output and exit
 status, and can be told to meet a fault at a certain call of a certain function.
 """
+import errno
 import functools
+import io
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -29,11 +32,11 @@ def settings(*more):
     return [word for setting in (*TINY, *more) for word in ("--set", setting)]
 
 
-def make_corpus(folder):
-    """Two training shards and one for validation of an easy text of bytes: 12,000 and 1,500 tokens."""
+def make_corpus(folder, train=(6000, 6000), val=1500):
+    """Training shards and one for validation, of so many tokens, of an easy text of bytes."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(2)
-    for split, number, count in (("train", 0, 6000), ("train", 1, 6000), ("val", 0, 1500)):
+    for split, number, count in [("train", i, count) for i, count in enumerate(train)] + [("val", 0, val)]:
         tokens = random_documents(rng, count, 257, 256, 120)
         tokens = np.where(tokens < 256, tokens % 7 + 97, 256)
         write_shard(folder / f"tiny_{split}_{number:06d}.bin", tokens, 257, 256, text_bytes=int((tokens < 256).sum()))
@@ -63,6 +66,14 @@ def _rank(folder, arguments, environment, output, fault):
     os._exit(status)
 
 
+def wrap(where, around):
+    """Puts `around(original)` in the place of `where`, a function of the script, "Class.method" or "module.function"."""
+    *owner, name = where.split(".")
+    owner = functools.reduce(getattr, owner, tg)
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(around(original)))
+
+
 class At:
     """A fault: `do()` instead of the `call`-th call (from 1) of `where`, a function of the script or "Class.method"."""
 
@@ -70,21 +81,112 @@ class At:
         self.where, self.call, self.do = where, call, do
 
     def __call__(self):
-        *owner, name = self.where.split(".")
-        owner = functools.reduce(getattr, owner, tg)
-        original, calls = getattr(owner, name), []
+        calls = []
 
-        @functools.wraps(original)
-        def faulty(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == self.call:
-                self.do()
-            return original(*args, **kwargs)
-        setattr(owner, name, faulty)
+        def faulty(original):
+            def call(*args, **kwargs):
+                calls.append(1)
+                if len(calls) == self.call:
+                    self.do()
+                return original(*args, **kwargs)
+            return call
+        wrap(self.where, faulty)
+
+
+class AtWrite:
+    """A fault: `do()` before the `n`-th change (from 1) that the first call of `where` makes to files, whichever way it makes
+    it; half of what torch.save writes is one. The change is named on the screen."""
+
+    def __init__(self, where, n, do):
+        self.where, self.n, self.do = where, n, do
+
+    def __call__(self):
+        changes, inside = [], []  # whether in the first call, from its begin on
+
+        def change(name):
+            if inside and inside[-1]:
+                changes.append(name)
+                if len(changes) == self.n:
+                    os.write(1, f"change: {name}\n".encode())
+                    self.do()
+
+        def hear(event, args):
+            opens = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+            if opens or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+                change(event)
+
+        def noting(original):
+            def call(*args, **kwargs):
+                inside.append(not inside)
+                result = original(*args, **kwargs)
+                inside.append(False)
+                return result
+            return call
+
+        def syncing(original):
+            def fsync(file):
+                change("os.fsync")
+                original(file)
+            return fsync
+
+        def saving(original):
+            def save(state, file):
+                if not hasattr(file, "write"):
+                    return original(state, file)
+                original(state, data := io.BytesIO())
+                data, half = data.getvalue(), len(data.getvalue()) // 2
+                file.write(data[:half])
+                file.flush()
+                change("half of torch.save")
+                file.write(data[half:])
+            return save
+
+        for where, around in ((self.where, noting), ("os.fsync", syncing), ("torch.save", saving)):
+            wrap(where, around)
+        sys.addaudithook(hear)
 
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def disk_full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def no_memory():
+    raise MemoryError
+
+
+def lose_reader():
+    """Standard output becomes a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+
+
+def fill_disk(room):
+    """From now on the disk has so many bytes left for the log."""
+    size = room + max(path.stat().st_size for path in Path().rglob("*.txt"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+class Put:
+    """A fault: a name of the script stands for `value`."""
+
+    def __init__(self, name, value):
+        self.name, self.value = name, value
+
+    def __call__(self):
+        setattr(tg, self.name, self.value)
+
+
+def list_checkpoints():
+    print("checkpoints:", *sorted(path.name for path in Path().rglob("*.checkpoint/*")), flush=True)
 
 
 class Launch:
@@ -118,6 +220,10 @@ class Launch:
         running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         assert not running, f"ranks {running} still run after {seconds} s; they said: {self.err}"
         return [process.exitcode for process in self.processes]
+
+    @property
+    def running(self):
+        return any(process.exitcode is None for process in self.processes)
 
     def _said(self, name):
         paths = [self.output / f"rank{rank}.{name}" for rank in range(len(self.processes))]

@@ -251,42 +251,6 @@ def test_help(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--set", "adm_lr=1"], ["adm_lr", "adam_lr"]),
-    (["--set", "adam_lr=fast"], ["adam_lr=fast", "number"]),
-    (["--set", "stages.0.stepz=1"], ["stepz", "steps"]),
-    (["--set", "heads=3"], ["heads=3"]),
-    (["--set", "val_slices=1000000"], ["validation tokens", "val_slices"]),
-    (["--data", "nowhere"], ["no train shards", "nowhere", "data/local_corpus.py"]),
-    (["--preset", "record"], ["vocabulary", "--preset"]),
-    (["--save", "no/such/folder/model.pt"], ["--save", "folder"]),
-], ids=lambda x: " ".join(x) if isinstance(x, list) else "")
-def test_errors_are_one_line(place, arguments, words):
-    before = set(place.rglob("*"))
-    result = start(place, "--preset", "cpu", "--data", "corpus", *settings(), *arguments)
-    assert result.returncode != 0 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.stderr
-    for word in words:
-        assert word in result.stderr
-    assert set(place.rglob("*")) == before  # nothing was written
-
-
-@pytest.mark.parametrize("arguments, word", [(["--preset", "huge"], "huge"), (["--nmae", "x"], "--nmae"), (["--seed", "x"], "--seed"),
-                                             (["--name", "../up"], "folder's name")])
-def test_misspelt_options(tmp_path, arguments, word):
-    result = start(tmp_path, *arguments)
-    assert result.returncode == 1 and word in result.stderr and len(result.stderr.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_damaged_shard_is_named(place, tmp_path):
-    make_corpus(tmp_path / "corpus")
-    path = tmp_path / "corpus" / "tiny_train_000001.bin"
-    path.write_bytes(path.read_bytes()[:-10])
-    result = start(tmp_path, "--preset", "cpu", "--data", "corpus", *settings())
-    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1 and "tiny_train_000001.bin" in result.stderr
-
-
 def test_errors_of_several_processes(place):
     """Said once, though every process stops; then torchrun has its own words, a traceback of its own among them."""
     in_script = f'File "{SCRIPT}"'
