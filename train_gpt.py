@@ -1901,7 +1901,10 @@ def run(args: argparse.Namespace, script: str) -> None:
             save_model(args.save, model)
         except (OSError, RuntimeError) as e:
             raise UserError(f"--save {args.save}: {brief(e)}; the run itself is complete, its log is {log.path}") from None
-    shutil.rmtree(folder / f"{run_id}.checkpoint", ignore_errors=True)  # nothing is left to resume
+    done = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
+    if done.exists():
+        done = done.rename(done.with_suffix(".partial"))
+    shutil.rmtree(done, ignore_errors=True)
     earlier = sorted(p for p in Path("records", track).glob("[0-9]*") if p.is_dir() and p != folder)
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte" if "val_loss_per_byte" in summary else ""
