@@ -54,7 +54,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, Iterable, NamedTuple
 
 import numpy as np
 import torch
@@ -109,13 +109,19 @@ LAYERS = (
 class Param:
     name: str
     optimizer: str                        # adam or normuon
-    exchange: str                         # all_reduce: every rank updates it all; reduce_scatter: each rank a block
+    exchange: str                         # all_reduce: every rank updates it all; the others: each rank a block of it,
+                                          # whose gradient comes by reduce_scatter, or, sparse, as the rows that were touched
     betas: tuple[float, ...] = ()         # Adam's
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     dtype: str = "model"                  # model: the config's dtype; float32
     tied_to: str = ""                     # until the split step this is the transpose of that parameter
-    reduction: str = "backend"            # backend: its own order and rounding; fp32: summed by us, in rank order
+    reduction: str = "backend"            # backend: its own order and rounding; fp32, as sparse ever: by us, in rank order
+    rows: str = ""                        # of a table: what numbers its rows, the inputs' tokens or bigrams
+
+    @property
+    def sharded(self) -> bool:
+        return self.exchange != "all_reduce"
     matrix_lr_mul: tuple[float, ...] = () # NorMuon: factors of successive matrices, repeating
 
 
@@ -130,10 +136,10 @@ PARAMS = (
     Param("x0_lambdas",     "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
     Param("bigram_lambdas", "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
     Param("resid_lambdas",  "adam",    "all_reduce",     (.90, .95),   5.00,    0, "float32"),
-    Param("value_embeds",   "adam",    "reduce_scatter", (.75, .95),  75.00,    5),
-    Param("bigram_embed",   "adam",    "reduce_scatter", (.75, .95),  75.00,    5),
+    Param("value_embeds",   "adam",    "sparse",         (.75, .95),  75.00,    5, rows="tokens"),
+    Param("bigram_embed",   "adam",    "sparse",         (.75, .95),  75.00,    5, rows="bigrams"),
     Param("lm_head",        "adam",    "reduce_scatter", (.50, .95),   1.00,  150),
-    Param("embed",          "adam",    "reduce_scatter", (.50, .95),   1.00,  150, tied_to="lm_head"),
+    Param("embed",          "adam",    "sparse",         (.50, .95),   1.00,  150, rows="tokens", tied_to="lm_head"),
     Param("qk_bank",        "normuon", "reduce_scatter"),
     Param("vo_bank",        "normuon", "reduce_scatter"),
     Param("mlp_bank",       "normuon", "reduce_scatter", matrix_lr_mul=(1.0, 2.0)),
@@ -208,6 +214,7 @@ class Config:
     polar_dtype: str = "bfloat16"       # arithmetic of the orthogonalisation
     # the run
     warmup: bool = True                 # rehearse every stage off the clock, then reset
+    main_grad: bool = True              # tables' gradients: sums of touched rows, kept in place; false: autograd's dense ones
     head_chunk: int = 8192              # tokens whose logits exist at once
 
     @property
@@ -293,7 +300,7 @@ def check_config(cfg: Config, world: int) -> None:
     tables = [("", (cfg,), {"dtype": floats, "polar_dtype": floats}),
               ("layers", cfg.layers, {"attention": ("plain", "paired", None), "window": ("short", "long"),
                                       "reads": ("stream", "back"), "saves": ("skip", "back", None), "adds": ("skip", None)}),
-              ("params", cfg.params, {"optimizer": ("adam", "normuon"), "exchange": ("all_reduce", "reduce_scatter"),
+              ("params", cfg.params, {"optimizer": ("adam", "normuon"), "exchange": ("all_reduce", "reduce_scatter", "sparse"),
                                       "reduction": ("backend", "fp32"), "dtype": ("model", "float32"),
                                       "tied_to": ("", *names)})]
     for table, rows, columns in tables:
@@ -341,6 +348,10 @@ def check_config(cfg: Config, world: int) -> None:
             raise UserError(f"params.{row.name}.betas={row.betas}: Adam takes two")
         if row.optimizer == "normuon" and not row.name.endswith(("qk_bank", "vo_bank", "mlp_bank")):
             raise UserError(f"params.{row.name}.optimizer=normuon: it is for banks of matrices")
+        if row.rows != (expected := {"value_embeds": "tokens", "embed": "tokens", "bigram_embed": "bigrams"}.get(row.name, "")):
+            raise UserError(f"params.{row.name}.rows={row.rows}: must be {expected or 'empty'}")
+        if row.exchange == "sparse" and not row.rows:
+            raise UserError(f"params.{row.name}.exchange=sparse: only tables of rows are exchanged so; use reduce_scatter")
         if row.dtype == "float32" and not row.name.endswith(("lambdas", "scalars")):
             raise UserError(f"params.{row.name}.dtype=float32: only the lambdas and scalars may differ from the model's dtype")
 
@@ -353,7 +364,7 @@ def check_config(cfg: Config, world: int) -> None:
                 return f"{stage.tokens} tokens of a batch do not divide into {slices} slices"
         for row in cfg.params:
             rows = param_shapes(cfg, n)[row.name][0]
-            if row.exchange == "reduce_scatter" and row.optimizer == "adam" and rows % n:
+            if row.sharded and row.optimizer == "adam" and rows % n:
                 return f"{rows} rows of {row.name} do not divide by it"
         return ""
 
@@ -774,6 +785,43 @@ def doc_slots(tokens: int) -> int:
     return {16384: 64, 32768: 96, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
+class RowIndex(NamedTuple):
+    """The rows of a table that a micro-batch touches, and which of its T positions touch each."""
+    rows: Tensor    # (n,) int32, ascending
+    order: Tensor   # (T,) int32: the positions by row, those of one row in the text's order
+    starts: Tensor  # (n + 1,) int32: order[starts[i]:starts[i + 1]] are the positions of rows[i]
+    fresh: Tensor   # (n,) bool: not touched since the last Adam step before this micro-batch
+
+
+class Touched(NamedTuple):
+    """The rows of a table that this rank has touched since the last Adam step."""
+    rows: Tensor    # (k,) int32, ascending
+    owners: list    # of int: how many of them belong to each rank
+    block: int      # rows of the table that a rank owns
+
+
+def row_kinds(cfg: Config) -> dict[str, int]:
+    """What numbers the rows of tables, with how many rows those have."""
+    return {row.rows: param_shapes(cfg, 1)[row.name][0] for row in cfg.params if row.rows}
+
+
+class Room:
+    """Memory for micro-batches of up to `tokens` tokens, one after another; page-locked if `pin`."""
+
+    def __init__(self, cfg: Config, tokens: int, slots: int, pin: bool):
+        new = lambda n, dtype=torch.int32: torch.empty(n, dtype=dtype, pin_memory=pin)
+        self.inputs, self.targets, self.bigram, self.cu_seqlens = new(tokens), new(tokens, torch.int64), new(tokens), new(slots)
+        self.index = {kind: RowIndex(new(tokens), new(tokens), new(tokens + 1), new(tokens, torch.bool))
+                      for kind in row_kinds(cfg)}
+        self.touched = {kind: new(n) for kind, n in row_kinds(cfg).items()}
+        self.copied = None  # a CUDA event: the last micro-batch has reached the GPU
+
+    def wait(self) -> None:
+        """Until it may be written again."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
 @dataclass
 class MicroBatch:
     inputs: Tensor      # (T,) int32
@@ -781,29 +829,67 @@ class MicroBatch:
     bigram: Tensor      # (T,) int32 rows of bigram_embed
     cu_seqlens: Tensor  # (slots,) int32: 0, the ends of the documents, then T
     longest: int        # bound on a document's length
+    room: Room | None = None
+    index: dict[str, RowIndex] = dataclasses.field(default_factory=dict)   # for training
+    touched: dict[str, Touched] = dataclasses.field(default_factory=dict)  # a batch's last has it
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copies that need not finish before the call returns: the tensors are page-locked if there is a GPU."""
+        if device.type == "cpu":
+            return self
         move = lambda t: t.to(device, non_blocking=True)
-        return MicroBatch(move(self.inputs), move(self.targets), move(self.bigram), move(self.cu_seqlens), self.longest)
+        moved = MicroBatch(move(self.inputs), move(self.targets), move(self.bigram), move(self.cu_seqlens), self.longest, None,
+                           {kind: RowIndex(*map(move, index)) for kind, index in self.index.items()},
+                           {kind: t._replace(rows=move(t.rows)) for kind, t in self.touched.items()})
+        self.room.copied = torch.cuda.Event()
+        self.room.copied.record()
+        return moved
 
 
-def make_micro_batch(tokens: np.ndarray, ends: np.ndarray, longest: int, slots: int, rows: int, pin: bool) -> MicroBatch:
-    """From T+1 tokens (uint16) and the ends of all documents but the last."""
+def make_micro_batch(tokens: np.ndarray, ends: np.ndarray, longest: int, slots: int, rows: int, room: Room) -> MicroBatch:
+    """From T+1 tokens (uint16) and the ends of all documents but the last; its tensors lie in `room`."""
     T = len(tokens) - 1
-    slots = slots or doc_slots(T)
     if len(ends) + 2 > slots:
         raise UserError(f"a slice of {T} tokens has {len(ends) + 1} documents, cu_seqlens has room for {slots - 1}; "
                         f"use --set doc_slots={padded(len(ends) + 2, 128)}")
-    batch = MicroBatch(torch.empty(T, dtype=torch.int32, pin_memory=pin), torch.empty(T, dtype=torch.int64, pin_memory=pin),
-                       torch.empty(T, dtype=torch.int32, pin_memory=pin),
-                       torch.full((slots,), T, dtype=torch.int32, pin_memory=pin), longest)
+    batch = MicroBatch(room.inputs[:T], room.targets[:T], room.bigram[:T], room.cu_seqlens[:slots], longest, room)
     batch.inputs.numpy()[:] = tokens[:-1]
     batch.targets.numpy()[:] = tokens[1:]
-    batch.cu_seqlens.numpy()[0] = 0
-    batch.cu_seqlens.numpy()[1:len(ends) + 1] = ends
+    bounds = batch.cu_seqlens.numpy()
+    bounds[0], bounds[1:len(ends) + 1], bounds[len(ends) + 1:] = 0, ends, T
     bigram_index(batch.inputs.numpy(), rows, batch.bigram.numpy())
     return batch
+
+
+def index_rows(numbers: np.ndarray, marks: np.ndarray, room: RowIndex) -> RowIndex:
+    """The index, in `room`, of a micro-batch whose positions touch the rows `numbers` (T,) int32; sets their `marks`, bool."""
+    order = np.argsort(numbers.astype(np.uint16), kind="stable")  # of 16 bits numpy makes a radix sort, in a third of the time
+    if len(marks) > 1 << 16:
+        order = order[np.argsort((numbers >> 16).astype(np.uint16)[order], kind="stable")]
+    ranked = numbers[order]
+    first = np.flatnonzero(np.concatenate(([True], ranked[1:] != ranked[:-1])))
+    n, rows = len(first), ranked[first]
+    index = RowIndex(room.rows[:n], room.order[:len(numbers)], room.starts[:n + 1], room.fresh[:n])
+    for tensor, values in zip(index, (rows, order, np.append(first, len(numbers)), ~marks[rows])):
+        tensor.numpy()[:] = values
+    marks[rows] = True
+    return index
+
+
+def touched_rows(marks: np.ndarray, world: int, room: Tensor) -> Touched:
+    """The marked rows, in `room`."""
+    rows, block = np.flatnonzero(marks), len(marks) // world
+    room[:len(rows)].numpy()[:] = rows
+    return Touched(room[:len(rows)], np.diff(np.searchsorted(rows, np.arange(world + 1) * block)).tolist(), block)
+
+
+def index_batch(micro_batches: list[MicroBatch], marks: dict[str, np.ndarray], world: int) -> None:
+    """Gives each its index, the last what was touched; `marks` are the rows touched since the last Adam step, by what numbers
+    them, and are brought up to date."""
+    for batch in micro_batches:
+        numbers = {"tokens": batch.inputs.numpy(), "bigrams": batch.bigram.numpy()}
+        batch.index = {kind: index_rows(numbers[kind], marks[kind], room) for kind, room in batch.room.index.items()}
+    batch.touched = {kind: touched_rows(marks[kind], world, room) for kind, room in batch.room.touched.items()}
 
 
 class TrainLoader:
@@ -857,20 +943,73 @@ class TrainLoader:
             first = last
         return cuts
 
-    def batch(self, tokens: int, longest: int) -> list[MicroBatch]:
+    def rooms(self) -> list[Room]:
+        """Memory for this rank's share of any batch."""
+        sizes = [stage.tokens // self.slices for stage in self.cfg.stages]
+        slots = self.cfg.doc_slots or max(map(doc_slots, sizes))
+        return [Room(self.cfg, max(sizes), slots, self.pin) for _ in range(self.slices // self.world)]
+
+    def batch(self, tokens: int, longest: int, rooms: list[Room]) -> list[MicroBatch]:
         """This rank's micro-batches of the next batch of `tokens` tokens."""
         T = tokens // self.slices
         while (cuts := self._cut(T, longest)) is None:
             self._open(self.opened + 1)
         ends, micro_batches = self.ends[longest], []
-        for first, last in cuts[self.rank::self.world]:
+        for (first, last), room in zip(cuts[self.rank::self.world], rooms):
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first:last + 1])
             pieces = np.concatenate([self.shard.tokens[b:b + n] for b, n in zip(begin, lengths)])[:T + 1]
-            micro_batches.append(make_micro_batch(pieces, ends[first + 1:last] - ends[first], longest,
-                                                  self.cfg.doc_slots, self.cfg.bigram_rows, self.pin))
+            slots = self.cfg.doc_slots or doc_slots(T)
+            micro_batches.append(make_micro_batch(pieces, ends[first + 1:last] - ends[first], longest, slots,
+                                                  self.cfg.bigram_rows, room))
         self.document = cuts[-1][1]
         self.delivered += tokens
         return micro_batches
+
+
+class Batch(NamedTuple):
+    now: StepPlan
+    micro_batches: list[MicroBatch]
+    position: tuple[int, int, int]  # of the loader, behind it
+
+
+class Batches:
+    """The batches of the planned steps, each built on a thread while the one before it is used.
+
+    Two sets of rooms take turns, so a batch is good until the next one is asked for. `touched` are the rows touched since the
+    last Adam step before the first plan.
+    """
+
+    def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], touched: dict[str, Tensor] | None = None):
+        self.loader, self.plans, self.thread = loader, iter(plans), ThreadPoolExecutor(1)
+        self.marks = {kind: np.zeros(n, dtype=bool) for kind, n in row_kinds(loader.cfg).items()}
+        for kind, rows in (touched or {}).items():
+            self.marks[kind][rows.cpu().numpy()] = True
+        self.rooms = [loader.rooms(), loader.rooms()]
+        self._begin()
+
+    def _begin(self) -> None:
+        now = next(self.plans, None)
+        self.rooms.reverse()
+        self.coming = self.thread.submit(self._build, now, self.rooms[0]) if now else None
+
+    def _build(self, now: StepPlan, rooms: list[Room]) -> Batch:
+        for room in rooms:
+            room.wait()
+        micro_batches = self.loader.batch(now.tokens, now.longest, rooms)
+        index_batch(micro_batches, self.marks, self.loader.world)
+        if now.do_adam:
+            for marks in self.marks.values():
+                marks[:] = False
+        return Batch(now, micro_batches, self.loader.position())
+
+    def next(self) -> Batch:
+        batch = self.coming.result()
+        self._begin()
+        return batch
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
+        self.loader.close()
 
 
 class ValLoader:
@@ -884,15 +1023,18 @@ class ValLoader:
                 parts.append(read_shard(path, cfg.vocab_size, cfg.start_token, min(need, read_header(path).tokens)).tokens)
                 need -= len(parts[-1])
         self.tokens = np.concatenate(parts)
+        self.slots = max(cfg.doc_slots, doc_slots(cfg.val_slice_tokens))
+        self.rooms = [Room(cfg, cfg.val_slice_tokens, self.slots, pin) for _ in range(2)]  # one is filled while one is copied
 
     def __iter__(self):
         """Yields (slice number, micro-batch)."""
         T = self.cfg.val_slice_tokens
         for i in range(self.rank, self.cfg.val_slices, self.world):
+            self.rooms.reverse()
+            self.rooms[0].wait()
             tokens = self.tokens[i * T:(i + 1) * T + 1]
             starts = np.flatnonzero(tokens[:-1] == self.cfg.start_token)
-            slots = max(self.cfg.doc_slots, doc_slots(T))
-            yield i, make_micro_batch(tokens, starts, T, slots, self.cfg.bigram_rows, self.pin)
+            yield i, make_micro_batch(tokens, starts, T, self.slots, self.cfg.bigram_rows, self.rooms[0])
 
 
 # ======================================================================================================================
@@ -997,6 +1139,21 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
         return dx * grad, dw * grad, None, None, None
+
+
+def sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
+    """Adds to each touched row of `out` (N, ...) the gradients of the positions that touch it; a fresh row is written.
+
+    grad (T, ...); one row's are summed in at least fp32, in the text's order, and rounded once to out's dtype. Columns go
+    piece by piece, so that no temporary has a table's size.
+    """
+    out, grad, rows, wide = out.flatten(1), grad.flatten(1), index.rows, torch.promote_types(out.dtype, torch.float32)
+    lengths = index.starts.diff().long()
+    for i in range(0, out.size(1), 768):
+        part = out[:, i:i + 768]
+        sums = torch.segment_reduce(grad[index.order, i:i + 768].to(wide), "sum", lengths=lengths, unsafe=True)
+        sums = torch.where(index.fresh[:, None], sums, part[rows].to(wide) + sums)
+        part.index_copy_(0, rows.long(), sums.to(out.dtype))
 
 
 POLAR_STEPS = (  # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02
@@ -1188,15 +1345,26 @@ class GPT(nn.Module):
         y = y * torch.sigmoid(F.linear(h[:, :12], self.attn_gate_bank[self.attention_index[i]]))[:, :, None]
         return F.linear(y.reshape(T, d), scales[1] * out)
 
-    def activations(self, batch: MicroBatch, short: int, long: int) -> Tensor:
-        """The head's input (T, d), for a micro-batch on this model's device; windows in tokens."""
-        value_rows = F.embedding(batch.inputs, self.value_embeds.flatten(1)).unflatten(1, self.value_embeds.shape[1:])
-        return self.trunk(F.embedding(batch.inputs, self.embed), F.embedding(batch.bigram, self.bigram_embed), value_rows,
+    def look_up(self, batch: MicroBatch, leaves: bool = False) -> dict[str, Tensor]:
+        """The tables' rows at a micro-batch's positions, (T, d), of value_embeds (T, tables, d), by the table's name; with
+        `leaves` their gradients come to rest on them, else they go on into the tables, all of whose rows autograd fills."""
+        numbers, rows = {"tokens": batch.inputs, "bigrams": batch.bigram}, {}
+        for row in self.cfg.params:
+            if row.rows:
+                table = getattr(self, row.name)
+                found = F.embedding(numbers[row.rows], (table.detach() if leaves else table).flatten(1))
+                rows[row.name] = found.unflatten(1, table.shape[1:]).requires_grad_(found.requires_grad or leaves)
+        return rows
+
+    def activations(self, batch: MicroBatch, short: int, long: int, rows: dict[str, Tensor] | None = None) -> Tensor:
+        """The head's input (T, d), for a micro-batch on this model's device; windows in tokens; rows from `look_up`."""
+        rows = rows or self.look_up(batch)
+        return self.trunk(rows["embed"], rows["bigram_embed"], rows["value_embeds"],
                           Sequences(batch.cu_seqlens, batch.longest, short, long))
 
-    def loss(self, batch: MicroBatch, now: StepPlan) -> Tensor:
+    def loss(self, batch: MicroBatch, now: StepPlan, rows: dict[str, Tensor] | None = None) -> Tensor:
         """Training loss summed over the micro-batch's tokens."""
-        x = self.activations(batch, now.short, now.long)
+        x = self.activations(batch, now.short, now.long, rows)
         return HeadLoss.apply(x, self.lm_head, batch.targets, now.mtp, self.cfg.head_chunk)
 
     @torch.no_grad()
@@ -1228,8 +1396,8 @@ class GPT(nn.Module):
 
 
 # ======================================================================================================================
-# 9  Exchange. Averages over ranks, asynchronous; a Pending is waited for where its result is first used. Dense here; a
-#    row-sparse form for the tables would be another word for Param.exchange, and another branch of Exchange.reduce.
+# 9  Exchange. Averages over ranks, of whole gradients or of a table's touched rows, asynchronous: a Pending is waited for where
+#    its result is first used. Counts the bytes that it sends.
 # ======================================================================================================================
 
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
@@ -1250,26 +1418,51 @@ class Pending(NamedTuple):
 
 
 def rank_order_mean(parts: Tensor) -> Tensor:
-    """Mean over the first axis, summed in at least fp32 and in order; may overwrite `parts` (n, ...)."""
-    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
-    for part in parts[1:]:
+    """Mean over the first axis of `parts` (n, ...), summed from 0 in at least fp32 and in order."""
+    total = torch.zeros_like(parts[0], dtype=torch.promote_types(parts.dtype, torch.float32))
+    for part in parts:
         total += part
     return total.div_(len(parts))
 
 
-class Exchange:
-    """Collectives of one process group; with one rank they do nothing. All ranks must call in the same order."""
+class Route(NamedTuple):
+    """Which rows go from this rank to each rank, and come from each, in one exchange of touched rows."""
+    rows: Tensor         # (k,) int32 of the table, ascending, so by owner
+    sent: list[int]      # how many to each rank
+    received: list[int]  # how many from each rank
+    numbers: Pending     # (sum(received),) int32: the rows that come, counted within this rank's block, by sender
 
-    def __init__(self, rank: int, world: int, group: dist.ProcessGroup | None = None):
+
+def add_rows(block: Tensor, values: Tensor, route: Route) -> Tensor:
+    """Mean over ranks of the rows that came, in `block` (N / world, ...), which is 0 elsewhere: `values` (sum(received), ...)
+    are added in the order of the ranks, to the bits of rank_order_mean. A sender's rows differ, so no two additions meet."""
+    numbers = route.numbers.wait()
+    for rows, part in zip(numbers.split(route.received), values.split(route.received)):
+        block.index_add_(0, rows, part.to(block.dtype))
+    return block.index_copy_(0, numbers.long(), block[numbers].div_(len(route.received)))
+
+
+class Exchange:
+    """Collectives of one process group; with one rank they do nothing. All ranks must call in the same order, from one thread.
+
+    sent: bytes this rank has sent, by kind and parameter, taking a ring for the backend's own reductions and gathers.
+    """
+
+    def __init__(self, rank: int, world: int, group: dist.ProcessGroup | None = None, host: dist.ProcessGroup | None = None):
         self.rank, self.world, self.group = rank, world, group
+        self.host = host or group  # a group for tensors in host memory
+        self.sent = {}
+
+    def count(self, kind: str, name: str, nbytes: int) -> None:
+        self.sent[f"{kind} {name}"] = self.sent.get(f"{kind} {name}", 0) + nbytes
 
     def shard(self, t: Tensor) -> Tensor:
         """This rank's block of t's first axis, a view."""
         rows = t.size(0) // self.world
         return t[self.rank * rows:(self.rank + 1) * rows]
 
-    def reduce(self, how: str, grad: Tensor, room: Tensor | None = None) -> Pending:
-        """Mean over ranks: of all of `grad` (all_reduce), or of this rank's block (reduce_scatter).
+    def reduce(self, name: str, how: str, grad: Tensor, room: Tensor | None = None) -> Pending:
+        """Mean over ranks: of all of `grad` (all_reduce), or of this rank's block (otherwise).
 
         The backend adds as it sends, in grad's dtype, which rounds at every hop and may reuse `grad`. With `room`
         (world, rows of the result, ...), of grad's dtype, the ranks' gradients are sent as they are, the same number of bytes
@@ -1277,20 +1470,52 @@ class Exchange:
         """
         if self.world == 1:
             return Pending(grad)
-        group = dict(group=self.group, async_op=True)
+        group, away = dict(group=self.group, async_op=True), grad.nbytes * (self.world - 1) // self.world
         if room is not None and how == "all_reduce":
+            self.count("all_gather", name, grad.nbytes * (self.world - 1))
             return Pending(room, _all_gather(room.flatten(0, 1), grad, **group), rank_order_mean)
         if room is not None:
+            self.count("all_to_all", name, away)
             return Pending(room, dist.all_to_all_single(room.flatten(0, 1), grad, **group), rank_order_mean)
         if how == "all_reduce":
+            self.count("all_reduce", name, 2 * away)
             return Pending(grad, dist.all_reduce(grad, dist.ReduceOp.AVG, **group))
+        self.count("reduce_scatter", name, away)
         out = torch.empty_like(self.shard(grad))
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **group))
 
-    def gather(self, t: Tensor) -> Pending:
+    def announce(self, touched: dict[str, Touched]) -> Pending:
+        """Tells every owner how many rows of each kind it will get. -> what this rank will get, (world, kinds) int64, in
+        host memory: no GPU takes part, so that it can be waited for while one computes."""
+        counts = torch.tensor([t.owners for t in touched.values()]).T.contiguous()
+        self.count("counts", " ".join(touched), counts.nbytes * (self.world - 1) // self.world)
+        got = torch.empty_like(counts)
+        return Pending(got, dist.all_to_all_single(got, counts, group=self.host, async_op=True))
+
+    def route(self, touched: dict[str, Touched], counts: Pending) -> dict[str, Route]:
+        """Sends the numbers of the rows, which tables of a kind share; `counts` from `announce`."""
+        routes = {}
+        for (kind, t), received in zip(touched.items(), counts.wait().T.tolist()):
+            numbers, got = t.rows % t.block, t.rows.new_empty(sum(received))
+            self.count("row numbers", kind, numbers.element_size() * (sum(t.owners) - t.owners[self.rank]))
+            work = dist.all_to_all_single(got, numbers, received, t.owners, group=self.group, async_op=True)
+            routes[kind] = Route(t.rows, t.owners, received, Pending(got, work))
+        return routes
+
+    def reduce_rows(self, name: str, grad: Tensor, route: Route, block: Tensor) -> Pending:
+        """Mean over ranks of this rank's block of a table's gradient, of which only the routed rows are read and sent, in
+        grad's dtype. `block` (N / world, ...), at least fp32 and 0, receives it."""
+        rows = grad[route.rows]
+        got = rows.new_empty((sum(route.received), *rows.shape[1:]))
+        self.count("rows", name, rows.nbytes // max(1, len(rows)) * (sum(route.sent) - route.sent[self.rank]))
+        work = dist.all_to_all_single(got, rows, route.received, route.sent, group=self.group, async_op=True)
+        return Pending(got, work, lambda values: add_rows(block, values, route))
+
+    def gather(self, name: str, t: Tensor) -> Pending:
         """Fills t, of which each rank has brought its own block up to date, from all ranks."""
         if self.world == 1:
             return Pending(t)
+        self.count("all_gather", name, t.nbytes * (self.world - 1) // self.world)
         return Pending(t, _all_gather(t, self.shard(t), group=self.group, async_op=True))
 
     def sum(self, t: Tensor) -> Tensor:
@@ -1395,9 +1620,11 @@ class Optimizer:
     """Sharded Adam and NorMuon. Gradients are launched in `scatter_order`, updates done in `work_order`; every
     parameter's own arithmetic is the same under any order.
 
-    params: tensors by name, whose `.grad` is consumed. Gradients are sums over micro-batches, for Adam over two steps, in
-    the parameter's dtype (the head's within a micro-batch in fp32), and are exchanged in it. Until the split, a parameter
-    tied to another, its transpose, adds its gradient to that one's and copies its values.
+    params: tensors by name. Gradients are sums over micro-batches, for Adam over two steps, in the parameter's dtype (the
+    head's and the tables' within a micro-batch in fp32), and are exchanged in it. They are found in `.grad`, which is
+    dropped after use, those of tables in main_grad, which this class owns: `collect` writes the touched rows, a row's
+    first write after an Adam step overwrites it, later ones add. Until the split, a parameter tied to another, its transpose,
+    adds its gradient to that one's and copies its values.
 
     Why the order cannot matter: a parameter's update reads only its own gradient, moments and count; the sum over ranks has an
     order of its own; what two parameters share, the tie, is added before its sum and copied after its gather, wherever
@@ -1411,17 +1638,24 @@ class Optimizer:
         self.tied = {row.name: row.tied_to for row in cfg.params if row.tied_to}
         self.tied_copy = {host: name for name, host in self.tied.items()}
         self.is_tied, wide = True, wide_dtype(cfg)
-        self.tensors, self.counts = {}, {}  # moments and low bits, by "parameter.kind"; Adam steps, by parameter
-        self.room = {}  # for other ranks' gradients, where reduction is fp32
+        self.tensors, self.adam_steps = {}, {}  # moments and low bits, by "parameter.kind"; Adam steps, by parameter
+        self.main_grad, self.touched = {}, {}  # by table; by what numbers the rows of tables: Touched
+        self.counts, self.routes = None, {}    # of the step's exchange of touched rows
+        self.blocks = {}  # by table with sparse exchange: this rank's block of the mean gradient, 0 between steps
+        self.room = {}    # for other ranks' gradients, where reduction is fp32
         self.factors = {}  # of the learning rate, one a matrix; made once, for a copy to the GPU would make the step wait
         for name, p in params.items():
             row, own = self.rows[name], self.own(name, p)
             zeros = lambda shape, dtype=wide: torch.zeros(shape, dtype=dtype, device=p.device)
-            if row.reduction == "fp32" and exchange.world > 1:
+            if row.rows and cfg.main_grad:
+                self.main_grad[name] = torch.zeros_like(p, requires_grad=False)
+            if row.exchange == "sparse" and exchange.world > 1:
+                self.blocks[name] = zeros(own.shape)
+            elif row.reduction == "fp32" and exchange.world > 1:
                 self.room[name] = torch.empty((exchange.world, *own.shape), dtype=p.dtype, device=p.device)
             if row.optimizer == "adam":
                 self.tensors |= {f"{name}.m": zeros(own.shape), f"{name}.v": zeros(own.shape)}
-                self.counts[name] = 0
+                self.adam_steps[name] = 0
             else:
                 n, rows, cols = own.shape
                 self.tensors |= {f"{name}.momentum": zeros(own.shape),
@@ -1429,7 +1663,7 @@ class Optimizer:
                 if p.dtype == torch.bfloat16:
                     self.tensors[f"{name}.low"] = zeros(own.shape, torch.uint16)
                 cycle = row.matrix_lr_mul or (1.0,)
-                first = exchange.rank * n if row.exchange == "reduce_scatter" else 0
+                first = exchange.rank * n if row.sharded else 0
                 factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
                 self.factors[name] = torch.tensor(factors, dtype=wide, device=p.device).view(n, 1, 1)
 
@@ -1440,15 +1674,51 @@ class Optimizer:
     def own(self, name: str, t: Tensor) -> Tensor:
         """The part of `t` that this rank updates."""
         whole = self.whole(name, t.detach())
-        return self.exchange.shard(whole) if self.rows[name].exchange == "reduce_scatter" else whole
+        return self.exchange.shard(whole) if self.rows[name].sharded else whole
 
     def updates(self, name: str, now: StepPlan) -> bool:
         """Whether the parameter's own update happens in this step."""
         return (now.do_adam or self.rows[name].optimizer == "normuon") and not (self.is_tied and name in self.tied)
 
+    def announce(self, now: StepPlan, touched: dict[str, Touched]) -> None:
+        """Before the last micro-batch's forward: tells the owners how many rows they will get, if this step sends any."""
+        self.touched = touched
+        kinds = [self.rows[name].rows for name in self.blocks if self.updates(name, now)]
+        self.sending = {kind: touched[kind] for kind in dict.fromkeys(kinds)}
+        self.counts = self.exchange.announce(self.sending) if kinds else None
+
+    def route(self) -> None:
+        """Between that forward and its backward: the row numbers."""
+        self.routes = self.exchange.route(self.sending, self.counts) if self.counts else {}
+
+    @torch.no_grad()
+    def collect(self, rows: dict[str, Tensor], index: dict[str, RowIndex]) -> None:
+        """After a micro-batch's backward: takes over the gradients of the rows that the model looked up."""
+        for name, main_grad in self.main_grad.items():
+            sum_rows(main_grad, rows[name].grad, index[self.rows[name].rows])
+
+    def gradient(self, name: str) -> Tensor:
+        grad = self.main_grad.get(name, self.params[name].grad)
+        if grad is None:
+            raise RuntimeError(f"{name} has no gradient")
+        return grad
+
+    def release(self, name: str) -> None:
+        """The gradient is used up. Exchanged whole, main_grad must be 0 where the next gradient does not write."""
+        self.params[name].grad = None
+        if name in self.blocks and name in self.main_grad:
+            return
+        if name in self.main_grad and self.exchange.world > 1:
+            self.main_grad[name].zero_()
+        elif name in self.main_grad:
+            self.main_grad[name].index_fill_(0, self.touched[self.rows[name].rows].rows.long(), 0)
+
     @torch.no_grad()
     def step(self, now: StepPlan) -> None:
         self.work(now, self.scatter(now))
+        self.routes = {}
+        if now.do_adam:
+            self.touched = {}
         if now.split:
             self.untie()
 
@@ -1457,14 +1727,24 @@ class Optimizer:
         for name in self.cfg.scatter_order:
             if not self.updates(name, now):
                 continue
-            if self.params[name].grad is None:
-                raise RuntimeError(f"{name} has no gradient at step {now.step}")
-            grad = self.params[name].grad
+            grad, row = self.gradient(name), self.rows[name]
             if self.is_tied and name in self.tied_copy:
-                grad += self.params[self.tied_copy[name]].grad.T
-                self.params[self.tied_copy[name]].grad = None
-            pending[name] = self.exchange.reduce(self.rows[name].exchange, self.whole(name, grad), self.room.get(name))
+                self.add_tied(grad, self.tied_copy[name])
+            if name in self.blocks:
+                pending[name] = self.exchange.reduce_rows(name, grad, self.routes[row.rows], self.blocks[name])
+            else:
+                pending[name] = self.exchange.reduce(name, row.exchange, self.whole(name, grad), self.room.get(name))
         return pending
+
+    def add_tied(self, grad: Tensor, name: str) -> None:
+        """Adds the gradient of `name`, (n, m), to that of its host, (m, n); of a table, where it was touched."""
+        tied = self.gradient(name)
+        if name in self.main_grad:
+            rows = self.touched[self.rows[name].rows].rows
+            grad.T.index_add_(0, rows, tied[rows])
+        else:
+            grad += tied.T
+        self.release(name)
 
     def work(self, now: StepPlan, pending: dict[str, Pending]) -> None:
         gathers = {}
@@ -1474,9 +1754,11 @@ class Optimizer:
             row, own = self.rows[name], self.own(name, self.params[name])
             grad = pending[name].wait()
             self.adam(row, own, grad, now) if row.optimizer == "adam" else self.normuon(row, own, grad, now)
-            self.params[name].grad = None
-            if row.exchange == "reduce_scatter":
-                gathers[name] = self.exchange.gather(self.whole(name, self.params[name].detach()))
+            self.release(name)
+            if name in self.blocks:
+                grad.index_fill_(0, self.routes[row.rows].numbers.result.long(), 0)
+            if row.sharded:
+                gathers[name] = self.exchange.gather(name, self.whole(name, self.params[name].detach()))
         if self.is_tied:  # first, so that the copies overlap the other gathers
             for name, host in self.tied.items():
                 if host in gathers:
@@ -1486,8 +1768,8 @@ class Optimizer:
 
     def adam(self, row: Param, p: Tensor, grad: Tensor, now: StepPlan) -> None:
         cfg, name = self.cfg, row.name
-        self.counts[name] += 1
-        adam_update(p, grad, self.tensors[f"{name}.m"], self.tensors[f"{name}.v"], self.counts[name],
+        self.adam_steps[name] += 1
+        adam_update(p, grad, self.tensors[f"{name}.m"], self.tensors[f"{name}.v"], self.adam_steps[name],
                     cfg.adam_lr * now.lr_mul * row.lr_mul, row.betas, cfg.adam_eps, cfg.adam_wd * row.wd_mul)
 
     def normuon(self, row: Param, p: Tensor, grad: Tensor, now: StepPlan) -> None:
@@ -1501,8 +1783,8 @@ class Optimizer:
     def gather(self) -> None:
         """Completes every sharded parameter from the ranks' own parts."""
         for name, row in self.rows.items():
-            if row.exchange == "reduce_scatter":
-                self.exchange.gather(self.whole(name, self.params[name].detach())).wait()
+            if row.sharded:
+                self.exchange.gather(name, self.whole(name, self.params[name].detach())).wait()
 
     def untie(self) -> None:
         """From now on tied parameters train on their own, from their host's moments, transposed and sharded anew."""
@@ -1510,37 +1792,62 @@ class Optimizer:
             for kind in ("m", "v"):
                 full = torch.empty_like(self.params[host], dtype=self.tensors[f"{host}.{kind}"].dtype)
                 self.own(host, full).copy_(self.tensors[f"{host}.{kind}"])
-                full = self.exchange.gather(full).wait()
+                full = self.exchange.gather(f"{host}.{kind}", full).wait()
                 self.tensors[f"{name}.{kind}"].copy_(self.own(name, full.T))
-            self.counts[name] = self.counts[host]
+            self.adam_steps[name] = self.adam_steps[host]
         self.is_tied = False
 
     def state(self) -> dict:
         """Everything that training changes here: live tensors and numbers, by name."""
-        return {**self.tensors, **{f"{name}.steps": n for name, n in self.counts.items()}, "is_tied": self.is_tied}
+        return {**self.tensors, **{f"{name}.steps": n for name, n in self.adam_steps.items()}, "is_tied": self.is_tied}
 
     def load_state(self, state: dict) -> None:
         for name, t in self.tensors.items():
             t.copy_(state[name])
-        self.counts = {name: state[f"{name}.steps"] for name in self.counts}
+        self.adam_steps = {name: state[f"{name}.steps"] for name in self.adam_steps}
         self.is_tied = state["is_tied"]
+
+    def gradients(self) -> dict:
+        """Those that await the next Adam step: of tables the touched rows, and which they are."""
+        rows = {name: self.touched[self.rows[name].rows].rows for name in self.main_grad if self.touched}
+        return {**{name: p.grad for name, p in self.params.items() if p.grad is not None},
+                **{f"{name} rows": self.main_grad[name][numbers] for name, numbers in rows.items()},
+                **{f"touched {kind}": t.rows for kind, t in self.touched.items()}}
+
+    @torch.no_grad()
+    def load_gradients(self, saved: dict) -> dict[str, Tensor]:
+        """From `gradients()`; with {} there are none. -> the touched rows, by what numbers them."""
+        touched = {key.removeprefix("touched "): rows for key, rows in saved.items() if key.startswith("touched ")}
+        self.touched = {}
+        for name, p in self.params.items():
+            p.grad = saved[name].to(p.device) if name in saved else None
+            if name in self.main_grad:
+                self.main_grad[name].zero_()
+                if f"{name} rows" in saved:
+                    self.main_grad[name][touched[self.rows[name].rows]] = saved[f"{name} rows"].to(p.device)
+        return touched
 
 
 # ======================================================================================================================
 # 12  Step. The one body of a training step, for warm-up and timed run alike; validation.
 # ======================================================================================================================
 
-def train_step(model: GPT, optimizer: Optimizer, loader: TrainLoader, now: StepPlan) -> Tensor:
+def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> Tensor:
     """One batch and one optimizer step. -> mean loss of this rank's predictions, 0-d, on the device."""
+    now, micro_batches = batch.now, batch.micro_batches
     model.rotary.extend(now.long)
-    batches = loader.batch(now.tokens, now.longest)
-    grad_scale = 1 / len(batches)
-    total = 0.0
-    for batch in batches:
-        batch = batch.to(model.embed.device)
-        loss = model.loss(batch, now)
+    grad_scale, total = 1 / len(micro_batches), 0.0
+    for i, micro_batch in enumerate(micro_batches):
+        micro_batch, last = micro_batch.to(model.embed.device), i == len(micro_batches) - 1
+        if last:
+            optimizer.announce(now, micro_batch.touched)
+        rows = model.look_up(micro_batch, leaves=model.cfg.main_grad)
+        loss = model.loss(micro_batch, now, rows)
+        if last:
+            optimizer.route()
         (loss * grad_scale).backward()
-        total = total + loss.detach() * grad_scale / (batch.inputs.size(0) * sum(now.mtp))
+        optimizer.collect(rows, micro_batch.index)
+        total = total + loss.detach() * grad_scale / (micro_batch.inputs.size(0) * sum(now.mtp))
     optimizer.step(now)
     return total
 
@@ -1639,18 +1946,19 @@ def warm_up(cfg: Config, ranks: Ranks, data: Data, model: GPT, optimizer: Optimi
     """Runs a step of every kind, so that nothing is done for the first time on the clock, and undoes all of it."""
     before = snapshot(model, optimizer)
     loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, ranks.device.type == "cuda")
-    for step in warmup_steps(cfg):
-        now = plan(cfg, step)
+    plans = [plan(cfg, step) for step in warmup_steps(cfg)]
+    batches = Batches(loader, plans)
+    for now in plans:
         model.rotary.extend(now.long)
         for _, batch in val:
             model.validation_loss(batch.to(ranks.device), now.short, now.long)
             break
-        train_step(model, optimizer, loader, now)
-    loader.close()
+        train_step(model, optimizer, batches.next())
+    batches.close()
     for part, state in zip((model, optimizer), before):
         part.load_state(state)
-    for p in model.parameters():
-        p.grad = None
+    optimizer.load_gradients({})
+    optimizer.exchange.sent.clear()
     for part, state in zip((model, optimizer), before):
         assert same_state(part.state(), state), "warm-up left a trace"
 
@@ -1699,8 +2007,8 @@ class Checkpoint(NamedTuple):
         except (OSError, ValueError, LookupError, TypeError) as e:
             raise UserError(f"{path / 'about.json'} is damaged ({brief(e)}); remove {path.parent}, and start again") from None
 
-    def load(self, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
-        """Puts both back to where they were, gradients that await the next Adam step included."""
+    def load(self, model: GPT, optimizer: Optimizer, exchange: Exchange) -> dict[str, Tensor]:
+        """Puts both back to where they were, gradients that await the next Adam step included. -> those rows of tables."""
         path = self.path / f"rank{exchange.rank}.pt"
         try:
             with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
@@ -1713,9 +2021,9 @@ class Checkpoint(NamedTuple):
             raise UserError(f"{path} is damaged ({brief(e)}); remove {path.parents[1]}, and start again") from None
         for name, p in model.named_parameters():
             optimizer.own(name, p.detach()).copy_(saved["model"][name])
-            p.grad = saved["gradients"][name].to(p.device) if name in saved["gradients"] else None
         model.load_state(saved["model"] | dict(model.named_parameters()))
         optimizer.load_state(saved["optimizer"])
+        return optimizer.load_gradients(saved["gradients"])
 
 
 def save_checkpoint(run: Path, about: dict, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
@@ -1738,7 +2046,7 @@ def save_checkpoint(run: Path, about: dict, model: GPT, optimizer: Optimizer, ex
         state = {"rank": exchange.rank,
                  "model": host_copy(model.state() | {name: optimizer.own(name, p) for name, p in params.items()}),
                  "optimizer": host_copy(optimizer.state()),
-                 "gradients": host_copy({name: p.grad for name, p in params.items() if p.grad is not None})}
+                 "gradients": host_copy(optimizer.gradients())}
         for name in params:
             if not state["model"][name].isfinite().all():
                 raise UserError(f"{name} is not finite after step {about['step'] - 1}, which was not saved; lower the learning "
@@ -1846,7 +2154,8 @@ def run(args: argparse.Namespace, script: str) -> None:
     check_config(cfg, world_size())
 
     ranks = start_runtime()
-    exchange = Exchange(ranks.rank, ranks.world)
+    on_gpus = ranks.world > 1 and ranks.device.type == "cuda"
+    exchange = Exchange(ranks.rank, ranks.world, host=dist.new_group(backend="gloo") if on_gpus else None)
     data = exchange.together(find_data, cfg)
     task = {"seed": args.seed, "processes": ranks.world, "data": data.fingerprint,
             "config": json.loads(config_json(replace(cfg, data="")))}
@@ -1946,9 +2255,9 @@ def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, 
         warm_up(cfg, ranks, data, model, optimizer, val)
         log.both(f"warm-up: steps {' '.join(map(str, warmup_steps(cfg)))} took {time.perf_counter() - began:.1f} s "
                  "and was undone")
-    first, train_ms, position = 0, 0.0, (0, 0, 0)
+    first, train_ms, position, touched = 0, 0.0, (0, 0, 0), None
     if resumed:
-        exchange.together(resumed.load, model, optimizer, exchange)
+        touched = exchange.together(resumed.load, model, optimizer, exchange)
         optimizer.gather()
         first, train_ms, position = (resumed.about[key] for key in ("step", "train_ms", "position"))
     watch, clock = LossWatch(), Clock(ranks.device, train_ms)
@@ -1957,6 +2266,7 @@ def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     clock.start()
     loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, pin, position)
+    batches = Batches(loader, (plan(cfg, step) for step in range(first, cfg.steps)), touched)
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
         if done or validates(cfg, step):
@@ -1977,23 +2287,26 @@ def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, 
             clock.start()
         if done:
             break
-        watch.push(step, train_step(model, optimizer, loader, plan(cfg, step)))
+        batch = batches.next()
+        watch.push(step, train_step(model, optimizer, batch))
         elapsed = clock.read()
         log.write(f"step:{step + 1}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / (step + 1):.2f}ms")
         log.progress(step + 1, watch.latest, elapsed)
         if every and (step + 1) % every == 0 and step + 1 < cfg.steps:
             clock.stop()
             watch.poll(wait=True)
-            save({"step": step + 1, "train_ms": clock.ms, "position": loader.position()}, model, optimizer)
+            save({"step": step + 1, "train_ms": clock.ms, "position": batch.position}, model, optimizer)
             log.write(f"checkpoint: after step {step + 1}")
             clock.start()
-    loader.close()
+    batches.close()
 
     log.both(peak_memory(ranks.device))
     summary = {"val_loss": f"{val_loss:.6f}", "train_time_ms": f"{clock.ms:.0f}", "steps": cfg.steps,
                "tokens": train_tokens(cfg), "seed": seed}
     if resumed:
         summary["resumed_after_step"] = first
+    for what, nbytes in sorted(exchange.sent.items()):
+        summary[f"bytes sent by rank 0, {what}"] = nbytes
     if data.bytes_per_token:
         summary["val_loss_per_byte"] = f"{val_loss / data.bytes_per_token:.6f}"
     return model, summary

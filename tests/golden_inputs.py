@@ -93,7 +93,15 @@ def tiny_batch(rank=0):
     tokens = (31 * j * j + 7 * j) % 500
     starts = [0, 4, 57] if rank == 0 else [0, 52, 55]
     tokens[starts] = 511
-    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, 2560, False)
+    room = tg.Room(tiny_config("float32"), 64, 8, False)
+    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, 2560, room)
+
+
+def next_batch(loader, tokens, longest):
+    """A training batch of any size, in memory of its own."""
+    T = tokens // loader.slices
+    rooms = [tg.Room(loader.cfg, T, loader.cfg.doc_slots or tg.doc_slots(T), False) for _ in range(loader.slices // loader.world)]
+    return loader.batch(tokens, longest, rooms)
 
 
 def write_shard(path, tokens, vocab_size=0, start_token=0, text_bytes=0):

@@ -45,6 +45,11 @@ def build(rank, world, cfg, seed=0):
     return ranks, exchange, model, tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
 
 
+def batches_of(cfg, rank, world):
+    return tg.Batches(tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world, False),
+                      [tg.plan(cfg, step) for step in range(cfg.steps)])
+
+
 def digest(model):
     """Of all parameters' bits and the rotary state."""
     h = hashlib.sha256()
@@ -66,9 +71,9 @@ def train(rank, world, cfg, warm=False, keep=True):
         tg.warm_up(cfg, ranks, data, model, optimizer, val)
         untouched = digest(model) == before and all(map(tg.same_state, parts, tg.snapshot(model, optimizer)))
         untouched &= all(p.grad is None for p in model.parameters())
-    loader, losses, digests, ties = tg.TrainLoader(cfg, data.train, rank, world, False), [], [], []
+    batches, losses, digests, ties = batches_of(cfg, rank, world), [], [], []
     for step in range(cfg.steps):
-        losses.append(tg.train_step(model, optimizer, loader, tg.plan(cfg, step)).item())
+        losses.append(tg.train_step(model, optimizer, batches.next()).item())
         digests.append(digest(model))
         ties.append(torch.equal(model.embed, model.lm_head.T))
     windows = tuple(w * cfg.window_unit for w in cfg.final_windows)
@@ -81,6 +86,11 @@ def train(rank, world, cfg, warm=False, keep=True):
 def same_on_all_ranks(results):
     assert all(r["digests"] == results[0]["digests"] and r["val"] == results[0]["val"] for r in results)
     return results[0]
+
+
+def dense(cfg):
+    """Every table is exchanged whole."""
+    return replace(cfg, params=tuple(replace(row, exchange="reduce_scatter") if row.rows else row for row in cfg.params))
 
 
 def reduced(cfg, how):
@@ -115,18 +125,18 @@ def test_world_size_does_not_matter(workers, cfg, dtype, reduction):
 def first_gradients(rank, world, cfg):
     """Mean over the ranks of the first batch's gradients, of this rank's part."""
     _, exchange, model, optimizer = build(rank, world, cfg)
-    loader, now = tg.TrainLoader(cfg, tg.find_data(cfg).train, rank, world, False), tg.plan(cfg, 0)
     optimizer.step = lambda now: None
-    tg.train_step(model, optimizer, loader, now)
+    tg.train_step(model, optimizer, batches_of(cfg, rank, world).next())
     hows = {row.name: row.exchange for row in cfg.params}
-    return {name: (hows[name], exchange.reduce(hows[name], optimizer.whole(name, p.grad), optimizer.room.get(name)).wait())
-            for name, p in model.named_parameters()}
+    return {name: (hows[name], exchange.reduce(name, hows[name], optimizer.whole(name, optimizer.gradient(name)),
+                                               optimizer.room.get(name)).wait())
+            for name in optimizer.params}
 
 
 def test_eight_ranks_sum_as_eight_micro_batches_do(workers, cfg):
     """With the fp32 sum, one slice a rank: slice after slice is added in both worlds, and factors of 1/8 are exact. So the
     mean gradients are the same bits (of what autograd adds up once a micro-batch)."""
-    cfg = reduced(replace(cfg, dtype="float32", polar_dtype="float32"), "fp32")
+    cfg = dense(reduced(replace(cfg, dtype="float32", polar_dtype="float32"), "fp32"))
     single, parts = workers(1, first_gradients, cfg)[0], workers(8, first_gradients, cfg)
     for name, (exchange, want) in single.items():
         got = torch.cat([part[name][1] for part in parts]) if exchange == "reduce_scatter" else parts[3][name][1]
@@ -194,6 +204,7 @@ class Meddles(tg.Optimizer):
 def optimize(rank, world, cfg, kind, steps, orders):
     """For each (scatter, work) order: a digest of parameters and optimizer state after the given steps, from one initial state
     and with gradients that differ from rank to rank and whose sizes are spread over many powers of two."""
+    cfg = replace(cfg, main_grad=False)
     _, exchange, model, optimizer = build(rank, world, cfg)
     if steps[0] > tg.split_step(cfg):
         optimizer.untie()
@@ -204,9 +215,16 @@ def optimize(rank, world, cfg, kind, steps, orders):
             part.load_state(state)
         g = torch.Generator().manual_seed(rank)
         for step in steps:
-            for p in model.parameters():
+            marks = {what: torch.rand(n, generator=g) < 0.3 for what, n in tg.row_kinds(cfg).items()}
+            for name, p in model.named_parameters():
                 size = 2.0 ** torch.randint(-12, 12, p.shape, generator=g)
                 p.grad = (torch.randn(p.shape, generator=g) * size).to(p.dtype)
+                if numbers := optimizer.rows[name].rows:
+                    p.grad[~marks[numbers]] = 0
+            touched = {what: tg.touched_rows(mark.numpy(), world, torch.empty(len(mark), dtype=torch.int32))
+                       for what, mark in marks.items()}
+            optimizer.announce(tg.plan(cfg, step), touched)
+            optimizer.route()
             optimizer.step(tg.plan(cfg, step))
         states = [p for part in (model, optimizer) for _, p in sorted(part.state().items())]
         digests.append(hashlib.sha256(b"".join(
@@ -266,10 +284,10 @@ def just_validate(rank, world, cfg):
 class Alone(tg.Exchange):
     """One rank of a world of which no other rank exists: all are taken to have this rank's gradient."""
 
-    def reduce(self, how, grad, room=None):
+    def reduce(self, name, how, grad, room=None):
         return tg.Pending(self.shard(grad) if how == "reduce_scatter" else grad)
 
-    def gather(self, t):
+    def gather(self, name, t):
         return tg.Pending(t)
 
 
@@ -278,7 +296,7 @@ def test_ranks_own_parts_make_up_the_whole_update(cfg, tied):
     """At worlds of 8, 16 and 64, without processes: each rank's update of its own parts, put together, is world 1's. At 8 a
     rank owns 3 of the 24 MLP matrices, so that fc and proj, with its double rate, change places from rank to rank; at 64
     some own padding only."""
-    cfg, now, results = replace(cfg, heads=4, head_dim=16, bigram_rows=640), tg.plan(cfg, 3), {}
+    cfg, now, results = dense(replace(cfg, heads=4, head_dim=16, bigram_rows=640, main_grad=False)), tg.plan(cfg, 3), {}
     g = torch.Generator().manual_seed(1)
     shapes = tg.param_shapes(cfg, 1)
     values, grads = ({name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
@@ -296,7 +314,7 @@ def test_ranks_own_parts_make_up_the_whole_update(cfg, tied):
             optimizer.is_tied = tied
             optimizer.step(now)
             for name, p in params.items():
-                sharded = optimizer.rows[name].exchange == "reduce_scatter"
+                sharded = optimizer.rows[name].sharded
                 parts.setdefault(name, []).extend([optimizer.own(name, p)] if sharded or rank == 0 else [])
         results[world] = {name: torch.cat(owned) for name, owned in parts.items() if not (tied and name == "embed")}
         for name, whole in results[world].items():
@@ -320,11 +338,14 @@ def test_shards_of_the_record_configuration(world):
         for name, p in params.items():
             own, whole, row = optimizer.own(name, p), optimizer.whole(name, p), optimizer.rows[name]
             state = {kind: t for key, t in optimizer.tensors.items() for of, kind in [key.split(".")] if of == name}
-            if row.exchange == "reduce_scatter":
+            if row.sharded:
                 assert len(own) * world == len(whole) and own.storage_offset() == rank * own.numel()
             else:
                 assert own.shape == p.shape
-            assert optimizer.room[name].shape == (world, *own.shape)
+            if row.exchange == "sparse":
+                assert optimizer.blocks[name].shape == own.shape and optimizer.blocks[name].dtype == torch.float32
+            else:
+                assert optimizer.room[name].shape == (world, *own.shape)
             if row.optimizer == "adam":
                 assert state.keys() == {"m", "v"} and all(t.shape == own.shape for t in state.values())
             else:
@@ -338,6 +359,7 @@ def test_shards_of_the_record_configuration(world):
 
 def low_bits(rank, world, cfg):
     """Optimizer steps with given gradients, the same on all ranks, beside a full fp32 copy of the banks."""
+    cfg = dense(replace(cfg, main_grad=False))
     _, exchange, model, optimizer = build(rank, world, cfg)
     banks = [row.name for row in cfg.params if row.optimizer == "normuon"]
     copies = {name: optimizer.own(name, getattr(model, name)).float() for name in banks}
@@ -386,11 +408,11 @@ def exchanges(rank, world):
     exchange = tg.Exchange(rank, world)
     mine = torch.arange(24, dtype=torch.float64).view(8, 3) * (rank + 1)
     room = lambda rows: torch.empty((world, rows, 3), dtype=torch.float64) if world > 1 else None
-    return dict(all_reduce=exchange.reduce("all_reduce", mine.clone()).wait(),
-                all_reduce_summed=exchange.reduce("all_reduce", mine.clone(), room(8)).wait(),
-                scatter=exchange.reduce("reduce_scatter", mine.clone()).wait(),
-                scatter_summed=exchange.reduce("reduce_scatter", mine.clone(), room(8 // world)).wait(),
-                gather=exchange.gather(torch.where(torch.arange(8)[:, None] // (8 // world) == rank, mine, -1.0)).wait(),
+    return dict(all_reduce=exchange.reduce("x", "all_reduce", mine.clone()).wait(),
+                all_reduce_summed=exchange.reduce("x", "all_reduce", mine.clone(), room(8)).wait(),
+                scatter=exchange.reduce("x", "reduce_scatter", mine.clone()).wait(),
+                scatter_summed=exchange.reduce("x", "reduce_scatter", mine.clone(), room(8 // world)).wait(),
+                gather=exchange.gather("x", torch.where(torch.arange(8)[:, None] // (8 // world) == rank, mine, -1.0)).wait(),
                 sum=exchange.sum(mine.clone()), collected=exchange.collect({"rank": rank}))
 
 
@@ -418,7 +440,7 @@ def spread(rank, dtype):
 def sums(rank, world, dtype):
     exchange, mine = tg.Exchange(rank, world), spread(rank, dtype)
     rooms = (torch.empty((world, rows, 5), dtype=dtype) for rows in (64, 64 // world))
-    pending = [exchange.reduce(how, mine, room) for how, room in zip(("all_reduce", "reduce_scatter"), rooms)]
+    pending = [exchange.reduce("x", how, mine, room) for how, room in zip(("all_reduce", "reduce_scatter"), rooms)]
     return pending[0].wait(), pending[1].wait(), torch.equal(mine, spread(rank, dtype))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import random_documents, write_shard
+from golden_inputs import next_batch, random_documents, write_shard
 
 VOCAB, START = 257, 256
 
@@ -104,14 +104,14 @@ def test_slices(tmp_path, seed):
                for world in (1, 2, 4, 8) for rank in range(world)}
     for (tokens, longest), batch in zip(schedule, want):
         for (world, rank), loader in loaders.items():
-            own = loader.batch(tokens, longest)
+            own = next_batch(loader, tokens, longest)
             assert len(own) == 8 // world
             for m, micro_batch in enumerate(own):
                 assert micro_batch.longest == longest
                 check_micro_batch(micro_batch, *batch[m * world + rank], cfg)
     for loader in loaders.values():
         with pytest.raises(tg.UserError, match=f"ran out after {sum(t for t, _ in schedule[:len(want)]):,} tokens.*add training shards"):
-            loader.batch(*schedule[len(want)])
+            next_batch(loader, *schedule[len(want)])
         loader.close()
 
 
@@ -121,7 +121,7 @@ def test_more_ranks_than_slices_give_each_rank_one(tmp_path):
     cfg = config(tmp_path, slices=2)
     want = next(naive_batches(shards, [(4 * 64, 50)], 4))
     for rank in range(4):
-        (own,) = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, 4, False).batch(4 * 64, 50)
+        (own,) = next_batch(tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, 4, False), 4 * 64, 50)
         check_micro_batch(own, *want[rank], cfg)
 
 
@@ -133,7 +133,7 @@ def test_the_next_shard_is_the_next_by_name(tmp_path):
     write_shard(tmp_path / "x_train_000002.bin", document(2, 5), VOCAB, START)
     write_shard(tmp_path / "x_train_000001.bin", [9] * 8 + document(1, 30), VOCAB, START)
     loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
-    assert [loader.batch(20, 100)[0].inputs[-1].item() for _ in range(3)] == [1, 3, 4]
+    assert [next_batch(loader, 20, 100)[0].inputs[-1].item() for _ in range(3)] == [1, 3, 4]
 
 
 def test_a_batch_may_end_exactly_with_its_shard(tmp_path):
@@ -143,10 +143,10 @@ def test_a_batch_may_end_exactly_with_its_shard(tmp_path):
         write_shard(tmp_path / "x_train_000001.bin", [START] + [1] * (size - 1), VOCAB, START)
         loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
         if good:
-            assert loader.batch(20, 100)[0].inputs.numel() == 20
+            assert next_batch(loader, 20, 100)[0].inputs.numel() == 20
         else:
             with pytest.raises(tg.UserError, match="ran out after 0 tokens"):
-                loader.batch(20, 100)
+                next_batch(loader, 20, 100)
 
 
 def test_doc_slots():
@@ -159,9 +159,9 @@ def test_too_many_documents(tmp_path):
     write_shard(tmp_path / "x_train_000001.bin", [START] * 400, VOCAB, START)
     loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
     with pytest.raises(tg.UserError, match="a slice of 200 tokens has 201 documents.*room for 127.*--set doc_slots=256"):
-        loader.batch(200, 10)
+        next_batch(loader, 200, 10)
     loader = tg.TrainLoader(replace(cfg, doc_slots=256), tg.find_shards(cfg.data, "train"), 0, 1, False)
-    assert loader.batch(200, 10)[0].cu_seqlens.tolist() == list(range(200)) + [200] * 56
+    assert next_batch(loader, 200, 10)[0].cu_seqlens.tolist() == list(range(200)) + [200] * 56
 
 
 def test_slots_just_suffice(tmp_path):
@@ -169,9 +169,9 @@ def test_slots_just_suffice(tmp_path):
     cfg = config(tmp_path, slices=1, doc_slots=6)
     write_shard(tmp_path / "x_train_000001.bin", [START, 1] * 40, VOCAB, START)
     loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
-    assert loader.batch(8, 10)[0].cu_seqlens.tolist() == [0, 2, 4, 6, 8, 8]
+    assert next_batch(loader, 8, 10)[0].cu_seqlens.tolist() == [0, 2, 4, 6, 8, 8]
     with pytest.raises(tg.UserError, match="has 6 documents"):
-        loader.batch(10, 10)
+        next_batch(loader, 10, 10)
 
 
 # -------------------------------------------------------------------------------------------------------- validation
@@ -182,19 +182,19 @@ def test_validation_slices(tmp_path, world):
     rng = np.random.default_rng(11)
     shards = make_shards(tmp_path, rng, [333, 40, 500], "val", longest=60)
     cfg = config(tmp_path, val_slices=6, val_slice_tokens=128)
-    stream, seen = [int(t) for t in np.concatenate(shards)], {}
+    stream, seen = [int(t) for t in np.concatenate(shards)], []
     for rank in range(world):
         loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world, False)
-        own = list(loader)
-        assert [number % world for number, _ in own] == [rank] * len(own)
-        assert [number for number, _ in loader] == [number for number, _ in own]  # it can be run over again
-        seen |= dict(own)
+        own = []
+        for number, batch in loader:  # each is good until the next but one
+            tokens = stream[128 * number:128 * number + 129]
+            starts = [i for i, token in enumerate(tokens[:128]) if token == START]
+            check_micro_batch(batch, tokens, [0] + starts, cfg)
+            assert batch.longest == 128 and number % world == rank
+            own.append(number)
+        assert [number for number, _ in loader] == own  # it can be run over again
+        seen += own
     assert sorted(seen) == list(range(6))
-    for number, batch in seen.items():
-        tokens = stream[128 * number:128 * number + 129]
-        starts = [i for i, token in enumerate(tokens[:128]) if token == START]
-        check_micro_batch(batch, tokens, [0] + starts, cfg)
-        assert batch.longest == 128
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -278,7 +278,7 @@ def test_token_outside_the_vocabulary(folder):
     with pytest.raises(tg.UserError, match=f"{path.name}: token 257 is outside the vocabulary of 257"):
         loader = tg.TrainLoader(cfg, data.train, 0, 1, False)
         while True:
-            loader.batch(800, 100)
+            next_batch(loader, 800, 100)
 
 
 def test_token_outside_the_vocabulary_in_validation(folder):

@@ -255,13 +255,17 @@ def test_each_rank_keeps_its_own_shards(stopped, whole, world, step):
         parts = [s["model"][row.name] for s in saved]
         moments = [s["optimizer"][row.name + (".m" if row.optimizer == "adam" else ".momentum")] for s in saved]
         assert [m.shape for m in moments] == [p.shape for p in parts]
-        if row.exchange == "reduce_scatter":
+        if row.sharded:
             assert len({p.shape for p in parts}) == 1 and sum(p.numel() for p in parts) == shape.numel()
         else:
             assert all(torch.equal(p, parts[0]) and p.shape == shape for p in parts)
         # A rank's own sums of gradients, over all rows, wait for the next step of Adam after an odd number of steps.
         waits = row.optimizer == "adam" and step % 2 == 1
-        assert [row.name in s["gradients"] for s in saved] == [waits] * ranks
+        key = f"{row.name} rows" if row.rows else row.name  # of tables, those that were touched
+        assert [key in s["gradients"] for s in saved] == [waits] * ranks
+        if waits and row.rows:
+            touched = [s["gradients"][f"touched {row.rows}"] for s in saved]
+            assert [len(s["gradients"][key]) for s in saved] == [len(t) for t in touched] and all(len(t) < shape[0] / 2 for t in touched)
         if row.optimizer == "normuon":
             assert all(s["optimizer"][f"{row.name}.low"].dtype == torch.uint16 for s in saved)
     for r, s in enumerate(saved):
@@ -485,7 +489,7 @@ def build(cfg, seed=0):
 
 
 def everything(model, optimizer):
-    gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {f"{name}.grad": grad for name, grad in optimizer.gradients().items()}
     return tg.host_copy(model.state() | optimizer.state() | gradients)
 
 
@@ -495,19 +499,22 @@ def test_every_step_can_be_the_last(corpus, tmp_path, dtype):
     cfg = config(corpus, f"dtype={dtype}", *LONG)
     data, exchange = tg.find_data(cfg), tg.Exchange(0, 1)
     model, optimizer = build(cfg)
-    loader = tg.TrainLoader(cfg, data.train, 0, 1, False)
+    plans = [tg.plan(cfg, step) for step in range(cfg.steps)]
+    batches, position = tg.Batches(tg.TrainLoader(cfg, data.train, 0, 1, False), plans), (0, 0, 0)
     states, found = [everything(model, optimizer)], []
     for step in range(cfg.steps):
         run = tmp_path / f"{step}.checkpoint"
-        about = dict.fromkeys(("train_ms", "task", "script", "torch")) | {"step": step, "position": loader.position()}
+        about = dict.fromkeys(("train_ms", "task", "script", "torch")) | {"step": step, "position": position}
         tg.save_checkpoint(run, about, model, optimizer, exchange)
         found.append(tg.Checkpoint.find(str(run)))
-        tg.train_step(model, optimizer, loader, tg.plan(cfg, step))
+        batch = batches.next()
+        position = batch.position
+        tg.train_step(model, optimizer, batch)
         states.append(everything(model, optimizer))
 
     # All that may be forgotten comes up: gradients that wait, the untying, both shards, windows that grow.
     split, shards = tg.split_step(cfg), [checkpoint.about["position"][0] for checkpoint in found]
-    assert ["embed.grad" in state for state in states[:-1]] == [step % 2 == 1 for step in range(cfg.steps)]
+    assert ["embed rows.grad" in state for state in states[:-1]] == [step % 2 == 1 for step in range(cfg.steps)]
     assert [state["is_tied"] for state in states] == [step <= split for step in range(cfg.steps + 1)] and split == 7
     assert set(shards) == {0, 1} and 3 < shards.index(1) < 9
     assert len({state["rotary.window"] for state in states}) == 4
@@ -517,10 +524,9 @@ def test_every_step_can_be_the_last(corpus, tmp_path, dtype):
         model, optimizer = build(cfg, seed=1)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        checkpoint.load(model, optimizer, exchange)
-        assert tg.same_state(everything(model, optimizer), states[step]), step
+        touched = checkpoint.load(model, optimizer, exchange)
         loader = tg.TrainLoader(cfg, data.train, 0, 1, False, checkpoint.about["position"])
-        tg.train_step(model, optimizer, loader, tg.plan(cfg, step))
+        tg.train_step(model, optimizer, tg.Batches(loader, plans[step:], touched).next())
         assert tg.same_state(everything(model, optimizer), states[step + 1]), step
 
 
@@ -533,11 +539,12 @@ def test_the_loader_goes_on_from_each_position(corpus, world):
         loader, batches, positions = tg.TrainLoader(cfg, paths, rank, world, False), [], []
         for now in plans:
             positions.append(json.loads(json.dumps(loader.position())))
-            batches.append(fields(loader.batch(now.tokens, now.longest)))
+            batches.append(fields(loader.batch(now.tokens, now.longest, loader.rooms())))
         assert positions == sorted(positions) and len({tuple(p) for p in positions}) == cfg.steps
         assert [p[2] for p in positions] == [sum(now.tokens for now in plans[:i]) for i in range(cfg.steps)]
         for step, position in enumerate(positions):
             loader = tg.TrainLoader(cfg, paths, rank, world, False, position)
             assert loader.position() == tuple(position)
-            assert [fields(loader.batch(now.tokens, now.longest)) for now in plans[step:step + 2]] == batches[step:step + 2]
+            again = [fields(loader.batch(now.tokens, now.longest, loader.rooms())) for now in plans[step:step + 2]]
+            assert again == batches[step:step + 2]
             loader.close()
