@@ -21,7 +21,7 @@ Map of the file; a section uses only what stands above it
     6  Reference    the operations in plain torch: attention, MLP, the head's loss, polar factor
     7  Kernels      the place of their GPU forms (none yet: every device runs section 6)
     8  Model        rotary tables, the trunk, training and validation loss
-    9  Exchange     averages gradients over ranks, gathers updated parameters
+    9  Exchange     averages gradients over ranks, whole or by touched rows, gathers updated parameters
     10 Update rules Adam and NorMuon on one shard
     11 Optimizer    scatter, work, gather, in explicit orders
     12 Step         train_step, validate
