@@ -121,7 +121,7 @@ while (( $# )); do
             value=$1; shift ;;
         -h|--help) help=1; continue ;;
         --checkpoint-every|--checkpoint-every=*)
-            hint='; --resume LOG_FOLDER continues from the last checkpoint'
+            hint='; if it wrote a checkpoint, --resume LOG_FOLDER continues from it'
             args+=("$option"); continue ;;
         *) args+=("$option"); continue ;;
     esac

@@ -33,6 +33,7 @@ micro-batch, d = H * D model width, H heads of D, L layers, V rows of the padded
 """
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import gc
@@ -514,9 +515,11 @@ class LostContact(UserError):
 
 @contextlib.contextmanager
 def in_contact():
-    """Around what waits for other ranks: its RuntimeErrors mean that one of them is gone."""
+    """Around what waits for other ranks: its RuntimeErrors, but for want of memory, mean that one of them is gone."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as e:
         raise LostContact(f"another process of this run was killed or failed ({brief(e)}); look for its own message, and "
                           "start the run again") from None
@@ -537,6 +540,8 @@ def start_runtime() -> Ranks:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
     if missing:
         raise UserError(f"WORLD_SIZE={world} is set, {', '.join(missing)} not; start the script with torchrun, or unset it")
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # a killed torchrun would leave its ranks running
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)                       # PR_SET_PDEATHSIG
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
@@ -625,7 +630,7 @@ class RunLog:
         text = "" if loss is None else f"loss {loss:.3f}"
         if sys.stdout.isatty():
             if self.bar is None:
-                self.bar = tqdm(total=self.steps, unit="step", dynamic_ncols=True, file=sys.stdout)
+                self.bar = tqdm(total=self.steps, initial=step - 1, unit="step", dynamic_ncols=True, file=sys.stdout)
             self.bar.set_postfix_str(f"{text} time {train_ms / 1000:.1f}s", refresh=False)
             self.bar.update(step - self.bar.n)
         elif step * 20 // self.steps > (step - 1) * 20 // self.steps:
@@ -1982,7 +1987,7 @@ def peak_memory(device: torch.device) -> str:
 
 class Checkpoint(NamedTuple):
     """A folder like RUN.checkpoint/step00000120, beside the run's log: about.json, and rank0.pt, rank1.pt ... with each
-    rank's own shards. It gets that name when all of it is on disk, so a folder so named is complete, whatever ended the run.
+    rank's own shards. It gets that name when all of it is written, so a folder so named is complete, whatever ended the run.
     """
     path: Path
     about: dict  # step, train_ms, the loader's position, script, torch; task: what must be equal to go on
@@ -2004,7 +2009,9 @@ class Checkpoint(NamedTuple):
         try:
             about = json.loads((path / "about.json").read_text(encoding="utf-8"))
             return cls(path, {key: about[key] for key in ("step", "train_ms", "position", "task", "script", "torch")})
-        except (OSError, ValueError, LookupError, TypeError) as e:
+        except OSError as e:
+            raise UserError(f"cannot read {path / 'about.json'}: {brief(e)}; is the run still going?") from None
+        except (ValueError, LookupError, TypeError) as e:
             raise UserError(f"{path / 'about.json'} is damaged ({brief(e)}); remove {path.parent}, and start again") from None
 
     def load(self, model: GPT, optimizer: Optimizer, exchange: Exchange) -> dict[str, Tensor]:
@@ -2017,6 +2024,11 @@ class Checkpoint(NamedTuple):
             saved = torch.load(path, map_location="cpu", weights_only=True)
             if saved["rank"] != exchange.rank:
                 raise ValueError(f"rank {saved['rank']}'s share")
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except OSError as e:
+            raise UserError(f"cannot read {path}: {brief(e)}; is the run still going, and do all machines see its folder?"
+                            ) from None
         except Exception as e:  # what torch.load raises depends on the damage
             raise UserError(f"{path} is damaged ({brief(e)}); remove {path.parents[1]}, and start again") from None
         for name, p in model.named_parameters():
@@ -2038,9 +2050,9 @@ def save_checkpoint(run: Path, about: dict, model: GPT, optimizer: Optimizer, ex
             os.fsync(f.fileno())
 
     def begin():
-        for left in run.glob("*.partial") if master else ():
+        for left in run.glob("*.partial"):
             shutil.rmtree(left)
-        partial.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(parents=True)
 
     def share():
         state = {"rank": exchange.rank,
@@ -2051,12 +2063,12 @@ def save_checkpoint(run: Path, about: dict, model: GPT, optimizer: Optimizer, ex
             if not state["model"][name].isfinite().all():
                 raise UserError(f"{name} is not finite after step {about['step'] - 1}, which was not saved; lower the learning "
                                 "rate that was raised last")
-        write_file(f"rank{exchange.rank}.pt", lambda f: torch.save(state, f))
+        try:
+            write_file(f"rank{exchange.rank}.pt", lambda f: torch.save(state, f))
+        except RuntimeError as e:  # torch.save raises it when the disk is full
+            raise OSError(brief(e)) from None
 
     def finish():
-        shares = {path.name for path in partial.glob("rank*.pt")}
-        if missing := {f"rank{r}.pt" for r in range(exchange.world)} - shares:
-            raise UserError(f"{partial} lacks {min(missing)}; keep the log's folder where all machines see it")
         write_file("about.json", lambda f: f.write(json.dumps(about, indent=1).encode()))
         earlier = list(run.glob("step????????"))
         partial.rename(final)
@@ -2066,12 +2078,12 @@ def save_checkpoint(run: Path, about: dict, model: GPT, optimizer: Optimizer, ex
     def told(part):
         try:
             part()
-        except (OSError, RuntimeError) as e:  # torch.save raises one or the other when the disk is full
-            raise UserError(f"cannot write the checkpoint {final}: {brief(e)}; make room, and go on from the one before with "
-                            "--resume") from None
+        except OSError as e:
+            raise UserError(f"cannot write the checkpoint {final}: {brief(e)}; make room, in a folder that all machines see, "
+                            "and go on from the one before with --resume") from None
 
-    for part in (begin, share, finish if master else lambda: None):
-        exchange.together(told, part)
+    for part, takes_part in ((begin, master), (share, True), (finish, master)):
+        exchange.together(told, part if takes_part else lambda: None)
 
 
 def differing(a, b, path: str = "") -> list[str]:
@@ -2095,9 +2107,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         if message.startswith("unrecognized arguments: "):
-            word = message.split()[2].split("=")[0]
+            word = message.removeprefix("unrecognized arguments: ").split(" ")[0].split("=")[0]
             near = difflib.get_close_matches(word, self._option_string_actions, n=3)
-            message = f"unknown option {word}" + (f"; did you mean {', '.join(near)}?" if near else "")
+            message = f"unknown option {word!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
         raise UserError(f"{message}; -h lists the options")
 
     def print_help(self, file=None) -> None:
@@ -2350,5 +2362,6 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     status = main()
     if status:  # at once: what is left of this process may wait for ranks that no longer answer
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         os._exit(status)

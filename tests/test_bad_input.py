@@ -147,7 +147,7 @@ ROWS = [
     # options
     Row("a preset unknown", "--preset huge",
         "argument --preset: invalid choice: 'huge' (choose from <presets>); -h lists the options"),
-    Row("an option unknown", "--nmae x", "unknown option --nmae; did you mean --name, --save?; -h lists the options"),
+    Row("an option unknown", "--nmae x", "unknown option '--nmae'; did you mean --name, --save?; -h lists the options"),
     Row("an option without its value", "--seed", "argument --seed: expected one argument; -h lists the options"),
     Row("a seed that is no number", "--seed one",
         "argument --seed: give a whole number, 0 or more, not 'one'; -h lists the options"),
@@ -260,8 +260,8 @@ ROWS = [
     Row("nobody reads the screen", "",
         "cannot write to the screen: Broken pipe; send the output to a file, and read that", faults={0: lose_reader}, steps=0),
     *[Row(f"a disk too full for rank {rank}'s checkpoint", EVERY,
-          f"cannot write the checkpoint {RUN}/step00000004: No space left on device; make room, and go on from the one before "
-          "with --resume", faults={rank: At("torch.save", 2, disk_full)}, steps=4, kept=("step00000002",)) for rank in (0, 1)],
+          f"cannot write the checkpoint {RUN}/step00000004: No space left on device; make room, in a folder that all machines "
+          "see, and go on from the one before with --resume", faults={rank: At("torch.save", 2, disk_full)}, steps=4, kept=("step00000002",)) for rank in (0, 1)],
     # --resume
     Row("--resume where nothing is", "--resume nowhere",
         "--resume nowhere: no checkpoint there; give the folder of the log of a run that was started with --checkpoint-every "
@@ -285,7 +285,7 @@ ROWS = [
     Row("a damaged share of rank 1", RESUME,
         f"{HEAD}/rank1.pt is damaged (<why>); remove {RUN}, and start again", cut(f"{FILES}/rank1.pt", 999), steps=0),
     Row("no share of rank 0", RESUME,
-        f"{HEAD}/rank0.pt is damaged (No such file or directory); remove {RUN}, and start again",
+        f"cannot read {HEAD}/rank0.pt: No such file or directory; is the run still going, and do all machines see its folder?",
         lambda folder: next(folder.glob(f"{FILES}/rank0.pt")).unlink(), steps=0),
     # Ctrl-C: the message is not an error's
     Row("Ctrl-C, one process", "", "interrupted",

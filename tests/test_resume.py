@@ -123,6 +123,7 @@ def kill_soon(run, folder, before, rng):
 @pytest.mark.parametrize("world, change", [
     *[(world, (f"dtype={dtype}",)) for world in (0, 2, 4) for dtype in ("float32", "bfloat16")],
     (2, ("dtype=bfloat16", "params.*.reduction=fp32")),
+    (2, ("main_grad=false", "params.embed.exchange=reduce_scatter")),
 ], ids=lambda x: "-".join(x) if isinstance(x, tuple) else str(x))
 def test_killed_runs_end_as_if_never_stopped(launch, whole, tmp_path, world, change):
     """Four kills: two as a random step begins, after an odd number of steps and after an even one; two at any time."""
@@ -265,7 +266,8 @@ def test_each_rank_keeps_its_own_shards(stopped, whole, world, step):
         assert [key in s["gradients"] for s in saved] == [waits] * ranks
         if waits and row.rows:
             touched = [s["gradients"][f"touched {row.rows}"] for s in saved]
-            assert [len(s["gradients"][key]) for s in saved] == [len(t) for t in touched] and all(len(t) < shape[0] / 2 for t in touched)
+            assert [len(s["gradients"][key]) for s in saved] == [len(t) for t in touched]
+            assert all(len(t) < shape[0] / 2 for t in touched)
         if row.optimizer == "normuon":
             assert all(s["optimizer"][f"{row.name}.low"].dtype == torch.uint16 for s in saved)
     for r, s in enumerate(saved):
@@ -456,8 +458,12 @@ def test_damage_is_named(launch, stopped, name, damage):
     with launch(folder, "--resume", ATTEMPTS, world=2) as run:
         assert run.wait() == [1, 1]
     (line,) = run.err.splitlines()
-    assert f"{path.relative_to(folder)} is damaged" in line
-    assert f"remove {path.parents[1].relative_to(folder)}, and start again" in line and not (folder / "run by a pickle").exists()
+    if path.exists():
+        assert f"{path.relative_to(folder)} is damaged" in line
+        assert f"remove {path.parents[1].relative_to(folder)}, and start again" in line
+    else:
+        assert f"cannot read {path.relative_to(folder)}: No such file or directory; is the run still going" in line
+    assert not (folder / "run by a pickle").exists()
 
 
 def test_differing():
@@ -493,10 +499,10 @@ def everything(model, optimizer):
     return tg.host_copy(model.state() | optimizer.state() | gradients)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_step_can_be_the_last(corpus, tmp_path, dtype):
+@pytest.mark.parametrize("change", ["dtype=float32", "dtype=bfloat16", "main_grad=false"])
+def test_every_step_can_be_the_last(corpus, tmp_path, change):
     """Saved after it, loaded into what began otherwise: the same state, and the same after the next step."""
-    cfg = config(corpus, f"dtype={dtype}", *LONG)
+    cfg = config(corpus, change, *LONG)
     data, exchange = tg.find_data(cfg), tg.Exchange(0, 1)
     model, optimizer = build(cfg)
     plans = [tg.plan(cfg, step) for step in range(cfg.steps)]
@@ -514,7 +520,8 @@ def test_every_step_can_be_the_last(corpus, tmp_path, dtype):
 
     # All that may be forgotten comes up: gradients that wait, the untying, both shards, windows that grow.
     split, shards = tg.split_step(cfg), [checkpoint.about["position"][0] for checkpoint in found]
-    assert ["embed rows.grad" in state for state in states[:-1]] == [step % 2 == 1 for step in range(cfg.steps)]
+    waiting = "embed rows.grad" if cfg.main_grad else "embed.grad"
+    assert [waiting in state for state in states[:-1]] == [step % 2 == 1 for step in range(cfg.steps)]
     assert [state["is_tied"] for state in states] == [step <= split for step in range(cfg.steps + 1)] and split == 7
     assert set(shards) == {0, 1} and 3 < shards.index(1) < 9
     assert len({state["rotary.window"] for state in states}) == 4

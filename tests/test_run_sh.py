@@ -212,7 +212,7 @@ def test_a_killed_launcher_is_one_line(repository, tmp_path):
 def test_a_run_with_checkpoints_can_be_continued(repository, option):
     ran = call(repository, "--seed", "0", *option, FAIL_ON_SEED="0", FAILURES='{"0": [130, 50]}')
     assert torchruns(ran)[0]["argv"][-len(option):] == option
-    assert ran.stderr.splitlines() == [last_line("interrupted", "; --resume LOG_FOLDER continues from the last checkpoint")]
+    assert ran.stderr.splitlines() == [last_line("interrupted", "; if it wrote a checkpoint, --resume LOG_FOLDER continues from it")]
 
 
 @pytest.mark.parametrize("arguments, message", (

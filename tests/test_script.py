@@ -276,3 +276,20 @@ def test_a_loss_that_is_not_finite_stops_the_run(place, processes):
     assert "complete: yes" not in text and "val_loss:" not in text
     last = [line for line in text.splitlines() if line.startswith("step:")][-1]
     assert int(STEP.fullmatch(last)[1]) <= int(said[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a lost parent")
+def test_a_killed_torchrun_leaves_nothing_running(place):
+    """Its ranks hold the pipe: it ends when they are gone, long before their last step."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), "--preset", "cpu", "--data", "corpus"]
+    before = set(place.glob("records/**/*.txt"))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    process = subprocess.Popen([sys.executable, *command, *settings("warmup=false", "stages.0.steps=8")],
+                               cwd=place, env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    while not process.stdout.readline().startswith("step 4/"):
+        assert process.poll() is None
+    process.kill()
+    assert process.communicate(timeout=60)[0].count("validation loss") == 0
+    (log,) = set(place.glob("records/**/*.txt")) - before
+    assert "complete: yes" not in log.read_text(encoding="utf-8").splitlines()
