@@ -121,7 +121,7 @@ def kill_soon(run, folder, before, rng):
 
 
 @pytest.mark.parametrize("world, change", [
-    *[(world, (f"dtype={dtype}",)) for world in (0, 2, 4) for dtype in ("float32", "bfloat16")],
+    (0, ("dtype=bfloat16",)), (2, ("dtype=float32",)), (4, ("dtype=bfloat16",)),
     (2, ("dtype=bfloat16", "params.*.reduction=fp32")),
     (2, ("main_grad=false", "params.embed.exchange=reduce_scatter")),
 ], ids=lambda x: "-".join(x) if isinstance(x, tuple) else str(x))
@@ -531,6 +531,8 @@ def test_every_step_can_be_the_last(corpus, tmp_path, change):
         model, optimizer = build(cfg, seed=1)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
+        for grad in optimizer.main_grad.values():
+            grad.fill_(1)
         touched = checkpoint.load(model, optimizer, exchange)
         loader = tg.TrainLoader(cfg, data.train, 0, 1, False, checkpoint.about["position"])
         tg.train_step(model, optimizer, tg.Batches(loader, plans[step:], touched).next())
