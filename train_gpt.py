@@ -1997,7 +1997,7 @@ class Checkpoint(NamedTuple):
         """The newest of a run, given by its log, its .checkpoint folder, or a folder that holds one such folder."""
         path = Path(where)
         runs = sorted(run for run in path.glob("*.checkpoint") if any(run.glob("step????????")))
-        if path.suffix in (".checkpoint", ".txt"):
+        if not runs and path.suffix in (".checkpoint", ".txt"):
             runs = [path.with_name(path.name.split(".")[0] + ".checkpoint")]
         if len(runs) > 1:
             raise UserError(f"--resume {where}: several runs have checkpoints there; name one: {', '.join(map(str, runs))}")
@@ -2031,11 +2031,14 @@ class Checkpoint(NamedTuple):
                             ) from None
         except Exception as e:  # what torch.load raises depends on the damage
             raise UserError(f"{path} is damaged ({brief(e)}); remove {path.parents[1]}, and start again") from None
-        for name, p in model.named_parameters():
-            optimizer.own(name, p.detach()).copy_(saved["model"][name])
-        model.load_state(saved["model"] | dict(model.named_parameters()))
-        optimizer.load_state(saved["optimizer"])
-        return optimizer.load_gradients(saved["gradients"])
+        try:
+            for name, p in model.named_parameters():
+                optimizer.own(name, p.detach()).copy_(saved["model"][name])
+            model.load_state(saved["model"] | dict(model.named_parameters()))
+            optimizer.load_state(saved["optimizer"])
+            return optimizer.load_gradients(saved["gradients"])
+        except KeyError as e:  # a script may change between, but not what there is to save
+            raise UserError(f"{path} lacks {e}; go on with the script that wrote it: the run's log holds it") from None
 
 
 def save_checkpoint(run: Path, about: dict, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
@@ -2150,6 +2153,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.name and not all(c.isalnum() or c in "_-." for c in args.name):
         parser.error(f"--name {args.name!r}: letters, digits, and . _ - only: it becomes a folder's name")
+    if args.resume == "":
+        parser.error("--resume: give the folder of a log")
     if args.name and args.resume:
         parser.error("--name and --resume: a resumed run's log goes beside the first one; leave --name out")
     return args
@@ -2223,7 +2228,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         except (OSError, RuntimeError) as e:
             raise UserError(f"--save {args.save}: {brief(e)}; the run itself is complete, its log is {log.path}") from None
     done = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
-    if done.exists():
+    with contextlib.suppress(OSError):
         done = done.rename(done.with_suffix(".partial"))
     shutil.rmtree(done, ignore_errors=True)
     earlier = sorted(p for p in Path("records", track).glob("[0-9]*") if p.is_dir() and p != folder)

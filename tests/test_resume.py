@@ -73,9 +73,9 @@ ATTEMPTS = Path("records", "other", "attempts")
 
 
 def logs(folder):
-    """The text of each log below `folder`, without the script's source, by name."""
+    """The text of each log below `folder`, without the script's source, by name; a run may be changing its checkpoints there."""
     source = Path(tg.__file__).read_text(encoding="utf-8")
-    return {path.name: path.read_text(encoding="utf-8").removeprefix(source) for path in folder.glob("records/**/*.txt")}
+    return {path.name: path.read_text(encoding="utf-8").removeprefix(source) for path in folder.glob("records/*/*/*.txt")}
 
 
 def validations(folder):
