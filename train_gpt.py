@@ -119,11 +119,17 @@ class Param:
     tied_to: str = ""                     # until the split step this is the transpose of that parameter
     reduction: str = "backend"            # backend: its own order and rounding; fp32, as sparse ever: by us, in rank order
     rows: str = ""                        # of a table: what numbers its rows, the inputs' tokens or bigrams
+    product: bool = False                 # a matrix product's weight, or a bank of them: its backward writes the gradient
+    matrix_lr_mul: tuple[float, ...] = () # NorMuon: factors of successive matrices, repeating
 
     @property
     def sharded(self) -> bool:
         return self.exchange != "all_reduce"
-    matrix_lr_mul: tuple[float, ...] = () # NorMuon: factors of successive matrices, repeating
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its gradient can go to main_grad, past autograd."""
+        return self.product or bool(self.rows)
 
 
 PARAMS = (
@@ -139,11 +145,11 @@ PARAMS = (
     Param("resid_lambdas",  "adam",    "all_reduce",     (.90, .95),   5.00,    0, "float32"),
     Param("value_embeds",   "adam",    "sparse",         (.75, .95),  75.00,    5, rows="tokens"),
     Param("bigram_embed",   "adam",    "sparse",         (.75, .95),  75.00,    5, rows="bigrams"),
-    Param("lm_head",        "adam",    "reduce_scatter", (.50, .95),   1.00,  150),
+    Param("lm_head",        "adam",    "reduce_scatter", (.50, .95),   1.00,  150, product=True),
     Param("embed",          "adam",    "sparse",         (.50, .95),   1.00,  150, rows="tokens", tied_to="lm_head"),
-    Param("qk_bank",        "normuon", "reduce_scatter"),
-    Param("vo_bank",        "normuon", "reduce_scatter"),
-    Param("mlp_bank",       "normuon", "reduce_scatter", matrix_lr_mul=(1.0, 2.0)),
+    Param("qk_bank",        "normuon", "reduce_scatter", product=True),
+    Param("vo_bank",        "normuon", "reduce_scatter", product=True),
+    Param("mlp_bank",       "normuon", "reduce_scatter", product=True, matrix_lr_mul=(1.0, 2.0)),
 )
 
 
@@ -215,7 +221,8 @@ class Config:
     polar_dtype: str = "bfloat16"       # arithmetic of the orthogonalisation
     # the run
     warmup: bool = True                 # rehearse every stage off the clock, then reset
-    main_grad: bool = True              # tables' gradients: sums of touched rows, kept in place; false: autograd's dense ones
+    main_grad: bool = True              # gradients of banks, head, tables are written in place; false: autograd adds them up
+    delay_head_grad: bool = False       # the head's, of the last micro-batch, is computed while the banks' are exchanged
     head_chunk: int = 8192              # tokens whose logits exist at once
 
     @property
@@ -351,6 +358,8 @@ def check_config(cfg: Config, world: int) -> None:
             raise UserError(f"params.{row.name}.optimizer=normuon: it is for banks of matrices")
         if row.rows != (expected := {"value_embeds": "tokens", "embed": "tokens", "bigram_embed": "bigrams"}.get(row.name, "")):
             raise UserError(f"params.{row.name}.rows={row.rows}: must be {expected or 'empty'}")
+        if row.product != (row.name == "lm_head" or row.name.endswith(("qk_bank", "vo_bank", "mlp_bank"))):
+            raise UserError(f"params.{row.name}.product={row.product}: must be {not row.product}")
         if row.exchange == "sparse" and not row.rows:
             raise UserError(f"params.{row.name}.exchange=sparse: only tables of rows are exchanged so; use reduce_scatter")
         if row.dtype == "float32" and not row.name.endswith(("lambdas", "scalars")):
@@ -1091,11 +1100,6 @@ def shift_keys(k: Tensor) -> Tensor:
     return torch.cat([turning, torch.cat([still[:1], still[:-1]])], dim=-1)
 
 
-def mlp(x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
-    """relu(x fc^T)^2 proj: x (T, d), fc and proj both (F, d)."""
-    return F.linear(x, fc).relu().square() @ proj
-
-
 SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
 
 
@@ -1121,29 +1125,19 @@ def softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...]) ->
     return losses, ((total[:, None] * p - wanted) * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)).to(logits.dtype)
 
 
-class HeadLoss(torch.autograd.Function):
-    """Loss of x @ lm_head summed over tokens; the gradient is made in the forward, chunk by chunk, so that the logits of
-    all tokens never exist at once. x (T, d), lm_head (d, V), targets (T,) int64."""
+def head_loss(x: Tensor, lm_head: Tensor, targets: Tensor, weights: tuple[float, ...], chunk: int) -> tuple[Tensor, Tensor]:
+    """Multi-token loss of x @ lm_head summed over tokens, and its gradient.
 
-    @staticmethod
-    def forward(ctx, x, lm_head, targets, weights, chunk):
-        dx = torch.empty_like(x)
-        wide = torch.promote_types(lm_head.dtype, torch.float32)
-        dw = torch.zeros_like(lm_head, dtype=wide)
-        total = torch.zeros((), dtype=wide, device=x.device)
-        for i in range(0, x.size(0), chunk):
-            part = x[i:i + chunk]
-            losses, dlogits = softcap_loss(part @ lm_head, targets[i:i + chunk + len(weights) - 1], weights)
-            total += losses.sum()
-            dx[i:i + chunk] = dlogits @ lm_head.T
-            dw += part.T @ dlogits
-        ctx.save_for_backward(dx, dw.to(lm_head.dtype))
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        dx, dw = ctx.saved_tensors
-        return dx * grad, dw * grad, None, None, None
+    x (T, d), lm_head (d, V), targets (T,) int64. -> loss, 0-d, at least fp32; d(loss)/d(logits) (T, V) in x's dtype. What is
+    wider than that exists for `chunk` tokens at once.
+    """
+    dlogits = x.new_empty(x.size(0), lm_head.size(1))
+    total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    for i in range(0, x.size(0), chunk):
+        logits = x[i:i + chunk] @ lm_head
+        losses, dlogits[i:i + chunk] = softcap_loss(logits, targets[i:i + chunk + len(weights) - 1], weights)
+        total += losses.sum()
+    return total, dlogits
 
 
 def sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
@@ -1188,9 +1182,133 @@ def polar(g: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # ======================================================================================================================
-# 7  Kernels. The place of section 6's GPU forms, of their choice, and of weight gradients written straight into main_grad.
-#    None yet: every device runs section 6, and autograd accumulates.
+# 7  Kernels. Products whose backward writes the weight's gradient where it stays. (The place of section 6's GPU forms; none
+#    yet: every device runs section 6.)
 # ======================================================================================================================
+
+def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor | None, overwrite: bool) -> None:
+    """Writes, or adds, a^T b, or a alone, to the rows from `start` on of main_grad (.., cols), taken as one matrix.
+
+    a (T, rows) and b (T, cols), or a (rows, cols). A product that is added is rounded once, with the sum.
+    """
+    out = main_grad.view(-1, main_grad.size(-1))[start:start + (a.size(0) if b is None else a.size(1))]
+    if b is None:
+        out.copy_(a) if overwrite else out.add_(a)
+    else:
+        torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
+
+
+# For compiled code, which must see it as one operation: what it takes apart it would copy.
+_write_grad = torch.library.custom_op("train_gpt::write_grad", write_grad, mutates_args=("main_grad",))
+
+
+class WeightGrad:
+    """What a product's backward does with the gradient of its weight. The contract is TransformerEngine's (pull request 2871):
+
+        main_grad   delayed   weight has grad_added_to_main_grad   autograd is given
+        none        no        -                                    the gradient
+        none        yes       -                                    None; `run` adds it to weight.grad
+        a buffer    either    no                                   None
+        a buffer    either    yes; becomes True                    a new tensor, so that the weight's hooks fire
+
+    main_grad, of the weight's shape and dtype, stays. A backward overwrites it if it is `fresh`, that is, nothing was written
+    since the optimizer used it, else adds to it; whoever calls the backward says afterwards that it was `written`. The new
+    tensor is not initialised, and the hook is to drop it. A view of main_grad in its place would count the gradient twice:
+    autograd adds what it is given.
+    """
+
+    def __init__(self, weight: Tensor | None = None, main_grad: Tensor | None = None):
+        self.weight, self.main_grad = weight, main_grad
+        self.fresh, self.delayed, self.queue = True, False, []
+
+    def give(self, start: int, a: Tensor, b: Tensor | None = None) -> Tensor | None:
+        """Takes the gradient, as `write_grad` does, of the weight's rows from `start`. -> for autograd."""
+        if self.delayed:
+            self.queue.append((start, a, b))
+        elif self.main_grad is None:
+            return a if b is None else a.T @ b
+        else:
+            (_write_grad if torch.compiler.is_compiling() else write_grad)(self.main_grad, start, a, b, self.fresh)
+        if self.main_grad is None or not hasattr(self.weight, "grad_added_to_main_grad"):
+            return None
+        self.weight.grad_added_to_main_grad = True
+        return torch.empty_like(self.weight)
+
+    def written(self) -> None:
+        """After a backward."""
+        if not self.queue:
+            self.fresh = False
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Computes what was delayed."""
+        if self.queue and self.main_grad is None and self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight)
+        for start, a, b in self.queue:
+            if self.main_grad is None:
+                write_grad(self.weight.grad, start, a, b, overwrite=False)
+            else:
+                write_grad(self.main_grad, start, a, b, self.fresh)
+        if self.queue:
+            self.queue.clear()
+            self.written()
+
+
+TO_AUTOGRAD = WeightGrad()
+
+
+class Part(NamedTuple):
+    """A product's weight: some rows of a bank, or all of a parameter."""
+    w: Tensor  # (rows, cols)
+    start: int = 0  # where they begin in the bank, taken as one matrix
+    grad: WeightGrad = TO_AUTOGRAD
+
+
+class Linear(torch.autograd.Function):
+    """h @ (scale * W)^T; the operand scale * W, rounded to W's dtype, is made again in the backward."""
+
+    @staticmethod
+    def forward(ctx, h, scale, places, *weights):
+        ctx.places = places
+        ctx.save_for_backward(h, scale, *weights)
+        return F.linear(h, scale * torch.cat(weights))
+
+    @staticmethod
+    def backward(ctx, dy):
+        h, scale, *weights = ctx.saved_tensors
+        dscale, given = 0, []
+        for (start, grad), w, part in zip(ctx.places, weights, dy.split([w.size(0) for w in weights], dim=1)):
+            product = part.T @ h
+            dscale = dscale + (product.to(scale.dtype) * w).sum()
+            given.append(grad.give(start, product * scale))
+        return dy @ (scale * torch.cat(weights)), dscale, None, *given
+
+
+def linear(h: Tensor, scale: Tensor, parts: list[Part]) -> Tensor:
+    """h (T, cols) @ (scale * W)^T with W the parts one below another; scale 0-d, at least fp32, its gradient summed so."""
+    return Linear.apply(h, scale, tuple((part.start, part.grad) for part in parts), *(part.w for part in parts))
+
+
+class MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, places, fc, proj):
+        r = F.linear(h, fc).relu()
+        ctx.places = places
+        ctx.save_for_backward(h, r, fc, proj)
+        return r.square() @ proj
+
+    @staticmethod
+    def backward(ctx, dy):
+        h, r, fc, proj = ctx.saved_tensors
+        (fc_start, fc_grad), (proj_start, proj_grad) = ctx.places
+        given = proj_grad.give(proj_start, r.square(), dy)
+        da = (dy @ proj.T).mul_(2 * r)
+        return da @ fc, None, fc_grad.give(fc_start, da, h), given
+
+
+def mlp(h: Tensor, fc: Part, proj: Part) -> Tensor:
+    """relu(h fc^T)^2 proj: h (T, d), fc and proj both (F, d)."""
+    return MLP.apply(h, ((fc.start, fc.grad), (proj.start, proj.grad)), fc.w, proj.w)
 
 
 # ======================================================================================================================
@@ -1276,19 +1394,25 @@ class GPT(nn.Module):
         for name, value in values.items():
             getattr(self, name)[:value.size(0)].copy_(value)
 
-    def trunk(self, embed_rows: Tensor, bigram_rows: Tensor, value_rows: Tensor, seq: Sequences) -> Tensor:
-        """Rows of the three tables, (T, d), (T, d), (T, tables, d), to the head's input (T, d)."""
+    def parts(self, name: str, rows: int, count: int, grads: dict[str, WeightGrad]) -> list[Part]:
+        """The first `count` matrices, of `rows` rows, of a bank."""
+        # One unbind a bank: autograd, if it has to, assembles the bank's gradient once; of slices it would add up whole banks.
+        matrices = getattr(self, name).view(-1, self.cfg.dim)[:count * rows].view(count, rows, self.cfg.dim).unbind()
+        return [Part(w, i * rows, grads.get(name, TO_AUTOGRAD)) for i, w in enumerate(matrices)]
+
+    def trunk(self, embed_rows: Tensor, bigram_rows: Tensor, value_rows: Tensor, seq: Sequences,
+              grads: dict[str, WeightGrad]) -> Tensor:
+        """Rows of the three tables, (T, d), (T, d), (T, tables, d), to the head's input (T, d). The backward gives the banks'
+        gradients to `grads`, where it names them, else to autograd."""
         cfg, L, dtype = self.cfg, len(self.cfg.layers), embed_rows.dtype
         attn_scales = self.scalars[:2 * L].view(L, 2).unbind()
         smear, backout, skip = self.scalars[2 * L:].unbind()
         post, resid = self.post_lambdas.to(dtype), self.resid_lambdas.to(dtype)
         x0_lambda, bigram_lambda = self.x0_lambdas.to(dtype), self.bigram_lambdas.to(dtype)
-        # One unbind a bank: its backward assembles the bank's gradient once, where slices would add up whole banks.
         n = len(self.attention_index)
-        qk = self.qk_bank[:n * cfg.heads].view(n, 2 * cfg.dim, cfg.dim).unbind()
-        vo = self.vo_bank[:2 * n].view(n, 2, cfg.dim, cfg.dim).unbind()
-        fc, proj = self.mlp_bank[:L].unbind(1)
-        fc, proj = fc.unbind(), proj.unbind()
+        qk = self.parts("qk_bank", 2 * cfg.dim, n, grads)
+        vo = self.parts("vo_bank", cfg.dim, 2 * n, grads)
+        matrices = self.parts("mlp_bank", cfg.mlp_dim, 2 * L, grads)
 
         values = value_rows.unbind(1)
         x0 = x = self.smear(embed_rows, smear)
@@ -1302,11 +1426,11 @@ class GPT(nn.Module):
                 h = norm(x) if layer.reads == "stream" else saved["normed back"]
                 m = self.attention_index[i]
                 value_row = None if layer.value is None else values[layer.value]
-                y = self.attention(i, h, value_row, torch.cat([qk[m], vo[m][0]]), vo[m][1], attn_scales[i], seq)
+                y = self.attention(i, h, value_row, [qk[m], vo[2 * m]], vo[2 * m + 1], attn_scales[i], seq)
                 x = resid[i, 0] * x + post[i, 0] * y + x0_lambda[i] * x0
                 if i > 0:  # layer 0's share of the bigram row went in before it
                     x = x + bigram_lambda[i] * bigram_rows
-            x = resid[i, 1] * x + post[i, 1] * self.mlp(i, norm(x), fc[i], proj[i])
+            x = resid[i, 1] * x + post[i, 1] * self.mlp(i, norm(x), matrices[2 * i], matrices[2 * i + 1])
             if layer.saves:
                 saved[layer.saves] = x
                 if layer.saves == "back":
@@ -1318,16 +1442,16 @@ class GPT(nn.Module):
         gate = scale * torch.sigmoid(F.linear(x[1:, :12], self.smear_gate))
         return norm(torch.cat([x[:1], x[1:] + gate * x[:-1]]))
 
-    def mlp(self, i: int, h: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
+    def mlp(self, i: int, h: Tensor, fc: Part, proj: Part) -> Tensor:
         """Layer i's MLP on h (T, d). A method, like attention, so that a subclass can watch or replace one layer's."""
         return mlp(h, fc, proj)
 
-    def attention(self, i: int, h: Tensor, value_row: Tensor | None, qkv: Tensor, out: Tensor, scales: Tensor,
+    def attention(self, i: int, h: Tensor, value_row: Tensor | None, qkv: list[Part], out: Part, scales: Tensor,
                   seq: Sequences) -> Tensor:
         """Layer i's attention on h (T, d) with weights scales[0] * qkv (3d, d) and scales[1] * out (d, d); value_row (T, d)."""
         cfg, layer = self.cfg, self.cfg.layers[i]
         (T, d), H, D = h.shape, cfg.heads, cfg.head_dim
-        q, k, v = F.linear(h, scales[0] * qkv).view(T, 3, H, D).unbind(1)
+        q, k, v = linear(h, scales[0], qkv).view(T, 3, H, D).unbind(1)
         q, k = norm(q), norm(k)
         window = seq.long if layer.window == "long" else seq.short
         if value_row is not None:
@@ -1348,7 +1472,7 @@ class GPT(nn.Module):
             v = v.reshape(2 * T, H // 2, D)
             y = attention(q, k, v, 2 * seq.cu_seqlens, 2 * seq.longest, window, self.rotary.scale).view(T, H, D)
         y = y * torch.sigmoid(F.linear(h[:, :12], self.attn_gate_bank[self.attention_index[i]]))[:, :, None]
-        return F.linear(y.reshape(T, d), scales[1] * out)
+        return linear(y.reshape(T, d), scales[1], [out])
 
     def look_up(self, batch: MicroBatch, leaves: bool = False) -> dict[str, Tensor]:
         """The tables' rows at a micro-batch's positions, (T, d), of value_embeds (T, tables, d), by the table's name; with
@@ -1361,16 +1485,21 @@ class GPT(nn.Module):
                 rows[row.name] = found.unflatten(1, table.shape[1:]).requires_grad_(found.requires_grad or leaves)
         return rows
 
-    def activations(self, batch: MicroBatch, short: int, long: int, rows: dict[str, Tensor] | None = None) -> Tensor:
+    def activations(self, batch: MicroBatch, short: int, long: int, rows: dict[str, Tensor] | None = None,
+                    grads: dict[str, WeightGrad] | None = None) -> Tensor:
         """The head's input (T, d), for a micro-batch on this model's device; windows in tokens; rows from `look_up`."""
         rows = rows or self.look_up(batch)
         return self.trunk(rows["embed"], rows["bigram_embed"], rows["value_embeds"],
-                          Sequences(batch.cu_seqlens, batch.longest, short, long))
+                          Sequences(batch.cu_seqlens, batch.longest, short, long), grads or {})
 
-    def loss(self, batch: MicroBatch, now: StepPlan, rows: dict[str, Tensor] | None = None) -> Tensor:
-        """Training loss summed over the micro-batch's tokens."""
-        x = self.activations(batch, now.short, now.long, rows)
-        return HeadLoss.apply(x, self.lm_head, batch.targets, now.mtp, self.cfg.head_chunk)
+    @torch.no_grad()
+    def head(self, x: Tensor, targets: Tensor, weights: tuple[float, ...],
+             grad: WeightGrad = TO_AUTOGRAD) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Training loss, 0-d, summed over the tokens of x (T, d); and where the backward begins: x, and lm_head if autograd is
+        to see it, with their gradients."""
+        loss, dlogits = head_loss(x, self.lm_head, targets, weights, self.cfg.head_chunk)
+        given = grad.give(0, x.detach(), dlogits)
+        return loss, [(x, dlogits @ self.lm_head.T)] + ([] if given is None else [(self.lm_head, given)])
 
     @torch.no_grad()
     def validation_loss(self, batch: MicroBatch, short: int, long: int) -> Tensor:
@@ -1625,11 +1754,11 @@ class Optimizer:
     """Sharded Adam and NorMuon. Gradients are launched in `scatter_order`, updates done in `work_order`; every
     parameter's own arithmetic is the same under any order.
 
-    params: tensors by name. Gradients are sums over micro-batches, for Adam over two steps, in the parameter's dtype (the
-    head's and the tables' within a micro-batch in fp32), and are exchanged in it. They are found in `.grad`, which is
-    dropped after use, those of tables in main_grad, which this class owns: `collect` writes the touched rows, a row's
-    first write after an Adam step overwrites it, later ones add. Until the split, a parameter tied to another, its transpose,
-    adds its gradient to that one's and copies its values.
+    params: tensors by name. Gradients are sums over micro-batches, for Adam over two steps, in the parameter's dtype, and are
+    exchanged in it; within a micro-batch those of banks, head and tables are sums in fp32. They are found in main_grad, which
+    this class owns: a backward writes products' to `weight_grads`, `collect` writes the rows of tables that were touched; the
+    first write after an update overwrites, later ones add. Small parameters' are in `.grad`, which is dropped after use.
+    Until the split, a parameter tied to another, its transpose, adds its gradient to that one's and copies its values.
 
     Why the order cannot matter: a parameter's update reads only its own gradient, moments and count; the sum over ranks has an
     order of its own; what two parameters share, the tie, is added before its sum and copied after its gather, wherever
@@ -1644,7 +1773,8 @@ class Optimizer:
         self.tied_copy = {host: name for name, host in self.tied.items()}
         self.is_tied, wide = True, wide_dtype(cfg)
         self.tensors, self.adam_steps = {}, {}  # moments and low bits, by "parameter.kind"; Adam steps, by parameter
-        self.main_grad, self.touched = {}, {}  # by table; by what numbers the rows of tables: Touched
+        self.main_grad, self.weight_grads = {}, {}  # by parameter: of products and tables; of products
+        self.touched = {}                      # by what numbers the rows of tables: Touched
         self.counts, self.routes = None, {}    # of the step's exchange of touched rows
         self.blocks = {}  # by table with sparse exchange: this rank's block of the mean gradient, 0 between steps
         self.room = {}    # for other ranks' gradients, where reduction is fp32
@@ -1652,8 +1782,11 @@ class Optimizer:
         for name, p in params.items():
             row, own = self.rows[name], self.own(name, p)
             zeros = lambda shape, dtype=wide: torch.zeros(shape, dtype=dtype, device=p.device)
-            if row.rows and cfg.main_grad:
+            if row.in_place and cfg.main_grad:
                 self.main_grad[name] = torch.zeros_like(p, requires_grad=False)
+                p.requires_grad_(False)
+            if row.product:
+                self.weight_grads[name] = WeightGrad(p, self.main_grad.get(name))
             if row.exchange == "sparse" and exchange.world > 1:
                 self.blocks[name] = zeros(own.shape)
             elif row.reduction == "fp32" and exchange.world > 1:
@@ -1699,8 +1832,11 @@ class Optimizer:
     @torch.no_grad()
     def collect(self, rows: dict[str, Tensor], index: dict[str, RowIndex]) -> None:
         """After a micro-batch's backward: takes over the gradients of the rows that the model looked up."""
+        for grad in self.weight_grads.values():
+            grad.written()
         for name, main_grad in self.main_grad.items():
-            sum_rows(main_grad, rows[name].grad, index[self.rows[name].rows])
+            if self.rows[name].rows:
+                sum_rows(main_grad, rows[name].grad, index[self.rows[name].rows])
 
     def gradient(self, name: str) -> Tensor:
         grad = self.main_grad.get(name, self.params[name].grad)
@@ -1711,7 +1847,9 @@ class Optimizer:
     def release(self, name: str) -> None:
         """The gradient is used up. Exchanged whole, main_grad must be 0 where the next gradient does not write."""
         self.params[name].grad = None
-        if name in self.blocks and name in self.main_grad:
+        if name in self.weight_grads:
+            self.weight_grads[name].fresh = True
+        if not self.rows[name].rows or name in self.blocks and name in self.main_grad:
             return
         if name in self.main_grad and self.exchange.world > 1:
             self.main_grad[name].zero_()
@@ -1730,6 +1868,8 @@ class Optimizer:
     def scatter(self, now: StepPlan) -> dict[str, Pending]:
         pending = {}
         for name in self.cfg.scatter_order:
+            if name in self.weight_grads:
+                self.weight_grads[name].run()  # while what stands before it in the order is on its way
             if not self.updates(name, now):
                 continue
             grad, row = self.gradient(name), self.rows[name]
@@ -1814,10 +1954,13 @@ class Optimizer:
 
     def gradients(self) -> dict:
         """Those that await the next Adam step: of tables the touched rows, and which they are."""
-        rows = {name: self.touched[self.rows[name].rows].rows for name in self.main_grad if self.touched}
-        return {**{name: p.grad for name, p in self.params.items() if p.grad is not None},
-                **{f"{name} rows": self.main_grad[name][numbers] for name, numbers in rows.items()},
-                **{f"touched {kind}": t.rows for kind, t in self.touched.items()}}
+        kept = {name: p.grad for name, p in self.params.items() if p.grad is not None}
+        for name, main_grad in self.main_grad.items():
+            if name in self.weight_grads and not self.weight_grads[name].fresh:
+                kept[name] = main_grad
+            elif self.rows[name].rows and self.touched:
+                kept[f"{name} rows"] = main_grad[self.touched[self.rows[name].rows].rows]
+        return kept | {f"touched {kind}": t.rows for kind, t in self.touched.items()}
 
     @torch.no_grad()
     def load_gradients(self, saved: dict) -> dict[str, Tensor]:
@@ -1825,11 +1968,13 @@ class Optimizer:
         touched = {key.removeprefix("touched "): rows for key, rows in saved.items() if key.startswith("touched ")}
         self.touched = {}
         for name, p in self.params.items():
-            p.grad = saved[name].to(p.device) if name in saved else None
-            if name in self.main_grad:
-                self.main_grad[name].zero_()
-                if f"{name} rows" in saved:
-                    self.main_grad[name][touched[self.rows[name].rows]] = saved[f"{name} rows"].to(p.device)
+            p.grad = saved[name].to(p.device) if name in saved and name not in self.main_grad else None
+        for name, main_grad in self.main_grad.items():
+            if name in self.weight_grads:
+                self.weight_grads[name].fresh = name not in saved
+            main_grad.copy_(saved[name]) if name in saved else main_grad.zero_()
+            if f"{name} rows" in saved:
+                main_grad[touched[self.rows[name].rows]] = saved[f"{name} rows"].to(main_grad.device)
         return touched
 
 
@@ -1841,18 +1986,21 @@ def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> Tensor:
     """One batch and one optimizer step. -> mean loss of this rank's predictions, 0-d, on the device."""
     now, micro_batches = batch.now, batch.micro_batches
     model.rotary.extend(now.long)
-    grad_scale, total = 1 / len(micro_batches), 0.0
+    weights, total = tuple(weight / len(micro_batches) for weight in now.mtp), 0.0
+    grads, head_grad = optimizer.weight_grads, optimizer.weight_grads["lm_head"]
     for i, micro_batch in enumerate(micro_batches):
         micro_batch, last = micro_batch.to(model.embed.device), i == len(micro_batches) - 1
         if last:
             optimizer.announce(now, micro_batch.touched)
         rows = model.look_up(micro_batch, leaves=model.cfg.main_grad)
-        loss = model.loss(micro_batch, now, rows)
+        x = model.activations(micro_batch, now.short, now.long, rows, grads)
+        head_grad.delayed = last and model.cfg.delay_head_grad
+        loss, begin = model.head(x, micro_batch.targets, weights, head_grad)
         if last:
             optimizer.route()
-        (loss * grad_scale).backward()
+        torch.autograd.backward(*zip(*begin))
         optimizer.collect(rows, micro_batch.index)
-        total = total + loss.detach() * grad_scale / (micro_batch.inputs.size(0) * sum(now.mtp))
+        total = total + loss / (micro_batch.inputs.size(0) * sum(now.mtp))
     optimizer.step(now)
     return total
 

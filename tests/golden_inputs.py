@@ -97,6 +97,14 @@ def tiny_batch(rank=0):
     return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, 2560, room)
 
 
+def backward(model, batch, now, rows=None, grads=None):
+    """A micro-batch forward and backward; its loss, summed over tokens. Without `grads` all by autograd."""
+    x = model.activations(batch, now.short, now.long, rows, grads)
+    loss, begin = model.head(x, batch.targets, now.mtp, (grads or {}).get("lm_head", tg.TO_AUTOGRAD))
+    torch.autograd.backward(*zip(*begin))
+    return loss
+
+
 def next_batch(loader, tokens, longest):
     """A training batch of any size, in memory of its own."""
     T = tokens // loader.slices

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt as tg
-from golden_inputs import (FILL, GOLDEN, distance, fill, fill_model, golden_key, golden_layout, hash_words, next_batch,
+from golden_inputs import (FILL, GOLDEN, backward, distance, fill, fill_model, golden_key, golden_layout, hash_words, next_batch,
                            parameter_stream, stats, tiny_batch, tiny_config, write_shard)
 
 MTP3, MTP1 = (1.0, 0.5, 0.25), (1.0,)
@@ -333,7 +333,7 @@ def test_losses(kind):
         golden = GOLDEN["e_forward"][f"{name}_{kind}"]
         check_losses(tg.softcap_loss(logits, batch.targets, weights)[0], golden, LOSS_NEAR[kind])
         step = tg.plan(model.cfg, 0)._replace(short=16, long=48, mtp=weights)
-        assert model.loss(batch, step).item() == pytest.approx(golden["sum"], rel=LOSS_NEAR[kind])
+        assert backward(model, batch, step).item() == pytest.approx(golden["sum"], rel=LOSS_NEAR[kind])
         assert model.validation_loss(batch, 16, 48).item() == pytest.approx(golden["eval_mean"], rel=LOSS_NEAR[kind])
         capped = 23 * torch.sigmoid((logits + 5) / 7.5)
         evals = F.cross_entropy(capped, batch.targets, reduction="none")
@@ -373,7 +373,7 @@ def test_equal_windows():
 @pytest.mark.parametrize("kind", DTYPES)
 def test_gradients(kind, weights):
     model = fill_model(tg.GPT(tiny_config(DTYPES[kind])))
-    model.loss(tiny_batch(), tg.plan(model.cfg, 0)._replace(short=16, long=48, mtp=weights)).backward()
+    backward(model, tiny_batch(), tg.plan(model.cfg, 0)._replace(short=16, long=48, mtp=weights))
     for name, p in model.named_parameters():
         golden = GOLDEN["f_gradients"][f"tied_mtp{len(weights)}_{kind}"][golden_key(name)]
         grad = golden_layout(name, p.grad)
@@ -418,8 +418,7 @@ def optimizer_run(cfg, steps, split_at=None, windows=(16, 48)):
         tg.index_batch([batch], marks, 1)
         optimizer.announce(step, batch.touched)
         rows = model.look_up(batch, leaves=True)
-        loss = model.loss(batch, step, rows)
-        loss.backward()
+        loss = backward(model, batch, step, rows, optimizer.weight_grads)
         optimizer.collect(rows, batch.index)
         optimizer.step(step)
         if step.do_adam:

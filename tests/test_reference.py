@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import fill_model, tiny_batch, tiny_config
+from golden_inputs import backward, fill_model, tiny_batch, tiny_config
 
 FP64 = dict(rtol=1e-11, atol=1e-11)  # sums of some hundred float64 terms of size 1
 
@@ -92,7 +92,7 @@ def test_attention_layer(layer):
     seq = tg.Sequences(torch.tensor(ends, dtype=torch.int32), 11, *windows)
     value = None if row.value is None else ve
     with torch.no_grad():
-        own = model.attention(layer, h, value, qkv, out, scales, seq)
+        own = model.attention(layer, h, value, [tg.Part(qkv[:2 * d]), tg.Part(qkv[2 * d:])], tg.Part(out), scales, seq)
 
         q, k, v = ((h @ (0.7 * w).T).view(T, H, D) for w in qkv.view(3, d, d))
         q, k = (x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt() for x in (q, k))
@@ -164,7 +164,7 @@ def test_mlp():
     x, fc, proj = randn(6, 4, g=g), randn(10, 4, g=g), randn(10, 4, g=g)
     want = [[sum(max(0.0, sum(x[t, i] * fc[f, i] for i in range(4)).item()) ** 2 * proj[f, o].item() for f in range(10))
              for o in range(4)] for t in range(6)]
-    torch.testing.assert_close(tg.mlp(x, fc, proj), torch.tensor(want, dtype=torch.float64), **FP64)
+    torch.testing.assert_close(tg.mlp(x, tg.Part(fc), tg.Part(proj)), torch.tensor(want, dtype=torch.float64), **FP64)
 
 
 @pytest.mark.parametrize("function", ["rotate", "shift_keys", "mlp", "norm"])
@@ -174,7 +174,8 @@ def test_gradients_of_small_functions(function):
     arguments = {"rotate": [randn(4, 2, 8, g=g)], "shift_keys": [randn(4, 2, 8, g=g)], "norm": [randn(4, 8, g=g)],
                  "mlp": [randn(4, 3, g=g), randn(5, 3, g=g), randn(5, 3, g=g)]}[function]
     extra = [angle.cos(), angle.sin()] if function == "rotate" else []
-    assert torch.autograd.gradcheck(lambda *a: getattr(tg, function)(*a, *extra), [a.requires_grad_() for a in arguments])
+    run = (lambda x, *w: tg.mlp(x, *map(tg.Part, w))) if function == "mlp" else getattr(tg, function)
+    assert torch.autograd.gradcheck(lambda *a: run(*a, *extra), [a.requires_grad_() for a in arguments])
 
 
 # -------------------------------------------------------------------------------------------------------------- loss
@@ -215,16 +216,15 @@ def test_softcap_loss_of_bf16_logits_is_fp32():
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 17, 100])
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 0.5, 0.25)], ids=str)
 def test_head_loss(chunk, weights):
-    """Any chunk gives the loss and gradients of all tokens at once, times whatever gradient comes in."""
+    """Any chunk gives the loss of all tokens at once, and its gradient."""
     g = generator(chunk)
-    x, head = randn(17, 4, g=g).requires_grad_(), randn(4, 9, g=g).requires_grad_()
+    x, head = randn(17, 4, g=g), randn(4, 9, g=g)
     targets = torch.tensor(integers(0, 8, g, n=17))
-    want = naive_losses(x @ head, targets, weights).sum()
-    want_grads = torch.autograd.grad(want * -2.5, [x, head])
-    own = tg.HeadLoss.apply(x, head, targets, weights, chunk)
-    torch.testing.assert_close(own, want, **FP64)
-    for a, b in zip(torch.autograd.grad(own * -2.5, [x, head]), want_grads):
-        torch.testing.assert_close(a, b, **FP64)
+    logits = (x @ head).requires_grad_()
+    want = naive_losses(logits, targets, weights).sum()
+    loss, dlogits = tg.head_loss(x, head, targets, weights, chunk)
+    torch.testing.assert_close(loss, want.detach(), **FP64)
+    torch.testing.assert_close(dlogits, *torch.autograd.grad(want, logits), **FP64)
 
 
 def test_head_chunk_does_not_matter_to_the_model():
@@ -232,9 +232,8 @@ def test_head_chunk_does_not_matter_to_the_model():
     for chunk in (7, 64):
         model = fill_model(tg.GPT(tiny_config("float64", head_chunk=chunk)))
         step = tg.plan(model.cfg, 0)._replace(short=16, long=48, mtp=(1.0, 0.5, 0.25))
-        loss = model.loss(batch, step)
-        loss.backward()
-        results.append((loss.detach(), model.validation_loss(batch, 16, 48), model.lm_head.grad, model.embed.grad))
+        loss = backward(model, batch, step)
+        results.append((loss, model.validation_loss(batch, 16, 48), model.lm_head.grad, model.embed.grad))
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -243,7 +242,8 @@ def test_gradient_of_the_whole_model():
     """Directional derivatives of the loss, from differences, for every parameter."""
     model, batch, g = fill_model(tg.GPT(tiny_config("float64")), tied=False), tiny_batch(), generator(11)
     step = tg.plan(model.cfg, 0)._replace(short=16, long=48, mtp=(1.0, 0.5, 0.25))
-    model.loss(batch, step).backward()
+    backward(model, batch, step)
+    grads = {name: p.grad for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         direction = torch.randn(p.shape, generator=g, dtype=p.dtype)
         direction /= direction.norm()
@@ -251,11 +251,12 @@ def test_gradient_of_the_whole_model():
         for h in (1e-4, -1e-4):
             with torch.no_grad():
                 p += h * direction
-                slopes.append(model.loss(batch, step).item())
+                x = model.activations(batch, step.short, step.long)
+                slopes.append(model.head(x, batch.targets, step.mtp)[0].item())
                 p -= h * direction
         # Second-order differences: error h^2 times a third derivative, and 1e-13 * 900 / h of rounding.
         want = (slopes[0] - slopes[1]) / 2e-4
-        assert (p.grad * direction).sum().item() == pytest.approx(want, rel=1e-4, abs=2e-5), name
+        assert (grads[name] * direction).sum().item() == pytest.approx(want, rel=1e-4, abs=2e-5), name
 
 
 # ------------------------------------------------------------------------------------------------------------- polar
