@@ -1236,7 +1236,9 @@ class WeightGrad:
 
     def written(self) -> None:
         """After a backward."""
-        if not self.queue:
+        if self.queue:
+            self.queue.append(None)
+        else:
             self.fresh = False
 
     @torch.no_grad()
@@ -1244,14 +1246,14 @@ class WeightGrad:
         """Computes what was delayed."""
         if self.queue and self.main_grad is None and self.weight.grad is None:
             self.weight.grad = torch.zeros_like(self.weight)
-        for start, a, b in self.queue:
-            if self.main_grad is None:
-                write_grad(self.weight.grad, start, a, b, overwrite=False)
+        for product in self.queue:
+            if product is None:  # a backward's end
+                self.fresh = False
+            elif self.main_grad is None:
+                write_grad(self.weight.grad, *product, overwrite=False)
             else:
-                write_grad(self.main_grad, start, a, b, self.fresh)
-        if self.queue:
-            self.queue.clear()
-            self.written()
+                write_grad(self.main_grad, *product, self.fresh)
+        self.queue.clear()
 
 
 TO_AUTOGRAD = WeightGrad()
@@ -1287,6 +1289,20 @@ class Linear(torch.autograd.Function):
 def linear(h: Tensor, scale: Tensor, parts: list[Part]) -> Tensor:
     """h (T, cols) @ (scale * W)^T with W the parts one below another; scale 0-d, at least fp32, its gradient summed so."""
     return Linear.apply(h, scale, tuple((part.start, part.grad) for part in parts), *(part.w for part in parts))
+
+
+class GradOf(torch.autograd.Function):
+    """A number whose backward has computed a^T b for autograd. (Autograd keeps without a copy only what nobody else holds, so
+    what comes from a Function, not what it is called with.)"""
+
+    @staticmethod
+    def forward(ctx, weight, grad, a, b):
+        ctx.grad, ctx.factors = grad, (a, b)
+        return a.new_zeros((), dtype=torch.promote_types(a.dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx, one):
+        return ctx.grad.give(0, *ctx.factors), None, None, None
 
 
 class MLP(torch.autograd.Function):
@@ -1492,14 +1508,17 @@ class GPT(nn.Module):
         return self.trunk(rows["embed"], rows["bigram_embed"], rows["value_embeds"],
                           Sequences(batch.cu_seqlens, batch.longest, short, long), grads or {})
 
-    @torch.no_grad()
     def head(self, x: Tensor, targets: Tensor, weights: tuple[float, ...],
              grad: WeightGrad = TO_AUTOGRAD) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Training loss, 0-d, summed over the tokens of x (T, d); and where the backward begins: x, and lm_head if autograd is
-        to see it, with their gradients."""
-        loss, dlogits = head_loss(x, self.lm_head, targets, weights, self.cfg.head_chunk)
-        given = grad.give(0, x.detach(), dlogits)
-        return loss, [(x, dlogits @ self.lm_head.T)] + ([] if given is None else [(self.lm_head, given)])
+        """Training loss, 0-d, summed over the tokens of x (T, d); and where the backward begins, tensors with their gradients:
+        x, and what leads to lm_head if autograd is to see that."""
+        with torch.no_grad():
+            loss, dlogits = head_loss(x, self.lm_head, targets, weights, self.cfg.head_chunk)
+            begin = [(x, dlogits @ self.lm_head.T)]
+        if self.lm_head.requires_grad:
+            return loss, begin + [(GradOf.apply(self.lm_head, grad, x.detach(), dlogits), torch.ones_like(loss))]
+        grad.give(0, x.detach(), dlogits)
+        return loss, begin
 
     @torch.no_grad()
     def validation_loss(self, batch: MicroBatch, short: int, long: int) -> Tensor:
