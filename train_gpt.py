@@ -1209,12 +1209,12 @@ class WeightGrad:
         none        no        -                                    the gradient
         none        yes       -                                    None; `run` adds it to weight.grad
         a buffer    either    no                                   None
-        a buffer    either    yes; becomes True                    a new tensor, so that the weight's hooks fire
+        a buffer    either    yes (it becomes True)                a new tensor, so that the hooks of the weight fire
 
     main_grad, of the weight's shape and dtype, stays. A backward overwrites it if it is `fresh`, that is, nothing was written
     since the optimizer used it, else adds to it; whoever calls the backward says afterwards that it was `written`. The new
-    tensor is not initialised, and the hook is to drop it. A view of main_grad in its place would count the gradient twice:
-    autograd adds what it is given.
+    tensor is not initialised, a hook is to drop it, and it is for a weight used whole: parts of a bank ask nothing of
+    autograd. A view of main_grad in its place would count the gradient twice: autograd adds what it is given.
     """
 
     def __init__(self, weight: Tensor | None = None, main_grad: Tensor | None = None):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -421,15 +423,25 @@ def trunk_gradients(model, trunk):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_trunk(dtype):
-    """As one graph, with its backward, by what torch.compile does before code is made: the bits of eager."""
+    """As one graph, with its backward, by what torch.compile does before code is made: the bits of eager. Every product is
+    one operation of the backward's graph."""
     torch._dynamo.reset()
+    written = []
+
+    def count(graph, inputs):
+        op = torch.ops.train_gpt.write_grad.default
+        written.append(sum(op in (node.target, *node.args[:1]) for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
     model = fill_model(tg.GPT(tiny_config(dtype, layers=FEW_LAYERS)))
     for name in (*PRODUCTS, "value_embeds", "bigram_embed", "embed"):
         getattr(model, name).requires_grad_(False)
     want = trunk_gradients(model, model.trunk)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    got = trunk_gradients(model, torch.compile(model.trunk, fullgraph=True, backend="aot_eager"))
+    got = trunk_gradients(model, torch.compile(model.trunk, fullgraph=True, backend=aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=count)))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs == 2  # one overwrites, one adds
+    assert written == [3 * 5] * 2
     assert got.keys() == want.keys() and len(want) == 4 + 2 * 3 + 9
     for name, grad in want.items():
         assert grad.any() and not grad.isnan().any() and torch.equal(got[name], grad), name
