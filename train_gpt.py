@@ -223,7 +223,7 @@ class Config:
     warmup: bool = True                 # rehearse every stage off the clock, then reset
     main_grad: bool = True              # gradients of banks, head, tables are written in place; false: autograd adds them up
     delay_head_grad: bool = False       # the head's, of the last micro-batch, is computed while the banks' are exchanged
-    head_chunk: int = 8192              # tokens whose logits exist at once
+    head_chunk: int = 8192              # tokens whose logits exist at once; the head's gradient is rounded once for each
 
     @property
     def dim(self) -> int:
@@ -358,7 +358,7 @@ def check_config(cfg: Config, world: int) -> None:
             raise UserError(f"params.{row.name}.optimizer=normuon: it is for banks of matrices")
         if row.rows != (expected := {"value_embeds": "tokens", "embed": "tokens", "bigram_embed": "bigrams"}.get(row.name, "")):
             raise UserError(f"params.{row.name}.rows={row.rows}: must be {expected or 'empty'}")
-        if row.product != (row.name == "lm_head" or row.name.endswith(("qk_bank", "vo_bank", "mlp_bank"))):
+        if row.product != (row.name in ("lm_head", "qk_bank", "vo_bank", "mlp_bank")):
             raise UserError(f"params.{row.name}.product={row.product}: must be {not row.product}")
         if row.exchange == "sparse" and not row.rows:
             raise UserError(f"params.{row.name}.exchange=sparse: only tables of rows are exchanged so; use reduce_scatter")
@@ -1125,21 +1125,6 @@ def softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...]) ->
     return losses, ((total[:, None] * p - wanted) * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)).to(logits.dtype)
 
 
-def head_loss(x: Tensor, lm_head: Tensor, targets: Tensor, weights: tuple[float, ...], chunk: int) -> tuple[Tensor, Tensor]:
-    """Multi-token loss of x @ lm_head summed over tokens, and its gradient.
-
-    x (T, d), lm_head (d, V), targets (T,) int64. -> loss, 0-d, at least fp32; d(loss)/d(logits) (T, V) in x's dtype. What is
-    wider than that exists for `chunk` tokens at once.
-    """
-    dlogits = x.new_empty(x.size(0), lm_head.size(1))
-    total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    for i in range(0, x.size(0), chunk):
-        logits = x[i:i + chunk] @ lm_head
-        losses, dlogits[i:i + chunk] = softcap_loss(logits, targets[i:i + chunk + len(weights) - 1], weights)
-        total += losses.sum()
-    return total, dlogits
-
-
 def sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
     """Adds to each touched row of `out` (N, ...) the gradients of the positions that touch it; a fresh row is written.
 
@@ -1186,20 +1171,22 @@ def polar(g: Tensor, dtype: torch.dtype) -> Tensor:
 #    yet: every device runs section 6.)
 # ======================================================================================================================
 
-def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor | None, overwrite: bool) -> None:
-    """Writes, or adds, a^T b, or a alone, to the rows from `start` on of main_grad (.., cols), taken as one matrix.
+def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool) -> None:
+    """Writes a^T b, or a times b if b is a number, to the rows of main_grad (.., cols), taken as one matrix, that begin with
+    `start`, or adds it to them.
 
-    a (T, rows) and b (T, cols), or a (rows, cols). A product that is added is rounded once, with the sum.
+    a (T, rows), b (T, cols); or a (rows, cols), b 0-d of any float dtype. Rounded once, what is there included.
     """
-    out = main_grad.view(-1, main_grad.size(-1))[start:start + (a.size(0) if b is None else a.size(1))]
-    if b is None:
-        out.copy_(a) if overwrite else out.add_(a)
-    else:
+    rows = a.size(1) if b.dim() else a.size(0)
+    out = main_grad.view(-1, main_grad.size(-1))[start:start + rows]
+    if b.dim():
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
+    else:
+        torch.mul(a, b, out=out) if overwrite else out.addcmul_(a, b)
 
 
-# For compiled code, which must see it as one operation: what it takes apart it would copy.
-_write_grad = torch.library.custom_op("train_gpt::write_grad", write_grad, mutates_args=("main_grad",))
+# For compiled code, where it stays one operation.
+write_grad_op = torch.library.custom_op("train_gpt::write_grad", write_grad, mutates_args=("main_grad",))
 
 
 class WeightGrad:
@@ -1211,28 +1198,30 @@ class WeightGrad:
         a buffer    either    no                                   None
         a buffer    either    yes (it becomes True)                a new tensor, so that the hooks of the weight fire
 
-    main_grad, of the weight's shape and dtype, stays. A backward overwrites it if it is `fresh`, that is, nothing was written
-    since the optimizer used it, else adds to it; whoever calls the backward says afterwards that it was `written`. The new
-    tensor is not initialised, a hook is to drop it, and it is for a weight used whole: parts of a bank ask nothing of
-    autograd. A view of main_grad in its place would count the gradient twice: autograd adds what it is given.
+    main_grad, of the weight's shape and dtype, stays. While it is `fresh`, nothing having been written since the optimizer
+    used it, a backward overwrites it, else adds to it; so every row in use must be given in every backward, and once; and
+    whoever calls the backward says afterwards that it was `written`. The new tensor is not initialised; a hook is to drop it.
+    A view of main_grad in its place would count the gradient twice, for autograd adds what it is given.
     """
 
     def __init__(self, weight: Tensor | None = None, main_grad: Tensor | None = None):
         self.weight, self.main_grad = weight, main_grad
         self.fresh, self.delayed, self.queue = True, False, []
 
-    def give(self, start: int, a: Tensor, b: Tensor | None = None) -> Tensor | None:
-        """Takes the gradient, as `write_grad` does, of the weight's rows from `start`. -> for autograd."""
+    def give(self, start: int, a: Tensor, b: Tensor, first: bool = True) -> Tensor | None:
+        """Takes the gradient, as `write_grad` does, of the weight's rows from `start`; not `first`: more of what this backward
+        has given already. -> for autograd."""
         if self.delayed:
-            self.queue.append((start, a, b))
+            self.queue.append((start, a, b, first))
         elif self.main_grad is None:
-            return a if b is None else a.T @ b
+            return a.T @ b if b.dim() else a * b
         else:
-            (_write_grad if torch.compiler.is_compiling() else write_grad)(self.main_grad, start, a, b, self.fresh)
+            write = write_grad_op if torch.compiler.is_compiling() else write_grad
+            write(self.main_grad, start, a, b, self.fresh and first)
         if self.main_grad is None or not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
-        return torch.empty_like(self.weight)
+        return a.new_empty(a.size(1), b.size(1)) if b.dim() else torch.empty_like(a)
 
     def written(self) -> None:
         """After a backward."""
@@ -1249,10 +1238,12 @@ class WeightGrad:
         for product in self.queue:
             if product is None:  # a backward's end
                 self.fresh = False
-            elif self.main_grad is None:
-                write_grad(self.weight.grad, *product, overwrite=False)
+                continue
+            start, a, b, first = product
+            if self.main_grad is None:
+                write_grad(self.weight.grad, start, a, b, overwrite=False)
             else:
-                write_grad(self.main_grad, *product, self.fresh)
+                write_grad(self.main_grad, start, a, b, self.fresh and first)
         self.queue.clear()
 
 
@@ -1266,43 +1257,32 @@ class Part(NamedTuple):
     grad: WeightGrad = TO_AUTOGRAD
 
 
-class Linear(torch.autograd.Function):
-    """h @ (scale * W)^T; the operand scale * W, rounded to W's dtype, is made again in the backward."""
+def operand(scale: Tensor, weights: list[Tensor]) -> Tensor:
+    """scale * the weights one below another, rounded to their dtype."""
+    return scale * (torch.cat(weights) if len(weights) > 1 else weights[0])
 
+
+class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, scale, places, *weights):
         ctx.places = places
         ctx.save_for_backward(h, scale, *weights)
-        return F.linear(h, scale * torch.cat(weights))
+        return F.linear(h, operand(scale, weights))
 
     @staticmethod
     def backward(ctx, dy):
         h, scale, *weights = ctx.saved_tensors
         dscale, given = 0, []
         for (start, grad), w, part in zip(ctx.places, weights, dy.split([w.size(0) for w in weights], dim=1)):
-            product = part.T @ h
+            product = part.T @ h  # of the operand; main_grad gets it times the scale
             dscale = dscale + (product.to(scale.dtype) * w).sum()
-            given.append(grad.give(start, product * scale))
-        return dy @ (scale * torch.cat(weights)), dscale, None, *given
+            given.append(grad.give(start, product, scale))
+        return dy @ operand(scale, weights), dscale, None, *given
 
 
 def linear(h: Tensor, scale: Tensor, parts: list[Part]) -> Tensor:
-    """h (T, cols) @ (scale * W)^T with W the parts one below another; scale 0-d, at least fp32, its gradient summed so."""
+    """h (T, cols) @ operand(scale, parts)^T; scale 0-d, at least fp32, its gradient summed so."""
     return Linear.apply(h, scale, tuple((part.start, part.grad) for part in parts), *(part.w for part in parts))
-
-
-class GradOf(torch.autograd.Function):
-    """A number whose backward has computed a^T b for autograd. (Autograd keeps without a copy only what nobody else holds, so
-    what comes from a Function, not what it is called with.)"""
-
-    @staticmethod
-    def forward(ctx, weight, grad, a, b):
-        ctx.grad, ctx.factors = grad, (a, b)
-        return a.new_zeros((), dtype=torch.promote_types(a.dtype, torch.float32))
-
-    @staticmethod
-    def backward(ctx, one):
-        return ctx.grad.give(0, *ctx.factors), None, None, None
 
 
 class MLP(torch.autograd.Function):
@@ -1325,6 +1305,20 @@ class MLP(torch.autograd.Function):
 def mlp(h: Tensor, fc: Part, proj: Part) -> Tensor:
     """relu(h fc^T)^2 proj: h (T, d), fc and proj both (F, d)."""
     return MLP.apply(h, ((fc.start, fc.grad), (proj.start, proj.grad)), fc.w, proj.w)
+
+
+class Handed(torch.autograd.Function):
+    """A number whose backward hands autograd a weight's gradient out of a list. Autograd copies what anybody else holds: what
+    is passed to torch.autograd.backward itself would be copied."""
+
+    @staticmethod
+    def forward(ctx, weight, gradient):
+        ctx.gradient = gradient
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, one):
+        return ctx.gradient.pop(), None
 
 
 # ======================================================================================================================
@@ -1510,14 +1504,26 @@ class GPT(nn.Module):
 
     def head(self, x: Tensor, targets: Tensor, weights: tuple[float, ...],
              grad: WeightGrad = TO_AUTOGRAD) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Training loss, 0-d, summed over the tokens of x (T, d); and where the backward begins, tensors with their gradients:
-        x, and what leads to lm_head if autograd is to see that."""
+        """Forward and backward of the head at once, for x (T, d) and targets (T,) int64, `head_chunk` tokens at a time: logits
+        exist for no more, nor does their gradient, unless its product with x is delayed. lm_head's gradient goes to `grad`.
+
+        -> the multi-token loss summed over the tokens, 0-d, at least fp32; and where the backward of the rest begins, tensors
+        with their gradients: x, and what leads to lm_head if autograd is to be given something.
+        """
+        to_autograd = grad.main_grad is None and not grad.delayed
         with torch.no_grad():
-            loss, dlogits = head_loss(x, self.lm_head, targets, weights, self.cfg.head_chunk)
-            begin = [(x, dlogits @ self.lm_head.T)]
-        if self.lm_head.requires_grad:
-            return loss, begin + [(GradOf.apply(self.lm_head, grad, x.detach(), dlogits), torch.ones_like(loss))]
-        grad.give(0, x.detach(), dlogits)
+            sink = WeightGrad(None, torch.empty_like(self.lm_head)) if to_autograd else grad
+            dx, loss = torch.empty_like(x), torch.zeros((), dtype=wide_dtype(self.cfg), device=x.device)
+            for i in range(0, x.size(0), self.cfg.head_chunk):
+                part = x.detach()[i:i + self.cfg.head_chunk]
+                losses, dlogits = softcap_loss(part @ self.lm_head, targets[i:i + len(part) + len(weights) - 1], weights)
+                loss += losses.sum()
+                torch.mm(dlogits, self.lm_head.T, out=dx[i:i + len(part)])
+                given = sink.give(0, part, dlogits, first=i == 0)
+        given = [sink.main_grad] if to_autograd else [given]
+        begin = [(x, dx)]
+        if self.lm_head.requires_grad and given[0] is not None:
+            begin.append((Handed.apply(self.lm_head, given), self.lm_head.new_ones(())))
         return loss, begin
 
     @torch.no_grad()
@@ -1774,10 +1780,11 @@ class Optimizer:
     parameter's own arithmetic is the same under any order.
 
     params: tensors by name. Gradients are sums over micro-batches, for Adam over two steps, in the parameter's dtype, and are
-    exchanged in it; within a micro-batch those of banks, head and tables are sums in fp32. They are found in main_grad, which
-    this class owns: a backward writes products' to `weight_grads`, `collect` writes the rows of tables that were touched; the
-    first write after an update overwrites, later ones add. Small parameters' are in `.grad`, which is dropped after use.
-    Until the split, a parameter tied to another, its transpose, adds its gradient to that one's and copies its values.
+    exchanged in it; within a micro-batch those of banks and tables are sums in fp32, the head's within head_chunk tokens. With
+    cfg.main_grad those of banks, head and tables lie in buffers that stay, main_grad, and these parameters cease to require
+    grad: a backward that is given `weight_grads` writes the products', `collect` the rows of tables that were touched; the
+    first write after an update overwrites, later ones add. All others are in `.grad`, which is dropped after use. Until the
+    split, a parameter tied to another, its transpose, adds its gradient to that one's and copies its values.
 
     Why the order cannot matter: a parameter's update reads only its own gradient, moments and count; the sum over ranks has an
     order of its own; what two parameters share, the tie, is added before its sum and copied after its gather, wherever
@@ -1792,8 +1799,9 @@ class Optimizer:
         self.tied_copy = {host: name for name, host in self.tied.items()}
         self.is_tied, wide = True, wide_dtype(cfg)
         self.tensors, self.adam_steps = {}, {}  # moments and low bits, by "parameter.kind"; Adam steps, by parameter
-        self.main_grad, self.weight_grads = {}, {}  # by parameter: of products and tables; of products
-        self.touched = {}                      # by what numbers the rows of tables: Touched
+        self.main_grad = {}     # by parameter that is a product's weight or a table
+        self.weight_grads = {}  # by product's weight: WeightGrad, with or without main_grad
+        self.touched = {}       # by what numbers the rows of tables: Touched
         self.counts, self.routes = None, {}    # of the step's exchange of touched rows
         self.blocks = {}  # by table with sparse exchange: this rank's block of the mean gradient, 0 between steps
         self.room = {}    # for other ranks' gradients, where reduction is fp32
@@ -1803,7 +1811,7 @@ class Optimizer:
             zeros = lambda shape, dtype=wide: torch.zeros(shape, dtype=dtype, device=p.device)
             if row.in_place and cfg.main_grad:
                 self.main_grad[name] = torch.zeros_like(p, requires_grad=False)
-                p.requires_grad_(False)
+            p.requires_grad_(name not in self.main_grad)
             if row.product:
                 self.weight_grads[name] = WeightGrad(p, self.main_grad.get(name))
             if row.exchange == "sparse" and exchange.world > 1:
@@ -1850,7 +1858,8 @@ class Optimizer:
 
     @torch.no_grad()
     def collect(self, rows: dict[str, Tensor], index: dict[str, RowIndex]) -> None:
-        """After a micro-batch's backward: takes over the gradients of the rows that the model looked up."""
+        """After a micro-batch's backward: what it gave is written; takes over the gradients of the rows that the model looked
+        up."""
         for grad in self.weight_grads.values():
             grad.written()
         for name, main_grad in self.main_grad.items():
@@ -1864,7 +1873,7 @@ class Optimizer:
         return grad
 
     def release(self, name: str) -> None:
-        """The gradient is used up. Exchanged whole, main_grad must be 0 where the next gradient does not write."""
+        """The gradient is used up. A table's main_grad, if exchanged whole, must be 0 where the next one does not write."""
         self.params[name].grad = None
         if name in self.weight_grads:
             self.weight_grads[name].fresh = True

@@ -13,16 +13,18 @@ and a step does not take longer. Forms of the same training, side by side in one
 Sizes: "cpu", that preset's widths; "quarter", a model with the record preset's proportions of banks, head and tables, at a
 quarter of its vocabulary and of its width. Both in fp32, tokens drawn with probabilities as 1/rank. One thread a process.
 
-    peak     of memory for weight gradients in one Adam period, two steps: main_grad, and what torch's allocator reported, while
-             gradients were computed, of allocations that have exactly the size of a weight, of a bank's used layers, or of one
-             layer's part; in brackets the peak of everything that the two steps allocate, and main_grad, updates included
-    traffic  bytes that all operations before the update read and write of tensors with those shapes, parameters left out; of
-             operations by row only those rows. A view is none
+    peak     of memory for weight gradients in one Adam period, two steps: main_grad, and what the allocator reported, before
+             the update, of allocations of exactly the size of a weight, of a bank's used layers, or of one layer's part;
+             in brackets the peak of everything that the two steps allocate, and main_grad, updates included
+    traffic  bytes a step that operations of the backward read and write of tensors with those shapes, mean of the two steps;
+             weights, and what is made of them to multiply with, left out. Of operations by row only those rows; a view is none;
+             what an operation does inside, like clearing its result before it adds to it, is not seen
     time     of a whole step with its update, median; the ratio is the median of the ratios of successive steps, with quartiles.
              Turns change from step to step. Two steps go before
 """
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -32,6 +34,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -86,28 +89,50 @@ class Training:
 
     def weight_shapes(self) -> dict[tuple[int, ...], str]:
         """Shapes in which gradients of banks, head and tables appear, a layer's own and transposed ones too."""
-        cfg, shapes = self.model.cfg, {}
-        layers = {"qk_bank": (len(self.model.attention_index), 2 * cfg.dim), "vo_bank": (2 * len(self.model.attention_index), cfg.dim),
-                  "mlp_bank": (2 * len(cfg.layers), cfg.mlp_dim)}
+        cfg, d, n, shapes = self.model.cfg, self.model.cfg.dim, len(self.model.attention_index), {}
+        layers = {"qk_bank": (n, 2 * d), "vo_bank": (2 * n, d), "mlp_bank": (2 * len(cfg.layers), cfg.mlp_dim)}
         for row in cfg.params:
-            if row.in_place:
-                shape, kind = tuple(getattr(self.model, row.name).shape), "banks" if row.name in layers else "tables" if row.rows else "head"
-                shapes |= {shape: kind, (shape[0], int(np.prod(shape[1:]))): kind}
-                if row.name in layers:
-                    count, rows = layers[row.name]
-                    flat = int(np.prod(shape[:-1]))
-                    shapes |= {s: kind for s in ((rows, cfg.dim), (count, rows, cfg.dim), (count * rows, cfg.dim), (flat, cfg.dim),
-                                                 (flat // rows, rows, cfg.dim))}
+            if not row.in_place:
+                continue
+            shape = tuple(getattr(self.model, row.name).shape)
+            kind, flat = "head", (shape[0], math.prod(shape[1:]))
+            if row.rows:  # sum_rows takes 768 columns at a time
+                kind = "tables"
+                shapes |= {(shape[0], min(768, flat[1] - i)): kind for i in range(0, flat[1], 768)}
+            elif row.name in layers:
+                kind, (count, rows), every = "banks", layers[row.name], math.prod(shape[:-1])
+                parts = (rows, d), (count, rows, d), (count * rows, d), (every, d), (every // rows, rows, d)
+                shapes |= dict.fromkeys(parts, kind)
+            shapes |= {shape: kind, flat: kind}
         return shapes | {shape[::-1]: kind for shape, kind in shapes.items() if len(shape) == 2 and shape[::-1] not in shapes}
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes read and written of tensors that have a weight's shape and are none of `parameters`, by kind."""
+    """Bytes read and written of tensors that have a weight's shape and are no weights themselves, by kind."""
 
     def __init__(self, shapes: dict[tuple[int, ...], str], parameters: list[torch.Tensor]):
         super().__init__()
         self.shapes, self.moved = shapes, Counter()
-        self.parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        self.weights = {p.untyped_storage().data_ptr() for p in parameters}
+        self.operands, self.make_operand = [], tg.operand
+
+    def operand(self, *args) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            made = self.make_operand(*args)
+        self.operands.append(made)  # kept, so that nothing else comes to lie in its place
+        self.weights.add(made.untyped_storage().data_ptr())
+        return made
+
+    def run(self, fn: Callable, *args) -> Any:
+        """fn(*args), watched."""
+        tg.operand = self.operand
+        try:
+            with self:
+                return fn(*args)
+        finally:
+            tg.operand = self.make_operand
+            self.weights -= {t.untyped_storage().data_ptr() for t in self.operands}
+            self.operands.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -116,11 +141,8 @@ class Traffic(TorchDispatchMode):
             return result
         name, schema = func._schema.name.removeprefix("aten::"), func._schema
         named = [*zip(schema.arguments, args), *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs)]
-        if name in ("index", "index_copy_", "index_fill_", "index_add_"):  # by row: the rows in, the rows out
-            of, moved = named[0][1], next((t for a, t in named if a.name in ("source",)), result)
-            if name == "index_fill_":
-                moved = of[:1].expand(len(args[2]), *of.shape[1:])
-            self.count(of, moved.numel() * of.element_size() * (2 if name == "index_add_" else 1))
+        if name in ("index", "index_copy_"):  # rows out of a tensor, or into it
+            self.count(args[0], (result if name == "index" else args[3]).nbytes)
             return result
         for argument, value in named:
             writes = argument.alias_info is not None and argument.alias_info.is_write
@@ -136,14 +158,13 @@ class Traffic(TorchDispatchMode):
         return result
 
     def count(self, t: torch.Tensor, nbytes: int) -> None:
-        if t.untyped_storage().data_ptr() not in self.parameters and tuple(t.shape) in self.shapes:
+        if t.untyped_storage().data_ptr() not in self.weights and tuple(t.shape) in self.shapes:
             self.moved[self.shapes[tuple(t.shape)]] += nbytes
 
 
 def peaks(training: Training, folder: str) -> tuple[float, float]:
     """Peak bytes of weight gradients, and of all that two steps allocate besides main_grad; main_grad counts in both."""
-    sizes = {int(np.prod(shape)) * 4 for shape in training.weight_shapes()}
-    updating, optimizer = [], training.optimizer
+    sizes, optimizer = {math.prod(shape) * 4 for shape in training.weight_shapes()}, training.optimizer
     original = optimizer.work
 
     def work(*args):
@@ -177,6 +198,28 @@ def peaks(training: Training, folder: str) -> tuple[float, float]:
     return peak + kept, top + kept
 
 
+def traffic_of(training: Training) -> dict[str, float]:
+    """Bytes of gradient traffic a step, by kind, mean of an Adam period's two."""
+    model, optimizer = training.model, training.optimizer
+    traffic = Traffic(training.weight_shapes(), list(model.parameters()))
+    backward, collect, head = torch.autograd.backward, optimizer.collect, model.head
+    model.head = lambda *args: traffic.run(head, *args)
+    torch.autograd.backward = lambda *args: traffic.run(backward, *args)
+    optimizer.collect = lambda *args: traffic.run(collect, *args)
+    runs = [(grad, grad.run) for grad in optimizer.weight_grads.values()]
+    for grad, run in runs:
+        grad.run = lambda run=run: traffic.run(run)
+    try:
+        training.step()
+        training.step()
+    finally:
+        torch.autograd.backward = backward
+        del optimizer.collect, model.head
+        for grad, _ in runs:
+            del grad.run
+    return {kind: traffic.moved[kind] / 2 for kind in ("banks", "head", "tables")}
+
+
 def measure(rank: int, world: int, size: str, micro_batches: int, args: argparse.Namespace, folder: str) -> None:
     configs = {form: config(size, micro_batches, world, form, folder) for form in FORMS}
     trainings = {form: Training(cfg, rank, world) for form, cfg in configs.items()}
@@ -197,21 +240,14 @@ def measure(rank: int, world: int, size: str, micro_batches: int, args: argparse
     first = None
     for form, training in trainings.items():
         peak, top = peaks(training, folder)
-        optimizer = training.optimizer
-        traffic = Traffic(training.weight_shapes(), list(training.model.parameters()))
-        scatter, step = optimizer.scatter, optimizer.step
-        optimizer.step = lambda now: ([grad.run() for grad in optimizer.weight_grads.values()], traffic.__exit__(None, None, None), step(now))
-        traffic.__enter__()
-        training.step()
-        del optimizer.step
+        moved = traffic_of(training)
         first = first or peak
         ratios = [a / b for a, b in zip(times[form], times["autograd"])]
         low, _, high = quantiles(ratios, n=4)
         if rank == 0:
             print(LINE(size, micro_batches, world, form, f"{peak / 1e6:.1f}", f"({top / 1e6:.0f})", f"{peak / first:.3f}",
-                       *(f"{traffic.moved[kind] / 1e6:.1f}" for kind in ("banks", "head", "tables")),
+                       *(f"{nbytes / 1e6:.1f}" for nbytes in moved.values()),
                        f"{1000 * median(times[form]):.1f}", f"{median(ratios):.3f}", f"{low:.3f}..{high:.3f}"), flush=True)
-        training.step()  # the traffic was that of one step of two
     for training in trainings.values():
         training.batches.close()
 
@@ -236,8 +272,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="default: %(default)s")
     parser.add_argument("--pairs", type=int, default=20, metavar="N", help="timed steps of each form; default: %(default)s")
     args = parser.parse_args(argv)
-    if not set(args.sizes) <= set(SIZES) or min(args.micro_batches) < 1 or args.processes < 1 or args.pairs < 2:
-        parser.error(f"sizes are {', '.join(SIZES)}; numbers at least 1, pairs at least 2")
+    if not set(args.sizes) <= set(SIZES) or min(*args.micro_batches, args.processes) < 1 or args.pairs < 2 or args.pairs % 2:
+        parser.error(f"sizes are {', '.join(SIZES)}; numbers at least 1, pairs even: every second step updates all")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for size in args.sizes:
@@ -245,12 +281,14 @@ def main(argv: list[str] | None = None) -> None:
             steps = args.pairs + 6
             count = 3 * steps * max(args.micro_batches) * args.processes * (SIZES[size][1] + 1)
             write_shard(Path(folder, size, "x_train_000000.bin"), SIZES[size][0], count)
-        print(f"torch {torch.__version__}, CPU, {os.cpu_count()} cores, {args.processes} processes of one thread\n\n{HEAD}", flush=True)
+        print(f"torch {torch.__version__}, CPU, {os.cpu_count()} cores, {args.processes} processes of one thread\n\n{HEAD}",
+              flush=True)
         if args.processes == 1:
             work(0, 1, folder, args)
         else:
             multiprocessing.set_forkserver_preload(["train_gpt"])
-            torch.multiprocessing.start_processes(work, (args.processes, folder, args), nprocs=args.processes, start_method="forkserver")
+            torch.multiprocessing.start_processes(work, (args.processes, folder, args), nprocs=args.processes,
+                                                  start_method="forkserver")
     print(f"{time.perf_counter() - began:.0f} s in all")
 
 

@@ -215,16 +215,21 @@ def test_softcap_loss_of_bf16_logits_is_fp32():
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 17, 100])
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 0.5, 0.25)], ids=str)
-def test_head_loss(chunk, weights):
-    """Any chunk gives the loss of all tokens at once, and its gradient."""
+def test_head(chunk, weights):
+    """Any chunk gives the loss and gradients of all tokens at once."""
     g = generator(chunk)
-    x, head = randn(17, 4, g=g), randn(4, 9, g=g)
+    model = tg.GPT(tiny_config("float64", head_chunk=chunk))
+    x = (randn(17, model.cfg.dim, g=g) / 9).requires_grad_()
+    with torch.no_grad():
+        model.lm_head.copy_(randn(*model.lm_head.shape, g=g))
     targets = torch.tensor(integers(0, 8, g, n=17))
-    logits = (x @ head).requires_grad_()
-    want = naive_losses(logits, targets, weights).sum()
-    loss, dlogits = tg.head_loss(x, head, targets, weights, chunk)
+    want = naive_losses(x @ model.lm_head, targets, weights).sum()
+    want_grads = torch.autograd.grad(want, [x, model.lm_head])
+    loss, begin = model.head(x, targets, weights)
+    torch.autograd.backward(*zip(*begin))
     torch.testing.assert_close(loss, want.detach(), **FP64)
-    torch.testing.assert_close(dlogits, *torch.autograd.grad(want, logits), **FP64)
+    for a, b in zip((x.grad, model.lm_head.grad), want_grads):
+        torch.testing.assert_close(a, b, **FP64)
 
 
 def test_head_chunk_does_not_matter_to_the_model():
