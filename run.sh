@@ -9,7 +9,8 @@
 #
 #   --preset P    decides instead; `cpu` means the built-in corpus, anything else FineWeb
 #   --data DIR    train on the shards in DIR; nothing is fetched
-#   --runs N      N runs, with seeds S..S+N-1 (S from --seed, default 0); --name NAME collects them in a record folder
+#   --runs N      N runs, with seeds S..S+N-1 (S from --seed, default 0); --name NAME collects them in a record folder,
+#                 and ends with their table, from which that folder's README.md begins
 #
 # PYTHON (default: python3) names the interpreter. It is used as it is if it has torch 2.11 or newer, numpy, tiktoken,
 # huggingface_hub and tqdm; if not, .venv is made with it. CUDA_VISIBLE_DEVICES limits the GPUs.
@@ -103,6 +104,7 @@ if [[ ${BASH_SOURCE[0]} != "$0" ]]; then return; fi   # test.sh reads this file 
 
 # ---- Options: --runs is ours, of the others we need to know a few -------------------------------------------------
 
+given=$(printf ' %q' "$@")
 script=train_gpt.py
 if [[ ${1-} == *.py ]]; then
     script=$(from_caller "$1")
@@ -110,13 +112,13 @@ if [[ ${1-} == *.py ]]; then
 fi
 [[ -f $script ]] || die "$script: no such file"
 
-preset='' data='' seed='' runs='' resume='' hint='' help=''
+preset='' data='' seed='' runs='' name='' resume='' hint='' help=''
 args=()
 while (( $# )); do
     option=$1; shift
     case $option in
-        --runs=*|--seed=*|--preset=*|--data=*|--save=*|--resume=*) value=${option#*=}; option=${option%%=*} ;;
-        --runs|--seed|--preset|--data|--save|--resume)
+        --runs=*|--seed=*|--name=*|--preset=*|--data=*|--save=*|--resume=*) value=${option#*=}; option=${option%%=*} ;;
+        --runs|--seed|--name|--preset|--data|--save|--resume)
             (( $# )) || die "$option needs a value"
             value=$1; shift ;;
         -h|--help) help=1; continue ;;
@@ -128,6 +130,7 @@ while (( $# )); do
     case $option in
         --runs)   runs=$value ;;
         --seed)   seed=$value ;;
+        --name)   name=$value; args+=(--name "$name") ;;
         --preset) preset=$value ;;
         --data)   data=$(from_caller "$value"); args+=(--data "$data") ;;
         --save)   args+=(--save "$(from_caller "$value")") ;;
@@ -245,12 +248,54 @@ train() {
 }
 for signal in HUP INT QUIT TERM; do trap "stop $signal" "$signal"; done
 
+# logs_of SEED: those in record folders of this name, of whatever track and day.
+logs_of() { compgen -G "records/*/????-??-??_$name/seed$1_*.txt" || true; }
+
+# collect BEFORE SEED: notes in `record` the folder of the log that came after BEFORE was listed. The script names it by
+# the day; a log from after midnight goes to the first one's folder.
+collect() {
+    local log folder
+    log=$(logs_of "$2" | grep -vxF -e "$1" | tail -n 1 || true)
+    [[ $log ]] || die "the run is over, but there is no new log records/*/*_$name/seed$2_*.txt"
+    folder=$(dirname "$log")
+    record=${record:-$folder}
+    if [[ $folder != "$record" ]]; then
+        mv -n "$log" "$record/"
+        rmdir "$folder" 2>/dev/null || true   # it may hold other runs
+        say "the log is now in $record, with the first one"
+    fi
+}
+
+# report: prints the table of the runs in `record`, and begins its README.md if there is none.
+report() {
+    local table code=0
+    table=$("$python" records/compare.py "$record") || code=$?
+    printf '\n%s\n\n' "$table"
+    (( code == 0 )) || die "the runs are complete, but not their table: see above, then '$python records/compare.py $record'"
+    if [[ -e $record/README.md ]]; then
+        say "$record/README.md was there, and is left as it is"
+        return
+    fi
+    {
+        printf '# %s\n\n' "$name"
+        printf '(What was changed, against which record, and why.)\n\n    ./run.sh%s\n\n' "$given"
+        printf 'What `python records/compare.py %s` prints:\n\n' "$record"
+        sed 's/^./    &/' <<<"$table"
+    } >"$record/README.md"
+    say "$record/README.md begins with this table; say in it what was changed"
+}
+
 where="$processes process$( (( processes == 1 )) || echo es ) on $( (( gpus )) && echo "$processes of $gpus GPUs" || echo CPU)"
 if [[ $runs ]]; then
+    record=''
     for (( i = 0; i < runs; i++ )); do
-        say "run $((i + 1)) of $runs: $(basename "$script"), preset $preset, seed $((10#${seed:-0} + i)), $where"
-        train --seed $((10#${seed:-0} + i))
+        number=$((10#${seed:-0} + i))
+        say "run $((i + 1)) of $runs: $(basename "$script"), preset $preset, seed $number, $where"
+        before=$(logs_of $number)
+        train --seed $number
+        [[ ! $name ]] || collect "$before" $number
     done
+    [[ ! $name ]] || report
 else
     say "$(basename "$script"), preset $preset, $where"
     train ${seed:+--seed "$seed"}

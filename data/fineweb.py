@@ -4,18 +4,29 @@
     python data/fineweb.py [N | all] [--out data/fineweb10B]
 
 Shards of 100M tokens (200 MB) come from the Hugging Face dataset kjj0/fineweb10B-gpt2, which has 103 for training.
-The `record` preset needs 9, the default. What is there and whole is not downloaded again.
+The `record` preset needs 9, the default. What is there and whole is not downloaded again, and of what broke off only
+the rest is. A shard gets its name when it is complete and its SHA-256, header, size and tokens are right; before that
+it is called NAME.<checksum>.tmp.
 """
 import argparse
+import hashlib
+import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.utils import logging
-from tokenize_text import InputError, read_header
+import numpy as np
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import HfHubHTTPError, build_hf_headers, logging
+from tokenize_text import InputError, read_tokens
+from tqdm import tqdm
 
 DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
+VOCABULARY = 50257
+AT_ONCE = 4
+# The hub's own errors are OSErrors; those of the HTTP client beneath it, which changes with its version, are not.
+ERRORS = (InputError, OSError, *HfHubHTTPError.__bases__)
 
 
 def shard_count(text: str) -> int:
@@ -26,23 +37,64 @@ def shard_count(text: str) -> int:
     return int(text)
 
 
+def check(path: Path) -> None:
+    """Raises InputError unless `path` is a whole shard of GPT-2's tokens."""
+    largest = read_tokens(path).max(initial=0)
+    if largest >= VOCABULARY:
+        raise InputError(f"{path}: token {largest}, but GPT-2's are below {VOCABULARY}")
+
+
+def download(url: str, part: Path, size: int, name: str) -> None:
+    """Get what `part` lacks of the file at `url`, `size` bytes long.
+
+    hf_hub_download would begin again after every stop. Two processes may do this at once: they write the same bytes to
+    the same places."""
+    while True:
+        with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            have = file.seek(0, os.SEEK_END)
+            try:
+                return http_get(url, file, resume_size=have, headers=build_hf_headers(), expected_size=size,
+                                displayed_filename=name)
+            except ERRORS:
+                if file.seek(0, os.SEEK_END) == have:   # http_get tries again after some errors only, not after a reset
+                    raise
+
+
 def fetch(out: Path, name: str) -> None:
     """Download OUT/NAME unless it is there and whole. Raises InputError if what arrives is not a whole shard."""
     path = out / name
     if path.exists():
         try:
-            read_header(path)
-            return
+            return check(path)
         except InputError as error:
-            print(f"{name}: removing a broken file ({error})", flush=True)
-            path.unlink()   # otherwise the hub's client takes it for the finished download
-    hf_hub_download(DATASET, name, repo_type="dataset", local_dir=out)
+            tqdm.write(f"{name}: removing a broken file ({error})")
+            path.unlink()
+    url = hf_hub_url(DATASET, name, repo_type="dataset")
+    hub = get_hf_file_metadata(url)
+    if not hub.etag or not hub.size:
+        raise InputError(f"{url} answers without checksum or size, so it is not the hub; look at HF_ENDPOINT and proxies")
+    part = out / f"{name}.{hub.etag[:16]}.tmp"           # so that no file is completed with another one's rest
+    for old in out.glob(f"{name}.*.tmp"):
+        if old != part or old.stat().st_size > hub.size:
+            old.unlink()
+    download(url, part, hub.size, name)
     try:
-        read_header(path)
+        # Files as large as these have their SHA-256 for an ETag, at the hub; a mirror may have something else.
+        if len(hub.etag) == 64 and hashlib.sha256(np.memmap(part, mode="r")).hexdigest() != hub.etag:
+            raise InputError("its checksum is not the hub's")
+        check(part)
     except InputError as error:
-        path.unlink()
-        raise InputError(f"{name} arrived broken, and was removed") from error
-    print(f"{name}: downloaded", flush=True)
+        part.unlink()
+        raise InputError(f"{name} arrived broken, and was removed ({error})") from error
+    os.replace(part, path)
+    tqdm.write(f"{name}: downloaded")
+
+
+def stop(message: str, status: int) -> None:
+    """End the process now: sys.exit would wait until the other downloads are done, and what they have stays anyway."""
+    tqdm.write(f"fineweb.py: {message} Start it again: it continues where it stopped.", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -52,17 +104,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "fineweb10B",
                         help="folder for the shards (default: data/fineweb10B)")
     args = parser.parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True)   # so that a log shows each shard when it comes
     logging.set_verbosity_error()   # its retries say nothing that the line below does not
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1)]
-    pool = ThreadPoolExecutor(4)
+    pool = ThreadPoolExecutor(AT_ONCE)
     try:
+        args.out.mkdir(parents=True, exist_ok=True)
         fetch(args.out, names[0])   # alone, so that a missing network is found, and told, once
-        for _ in pool.map(lambda name: fetch(args.out, name), names[1:]):
-            pass
-    except (InputError, OSError) as error:   # the hub's errors are OSErrors
-        pool.shutdown(cancel_futures=True)
-        reason = " ".join(str(error).split()).rstrip(".")
-        sys.exit(f"fineweb.py: cannot get {DATASET}: {reason}. Start it again: it continues where it stopped.")
+        for shard in as_completed([pool.submit(fetch, args.out, name) for name in names[1:]]):
+            shard.result()
+    except KeyboardInterrupt:
+        stop("interrupted.", 130)
+    except ERRORS as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        stop(f"cannot get {DATASET}: {reason}.", 1)
     print(f"{args.out.name}: validation shard and {args.shards} training shards are there")
 
 

@@ -20,11 +20,13 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import zlib
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
@@ -224,19 +226,31 @@ def batches(documents: Iterable[Document | BadDocument], size: int = 1 << 20) ->
         yield batch
 
 
+def die_of_ctrl_c() -> None:
+    """What a worker does first. It starts with SIGINT blocked, and so dies of one without a traceback at any time."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def map_in_order(function, items: Iterable, workers: int) -> Iterator:
     """map() over worker processes. At most 2 items per worker are under way: Executor.map would read all input."""
     if workers == 1:
         yield from map(function, items)
         return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = deque()
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) >= 2 * workers:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=die_of_ctrl_c) as pool:
+        try:
+            pending = deque()
+            for item in items:
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                pending.append(pool.submit(function, item))      # which may start a worker
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                if len(pending) >= 2 * workers:
+                    yield pending.popleft().result()
+            while pending:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise InputError("a worker process was killed, most often for want of memory: nothing was written; "
+                             "choose fewer --workers, or cut long documents") from error
 
 
 # ---- The whole ---------------------------------------------------------------------------------------------------
@@ -253,7 +267,8 @@ def write_shards(out: Path, name: str, documents: Iterable[Document | BadDocumen
                  strict: bool = False) -> Written:
     """Tokenize `documents` into OUT/NAME_{train,val}_<number>.bin, which appear only once all are written.
 
-    Bad documents are reported on stderr and counted; with `strict` the first raises InputError."""
+    Bad documents are reported on stderr and counted; with `strict` the first raises InputError. So does a split that
+    gets no document: half of a corpus is of no use, and would keep the folder from being used for the whole."""
     encoding = encoding_named(encoding_name)
     if encoding.n_vocab > 2**16:
         raise InputError(f"encoding {encoding_name!r} has {encoding.n_vocab} tokens; shards hold at most {2**16}")
@@ -273,6 +288,11 @@ def write_shards(out: Path, name: str, documents: Iterable[Document | BadDocumen
             else:
                 (val if document.validation else train).add(document.tokens, document.text_bytes)
         train.close(), val.close()
+        for what, split in (("training", train), ("validation", val)):
+            if not split.documents:
+                raise InputError(f"none of {train.documents + val.documents} documents fell to {what} ({bad} bad and {empty} "
+                                 "empty ones left out), and train_gpt.py needs both: nothing was written; give more "
+                                 "documents, or another --val-one-in")
         for path in sorted(Path(folder).iterdir()):
             os.replace(path, out / path.name)
     return Written(train, val, bad, empty)
@@ -317,10 +337,12 @@ def main(argv: list[str] | None = None) -> None:
         except (InputError, OSError) as error:
             bar.close()
             sys.exit(f"tokenize_text.py: {error}")
+        except KeyboardInterrupt:
+            bar.close()
+            print("tokenize_text.py: interrupted; nothing was written", file=sys.stderr)
+            sys.exit(130)
     for what, split in (("training", written.train), ("validation", written.val)):
         print(f"{args.out}: {split.tokens:,} {what} tokens, {split.documents:,} documents")
-        if not split.documents:
-            print(f"No document fell to {what}: train_gpt.py needs both; give more documents, or another --val-one-in.")
     if written.bad or written.empty:
         print(f"Left out: {written.bad:,} bad documents (named above), {written.empty:,} empty ones.")
 

@@ -3,12 +3,15 @@
 
     python records/compare.py [LABEL=]PATH... [--target 3.28] [--json | --markdown] [--plot FILE.png]
     python records/compare.py --diff A B
+    python records/compare.py --table | --update
 
 A PATH is a log, a glob, or a folder. A folder stands for the logs directly in it, or, if no run is there, for those in
 its sub-folders; so a record's `baseline/` is a group of its own. Each PATH is a group, and PATHs of one LABEL are
 one group; the first is the baseline. Reads the logs of train_gpt.py and every format of the public speedrun.
+--table prints the tables of records/README.md, --update writes them there.
 
-A run counts when the last step it logged has a validation; its loss and time are that validation's. A group meets the
+A run counts when the last step it logged has a validation; its loss and time are that validation's. A run that was stopped
+and resumed has several logs, and counts once, as the one that went furthest. A group meets the
 target when a one-sided one-sample t-test rejects, at p < 0.01, that its mean loss is not below the target. Groups are compared
 by Welch's t-test, two-sided. The exit code is 2 if something could not be read, and everything else is still reported.
 
@@ -16,10 +19,13 @@ by Welch's t-test, two-sided. The exit code is 2 if something could not be read,
     Groups                find and read the logs, drop repeats, warn
     Statistics            scipy's tests
     Reports               text, Markdown, JSON, plot, differences of two logs
+    records/README.md     its tables: our records from their logs, the public ones from history.csv, and these drawn
 """
 import argparse
+import csv
 import difflib
 import glob
+import hashlib
 import json
 import math
 import re
@@ -28,6 +34,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # what counts as a log in a folder; a file given by name may have any
@@ -48,21 +55,22 @@ class BadInput(Exception):
 
 def pattern(text: str) -> re.Pattern[bytes]:
     number = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
-    return re.compile((r"\n" + text.replace("NUM", number)).encode())
+    return re.compile((r"\n" + text.replace("NUM", number).replace("INT", r"\d{1,15}")).encode())
 
 
-STEP = pattern(r"step:(\d+)/(\d+) ")
-VALIDATION = pattern(r"step:(\d+)/\d+ val_loss:(NUM)(?: val_\w+:NUM)* train_time:(NUM)(ms|s) step_avg:NUMms"
+STEP = pattern(r"step:(INT)/(INT) ")
+VALIDATION = pattern(r"step:(INT)/INT val_loss:(NUM)(?: val_\w+:NUM)* train_time:(NUM)(ms|s) step_avg:NUMms"
                      r"(?: \w+:\S+)*[ \t\r]*(?=\n)")
-LLMC_STEP = pattern(r"s:(\d+) (tel|trl):NUM")  # the first logs of 2024, written by llm.c: no times, no number of steps
-LLMC_VALIDATION = pattern(r"s:(\d+) tel:(NUM)[ \t\r]*(?=\n)")
-PEAK = pattern(r"peak memory (?:consumption|allocated): (\d+) MiB")
+LLMC_STEP = pattern(r"s:(INT) (tel|trl):NUM")  # the first logs of 2024, written by llm.c: no times, no number of steps
+LLMC_VALIDATION = pattern(r"s:(INT) tel:(NUM)[ \t\r]*(?=\n)")
+PEAK = pattern(r"peak memory (?:consumption|allocated): (INT) MiB")
 PER_BYTE = pattern(r"val_loss_per_byte: (NUM)\s")
 COMPLETE = pattern(r"complete: yes\s")
-TORCH = pattern(r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (\d+))?[ \t\r]*(?=\n)")
+TORCH = pattern(r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (INT))?[ \t\r]*(?=\n)")
 GPU = pattern(r"\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off)\s*\|")  # a row of nvidia-smi's table
 CONFIG = pattern(r"config: (\{.*\})")
 DATA = pattern(r"data: (.+?)[ \t\r]*(?=\n)")
+RESUMED = pattern(r"resumed: (\S+) after step (INT)[ \t\r;\n]")
 SOURCE_END = pattern(r"={20,}\s*\nRunning ")  # other rules of `=` vary in number, and stand in the source too
 RULE = pattern(r"={100}\s*\n")
 
@@ -72,8 +80,16 @@ class Header:
     """What a log says before its first step."""
     torch: str | None = None
     hardware: str | None = None
+    processes: int | None = None
     config: dict | None = None
-    data: str | None = None  # the fingerprint line
+    data: str | None = None                 # the fingerprint line
+    resumed: tuple[str, int] | None = None  # the name of the run that this log goes on with, and after which step
+
+    @property
+    def validation(self) -> str | None:
+        """How much is validated on, and in which pieces."""
+        slices, tokens = (self.config or {}).get("val_slices"), (self.config or {}).get("val_slice_tokens")
+        return None if slices is None or tokens is None else f"{slices} x {tokens} tokens"
 
 
 @dataclass
@@ -106,6 +122,11 @@ class Run:
     def complete(self) -> bool:
         """Reached the end; only our own logs, which have a config line, promise a closing line too."""
         return self.counted and self.final_step == self.total_steps and (self.closed or self.header.config is None)
+
+    @property
+    def after(self) -> int:
+        """The step after which its log begins."""
+        return self.header.resumed[1] if self.header.resumed else 0
 
     @property
     def identity(self) -> str:
@@ -186,8 +207,8 @@ def read_closing(text: bytes, run: Run) -> None:
 def read_header(text: bytes, path: str, before: Header) -> Header:
     """From the lines before a run; without any (several runs under one header), the header before it."""
     found = TORCH.findall(text)
-    config, data = CONFIG.findall(text), DATA.findall(text)
-    if not (found or config or data):
+    config, data, resumed = CONFIG.findall(text), DATA.findall(text), RESUMED.findall(text)
+    if not (found or config or data or resumed):
         return before
     torch, device, world = found[-1] if found else (b"", b"", b"")
     counts = Counter(dict(GPU.findall(text)).values())
@@ -196,7 +217,8 @@ def read_header(text: bytes, path: str, before: Header) -> Header:
         settings = json.loads(config[-1]) if config else None
     except ValueError:
         raise BadInput(f"{path}: its config line is not JSON") from None
-    return Header(decode(torch) or None, " + ".join(hardware) or None, settings, decode(data[-1]) if data else None)
+    return Header(decode(torch) or None, " + ".join(hardware) or None, int(world) if world else None, settings,
+                  decode(data[-1]) if data else None, (decode(resumed[-1][0]), int(resumed[-1][1])) if resumed else None)
 
 
 def decode(text: bytes) -> str:
@@ -206,6 +228,13 @@ def decode(text: bytes) -> str:
 # ======================================================================================================================
 # Groups.
 # ======================================================================================================================
+
+# What should be equal in a group and between groups: (name, value of a run, None where its log does not say).
+ALIKE = (("hardware", lambda r: r.header.hardware),
+         ("numbers of processes", lambda r: r.header.processes),
+         ("data fingerprints", lambda r: r.header.data),
+         ("validation sizes", lambda r: r.header.validation))
+
 
 @dataclass
 class Group:
@@ -266,6 +295,7 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
             errors.append(str(e))
     for group in groups.values():
         drop_repeats(group)
+        join_resumed(group)
         choose_target(group, target)
         warn(group)
     return list(groups.values()), errors
@@ -321,6 +351,33 @@ def drop_repeats(group: Group) -> None:
     group.runs = list(kept.values())
 
 
+def join_resumed(group: Group) -> None:
+    """Of the logs of one run, RUN.txt and those that resumed it, RUN.fromSTEP.txt, keeps the one that went furthest.
+
+    The others may end in a validation too, where the run was stopped, and would count as runs of their own. The curve
+    becomes that of the whole run; loss and time are the whole run's as they stand, since a resumed clock goes on.
+    """
+    parts: dict[str, list[Run]] = {run.header.resumed[0]: [] for run in group.runs if run.header.resumed}
+    for run in group.runs:
+        name = run.header.resumed[0] if run.header.resumed else Path(run.path).stem
+        if name in parts:
+            parts[name].append(run)
+    for logs in parts.values():
+        whole = max(logs, key=lambda r: (r.final_step, r.counted, r.after))
+        others = [r for r in logs if r is not whole]
+        if others:
+            names = ", ".join(r.name for r in others)
+            group.notes.append(f"{whole.name}: stopped and resumed, one run with {names}, and taken for it")
+        earlier = sorted((r for r in others if r.after < whole.after), key=lambda r: (r.after, r.final_step))
+        if whole.after and not (earlier and earlier[0].after == 0):
+            group.notes.append(f"{whole.name}: resumed after step {whole.after}; the log of the run's beginning is not here")
+        curve = []
+        for run in [*earlier, whole]:
+            curve = [point for point in curve if point[0] < run.after] + run.curve
+        whole.curve = curve
+        group.runs = [r for r in group.runs if not any(r is other for other in others)]
+
+
 def choose_target(group: Group, target: float | None) -> None:
     named = sorted({t for r in group.runs if isinstance(t := (r.header.config or {}).get("target"), (int, float))})
     group.target = target if target is not None else named[0] if named else DEFAULT_TARGET
@@ -340,11 +397,18 @@ def warn(group: Group) -> None:
             group.notes.append(f"{run.name}: has no line 'complete: yes', counted")
         if run.counted and not math.isfinite(run.val_loss):
             group.notes.append(f"{run.name}: its final loss is {run.val_loss}, counted")
-    for what, value in (("steps", lambda r: r.final_step), ("hardware", lambda r: r.header.hardware),
-                        ("data fingerprints", lambda r: r.header.data)):
+    for what, value in (("steps", lambda r: r.final_step), *ALIKE):
         values = group.distinct(value)
         if len(values) > 1:
             group.notes.append(f"mixed {what}: {'; '.join(map(str, values))}")
+    seeds: dict[int, list[str]] = {}
+    for run in group.counted:
+        if isinstance(seed := (run.header.config or {}).get("seed"), int):
+            seeds.setdefault(seed, []).append(run.name)
+    for seed, names in sorted(seeds.items()):
+        if len(names) > 1:
+            more = ", …" if len(names) > 3 else ""
+            group.notes.append(f"{len(names)} runs of seed {seed}, which are not independent: {', '.join(names[:3])}{more}")
     if group.times and len(group.times) < len(group.counted):
         group.notes.append(f"only {len(group.times)} of {len(group.counted)} runs have a time")
     if len(group.losses) > 1 and min(group.losses) == max(group.losses):
@@ -353,10 +417,12 @@ def warn(group: Group) -> None:
 
 def warn_between(group: Group, base: Group) -> list[str]:
     notes = []
-    for what, value in (("hardware", lambda r: r.header.hardware), ("data fingerprints", lambda r: r.header.data)):
+    for what, value in ALIKE:
         here, there = group.distinct(value), base.distinct(value)
         if here and there and here != there:
             notes.append(f"not the same {what} as {base.label}")
+    if group.target != base.target:
+        notes.append(f"its target is {group.target:g}, that of {base.label} {base.target:g}")
     shared = {r.identity for r in group.counted} & {r.identity for r in base.counted}
     if shared:
         notes.append(f"{len(shared)} of its runs are also in {base.label}: the groups are not independent")
@@ -476,6 +542,12 @@ def comparison_rows(result: dict, base: dict) -> list[list[str]]:
              show(result["loss_df"], ".1f"), show_p(result["loss_p"])]]
 
 
+def print_warnings(groups: list[Group]) -> None:
+    for group in groups:
+        for note in group.notes:
+            print(f"compare.py: warning: {group.label}: {note}", file=sys.stderr)
+
+
 def text_report(groups: list[Group], summaries: list[dict], comparisons: list[dict]) -> str:
     out = []
     for group, summary in zip(groups, summaries):
@@ -490,19 +562,21 @@ def text_report(groups: list[Group], summaries: list[dict], comparisons: list[di
 
 
 def markdown_report(groups: list[Group], summaries: list[dict], comparisons: list[dict]) -> str:
-    def table(head, body):
-        cells = [[c.replace("|", "\\|") for c in line] for line in [head, *body]]
-        cells.insert(1, ["---"] * len(head))
-        return ["| " + " | ".join(line) + " |" for line in cells] + [""]
-
     columns = [dict(rows(g, s)) for g, s in zip(groups, summaries)]
     names = max(columns, key=len)  # a group may lack some lines
-    out = table(["", *(g.label for g in groups)], [[name, *(c.get(name, "-") for c in columns)] for name in names])
+    out = markdown_table(["", *(g.label for g in groups)], [[name, *(c.get(name, "-") for c in columns)] for name in names])
     for result in comparisons:
-        out += table([f"{result['group']} against {result['baseline']}", *COMPARISON[1:]],
-                     comparison_rows(result, summaries[0]))
+        out += markdown_table([f"{result['group']} against {result['baseline']}", *COMPARISON[1:]],
+                              comparison_rows(result, summaries[0]))
     out += [f"- {g.label}: {note}" for g in groups for note in g.notes]
     return "\n".join(out).rstrip()
+
+
+def markdown_table(head: list[str], body: list[list[str]]) -> list[str]:
+    """Its lines, and an empty one."""
+    cells = [[c.replace("|", "\\|") for c in line] for line in [head, *body]]
+    cells.insert(1, ["---"] * len(head))
+    return ["| " + " | ".join(line) + " |" for line in cells] + [""]
 
 
 def plot(groups: list[Group], path: str) -> None:
@@ -589,6 +663,135 @@ def flatten(config, name: str = "") -> dict[str, str]:
     return {name: json.dumps(config)} if name else {}
 
 
+# ======================================================================================================================
+# records/README.md. What lies between its lines <!-- NAME --> and <!-- end of NAME --> is made here.
+# ======================================================================================================================
+
+HERE = Path(__file__).resolve().parent
+TRACKS = ("cpu", "gpt2-small")  # what counts for no track is no record
+# Public records that the plot names, and where the name ends or begins: points right of and above the mark.
+NAMED = {1: ("llm.c", 8, -3), 3: ("Muon", 8, 2), 12: ("FlexAttention", 8, 2), 21: ("timed by other rules from here on", 4, 12),
+         80: ("train_gpt.py has its configuration", -8, -22), 92: ("sampled softmax, ANVIL", -8, -4)}
+
+
+def record_tables(errors: list[str]) -> str:
+    """Markdown: a table for each track of the records that lie in it. What could not be read is added to `errors`."""
+    out = []
+    for track in TRACKS:
+        body = []
+        for folder in sorted(p for p in HERE.glob(f"{track}/[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]_*") if p.is_dir()):
+            before = [f"baseline={folder / 'baseline'}"] if (folder / "baseline").is_dir() else []
+            groups, problems = read_groups([str(folder), *before], None)
+            errors += problems
+            for base in groups[1:]:
+                base.notes += warn_between(base, groups[0])
+            print_warnings(groups)
+            if groups[0].counted:
+                body.append(record_row(track, folder.name, groups))
+            else:
+                print(f"compare.py: warning: {folder}: left out, holds no finished run", file=sys.stderr)
+        out += [f"### `{track}`", ""]
+        head = ["date", "record", "runs", "loss, mean", "p (mean < target)", "time, mean", "against its baseline", "machine"]
+        out += markdown_table(head, body) if body else ["None yet.", ""]
+    return "\n".join(out)
+
+
+def record_row(track: str, folder: str, groups: list[Group]) -> list[str]:
+    """The cells for a record: groups[0], and, where it has one, its baseline, groups[1]."""
+    day, name = folder.split("_", 1)
+    record, *baseline = groups
+    summary, change = summarize(record), "-"
+    for base in baseline:
+        result = compare(record, base)
+        if result["time_delta_s"] is not None:
+            change = f"{100 * result['time_delta_s'] / summarize(base)['time_mean_s']:+.1f} %, p {show_p(result['time_p'])}"
+    machines = (re.sub(r" \(.*?\)", "", machine) for machine in record.distinct(lambda r: r.header.hardware))
+    return [day, f"[{name}]({track}/{folder})", str(summary["n"]), show(summary["loss_mean"]), show_p(summary["p_target"]),
+            show(summary["time_mean_s"], ".1f") + " s", change, "; ".join(machines) or "-"]
+
+
+def read_history() -> list[dict[str, str]]:
+    """The public records, in order. A number that comes again is the same record, timed again."""
+    path = HERE / "history.csv"
+    columns = ["number", "minutes", "date", "change", "source"]
+    lines = list(csv.reader(path.read_text(encoding="utf-8", errors="replace").splitlines()))
+    if lines[:1] != [columns] or len(lines) == 1:
+        raise BadInput(f"{path}: needs the columns {','.join(columns)} and a line for each record")
+    for i, line in enumerate(lines[1:], 2):
+        try:
+            number, minutes, day, *words = line
+            date.fromisoformat(day)
+            good = int(number) > 0 and 0 < float(minutes) < math.inf and len(words) == 2 and all(words)
+        except ValueError:
+            good = False
+        if not good:
+            raise BadInput(f"{path}, line {i}: not a record's {', '.join(columns)}")
+    return [dict(zip(columns, line)) for line in lines[1:]]
+
+
+def history_table(history: list[dict[str, str]]) -> str:
+    """Markdown: which records are there, and a line for each."""
+    numbers = {int(row["number"]) for row in history}
+    missing = [str(n) for n in range(1, max(numbers)) if n not in numbers]
+    return "\n".join([f"Records 1 to {max(numbers)}; missing: {', '.join(missing) or 'none'}.", "",
+                      *markdown_table(["#", "minutes", "date", "change", "source"], [list(row.values()) for row in history])])
+
+
+def plot_history(history: list[dict[str, str]], path: Path, mark: str) -> None:
+    """The public records' times over their dates. `mark` is kept in the file, where `marked` finds it."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    points = [(date.fromisoformat(row["date"]), 60 * float(row["minutes"]), int(row["number"])) for row in history]
+    fig, ax = plt.subplots(figsize=(9, 5), layout="constrained")
+    days, times, numbers = zip(*points)
+    ax.step(days, times, "C0", where="post", linewidth=1)
+    for i, (day, seconds, number) in enumerate(points):
+        again = number in numbers[:i]
+        ax.plot(day, seconds, "C0o", markersize=4, markerfacecolor="white" if again else "C0")
+        if number in NAMED and not again:
+            name, right, above = NAMED[number]
+            ax.annotate(f"{number}: {name}", (day, seconds), (right, above), textcoords="offset points", fontsize=9,
+                        horizontalalignment="right" if right < 0 else "left")
+    ax.set_yscale("log")
+    minutes = [0.5, 1, 2, 3, 5, 10, 20, 45]
+    ax.set_yticks([60 * m for m in minutes], [f"{m:g} min" if m >= 1 else f"{60 * m:.0f} s" for m in minutes])
+    ax.minorticks_off()
+    ax.set(ylim=(30, 3600), title="Public NanoGPT speedrun: time to a validation loss of 3.28 on 8 H100s")
+    ax.grid(alpha=0.3)
+    ax.spines[["top", "right"]].set_visible(False)
+    fig.savefig(path, format="png", dpi=100, metadata={"Source": mark})
+    plt.close(fig)
+
+
+def history_mark() -> str:
+    return "history.csv " + hashlib.sha256((HERE / "history.csv").read_bytes()).hexdigest()[:16]
+
+
+def drawn(path: Path) -> bool:
+    """Whether the plot is there and was drawn from history.csv as it is. (Its bytes vary with matplotlib's version.)"""
+    return path.exists() and history_mark().encode() in path.read_bytes()
+
+
+def tables(errors: list[str]) -> dict[str, str]:
+    """The text of each part of records/README.md that is made here."""
+    return {"records": record_tables(errors), "history": history_table(read_history())}
+
+
+def update_readme(parts: dict[str, str]) -> None:
+    """Writes them into records/README.md, and draws history.png if history.csv has changed."""
+    path, plot_path = HERE / "README.md", HERE / "history.png"
+    text = path.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise BadInput(f"{path}: needs one line '{begin.strip()}' and after it one '{end.strip()}'")
+        text = text[:text.index(begin) + len(begin)] + part + text[text.index(end):]
+    path.write_text(text, encoding="utf-8")
+    if not drawn(plot_path):
+        plot_history(read_history(), plot_path, history_mark())
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="compare.py", description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", metavar="[LABEL=]PATH", help="log, folder or glob; the first is the baseline")
@@ -598,9 +801,11 @@ def main(argv: list[str] | None = None) -> int:
     form.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--plot", metavar="FILE.png", help="draw loss over steps and over time")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="what changed in script and config from log A to log B")
+    parser.add_argument("--table", action="store_true", help="print the tables of records/README.md")
+    parser.add_argument("--update", action="store_true", help="write them there, and draw history.png from history.csv")
     args = parser.parse_intermixed_args(argv)
-    if bool(args.paths) == bool(args.diff):
-        parser.error("give logs to compare, or --diff A B")
+    if sum(map(bool, (args.paths, args.diff, args.table, args.update))) != 1:
+        parser.error("give logs to compare, or --diff A B, or --table, or --update")
     if args.target is not None and not math.isfinite(args.target):
         parser.error("--target: not a finite number")
 
@@ -608,6 +813,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.diff:
             print(diff_report(*args.diff))
             return 0
+        if args.table or args.update:
+            return make_tables(args.update)
         groups, errors = read_groups(args.paths, args.target)
         base = groups[0]
         for group in groups[1:]:
@@ -616,9 +823,7 @@ def main(argv: list[str] | None = None) -> int:
         comparisons = [compare(g, base) for g in groups[1:]]
         if args.json:
             print(json.dumps({"groups": summaries, "comparisons": comparisons}, indent=1, allow_nan=False))
-            for group in groups:
-                for note in group.notes:
-                    print(f"compare.py: warning: {group.label}: {note}", file=sys.stderr)
+            print_warnings(groups)
         else:
             print((markdown_report if args.markdown else text_report)(groups, summaries, comparisons))
         if args.plot:
@@ -628,9 +833,31 @@ def main(argv: list[str] | None = None) -> int:
                 errors.append(f"--plot {args.plot}: cannot be written: {e.strerror}")
     except BadInput as e:
         errors = [str(e)]
+    except ModuleNotFoundError as e:
+        if e.name.split(".")[0] not in ("numpy", "scipy", "matplotlib"):
+            raise
+        errors = [f"needs {e.name.split('.')[0]}, which this Python lacks: pip install -r requirements.txt"]
+    return report(errors)
+
+
+def report(errors: list[str]) -> int:
     for error in errors:
         print(f"compare.py: {error}", file=sys.stderr)
     return 2 if errors else 0
+
+
+def make_tables(update: bool) -> int:
+    """--table and --update. Nothing is written if something could not be read."""
+    errors: list[str] = []
+    try:
+        parts = tables(errors)
+        if not update:
+            print("\n".join(parts.values()).rstrip())
+        elif not errors:
+            update_readme(parts)
+    except OSError as e:
+        errors.append(f"{e.filename}: {e.strerror}")
+    return report(errors)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
 """data/ and bench/ngram.py: what goes into shards comes out of them, and nothing is half-written."""
+import fcntl
 import gzip
 import hashlib
 import json
 import math
 import os
+import pty
 import random
+import re
+import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "data"), str(ROOT / "bench")]
-import fineweb  # noqa: E402
 import local_corpus  # noqa: E402
 import ngram  # noqa: E402
 import tokenize_text as tt  # noqa: E402
@@ -40,6 +47,11 @@ def documents_in(out: Path, split: str) -> list[bytes]:
 
 def validates(text: bytes, one_in: int) -> bool:
     return int(hashlib.sha256(text).hexdigest(), 16) % one_in == 0
+
+
+def text_for(split: str, one_in: int = 1000) -> str:
+    """A short text that falls to the split."""
+    return next(text for text in map(str, range(100_000)) if validates(text.encode(), one_in) == (split == "val"))
 
 
 @pytest.fixture
@@ -86,15 +98,17 @@ def test_bytes_encoding_is_a_tiktoken_encoding_that_decodes():
 
 
 def test_shards_hold_whole_documents(tmp_path):
-    lines = [json.dumps({"text": "x" * n}) for n in (10, 10, 50, 5, 5, 5, 23, 1)]
+    val = text_for("val")
+    lines = [json.dumps({"text": text}) for text in [*("x" * n for n in (10, 10, 50, 5, 5, 5, 23, 1)), val]]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     written = tt.write_shards(tmp_path, "n", tt.read_documents([tmp_path / "a.jsonl"], "text"), "bytes",
-                              shard_tokens=24, val_one_in=10**9)
-    shards = sorted(tmp_path.glob("*.bin"))
+                              shard_tokens=24, val_one_in=1000)
+    shards = sorted(tmp_path.glob("*train*.bin"))
     assert [p.name for p in shards] == [f"n_train_{i:06d}.bin" for i in range(1, 6)]
     assert [tt.read_header(p).tokens for p in shards] == [22, 51, 18, 24, 2]   # 51: a document longer than a shard
     assert [tt.read_header(p).text_bytes for p in shards] == [20, 50, 15, 23, 1]
-    assert (written.train.tokens, written.train.text_bytes, written.val.tokens) == (117, 109, 0)
+    assert (written.train.tokens, written.train.text_bytes, written.val.tokens) == (117, 109, 1 + len(val))
+    assert documents_in(tmp_path, "val") == [val.encode()] and documents_in(tmp_path, "train")[2] == b"x" * 50
 
 
 def test_same_shards_on_any_number_of_workers(tmp_path):
@@ -124,15 +138,15 @@ def bad_files(tmp_path) -> tuple[Path, Path, Path]:
 
 def test_bad_documents_are_counted_and_named(tmp_path, capsys):
     out = tmp_path / "out"
-    tokenize(out, *bad_files(tmp_path), options=["--val-one-in", str(10**9)])
+    (tmp_path / "fine.txt").write_text(text_for("val"))
+    tokenize(out, *bad_files(tmp_path), tmp_path / "fine.txt", options=["--val-one-in", "1000"])
     assert documents_in(out, "train") == [b"good", b"good too", b"first"]
     printed = capsys.readouterr()
     for what in ("bad.txt:3: not UTF-8 (byte 0xc3)", "bad.jsonl:2: not JSON", "bad.jsonl:3: no text under 'text'",
                  "bad.jsonl:4: no text", "bad.jsonl:5: half of a surrogate pair", "bad.jsonl:6: not UTF-8",
                  "bad.jsonl:7: not JSON", "cut.jsonl.gz:2: broken gzip data"):
         assert what in printed.err
-    assert "Left out: 8 bad documents" in printed.out
-    assert "No document fell to validation" in printed.out
+    assert "Left out: 8 bad documents" in printed.out and printed.err.count("left out: ") == 8
 
 
 @pytest.mark.parametrize("which, message", [(0, "bad.txt:3: not UTF-8"), (1, "bad.jsonl:2: not JSON"), (2, ":2: broken")])
@@ -142,6 +156,98 @@ def test_strict_stops_and_leaves_nothing(tmp_path, which, message):
         tokenize(out, bad_files(tmp_path)[which], options=["--strict", "--shard-tokens", "5"])
     assert message in str(stopped.value) and "\n" not in str(stopped.value)
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("split, missing", (("val", "training"), ("train", "validation"), (None, "training")))
+def test_a_split_without_documents_is_refused(tmp_path, capsys, split, missing):
+    """Half a corpus is of no use, and OUT stays free for another try."""
+    out = tmp_path / "out"
+    (tmp_path / "a.jsonl").write_text('{}\n{"text": ""}\n' + (json.dumps({"text": text_for(split)}) if split else ""))
+    with pytest.raises(SystemExit) as stopped:
+        tokenize(out, tmp_path / "a.jsonl", options=["--val-one-in", "1000"])
+    assert str(stopped.value).startswith(f"tokenize_text.py: none of {1 if split else 0} documents fell to {missing} "
+                                         "(1 bad and 1 empty ones left out)") and "\n" not in stopped.value.code
+    assert list(out.iterdir()) == []
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": text_for(s)}) for s in ("val", "train")))
+    tokenize(out, tmp_path / "b.jsonl", options=["--val-one-in", "1000"])
+    assert documents_in(out, "val") == [text_for("val").encode()]
+
+
+def test_the_field_of_a_jsonl_is_an_option(tmp_path):
+    texts = [text_for("val"), text_for("train")]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "no", "body": text}) for text in texts))
+    tokenize(tmp_path / "out", tmp_path / "a.jsonl", options=["--field", "body", "--val-one-in", "1000"])
+    assert [documents_in(tmp_path / "out", split) for split in ("val", "train")] == [[text.encode()] for text in texts]
+
+
+def test_all_cores_and_100_million_tokens_are_the_defaults(tmp_path, files, monkeypatch):
+    asked = {}
+
+    def write_shards(out, name, documents, encoding, **options):
+        asked.update(options, encoding=encoding)
+        return tt.Written(*(tt.SplitWriter(out, name, split, None, 0) for split in ("train", "val")), 0, 0)
+
+    monkeypatch.setattr(tt, "write_shards", write_shards)
+    tt.main([str(tmp_path / "out"), str(files[0][0])])
+    assert asked == {"encoding": "gpt2", "shard_tokens": 100_000_000, "val_one_in": 100, "workers": os.cpu_count(),
+                     "strict": False}
+
+
+def test_round_trip_with_tokens_of_several_bytes(tmp_path, files, monkeypatch):
+    """GPT-2's own vocabulary needs a download; this one merges pieces too, and has numbers as large as GPT-2's."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"te": 256, b"xt": 50_254, b"text": 50_255}
+    encoding = tiktoken.Encoding("merging", pat_str=r"\s?\w+|\W", mergeable_ranks=ranks,
+                                 special_tokens={"<|endoftext|>": 50_256})
+    monkeypatch.setattr(tt, "encoding_named", lambda name: encoding)
+    tokenize(tmp_path / "out", *files[0], options=["--val-one-in", "2"])
+    for split in ("train", "val"):
+        tokens = np.concatenate([tt.read_tokens(path) for path in sorted((tmp_path / "out").glob(f"*_{split}_*"))])
+        texts = [encoding.decode_bytes(piece[1:].tolist()) for piece in np.split(tokens, np.flatnonzero(tokens == 50_256))[1:]]
+        assert texts == [t for t in files[1] if validates(t, 2) == (split == "val")] and 50_255 in tokens
+    header = tt.read_header(tmp_path / "out/out_train_000001.bin")
+    assert (header.vocabulary, header.start_token) == (50_257, 50_256)
+
+
+def at_work(tmp_path, workers: int) -> tuple[subprocess.Popen, Path]:
+    """tokenize_text.py, leading a process group of its own, with 2 GB to do and some of it done."""
+    out, text = tmp_path / "out", tmp_path / "a.txt"
+    text.write_text("x" * 1_000_000)
+    process = subprocess.Popen([sys.executable, ROOT / "data/tokenize_text.py", out, *[text] * 2000, "--encoding", "bytes",
+                                "--workers", str(workers)], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    end = time.monotonic() + 30
+    while not any(path.stat().st_size for path in out.glob(".unfinished-*/*")):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.01)
+    return process, out
+
+
+@pytest.mark.parametrize("workers", (1, 2))
+def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path, workers):
+    process, out = at_work(tmp_path, workers)
+    os.killpg(process.pid, signal.SIGINT)   # as a terminal does
+    assert process.communicate(timeout=20) == (None, "tokenize_text.py: interrupted; nothing was written\n")
+    assert process.returncode == 130 and list(out.iterdir()) == []
+
+
+def test_a_killed_worker_is_one_line_and_leaves_nothing(tmp_path):
+    process, out = at_work(tmp_path, 2)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True).stdout
+    os.kill(int(workers.split()[0]), signal.SIGKILL)
+    error = process.communicate(timeout=20)[1]
+    assert process.returncode == 1 and re.fullmatch("tokenize_text.py: a worker process was killed[^\n]*\n", error), error
+    assert list(out.iterdir()) == []
+
+
+def test_a_bar_on_a_terminal(tmp_path):
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))   # a terminal without columns has no bars
+    for split in ("val", "train"):
+        (tmp_path / f"{split}.txt").write_text(text_for(split, 100))
+    command = [sys.executable, ROOT / "data/tokenize_text.py", tmp_path / "out", *tmp_path.glob("*.txt"), "--encoding", "bytes"]
+    subprocess.run([*command, "--workers", "1"], stderr=its, check=True, timeout=20)
+    shown = os.read(ours, 1 << 16).decode()
+    assert re.search(r"tokenizing: +0%.*tokenizing: 100%", shown, re.S), shown
+    os.close(ours), os.close(its)
 
 
 def test_nothing_appears_before_everything_is_written(tmp_path):
@@ -185,41 +291,6 @@ def test_no_network_is_one_clear_line(tmp_path, files, command):
     assert len(ran.stderr.splitlines()) == 1 and ran.stderr.startswith(command[0]), ran.stderr
 
 
-# ---- fineweb.py --------------------------------------------------------------------------------------------------
-
-def write_shard(path: Path, tokens: int = 5) -> None:
-    """A shard of 5 tokens whose header says `tokens`."""
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, tokens
-    path.write_bytes(header.tobytes() + bytes(2 * 5))
-
-
-def test_fineweb_takes_what_is_whole_and_replaces_what_is_not(tmp_path, monkeypatch, capsys):
-    write_shard(tmp_path / "fineweb_val_000000.bin")
-    write_shard(tmp_path / "fineweb_train_000001.bin", tokens=6)
-    asked = []
-
-    def download(dataset, name, repo_type, local_dir):
-        assert (dataset, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset") and not (local_dir / name).exists()
-        asked.append(name)
-        write_shard(local_dir / name, tokens=9 if name.endswith("3.bin") else 5)
-
-    monkeypatch.setattr(fineweb, "hf_hub_download", download)
-    fineweb.main(["2", "--out", str(tmp_path)])
-    assert sorted(asked) == ["fineweb_train_000001.bin", "fineweb_train_000002.bin"]
-    assert "fineweb_train_000001.bin: removing a broken file" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        fineweb.main(["3", "--out", str(tmp_path)])
-    assert "fineweb_train_000003.bin arrived broken" in str(stopped.value) and not (tmp_path / "fineweb_train_000003.bin").exists()
-
-
-def test_fineweb_shard_counts():
-    assert fineweb.shard_count("all") == 103 and fineweb.shard_count("0") == 0
-    for wrong in ("104", "-1", "many"):
-        with pytest.raises(fineweb.argparse.ArgumentTypeError):
-            fineweb.shard_count(wrong)
-
-
 # ---- local_corpus.py ---------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -250,18 +321,29 @@ def test_passages_are_cut_at_blank_lines():
     assert b"".join(local_corpus.passages(raw)) == raw
 
 
-def test_corpus_twice_is_identical_and_not_built_again(corpus, tmp_path, capsys):
+def test_corpus_twice_is_identical(corpus, tmp_path):
     local_corpus.main(["--out", str(tmp_path)])
     for path in sorted(corpus.iterdir()):
         assert path.read_bytes() == (tmp_path / path.name).read_bytes()
-    capsys.readouterr()
-    local_corpus.main(["--out", str(tmp_path)])
-    assert "there already" in capsys.readouterr().out
-    train = tmp_path / "python_train_000001.bin"
+
+
+def test_corpus_is_built_again_only_if_needed(tmp_path, monkeypatch, capsys):
+    out, library = tmp_path / "out", tmp_path / "library"
+    library.mkdir()
+    (library / "a.py").write_text("pass")
+    monkeypatch.setattr(local_corpus.sysconfig, "get_path", lambda name: str(library))
+
+    def builds() -> bool:
+        local_corpus.main(["--out", str(out)])
+        return "there already" not in capsys.readouterr().out
+
+    assert builds() and not builds()
+    train = out / "python_train_000001.bin"
     whole = train.read_bytes()
     train.write_bytes(whole[:-1])
-    local_corpus.main(["--out", str(tmp_path)])
-    assert "there already" not in capsys.readouterr().out and train.read_bytes() == whole
+    assert builds() and train.read_bytes() == whole
+    (library / "a.py").write_text("pass\n")
+    assert builds() and not builds()
 
 
 # ---- bench/ngram.py ----------------------------------------------------------------------------------------------

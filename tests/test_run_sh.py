@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TORCHRUN = """
 import json, os, signal, warnings
+from pathlib import Path
 from types import SimpleNamespace
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -33,6 +34,18 @@ def main(argv):
     warnings.warn("not for the user")
     if os.environ.get("FAIL_ON_SEED") in script:
         raise ChildFailedError({rank: failure(*how) for rank, how in json.loads(os.environ["FAILURES"]).items()})
+    if "--name" in script and "--seed" in script and "NO_LOG" not in os.environ:
+        name, seed = (script[script.index(option) + 1] for option in ("--name", "--seed"))
+        folder = Path("records/cpu", f"{os.environ.get('DAY' + seed, '2026-11-21')}_{name}")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"seed{seed}_ab.txt").write_text("")
+"""
+COMPARE = """
+import os, sys
+print("table of", *sys.argv[1:])
+print()
+print("its end")
+sys.exit("UNREADABLE" in os.environ and 2 or 0)
 """
 ERRORS = """
 class ChildFailedError(Exception):
@@ -68,6 +81,8 @@ def repository(tmp_path):
         repo.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, repo)
     (repo / "train_gpt.py").write_text("print('train_gpt')")
+    (repo / "records").mkdir()
+    (repo / "records/compare.py").write_text(COMPARE)
     (repo / "data").mkdir()
     for name in ("fineweb.py", "local_corpus.py"):
         (repo / "data" / name).write_text(f"print('fetching with {name}')")
@@ -170,8 +185,62 @@ def test_runs_count_seeds_up(repository):
     assert [run["argv"] for run in torchruns(ran)] == [
         ["train_gpt.py", "--preset", "cpu", "--seed", str(seed), "--name", "idea"] for seed in (8, 9, 10)]
     assert ran.stdout.count("fetching") == 1
-    unnamed = torchruns(call(repository, "--runs", "2"))   # these are attempts
-    assert [run["argv"] for run in unnamed] == [["train_gpt.py", "--preset", "cpu", "--seed", seed] for seed in "01"]
+    unnamed = call(repository, "--runs", "2")   # these are attempts
+    assert unnamed.returncode == 0 and "table of" not in unnamed.stdout
+    assert [run["argv"] for run in torchruns(unnamed)] == [["train_gpt.py", "--preset", "cpu", "--seed", seed] for seed in "01"]
+
+
+def test_named_runs_end_with_their_table_and_a_readme(repository):
+    old = [repository / "records" / folder for folder in ("cpu/2026-11-20_idea", "other/2026-11-20_idea")]   # other calls'
+    for folder in old:
+        folder.mkdir(parents=True)
+        (folder / "seed0_cd.txt").write_text("")
+    ran = call(repository, "--runs", "2", "--name=idea", "--set", "a b=1")
+    assert ran.returncode == 0 and ran.stderr == ""
+    readme = "records/cpu/2026-11-21_idea/README.md"
+    assert ran.stdout.endswith("\ntable of records/cpu/2026-11-21_idea\n\nits end\n\n"
+                               f"run.sh: {readme} begins with this table; say in it what was changed\n")
+    assert ran.stdout.count("table of") == 1
+    assert [[p.name for p in folder.iterdir()] for folder in old] == [["seed0_cd.txt"]] * 2
+    assert (repository / readme).read_text() == (
+        "# idea\n\n(What was changed, against which record, and why.)\n\n    ./run.sh --runs 2 --name=idea --set a\\ b=1\n\n"
+        "What `python records/compare.py records/cpu/2026-11-21_idea` prints:\n\n"
+        "    table of records/cpu/2026-11-21_idea\n\n    its end\n")
+
+
+def test_a_readme_that_is_there_stays_as_it_is(repository):
+    readme = repository / "records/cpu/2026-11-21_idea/README.md"
+    readme.parent.mkdir(parents=True)
+    readme.write_text("By hand.\n")
+    ran = call(repository, "--runs", "1", "--name", "idea")
+    assert ran.returncode == 0 and readme.read_text() == "By hand.\n" and "table of records/cpu/2026-11-21_idea" in ran.stdout
+    assert ran.stdout.endswith("run.sh: records/cpu/2026-11-21_idea/README.md was there, and is left as it is\n")
+
+
+@pytest.mark.parametrize("others", ([], ["seed0_cd.txt", "seed2_cd.txt"]))
+def test_runs_across_midnight_are_one_record(repository, others):
+    """The second and third run begin on the next day; in that day's folder there may be logs of another call."""
+    cpu = repository / "records/cpu"
+    for name in others:
+        (cpu / "2026-11-22_idea").mkdir(parents=True, exist_ok=True)
+        (cpu / "2026-11-22_idea" / name).write_text("another call's")
+    ran = call(repository, "--runs", "3", "--name", "idea", DAY1="2026-11-22", DAY2="2026-11-22")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("the log is now in records/cpu/2026-11-21_idea") == 2
+    assert "table of records/cpu/2026-11-21_idea\n" in ran.stdout
+    folders = {p.name: sorted(q.name for q in p.iterdir()) for p in cpu.iterdir()}
+    assert folders == {"2026-11-21_idea": ["README.md", *(f"seed{i}_ab.txt" for i in range(3))]} | (
+        {"2026-11-22_idea": others} if others else {})
+
+
+def test_named_runs_without_a_log_or_a_table_are_told(repository):
+    ran = call(repository, "--runs", "2", "--name", "idea", NO_LOG="1")
+    assert ran.returncode == 1 and len(torchruns(ran)) == 1
+    assert ran.stderr == "run.sh: the run is over, but there is no new log records/*/*_idea/seed0_*.txt\n"
+    ran = call(repository, "--runs", "2", "--name", "idea", UNREADABLE="1")
+    assert ran.returncode == 1 and len(torchruns(ran)) == 2 and "table of" in ran.stdout
+    assert ran.stderr.startswith("run.sh: the runs are complete, but not their table: see above, then '")
+    assert not list(repository.rglob("README.md"))
 
 
 def test_an_unknown_preset_is_refused_before_anything_is_fetched(repository):
@@ -268,6 +337,24 @@ def test_real_torchrun_starts_two_ranks_quietly(repository):
     assert ran.returncode == 0 and ran.stderr == "", ran.stderr
     for rank in (0, 1):
         assert f"['{rank}', '2', '1'] ['--preset', 'cpu', '--seed', '3']" in ran.stdout
+
+
+def test_real_named_runs_end_with_the_table_of_compare(repository):
+    """A log as short as can be, and the real torchrun and compare.py."""
+    shutil.copy(ROOT / "records/compare.py", repository / "records")
+    (repository / "train_gpt.py").write_text(
+        "import os, pathlib, sys\n"
+        "seed = sys.argv[sys.argv.index('--seed') + 1]\n"
+        "log = pathlib.Path('records/cpu/2026-11-21_idea', f'seed{seed}_ab.txt')\n"
+        "log.parent.mkdir(parents=True, exist_ok=True)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    log.write_text(f'step:8/8 val_loss:3.2{seed} train_time:1{seed}000ms step_avg:9.00ms\\n')\n")
+    ran = call(repository, "--runs", "1", "--seed", "1", "--name", "idea", stubs=False)
+    assert ran.returncode == 0 and ran.stderr == "", ran.stderr
+    table = ["2026-11-21_idea", "  runs (n)           1", "  loss: mean, sd     3.2100, -", "  times, s           11.000"]
+    assert all(f"\n{line}\n" in ran.stdout for line in table)
+    readme = (repository / "records/cpu/2026-11-21_idea/README.md").read_text()
+    assert all(f"\n    {line}\n" in readme for line in table)
 
 
 @pytest.mark.parametrize("end, status, said", (
