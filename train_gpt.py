@@ -2407,13 +2407,17 @@ def run(args: argparse.Namespace, script: str) -> None:
     with contextlib.suppress(OSError):
         done = done.rename(done.with_suffix(".partial"))
     shutil.rmtree(done, ignore_errors=True)
-    earlier = sorted(p for p in Path("records", track).glob("[0-9]*") if p.is_dir() and p != folder)
+    earlier = sorted({p.parent for p in Path("records", track).glob("[0-9]*/seed*.txt") if p.parent != folder and is_complete(p)})
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte" if "val_loss_per_byte" in summary else ""
     log.say(f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token{per_byte}\n"
             f"training time    {int(summary['train_time_ms']) / 1000:.1f} s, {cfg.steps} steps, {train_tokens(cfg):,} tokens\n"
             f"log              {log.path}\n"
             f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
+
+
+def is_complete(log: Path) -> bool:
+    return log.read_text(encoding="utf-8", errors="replace").endswith("complete: yes\n")
 
 
 def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: Checkpoint | None) -> RunLog:
@@ -2424,7 +2428,7 @@ def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: C
         name = next(name for name in names if not (folder / f"{name}.txt").exists())
     elif folder and folder.name != "attempts":
         for path in folder.glob(f"seed{seed}_*.txt"):
-            if path.read_text(encoding="utf-8", errors="replace").endswith("complete: yes\n"):
+            if is_complete(path):
                 raise UserError(f"{path} is a complete run with this seed; choose another --seed or --name")
     return RunLog(folder, steps, name)
 

@@ -176,7 +176,7 @@ def peaks(training: Training, folder: str) -> tuple[float, float]:
         training.step()
         training.step()
     del optimizer.work
-    path = os.path.join(folder, "trace.json")
+    path = os.path.join(folder, f"trace{os.getpid()}.json")
     profiled.export_chrome_trace(path)
     events = json.loads(Path(path).read_text())["traceEvents"]
     updating = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "update" and "dur" in e]
