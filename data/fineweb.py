@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from tqdm import tqdm
 DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
 VOCABULARY = 50257
 AT_ONCE = 4
-# The hub's own errors are OSErrors; those of the HTTP client beneath it, which changes with its version, are not.
-ERRORS = (InputError, OSError, *HfHubHTTPError.__bases__)
+# The hub's own errors are OSErrors; those of the HTTP client beneath it, which changes with its version, are not. An
+# address that is none is a ValueError.
+ERRORS = (InputError, OSError, ValueError, *HfHubHTTPError.__bases__)
 
 
 def shard_count(text: str) -> int:
@@ -56,8 +58,9 @@ def download(url: str, part: Path, size: int, name: str) -> None:
                 return http_get(url, file, resume_size=have, headers=build_hf_headers(), expected_size=size,
                                 displayed_filename=name)
             except ERRORS:
-                if file.seek(0, os.SEEK_END) == have:   # http_get tries again after some errors only, not after a reset
+                if file.seek(0, os.SEEK_END) <= have:   # http_get tries again after some errors only, not after a reset
                     raise
+        time.sleep(1)
 
 
 def fetch(out: Path, name: str) -> None:
@@ -73,20 +76,25 @@ def fetch(out: Path, name: str) -> None:
     hub = get_hf_file_metadata(url)
     if not hub.etag or not hub.size:
         raise InputError(f"{url} answers without checksum or size, so it is not the hub; look at HF_ENDPOINT and proxies")
-    part = out / f"{name}.{hub.etag[:16]}.tmp"           # so that no file is completed with another one's rest
+    tag = "".join(c for c in hub.etag if c.isalnum())[:16]
+    part = out / f"{name}.{tag}.tmp"   # so that no file is completed with another one's rest
     for old in out.glob(f"{name}.*.tmp"):
         if old != part or old.stat().st_size > hub.size:
             old.unlink()
-    download(url, part, hub.size, name)
     try:
+        download(url, part, hub.size, name)
         # Files as large as these have their SHA-256 for an ETag, at the hub; a mirror may have something else.
         if len(hub.etag) == 64 and hashlib.sha256(np.memmap(part, mode="r")).hexdigest() != hub.etag:
             raise InputError("its checksum is not the hub's")
         check(part)
+        os.replace(part, path)
     except InputError as error:
         part.unlink()
         raise InputError(f"{name} arrived broken, and was removed ({error})") from error
-    os.replace(part, path)
+    except FileNotFoundError:
+        if not path.exists():
+            raise
+        return check(path)   # another process that got the same shard was a little faster
     tqdm.write(f"{name}: downloaded")
 
 

@@ -194,7 +194,10 @@ def encode(document: Document, encoding: tiktoken.Encoding, val_one_in: int) -> 
     text = text_of(document)
     utf8 = text.encode("utf-8")
     digest = hashlib.sha256(utf8 if document.key is None else document.key.encode()).digest()
-    tokens = encoding.encode_to_numpy(text, disallowed_special=())   # "<|endoftext|>" in a text is plain text
+    try:
+        tokens = encoding.encode_to_numpy(text, disallowed_special=())   # "<|endoftext|>" in a text is plain text
+    except ValueError as error:   # the pattern's engine gives up, at a million spaces in a row for instance
+        raise BadDocument(f"{document.path}:{document.line}: cannot be tokenized ({error})") from error
     return Encoded(np.concatenate(([encoding.eot_token], tokens)).astype(np.uint16), len(utf8),
                    int.from_bytes(digest, "big") % val_one_in == 0)
 

@@ -28,9 +28,11 @@ import glob
 import hashlib
 import json
 import math
+import os
 import re
 import signal
 import sys
+import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -54,7 +56,7 @@ class BadInput(Exception):
 # ======================================================================================================================
 
 def pattern(text: str) -> re.Pattern[bytes]:
-    number = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
+    number = r"[-+]?(?:\d{1,20}\.?\d{0,20}(?:e[-+]?\d{1,4})?|nan|inf)"
     return re.compile((r"\n" + text.replace("NUM", number).replace("INT", r"\d{1,15}")).encode())
 
 
@@ -253,7 +255,7 @@ class Group:
 
     @property
     def times(self) -> list[float]:
-        return [r.train_time_s for r in self.counted if r.train_time_s is not None]
+        return [r.train_time_s for r in self.counted if r.train_time_s is not None and math.isfinite(r.train_time_s)]
 
     def distinct(self, value) -> list:
         """What value(run) is over the counted runs, each once, sorted, without None."""
@@ -261,17 +263,20 @@ class Group:
 
 
 def split_label(argument: str) -> tuple[str | None, str]:
-    """"new=a.txt" -> ("new", "a.txt"); a file whose own name has a "=" needs no label."""
+    """"new=a.txt" -> ("new", "a.txt"); a file whose own name has a "=", or a glob that matches, needs no label."""
     label, equals, path = argument.partition("=")
-    return (label, path) if equals and label and not Path(argument).exists() else (None, argument)
+    labelled = equals and label and not Path(argument).exists() and not glob.glob(argument)
+    return (label, path) if labelled else (None, argument)
 
 
 def find_logs(path: str) -> list[list[Path]]:
     """Lists of files, the first of which with runs in it is meant."""
     folder = Path(path)
     if folder.is_dir():
-        files = sorted(p for p in folder.rglob("*") if p.suffix in SUFFIXES and not p.is_dir())
-        return [[p for p in files if p.parent == folder], [p for p in files if p.parent != folder]]
+        next(os.scandir(folder), None)  # rglob is silent about a folder that it may not read
+        files = sorted(p for p in folder.rglob("*") if p.suffix in SUFFIXES and (p.is_file() or p.is_symlink()))
+        deeper = [p for p in files if p.parent != folder and folder / "baseline" not in p.parents]
+        return [[p for p in files if p.parent == folder], deeper]
     if folder.exists():
         return [[folder]]
     matches = sorted(glob.glob(path, recursive=True))
@@ -284,15 +289,18 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
     """The groups in the order given, and a line for each thing that could not be read."""
     groups, errors = {}, []
     for argument in arguments:
-        label, path = split_label(argument)
-        if label is None:
-            label = name_of(path)
-            label = path if label in groups else label  # two folders of one name are two groups
-        group = groups.setdefault(label, Group(label))
         try:
+            label, path = split_label(argument)
+            if label is None:
+                label = name_of(path)
+                label = path if label in groups else label  # two folders of one name are two groups
+            group = groups.setdefault(label, Group(label))
             errors += read_into(group, path)
         except BadInput as e:
             errors.append(str(e))
+        except OSError as e:
+            errors.append(f"{argument}: cannot be read: {e.strerror}")
+            groups.setdefault(argument, Group(argument))
     for group in groups.values():
         drop_repeats(group)
         join_resumed(group)
@@ -442,23 +450,25 @@ def mean_and_sd(values: list[float]) -> tuple[float | None, float | None]:
 
 def p_below(values: list[float], target: float) -> float | None:
     """One-sided p of the one-sample t-test whose alternative is a mean below the target."""
-    from scipy.stats import ttest_1samp
     if len(values) < 2 or min(values) == max(values):
         return None
+    from scipy.stats import ttest_1samp
     return finite(ttest_1samp(values, target, alternative="less").pvalue)
 
 
 def welch(values: list[float], base: list[float]) -> tuple[float | None, float | None, float | None]:
     """(t, degrees of freedom, two-sided p) of Welch's test; t is positive where the mean of `values` is the larger."""
-    from scipy.stats import ttest_ind
     if min(len(values), len(base)) < 2 or (min(values) == max(values) and min(base) == max(base)):
         return None, None, None
-    result = ttest_ind(values, base, equal_var=False)
+    from scipy.stats import ttest_ind
+    with warnings.catch_warnings():  # that one of the two does not vary
+        warnings.simplefilter("ignore", RuntimeWarning)
+        result = ttest_ind(values, base, equal_var=False)
     return finite(result.statistic), finite(result.df), finite(result.pvalue)
 
 
 def finite(x) -> float | None:
-    return float(x) if math.isfinite(x) else None
+    return float(x) if x is not None and math.isfinite(x) else None
 
 
 def summarize(group: Group) -> dict:
@@ -469,7 +479,7 @@ def summarize(group: Group) -> dict:
             "loss_mean": loss_mean, "loss_std": loss_std, "time_mean_s": time_mean, "time_std_s": time_std,
             "p_target": p, "meets_target": p is not None and p < ALPHA,
             "runs": [{"path": r.path, "run_index": r.index, "final_step": r.final_step, "total_steps": r.total_steps,
-                      "val_loss": None if r.val_loss is None else finite(r.val_loss), "train_time_s": r.train_time_s,
+                      "val_loss": finite(r.val_loss), "train_time_s": finite(r.train_time_s),
                       "peak_mem_mib": r.peak_mem_mib, "torch": r.header.torch, "complete": r.complete}
                      for r in group.runs]}
 
@@ -595,8 +605,9 @@ def plot(groups: list[Group], path: str) -> None:
                 continue
             x, loss, sd = ([point[i] for point in curve] for i in (column, 2, 3))
             drawn.append((x, loss))
+            name = group.label.replace("$", r"\$").lstrip("_")  # neither mathematics, nor hidden from the legend
             for ax in (whole, end):
-                ax.plot(x, loss, f"C{number}", marker="o", markersize=3, label=f"{group.label} (n={len(group.counted)})")
+                ax.plot(x, loss, f"C{number}", marker="o", markersize=3, label=f"{name} (n={len(group.counted)})")
                 ax.fill_between(x, [y - s for y, s in zip(loss, sd)], [y + s for y, s in zip(loss, sd)],
                                 color=f"C{number}", alpha=0.25, linewidth=0)
         for ax in (whole, end):
@@ -738,7 +749,7 @@ def history_table(history: list[dict[str, str]]) -> str:
 
 
 def plot_history(history: list[dict[str, str]], path: Path, mark: str) -> None:
-    """The public records' times over their dates. `mark` is kept in the file, where `marked` finds it."""
+    """The public records' times over their dates. `mark` is kept in the file, where `drawn` finds it."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

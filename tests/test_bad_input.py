@@ -201,7 +201,7 @@ ROWS = [
         "model)", steps=0),
     Row("too large for one rank", "",
         "out of memory: <why>; use more processes, or shrink what was last made larger (head_chunk, tokens of a stage, the "
-        "model)", faults={1: At("GPT.loss", 2, no_memory)}, steps=1, last=f"stopped: {LOST}"),
+        "model)", faults={1: At("GPT.head", 2, no_memory)}, steps=1, last=f"stopped: {LOST}"),
     Row("a training loss not finite", "--set adam_lr=1e30",
         "the training loss is <value> at step 2; lower the learning rate that was raised last, or look at that batch", steps=2),
     Row("a validation loss not finite", "--set attn_scale=1e39",
@@ -303,8 +303,8 @@ ROWS = [
           ("at the data", "", At("find_data", 1, die_later), None, ()),
           ("at the model", "", At("Exchange.broadcast", 3, die), 0, ()),
           ("in warm-up", "--set warmup=true", At("train_step", 2, die), 0, ()),
-          ("in the first step", "", At("GPT.loss", 1, die), 0, ()),
-          ("in a later step", "", At("GPT.loss", 5, die), 4, ()),
+          ("in the first step", "", At("GPT.head", 1, die), 0, ()),
+          ("in a later step", "", At("GPT.head", 5, die), 4, ()),
           ("between scatter and gather", "", At("Exchange.gather", 5, die), 1, ()),
           ("in validation", "", At("Exchange.sum", 2, die), 3, ()),
           ("while it writes a checkpoint", EVERY, At("torch.save", 2, die), 4, ("step00000002",))]

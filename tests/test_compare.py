@@ -758,7 +758,7 @@ def test_the_tables_in_the_readme_are_what_the_logs_give(committed, monkeypatch,
     errors = []
     parts = compare.tables(errors)
     readme = (committed / "README.md").read_text()
-    assert (errors, capsys.readouterr().err) == ([], "")
+    assert errors == [], capsys.readouterr().err
     for name, part in parts.items():
         assert f"<!-- {name} -->\n{part}<!-- end of {name} -->\n" in readme, "python records/compare.py --update"
     assert compare.drawn(committed / "history.png"), "python records/compare.py --update"
@@ -773,8 +773,8 @@ def test_every_record_has_a_readme_with_what_compare_prints(committed, monkeypat
         readme = (folder / "README.md").read_text()
         base = [str(folder / "baseline")] if (folder / "baseline").is_dir() else []
         assert compare.main([*base, str(folder)]) == 0
-        printed = "".join(f"    {line}\n" if line else "\n" for line in capsys.readouterr().out.splitlines())
-        assert printed in readme, folder
+        printed = [line.strip() for line in capsys.readouterr().out.splitlines() if line]  # indented or fenced, as one likes
+        assert "\n".join(printed) in "\n".join(line.strip() for line in readme.splitlines() if line.strip()), folder
 
 
 def test_the_public_history(committed, monkeypatch):
@@ -794,3 +794,43 @@ def test_the_public_history(committed, monkeypatch):
     assert seconds == {1: 2700, 70: 91.3, 71: 91.0, 72: 89.8, 80: 84.4, 89: 73.8}
     assert firsts[24]["minutes"] == "2.966" and [firsts[n]["source"] for n in (24, 71, 72)] == ["PR 102", "PR 221", "PR 224"]
     assert all(re.fullmatch(r"PR \d+|\d{4}-\d\d-\d\d_\w+|README|https://\S+", row["source"]) for row in history)
+
+
+def test_paths_that_cannot_be(capsys):
+    assert compare.main(["x" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_a_glob_may_have_an_equals_sign(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=2").mkdir()
+    (tmp_path / "lr=2" / "a.txt").write_text(steps(3.2))
+    assert compare.main(["lr=2/*.txt"]) == 0
+    assert "lr=2/*.txt" in capsys.readouterr().out
+
+
+def test_a_time_that_is_no_number(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("step:8/8 val_loss:3.2 train_time:nanms step_avg:9.00ms\n")
+    assert compare.main([str(tmp_path), "--json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)["groups"]
+    assert group["runs"][0]["train_time_s"] is None and group["time_mean_s"] is None and group["loss_mean"] == 3.2
+
+
+def test_a_group_without_variance_is_no_reason_to_warn(tmp_path, recwarn):
+    for name, times in (("a", (95, 95)), ("b", (94, 93))):
+        for i, t in enumerate(times):
+            (tmp_path / f"{name}{i}.txt").write_text(f"step:8/8 val_loss:3.2{i} train_time:{t}ms step_avg:9.00ms\n")
+    assert compare.main([f"{name}={tmp_path}/{name}*.txt" for name in "ab"]) == 0
+    assert not recwarn.list
+
+
+def test_a_record_is_not_its_baseline(tmp_path, capsys):
+    (tmp_path / "baseline").mkdir()
+    (tmp_path / "baseline" / "a.txt").write_text(steps(3.2))
+    assert compare.main([str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_a_label_that_looks_like_mathematics(tmp_path):
+    (tmp_path / "a.txt").write_text(steps(3.2))
+    assert compare.main([f"_m$_$x={tmp_path}/a.txt", "--plot", str(tmp_path / "x.png")]) == 0

@@ -392,3 +392,22 @@ def test_ngram_reads_shards(tmp_path, files, capsys):
     assert f"2-gram  per token {loss:.4f}  per byte {per_byte:.4f}" in printed
     with pytest.raises(SystemExit, match="lacks training or validation shards"):
         ngram.main(["--data", str(tmp_path)])
+
+
+def test_what_the_encoding_gives_up_at_is_a_bad_document(tmp_path, monkeypatch, capsys):
+    """GPT-2's pattern does at a million spaces in a row."""
+    class GivesUp:
+        n_vocab, eot_token = 257, START
+
+        def encode_to_numpy(self, text, **options):
+            if text.isspace():
+                raise ValueError("stack")
+            return np.zeros(len(text), np.uint16)
+
+    monkeypatch.setattr(tt, "encoding_named", lambda name: GivesUp())
+    for name, text in (("a", text_for("train")), ("b", "   "), ("c", text_for("val"))):
+        (tmp_path / f"{name}.txt").write_text(text)
+    tokenize(tmp_path / "out", *sorted(tmp_path.glob("*.txt")), options=["--val-one-in", "1000"])
+    printed = capsys.readouterr()
+    assert f"left out: {tmp_path / 'b.txt'}:1: cannot be tokenized (stack)" in printed.err
+    assert "1 bad documents" in printed.out

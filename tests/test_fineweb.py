@@ -58,7 +58,7 @@ def fetch(hub, out, *arguments, status=0) -> tuple[str, str]:
     """Runs fineweb.py to its end; its output and its errors."""
     process = start(hub, out, *arguments)
     try:
-        printed = process.communicate(timeout=20)
+        printed = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == status, printed
@@ -242,6 +242,12 @@ def test_no_server(hub, tmp_path):
     hub.server.server_close()
     hub.server.shutdown()
     assert "refused" in one_line(fetch(hub, tmp_path, status=1)[1])
+    assert there(tmp_path) == {}
+
+
+def test_no_address(hub, tmp_path):
+    hub.port = "abc"
+    one_line(fetch(hub, tmp_path, status=1)[1])
     assert there(tmp_path) == {}
 
 
