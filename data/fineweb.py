@@ -17,18 +17,21 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
-from huggingface_hub import get_hf_file_metadata, hf_hub_url
-from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import HfHubHTTPError, build_hf_headers, logging
 from tokenize_text import InputError, read_tokens
 from tqdm import tqdm
+
+try:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import HfHubHTTPError, build_hf_headers, logging
+except ValueError as error:   # it looks at its settings when it is imported
+    sys.exit(f"fineweb.py: HF_ENDPOINT={os.environ.get('HF_ENDPOINT')}: not an address ({error}); mend or unset it")
 
 DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
 VOCABULARY = 50257
 AT_ONCE = 4
-# The hub's own errors are OSErrors; those of the HTTP client beneath it, which changes with its version, are not. An
-# address that is none is a ValueError.
-ERRORS = (InputError, OSError, ValueError, *HfHubHTTPError.__bases__)
+# The hub's own errors are OSErrors; those of the HTTP client beneath it, which changes with its version, are not.
+ERRORS = (InputError, OSError, *HfHubHTTPError.__bases__)
 
 
 def shard_count(text: str) -> int:

@@ -247,7 +247,8 @@ def test_no_server(hub, tmp_path):
 
 def test_no_address(hub, tmp_path):
     hub.port = "abc"
-    one_line(fetch(hub, tmp_path, status=1)[1])
+    printed = fetch(hub, tmp_path, status=1)[1]
+    assert re.fullmatch(r"fineweb.py: HF_ENDPOINT=http://127.0.0.1:abc: not an address \(.*\); mend or unset it\n", printed)
     assert there(tmp_path) == {}
 
 
