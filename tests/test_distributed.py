@@ -135,8 +135,9 @@ def first_gradients(rank, world, cfg):
 
 def test_eight_ranks_sum_as_eight_micro_batches_do(workers, cfg):
     """With the fp32 sum, one slice a rank: slice after slice is added in both worlds, and factors of 1/8 are exact. So the
-    mean gradients are the same bits (of what autograd adds up once a micro-batch)."""
-    cfg = dense(reduced(replace(cfg, dtype="float32", polar_dtype="float32"), "fp32"))
+    mean gradients are the same bits (where autograd adds up micro-batches; written in place, a product is added inside its own
+    sum, and the bits are other ones)."""
+    cfg = dense(reduced(replace(cfg, dtype="float32", polar_dtype="float32", main_grad=False), "fp32"))
     single, parts = workers(1, first_gradients, cfg)[0], workers(8, first_gradients, cfg)
     for name, (exchange, want) in single.items():
         got = torch.cat([part[name][1] for part in parts]) if exchange == "reduce_scatter" else parts[3][name][1]

@@ -394,7 +394,7 @@ def other_corpus(tmp_path_factory):
 
 @pytest.mark.parametrize("there, here, change, arguments, words", [
     (0, 0, (), ["--seed", "3"], ["seed (0, 3)"]),
-    (0, 0, ("adam_lr=0.5", "stages.1.short=2"), [], ["config.adam_lr (0.008, 0.5)", "config.stages.1.short (3, 2)"]),
+    (0, 0, ("adam_lr=0.5", "stages.1.short=2"), [], ["config.adam_lr (0.008, 0.5)", "config.stages.1.short (4, 2)"]),
     (0, 0, ("params.embed.wd_mul=7",), [], ["config.params.12.wd_mul (150, 7.0)"]),
     (0, 0, ("dtype=bfloat16",), [], ["config.dtype (float32, bfloat16)"]),
     (0, 2, (), [], ["processes (1, 2)"]),
