@@ -213,7 +213,9 @@ def at_work(tmp_path, workers: int) -> tuple[subprocess.Popen, Path]:
     out, text = tmp_path / "out", tmp_path / "a.txt"
     text.write_text("x" * 1_000_000)
     process = subprocess.Popen([sys.executable, ROOT / "data/tokenize_text.py", out, *[text] * 2000, "--encoding", "bytes",
-                                "--workers", str(workers)], stderr=subprocess.PIPE, text=True, start_new_session=True)
+                                "--workers", str(workers)], stderr=subprocess.PIPE, text=True, start_new_session=True,
+                               # a shell's background job is started with it ignored, and its children are too
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     end = time.monotonic() + 30
     while not any(path.stat().st_size for path in out.glob(".unfinished-*/*")):
         assert time.monotonic() < end and process.poll() is None
@@ -225,7 +227,7 @@ def at_work(tmp_path, workers: int) -> tuple[subprocess.Popen, Path]:
 def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path, workers):
     process, out = at_work(tmp_path, workers)
     os.killpg(process.pid, signal.SIGINT)   # as a terminal does
-    assert process.communicate(timeout=20) == (None, "tokenize_text.py: interrupted; nothing was written\n")
+    assert process.communicate(timeout=60) == (None, "tokenize_text.py: interrupted; nothing was written\n")
     assert process.returncode == 130 and list(out.iterdir()) == []
 
 
