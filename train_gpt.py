@@ -18,8 +18,8 @@ Map of the file; a section uses only what stands above it
     3  Schedule     plan(cfg, step): learning rate, windows, batch size, loss weights of one step
     4  Runtime      ranks and devices, the log
     5  Data         shards, slices of whole documents, the bigram index
-    6  Reference    the operations in plain torch: attention, MLP, the head's loss, polar factor
-    7  Kernels      the place of their GPU forms (none yet: every device runs section 6)
+    6  Reference    the operations in plain torch: attention, the head's loss, sums of rows, polar factor
+    7  Kernels      products that write their weight's gradient in place; GPU forms of section 6 (none yet: all devices run it)
     8  Model        rotary tables, the trunk, training and validation loss
     9  Exchange     averages gradients over ranks, whole or by touched rows, gathers updated parameters
     10 Update rules Adam and NorMuon on one shard
@@ -1167,8 +1167,8 @@ def polar(g: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # ======================================================================================================================
-# 7  Kernels. Products whose backward writes the weight's gradient where it stays. (The place of section 6's GPU forms; none
-#    yet: every device runs section 6.)
+# 7  Kernels. Products that write their weight's gradient where it stays. (And the place of section 6's GPU forms; none yet:
+#    every device runs section 6.)
 # ======================================================================================================================
 
 def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool) -> None:
@@ -2407,7 +2407,8 @@ def run(args: argparse.Namespace, script: str) -> None:
     with contextlib.suppress(OSError):
         done = done.rename(done.with_suffix(".partial"))
     shutil.rmtree(done, ignore_errors=True)
-    earlier = sorted({p.parent for p in Path("records", track).glob("[0-9]*/seed*.txt") if p.parent != folder and is_complete(p)})
+    logs = Path("records", track).glob("[0-9]*/seed*.txt")
+    earlier = sorted({path.parent for path in logs if path.parent != folder and is_complete(path)})
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte" if "val_loss_per_byte" in summary else ""
     log.say(f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token{per_byte}\n"
