@@ -39,6 +39,7 @@ import difflib
 import gc
 import glob
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -54,6 +55,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Callable, Iterable, NamedTuple
 
@@ -62,7 +64,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # PyTorch's CPU build brings none
+    triton = None
 
 
 # ======================================================================================================================
@@ -153,6 +162,9 @@ PARAMS = (
 )
 
 
+KERNEL_NAMES = ("gram", "relu_square", "softcap_loss", "sum_rows", "transpose")
+
+
 @dataclass(frozen=True)
 class Stage:
     steps: int
@@ -224,6 +236,10 @@ class Config:
     main_grad: bool = True              # gradients of banks, head, tables are written in place; false: autograd adds them up
     delay_head_grad: bool = False       # the head's, of the last micro-batch, is computed while the banks' are exchanged
     head_chunk: int = 8192              # tokens whose logits exist at once; the head's gradient is rounded once for each
+    kernels: tuple[str, ...] = KERNEL_NAMES  # operations done in Triton; none: all in plain torch
+    attention: str = "varlen"           # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
+    fp8: bool = True                    # the head's products in 8 bits, in training
+    compile: bool = True                # what stands between products, and the updates, by torch.compile
 
     @property
     def dim(self) -> int:
@@ -246,6 +262,7 @@ CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, start_token=256, bigram_rows=16384, heads=2, head_dim=32, mlp_dim=256, window_unit=16,
     attn_scale=0.3, dtype="float32", polar_dtype="float32", momentum_warmup=125, momentum_cooldown=20,
+    kernels=(), attention="dense", fp8=False, compile=False,
     stages=(
         Stage(140, 2048,  512, 3,  9, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage(140, 4096, 1024, 4, 10, 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -305,7 +322,7 @@ def check_config(cfg: Config, world: int) -> None:
     check_order("scatter_order", cfg.scatter_order, names)
     check_order("work_order", cfg.work_order, names)
     floats = ("bfloat16", "float32", "float64")
-    tables = [("", (cfg,), {"dtype": floats, "polar_dtype": floats}),
+    tables = [("", (cfg,), {"dtype": floats, "polar_dtype": floats, "attention": ("dense", "varlen", "fa3")}),
               ("layers", cfg.layers, {"attention": ("plain", "paired", None), "window": ("short", "long"),
                                       "reads": ("stream", "back"), "saves": ("skip", "back", None), "adds": ("skip", None)}),
               ("params", cfg.params, {"optimizer": ("adam", "normuon"), "exchange": ("all_reduce", "reduce_scatter", "sparse"),
@@ -317,6 +334,8 @@ def check_config(cfg: Config, world: int) -> None:
                 if (value := getattr(row, column)) not in allowed:
                     path = f"{table}.{getattr(row, 'name', i)}.{column}" if table else column
                     raise UserError(f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}")
+    if unknown := set(cfg.kernels) - set(KERNEL_NAMES):
+        raise UserError(f"kernels={','.join(cfg.kernels)}: unknown {', '.join(sorted(unknown))}; use any of {', '.join(KERNEL_NAMES)}")
     for role, key in (("skip", "saves"), ("back", "saves"), ("skip", "adds")):
         if sum(getattr(layer, key) == role for layer in cfg.layers) != 1:
             raise UserError(f'layer table: exactly one layer must have {key}="{role}"')
@@ -1103,11 +1122,23 @@ def shift_keys(k: Tensor) -> Tensor:
 SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
 
 
-def softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+def relu_square(h: Tensor, fc: Tensor) -> tuple[Tensor, Tensor]:
+    """The MLP's first half: r = relu(h fc^T) and r^2, (T, F), for h (T, d), fc (F, d)."""
+    r = F.linear(h, fc).relu()
+    return r, r.square()
+
+
+def relu_square_grad(dy: Tensor, proj: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """Its backward: d(h fc^T) = 2 r (dy proj^T), and r^2 again, which is cheaper to make than to keep; dy (T, d), proj (F, d)."""
+    return (dy @ proj.T).mul_(2 * r), r.square()
+
+
+def softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0) -> tuple[Tensor, Tensor]:
     """Multi-token cross-entropy of z = 23 sigmoid((logits + 5) / 7.5), and its gradient.
 
     logits (n, V); targets (n .. n+K-1,) int64: entry i + k is what row i's k-th weight asks for, and weights that reach
-    past the end are dropped. -> losses (n,) fp32 (fp64 for fp64 logits); d(sum of losses)/d(logits), in logits' dtype.
+    past the end are dropped. -> losses (n,) fp32 (fp64 for fp64 logits); d(sum of losses)/d(logits), in logits' dtype, or with
+    `unit` in e5m2 and in units of it, saturating.
     """
     n = logits.size(0)
     s = torch.sigmoid((logits.to(torch.promote_types(logits.dtype, torch.float32)) + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
@@ -1122,7 +1153,14 @@ def softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...]) ->
         losses[:rows] += weight * (lse[:rows] - z[:rows].gather(1, target)[:, 0])
         total[:rows] += weight
         wanted[:rows].scatter_add_(1, target, torch.full_like(target, weight, dtype=z.dtype))
-    return losses, ((total[:, None] * p - wanted) * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)).to(logits.dtype)
+    gradient = (total[:, None] * p - wanted) * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)
+    return losses, to_fp8(gradient, unit, torch.float8_e5m2) if unit else gradient.to(logits.dtype)
+
+
+def to_fp8(x: Tensor, unit: float, dtype: torch.dtype) -> Tensor:
+    """x in units of `unit`, rounded to nearest, saturating, contiguous."""
+    most = torch.finfo(dtype).max
+    return (x.float() / unit).clamp(-most, most).to(dtype, memory_format=torch.contiguous_format)
 
 
 def sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
@@ -1149,44 +1187,346 @@ POLAR_STEPS = (  # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.
 )
 
 
-def polar(g: Tensor, dtype: torch.dtype) -> Tensor:
+def add_product(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
+    """beta add + alpha x y, of batches of matrices, summed in at least fp32 and rounded once."""
+    if x.is_cuda:  # the tensor cores sum so
+        return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.baddbmm(add.to(wide), x.to(wide), y.to(wide), beta=beta, alpha=alpha).to(x.dtype)
+
+
+def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """alpha x x^T + beta add, (n, M, M), for x (n, M, K) of any strides and symmetric `add`; rounded once."""
+    return add_product(x.new_zeros(()) if add is None else add, x, x.mT, beta, alpha)
+
+
+def polar(g: Tensor, dtype: torch.dtype, gram: Callable = gram) -> Tensor:
     """About the orthogonal polar factor of each matrix of g (n, rows, cols), computed in `dtype`.
 
     Singular values end in 0.86 .. 1.14. In bf16 every product is summed in fp32 and rounded once.
     """
     x = g.to(dtype)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
-    wide = torch.promote_types(dtype, torch.float32)
     tall = x.size(-2) > x.size(-1)
     for a, b, c in POLAR_STEPS:
-        X = x.to(wide)
-        A = (X.mT @ X if tall else X @ X.mT).to(dtype).to(wide)
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c).to(dtype).to(wide)
-        x = (torch.baddbmm(X, X, B, beta=a) if tall else torch.baddbmm(X, B, X, beta=a)).to(dtype)
+        A = gram(x.mT if tall else x)
+        B = gram(A, A, b, c)  # A is symmetric
+        x = add_product(x, x, B, a, 1.0) if tall else add_product(x, B, x, a, 1.0)
     return x
 
 
+def transpose_copy(out: Tensor, x: Tensor) -> None:
+    """out (n, m) = x^T, for x (m, n)."""
+    out.copy_(x.T)
+
+
+def transpose_add(out: Tensor, x: Tensor, rows: Tensor) -> None:
+    """Adds to columns `rows` (k,) int32, distinct, of out (m, n) those rows of x (n, m)."""
+    out.T.index_add_(0, rows, x[rows])
+
+
 # ======================================================================================================================
-# 7  Kernels. Products that write their weight's gradient where it stays. (And the place of section 6's GPU forms; none yet:
-#    every device runs section 6.)
+# 7  Kernels. Section 6's operations in Triton, with the same arguments and results; which forms a run uses; products that
+#    write their weight's gradient where it stays.
 # ======================================================================================================================
 
-def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool) -> None:
+if triton is not None:
+    @triton.jit
+    def gram_kernel(x, add, out, M, K, x_n, x_m, x_k, beta, alpha,
+                    ADD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+        """A tile of alpha x x^T + beta add on or above the diagonal, and its mirror image: half of the products."""
+        i, j, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        if i > j:
+            return
+        rows, cols, k = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+        left = x + n * x_n + (rows % M)[:, None] * x_m + k[None, :] * x_k  # % M: within bounds; what it yields is not stored
+        right = x + n * x_n + (cols % M)[None, :] * x_m + k[:, None] * x_k
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            a = tl.load(left, mask=k[None, :] < K - start, other=0.0)
+            b = tl.load(right, mask=k[:, None] < K - start, other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
+            left += BLOCK_K * x_k
+            right += BLOCK_K * x_k
+        total *= alpha
+        here, mask = n * M * M + rows[:, None] * M + cols[None, :], (rows[:, None] < M) & (cols[None, :] < M)
+        if ADD:
+            total += beta * tl.load(add + here, mask=mask, other=0.0).to(tl.float32)
+        tile = total.to(out.dtype.element_ty)
+        tl.store(out + here, tile, mask=mask)
+        if i < j:
+            there = n * M * M + cols[:, None] * M + rows[None, :]
+            tl.store(out + there, tl.trans(tile), mask=(cols[:, None] < M) & (rows[None, :] < M))
+
+    @triton.jit
+    def relu_square_kernel(a, b, r, square, da, M, N, K, a_m, a_k, b_n, b_k, BACKWARD: tl.constexpr,
+                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+        """A tile of a b^T, and what is made of it. Tiles go in groups of GROUP rows, whose operands stay in the L2 cache."""
+        tiles_m, tiles_n, tile = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.program_id(0)
+        first = tile // (GROUP * tiles_n) * GROUP
+        height = min(tiles_m - first, GROUP)
+        within = tile % (GROUP * tiles_n)
+        rows = (first + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
+        right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            x = tl.load(left, mask=k[None, :] < K - start, other=0.0)
+            y = tl.load(right, mask=k[:, None] < K - start, other=0.0)
+            total = tl.dot(x, y, total, input_precision="ieee")
+            left += BLOCK_K * a_k
+            right += BLOCK_K * b_k
+        here, mask = rows.to(tl.int64)[:, None] * N + cols[None, :], (rows[:, None] < M) & (cols[None, :] < N)
+        if BACKWARD:
+            kept = tl.load(r + here, mask=mask, other=0.0)
+            tl.store(da + here, (2 * kept.to(tl.float32) * total).to(da.dtype.element_ty), mask=mask)
+        else:
+            kept = tl.maximum(total, 0.0).to(r.dtype.element_ty)
+            tl.store(r + here, kept, mask=mask)
+        wide = kept.to(tl.float32)
+        tl.store(square + here, (wide * wide).to(square.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def softcap_loss_kernel(logits, targets, weights, losses, gradient, V, count, stride, SCALE: tl.constexpr,
+                            SHIFT: tl.constexpr, SPAN: tl.constexpr, most, factor, BLOCK: tl.constexpr):
+        """A row's loss and gradient. z lies in 0 .. 23, so that its exponentials need no maximum taken off before their sum."""
+        row, lane = tl.program_id(0), tl.arange(0, BLOCK)
+        logits += row.to(tl.int64) * stride
+        gradient += row.to(tl.int64) * V
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            x = tl.load(logits + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
+            sums += tl.where(start + lane < V, tl.exp(SCALE * tl.sigmoid((x + SHIFT) / SPAN)), 0.0)
+        lse = tl.log(tl.sum(sums))
+        loss, total = 0.0, 0.0
+        for k in tl.static_range(len(weights)):
+            if row + k < count:
+                x = tl.load(logits + tl.load(targets + row + k)).to(tl.float32)
+                loss += weights[k] * (lse - SCALE * tl.sigmoid((x + SHIFT) / SPAN))
+                total += weights[k]
+        tl.store(losses + row, loss)
+        for start in range(0, V, BLOCK):
+            cols = start + lane
+            s = tl.sigmoid((tl.load(logits + cols, mask=cols < V, other=0.0).to(tl.float32) + SHIFT) / SPAN)
+            g = total * tl.exp(SCALE * s - lse)
+            for k in tl.static_range(len(weights)):
+                wanted = tl.load(targets + row + k, mask=row + k < count, other=-1)
+                g -= tl.where(cols == wanted, weights[k], 0.0)
+            g *= s * (1 - s) * factor
+            g = tl.minimum(tl.maximum(g, -most), most)
+            tl.store(gradient + cols, g.to(gradient.dtype.element_ty), mask=cols < V)
+
+    @triton.jit
+    def sum_rows_kernel(out, grad, rows, order, starts, fresh, columns, grad_stride, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+        """A piece of a row: the sum over its positions, in their order; UNROLL loads are on their way at once."""
+        i, cols = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        first, last = tl.load(starts + i), tl.load(starts + i + 1)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(first, last, UNROLL):
+            for k in tl.static_range(UNROLL):
+                there = start + k < last
+                position = tl.load(order + start + k, mask=there, other=0).to(tl.int64)
+                total += tl.load(grad + position * grad_stride + cols, mask=there & (cols < columns), other=0.0).to(tl.float32)
+        here = out + tl.load(rows + i).to(tl.int64) * columns + cols
+        total += tl.load(here, mask=(cols < columns) & (tl.load(fresh + i) == 0), other=0.0).to(tl.float32)
+        tl.store(here, total.to(out.dtype.element_ty), mask=cols < columns)
+
+    @triton.jit
+    def transpose_kernel(out, x, rows, n, m, out_stride, x_stride, ADD: tl.constexpr, BLOCK: tl.constexpr):
+        """A tile of out (m, ..) = x^T; or added to those columns of out that `rows` names, from those rows of x."""
+        i, j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        row = (tl.load(rows + i, mask=i < n, other=0) if ADD else i).to(tl.int64)
+        tile = tl.trans(tl.load(x + row[:, None] * x_stride + j[None, :], mask=(i[:, None] < n) & (j[None, :] < m)))
+        here, mask = out + j.to(tl.int64)[:, None] * out_stride + row[None, :], (j[:, None] < m) & (i[None, :] < n)
+        if ADD:
+            tile = (tl.load(here, mask=mask).to(tl.float32) + tile.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(here, tile, mask=mask)
+
+
+# Tiles, warps and stages of loads under way. Matrix products by how much shared memory a block may have: 99 KiB on the
+# consumer's cards, 163 on the A100, 227 from the H100 up. Not tuned on a GPU yet.
+GRAM_TILES = {size: dict(BLOCK=size, BLOCK_K=64, num_warps=size // 16, num_stages=3) for size in (64, 128)}
+RELU_SQUARE_TILES = {
+    "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
+    "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
+    "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4)}  # 256 columns spill
+LOSS_TILES, SUM_ROWS_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
+TRANSPOSE_TILES = dict(BLOCK=64, num_warps=4)
+
+
+def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    n, M, K = x.shape
+    out, half = x.new_empty(n, M, M), n * math.ceil(M / 128) ** 2 // 2
+    size = 128 if x.is_cuda and half >= torch.cuda.get_device_properties(x.device).multi_processor_count else 64
+    blocks = triton.cdiv(M, size)
+    gram_kernel[(blocks, blocks, n)](x, out if add is None else add.contiguous(), out, M, K, *x.stride(), beta, alpha,
+                                     ADD=add is not None, **GRAM_TILES[size])
+    return out
+
+
+def _relu_square(a: Tensor, b: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor]:
+    (M, K), N = a.shape, b.size(0)
+    out, square = a.new_empty(M, N), a.new_empty(M, N)
+    large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
+    tiles = RELU_SQUARE_TILES["small" if not large else "large" if r is None else "large backward"]
+    blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
+    relu_square_kernel[(blocks,)](a, b, out if r is None else r, square, out, M, N, K, *a.stride(), *b.stride(),
+                                  BACKWARD=r is not None, **tiles)
+    return out, square
+
+
+def triton_relu_square(h: Tensor, fc: Tensor) -> tuple[Tensor, Tensor]:
+    return _relu_square(h, fc, None)
+
+
+def triton_relu_square_grad(dy: Tensor, proj: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    return _relu_square(dy, proj, r)
+
+
+def triton_softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0) -> tuple[Tensor, Tensor]:
+    n, V = logits.shape
+    losses = torch.empty(n, dtype=torch.float32, device=logits.device)
+    gradient = torch.empty_like(logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format)
+    softcap_loss_kernel[(n,)](logits, targets, weights, losses, gradient, V, len(targets), logits.stride(0), SOFTCAP_SCALE,
+                              SOFTCAP_SHIFT, SOFTCAP_SPAN, torch.finfo(gradient.dtype).max,
+                              SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0), **LOSS_TILES)
+    return losses, gradient
+
+
+def triton_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
+    out, grad = out.view(out.size(0), -1), grad.flatten(1)
+    grid = (len(index.rows), triton.cdiv(out.size(1), SUM_ROWS_TILES["BLOCK"]))
+    sum_rows_kernel[grid](out, grad, index.rows, index.order, index.starts, index.fresh.view(torch.uint8), out.size(1),
+                          grad.stride(0), **SUM_ROWS_TILES)
+
+
+def triton_transpose_copy(out: Tensor, x: Tensor) -> None:
+    if x.element_size() == 1:  # no card's fp8 is needed for it
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    n, m = x.shape
+    grid = (triton.cdiv(n, TRANSPOSE_TILES["BLOCK"]), triton.cdiv(m, TRANSPOSE_TILES["BLOCK"]))
+    transpose_kernel[grid](out, x, x, n, m, out.stride(0), x.stride(0), ADD=False, **TRANSPOSE_TILES)
+
+
+def triton_transpose_add(out: Tensor, x: Tensor, rows: Tensor) -> None:
+    grid = (triton.cdiv(len(rows), TRANSPOSE_TILES["BLOCK"]), triton.cdiv(x.size(1), TRANSPOSE_TILES["BLOCK"]))
+    transpose_kernel[grid](out, x, rows, len(rows), x.size(1), out.stride(0), x.stride(0), ADD=True, **TRANSPOSE_TILES)
+
+
+class Ops(NamedTuple):
+    """The forms of the operations that a run uses."""
+    attention: Callable = attention
+    gram: Callable = gram
+    relu_square: Callable = relu_square
+    relu_square_grad: Callable = relu_square_grad
+    softcap_loss: Callable = softcap_loss
+    sum_rows: Callable = sum_rows
+    transpose_copy: Callable = transpose_copy
+    transpose_add: Callable = transpose_add
+    compiled: Callable = lambda function: function
+    number: Callable = float  # a number that changes from step to step, for a compiled function
+    fp8: bool = False
+
+
+PLAIN = Ops()
+
+KERNELS = {  # what Config.kernels names
+    "gram": {"gram": triton_gram},
+    "relu_square": {"relu_square": triton_relu_square, "relu_square_grad": triton_relu_square_grad},
+    "softcap_loss": {"softcap_loss": triton_softcap_loss},
+    "sum_rows": {"sum_rows": triton_sum_rows},
+    "transpose": {"transpose_copy": triton_transpose_copy, "transpose_add": triton_transpose_add},
+}
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int, scale: float) -> Tensor:
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(window, 0))
+
+
+def use_flash_attention(name: str, gpu: bool, dtype: str) -> None:
+    """Raises UserError if torch's FlashAttention, in version 3 for "fa3", cannot run."""
+    if not gpu or dtype != "bfloat16":
+        raise UserError("FlashAttention needs a GPU, there is none here" if not gpu else f"FlashAttention is for bf16, not {dtype}")
+    if not {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys():
+        raise UserError(f"torch {torch.__version__}'s varlen_attn knows no window; torch 2.13's does")
+    if name == "fa3":
+        try:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+        except (AttributeError, ImportError, RuntimeError, ValueError) as e:
+            raise UserError(f"FlashAttention-3 cannot be used ({brief(e)}); README.md says how to get it") from None
+
+
+def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
+    """The forms that the config asks for; `capability` of the GPU, by default the device's. Raises UserError if one cannot
+    run here, with what would: a timed run is never given another form than it asked for."""
+    gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
+    capability = capability or (torch.cuda.get_device_capability(device) if gpu else (0, 0))
+    card = f"this GPU's compute capability is {capability[0]}.{capability[1]}" if gpu else "there is no GPU here"
+    wrong = {}  # setting that would run -> why what was asked for cannot
+    if gpu and capability < (8, 0) and (cfg.dtype == "bfloat16" or cfg.kernels or cfg.attention != "dense"):
+        raise UserError(f"bf16, the kernels and FlashAttention need compute capability 8.0 (A100, RTX 30) or newer, {card}; "
+                        "--preset cpu, which computes in fp32, would run")
+    if cfg.kernels and triton is None:
+        wrong["kernels="] = "the kernels need the package triton"
+    elif cfg.kernels and not gpu and not interpreted:
+        wrong["kernels="] = f"the kernels need a GPU (or TRITON_INTERPRET=1, for tests), {card}"
+    elif cfg.kernels and cfg.dtype == "bfloat16" and interpreted:
+        wrong["dtype=float32 --set polar_dtype=float32"] = "Triton's interpreter has no bf16 products"
+    elif cfg.kernels and not interpreted and (cfg.dtype, cfg.polar_dtype) != ("bfloat16", "bfloat16"):
+        wrong["kernels="] = f"the kernels are for bf16, not dtype={cfg.dtype}, polar_dtype={cfg.polar_dtype}"
+    if cfg.attention != "dense":
+        try:
+            use_flash_attention(cfg.attention, gpu, cfg.dtype)
+        except UserError as e:
+            wrong[f"attention={'varlen' if cfg.attention == 'fa3' and gpu and cfg.dtype == 'bfloat16' else 'dense'}"] = str(e)
+    if cfg.fp8 and gpu and capability < (8, 9):
+        wrong["fp8=false"] = f"FP8 needs compute capability 8.9 (RTX 40, H100) or newer, {card}"
+    if cfg.fp8 and cfg.dtype == "float64":
+        wrong["fp8=false"] = "FP8 is for dtype bfloat16 or float32"
+    odd = [f"{n} {what}" for n, what in ((cfg.dim, "is the model's width"), (cfg.padded_vocab, "is padded_vocab"),
+                                         (cfg.head_chunk, "is head_chunk")) if n % 16]
+    odd += [f"{stage.tokens} tokens a batch make slices" for stage in cfg.stages if stage.tokens % (16 * cfg.slices)]
+    if cfg.fp8 and odd:
+        wrong["fp8=false"] = f"FP8 products take multiples of 16, and {odd[0]}"
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "gcc", "clang", "cc")), None)
+    if cfg.compile and not compiler:
+        wrong["compile=false"] = "torch.compile needs a C++ compiler (g++, clang++)"
+    if wrong:
+        raise UserError("; ".join(wrong.values()) + "; this would run: " + " ".join(f"--set {setting}" for setting in wrong)
+                        + ("" if gpu else ", or --preset cpu"))
+    chosen = {field: form for name in cfg.kernels for field, form in KERNELS[name].items()}
+    if cfg.compile:
+        # Every stage has its own shapes, and every kind of layer its own graph, of the same function; 8 is the default.
+        torch._dynamo.config.recompile_limit = 64
+        chosen |= {"compiled": cache(partial(torch.compile, fullgraph=True)),
+                   "number": partial(torch.tensor, dtype=wide_dtype(cfg))}
+    return Ops(**chosen, attention=attention if cfg.attention == "dense" else flash_attention, fp8=cfg.fp8)
+
+
+def fp8_product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """scale a b for fp8 a (n, k), row by row in memory, and b (k, m), column by column; -> dtype."""
+    one = torch.ones((), device=a.device)
+    return torch._scaled_mm(a, b, one * scale, one, out_dtype=dtype, use_fast_accum=fast)
+
+
+def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool, scale: float = 1.0) -> None:
     """Writes a^T b, or a times b if b is a number, to the rows of main_grad (.., cols), taken as one matrix, that begin with
     `start`, or adds it to them.
 
-    a (T, rows), b (T, cols); or a (rows, cols), b 0-d of any float dtype. Rounded once, what is there included.
+    a (T, rows), b (T, cols); or a (rows, cols), b 0-d of any float dtype. Rounded once, what is there included. If a and b are
+    fp8, both column by column in memory, it is scale a^T b, which is made in fp32 beside main_grad.
     """
     rows = a.size(1) if b.dim() else a.size(0)
     out = main_grad.view(-1, main_grad.size(-1))[start:start + rows]
-    if b.dim():
+    if a.element_size() == 1:
+        product = fp8_product(a.T, b, scale, torch.float32)
+        out.copy_(product) if overwrite else out.add_(product)
+    elif b.dim():
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
     else:
         torch.mul(a, b, out=out) if overwrite else out.addcmul_(a, b)
-
-
-# For compiled code, where it stays one operation.
-write_grad_op = torch.library.custom_op("train_gpt::write_grad", write_grad, mutates_args=("main_grad",))
 
 
 class WeightGrad:
@@ -1208,16 +1548,15 @@ class WeightGrad:
         self.weight, self.main_grad = weight, main_grad
         self.fresh, self.delayed, self.queue = True, False, []
 
-    def give(self, start: int, a: Tensor, b: Tensor, first: bool = True) -> Tensor | None:
+    def give(self, start: int, a: Tensor, b: Tensor, first: bool = True, scale: float = 1.0) -> Tensor | None:
         """Takes the gradient, as `write_grad` does, of the weight's rows from `start`; not `first`: more of what this backward
         has given already. -> for autograd."""
         if self.delayed:
-            self.queue.append((start, a, b, first))
+            self.queue.append((start, a, b, first, scale))
         elif self.main_grad is None:
             return a.T @ b if b.dim() else a * b
         else:
-            write = write_grad_op if torch.compiler.is_compiling() else write_grad
-            write(self.main_grad, start, a, b, self.fresh and first)
+            write_grad(self.main_grad, start, a, b, self.fresh and first, scale)
         if self.main_grad is None or not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
@@ -1239,15 +1578,19 @@ class WeightGrad:
             if product is None:  # a backward's end
                 self.fresh = False
                 continue
-            start, a, b, first = product
+            start, a, b, first, scale = product
             if self.main_grad is None:
-                write_grad(self.weight.grad, start, a, b, overwrite=False)
+                write_grad(self.weight.grad, start, a, b, False, scale)
             else:
-                write_grad(self.main_grad, start, a, b, self.fresh and first)
+                write_grad(self.main_grad, start, a, b, self.fresh and first, scale)
         self.queue.clear()
 
 
 TO_AUTOGRAD = WeightGrad()
+
+# Units of the head's fp8 numbers: the largest that the format holds, 448 in e4m3, stands for x = 100, w = 1.6; gradients, in
+# e5m2 for its range, are in units of this times their scale.
+FP8_X, FP8_W, FP8_GRAD = 100 / 448, 1.6 / 448, 0.75 / 448
 
 
 class Part(NamedTuple):
@@ -1287,24 +1630,24 @@ def linear(h: Tensor, scale: Tensor, parts: list[Part]) -> Tensor:
 
 class MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, places, fc, proj):
-        r = F.linear(h, fc).relu()
-        ctx.places = places
+    def forward(ctx, h, places, ops, fc, proj):
+        r, square = ops.relu_square(h, fc)
+        ctx.places, ctx.ops = places, ops
         ctx.save_for_backward(h, r, fc, proj)
-        return r.square() @ proj
+        return square @ proj
 
     @staticmethod
     def backward(ctx, dy):
         h, r, fc, proj = ctx.saved_tensors
         (fc_start, fc_grad), (proj_start, proj_grad) = ctx.places
-        given = proj_grad.give(proj_start, r.square(), dy)
-        da = (dy @ proj.T).mul_(2 * r)
-        return da @ fc, None, fc_grad.give(fc_start, da, h), given
+        da, square = ctx.ops.relu_square_grad(dy, proj, r)
+        given = proj_grad.give(proj_start, square, dy)
+        return da @ fc, None, None, fc_grad.give(fc_start, da, h), given
 
 
-def mlp(h: Tensor, fc: Part, proj: Part) -> Tensor:
+def mlp(h: Tensor, fc: Part, proj: Part, ops: Ops = PLAIN) -> Tensor:
     """relu(h fc^T)^2 proj: h (T, d), fc and proj both (F, d)."""
-    return MLP.apply(h, ((fc.start, fc.grad), (proj.start, proj.grad)), fc.w, proj.w)
+    return MLP.apply(h, ((fc.start, fc.grad), (proj.start, proj.grad)), ops, fc.w, proj.w)
 
 
 class Handed(torch.autograd.Function):
@@ -1357,6 +1700,70 @@ class Rotary:
         self._tabulate()
 
 
+# What stands between the products: pure functions, each compiled on its own. A layer's pieces differ only with its kind, so that
+# eleven layers take few compilations, and products, FlashAttention and our kernels are called as they are.
+
+def enter(embed_rows: Tensor, bigram_rows: Tensor, smear: Tensor, smear_gate: Tensor, bigram_lambda: Tensor
+          ) -> tuple[Tensor, Tensor, Tensor]:
+    """-> x0, each token's row (T, d) with a gated share of the one before mixed in, normalised; the stream x; norm(x)."""
+    gate = smear * torch.sigmoid(F.linear(embed_rows[1:, :12], smear_gate))
+    x0 = norm(torch.cat([embed_rows[:1], embed_rows[1:] + gate * embed_rows[:-1]]))
+    x = x0 + bigram_lambda * bigram_rows
+    return x0, x, norm(x)
+
+
+def add_saved(x: Tensor, x0: Tensor, saved: Tensor, skip: Tensor, skip_gate: Tensor) -> tuple[Tensor, Tensor]:
+    """The stream with a saved activation added, gated; its norm."""
+    x = x + torch.sigmoid(skip) * 2 * torch.sigmoid(F.linear(x0[:, :12], skip_gate)) * saved
+    return x, norm(x)
+
+
+def blend(scales: list[Tensor], tensors: list[Tensor], normed: bool) -> tuple[Tensor, Tensor | None]:
+    """The sum, from left to right, of 0-d scales times tensors (T, d); its norm, if it is asked for."""
+    x = scales[0] * tensors[0]
+    for scale, t in zip(scales[1:], tensors[1:]):
+        x = x + scale * t
+    return x, norm(x) if normed else None
+
+
+def make_heads(qkv: Tensor, h: Tensor, value_row: Tensor | None, ve_gate: Tensor | None, cos: Tensor, sin: Tensor, heads: int,
+               paired: bool, shift: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a layer (T, H, D), or (2T, H/2, D) for paired heads, from their product (T, 3d) and its input h (T, d);
+    cos, sin (2T, D/4); value_row (T, d) or None."""
+    T, d = h.shape
+    D = d // heads
+    q, k, v = qkv.view(T, 3, heads, D).unbind(1)
+    q, k = norm(q), norm(k)
+    if value_row is not None:
+        gate_input = h[:, :12] if paired else torch.cat([h[:, :6], value_row[:, :6]], dim=-1)
+        v = v + 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * value_row.view(T, heads, D)
+    if paired:
+        # Memory order (T, H, D) read as 2T rows of H/2 heads: head h stands at time 2t + h mod 2 for the rotation, and in row
+        # 2t + h // (H/2) for the attention, whose window still counts rows.
+        cos, sin = (t.view(T, 1, 2, D // 4) for t in (cos, sin))
+        q, k = (rotate(t.view(T, heads // 2, 2, D), cos, sin).view(2 * T, heads // 2, D) for t in (q, k))
+        return q, k, v.reshape(2 * T, heads // 2, D)
+    q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
+    return q, shift_keys(k) if shift else k, v
+
+
+def gate_heads(y: Tensor, h: Tensor, gate: Tensor) -> Tensor:
+    """Attention's output y (T, H, D), each head times its gate of h (T, d); -> (T, d)."""
+    return (y * torch.sigmoid(F.linear(h[:, :12], gate))[:, :, None]).flatten(1)
+
+
+def leave(x: Tensor, back: Tensor, backout: Tensor) -> Tensor:
+    """The head's input."""
+    return norm(x - backout * back)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the softcapped cross-entropies of the next token, in at least fp32, for logits (n, V) of any float dtype."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = SOFTCAP_SCALE * torch.sigmoid((logits + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
+    return F.cross_entropy(z, targets, reduction="sum")
+
+
 class Sequences(NamedTuple):
     """What attention needs to know of a micro-batch besides its activations."""
     cu_seqlens: Tensor
@@ -1368,9 +1775,10 @@ class Sequences(NamedTuple):
 class GPT(nn.Module):
     """The language model; parameters shaped as `param_shapes(cfg, world)` says, initial values drawn from `seed`."""
 
-    def __init__(self, cfg: Config, world: int = 1, device: torch.device | str = "cpu", seed: int = 0):
+    def __init__(self, cfg: Config, world: int = 1, device: torch.device | str = "cpu", seed: int = 0, ops: Ops = PLAIN):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.ops = cfg, ops
+        self.in_flight = {}  # parameters that an optimizer is still gathering, by name: what is to be waited for before use
         shapes = param_shapes(cfg, world)
         for row in cfg.params:
             dtype = dtype_of(cfg.dtype) if row.dtype == "model" else wide_dtype(cfg)
@@ -1404,10 +1812,17 @@ class GPT(nn.Module):
         for name, value in values.items():
             getattr(self, name)[:value.size(0)].copy_(value)
 
+    def weight(self, name: str) -> Tensor:
+        """The parameter, complete."""
+        if name in self.in_flight:
+            with torch.no_grad():
+                self.in_flight.pop(name).wait()
+        return getattr(self, name)
+
     def parts(self, name: str, rows: int, count: int, grads: dict[str, WeightGrad]) -> list[Part]:
         """The first `count` matrices, of `rows` rows, of a bank."""
         # One unbind a bank: autograd, if it has to, assembles the bank's gradient once; of slices it would add up whole banks.
-        matrices = getattr(self, name).view(-1, self.cfg.dim)[:count * rows].view(count, rows, self.cfg.dim).unbind()
+        matrices = self.weight(name).view(-1, self.cfg.dim)[:count * rows].view(count, rows, self.cfg.dim).unbind()
         return [Part(w, i * rows, grads.get(name, TO_AUTOGRAD)) for i, w in enumerate(matrices)]
 
     def trunk(self, embed_rows: Tensor, bigram_rows: Tensor, value_rows: Tensor, seq: Sequences,
@@ -1417,72 +1832,55 @@ class GPT(nn.Module):
         cfg, L, dtype = self.cfg, len(self.cfg.layers), embed_rows.dtype
         attn_scales = self.scalars[:2 * L].view(L, 2).unbind()
         smear, backout, skip = self.scalars[2 * L:].unbind()
-        post, resid = self.post_lambdas.to(dtype), self.resid_lambdas.to(dtype)
-        x0_lambda, bigram_lambda = self.x0_lambdas.to(dtype), self.bigram_lambdas.to(dtype)
+        post, resid, x0_lambda, bigram_lambda = (t.to(dtype).flatten().unbind() for t in (
+            self.post_lambdas, self.resid_lambdas, self.x0_lambdas, self.bigram_lambdas))
+        attn_gates, ve_gates = self.attn_gate_bank.unbind(), self.ve_gate_bank.unbind()
         n = len(self.attention_index)
+        piece = self.ops.compiled
+        x0, x, h = piece(enter)(embed_rows, bigram_rows, smear, self.smear_gate, bigram_lambda[0])
         qk = self.parts("qk_bank", 2 * cfg.dim, n, grads)
         vo = self.parts("vo_bank", cfg.dim, 2 * n, grads)
-        matrices = self.parts("mlp_bank", cfg.mlp_dim, 2 * L, grads)
-
-        values = value_rows.unbind(1)
-        x0 = x = self.smear(embed_rows, smear)
-        x = x + bigram_lambda[0] * bigram_rows
-        saved = {}
+        values, matrices, saved = value_rows.unbind(1), None, {}
         for i, layer in enumerate(cfg.layers):
             if layer.adds:
-                gate = torch.sigmoid(skip) * 2 * torch.sigmoid(F.linear(x0[:, :12], self.skip_gate))
-                x = x + gate * saved[layer.adds]
+                x, h = piece(add_saved)(x, x0, saved[layer.adds], skip, self.skip_gate)
             if layer.attention:
-                h = norm(x) if layer.reads == "stream" else saved["normed back"]
                 m = self.attention_index[i]
-                value_row = None if layer.value is None else values[layer.value]
-                y = self.attention(i, h, value_row, [qk[m], vo[2 * m]], vo[2 * m + 1], attn_scales[i], seq)
-                x = resid[i, 0] * x + post[i, 0] * y + x0_lambda[i] * x0
+                value = (None, None) if layer.value is None else (values[layer.value], ve_gates[layer.value])
+                y = self.attention(i, h if layer.reads == "stream" else saved["normed back"], *value,
+                                   [qk[m], vo[2 * m]], vo[2 * m + 1], attn_scales[i], attn_gates[m], seq)
+                scales, tensors = [resid[2 * i], post[2 * i], x0_lambda[i]], [x, y, x0]
                 if i > 0:  # layer 0's share of the bigram row went in before it
-                    x = x + bigram_lambda[i] * bigram_rows
-            x = resid[i, 1] * x + post[i, 1] * self.mlp(i, norm(x), matrices[2 * i], matrices[2 * i + 1])
+                    scales.append(bigram_lambda[i])
+                    tensors.append(bigram_rows)
+                x, h = piece(blend)(scales, tensors, True)
+            matrices = matrices or self.parts("mlp_bank", cfg.mlp_dim, 2 * L, grads)
+            y = self.mlp(i, h, matrices[2 * i], matrices[2 * i + 1])
+            after = cfg.layers[i + 1] if i + 1 < L else None
+            normed = layer.saves == "back" or after and not after.adds and (after.reads == "stream" or not after.attention)
+            x, h = piece(blend)([resid[2 * i + 1], post[2 * i + 1]], [x, y], bool(normed))
             if layer.saves:
                 saved[layer.saves] = x
                 if layer.saves == "back":
-                    saved["normed back"] = norm(x)
-        return norm(x - backout * saved["back"])
-
-    def smear(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Mixes into each token's row (T, d) a gated share of the token before; normalised."""
-        gate = scale * torch.sigmoid(F.linear(x[1:, :12], self.smear_gate))
-        return norm(torch.cat([x[:1], x[1:] + gate * x[:-1]]))
+                    saved["normed back"] = h
+        return piece(leave)(x, saved["back"], backout)
 
     def mlp(self, i: int, h: Tensor, fc: Part, proj: Part) -> Tensor:
         """Layer i's MLP on h (T, d). A method, like attention, so that a subclass can watch or replace one layer's."""
-        return mlp(h, fc, proj)
+        return mlp(h, fc, proj, self.ops)
 
-    def attention(self, i: int, h: Tensor, value_row: Tensor | None, qkv: list[Part], out: Part, scales: Tensor,
-                  seq: Sequences) -> Tensor:
-        """Layer i's attention on h (T, d) with weights scales[0] * qkv (3d, d) and scales[1] * out (d, d); value_row (T, d)."""
-        cfg, layer = self.cfg, self.cfg.layers[i]
-        (T, d), H, D = h.shape, cfg.heads, cfg.head_dim
-        q, k, v = linear(h, scales[0], qkv).view(T, 3, H, D).unbind(1)
-        q, k = norm(q), norm(k)
-        window = seq.long if layer.window == "long" else seq.short
-        if value_row is not None:
-            gate_input = h[:, :12] if layer.attention == "paired" else torch.cat([h[:, :6], value_row[:, :6]], dim=-1)
-            gate = 2 * torch.sigmoid(F.linear(gate_input, self.ve_gate_bank[layer.value]))
-            v = v + gate[:, :, None] * value_row.view(T, H, D)
-        if layer.attention == "plain":
-            cos, sin = self.rotary.cos[:T, None], self.rotary.sin[:T, None]
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            if layer.window == "long":
-                k = shift_keys(k)
-            y = attention(q, k, v, seq.cu_seqlens, seq.longest, window, self.rotary.scale)
-        else:
-            # Memory order (T, H, D) read as 2T rows of H/2 heads: head h stands at time 2t + h mod 2 for the rotation, and
-            # in row 2t + h // (H/2) for the attention, whose window still counts rows.
-            cos, sin = (t[:2 * T].view(T, 1, 2, D // 4) for t in (self.rotary.cos, self.rotary.sin))
-            q, k = (rotate(t.view(T, H // 2, 2, D), cos, sin).view(2 * T, H // 2, D) for t in (q, k))
-            v = v.reshape(2 * T, H // 2, D)
-            y = attention(q, k, v, 2 * seq.cu_seqlens, 2 * seq.longest, window, self.rotary.scale).view(T, H, D)
-        y = y * torch.sigmoid(F.linear(h[:, :12], self.attn_gate_bank[self.attention_index[i]]))[:, :, None]
-        return linear(y.reshape(T, d), scales[1], [out])
+    def attention(self, i: int, h: Tensor, value_row: Tensor | None, ve_gate: Tensor | None, qkv: list[Part], out: Part,
+                  scales: Tensor, gate: Tensor, seq: Sequences) -> Tensor:
+        """Layer i's attention on h (T, d) with weights scales[0] * qkv (3d, d) and scales[1] * out (d, d); value_row (T, d),
+        ve_gate and gate (H, 12)."""
+        (T, d), layer, rotary = h.shape, self.cfg.layers[i], self.rotary
+        paired, long = layer.attention == "paired", layer.window == "long"
+        q, k, v = self.ops.compiled(make_heads)(linear(h, scales[0], qkv), h, value_row, ve_gate, rotary.cos[:2 * T],
+                                                rotary.sin[:2 * T], self.cfg.heads, paired, long and not paired)
+        rows = 2 if paired else 1  # of a stream, for a token
+        y = self.ops.attention(q, k, v, seq.cu_seqlens * rows, seq.longest * rows, seq.long if long else seq.short, rotary.scale)
+        y = self.ops.compiled(gate_heads)(y.view(T, self.cfg.heads, -1), h, gate)
+        return linear(y, scales[1], [out])
 
     def look_up(self, batch: MicroBatch, leaves: bool = False) -> dict[str, Tensor]:
         """The tables' rows at a micro-batch's positions, (T, d), of value_embeds (T, tables, d), by the table's name; with
@@ -1490,7 +1888,7 @@ class GPT(nn.Module):
         numbers, rows = {"tokens": batch.inputs, "bigrams": batch.bigram}, {}
         for row in self.cfg.params:
             if row.rows:
-                table = getattr(self, row.name)
+                table = self.weight(row.name)
                 found = F.embedding(numbers[row.rows], (table.detach() if leaves else table).flatten(1))
                 rows[row.name] = found.unflatten(1, table.shape[1:]).requires_grad_(found.requires_grad or leaves)
         return rows
@@ -1502,51 +1900,76 @@ class GPT(nn.Module):
         return self.trunk(rows["embed"], rows["bigram_embed"], rows["value_embeds"],
                           Sequences(batch.cu_seqlens, batch.longest, short, long), grads or {})
 
-    def head(self, x: Tensor, targets: Tensor, weights: tuple[float, ...],
-             grad: WeightGrad = TO_AUTOGRAD) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def head(self, x: Tensor, targets: Tensor, weights: tuple[float, ...], grad: WeightGrad = TO_AUTOGRAD,
+             grad_scale: float = 1.0) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Forward and backward of the head at once, for x (T, d) and targets (T,) int64, `head_chunk` tokens at a time: logits
         exist for no more, nor does their gradient, unless its product with x is delayed. lm_head's gradient goes to `grad`.
+        `grad_scale`, which is in the weights already, sets the unit of FP8 gradients.
 
         -> the multi-token loss summed over the tokens, 0-d, at least fp32; and where the backward of the rest begins, tensors
         with their gradients: x, and what leads to lm_head if autograd is to be given something.
         """
-        to_autograd = grad.main_grad is None and not grad.delayed
+        to_autograd, n = grad.main_grad is None and not grad.delayed, self.cfg.head_chunk
+        w = self.weight("lm_head")
         with torch.no_grad():
-            sink = WeightGrad(None, torch.empty_like(self.lm_head)) if to_autograd else grad
+            sink = WeightGrad(None, torch.empty_like(w)) if to_autograd else grad
             dx, loss = torch.empty_like(x), torch.zeros((), dtype=wide_dtype(self.cfg), device=x.device)
-            for i in range(0, x.size(0), self.cfg.head_chunk):
-                part = x.detach()[i:i + self.cfg.head_chunk]
-                losses, dlogits = softcap_loss(part @ self.lm_head, targets[i:i + len(part) + len(weights) - 1], weights)
+            products = (self.fp8_products if self.ops.fp8 else self.products)(x.detach(), w, weights, grad_scale)
+            for i in range(0, x.size(0), n):
+                losses, *given = products(slice(i, i + n), targets[i:i + n + len(weights) - 1], dx[i:i + n])
                 loss += losses.sum()
-                torch.mm(dlogits, self.lm_head.T, out=dx[i:i + len(part)])
-                given = sink.give(0, part, dlogits, first=i == 0)
+                given = sink.give(0, *given[:2], i == 0, *given[2:])
         given = [sink.main_grad] if to_autograd else [given]
         begin = [(x, dx)]
         if self.lm_head.requires_grad and given[0] is not None:
             begin.append((Handed.apply(self.lm_head, given), self.lm_head.new_ones(())))
         return loss, begin
 
+    def products(self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float) -> Callable:
+        """-> for a chunk of tokens: writes its dx, gives losses and the two factors of w's gradient."""
+        def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            losses, gradient = self.ops.softcap_loss(x[part] @ w, targets, weights)
+            torch.mm(gradient, w.T, out=dx)
+            return losses, x[part], gradient
+        return chunk
+
+    def fp8_products(self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float) -> Callable:
+        """The same in 8 bits, with fixed units; also gives the factors' unit. A product takes its second factor column by
+        column, so that all three are needed both ways."""
+        unit, turned = FP8_GRAD * grad_scale, lambda t: t.new_empty(t.size(1), t.size(0))
+        x8, w8 = (self.ops.compiled(to_fp8)(t, u, torch.float8_e4m3fn) for t, u in ((x, FP8_X), (w, FP8_W)))
+        xt8, wt8 = turned(x8), turned(w8)
+        self.ops.transpose_copy(xt8, x8)
+        self.ops.transpose_copy(wt8, w8)
+
+        def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+            logits = fp8_product(x8[part], wt8.T, FP8_X * FP8_W, torch.bfloat16, fast=True)
+            losses, gradient = self.ops.softcap_loss(logits, targets, weights, unit)
+            dx.copy_(fp8_product(gradient, w8.T, unit * FP8_W, dx.dtype))
+            self.ops.transpose_copy(gradient_t := turned(gradient), gradient)
+            return losses, xt8[:, part].T, gradient_t.T, FP8_X * unit
+        return chunk
+
     @torch.no_grad()
     def validation_loss(self, batch: MicroBatch, short: int, long: int) -> Tensor:
         """Mean cross-entropy of the next token, in at least fp32 from the logits on."""
-        x = self.activations(batch, short, long)
+        x, w = self.activations(batch, short, long), self.weight("lm_head")
         total = torch.zeros((), dtype=wide_dtype(self.cfg), device=x.device)
         for i in range(0, x.size(0), self.cfg.head_chunk):
             part = slice(i, i + self.cfg.head_chunk)
-            logits = (x[part] @ self.lm_head).to(total.dtype)
-            z = SOFTCAP_SCALE * torch.sigmoid((logits + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
-            total += F.cross_entropy(z, batch.targets[part], reduction="sum")
+            total += self.ops.compiled(next_token_loss)(x[part] @ w, batch.targets[part])
         return total / x.size(0)
 
     def state(self) -> dict:
         """Everything that training changes here: live tensors and numbers, by name."""
-        return {**dict(self.named_parameters()), "rotary.freq": self.rotary.freq, "rotary.scale": self.rotary.scale,
+        return {**{name: self.weight(name) for name, _ in self.named_parameters()}, "rotary.freq": self.rotary.freq, "rotary.scale": self.rotary.scale,
                 "rotary.window": self.rotary.window}
 
     @torch.no_grad()
     def load_state(self, state: dict) -> None:
         """From `state()` of the same config; banks may come from another world size, whose padding differs."""
-        for name, p in self.named_parameters():
+        for name, _ in self.named_parameters():
+            p = self.weight(name)
             rows = min(p.size(0), state[name].size(0))
             p[:rows].copy_(state[name][:rows])
         self.rotary.freq.copy_(state["rotary.freq"])
@@ -1714,41 +2137,51 @@ class Exchange:
 # ======================================================================================================================
 
 def adam_update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float, betas: tuple[float, float], eps: float,
-                wd: float) -> None:
+                wd: float, ops: Ops = PLAIN) -> None:
     """Adam (Kingma, Ba 2015, arXiv:1412.6980) as update number t (from 1), with weight decay lr^2 wd p only where it points
     the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). eps is added to the uncorrected root.
 
     p any float dtype, rounded once; g likewise; m, v moments of p's shape.
     """
+    step = lr * math.sqrt(1 - betas[1] ** t) / (1 - betas[0] ** t)
+    # As vectors, so that compiled code for any length serves every parameter.
+    ops.compiled(adam_arithmetic)(p.view(-1), g.reshape(-1), m.view(-1), v.view(-1), betas, ops.number(step),
+                                  ops.number(lr * lr * wd), eps)
+
+
+def adam_arithmetic(p: Tensor, g: Tensor, m: Tensor, v: Tensor, betas: tuple[float, float], step: float | Tensor,
+                    decay: float | Tensor, eps: float) -> None:
     g = g.to(m.dtype)
     m.lerp_(g, 1 - betas[0])
     v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
-    step = lr * math.sqrt(1 - betas[1] ** t) / (1 - betas[0] ** t)
     update = step * m / (v.sqrt() + eps)
     wide = p.to(m.dtype)
-    decay = (lr * lr * wd) * wide * (update * wide > 0)
-    p.copy_(wide - update - decay)
+    p.copy_(wide - update - decay * wide * (update * wide > 0))
 
 
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
     """fp32 from its upper 16 bits, held as bf16, and its lower ones, uint16."""
-    return torch.stack([low.view(torch.int16), high.view(torch.int16)], dim=-1).view(torch.float32).squeeze(-1)
+    high, low = (half.view(torch.int16).to(torch.int32) for half in (high, low))
+    return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
 
 
 def split_halves(x: Tensor, high: Tensor, low: Tensor) -> None:
     """Writes fp32 x into `high` (bf16, truncated) and `low` (uint16)."""
-    halves = x.view(torch.int16).unflatten(-1, (-1, 2))
-    low.view(torch.int16).copy_(halves[..., 0])
-    high.view(torch.int16).copy_(halves[..., 1])
+    bits = x.view(torch.int32)
+    high.view(torch.int16).copy_(bits >> 16)
+    low.view(torch.int16).copy_(bits)  # keeps the lower half
 
 
-def normuon_direction(g: Tensor, momentum: Tensor, second: Tensor, mu: float, beta2: float, polar_dtype: torch.dtype) -> Tensor:
-    """Nesterov momentum, orthogonalised, its rows (or columns) brought to even size (NorMuon: Li et al. 2025,
-    arXiv:2510.05491). g, momentum (n, rows, cols); second (n, rows, 1), or (n, 1, cols) for wide matrices."""
+def nesterov(g: Tensor, momentum: Tensor, mu: float | Tensor) -> Tensor:
+    """The momentum that looks ahead; brings `momentum` up to date with g."""
     g = g.to(momentum.dtype)
     momentum.lerp_(g, 1 - mu)
-    x = polar(g.lerp(momentum, mu), polar_dtype)
-    wide = x.to(momentum.dtype)
+    return g.lerp(momentum, mu)
+
+
+def even_out(x: Tensor, second: Tensor, beta2: float) -> Tensor:
+    """x (n, rows, cols) with its rows, or columns of wide matrices, brought to even size by their running mean squares."""
+    wide = x.to(second.dtype)
     axis = -1 if x.size(-2) >= x.size(-1) else -2
     mean = wide.square().mean(dim=axis, keepdim=True)
     second.lerp_(mean, 1 - beta2)
@@ -1758,13 +2191,25 @@ def normuon_direction(g: Tensor, momentum: Tensor, second: Tensor, mu: float, be
     return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
 
 
-def normuon_update(p: Tensor, low: Tensor | None, x: Tensor, lr: Tensor, wd: float) -> None:
+def normuon_direction(g: Tensor, momentum: Tensor, second: Tensor, mu: float, beta2: float, polar_dtype: torch.dtype,
+                      ops: Ops = PLAIN) -> Tensor:
+    """Nesterov momentum, orthogonalised, its rows (or columns) brought to even size (NorMuon: Li et al. 2025,
+    arXiv:2510.05491). g, momentum (n, rows, cols); second (n, rows, 1), or (n, 1, cols) for wide matrices."""
+    x = polar(ops.compiled(nesterov)(g, momentum, ops.number(mu)), polar_dtype, ops.gram)
+    return ops.compiled(even_out)(x, second, beta2)
+
+
+def normuon_update(p: Tensor, low: Tensor | None, x: Tensor, lr: Tensor, wd: float, ops: Ops = PLAIN) -> None:
     """p - p [x p >= 0] wd lr - lr x, exact to fp32 for bf16 p with `low`, its lower 16 bits.
 
     p, x, low (n, rows, cols); lr (n, 1, 1)."""
+    ops.compiled(normuon_arithmetic)(p, low, x, lr, wd * lr)
+
+
+def normuon_arithmetic(p: Tensor, low: Tensor | None, x: Tensor, lr: Tensor, decay: Tensor) -> None:
     wide = p if low is None else join_halves(p, low)
     x = x.to(wide.dtype)
-    new = wide - wide * (x * wide >= 0) * (wd * lr) - lr * x
+    new = wide - wide * (x * wide >= 0) * decay - lr * x
     if low is None:
         p.copy_(new)
     else:
@@ -1791,8 +2236,8 @@ class Optimizer:
     either stands in the orders. The ancestor of this code gave other results under other orders.
     """
 
-    def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange):
-        self.cfg, self.params, self.exchange = cfg, params, exchange
+    def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, ops: Ops = PLAIN):
+        self.cfg, self.params, self.exchange, self.ops = cfg, params, exchange, ops
         self.rows = {row.name: row for row in cfg.params}
         check_order("optimizer's parameters", tuple(params), list(self.rows))
         self.tied = {row.name: row.tied_to for row in cfg.params if row.tied_to}
@@ -1803,6 +2248,7 @@ class Optimizer:
         self.weight_grads = {}  # by product's weight: WeightGrad, with or without main_grad
         self.touched = {}       # by what numbers the rows of tables: Touched
         self.counts, self.routes = None, {}    # of the step's exchange of touched rows
+        self.in_flight = {}     # by parameter: its gather, which whoever reads the parameter waits for, and takes out
         self.blocks = {}  # by table with sparse exchange: this rank's block of the mean gradient, 0 between steps
         self.room = {}    # for other ranks' gradients, where reduction is fp32
         self.factors = {}  # of the learning rate, one a matrix; made once, for a copy to the GPU would make the step wait
@@ -1864,7 +2310,7 @@ class Optimizer:
             grad.written()
         for name, main_grad in self.main_grad.items():
             if self.rows[name].rows:
-                sum_rows(main_grad, rows[name].grad, index[self.rows[name].rows])
+                self.ops.sum_rows(main_grad, rows[name].grad, index[self.rows[name].rows])
 
     def gradient(self, name: str) -> Tensor:
         grad = self.main_grad.get(name, self.params[name].grad)
@@ -1914,13 +2360,13 @@ class Optimizer:
         tied = self.gradient(name)
         if name in self.main_grad:
             rows = self.touched[self.rows[name].rows].rows
-            grad.T.index_add_(0, rows, tied[rows])
+            self.ops.transpose_add(grad, tied, rows)
         else:
             grad += tied.T
         self.release(name)
 
     def work(self, now: StepPlan, pending: dict[str, Pending]) -> None:
-        gathers = {}
+        self.finish()
         for name in self.cfg.work_order:
             if name not in pending:
                 continue
@@ -1931,30 +2377,34 @@ class Optimizer:
             if name in self.blocks:
                 grad.index_fill_(0, self.routes[row.rows].numbers.result.long(), 0)
             if row.sharded:
-                gathers[name] = self.exchange.gather(name, self.whole(name, self.params[name].detach()))
-        if self.is_tied:  # first, so that the copies overlap the other gathers
+                self.in_flight[name] = self.exchange.gather(name, self.whole(name, self.params[name].detach()))
+        if self.is_tied:
             for name, host in self.tied.items():
-                if host in gathers:
-                    self.params[name].copy_(gathers.pop(host).wait().T)
-        for gather in gathers.values():
-            gather.wait()
+                if host in self.in_flight:
+                    self.in_flight[name] = self.in_flight[host]._replace(finish=partial(self.ops.transpose_copy, self.params[name]))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for all gathers that nobody has waited for."""
+        while self.in_flight:
+            self.in_flight.pop(next(iter(self.in_flight))).wait()
 
     def adam(self, row: Param, p: Tensor, grad: Tensor, now: StepPlan) -> None:
         cfg, name = self.cfg, row.name
         self.adam_steps[name] += 1
         adam_update(p, grad, self.tensors[f"{name}.m"], self.tensors[f"{name}.v"], self.adam_steps[name],
-                    cfg.adam_lr * now.lr_mul * row.lr_mul, row.betas, cfg.adam_eps, cfg.adam_wd * row.wd_mul)
+                    cfg.adam_lr * now.lr_mul * row.lr_mul, row.betas, cfg.adam_eps, cfg.adam_wd * row.wd_mul, self.ops)
 
     def normuon(self, row: Param, p: Tensor, grad: Tensor, now: StepPlan) -> None:
         cfg, name = self.cfg, row.name
         x = normuon_direction(grad, self.tensors[f"{name}.momentum"], self.tensors[f"{name}.second"], now.momentum,
-                              cfg.muon_beta2, dtype_of(cfg.polar_dtype))
+                              cfg.muon_beta2, dtype_of(cfg.polar_dtype), self.ops)
         lr = cfg.muon_lr * now.lr_mul * row.lr_mul * math.sqrt(max(1, p.size(-2) / p.size(-1))) * self.factors[name]
-        normuon_update(p, self.tensors.get(f"{name}.low"), x, lr, cfg.muon_wd * row.wd_mul * cfg.muon_lr * now.lr_mul)
+        normuon_update(p, self.tensors.get(f"{name}.low"), x, lr, cfg.muon_wd * row.wd_mul * cfg.muon_lr * now.lr_mul, self.ops)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Completes every sharded parameter from the ranks' own parts."""
+        """Completes every sharded parameter from the ranks' own parts, at once."""
         for name, row in self.rows.items():
             if row.sharded:
                 self.exchange.gather(name, self.whole(name, self.params[name].detach())).wait()
@@ -2014,6 +2464,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> Tensor:
     """One batch and one optimizer step. -> mean loss of this rank's predictions, 0-d, on the device."""
     now, micro_batches = batch.now, batch.micro_batches
     model.rotary.extend(now.long)
+    model.in_flight = optimizer.in_flight
     weights, total = tuple(weight / len(micro_batches) for weight in now.mtp), 0.0
     grads, head_grad = optimizer.weight_grads, optimizer.weight_grads["lm_head"]
     for i, micro_batch in enumerate(micro_batches):
@@ -2023,7 +2474,7 @@ def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> Tensor:
         rows = model.look_up(micro_batch, leaves=model.cfg.main_grad)
         x = model.activations(micro_batch, now.short, now.long, rows, grads)
         head_grad.delayed = last and model.cfg.delay_head_grad
-        loss, begin = model.head(x, micro_batch.targets, weights, head_grad)
+        loss, begin = model.head(x, micro_batch.targets, weights, head_grad, 1 / len(micro_batches))
         if last:
             optimizer.route()
         torch.autograd.backward(*zip(*begin))
@@ -2347,6 +2798,7 @@ def run(args: argparse.Namespace, script: str) -> None:
     check_config(cfg, world_size())
 
     ranks = start_runtime()
+    ops = choose_ops(cfg, ranks.device)
     on_gpus = ranks.world > 1 and ranks.device.type == "cuda"
     exchange = Exchange(ranks.rank, ranks.world, host=dist.new_group(backend="gloo") if on_gpus else None)
     data = exchange.together(find_data, cfg)
@@ -2373,7 +2825,8 @@ def run(args: argparse.Namespace, script: str) -> None:
         log.write("=" * 100)
         for line in describe_environment(ranks) if ranks.master else []:
             log.both(line)
-        log.write("attention: plain torch; kernels: none")
+        log.both(f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; head: "
+                 f"{'fp8' if cfg.fp8 else cfg.dtype}; compiled: {'yes' if cfg.compile else 'no'}")
         log.write("config: " + config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed))
         log.both(f"data: {data.fingerprint}")
         if resumed:
@@ -2387,7 +2840,7 @@ def run(args: argparse.Namespace, script: str) -> None:
             save_checkpoint(folder / f"{run_id}.checkpoint", about, model, optimizer, exchange)
 
         try:
-            model, summary = train(cfg, ranks, exchange, data, args.seed, log, args.checkpoint_every, save, resumed)
+            model, summary = train(cfg, ranks, ops, exchange, data, args.seed, log, args.checkpoint_every, save, resumed)
         except (RuntimeError, MemoryError) as e:
             if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(e):
                 raise
@@ -2436,17 +2889,17 @@ def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: C
     return RunLog(folder, steps, name)
 
 
-def train(cfg: Config, ranks: Ranks, exchange: Exchange, data: Data, seed: int, log: RunLog, every: int = 0,
+def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, seed: int, log: RunLog, every: int = 0,
           save: Callable | None = None, resumed: Checkpoint | None = None) -> tuple[GPT, dict[str, object]]:
     """Builds the model, warms up, trains against the clock. -> the trained model, and the log's closing lines.
 
     After every `every` steps (0: never) `save(about, model, optimizer)` keeps a checkpoint; `resumed` is one to go on from.
     """
     pin = ranks.device.type == "cuda"
-    model = GPT(cfg, ranks.world, ranks.device, seed)
+    model = GPT(cfg, ranks.world, ranks.device, seed, ops)
     for p in model.parameters():
         exchange.broadcast(p.data)
-    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange)
+    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, ops)
     val = ValLoader(cfg, data.val, ranks.rank, ranks.world, pin)
 
     # Warm up, reset.
