@@ -64,7 +64,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 
 try:
@@ -1442,6 +1441,7 @@ KERNELS = {  # what Config.kernels names
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # not before it is needed: the import takes long, and sets an environment variable
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(window, 0))
 
 
@@ -1449,6 +1449,7 @@ def use_flash_attention(name: str, gpu: bool, dtype: str) -> None:
     """Raises UserError if torch's FlashAttention, in version 3 for "fa3", cannot run."""
     if not gpu or dtype != "bfloat16":
         raise UserError("FlashAttention needs a GPU, there is none here" if not gpu else f"FlashAttention is for bf16, not {dtype}")
+    from torch.nn.attention.varlen import varlen_attn
     if not {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys():
         raise UserError(f"torch {torch.__version__}'s varlen_attn knows no window; torch 2.13's does")
     if name == "fa3":
@@ -2774,6 +2775,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save", metavar="FILE", help="write the final weights and the config there")
     parser.add_argument("--checkpoint-every", metavar="N", type=whole(1), default=0,
                         help="save everything beside the log after every N steps; such a run counts for no track")
+    parser.add_argument("--profile", metavar="STEP", nargs="?", type=whole(1), const=8, default=0,
+                        help="trace four steps from STEP on (default 8), and write that beside the log, as RUN.trace.json.gz for "
+                             "ui.perfetto.dev; such a run counts for no track")
     parser.add_argument("--resume", metavar="LOG_FOLDER",
                         help="go on from the last checkpoint there, with the options of the run that wrote it; or the path "
                              "of its log, where several runs left checkpoints")
@@ -2782,6 +2786,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--name {args.name!r}: letters, digits, and . _ - only: it becomes a folder's name")
     if args.resume == "":
         parser.error("--resume: give the folder of a log")
+    if args.profile and args.resume:
+        parser.error("--profile and --resume: trace a run from its start; leave one of them out")
     if args.name and args.resume:
         parser.error("--name and --resume: a resumed run's log goes beside the first one; leave --name out")
     return args
@@ -2796,6 +2802,9 @@ def run(args: argparse.Namespace, script: str) -> None:
     if args.save and (not os.access(Path(args.save).resolve().parent, os.W_OK) or Path(args.save).is_dir()):
         raise UserError(f"--save {args.save}: give a file in a folder that can be written to")
     check_config(cfg, world_size())
+    if args.profile and args.profile + 4 > cfg.steps:
+        raise UserError(f"--profile {args.profile} traces steps {args.profile} to {args.profile + 3}, the run has steps 0 to "
+                        f"{cfg.steps - 1}; give an earlier one")
 
     ranks = start_runtime()
     ops = choose_ops(cfg, ranks.device)
@@ -2805,7 +2814,7 @@ def run(args: argparse.Namespace, script: str) -> None:
     task = {"seed": args.seed, "processes": ranks.world, "data": data.fingerprint,
             "config": json.loads(config_json(replace(cfg, data="")))}
     everything = task | {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__,
-                         "--checkpoint-every": args.checkpoint_every, "--resume": args.resume}
+                         "--checkpoint-every": args.checkpoint_every, "--resume": args.resume, "--profile": args.profile}
     setups = exchange.collect(everything)
     for rank, setup in enumerate(setups):
         if differences := differing(setup, setups[0]):
@@ -2816,7 +2825,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         raise UserError(f"{resumed.path} is of another run (there, here): {few(differences)}; give its options, its data "
                         "and as many processes")
 
-    track = "other" if args.checkpoint_every or resumed else track_of(cfg, ranks.world)
+    track = "other" if args.checkpoint_every or args.profile or resumed else track_of(cfg, ranks.world)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     run_id = f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
     folder, run_id = (resumed.path.parents[1], resumed.path.parent.stem) if resumed else exchange.collect((folder, run_id))[0]
@@ -2840,7 +2849,8 @@ def run(args: argparse.Namespace, script: str) -> None:
             save_checkpoint(folder / f"{run_id}.checkpoint", about, model, optimizer, exchange)
 
         try:
-            model, summary = train(cfg, ranks, ops, exchange, data, args.seed, log, args.checkpoint_every, save, resumed)
+            trace = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile) if args.profile and ranks.master else None
+            model, summary = train(cfg, ranks, ops, exchange, data, args.seed, log, args.checkpoint_every, save, resumed, trace)
         except (RuntimeError, MemoryError) as e:
             if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(e):
                 raise
@@ -2870,6 +2880,17 @@ def run(args: argparse.Namespace, script: str) -> None:
             f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
 
 
+def trace_steps(path: Path, first: int) -> torch.profiler.profile:
+    """A profiler of steps first .. first + 3, told of every step's end by step(); it writes what it saw to `path`."""
+    def write(profiler):
+        try:
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as e:
+            raise UserError(f"cannot write the trace {path}: {brief(e)}; make room, or leave --profile out") from None
+    return torch.profiler.profile(schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
+                                  on_trace_ready=write, with_stack=True)
+
+
 def is_complete(log: Path) -> bool:
     return log.read_text(encoding="utf-8", errors="replace").endswith("complete: yes\n")
 
@@ -2890,10 +2911,12 @@ def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: C
 
 
 def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, seed: int, log: RunLog, every: int = 0,
-          save: Callable | None = None, resumed: Checkpoint | None = None) -> tuple[GPT, dict[str, object]]:
+          save: Callable | None = None, resumed: Checkpoint | None = None,
+          trace: torch.profiler.profile | None = None) -> tuple[GPT, dict[str, object]]:
     """Builds the model, warms up, trains against the clock. -> the trained model, and the log's closing lines.
 
-    After every `every` steps (0: never) `save(about, model, optimizer)` keeps a checkpoint; `resumed` is one to go on from.
+    After every `every` steps (0: never) `save(about, model, optimizer)` keeps a checkpoint; `resumed` is one to go on from;
+    `trace` is told of every step.
     """
     pin = ranks.device.type == "cuda"
     model = GPT(cfg, ranks.world, ranks.device, seed, ops)
@@ -2917,6 +2940,8 @@ def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, s
     gc.collect()  # what building and warm-up left behind is not collected on the clock
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
+    if trace:
+        trace.start()
     clock.start()
     loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, pin, position)
     batches = Batches(loader, (plan(cfg, step) for step in range(first, cfg.steps)), touched)
@@ -2942,6 +2967,8 @@ def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, s
             break
         batch = batches.next()
         watch.push(step, train_step(model, optimizer, batch))
+        if trace:
+            trace.step()
         elapsed = clock.read()
         log.write(f"step:{step + 1}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / (step + 1):.2f}ms")
         log.progress(step + 1, watch.latest, elapsed)
@@ -2952,6 +2979,8 @@ def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, s
             log.write(f"checkpoint: after step {step + 1}")
             clock.start()
     batches.close()
+    if trace:
+        trace.stop()
 
     log.both(peak_memory(ranks.device))
     summary = {"val_loss": f"{val_loss:.6f}", "train_time_ms": f"{clock.ms:.0f}", "steps": cfg.steps,

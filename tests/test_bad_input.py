@@ -139,7 +139,7 @@ ROWS = [
         "add training shards", steps=17),
     Row("too little validation data", "--set val_slices=9",
         "corpus: 1,500 validation tokens, validation takes 2,305; add validation shards, or --set val_slices=5"),
-    Row("data of another vocabulary", "--preset record",
+    Row("data of another vocabulary", "--preset record --set kernels= --set attention=dense",
         f"{FIRST}: made for a vocabulary of 257 with start token 256, the config has 50257 and 50256; choose the matching "
         "--preset or --data"),
     Row("more documents than slots", "--set doc_slots=3",

@@ -28,11 +28,11 @@ def cfg(tmp_path_factory):
                    val_every=0, momentum_warmup=3, momentum_cooldown=2, head_chunk=20, dtype="float64", polar_dtype="float64")
 
 
-def build(rank, world, cfg, seed=0):
+def build(rank, world, cfg, seed=0, ops=tg.PLAIN):
     ranks = tg.Ranks(rank, world, torch.device("cpu"))
     exchange = tg.Exchange(rank, world)
     tg.check_config(cfg, world)
-    model = tg.GPT(cfg, world, seed=seed)
+    model = tg.GPT(cfg, world, seed=seed, ops=ops)
     with torch.no_grad():  # away from zeros, which hide mistakes
         noise = torch.Generator().manual_seed(99)
         for name, p in model.named_parameters():
@@ -42,7 +42,7 @@ def build(rank, world, cfg, seed=0):
         model.embed.copy_(model.lm_head.T)
     for p in model.parameters():
         exchange.broadcast(p.data)
-    return ranks, exchange, model, tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
+    return ranks, exchange, model, tg.Optimizer(cfg, dict(model.named_parameters()), exchange, ops)
 
 
 def batches_of(cfg, rank, world):
@@ -227,6 +227,7 @@ def optimize(rank, world, cfg, kind, steps, orders):
             optimizer.announce(tg.plan(cfg, step), touched)
             optimizer.route()
             optimizer.step(tg.plan(cfg, step))
+            optimizer.finish()
         states = [p for part in (model, optimizer) for _, p in sorted(part.state().items())]
         digests.append(hashlib.sha256(b"".join(
             t.detach().contiguous().view(torch.uint8).numpy().tobytes() if isinstance(t, torch.Tensor) else str(t).encode()
@@ -314,6 +315,7 @@ def test_ranks_own_parts_make_up_the_whole_update(cfg, tied):
             optimizer = tg.Optimizer(cfg, params, Alone(rank, world))
             optimizer.is_tied = tied
             optimizer.step(now)
+            optimizer.finish()
             for name, p in params.items():
                 sharded = optimizer.rows[name].sharded
                 parts.setdefault(name, []).extend([optimizer.own(name, p)] if sharded or rank == 0 else [])
@@ -379,6 +381,7 @@ def low_bits(rank, world, cfg):
                 lr = lr * torch.tensor([1.0 + (first + i) % 2 for i in range(own.size(0))]).view(-1, 1, 1)
             tg.normuon_update(copies[name], None, x, lr, cfg.muon_wd * cfg.muon_lr * now.lr_mul)
         optimizer.step(now)
+        optimizer.finish()
         for name in banks:
             own, low = optimizer.own(name, getattr(model, name)), optimizer.tensors[f"{name}.low"]
             words = copies[name].view(torch.int32)

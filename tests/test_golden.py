@@ -272,11 +272,6 @@ def joined_words(high, low):
 class Recorder(tg.GPT):
     """Keeps what passes: x0, each layer's attention output and its stream before and after the MLP."""
 
-    def smear(self, *args):
-        x0 = super().smear(*args)
-        self.seen = {"x0": x0}
-        return x0
-
     def attention(self, i, *args):
         y = super().attention(i, *args)
         self.seen[f"attn_out{i}"] = y
@@ -293,12 +288,13 @@ class Recorder(tg.GPT):
 @pytest.fixture
 def recorded(monkeypatch):
     """A tiny model with all its activations: `seen`, by their golden names."""
-    norm = tg.norm
+    norm, enter = tg.norm, tg.enter
 
     def build(dtype, windows=(16, 48), **changes):
         model = fill_model(Recorder(tiny_config(dtype, **changes)))
-        model.normed = []
+        model.normed, model.seen = [], {}
         monkeypatch.setattr(tg, "norm", lambda x: (model.normed.append(x), norm(x))[1])
+        monkeypatch.setattr(tg, "enter", lambda *args: (passed := enter(*args), model.seen.update(x0=passed[0]))[0])
         with torch.no_grad():
             model.seen["final"] = model.activations(tiny_batch(), *windows)
         return model
@@ -421,6 +417,7 @@ def optimizer_run(cfg, steps, split_at=None, windows=(16, 48)):
         loss = backward(model, batch, step, rows, optimizer.weight_grads)
         optimizer.collect(rows, batch.index)
         optimizer.step(step)
+        optimizer.finish()
         if step.do_adam:
             marks = unmarked(cfg)
         yield step, loss.item(), model, optimizer.is_tied
@@ -481,6 +478,7 @@ def test_native_dtypes():
             grad = parameter_stream(name, 1000 + 100 * i + FILL[name][0], 0.5, 0, cfg).to(p.dtype)
             p.grad = grad.contiguous() if p.grad is None else p.grad + grad  # rounded to p's dtype
         optimizer.step(tg.plan(cfg, i)._replace(lr_mul=1.0, momentum=0.85 + 0.1 * i / 300, split=False))
+        optimizer.finish()
         for name, p in model.named_parameters():
             golden, own = want["params"][golden_key(name)], golden_layout(name, p.detach())
             first = own.flatten()[:4].tolist()

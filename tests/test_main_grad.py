@@ -1,8 +1,6 @@
-"""Gradients written straight into main_grad: the contract, equality with autograd's, compiled, delayed, and that nothing as
-large as a bank is made on the way."""
-import contextlib
+"""Gradients written straight into main_grad: the contract, equality with autograd's, delayed, and that nothing as large as a
+bank is made on the way."""
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -11,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -61,6 +56,7 @@ def run_head(x, w, grad):
     model = tg.GPT.__new__(tg.GPT)  # its head is all that is needed
     torch.nn.Module.__init__(model)
     model.cfg, model.lm_head = replace(tg.CPU, head_chunk=3, dtype="float64"), w
+    model.in_flight, model.ops = {}, tg.PLAIN
     _, begin = model.head(x, TARGETS, (1.0, 0.5), grad)
     torch.autograd.backward(*zip(*begin))
 
@@ -144,8 +140,8 @@ def test_contract_fails_for(culprit, monkeypatch):
             return given if given is None or self.main_grad is None else self.main_grad.view(given.shape)
         monkeypatch.setattr(tg.WeightGrad, "give", give_view)
     else:
-        monkeypatch.setattr(tg, "write_grad", lambda main_grad, start, a, b, fresh: write(
-            main_grad, start, a, b, culprit == "always overwrites"))
+        monkeypatch.setattr(tg, "write_grad", lambda main_grad, start, a, b, fresh, scale: write(
+            main_grad, start, a, b, culprit == "always overwrites", scale))
     with pytest.raises(AssertionError):
         test_contract("in place, with dummy", "fc", 3)
 
@@ -204,28 +200,19 @@ def test_write_grad(dtype, overwrite):
         assert torch.equal(flat[:7], was[:7]) and torch.equal(flat[12:], was[12:])
 
 
-def test_the_operation_is_registered_well():
-    a, b = randn(7, 3, seed=1), randn(7, 4, seed=2)
-    for overwrite in (True, False):
-        for arguments in ((a, b), (a.T.contiguous(), torch.tensor(0.5))):
-            width = 4 if arguments[1].dim() else 7
-            main_grad = torch.zeros(6, width, dtype=a.dtype)
-            torch.library.opcheck(torch.ops.train_gpt.write_grad.default, (main_grad, 2, *arguments, overwrite))
-
-
 def test_a_second_copy_of_the_script_can_be_imported():
     """As a script under its own name beside its copy in a test: both write gradients afterwards."""
     spec = importlib.util.spec_from_file_location("my_copy", Path(tg.__file__))
-    copy = importlib.util.module_from_spec(spec)
+    copy, gradients = importlib.util.module_from_spec(spec), []
     sys.modules["my_copy"] = copy  # dataclasses look there
     try:
         spec.loader.exec_module(copy)
         for module in (tg, copy):
             x, w = randn(5, 6, seed=1).requires_grad_(), randn(8, 6, seed=2)
-            grads = [module.WeightGrad(w, torch.zeros_like(w)) for _ in range(2)]
-            for grad, function in zip(grads, (module.mlp, torch.compile(module.mlp, backend="aot_eager", fullgraph=True))):
-                function(x, module.Part(w, 0, grad), module.Part(OTHER)).sum().backward()
-            assert grads[0].main_grad.any() and torch.equal(grads[0].main_grad, grads[1].main_grad)
+            grad = module.WeightGrad(w, torch.zeros_like(w))
+            module.mlp(x, module.Part(w, 0, grad), module.Part(OTHER)).sum().backward()
+            gradients.append(grad.main_grad)
+        assert gradients[0].any() and torch.equal(*gradients)
     finally:
         del sys.modules["my_copy"]
 
@@ -402,103 +389,6 @@ def test_nothing_as_large_as_a_bank_is_made_or_cleared(cfg, form):  # noqa: F811
         assert {shapes[name] for name in ("qk_bank", "vo_bank", "bigram_embed", "embed")} <= made.made
         assert (22, cfg.mlp_dim, cfg.dim) in made.made
     assert (37, 70) not in made.made  # the logits of all tokens
-
-
-# ----------------------------------------------------------------------------------------------------------- compiled
-
-FEW_LAYERS = (tg.Layer("paired", value=0, saves="skip"), tg.Layer("plain", "long", saves="back"),
-              tg.Layer("plain", value=1, reads="back", adds="skip"))
-
-
-def trunk_gradients(model, trunk):
-    """After two micro-batches, the second onto the first."""
-    grads = {name: tg.WeightGrad(getattr(model, name), torch.full_like(getattr(model, name), torch.nan)) for name in PRODUCTS}
-    model.zero_grad(set_to_none=True)
-    now, batch = tg.plan(model.cfg, 0)._replace(short=16, long=48, mtp=(1.0, 0.5)), tiny_batch()
-    original, model.trunk, rows = model.trunk, trunk, []
-    for _ in range(2):
-        rows.append(model.look_up(batch, leaves=True))
-        backward(model, batch, now, rows[-1], grads)
-        for grad in grads.values():
-            grad.written()
-    model.trunk = original
-    found = {name: grad.main_grad.view(-1, grad.main_grad.size(-1)) for name, grad in grads.items()}
-    used = {"qk_bank": 3 * 2 * model.cfg.dim, "vo_bank": 6 * model.cfg.dim, "mlp_bank": 6 * model.cfg.mlp_dim}
-    assert all(found[name][n:].isnan().all() for name, n in used.items())  # the padding is nobody's
-    found = {name: t[:used.get(name)] for name, t in found.items()}
-    return found | {f"{name} {i}": t.grad for i, each in enumerate(rows) for name, t in each.items()} | {
-        name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_compiled_trunk():
-    """As one graph, with its backward, by what torch.compile does before code is made: the bits of eager. Every product is
-    one operation of the backward's graph."""
-    torch._dynamo.reset()
-    written = []
-
-    def count(graph, inputs):
-        op = torch.ops.train_gpt.write_grad.default
-        written.append(sum(op in (node.target, *node.args[:1]) for node in graph.graph.nodes))
-        return make_boxed_func(graph)
-
-    model = fill_model(tg.GPT(tiny_config("float32", layers=FEW_LAYERS)))
-    for name in (*PRODUCTS, "value_embeds", "bigram_embed", "embed"):
-        getattr(model, name).requires_grad_(False)
-    want = trunk_gradients(model, model.trunk)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    got = trunk_gradients(model, torch.compile(model.trunk, fullgraph=True, backend=aot_autograd(
-        fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=count)))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs == 2  # one overwrites, one adds
-    assert written == [3 * 5] * 2
-    assert got.keys() == want.keys() and len(want) == 4 + 2 * 3 + 9
-    for name, grad in want.items():
-        assert grad.any() and not grad.isnan().any() and torch.equal(got[name], grad), name
-
-
-def test_compiled_code_copies_no_bank(tmp_path):
-    """Six layers of products through inductor, to machine code: close to eager, and no allocation is as large as a bank,
-    although each product alone is an eighth of one."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    d, F, L, T = 64, 256, 8, 31
-    banks = {"a": torch.randn(L, d, d) / 8, "m": torch.randn(2 * L, F, d) / 8}
-    scales = torch.ones(L, requires_grad=True)
-
-    def layers(x, grads):
-        a, m = banks["a"].unbind(), banks["m"].unbind()
-        for i in range(6):
-            x = x + tg.linear(x, scales[i], [tg.Part(a[i], i * d, grads["a"])])
-            fc, proj = (tg.Part(m[j], j * F, grads["m"]) for j in (2 * i, 2 * i + 1))
-            x = x + tg.mlp(tg.norm(x), fc, proj)
-        return tg.norm(x)
-
-    def run(function, watch):
-        grads, x = {name: tg.WeightGrad(b, torch.zeros_like(b)) for name, b in banks.items()}, torch.randn(
-            T, d, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        up, scales.grad = torch.randn(T, d, generator=torch.Generator().manual_seed(2)), None
-        for grad in grads.values():
-            grad.main_grad.fill_(torch.nan)
-        (function(x, grads) * up).sum().backward()
-        for grad in grads.values():
-            grad.written()
-        (function(x, grads) * up).sum().backward()  # adds
-        for grad in grads.values():
-            grad.fresh = True
-        with watch:
-            (function(x, grads) * up).sum().backward()
-            for grad in grads.values():
-                grad.written()
-            (function(x, grads) * up).sum().backward()
-        return [x.grad, scales.grad, *(grad.main_grad for grad in grads.values())]
-
-    want = run(layers, contextlib.nullcontext())
-    watch = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    for own, eager in zip(run(torch.compile(layers, fullgraph=True), watch), want):
-        torch.testing.assert_close(own, eager, rtol=1e-4, atol=1e-5 * eager.abs().nan_to_num().max().item(), equal_nan=True)
-    watch.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    largest = max(event["args"]["Bytes"] for event in events if event.get("name") == "[memory]")
-    assert 4 * T * F <= largest < banks["a"].nbytes
 
 
 def test_the_bench_measures():

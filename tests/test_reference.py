@@ -92,7 +92,9 @@ def test_attention_layer(layer):
     seq = tg.Sequences(torch.tensor(ends, dtype=torch.int32), 11, *windows)
     value = None if row.value is None else ve
     with torch.no_grad():
-        own = model.attention(layer, h, value, [tg.Part(qkv[:2 * d]), tg.Part(qkv[2 * d:])], tg.Part(out), scales, seq)
+        ve_gate = None if value is None else model.ve_gate_bank[row.value]
+        own = model.attention(layer, h, value, ve_gate, [tg.Part(qkv[:2 * d]), tg.Part(qkv[2 * d:])], tg.Part(out), scales,
+                              model.attn_gate_bank[model.attention_index[layer]], seq)
 
         q, k, v = ((h @ (0.7 * w).T).view(T, H, D) for w in qkv.view(3, d, d))
         q, k = (x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt() for x in (q, k))

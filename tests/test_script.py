@@ -1,4 +1,5 @@
 """The command line as a user has it: real processes in an empty folder, logs line by line, errors as people see them."""
+import gzip
 import json
 import math
 import os
@@ -293,3 +294,21 @@ def test_a_killed_torchrun_leaves_nothing_running(place):
     assert process.communicate(timeout=60)[0].count("validation loss") == 0
     (log,) = set(place.glob("records/**/*.txt")) - before
     assert "complete: yes" not in log.read_text(encoding="utf-8").splitlines()
+
+
+def test_profile(place):
+    """Four steps, numbered, with their operations, beside the log; a run that was traced counts for no track."""
+    result, log = run(place, *settings(), "--profile", "2")
+    assert log.parent.parent.name == "other"
+    with gzip.open(log.with_name(f"{log.stem}.trace.json.gz"), "rt") as f:
+        events = json.load(f)["traceEvents"]
+    spans = {event["name"]: event for event in events if event.get("name", "").startswith("ProfilerStep#") and event["ph"] == "X"}
+    assert sorted(spans) == [f"ProfilerStep#{step}" for step in range(2, 6)]
+    for span in spans.values():
+        within = {event["name"] for event in events if event.get("ph") == "X" and span["ts"] <= event["ts"] < span["ts"] + span["dur"]}
+        assert {"aten::mm", "MLP", "MLPBackward"} <= within
+
+
+def test_profile_of_steps_that_there_are_not(place):
+    ran = start(place, "--preset", "cpu", "--data", "corpus", *settings(), "--profile", str(STEPS - 3))
+    assert ran.returncode == 1 and len(ran.stderr.splitlines()) == 1 and f"the run has steps 0 to {STEPS - 1}" in ran.stderr
