@@ -7,35 +7,35 @@
 Steps of each stage are timed in one process, the device waited for before and after each, as two shapes of work:
 
     one GPU        world 1: all micro-batches of the batch, the whole optimizer
-    one rank of 8  world 8, rank 0, alone: its micro-batches, an eighth of the sharded optimizer. Every collective is answered at
-                   once, with what this rank has itself. Left out: sending and receiving, and waiting for other ranks; adding
-                   the touched rows that come from them, about seven eighths of that work; the copy into a reduced block
+    one rank of 8  world 8, rank 0, alone: its micro-batches, an eighth of the sharded optimizer. Every collective is answered
+                   at once, with what this rank has itself. Left out: sending, receiving, and waiting for other ranks; adding
+                   the touched rows that they send, about seven eighths of that work; copying into a reduced block
 
     pair      two successive steps, an Adam period: NorMuon updates after both, Adam after the second
     ms        half a pair, median over pairs, with quartiles; "first" and "second" are the medians of a pair's steps
     wait      ms until the batch was built, which a thread does during the step before; not in ms; median
     tokens/s  tokens of this process by ms
     keys      that a query sees, in its window and document: mean over the timed batches and the layers that attend
-    MFLOP     of a token: 6 (qk + vo + mlp + head) + 12 H D (sum of the keys over the layers), for forward and backward; weights
-              in use, without a bank's padding; heads H of D. The head's count alike, though they may be in FP8; nothing else does:
+    MFLOP     of a token, forward and backward: 6 (qk + vo + mlp + head) + 12 H D (sum of the keys over the layers). Weights in
+              use, without a bank's padding; H heads of D. FP8 FLOPs of the head count like the others. Nothing else counts:
               embeddings, optimizer, what is computed again
-    MFU       model FLOP utilisation: MFLOP x tokens/s by the matmul ceiling. That is measured in the same run: the median of
+    MFU       model FLOP utilisation: MFLOP x tokens/s by the matmul ceiling, which is measured in the same run: the median of
               large torch.mm on random numbers, bf16 on a GPU, fp32 on a CPU, whatever the config's dtype
-    MiB       on a GPU the most that this form's tensors took in a timed step. On a CPU the process's largest resident set so far,
-              which cannot be reset: earlier lines and other forms count
-    first s   the form's first step here, compilation included. With compile=true a validation forward goes before a form's
-              very first step, and counts, as in train_gpt.py's warm-up: what comes first decides what is compiled for any length.
-              Later shapes of work find code compiled by earlier ones. Behind it come 2 steps, or 4 on a GPU or with compile=true,
-              that are not counted
-    ratio     to the base of the two forms' pairs, median with quartiles; steps of all forms take turns, A B A B
+    MiB       on a GPU the most that this form's tensors took in a timed step. On a CPU the process's largest resident set so
+              far, which cannot be reset: earlier lines and other forms count
+    first s   the form's first step here, compilation included; the second shape of work finds what the first compiled. With
+              compile=true a validation forward goes before a form's very first step, and counts, as in train_gpt.py's warm-up:
+              what comes first decides what is compiled for any length. 1 more step, or 3 on a GPU or with compile=true, is
+              not timed
+    ratio     to the base's pairs, median with quartiles; steps of all forms take turns, A B A B
 
-A stage's steps are its own, from its start on, over and over; from the third stage on embed and lm_head are apart, as behind the
+A stage's steps are its own, from its start on, over and over; from the third stage on embed and lm_head are apart, as after the
 split step. Weights start afresh for each line. Without --data and shards in the preset's folder, tokens are made: probabilities
 as 1/rank, lengths of documents log-normal with median 400 and sigma 1.05 (mean 694), a guess at web text.
 
 --kernels, instead: each kernel that the config names, and FlashAttention forward and backward, against the plain form, in
-turns, medians of 20 in ms; the rate is the kernel's. TFLOP/s are those of the plain form's products: gram does half of them. Bytes
-of GB/s count each operand once. Plain forms are not compiled. Caches are not cleared between.
+turns, medians of 20 in ms; the rate is the kernel's. TFLOP/s are of the plain form's products: gram does half of them. GB/s
+count each operand once. Plain forms are not compiled. Caches are not cleared between.
 """
 import argparse
 import contextlib
@@ -61,7 +61,7 @@ WORKS = {"one GPU": 1, "one rank of 8": 8}  # the world each is cut for
 MEDIAN_LENGTH, SIGMA = 400, 1.05            # of made documents
 LINE = "{:<4} {:>7} {:>8} {:>17} {:>8} {:>8} {:>6} {:>9} {:>6} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
 HEAD = LINE(*"form,tokens,ms,quartiles,first,second,wait,tokens/s,keys,MFLOP,MFU,MiB,first s,ratio,quartiles".split(","))
-KERNEL_LINE = "{:<18} {:<36} {:>9} {:>9} {:>7} {:>8} {:<7}".format
+KERNEL_LINE = "{:<18} {:<40} {:>9} {:>9} {:>7} {:>8} {:<7}".format
 
 
 def mean_keys(cu_seqlens: np.ndarray, window: int) -> float:
@@ -113,15 +113,6 @@ class Alone(tg.Exchange):
 
     def gather(self, name: str, t: torch.Tensor) -> tg.Pending:
         return tg.Pending(t)
-
-    def sum(self, t: torch.Tensor) -> torch.Tensor:
-        return t
-
-    def broadcast(self, t: torch.Tensor) -> None:
-        pass
-
-    def collect(self, value) -> list:
-        return [value] * self.world
 
 
 @dataclass
@@ -214,15 +205,15 @@ class Training:
         cfg, (low, ms, high) = self.form.cfg, np.quantile(self.pairs(), (0.25, 0.5, 0.75))
         tokens, keys = self.tokens // len(self.ms), np.mean(self.keys, axis=0).tolist()
         rate, flops = tokens / ms * 1000, flops_per_token(cfg, keys)
-        peak = self.peak if self.pin else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = self.peak if self.pin else resident
         ratio = ("", "")
         if self is not base:
             down, middle, up = np.quantile(self.pairs() / base.pairs(), (0.25, 0.5, 0.75))
             ratio = f"{middle:.3f}", f"{down:.3f}..{up:.3f}"
-        print(LINE(self.form.name, tokens, f"{ms:.2f}", f"{low:.2f}..{high:.2f}", f"{median(self.ms[::2]):.2f}",
-                   f"{median(self.ms[1::2]):.2f}", f"{median(self.waits):.2f}", f"{rate:.0f}", f"{np.mean(keys):.1f}",
-                   f"{flops / 1e6:.4g}", f"{rate * flops / ceiling:.4f}", f"{peak / 2 ** 20:.0f}", f"{first:.2f}", *ratio).rstrip(),
-              flush=True)
+        times = f"{ms:.2f}", f"{low:.2f}..{high:.2f}", *(f"{median(t):.2f}" for t in (self.ms[::2], self.ms[1::2], self.waits))
+        print(LINE(self.form.name, tokens, *times, f"{rate:.0f}", f"{np.mean(keys):.1f}", f"{flops / 1e6:.5g}",
+                   f"{rate * flops / ceiling:.4f}", f"{peak / 2 ** 20:.0f}", f"{first:.2f}", *ratio).rstrip(), flush=True)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -291,20 +282,20 @@ def timed(functions: list[Callable[[], Any]], device: torch.device, repeats: int
     return [median(own[3:]) for own in times]
 
 
-def matmul_ceiling(device: torch.device) -> tuple[float, str]:
-    """FLOP/s, and how it was measured."""
-    n, dtype, repeats = (8192, torch.bfloat16, 30) if device.type == "cuda" else (1024, torch.float32, 15)
+def matmul_ceiling(device: torch.device) -> float:
+    """FLOP/s. On a GPU ten products in a row, for short ones run at a higher clock than a step can keep."""
+    n, dtype, row = (8192, torch.bfloat16, 10) if device.type == "cuda" else (1024, torch.float32, 1)
     a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
-    (ms,) = timed([lambda: torch.mm(a, b, out=out)], device, repeats)
-    rate = 2 * n ** 3 / ms * 1000
-    return rate, f"matmul ceiling: {rate / 1e12:.4g} TFLOP/s ({n}^3 in {dtype}, median of {repeats})"
+    (ms,) = timed([lambda: [torch.mm(a, b, out=out) for _ in range(row)]], device, 20)
+    rate = row * 2 * n ** 3 / ms * 1000
+    print(f"matmul ceiling: {rate / 1e12:.4g} TFLOP/s (median of 20 times {row} of {n}^3, {str(dtype)[6:]})")
+    return rate
 
 
 def kernel_cases(cfg: tg.Config, ops: tg.Ops, stages: list[int], paths: list[Path], device: torch.device) -> Iterator[tuple]:
     """What --kernels times: (operation, shapes, plain form, the config's form, FLOPs, bytes)."""
-    fields, dtype, d, V = {f for name in cfg.kernels for f in tg.KERNELS[name]}, tg.dtype_of(cfg.dtype), cfg.dim, cfg.padded_vocab
-    rand = lambda *shape, dtype=dtype: torch.randn(shape, device=device).to(dtype)
-    nbytes, told = lambda *ts: sum(t.nbytes for t in ts), set()
+    fields, d, V, dtype = {f for name in cfg.kernels for f in tg.KERNELS[name]}, cfg.dim, cfg.padded_vocab, tg.dtype_of(cfg.dtype)
+    told, rand = set(), lambda *shape, dtype=dtype: torch.randn(shape, device=device).to(dtype)
 
     def case(field: str, shapes: str, flops: float, moved: int, *args) -> Iterator[tuple]:
         if field in fields and (field, shapes) not in told:
@@ -318,16 +309,16 @@ def kernel_cases(cfg: tg.Config, ops: tg.Ops, stages: list[int], paths: list[Pat
             x = rand(n, rows, cols, dtype=tg.dtype_of(cfg.polar_dtype)) / math.sqrt(rows * cols)
             x = x.mT if rows > cols else x
             (_, M, K), A = x.shape, tg.gram(x)
-            yield from case("gram", f"{row.name} of {world}: {n} x {M} x {K}", 2 * n * M * M * K, nbytes(x, A), x)
-            yield from case("gram", f"{row.name} of {world}: {n} x {M} x {M} +", 2 * n * M ** 3, nbytes(A, A), A, A, *tg.POLAR_STEPS[0][1:])
+            yield from case("gram", f"{row.name} of {world}: {n} x {M} x {K}", 2 * n * M * M * K, 0, x)
+            yield from case("gram", f"{row.name} of {world}: {n} x {M} x {M} +", 2 * n * M ** 3, 0, A, A, *tg.POLAR_STEPS[0][1:])
     for stage in stages:
         now = tg.plan(cfg, cfg.stage_starts[stage])
         batches = tg.Batches(tg.TrainLoader(cfg, paths, 0, 1, device.type == "cuda"), [now])
         batch = batches.next().micro_batches[-1]
         T, keys, batch = len(batch.inputs), layer_keys(cfg, now, batch.cu_seqlens.numpy()), batch.to(device)
         h, fc, r, dy = rand(T, d), rand(cfg.mlp_dim, d), rand(T, cfg.mlp_dim).relu(), rand(T, d)
-        yield from case("relu_square", f"{T} x {d} x {cfg.mlp_dim}", 2 * r.numel() * d, nbytes(h, fc, r, r), h, fc)
-        yield from case("relu_square_grad", f"{T} x {d} x {cfg.mlp_dim}", 2 * r.numel() * d, nbytes(dy, fc, r, r, r), dy, fc, r)
+        yield from case("relu_square", f"{T} x {d} x {cfg.mlp_dim}", 2 * r.numel() * d, 0, h, fc)
+        yield from case("relu_square_grad", f"{T} x {d} x {cfg.mlp_dim}", 2 * r.numel() * d, 0, dy, fc, r)
         n = min(cfg.head_chunk, T)
         logits, targets = rand(n, V), batch.targets[:n + len(now.mtp) - 1]
         for unit, out, size in (0.0, cfg.dtype, logits.element_size()), (tg.FP8_GRAD / cfg.slices, "e5m2", 1):
@@ -343,19 +334,20 @@ def kernel_cases(cfg: tg.Config, ops: tg.Ops, stages: list[int], paths: list[Pat
         fp8 = [(T, d, torch.float8_e4m3fn), (d, V, torch.float8_e4m3fn), (n, V, torch.float8_e5m2)] if cfg.fp8 else []
         for rows, cols, kind in [(d, V, dtype), *fp8]:
             x, out = rand(rows, cols).to(kind), torch.empty(cols, rows, dtype=kind, device=device)
-            yield from case("transpose_copy", f"{rows} x {cols}, {str(kind)[6:]}", 0, nbytes(x, out), out, x)
+            yield from case("transpose_copy", f"{rows} x {cols}, {str(kind)[6:]}", 0, 2 * x.nbytes, out, x)
         out, x, rows = rand(d, V), rand(V, d), batch.touched["tokens"].rows
         yield from case("transpose_add", f"{len(rows)} rows of {V} x {d}", 0, 3 * len(rows) * x[0].nbytes, out, x, rows)
         del out, x
         attending = [(layer.attention, layer.window) for layer in cfg.layers if layer.attention]
         for (kind, width), seen in dict(zip(attending, keys)).items() if cfg.attention != "dense" else ():
             rows = 2 if kind == "paired" else 1
-            q, k, v = (rand(T * rows, cfg.heads // rows, cfg.head_dim).requires_grad_() for _ in range(3))
+            q, k, v = (tg.norm(rand(T * rows, cfg.heads // rows, cfg.head_dim)).requires_grad_() for _ in range(3))
             window, dy = now.long if width == "long" else now.short, torch.ones_like(q)
-            functions = [lambda form=form: torch.autograd.grad(form(tg.norm(q), tg.norm(k), v, batch.cu_seqlens * rows, now.longest * rows,
-                         window, cfg.attn_scale), (q, k, v), dy) for form in (tg.attention, ops.attention)]
-            yield (f"{cfg.attention} attention", f"stage {stage}, {kind} {width}: {T * rows}, window {window}", *functions,
-                   12 * d * seen * T, 0)
+            about = batch.cu_seqlens * rows, now.longest * rows, window, cfg.attn_scale
+            functions = [lambda form=form: torch.autograd.grad(form(q, k, v, *about), (q, k, v), dy)
+                         for form in (tg.attention, ops.attention)]
+            label = f"stage {stage}, {kind} {width}: {T * rows}, window {window}"
+            yield f"{cfg.attention} attention", label, *functions, 12 * d * seen * T, 0
         batches.close()
 
 
@@ -433,8 +425,7 @@ def run(args: argparse.Namespace) -> None:
                 raise tg.UserError(f"{path}: made for a vocabulary of {header.vocab_size}, the config has {cfg.vocab_size}")
         if args.kernels:
             return time_kernels(forms[0], stages, paths, device)
-        ceiling, text = matmul_ceiling(device)
-        print(text)
+        ceiling = matmul_ceiling(device)
         for form, changes in zip(forms[1:], args.against):
             print(f"{form.name}: {changes}")
         for stage in stages:
