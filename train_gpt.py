@@ -1325,11 +1325,12 @@ if triton is not None:
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(first, last, UNROLL):
             for k in tl.static_range(UNROLL):
-                there = start + k < last
-                position = tl.load(order + start + k, mask=there, other=0).to(tl.int64)
-                total += tl.load(grad + position * grad_stride + cols, mask=there & (cols < columns), other=0.0).to(tl.float32)
+                position = tl.load(order + start + k, mask=start + k < last, other=0).to(tl.int64)
+                width = tl.where(start + k < last, columns, 0)
+                total += tl.load(grad + position * grad_stride + cols, mask=cols < width, other=0.0).to(tl.float32)
         here = out + tl.load(rows + i).to(tl.int64) * columns + cols
-        total += tl.load(here, mask=(cols < columns) & (tl.load(fresh + i) == 0), other=0.0).to(tl.float32)
+        width = tl.where(tl.load(fresh + i) == 0, columns, 0)
+        total += tl.load(here, mask=cols < width, other=0.0).to(tl.float32)
         tl.store(here, total.to(out.dtype.element_ty), mask=cols < columns)
 
     @triton.jit

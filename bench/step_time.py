@@ -294,7 +294,7 @@ def matmul_ceiling(device: torch.device) -> float:
 
 def kernel_cases(cfg: tg.Config, ops: tg.Ops, stages: list[int], paths: list[Path], device: torch.device) -> Iterator[tuple]:
     """What --kernels times: (operation, shapes, plain form, the config's form, FLOPs, bytes)."""
-    fields, d, V, dtype = {f for name in cfg.kernels for f in tg.KERNELS[name]}, cfg.dim, cfg.padded_vocab, tg.dtype_of(cfg.dtype)
+    fields, dtype, d, V = {f for k in cfg.kernels for f in tg.KERNELS[k]}, tg.dtype_of(cfg.dtype), cfg.dim, cfg.padded_vocab
     told, rand = set(), lambda *shape, dtype=dtype: torch.randn(shape, device=device).to(dtype)
 
     def case(field: str, shapes: str, flops: float, moved: int, *args) -> Iterator[tuple]:
@@ -308,9 +308,9 @@ def kernel_cases(cfg: tg.Config, ops: tg.Ops, stages: list[int], paths: list[Pat
             n = math.prod(n) // (world if row.sharded else 1)
             x = rand(n, rows, cols, dtype=tg.dtype_of(cfg.polar_dtype)) / math.sqrt(rows * cols)
             x = x.mT if rows > cols else x
-            (_, M, K), A = x.shape, tg.gram(x)
-            yield from case("gram", f"{row.name} of {world}: {n} x {M} x {K}", 2 * n * M * M * K, 0, x)
-            yield from case("gram", f"{row.name} of {world}: {n} x {M} x {M} +", 2 * n * M ** 3, 0, A, A, *tg.POLAR_STEPS[0][1:])
+            (_, M, K), A, bank = x.shape, tg.gram(x), f"{row.name} of {world}: {n}"
+            yield from case("gram", f"{bank} x {M} x {K}", 2 * n * M * M * K, 0, x)
+            yield from case("gram", f"{bank} x {M} x {M} +", 2 * n * M ** 3, 0, A, A, *tg.POLAR_STEPS[0][1:])
     for stage in stages:
         now = tg.plan(cfg, cfg.stage_starts[stage])
         batches = tg.Batches(tg.TrainLoader(cfg, paths, 0, 1, device.type == "cuda"), [now])
@@ -322,8 +322,8 @@ def kernel_cases(cfg: tg.Config, ops: tg.Ops, stages: list[int], paths: list[Pat
         n = min(cfg.head_chunk, T)
         logits, targets = rand(n, V), batch.targets[:n + len(now.mtp) - 1]
         for unit, out, size in (0.0, cfg.dtype, logits.element_size()), (tg.FP8_GRAD / cfg.slices, "e5m2", 1):
-            yield from case("softcap_loss", f"{n} x {V}, {len(now.mtp)} targets, {out}", 0, logits.nbytes + size * logits.numel(),
-                            logits, targets, now.mtp, unit)
+            yield from case("softcap_loss", f"{n} x {V}, {len(now.mtp)} targets, {out}", 0,
+                            logits.nbytes + size * logits.numel(), logits, targets, now.mtp, unit)
         del logits
         for name in "value_embeds", "bigram_embed":
             shape, row = tg.param_shapes(cfg, 1)[name], next(row for row in cfg.params if row.name == name)
@@ -370,7 +370,7 @@ def made_shard(folder: str, cfg: tg.Config, stages: list[int], steps: int) -> tu
     need = max(cfg.stages[s].tokens + max(8, cfg.slices) * cfg.stages[s].longest for s in stages) * steps + cfg.val_slice_tokens
     lengths = []
     while sum(np.minimum(part, longest).sum() for part in lengths) <= need:
-        lengths.append(np.maximum(2, rng.lognormal(math.log(MEDIAN_LENGTH), SIGMA, 4096)).astype(np.int64))
+        lengths.append(np.maximum(2, rng.lognormal(math.log(MEDIAN_LENGTH), SIGMA, 512)).astype(np.int64))
     lengths = np.concatenate(lengths)
     odds = np.cumsum(1 / np.arange(1, words + 1))
     tokens = np.searchsorted(odds, odds[-1] * rng.random(lengths.sum()), side="right").clip(max=words - 1)
