@@ -1282,7 +1282,7 @@ if triton is not None:
             kept = tl.load(r + here, mask=mask, other=0.0)
             tl.store(da + here, (2 * kept.to(tl.float32) * total).to(da.dtype.element_ty), mask=mask)
         else:
-            kept = tl.maximum(total, 0.0).to(r.dtype.element_ty)
+            kept = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(r.dtype.element_ty)
             tl.store(r + here, kept, mask=mask)
         wide = kept.to(tl.float32)
         tl.store(square + here, (wide * wide).to(square.dtype.element_ty), mask=mask)
@@ -1314,7 +1314,7 @@ if triton is not None:
                 wanted = tl.load(targets + row + k, mask=row + k < count, other=-1)
                 g -= tl.where(cols == wanted, weights[k], 0.0)
             g *= s * (1 - s) * factor
-            g = tl.minimum(tl.maximum(g, -most), most)
+            g = tl.clamp(g, -most, most, propagate_nan=tl.PropagateNan.ALL)  # a NaN is to be seen, not to be hidden
             tl.store(gradient + cols, g.to(gradient.dtype.element_ty), mask=cols < V)
 
     @triton.jit
@@ -1446,18 +1446,21 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(window, 0))
 
 
-def use_flash_attention(name: str, gpu: bool, dtype: str) -> None:
-    """Raises UserError if torch's FlashAttention, in version 3 for "fa3", cannot run."""
-    if not gpu or dtype != "bfloat16":
-        raise UserError("FlashAttention needs a GPU, there is none here" if not gpu else f"FlashAttention is for bf16, not {dtype}")
+def flash_attention_refusal(name: str, dtype: str, capability: tuple[int, int]) -> str:
+    """Why torch's FlashAttention, for "fa3" in version 3, which this activates, cannot run; "" if it can. (0, 0): no GPU."""
+    if not capability[0] or dtype != "bfloat16":
+        return f"FlashAttention is for bf16, not {dtype}" if capability[0] else "FlashAttention needs a GPU, there is none here"
     from torch.nn.attention.varlen import varlen_attn
     if not {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys():
-        raise UserError(f"torch {torch.__version__}'s varlen_attn knows no window; torch 2.13's does")
+        return f"torch {torch.__version__}'s varlen_attn knows no window, torch 2.13's does"
+    if name == "fa3" and capability[0] != 9:
+        return f"FlashAttention-3 is for compute capability 9.0 (H100), this GPU's compute capability is {capability[0]}.{capability[1]}"
     if name == "fa3":
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
         except (AttributeError, ImportError, RuntimeError, ValueError) as e:
-            raise UserError(f"FlashAttention-3 cannot be used ({brief(e)}); README.md says how to get it") from None
+            return f"FlashAttention-3 cannot be used ({brief(e)}), README.md says how to get it"
+    return ""
 
 
 def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
@@ -1466,6 +1469,7 @@ def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | 
     gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
     capability = capability or (torch.cuda.get_device_capability(device) if gpu else (0, 0))
     card = f"this GPU's compute capability is {capability[0]}.{capability[1]}" if gpu else "there is no GPU here"
+    dtype = "float32" if cfg.kernels and triton and interpreted else cfg.dtype  # of what would run
     wrong = {}  # setting that would run -> why what was asked for cannot
     if gpu and capability < (8, 0) and (cfg.dtype == "bfloat16" or cfg.kernels or cfg.attention != "dense"):
         raise UserError(f"bf16, the kernels and FlashAttention need compute capability 8.0 (A100, RTX 30) or newer, {card}; "
@@ -1474,18 +1478,15 @@ def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | 
         wrong["kernels="] = "the kernels need the package triton"
     elif cfg.kernels and not gpu and not interpreted:
         wrong["kernels="] = f"the kernels need a GPU (or TRITON_INTERPRET=1, for tests), {card}"
-    elif cfg.kernels and cfg.dtype == "bfloat16" and interpreted:
-        wrong["dtype=float32 --set polar_dtype=float32"] = "Triton's interpreter has no bf16 products"
-    elif cfg.kernels and not interpreted and (cfg.dtype, cfg.polar_dtype) != ("bfloat16", "bfloat16"):
+    elif interpreted and cfg.kernels and (cfg.dtype, cfg.polar_dtype) != ("float32", "float32"):
+        wrong["dtype=float32 --set polar_dtype=float32"] = "Triton's interpreter is right in fp32 only"
+    elif not interpreted and cfg.kernels and (cfg.dtype, cfg.polar_dtype) != ("bfloat16", "bfloat16"):
         wrong["kernels="] = f"the kernels are for bf16, not dtype={cfg.dtype}, polar_dtype={cfg.polar_dtype}"
-    if cfg.attention != "dense":
-        try:
-            use_flash_attention(cfg.attention, gpu, cfg.dtype)
-        except UserError as e:
-            wrong[f"attention={'varlen' if cfg.attention == 'fa3' and gpu and cfg.dtype == 'bfloat16' else 'dense'}"] = str(e)
+    if cfg.attention != "dense" and (refusal := flash_attention_refusal(cfg.attention, dtype, capability)):
+        wrong["attention=dense" if flash_attention_refusal("varlen", dtype, capability) else "attention=varlen"] = refusal
     if cfg.fp8 and gpu and capability < (8, 9):
         wrong["fp8=false"] = f"FP8 needs compute capability 8.9 (RTX 40, H100) or newer, {card}"
-    if cfg.fp8 and cfg.dtype == "float64":
+    if cfg.fp8 and dtype == "float64":
         wrong["fp8=false"] = "FP8 is for dtype bfloat16 or float32"
     odd = [f"{n} {what}" for n, what in ((cfg.dim, "is the model's width"), (cfg.padded_vocab, "is padded_vocab"),
                                          (cfg.head_chunk, "is head_chunk")) if n % 16]

@@ -220,24 +220,25 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
-def warm_steps(form: Form, device: torch.device) -> int:
-    return 4 if device.type == "cuda" or form.cfg.compile else 2
+def warm_steps(forms: list[Form], device: torch.device) -> int:
+    """The same for all forms, so that they get the same batches."""
+    return 4 if device.type == "cuda" or any(form.cfg.compile for form in forms) else 2
 
 
 def time_stage(forms: list[Form], stage: int, world: int, paths: list[Path], steps: int, device: torch.device, ceiling: float
                ) -> list[Form]:
     """Prints a line for each form. -> the forms for which there is memory."""
-    firsts = {}
+    firsts, warm = {}, warm_steps(forms, device)
     while True:
         error, at = None, 0
         with contextlib.ExitStack() as stack:
             try:
                 live = []
                 for at, form in enumerate(forms):
-                    live.append(Training(form, stage, world, paths, warm_steps(form, device) + steps, device))
+                    live.append(Training(form, stage, world, paths, warm + steps, device))
                     stack.callback(live[-1].batches.close)
                 for at, training in enumerate(live):
-                    firsts.setdefault(training.form.name, training.warm_up(warm_steps(training.form, device)))
+                    firsts.setdefault(training.form.name, training.warm_up(warm))
                 gc.collect()
                 for _ in range(steps):
                     for at, training in enumerate(live):
@@ -417,7 +418,7 @@ def run(args: argparse.Namespace) -> None:
         except tg.UserError:
             if cfg.data != base.data:
                 raise
-            paths, source = made_shard(folder, cfg, stages, args.steps + max(warm_steps(form, device) for form in forms))
+            paths, source = made_shard(folder, cfg, stages, args.steps + warm_steps(forms, device))
         print(source)
         for path in paths:
             header = tg.read_header(path)

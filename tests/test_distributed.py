@@ -509,3 +509,38 @@ def test_failing_workers_fail_the_test_and_the_pool_recovers(workers):
     with pytest.raises(TimeoutError, match=r"no answer from ranks \[0, 1\]"):
         workers(2, misbehave, "hang", timeout=3)
     assert workers(2, misbehave, "") == [0, 10]
+
+
+class Late:
+    """A gather that has brought nothing, not even this rank's own part, before it is waited for."""
+
+    def __init__(self, name, t, waited):
+        self.name, self.t, self.values, self.waited = name, t, t.clone(), waited
+        t.fill_(torch.nan)
+
+    def wait(self):
+        if self.values is not None:
+            self.t.copy_(self.values)
+            self.values = None
+            self.waited.append(self.name)
+
+
+@pytest.mark.parametrize("main_grad", [True, False])
+def test_gathers_are_waited_for_where_they_are_first_needed(cfg, monkeypatch, main_grad):
+    """Whoever reads a parameter before its gather has come, reads NaN: training, validation, snapshots. None is waited for in the
+    step that begins it; the next one needs the tables first, then layer 0's matrices, the head last."""
+    cfg = replace(cfg, main_grad=main_grad)
+    want, waited, orders = train(0, 1, cfg), [], []
+    monkeypatch.setattr(tg.Exchange, "gather", lambda self, name, t: tg.Pending(t, Late(name, t, waited)))
+    with pytest.MonkeyPatch.context() as patch:  # train looks at all parameters after each step
+        patch.setitem(globals(), "digest", lambda model: orders.append(list(waited)) or waited.clear())
+        patch.setattr(torch, "equal", lambda *each: True)
+        got = train(0, 1, cfg)
+    assert got["losses"] == want["losses"] and got["val"] == want["val"]
+    assert {name: t.tolist() for name, t in got["final"].items()} == {name: t.tolist() for name, t in want["final"].items()}
+    banks = ["qk_bank", "vo_bank", "mlp_bank"]
+    moments = ["lm_head.m", "lm_head.v"]  # on untying
+    assert orders == [[], banks, ["value_embeds", "bigram_embed", "lm_head", *banks], banks,
+                      ["value_embeds", "bigram_embed", "lm_head", *banks],
+                      [*banks, *moments], ["value_embeds", "bigram_embed", "lm_head", *banks], banks]
+    assert train(0, 1, cfg)["digests"] == want["digests"]
