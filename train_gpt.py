@@ -9,8 +9,8 @@ per token, in as little time as possible on 8 H100s, and runs the same code path
 What it attains
     cpu preset     1.046 nats per token on the Python library's own text (mean of 5 runs, sd 0.009; a 4-gram count model has
                    1.47), 440 steps, 150 s on two cores of an AMD EPYC server, PyTorch 2.13, two processes
-    record preset  not timed on GPUs yet: its operations are still plain torch. The configuration is that of the public
-                   speedrun's record 80, which took 84.4 s on 8 H100s
+    record preset  not timed on GPUs yet. The configuration is that of the public speedrun's record 80, which took 84.4 s on
+                   8 H100s
 
 Map of the file; a section uses only what stands above it
     1  This text, imports
@@ -19,7 +19,7 @@ Map of the file; a section uses only what stands above it
     4  Runtime      ranks and devices, the log
     5  Data         shards, slices of whole documents, the bigram index
     6  Reference    the operations in plain torch: attention, the head's loss, sums of rows, polar factor
-    7  Kernels      products that write their weight's gradient in place; GPU forms of section 6 (none yet: all devices run it)
+    7  Kernels      section 6 in Triton; which forms a run uses; products that write their weight's gradient in place
     8  Model        rotary tables, the trunk, training and validation loss
     9  Exchange     averages gradients over ranks, whole or by touched rows, gathers updated parameters
     10 Update rules Adam and NorMuon on one shard
@@ -334,7 +334,7 @@ def check_config(cfg: Config, world: int) -> None:
                     path = f"{table}.{getattr(row, 'name', i)}.{column}" if table else column
                     raise UserError(f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}")
     if unknown := set(cfg.kernels) - set(KERNEL_NAMES):
-        raise UserError(f"kernels={','.join(cfg.kernels)}: unknown {', '.join(sorted(unknown))}; use any of {', '.join(KERNEL_NAMES)}")
+        raise UserError(f"kernels: unknown {', '.join(sorted(unknown))}; use any of {', '.join(KERNEL_NAMES)}, or none")
     for role, key in (("skip", "saves"), ("back", "saves"), ("skip", "adds")):
         if sum(getattr(layer, key) == role for layer in cfg.layers) != 1:
             raise UserError(f'layer table: exactly one layer must have {key}="{role}"')
@@ -1128,7 +1128,7 @@ def relu_square(h: Tensor, fc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relu_square_grad(dy: Tensor, proj: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Its backward: d(h fc^T) = 2 r (dy proj^T), and r^2 again, which is cheaper to make than to keep; dy (T, d), proj (F, d)."""
+    """Its backward, for dy (T, d), proj (F, d): d(h fc^T) = 2 r (dy proj^T), and r^2 again, cheaper to make than to keep."""
     return (dy @ proj.T).mul_(2 * r), r.square()
 
 
@@ -1385,7 +1385,8 @@ def triton_relu_square_grad(dy: Tensor, proj: Tensor, r: Tensor) -> tuple[Tensor
     return _relu_square(dy, proj, r)
 
 
-def triton_softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0) -> tuple[Tensor, Tensor]:
+def triton_softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0
+                        ) -> tuple[Tensor, Tensor]:
     n, V = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     gradient = torch.empty_like(logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format)
@@ -1426,7 +1427,7 @@ class Ops(NamedTuple):
     transpose_copy: Callable = transpose_copy
     transpose_add: Callable = transpose_add
     compiled: Callable = lambda function: function
-    number: Callable = float  # a number that changes from step to step, for a compiled function
+    number: Callable = float  # of what changes from step to step, for a compiled function to multiply by
     fp8: bool = False
 
 
@@ -1442,7 +1443,7 @@ KERNELS = {  # what Config.kernels names
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # not before it is needed: the import takes long, and sets an environment variable
+    from torch.nn.attention.varlen import varlen_attn  # not above: the import takes a second, and sets an environment variable
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(window, 0))
 
 
@@ -1454,7 +1455,8 @@ def flash_attention_refusal(name: str, dtype: str, capability: tuple[int, int]) 
     if not {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys():
         return f"torch {torch.__version__}'s varlen_attn knows no window, torch 2.13's does"
     if name == "fa3" and capability[0] != 9:
-        return f"FlashAttention-3 is for compute capability 9.0 (H100), this GPU's compute capability is {capability[0]}.{capability[1]}"
+        return ("FlashAttention-3 is for compute capability 9.0 (H100), "
+                f"this GPU's compute capability is {capability[0]}.{capability[1]}")
     if name == "fa3":
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
@@ -1501,10 +1503,11 @@ def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | 
                         + ("" if gpu else ", or --preset cpu"))
     chosen = {field: form for name in cfg.kernels for field, form in KERNELS[name].items()}
     if cfg.compile:
-        # Every stage has its own shapes, and every kind of layer its own graph, of the same function; 8 is the default.
-        torch._dynamo.config.recompile_limit = 64
-        chosen |= {"compiled": cache(partial(torch.compile, fullgraph=True)),
-                   "number": partial(torch.tensor, dtype=wide_dtype(cfg))}
+        torch._dynamo.config.recompile_limit = 64  # 8 by default, but one function serves all kinds of layers
+        compiled = cache(partial(torch.compile, fullgraph=True))
+        chosen |= {"compiled": compiled, "number": partial(torch.tensor, dtype=wide_dtype(cfg))}
+        for form in (relu_square, relu_square_grad):
+            chosen.setdefault(form.__name__, compiled(form))
     return Ops(**chosen, attention=attention if cfg.attention == "dense" else flash_attention, fp8=cfg.fp8)
 
 
@@ -1703,8 +1706,8 @@ class Rotary:
         self._tabulate()
 
 
-# What stands between the products: pure functions, each compiled on its own. A layer's pieces differ only with its kind, so that
-# eleven layers take few compilations, and products, FlashAttention and our kernels are called as they are.
+# What stands between the products: pure functions, each compiled on its own. They differ only with a layer's kind, so that all
+# layers together take few compilations; products, FlashAttention and our kernels are called as they are.
 
 def enter(embed_rows: Tensor, bigram_rows: Tensor, smear: Tensor, smear_gate: Tensor, bigram_lambda: Tensor
           ) -> tuple[Tensor, Tensor, Tensor]:
@@ -1881,7 +1884,8 @@ class GPT(nn.Module):
         q, k, v = self.ops.compiled(make_heads)(linear(h, scales[0], qkv), h, value_row, ve_gate, rotary.cos[:2 * T],
                                                 rotary.sin[:2 * T], self.cfg.heads, paired, long and not paired)
         rows = 2 if paired else 1  # of a stream, for a token
-        y = self.ops.attention(q, k, v, seq.cu_seqlens * rows, seq.longest * rows, seq.long if long else seq.short, rotary.scale)
+        window = seq.long if long else seq.short
+        y = self.ops.attention(q, k, v, seq.cu_seqlens * rows, seq.longest * rows, window, rotary.scale)
         y = self.ops.compiled(gate_heads)(y.view(T, self.cfg.heads, -1), h, gate)
         return linear(y, scales[1], [out])
 
@@ -1965,8 +1969,8 @@ class GPT(nn.Module):
 
     def state(self) -> dict:
         """Everything that training changes here: live tensors and numbers, by name."""
-        return {**{name: self.weight(name) for name, _ in self.named_parameters()}, "rotary.freq": self.rotary.freq, "rotary.scale": self.rotary.scale,
-                "rotary.window": self.rotary.window}
+        return {**{name: self.weight(name) for name, _ in self.named_parameters()}, "rotary.freq": self.rotary.freq,
+                "rotary.scale": self.rotary.scale, "rotary.window": self.rotary.window}
 
     @torch.no_grad()
     def load_state(self, state: dict) -> None:
@@ -2175,11 +2179,11 @@ def split_halves(x: Tensor, high: Tensor, low: Tensor) -> None:
     low.view(torch.int16).copy_(bits)  # keeps the lower half
 
 
-def nesterov(g: Tensor, momentum: Tensor, mu: float | Tensor) -> Tensor:
-    """The momentum that looks ahead; brings `momentum` up to date with g."""
-    g = g.to(momentum.dtype)
-    momentum.lerp_(g, 1 - mu)
-    return g.lerp(momentum, mu)
+def nesterov(g: Tensor, momentum: Tensor, new: float | Tensor) -> Tensor:
+    """The momentum that looks ahead; brings `momentum` up to date, of which g shall be the part `new`, 1 - mu."""
+    g = g.to(momentum.dtype)  # no lerp: compiled, it would compute with `new` on the host, and a GPU's code with the result
+    momentum.add_(new * (g - momentum))
+    return momentum + new * (g - momentum)
 
 
 def even_out(x: Tensor, second: Tensor, beta2: float) -> Tensor:
@@ -2198,7 +2202,7 @@ def normuon_direction(g: Tensor, momentum: Tensor, second: Tensor, mu: float, be
                       ops: Ops = PLAIN) -> Tensor:
     """Nesterov momentum, orthogonalised, its rows (or columns) brought to even size (NorMuon: Li et al. 2025,
     arXiv:2510.05491). g, momentum (n, rows, cols); second (n, rows, 1), or (n, 1, cols) for wide matrices."""
-    x = polar(ops.compiled(nesterov)(g, momentum, ops.number(mu)), polar_dtype, ops.gram)
+    x = polar(ops.compiled(nesterov)(g, momentum, ops.number(1 - mu)), polar_dtype, ops.gram)
     return ops.compiled(even_out)(x, second, beta2)
 
 
@@ -2383,8 +2387,9 @@ class Optimizer:
                 self.in_flight[name] = self.exchange.gather(name, self.whole(name, self.params[name].detach()))
         if self.is_tied:
             for name, host in self.tied.items():
-                if host in self.in_flight:
-                    self.in_flight[name] = self.in_flight[host]._replace(finish=partial(self.ops.transpose_copy, self.params[name]))
+                if host in self.in_flight:  # the copy waits for the host's gather, and for whoever needs it
+                    copy = partial(self.ops.transpose_copy, self.params[name])
+                    self.in_flight[name] = self.in_flight[host]._replace(finish=copy)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -2778,7 +2783,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", metavar="N", type=whole(1), default=0,
                         help="save everything beside the log after every N steps; such a run counts for no track")
     parser.add_argument("--profile", metavar="STEP", nargs="?", type=whole(1), const=8, default=0,
-                        help="trace four steps from STEP on (default 8), and write that beside the log, as RUN.trace.json.gz for "
+                        help="trace four steps from STEP on (default 8) into RUN.trace.json.gz beside the log, for "
                              "ui.perfetto.dev; such a run counts for no track")
     parser.add_argument("--resume", metavar="LOG_FOLDER",
                         help="go on from the last checkpoint there, with the options of the run that wrote it; or the path "
@@ -2839,7 +2844,9 @@ def run(args: argparse.Namespace, script: str) -> None:
         log.both(f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; head: "
                  f"{'fp8' if cfg.fp8 else cfg.dtype}; compiled: {'yes' if cfg.compile else 'no'}")
         log.write("config: " + config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed))
-        log.both(f"data: {data.fingerprint}")
+        slices, usual = slices_of(cfg, ranks.world), PRESETS[cfg.preset].slices
+        log.both(f"data: {data.fingerprint}"
+                 + ("" if slices == usual else f", packed in {slices} slices a batch, not {usual}: not the track's batches"))
         if resumed:
             log.both(f"resumed: {run_id} after step {resumed.about['step']}"
                      + "".join(f"; {key} {resumed.about[key]} wrote the checkpoint, this is {everything[key]}"
