@@ -2897,7 +2897,7 @@ def trace_steps(path: Path, first: int) -> torch.profiler.profile:
         except (OSError, RuntimeError) as e:
             raise UserError(f"cannot write the trace {path}: {brief(e)}; make room, or leave --profile out") from None
     return torch.profiler.profile(schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
-                                  on_trace_ready=write, with_stack=True)
+                                  on_trace_ready=write)
 
 
 def is_complete(log: Path) -> bool:

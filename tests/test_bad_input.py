@@ -347,6 +347,11 @@ def interrupted(fresh, tmp_path_factory):
     return folder
 
 
+def rank_0_went_on(row, steps):
+    """What a killed rank sent before may have reached rank 0, which then ends its step, and finds the gather missing in the next."""
+    return not row.name.startswith("rank 0") and steps == list(range(1, row.steps + 2))
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_one_line_says_what_to_do(row, tmp_path, request):
     """On every rank: no status 0, no hang, no traceback. On all together: one line. On disk: all that was finished."""
@@ -368,7 +373,7 @@ def test_one_line_says_what_to_do(row, tmp_path, request):
         return
     logs = [path for path in written if path.is_file() and path.parent == folder / ATTEMPTS]
     steps, last = finished(*logs)
-    assert steps == list(range(1, row.steps + 1))
+    assert steps == list(range(1, row.steps + 1)) or "between scatter" in row.name and rank_0_went_on(row, steps)
     assert re.fullmatch(pattern(row.last or f"stopped: {row.message}"), last)
     assert last == row.last or last != "complete: yes"
     checkpoints = {path for path in written if path.parent.suffix == ".checkpoint" and path.suffix != ".partial"}
