@@ -1,6 +1,6 @@
 """
 A NanoGPT speedrun in one file: trains a GPT-2-small-class language model on FineWeb to a validation loss of 3.28 nats
-per token, in as little time as possible on 8 H100s, and runs the same code path on a two-core laptop.
+per token, in as little time as possible on 8 H100s, and runs the same steps, in plain torch, on a two-core laptop.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py                  # the record preset, 8 GPUs, FineWeb
     torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu     # the cpu preset, no GPU, the built-in corpus
@@ -577,6 +577,7 @@ def start_runtime() -> Ranks:
             raise UserError(f"{here} processes for {torch.cuda.device_count()} GPUs; start torchrun with "
                             f"--nproc_per_node={torch.cuda.device_count()} or fewer")
         torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # parts of a product, too, are added in fp32
     if world > 1:
         try:
             dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=10),
@@ -1066,7 +1067,8 @@ class ValLoader:
             self.rooms[0].wait()
             tokens = self.tokens[i * T:(i + 1) * T + 1]
             starts = np.flatnonzero(tokens[:-1] == self.cfg.start_token)
-            yield i, make_micro_batch(tokens, starts, T, self.slots, self.cfg.bigram_rows, self.rooms[0])
+            longest = int(np.diff(starts, prepend=0, append=T).max())
+            yield i, make_micro_batch(tokens, starts, longest, self.slots, self.cfg.bigram_rows, self.rooms[0])
 
 
 # ======================================================================================================================
@@ -1289,7 +1291,7 @@ if triton is not None:
 
     @triton.jit
     def softcap_loss_kernel(logits, targets, weights, losses, gradient, V, count, stride, SCALE: tl.constexpr,
-                            SHIFT: tl.constexpr, SPAN: tl.constexpr, most, factor, BLOCK: tl.constexpr):
+                            SHIFT: tl.constexpr, PER_SPAN: tl.constexpr, most, factor, BLOCK: tl.constexpr):
         """A row's loss and gradient. z lies in 0 .. 23, so that its exponentials need no maximum taken off before their sum."""
         row, lane = tl.program_id(0), tl.arange(0, BLOCK)
         logits += row.to(tl.int64) * stride
@@ -1297,18 +1299,18 @@ if triton is not None:
         sums = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             x = tl.load(logits + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
-            sums += tl.where(start + lane < V, tl.exp(SCALE * tl.sigmoid((x + SHIFT) / SPAN)), 0.0)
+            sums += tl.where(start + lane < V, tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN)), 0.0)
         lse = tl.log(tl.sum(sums))
         loss, total = 0.0, 0.0
         for k in tl.static_range(len(weights)):
             if row + k < count:
                 x = tl.load(logits + tl.load(targets + row + k)).to(tl.float32)
-                loss += weights[k] * (lse - SCALE * tl.sigmoid((x + SHIFT) / SPAN))
+                loss += weights[k] * (lse - SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN))
                 total += weights[k]
         tl.store(losses + row, loss)
         for start in range(0, V, BLOCK):
             cols = start + lane
-            s = tl.sigmoid((tl.load(logits + cols, mask=cols < V, other=0.0).to(tl.float32) + SHIFT) / SPAN)
+            s = tl.sigmoid((tl.load(logits + cols, mask=cols < V, other=0.0).to(tl.float32) + SHIFT) * PER_SPAN)
             g = total * tl.exp(SCALE * s - lse)
             for k in tl.static_range(len(weights)):
                 wanted = tl.load(targets + row + k, mask=row + k < count, other=-1)
@@ -1333,9 +1335,10 @@ if triton is not None:
         total += tl.load(here, mask=cols < width, other=0.0).to(tl.float32)
         tl.store(here, total.to(out.dtype.element_ty), mask=cols < columns)
 
-    @triton.jit
-    def transpose_kernel(out, x, rows, n, m, out_stride, x_stride, ADD: tl.constexpr, BLOCK: tl.constexpr):
-        """A tile of out (m, ..) = x^T; or added to those columns of out that `rows` names, from those rows of x."""
+    @triton.jit(do_not_specialize=["count"])  # which differs from step to step: nothing shall be compiled for it on the clock
+    def transpose_kernel(out, x, rows, count, n, m, out_stride, x_stride, ADD: tl.constexpr, BLOCK: tl.constexpr):
+        """A tile of out (m, n) = x^T; or added to those columns of out that `rows` (count,) names, from those rows of x."""
+        n = count if ADD else n
         i, j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         row = (tl.load(rows + i, mask=i < n, other=0) if ADD else i).to(tl.int64)
         tile = tl.trans(tl.load(x + row[:, None] * x_stride + j[None, :], mask=(i[:, None] < n) & (j[None, :] < m)))
@@ -1391,7 +1394,7 @@ def triton_softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, .
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     gradient = torch.empty_like(logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format)
     softcap_loss_kernel[(n,)](logits, targets, weights, losses, gradient, V, len(targets), logits.stride(0), SOFTCAP_SCALE,
-                              SOFTCAP_SHIFT, SOFTCAP_SPAN, torch.finfo(gradient.dtype).max,
+                              SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, torch.finfo(gradient.dtype).max,
                               SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0), **LOSS_TILES)
     return losses, gradient
 
@@ -1408,12 +1411,12 @@ def triton_transpose_copy(out: Tensor, x: Tensor) -> None:
         out, x = out.view(torch.uint8), x.view(torch.uint8)
     n, m = x.shape
     grid = (triton.cdiv(n, TRANSPOSE_TILES["BLOCK"]), triton.cdiv(m, TRANSPOSE_TILES["BLOCK"]))
-    transpose_kernel[grid](out, x, x, n, m, out.stride(0), x.stride(0), ADD=False, **TRANSPOSE_TILES)
+    transpose_kernel[grid](out, x, x, 0, n, m, out.stride(0), x.stride(0), ADD=False, **TRANSPOSE_TILES)
 
 
 def triton_transpose_add(out: Tensor, x: Tensor, rows: Tensor) -> None:
     grid = (triton.cdiv(len(rows), TRANSPOSE_TILES["BLOCK"]), triton.cdiv(x.size(1), TRANSPOSE_TILES["BLOCK"]))
-    transpose_kernel[grid](out, x, rows, len(rows), x.size(1), out.stride(0), x.stride(0), ADD=True, **TRANSPOSE_TILES)
+    transpose_kernel[grid](out, x, rows, len(rows), *x.shape, out.stride(0), x.stride(0), ADD=True, **TRANSPOSE_TILES)
 
 
 class Ops(NamedTuple):
@@ -1460,7 +1463,7 @@ def flash_attention_refusal(name: str, dtype: str, capability: tuple[int, int]) 
     if name == "fa3":
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-        except (AttributeError, ImportError, RuntimeError, ValueError) as e:
+        except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as e:
             return f"FlashAttention-3 cannot be used ({brief(e)}), README.md says how to get it"
     return ""
 
@@ -1495,29 +1498,28 @@ def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | 
     odd += [f"{stage.tokens} tokens a batch make slices" for stage in cfg.stages if stage.tokens % (16 * cfg.slices)]
     if cfg.fp8 and odd:
         wrong["fp8=false"] = f"FP8 products take multiples of 16, and {odd[0]}"
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "gcc", "clang", "cc")), None)
+    compiler = any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang", os.environ.get("CXX", "g++"), "clang++")))
     if cfg.compile and not compiler:
         wrong["compile=false"] = "torch.compile needs a C++ compiler (g++, clang++)"
+    if cfg.kernels and gpu and not interpreted and not compiler:
+        wrong["kernels="] = "Triton needs a C compiler (gcc, clang)"
     if wrong:
         raise UserError("; ".join(wrong.values()) + "; this would run: " + " ".join(f"--set {setting}" for setting in wrong)
                         + ("" if gpu else ", or --preset cpu"))
     chosen = {field: form for name in cfg.kernels for field, form in KERNELS[name].items()}
     if cfg.compile:
         torch._dynamo.config.recompile_limit = 64  # 8 by default, but one function serves all kinds of layers
-        compiled = cache(partial(torch.compile, fullgraph=True))
-        chosen |= {"compiled": compiled, "number": partial(torch.tensor, dtype=wide_dtype(cfg))}
-        for form in (relu_square, relu_square_grad):
-            chosen.setdefault(form.__name__, compiled(form))
+        chosen |= {"compiled": cache(partial(torch.compile, fullgraph=True)),
+                   "number": partial(torch.tensor, dtype=wide_dtype(cfg))}
     return Ops(**chosen, attention=attention if cfg.attention == "dense" else flash_attention, fp8=cfg.fp8)
 
 
-def fp8_product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """scale a b for fp8 a (n, k), row by row in memory, and b (k, m), column by column; -> dtype."""
-    one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a, b, one * scale, one, out_dtype=dtype, use_fast_accum=fast)
+def fp8_product(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """scale a b for fp8 a (n, k), row by row in memory, and b (k, m), column by column; scale 0-d fp32; -> dtype."""
+    return torch._scaled_mm(a, b, scale, torch.ones_like(scale), out_dtype=dtype, use_fast_accum=fast)
 
 
-def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool, scale: float = 1.0) -> None:
+def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool, scale: Tensor | None = None) -> None:
     """Writes a^T b, or a times b if b is a number, to the rows of main_grad (.., cols), taken as one matrix, that begin with
     `start`, or adds it to them.
 
@@ -1554,7 +1556,8 @@ class WeightGrad:
         self.weight, self.main_grad = weight, main_grad
         self.fresh, self.delayed, self.queue = True, False, []
 
-    def give(self, start: int, a: Tensor, b: Tensor, first: bool = True, scale: float = 1.0) -> Tensor | None:
+    def give(self, start: int, a: Tensor, b: Tensor, first: bool = True,
+             scale: Tensor | None = None) -> Tensor | None:
         """Takes the gradient, as `write_grad` does, of the weight's rows from `start`; not `first`: more of what this backward
         has given already. -> for autograd."""
         if self.delayed:
@@ -1773,6 +1776,7 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 class Sequences(NamedTuple):
     """What attention needs to know of a micro-batch besides its activations."""
     cu_seqlens: Tensor
+    paired_cu_seqlens: Tensor  # of paired heads, whose streams have two rows a token
     longest: int
     short: int
     long: int
@@ -1836,8 +1840,7 @@ class GPT(nn.Module):
         """Rows of the three tables, (T, d), (T, d), (T, tables, d), to the head's input (T, d). The backward gives the banks'
         gradients to `grads`, where it names them, else to autograd."""
         cfg, L, dtype = self.cfg, len(self.cfg.layers), embed_rows.dtype
-        attn_scales = self.scalars[:2 * L].view(L, 2).unbind()
-        smear, backout, skip = self.scalars[2 * L:].unbind()
+        *attn_scales, smear, backout, skip = self.scalars.unbind()
         post, resid, x0_lambda, bigram_lambda = (t.to(dtype).flatten().unbind() for t in (
             self.post_lambdas, self.resid_lambdas, self.x0_lambdas, self.bigram_lambdas))
         attn_gates, ve_gates = self.attn_gate_bank.unbind(), self.ve_gate_bank.unbind()
@@ -1854,7 +1857,7 @@ class GPT(nn.Module):
                 m = self.attention_index[i]
                 value = (None, None) if layer.value is None else (values[layer.value], ve_gates[layer.value])
                 y = self.attention(i, h if layer.reads == "stream" else saved["normed back"], *value,
-                                   [qk[m], vo[2 * m]], vo[2 * m + 1], attn_scales[i], attn_gates[m], seq)
+                                   [qk[m], vo[2 * m]], vo[2 * m + 1], attn_scales[2 * i:2 * i + 2], attn_gates[m], seq)
                 scales, tensors = [resid[2 * i], post[2 * i], x0_lambda[i]], [x, y, x0]
                 if i > 0:  # layer 0's share of the bigram row went in before it
                     scales.append(bigram_lambda[i])
@@ -1876,16 +1879,15 @@ class GPT(nn.Module):
         return mlp(h, fc, proj, self.ops)
 
     def attention(self, i: int, h: Tensor, value_row: Tensor | None, ve_gate: Tensor | None, qkv: list[Part], out: Part,
-                  scales: Tensor, gate: Tensor, seq: Sequences) -> Tensor:
+                  scales: list[Tensor], gate: Tensor, seq: Sequences) -> Tensor:
         """Layer i's attention on h (T, d) with weights scales[0] * qkv (3d, d) and scales[1] * out (d, d); value_row (T, d),
         ve_gate and gate (H, 12)."""
         (T, d), layer, rotary = h.shape, self.cfg.layers[i], self.rotary
         paired, long = layer.attention == "paired", layer.window == "long"
         q, k, v = self.ops.compiled(make_heads)(linear(h, scales[0], qkv), h, value_row, ve_gate, rotary.cos[:2 * T],
                                                 rotary.sin[:2 * T], self.cfg.heads, paired, long and not paired)
-        rows = 2 if paired else 1  # of a stream, for a token
-        window = seq.long if long else seq.short
-        y = self.ops.attention(q, k, v, seq.cu_seqlens * rows, seq.longest * rows, window, rotary.scale)
+        ends, longest = (seq.paired_cu_seqlens, 2 * seq.longest) if paired else (seq.cu_seqlens, seq.longest)
+        y = self.ops.attention(q, k, v, ends, longest, seq.long if long else seq.short, rotary.scale)
         y = self.ops.compiled(gate_heads)(y.view(T, self.cfg.heads, -1), h, gate)
         return linear(y, scales[1], [out])
 
@@ -1905,7 +1907,7 @@ class GPT(nn.Module):
         """The head's input (T, d), for a micro-batch on this model's device; windows in tokens; rows from `look_up`."""
         rows = rows or self.look_up(batch)
         return self.trunk(rows["embed"], rows["bigram_embed"], rows["value_embeds"],
-                          Sequences(batch.cu_seqlens, batch.longest, short, long), grads or {})
+                          Sequences(batch.cu_seqlens, 2 * batch.cu_seqlens, batch.longest, short, long), grads or {})
 
     def head(self, x: Tensor, targets: Tensor, weights: tuple[float, ...], grad: WeightGrad = TO_AUTOGRAD,
              grad_scale: float = 1.0) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -1944,17 +1946,19 @@ class GPT(nn.Module):
         """The same in 8 bits, with fixed units; also gives the factors' unit. A product takes its second factor column by
         column, so that all three are needed both ways."""
         unit, turned = FP8_GRAD * grad_scale, lambda t: t.new_empty(t.size(1), t.size(0))
+        forward, dx_scale, dw_scale = (torch.full((), scale, device=x.device)
+                                       for scale in (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit))
         x8, w8 = (self.ops.compiled(to_fp8)(t, u, torch.float8_e4m3fn) for t, u in ((x, FP8_X), (w, FP8_W)))
         xt8, wt8 = turned(x8), turned(w8)
         self.ops.transpose_copy(xt8, x8)
         self.ops.transpose_copy(wt8, w8)
 
-        def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
-            logits = fp8_product(x8[part], wt8.T, FP8_X * FP8_W, torch.bfloat16, fast=True)
+        def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            logits = fp8_product(x8[part], wt8.T, forward, torch.bfloat16, fast=True)
             losses, gradient = self.ops.softcap_loss(logits, targets, weights, unit)
-            dx.copy_(fp8_product(gradient, w8.T, unit * FP8_W, dx.dtype))
+            dx.copy_(fp8_product(gradient, w8.T, dx_scale, dx.dtype))
             self.ops.transpose_copy(gradient_t := turned(gradient), gradient)
-            return losses, xt8[:, part].T, gradient_t.T, FP8_X * unit
+            return losses, xt8[:, part].T, gradient_t.T, dw_scale
         return chunk
 
     @torch.no_grad()
@@ -2859,7 +2863,12 @@ def run(args: argparse.Namespace, script: str) -> None:
 
         try:
             trace = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile) if args.profile and ranks.master else None
-            model, summary = train(cfg, ranks, ops, exchange, data, args.seed, log, args.checkpoint_every, save, resumed, trace)
+            try:
+                model, summary = train(cfg, ranks, ops, exchange, data, args.seed, log, args.checkpoint_every, save, resumed,
+                                       trace)
+            finally:
+                if trace:
+                    trace.stop()  # what a failed run has traced is worth most
         except (RuntimeError, MemoryError) as e:
             if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(e):
                 raise
@@ -2988,8 +2997,6 @@ def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, s
             log.write(f"checkpoint: after step {step + 1}")
             clock.start()
     batches.close()
-    if trace:
-        trace.stop()
 
     log.both(peak_memory(ranks.device))
     summary = {"val_loss": f"{val_loss:.6f}", "train_time_ms": f"{clock.ms:.0f}", "steps": cfg.steps,

@@ -145,6 +145,13 @@ ROWS = [
     Row("more documents than slots", "--set doc_slots=3",
         "a slice of 96 tokens has <n> documents, cu_seqlens has room for 2; use --set doc_slots=128", steps=0),
     # options
+    Row("kernels and attention for which there is no GPU", "--set kernels=gram,sum_rows --set attention=varlen",
+        "the kernels need a GPU (or TRITON_INTERPRET=1, for tests), there is no GPU here; FlashAttention needs a GPU, there is none "
+        "here; this would run: --set kernels= --set attention=dense, or --preset cpu"),
+    Row("a kernel unknown", "--set kernels=gramm",
+        "kernels: unknown gramm; use any of gram, relu_square, softcap_loss, sum_rows, transpose, or none"),
+    Row("a trace of steps that are not run", "--profile 6",
+        "--profile 6 traces steps 6 to 9, the run has steps 0 to 7; give an earlier one"),
     Row("a preset unknown", "--preset huge",
         "argument --preset: invalid choice: 'huge' (choose from <presets>); -h lists the options"),
     Row("an option unknown", "--nmae x", "unknown option '--nmae'; did you mean --name, --save?; -h lists the options"),

@@ -89,7 +89,8 @@ def test_attention_layer(layer):
     h, ve = randn(T, d, g=g), randn(T, d, g=g)
     qkv, out = randn(3 * d, d, g=g) / 14, randn(d, d, g=g) / 14
     scales, ends, windows = torch.tensor([0.7, 1.3], dtype=torch.float64), [0, 6, 6, 17, 21, 21], (4, 9)
-    seq = tg.Sequences(torch.tensor(ends, dtype=torch.int32), 11, *windows)
+    ends_of_rows = torch.tensor(ends, dtype=torch.int32)
+    seq = tg.Sequences(ends_of_rows, 2 * ends_of_rows, 11, *windows)
     value = None if row.value is None else ve
     with torch.no_grad():
         ve_gate = None if value is None else model.ve_gate_bank[row.value]
