@@ -1233,6 +1233,20 @@ def transpose_add(out: Tensor, x: Tensor, rows: Tensor) -> None:
 
 if triton is not None:
     @triton.jit
+    def tile_product(left, right, K, left_k, right_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+        """The product of rows and columns of length K, summed in fp32: left (BLOCK_M, BLOCK_K), right (BLOCK_K, BLOCK_N) point
+        to their first pieces."""
+        k = tl.arange(0, BLOCK_K)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            a = tl.load(left, mask=k[None, :] < K - start, other=0.0)
+            b = tl.load(right, mask=k[:, None] < K - start, other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
+            left += BLOCK_K * left_k
+            right += BLOCK_K * right_k
+        return total
+
+    @triton.jit
     def gram_kernel(x, add, out, M, K, x_n, x_m, x_k, beta, alpha,
                     ADD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
         """A tile of alpha x x^T + beta add on or above the diagonal, and its mirror image: half of the products."""
@@ -1242,14 +1256,7 @@ if triton is not None:
         rows, cols, k = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
         left = x + n * x_n + (rows % M)[:, None] * x_m + k[None, :] * x_k  # % M: within bounds; what it yields is not stored
         right = x + n * x_n + (cols % M)[None, :] * x_m + k[:, None] * x_k
-        total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            a = tl.load(left, mask=k[None, :] < K - start, other=0.0)
-            b = tl.load(right, mask=k[:, None] < K - start, other=0.0)
-            total = tl.dot(a, b, total, input_precision="ieee")
-            left += BLOCK_K * x_k
-            right += BLOCK_K * x_k
-        total *= alpha
+        total = alpha * tile_product(left, right, K, x_k, x_k, BLOCK, BLOCK, BLOCK_K)
         here, mask = n * M * M + rows[:, None] * M + cols[None, :], (rows[:, None] < M) & (cols[None, :] < M)
         if ADD:
             total += beta * tl.load(add + here, mask=mask, other=0.0).to(tl.float32)
@@ -1272,13 +1279,7 @@ if triton is not None:
         k = tl.arange(0, BLOCK_K)
         left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
         right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            x = tl.load(left, mask=k[None, :] < K - start, other=0.0)
-            y = tl.load(right, mask=k[:, None] < K - start, other=0.0)
-            total = tl.dot(x, y, total, input_precision="ieee")
-            left += BLOCK_K * a_k
-            right += BLOCK_K * b_k
+        total = tile_product(left, right, K, a_k, b_k, BLOCK_M, BLOCK_N, BLOCK_K)
         here, mask = rows.to(tl.int64)[:, None] * N + cols[None, :], (rows[:, None] < M) & (cols[None, :] < N)
         if BACKWARD:
             kept = tl.load(r + here, mask=mask, other=0.0)
@@ -1348,8 +1349,8 @@ if triton is not None:
         tl.store(here, tile, mask=mask)
 
 
-# Tiles, warps and stages of loads under way. Matrix products by how much shared memory a block may have: 99 KiB on the
-# consumer's cards, 163 on the A100, 227 from the H100 up. Not tuned on a GPU yet.
+# Tiles, warps and stages of loads under way. Matrix products by how much shared memory a block may have: 99 KiB on consumers'
+# cards, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
 GRAM_TILES = {size: dict(BLOCK=size, BLOCK_K=64, num_warps=size // 16, num_stages=3) for size in (64, 128)}
 RELU_SQUARE_TILES = {
     "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),

@@ -285,7 +285,7 @@ def test_about(stopped):
     logged = int(re.search(r"^step:5/8 train_time:(\d+)ms", text, re.M)[1])
     assert logged - 1 <= about["train_ms"] < logged + 60000
     assert about["task"]["processes"] == 2 and about["task"]["seed"] == 0 and about["torch"] == torch.__version__
-    assert re.search(rf"^data: {re.escape(about['task']['data'])}$", text, re.M)
+    assert re.search(rf"^data: {re.escape(about['task']['data'])}(, packed in .*)?$", text, re.M)
     assert re.findall(r"^checkpoint: after step (\d)$", text, re.M) == ["1", "2", "3", "4", "5"]
 
 
