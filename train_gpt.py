@@ -334,7 +334,8 @@ def check_config(cfg: Config, world: int) -> None:
                     path = f"{table}.{getattr(row, 'name', i)}.{column}" if table else column
                     raise UserError(f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}")
     if unknown := set(cfg.kernels) - set(KERNEL_NAMES):
-        raise UserError(f"kernels: unknown {', '.join(sorted(unknown))}; use any of {', '.join(KERNEL_NAMES)}, or none")
+        raise UserError(f"kernels: unknown {', '.join(sorted(unknown))}; use any of {', '.join(KERNEL_NAMES)}, or kernels= for "
+                        "none")
     for role, key in (("skip", "saves"), ("back", "saves"), ("skip", "adds")):
         if sum(getattr(layer, key) == role for layer in cfg.layers) != 1:
             raise UserError(f'layer table: exactly one layer must have {key}="{role}"')
@@ -1481,7 +1482,7 @@ def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | 
         raise UserError(f"bf16, the kernels and FlashAttention need compute capability 8.0 (A100, RTX 30) or newer, {card}; "
                         "--preset cpu, which computes in fp32, would run")
     if cfg.kernels and triton is None:
-        wrong["kernels="] = "the kernels need the package triton"
+        wrong["kernels="] = "the kernels need the package triton (pip install triton)"
     elif cfg.kernels and not gpu and not interpreted:
         wrong["kernels="] = f"the kernels need a GPU (or TRITON_INTERPRET=1, for tests), {card}"
     elif interpreted and cfg.kernels and (cfg.dtype, cfg.polar_dtype) != ("float32", "float32"):
@@ -1505,8 +1506,9 @@ def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | 
     if cfg.kernels and gpu and not interpreted and not compiler:
         wrong["kernels="] = "Triton needs a C compiler (gcc, clang)"
     if wrong:
-        raise UserError("; ".join(wrong.values()) + "; this would run: " + " ".join(f"--set {setting}" for setting in wrong)
-                        + ("" if gpu else ", or --preset cpu"))
+        raise UserError("; ".join(wrong.values()) + "; this would run: "
+                        + ("" if gpu or cfg.preset == "cpu" else "--preset cpu; or, slowly, this model with ")
+                        + " ".join(f"--set {setting}" for setting in wrong))
     chosen = {field: form for name in cfg.kernels for field, form in KERNELS[name].items()}
     if cfg.compile:
         torch._dynamo.config.recompile_limit = 64  # 8 by default, but one function serves all kinds of layers
@@ -2893,10 +2895,11 @@ def run(args: argparse.Namespace, script: str) -> None:
     earlier = sorted({path.parent for path in logs if path.parent != folder and is_complete(path)})
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte" if "val_loss_per_byte" in summary else ""
+    trace_line = f"trace            {folder / run_id}.trace.json.gz; writing it was on the clock\n" if args.profile else ""
     log.say(f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token{per_byte}\n"
             f"training time    {int(summary['train_time_ms']) / 1000:.1f} s, {cfg.steps} steps, {train_tokens(cfg):,} tokens\n"
             f"log              {log.path}\n"
-            f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
+            f"{trace_line}compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
 
 
 def trace_steps(path: Path, first: int) -> torch.profiler.profile:
@@ -2946,6 +2949,8 @@ def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, s
 
     # Warm up, reset.
     if cfg.warmup:
+        if cfg.compile:
+            log.say("compiling, off the clock: at the first start that takes minutes")
         began = time.perf_counter()
         warm_up(cfg, ranks, data, model, optimizer, val)
         log.both(f"warm-up: steps {' '.join(map(str, warmup_steps(cfg)))} took {time.perf_counter() - began:.1f} s "

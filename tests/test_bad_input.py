@@ -147,9 +147,9 @@ ROWS = [
     # options
     Row("kernels and attention for which there is no GPU", "--set kernels=gram,sum_rows --set attention=varlen",
         "the kernels need a GPU (or TRITON_INTERPRET=1, for tests), there is no GPU here; FlashAttention needs a GPU, there is none "
-        "here; this would run: --set kernels= --set attention=dense, or --preset cpu"),
+        "here; this would run: --set kernels= --set attention=dense"),
     Row("a kernel unknown", "--set kernels=gramm",
-        "kernels: unknown gramm; use any of gram, relu_square, softcap_loss, sum_rows, transpose, or none"),
+        "kernels: unknown gramm; use any of gram, relu_square, softcap_loss, sum_rows, transpose, or kernels= for none"),
     Row("a trace of steps that are not run", "--profile 6",
         "--profile 6 traces steps 6 to 9, the run has steps 0 to 7; give an earlier one"),
     Row("a preset unknown", "--preset huge",

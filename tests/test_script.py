@@ -300,7 +300,9 @@ def test_profile(place):
     """Four steps, numbered, with their operations, beside the log; a run that was traced counts for no track."""
     result, log = run(place, *settings("warmup=false", "slices=2"), "--profile", "2")
     assert log.parent.parent.name == "other"
-    with gzip.open(log.with_name(f"{log.stem}.trace.json.gz"), "rt") as f:
+    trace = log.with_name(f"{log.stem}.trace.json.gz")
+    assert str(trace.relative_to(place)) in result.stdout
+    with gzip.open(trace, "rt") as f:
         events = json.load(f)["traceEvents"]
     spans = {event["name"]: event for event in events if event.get("name", "").startswith("ProfilerStep#") and event["ph"] == "X"}
     assert sorted(spans) == [f"ProfilerStep#{step}" for step in range(2, 6)]
