@@ -97,8 +97,7 @@ def reduced(cfg, how):
     return tg.override(cfg, f"params.*.reduction={how}")
 
 
-@pytest.mark.parametrize("reduction", ["backend", "fp32"])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype, reduction", [("float64", "backend"), ("float32", "fp32")])
 def test_world_size_does_not_matter(workers, cfg, dtype, reduction):
     """The same losses and parameters, up to rounding: ranks add gradients in another order than micro-batches do, which
     moves a gradient by a few units eps of the arithmetic, and polar may blow that up a thousandfold where a gradient has small
@@ -238,8 +237,8 @@ def optimize(rank, world, cfg, kind, steps, orders):
 PERIODS = {"before": range(4), "across": range(4, 8), "after": range(6, 8)}  # the split, which ends step 5
 
 
-@pytest.mark.parametrize("dtype, reduction", [("float32", "backend"), ("bfloat16", "backend"), ("bfloat16", "fp32")])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world, dtype, reduction", [
+    (2, "float32", "backend"), (2, "bfloat16", "fp32"), (4, "bfloat16", "backend"), (4, "bfloat16", "fp32")])
 def test_no_order_matters(workers, cfg, world, dtype, reduction):
     """Parameters and moments, after permutations of both orders together and of each alone: the same bits."""
     cfg = reduced(replace(cfg, dtype=dtype, polar_dtype=dtype), reduction)
