@@ -81,7 +81,7 @@ def test_what_waits_is_found(cfg, monkeypatch, culprit):
     *owner, name = path.split(".")
     place = getattr(tg, owner[0]) if owner else tg
     monkeypatch.setattr(place, name, change(getattr(place, name)))
-    with pytest.raises((RuntimeError, NotImplementedError)):
+    with pytest.raises(RuntimeError):  # or a kind of it
         run(cfg, monkeypatch)
 
 
