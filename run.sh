@@ -159,8 +159,9 @@ fi
 # ---- Environment, data, processes --------------------------------------------------------------------------------
 
 find_environment "$gpus"
-# An unknown preset is told now, by the script, rather than after a download for it.
-[[ ! $preset ]] || "$python" "$script" --preset "$preset" --help >/dev/null || exit
+if [[ $runs && $name ]] && ! "$python" -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("scipy"))'; then
+    die "the runs' table needs scipy, which $python lacks: install it there ('-m pip install scipy'), or leave out --name"
+fi
 if (( gpus )); then
     preset=${preset:-record}
     for processes in 8 4 2 1; do (( processes <= gpus )) && break; done
@@ -170,6 +171,8 @@ else
     cores=$(getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > processes ? cores / processes : 1 ))}
 fi
+# What the script refuses of these options, or this machine, it says now rather than after a download.
+"$python" "$script" --preset "$preset" ${args[@]+"${args[@]}"} --check "$processes" >/dev/null || exit
 if [[ $data ]]; then
     say "data: $data"
 elif [[ $preset == cpu ]]; then

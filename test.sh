@@ -28,8 +28,8 @@ if (( $# == 0 )) && ls "${beside[@]}" "${last[@]}" > /dev/null 2>&1; then
         [[ " ${beside[*]} ${last[*]} " == *" $file "* ]] || first+=("$file")
     done
     output=$(mktemp)
-    trap 'kill $! 2> /dev/null; rm -f "$output"' EXIT
     "$python" -m pytest -p no:cacheprovider "${beside[@]}" > "$output" 2>&1 &
+    trap 'kill $! 2> /dev/null || true; rm -f "$output"' EXIT   # a failure in a trap would become the exit status
     status=0
     "$python" -m pytest "${first[@]}" "${last[@]}" || status=$?
     wait $! || status=$?

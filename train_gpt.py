@@ -370,6 +370,10 @@ def check_config(cfg: Config, world: int) -> None:
     for name, value, minimum in least:
         if value < minimum:
             raise UserError(f"{name}={value} must be at least {minimum}")
+    for i, stage in enumerate(cfg.stages):
+        if stage.tokens % cfg.slices:
+            raise UserError(f"slices={cfg.slices}: the {stage.tokens} tokens of a batch (stages.{i}.tokens) do not divide into so "
+                            "many; change one of the two")
     for row in cfg.params:
         if row.optimizer == "adam" and len(row.betas) != 2:
             raise UserError(f"params.{row.name}.betas={row.betas}: Adam takes two")
@@ -422,9 +426,11 @@ def _override(node, keys: list[str], text: str, path: str):
             for i in range(len(node)):
                 node = _override(node, [str(i), *keys[1:]], text, path)
             return node
-        index = {getattr(row, "name", str(i)): i for i, row in enumerate(node)} | {str(i): i for i in range(len(node))}
-        _known(keys[0], index, path)
-        i = index[keys[0]]
+        names = [getattr(row, "name", str(i)) for i, row in enumerate(node)]
+        numbers = [str(i) for i in range(len(node))]
+        if keys[0] not in numbers:
+            _known(keys[0], names, path)
+        i = (numbers if keys[0] in numbers else names).index(keys[0])
         if len(keys) == 1:
             raise UserError(f"--set {path}: names a row; add one of its columns: "
                             f"{', '.join(f.name for f in dataclasses.fields(node[i]))}")
@@ -442,7 +448,7 @@ def _override(node, keys: list[str], text: str, path: str):
 
 def _known(name: str, names, path: str) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, list(names), n=3) or (list(names) if len(names) <= 12 else [])
+        near = difflib.get_close_matches(name, list(names), n=3) or (list(names) if len(names) <= 16 else [])
         raise UserError(f"--set {path}: unknown name {name!r}; "
                         + (f"did you mean {', '.join(near)}?" if near else "the names are the fields of Config in the script"))
 
@@ -2792,6 +2798,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", metavar="STEP", nargs="?", type=whole(1), const=8, default=0,
                         help="trace four steps from STEP on (default 8) into RUN.trace.json.gz beside the log, for "
                              "ui.perfetto.dev; such a run counts for no track")
+    parser.add_argument("--check", metavar="PROCESSES", type=whole(1), default=0,
+                        help="refuse what a run of that many processes would refuse here before it reads its data, and stop")
     parser.add_argument("--resume", metavar="LOG_FOLDER",
                         help="go on from the last checkpoint there, with the options of the run that wrote it; or the path "
                              "of its log, where several runs left checkpoints")
@@ -2815,10 +2823,13 @@ def run(args: argparse.Namespace, script: str) -> None:
         cfg = replace(cfg, data=args.data)
     if args.save and (not os.access(Path(args.save).resolve().parent, os.W_OK) or Path(args.save).is_dir()):
         raise UserError(f"--save {args.save}: give a file in a folder that can be written to")
-    check_config(cfg, world_size())
+    check_config(cfg, args.check or world_size())
     if args.profile and args.profile + 4 > cfg.steps:
         raise UserError(f"--profile {args.profile} traces steps {args.profile} to {args.profile + 3}, the run has steps 0 to "
                         f"{cfg.steps - 1}; give an earlier one")
+    if args.check:
+        choose_ops(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return
 
     ranks = start_runtime()
     ops = choose_ops(cfg, ranks.device)

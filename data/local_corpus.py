@@ -95,4 +95,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("local_corpus.py: interrupted; start it again", file=sys.stderr)
+        sys.exit(130)

@@ -14,6 +14,7 @@ A shard, NAME_train_000001.bin (training counts from 1, validation from 0), all 
 A 0 in the words after the token count means: not known. data/local_corpus.py writes its shards through this file.
 """
 import argparse
+import codecs
 import functools
 import gzip
 import hashlib
@@ -129,18 +130,21 @@ class BadDocument(Exception):
 
 
 def read_documents(paths: list[Path], field: str) -> Iterator[Document | BadDocument]:
-    """The documents of `paths`, in order. Where a .gz file breaks off, a BadDocument takes the place of its rest."""
+    """The documents of `paths`, in order, a file's byte order mark left out. Where a .gz file breaks off, a BadDocument takes
+    the place of its rest."""
     for path in paths:
         line = 1
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             try:
                 if path.name.removesuffix(".gz").endswith(".jsonl"):
                     for raw in file:
+                        if line == 1:
+                            raw = raw.removeprefix(codecs.BOM_UTF8)
                         if raw.strip():
                             yield Document(str(path), line, raw, field)
                         line += 1
                 else:
-                    yield Document(str(path), line, file.read())
+                    yield Document(str(path), line, file.read().removeprefix(codecs.BOM_UTF8))
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 yield BadDocument(f"{path}:{line}: broken gzip data ({error})")
 

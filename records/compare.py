@@ -817,6 +817,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     if sum(map(bool, (args.paths, args.diff, args.table, args.update))) != 1:
         parser.error("give logs to compare, or --diff A B, or --table, or --update")
+    if not args.paths:
+        for option in ("json", "markdown", "plot", "target"):
+            if getattr(args, option) != parser.get_default(option):
+                parser.error(f"--{option} is for logs to compare; leave it out")
     if args.target is not None and not math.isfinite(args.target):
         parser.error("--target: not a finite number")
 

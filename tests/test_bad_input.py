@@ -175,6 +175,8 @@ ROWS = [
     Row("a setting unknown", "--set adm_lr=1", "--set adm_lr: unknown name 'adm_lr'; did you mean adam_lr, muon_lr, adam_wd?"),
     Row("a column unknown", "--set stages.0.stepz=1", "--set stages.0.stepz: unknown name 'stepz'; did you mean steps?"),
     Row("a row unknown", "--set params.embd.lr_mul=1", "--set params.embd.lr_mul: unknown name 'embd'; did you mean embed?"),
+    Row("a row like none", "--set params.0x1.lr_mul=1",
+        f"--set params.0x1.lr_mul: unknown name '0x1'; did you mean {', '.join(row.name for row in tg.PARAMS)}?"),
     Row("a table for a value", "--set stages=1", "--set stages: a table; name an entry, like stages.0.steps"),
     Row("a row for a value", "--set stages.0=1",
         "--set stages.0: names a row; add one of its columns: steps, tokens, longest, short, long, lr_mul, mtp_start, mtp_end"),
@@ -200,9 +202,11 @@ ROWS = [
     Row("3 processes", "",
         "a world of 3 processes cannot share the work: 256 tokens of a batch do not divide into 3 slices; start torchrun "
         "with 1 or 2 or 4 processes", world=3),
-    Row("slices that ranks cannot share", "--set slices=3",
-        "a world of 2 processes cannot share the work: 3 slices of a batch do not divide by it; start torchrun with 4 or 8 "
-        "processes"),
+    Row("slices that no batch divides into", "--set slices=3",
+        "slices=3: the 256 tokens of a batch (stages.0.tokens) do not divide into so many; change one of the two"),
+    Row("slices that ranks cannot share", "--set slices=4",
+        "a world of 3 processes cannot share the work: 4 slices of a batch do not divide by it; start torchrun with 1 or 2 or 4 "
+        "processes", world=3),
     Row("too large for any memory", "--set mlp_dim=20000000000",
         "out of memory: <why>; use more processes, or shrink what was last made larger (head_chunk, tokens of a stage, the "
         "model)", steps=0),

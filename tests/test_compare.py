@@ -596,7 +596,9 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["x", "--target", "nan"], ["x", "--target", "low"], ["x", "--json", "--markdown"],
-                                       ["x", "--diff", "a", "b"], ["--diff", "a"], ["x", "--table"], ["--table", "--update"]])
+                                       ["x", "--diff", "a", "b"], ["--diff", "a"], ["x", "--table"], ["--table", "--update"],
+                                       ["--diff", "a", "b", "--json"], ["--diff", "a", "b", "--target", "0"],
+                                       ["--table", "--markdown"], ["--table", "--plot", "x.png"]])
 def test_bad_usage(run, arguments):
     with pytest.raises(SystemExit) as e:
         run(*arguments)

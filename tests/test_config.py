@@ -144,6 +144,8 @@ def test_world_errors_name_the_reason():
     with pytest.raises(tg.UserError, match="bigram_embed"):
         tg.check_config(replace(cfg, bigram_rows=251521), 2)
     with pytest.raises(tg.UserError, match="slices"):
+        tg.check_config(replace(cfg, slices=4), 3)
+    with pytest.raises(tg.UserError, match="slices=6: the 131072"):
         tg.check_config(replace(cfg, slices=6), 4)
     with pytest.raises(tg.UserError, match="131073 tokens"):
         tg.check_config(replace(cfg, stages=(replace(cfg.stages[0], tokens=131073),) + cfg.stages[1:]), 1)

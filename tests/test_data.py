@@ -56,14 +56,15 @@ def text_for(split: str, one_in: int = 1000) -> str:
 
 @pytest.fixture
 def files(tmp_path):
-    """Six files, one of each kind, two of them gzipped; and their documents in order."""
+    """Six files, one of each kind, two of them gzipped, two with a byte order mark; and their documents in order."""
     texts = [f"text {i}: naïve 🙂 <|endoftext|>\r\n" * (i + 1) for i in range(6)]
     folder = tmp_path / "in"
     folder.mkdir()
-    (folder / "a.txt").write_bytes(texts[0].encode())
+    (folder / "a.txt").write_bytes(texts[0].encode("utf-8-sig"))
     (folder / "b.md").write_bytes(texts[1].encode())
     (folder / "c.py.gz").write_bytes(gzip.compress(texts[2].encode()))
-    (folder / "d.jsonl").write_text("\n\n".join(json.dumps({"text": t, "body": "x"}) for t in texts[3:5]) + "\n")
+    lines = "\n\n".join(json.dumps({"text": t, "body": "x"}) for t in texts[3:5])
+    (folder / "d.jsonl").write_text(lines + "\n", encoding="utf-8-sig")
     (folder / "e.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": texts[5]}).encode()))
     (folder / "empty.txt").write_bytes(b"")
     return sorted(folder.iterdir()), [t.encode() for t in texts]
@@ -327,6 +328,19 @@ def test_corpus_twice_is_identical(corpus, tmp_path):
     local_corpus.main(["--out", str(tmp_path)])
     for path in sorted(corpus.iterdir()):
         assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+
+
+def test_an_interrupted_corpus_is_one_line_and_leaves_nothing(tmp_path):
+    process = subprocess.Popen([sys.executable, ROOT / "data/local_corpus.py", "--out", tmp_path / "out"],
+                               stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("out/.unfinished-*/*")):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == (None, "local_corpus.py: interrupted; start it again\n")
+    assert process.returncode == 130 and not list(tmp_path.glob("out/*"))
 
 
 def test_corpus_is_built_again_only_if_needed(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ nvidia-smi. Some go through the real torchrun. The installation of .venv runs wi
 """
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -243,11 +244,23 @@ def test_named_runs_without_a_log_or_a_table_are_told(repository):
     assert not list(repository.rglob("README.md"))
 
 
-def test_an_unknown_preset_is_refused_before_anything_is_fetched(repository):
-    (repository / "train_gpt.py").write_text("import sys\nsys.exit('cpuu' in sys.argv and 'no such preset' or 0)")
-    ran = call(repository, "--preset", "cpuu")
-    assert ran.returncode == 1 and "no such preset" in ran.stderr and "fetching" not in ran.stdout and not torchruns(ran)
+def test_what_the_script_refuses_is_refused_before_anything_is_fetched(repository):
+    (repository / "train_gpt.py").write_text("import sys\nsys.exit('cpuu' in sys.argv and f'no such preset {sys.argv[1:]}' or 0)")
+    ran = call(repository, "--preset", "cpuu", "--set", "a b=1", "--runs", "3", "--name", "x", gpus=5)
+    assert ran.returncode == 1 and "fetching" not in ran.stdout and not torchruns(ran)
+    assert ran.stderr == f"no such preset {['--preset', 'cpuu', '--set', 'a b=1', '--name', 'x', '--check', '4']}\n"
     assert torchruns(call(repository, "--preset", "cpu"))
+
+
+def test_named_runs_without_scipy_do_not_begin(repository):
+    hide = "import importlib.util\nfind = importlib.util.find_spec\n" \
+           "importlib.util.find_spec = lambda name, *more: None if name == 'scipy' else find(name, *more)"
+    (repository.parent / "stubs/sitecustomize.py").write_text(hide)
+    ran = call(repository, "--runs", "2", "--name", "idea")
+    assert ran.returncode == 1 and "fetching" not in ran.stdout and not torchruns(ran)
+    assert ran.stderr == (f"run.sh: the runs' table needs scipy, which {sys.executable} lacks: install it there "
+                          "('-m pip install scipy'), or leave out --name\n")
+    assert torchruns(call(repository, "--runs", "2"))
 
 
 def last_line(what, hint=""):
@@ -493,3 +506,23 @@ def test_test_sh_uses_the_environment_of_run_sh(repository, tmp_path):
     ran = call(repository, "tests/test_one.py::test_passes", program="test.sh")
     assert ran.returncode == 0 and "1 passed" in ran.stdout
     assert "1 deselected" in call(repository, "-k", "passes", program="test.sh").stdout
+
+
+def test_test_sh_runs_all_in_two_groups(repository, tmp_path):
+    """Both are seen, either's failure is the status, and nothing stays behind."""
+    (repository / "tests").mkdir()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        (repository / "tests" / path.name).write_text("def test_passes(): pass")
+    for name in ("scipy", "matplotlib", "triton"):
+        (tmp_path / "stubs" / f"{name}.py").write_text("")
+    (tmp_path / "temporary").mkdir()
+    all_tests = lambda: call(repository, program="test.sh", TMPDIR=str(tmp_path / "temporary"))
+    ran = all_tests()
+    counts = [int(n) for n in re.findall(r"(\d+) passed", ran.stdout)]
+    assert ran.returncode == 0 and len(counts) == 2 and sum(counts) == len(list((repository / "tests").glob("test_*.py")))
+    for name in ("kernels", "batches"):
+        (repository / f"tests/test_{name}.py").write_text("def test_fails(): assert 0")
+        ran = all_tests()
+        assert ran.returncode == 1 and "1 failed" in ran.stdout and ran.stdout.count(" passed") == 2
+        (repository / f"tests/test_{name}.py").write_text("def test_passes(): pass")
+    assert not list((tmp_path / "temporary").glob("tmp*"))

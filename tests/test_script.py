@@ -252,6 +252,20 @@ def test_help(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_check_refuses_without_data_and_does_nothing_else(tmp_path):
+    """What the config, the number of processes and the machine rule out; of data there is none here."""
+    assert start(tmp_path, "--preset", "cpu", "--check", "2").stderr == ""
+    for arguments, message in (
+            (("--preset", "cpu", "--check", "3"), "a world of 3 processes cannot share the work: "),
+            (("--preset", "cpu", "--set", "adm_lr=1", "--check", "2"), "--set adm_lr: unknown name 'adm_lr'"),
+            (("--preset", "record", "--check", "8"), "the kernels need "),
+            (("--preset", "cpu", "--check", "0"), "argument --check: give a whole number, 1 or more, not '0'")):
+        ran = start(tmp_path, *arguments)
+        assert ran.returncode == 1 and ran.stderr.startswith(f"train_gpt.py: error: {message}"), ran.stderr
+        assert len(ran.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_errors_of_several_processes(place):
     """Said once, though every process stops; then torchrun has its own words, a traceback of its own among them."""
     in_script = f'File "{SCRIPT}"'
