@@ -18,20 +18,18 @@ if [[ $missing ]]; then
     pip_install "$python" $missing || die "pip could not install $missing (see above); start again to retry"
 fi
 
-# All of them take longer than they need on two cores: what computes in one process runs beside the rest, of which those tests
-# come last that kill processes and wait for them.
-beside=(tests/test_{kernels,compiled,switches,no_sync,golden,reference,compare,step_time}.py)
-last=(tests/test_{bad_input,resume,run_sh,script}.py)
-if (( $# == 0 )) && ls "${beside[@]}" "${last[@]}" > /dev/null 2>&1; then
-    first=()
+# All of them in two halves of about the same length, side by side: most tests leave a core idle, waiting for processes.
+half=(tests/test_{kernels,compiled,switches,no_sync,golden,reference,compare,step_time,data,fineweb,script,run_sh}.py)
+if (( $# == 0 )) && ls "${half[@]}" > /dev/null 2>&1; then
+    rest=()
     for file in tests/test_*.py; do
-        [[ " ${beside[*]} ${last[*]} " == *" $file "* ]] || first+=("$file")
+        [[ " ${half[*]} " == *" $file "* ]] || rest+=("$file")
     done
     output=$(mktemp)
-    "$python" -m pytest -p no:cacheprovider "${beside[@]}" > "$output" 2>&1 &
+    "$python" -m pytest -p no:cacheprovider "${half[@]}" > "$output" 2>&1 &
     trap 'kill $! 2> /dev/null || true; rm -f "$output"' EXIT   # a failure in a trap would become the exit status
     status=0
-    "$python" -m pytest "${first[@]}" "${last[@]}" || status=$?
+    "$python" -m pytest "${rest[@]}" || status=$?
     wait $! || status=$?
     cat "$output"
     exit "$status"

@@ -2516,30 +2516,29 @@ def validate(model: GPT, loader: ValLoader, exchange: Exchange, windows: tuple[i
 class LossWatch:
     """Reads training losses without making the GPU wait: copied asynchronously, looked at when the copy has finished."""
 
-    def __init__(self):
-        self.queue, self.latest = [], None
+    def __init__(self, cfg: Config, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.losses = torch.empty(cfg.steps, dtype=wide_dtype(cfg), pin_memory=self.on_gpu)
+        self.queue, self.latest = [], None  # queue: the step, and an event after which its loss is here
 
     def push(self, step: int, loss: Tensor) -> None:
         """`loss` 0-d, of step `step`. Raises UserError once a loss that is not finite has arrived."""
-        if loss.device.type == "cuda":
-            here = torch.empty((), dtype=loss.dtype, pin_memory=True)
-            here.copy_(loss, non_blocking=True)
-            arrived = torch.cuda.Event()
+        self.losses[step].copy_(loss, non_blocking=True)
+        arrived = torch.cuda.Event() if self.on_gpu else None
+        if arrived:
             arrived.record()
-        else:
-            here, arrived = loss, None
-        self.queue.append((step, here, arrived))
+        self.queue.append((step, arrived))
         self.poll()
 
     def poll(self, wait: bool = False) -> None:
         while self.queue:
-            step, here, arrived = self.queue[0]
-            if arrived is not None and not wait and not arrived.query():
+            step, arrived = self.queue[0]
+            if arrived and not wait and not arrived.query():
                 return
-            if arrived is not None:
+            if arrived:
                 arrived.synchronize()
             self.queue.pop(0)
-            self.latest = here.item()
+            self.latest = self.losses[step].item()
             if not math.isfinite(self.latest):
                 raise UserError(f"the training loss is {self.latest} at step {step}; lower the learning rate that was raised "
                                 "last, or look at that batch")
@@ -2971,7 +2970,7 @@ def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, s
         touched = exchange.together(resumed.load, model, optimizer, exchange)
         optimizer.gather()
         first, train_ms, position = (resumed.about[key] for key in ("step", "train_ms", "position"))
-    watch, clock = LossWatch(), Clock(ranks.device, train_ms)
+    watch, clock = LossWatch(cfg, ranks.device), Clock(ranks.device, train_ms)
     gc.collect()  # what building and warm-up left behind is not collected on the clock
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
