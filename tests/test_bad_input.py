@@ -203,7 +203,7 @@ ROWS = [
         "a world of 3 processes cannot share the work: 256 tokens of a batch do not divide into 3 slices; start torchrun "
         "with 1 or 2 or 4 processes", world=3),
     Row("slices that no batch divides into", "--set slices=3",
-        "slices=3: the 256 tokens of a batch (stages.0.tokens) do not divide into so many; change one of the two"),
+        "slices=3: the 256 tokens of a batch (stages.1.tokens) do not divide into so many; change one of the two"),
     Row("slices that ranks cannot share", "--set slices=4",
         "a world of 3 processes cannot share the work: 4 slices of a batch do not divide by it; start torchrun with 1 or 2 or 4 "
         "processes", world=3),
