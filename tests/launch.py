@@ -43,7 +43,8 @@ def make_corpus(folder, train=(6000, 6000), val=1500):
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train_gpt", "launch"])
+# The last is what the first backward of a process imports: half a second, for sympy.
+CONTEXT.set_forkserver_preload(["train_gpt", "launch", "torch.fx.experimental.symbolic_shapes"])
 
 
 def _rank(folder, arguments, environment, output, fault):
