@@ -543,6 +543,11 @@ class Ranks:
         return self.rank == 0
 
 
+# With a rank that does not answer. Torchrun ends all when one is killed; without it gloo may not tell: not those that were
+# sending to it just then.
+PATIENCE = timedelta(minutes=10)
+
+
 class LostContact(UserError):
     """Another rank is gone; what happened, that rank knows."""
 
@@ -587,7 +592,7 @@ def start_runtime() -> Ranks:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # parts of a product, too, are added in fp32
     if world > 1:
         try:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=10),
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE,
                                     **({"device_id": device} if cuda else {}))
         except (RuntimeError, ValueError) as e:
             raise LostContact(f"the {world} processes cannot meet: {brief(e)}; start them with torchrun, and leave another "

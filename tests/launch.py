@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ def _rank(folder, arguments, environment, output, fault):
         os.dup2(file, stream)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
     tg.torch.set_num_threads(1)
+    tg.PATIENCE = timedelta(seconds=25)  # no torchrun ends those that gloo leaves waiting
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if fault:
         fault()

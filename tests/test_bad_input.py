@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, timedelta
 from functools import partial
 from typing import Callable
 
@@ -88,6 +88,12 @@ def swap(folder):
 def die_later():
     """When the others have joined, too."""
     time.sleep(2)
+    die()
+
+
+def fall_silent():
+    """For longer than the others have patience."""
+    time.sleep(15)
     die()
 
 
@@ -320,6 +326,8 @@ ROWS = [
           ("in validation", "", At("Exchange.sum", 2, die), 3, ()),
           ("while it writes a checkpoint", EVERY, At("torch.save", 2, die), 4, ("step00000002",))]
       for rank, world in ((0, 2), (1, 2), (3, 4)) if world == 2 or doing == "between scatter and gather"],
+    Row("rank 1 of 2 silent between scatter and gather", "", LOST, faults={0: Put("PATIENCE", timedelta(seconds=8)),
+        1: At("Exchange.gather", 5, fall_silent)}, statuses=(1, -signal.SIGKILL), steps=1),
 ]
 
 
