@@ -543,8 +543,8 @@ class Ranks:
         return self.rank == 0
 
 
-# With a rank that does not answer. Torchrun ends all when one is killed; without it gloo may not tell: not those that were
-# sending to it just then.
+# How long a rank waits for another. If one is killed torchrun ends the others at once; gloo tells them too, but not always those
+# that were just sending to it.
 PATIENCE = timedelta(minutes=10)
 
 
