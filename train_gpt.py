@@ -372,8 +372,8 @@ def check_config(cfg: Config, world: int) -> None:
             raise UserError(f"{name}={value} must be at least {minimum}")
     for i, stage in enumerate(cfg.stages):
         if stage.tokens % cfg.slices:
-            raise UserError(f"slices={cfg.slices}: the {stage.tokens} tokens of a batch (stages.{i}.tokens) do not divide into so "
-                            "many; change one of the two")
+            raise UserError(f"slices={cfg.slices}: the {stage.tokens} tokens of a batch (stages.{i}.tokens) do not divide into "
+                            "so many; change one of the two")
     for row in cfg.params:
         if row.optimizer == "adam" and len(row.betas) != 2:
             raise UserError(f"params.{row.name}.betas={row.betas}: Adam takes two")
@@ -543,8 +543,8 @@ class Ranks:
         return self.rank == 0
 
 
-# How long a rank waits for another. If one is killed torchrun ends the others at once; gloo tells them too, but not always those
-# that were just sending to it.
+# How long a rank waits for another. If one is killed torchrun ends the others at once; gloo tells them too, but not always
+# those that were just sending to it.
 PATIENCE = timedelta(minutes=10)
 
 
