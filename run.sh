@@ -122,6 +122,7 @@ while (( $# )); do
             (( $# )) || die "$option needs a value"
             value=$1; shift ;;
         -h|--help) help=1; continue ;;
+        --check|--check=*) die "$option is for the script, which is asked so before every run: python $script $option N" ;;
         --checkpoint-every|--checkpoint-every=*)
             hint='; if it wrote a checkpoint, --resume LOG_FOLDER continues from it'
             args+=("$option"); continue ;;
@@ -171,8 +172,12 @@ else
     cores=$(getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > processes ? cores / processes : 1 ))}
 fi
-# What the script refuses of these options, or this machine, it says now rather than after a download.
-"$python" "$script" --preset "$preset" ${args[@]+"${args[@]}"} --check "$processes" >/dev/null || exit
+# What the script refuses of these options, or this machine, it says now rather than after a download. Earlier records' scripts
+# cannot be asked. Caught, so that Ctrl-C shows no traceback of imports.
+if grep -q -e '"--check"' "$script"; then
+    refusal=$("$python" "$script" --preset "$preset" ${seed:+--seed "$seed"} ${args[@]+"${args[@]}"} --check "$processes" \
+              2>&1 >/dev/null) || { echo "$refusal" >&2; exit 1; }
+fi
 if [[ $data ]]; then
     say "data: $data"
 elif [[ $preset == cpu ]]; then

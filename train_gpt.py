@@ -370,10 +370,11 @@ def check_config(cfg: Config, world: int) -> None:
     for name, value, minimum in least:
         if value < minimum:
             raise UserError(f"{name}={value} must be at least {minimum}")
-    for i, stage in enumerate(cfg.stages):
-        if stage.tokens % cfg.slices:
-            raise UserError(f"slices={cfg.slices}: the {stage.tokens} tokens of a batch (stages.{i}.tokens) do not divide into "
-                            "so many; change one of the two")
+    batches = [stage.tokens for stage in cfg.stages]
+    if (common := math.gcd(*batches)) % cfg.slices:
+        near = sorted((n for n in range(1, 4 * cfg.slices + 9) if not common % n), key=lambda n: (abs(n - cfg.slices), n))[:3]
+        raise UserError(f"slices={cfg.slices} does not divide all batches, of {', '.join(map(str, dict.fromkeys(batches)))} "
+                        f"tokens; use {' or '.join(map(str, sorted(near)))}, or change stages.*.tokens")
     for row in cfg.params:
         if row.optimizer == "adam" and len(row.betas) != 2:
             raise UserError(f"params.{row.name}.betas={row.betas}: Adam takes two")
@@ -427,10 +428,11 @@ def _override(node, keys: list[str], text: str, path: str):
                 node = _override(node, [str(i), *keys[1:]], text, path)
             return node
         names = [getattr(row, "name", str(i)) for i, row in enumerate(node)]
-        numbers = [str(i) for i in range(len(node))]
-        if keys[0] not in numbers:
+        if keys[0].isdecimal() and int(keys[0]) < len(node):
+            i = int(keys[0])
+        else:
             _known(keys[0], names, path)
-        i = (numbers if keys[0] in numbers else names).index(keys[0])
+            i = names.index(keys[0])
         if len(keys) == 1:
             raise UserError(f"--set {path}: names a row; add one of its columns: "
                             f"{', '.join(f.name for f in dataclasses.fields(node[i]))}")
@@ -966,7 +968,8 @@ class TrainLoader:
     def _open(self, i: int) -> None:
         if self.upcoming is None:
             raise UserError(f"training data ran out after {self.delivered:,} tokens, the schedule takes "
-                            f"{train_tokens(self.cfg):,} (what is cut from long documents not counted); add training shards")
+                            f"{train_tokens(self.cfg):,} (what is cut from long documents not counted); add training shards, "
+                            "or cut long documents into shorter ones")
         self.opened, self.shard, self.upcoming = i, self.upcoming.result(), self._read(i + 1)
         self.document = 0
         self.ends = {}  # longest piece -> running total of piece lengths
@@ -1481,7 +1484,7 @@ def flash_attention_refusal(name: str, dtype: str, capability: tuple[int, int]) 
     return ""
 
 
-def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
+def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None, world: int = 1) -> Ops:
     """The forms that the config asks for; `capability` of the GPU, by default the device's. Raises UserError if one cannot
     run here, with what would: a timed run is never given another form than it asked for."""
     gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
@@ -1508,7 +1511,7 @@ def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | 
         wrong["fp8=false"] = "FP8 is for dtype bfloat16 or float32"
     odd = [f"{n} {what}" for n, what in ((cfg.dim, "is the model's width"), (cfg.padded_vocab, "is padded_vocab"),
                                          (cfg.head_chunk, "is head_chunk")) if n % 16]
-    odd += [f"{stage.tokens} tokens a batch make slices" for stage in cfg.stages if stage.tokens % (16 * cfg.slices)]
+    odd += [f"{stage.tokens} tokens a batch make slices" for stage in cfg.stages if stage.tokens % (16 * slices_of(cfg, world))]
     if cfg.fp8 and odd:
         wrong["fp8=false"] = f"FP8 products take multiples of 16, and {odd[0]}"
     compiler = any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang", os.environ.get("CXX", "g++"), "clang++")))
@@ -2348,12 +2351,11 @@ class Optimizer:
         self.params[name].grad = None
         if name in self.weight_grads:
             self.weight_grads[name].fresh = True
-        if not self.rows[name].rows or name in self.blocks and name in self.main_grad:
-            return
-        if name in self.main_grad and self.exchange.world > 1:
-            self.main_grad[name].zero_()
-        elif name in self.main_grad:
-            self.main_grad[name].index_fill_(0, self.touched[self.rows[name].rows].rows.long(), 0)
+        if self.rows[name].rows and name in self.main_grad and name not in self.blocks:
+            if self.exchange.world > 1:
+                self.main_grad[name].zero_()
+            else:
+                self.main_grad[name].index_fill_(0, self.touched[self.rows[name].rows].rows.long(), 0)
 
     @torch.no_grad()
     def step(self, now: StepPlan) -> None:
@@ -2803,7 +2805,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="trace four steps from STEP on (default 8) into RUN.trace.json.gz beside the log, for "
                              "ui.perfetto.dev; such a run counts for no track")
     parser.add_argument("--check", metavar="PROCESSES", type=whole(1), default=0,
-                        help="refuse what a run of that many processes would refuse here before it reads its data, and stop")
+                        help="say whether that many processes could run this here, data aside, and stop")
     parser.add_argument("--resume", metavar="LOG_FOLDER",
                         help="go on from the last checkpoint there, with the options of the run that wrote it; or the path "
                              "of its log, where several runs left checkpoints")
@@ -2832,13 +2834,16 @@ def run(args: argparse.Namespace, script: str) -> None:
         raise UserError(f"--profile {args.profile} traces steps {args.profile} to {args.profile + 3}, the run has steps 0 to "
                         f"{cfg.steps - 1}; give an earlier one")
     if args.check:
-        choose_ops(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        choose_ops(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"), world=args.check)
+        if args.resume:
+            Checkpoint.find(args.resume)
+        print(f"{args.check} process{'' if args.check == 1 else 'es'} could run this here")
         return
 
     ranks = start_runtime()
-    ops = choose_ops(cfg, ranks.device)
+    ops = choose_ops(cfg, ranks.device, world=ranks.world)
     on_gpus = ranks.world > 1 and ranks.device.type == "cuda"
-    exchange = Exchange(ranks.rank, ranks.world, host=dist.new_group(backend="gloo") if on_gpus else None)
+    exchange = Exchange(ranks.rank, ranks.world, host=dist.new_group(backend="gloo", timeout=PATIENCE) if on_gpus else None)
     data = exchange.together(find_data, cfg)
     task = {"seed": args.seed, "processes": ranks.world, "data": data.fingerprint,
             "config": json.loads(config_json(replace(cfg, data="")))}
@@ -2880,13 +2885,10 @@ def run(args: argparse.Namespace, script: str) -> None:
             save_checkpoint(folder / f"{run_id}.checkpoint", about, model, optimizer, exchange)
 
         try:
-            trace = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile) if args.profile and ranks.master else None
-            try:
+            with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced: that is worth most
+                profile = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log) if args.profile else None
                 model, summary = train(cfg, ranks, ops, exchange, data, args.seed, log, args.checkpoint_every, save, resumed,
-                                       trace)
-            finally:
-                if trace:
-                    trace.stop()  # what a failed run has traced is worth most
+                                       partial(traced.enter_context, profile) if profile and ranks.master else None)
         except (RuntimeError, MemoryError) as e:
             if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(e):
                 raise
@@ -2910,18 +2912,18 @@ def run(args: argparse.Namespace, script: str) -> None:
     earlier = sorted({path.parent for path in logs if path.parent != folder and is_complete(path)})
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte" if "val_loss_per_byte" in summary else ""
-    trace_line = f"trace            {folder / run_id}.trace.json.gz; writing it was on the clock\n" if args.profile else ""
     log.say(f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token{per_byte}\n"
             f"training time    {int(summary['train_time_ms']) / 1000:.1f} s, {cfg.steps} steps, {train_tokens(cfg):,} tokens\n"
             f"log              {log.path}\n"
-            f"{trace_line}compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
+            f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
 
 
-def trace_steps(path: Path, first: int) -> torch.profiler.profile:
+def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
     """A profiler of steps first .. first + 3, told of every step's end by step(); it writes what it saw to `path`."""
     def write(profiler):
         try:
             profiler.export_chrome_trace(str(path))
+            log.say(f"trace: {path}; writing it was on the clock")
         except (OSError, RuntimeError) as e:
             raise UserError(f"cannot write the trace {path}: {brief(e)}; make room, or leave --profile out") from None
     return torch.profiler.profile(schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
@@ -2949,11 +2951,11 @@ def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: C
 
 def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, seed: int, log: RunLog, every: int = 0,
           save: Callable | None = None, resumed: Checkpoint | None = None,
-          trace: torch.profiler.profile | None = None) -> tuple[GPT, dict[str, object]]:
+          trace: Callable | None = None) -> tuple[GPT, dict[str, object]]:
     """Builds the model, warms up, trains against the clock. -> the trained model, and the log's closing lines.
 
     After every `every` steps (0: never) `save(about, model, optimizer)` keeps a checkpoint; `resumed` is one to go on from;
-    `trace` is told of every step.
+    `trace()` starts a profiler, which is told of every step.
     """
     pin = ranks.device.type == "cuda"
     model = GPT(cfg, ranks.world, ranks.device, seed, ops)
@@ -2979,8 +2981,7 @@ def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, s
     gc.collect()  # what building and warm-up left behind is not collected on the clock
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
-    if trace:
-        trace.start()
+    profiler = trace() if trace else None
     clock.start()
     loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, pin, position)
     batches = Batches(loader, (plan(cfg, step) for step in range(first, cfg.steps)), touched)
@@ -3006,8 +3007,8 @@ def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, s
             break
         batch = batches.next()
         watch.push(step, train_step(model, optimizer, batch))
-        if trace:
-            trace.step()
+        if profiler:
+            profiler.step()
         elapsed = clock.read()
         log.write(f"step:{step + 1}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / (step + 1):.2f}ms")
         log.progress(step + 1, watch.latest, elapsed)

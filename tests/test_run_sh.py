@@ -97,11 +97,6 @@ def repository(tmp_path):
     return repo
 
 
-def write_script(path, text):
-    """What is run instead of train_gpt.py; like it, it only looks at its options when it is asked to check them."""
-    path.write_text("import sys\nif '--check' in sys.argv: sys.exit()\n" + text)
-
-
 @contextmanager
 def started(repository, *arguments, gpus=0, cwd=None, stubs=True, program="run.sh", **environment):
     """The process, in a process group of its own, with a nvidia-smi that lists `gpus`."""
@@ -250,11 +245,21 @@ def test_named_runs_without_a_log_or_a_table_are_told(repository):
 
 
 def test_what_the_script_refuses_is_refused_before_anything_is_fetched(repository):
-    (repository / "train_gpt.py").write_text("import sys\nsys.exit('cpuu' in sys.argv and f'no such preset {sys.argv[1:]}' or 0)")
-    ran = call(repository, "--preset", "cpuu", "--set", "a b=1", "--runs", "3", "--name", "x", gpus=5)
+    (repository / "train_gpt.py").write_text(
+        "import sys\nprint('fine')\nif sys.argv[-2] == \"--check\" and 'cpuu' in sys.argv: sys.exit(f'no such preset {sys.argv[1:]}')")
+    ran = call(repository, "--preset", "cpuu", "--set", "a b=1", "--runs", "3", "--name", "x", "--seed", "4", gpus=5)
     assert ran.returncode == 1 and "fetching" not in ran.stdout and not torchruns(ran)
-    assert ran.stderr == f"no such preset {['--preset', 'cpuu', '--set', 'a b=1', '--name', 'x', '--check', '4']}\n"
-    assert torchruns(call(repository, "--preset", "cpu"))
+    asked = ["--preset", "cpuu", "--seed", "4", "--set", "a b=1", "--name", "x", "--check", "4"]
+    assert ran.stderr == f"no such preset {asked}\n"
+    ran = call(repository, "--preset", "cpu")
+    assert torchruns(ran) and "fine" not in ran.stdout
+    ran = call(repository, "--check", "2")
+    assert ran.returncode == 1 and ran.stderr.startswith("run.sh: --check is for the script") and not torchruns(ran)
+
+
+def test_a_script_of_an_earlier_record_is_not_asked(repository):
+    (repository / "before.py").write_text("import sys\nsys.exit('unknown option')")
+    assert torchruns(call(repository, "before.py"))
 
 
 def test_named_runs_without_scipy_do_not_begin(repository):
@@ -347,7 +352,7 @@ def test_ctrl_c_before_the_ranks_start(repository, tmp_path, program, said):
 # ---- Through the real torchrun -----------------------------------------------------------------------------------
 
 def test_real_torchrun_starts_two_ranks_quietly(repository):
-    write_script(repository / "my_copy.py",
+    (repository / "my_copy.py").write_text(
         "import os, sys\n"
         "env = [os.environ[k] for k in ('LOCAL_RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')]\n"
         "sys.stdout.write(f'{env} {sys.argv[1:]}\\n')\n")
@@ -360,7 +365,7 @@ def test_real_torchrun_starts_two_ranks_quietly(repository):
 def test_real_named_runs_end_with_the_table_of_compare(repository):
     """A log as short as can be, and the real torchrun and compare.py."""
     shutil.copy(ROOT / "records/compare.py", repository / "records")
-    write_script(repository / "train_gpt.py",
+    (repository / "train_gpt.py").write_text(
         "import os, pathlib, sys\n"
         "seed = sys.argv[sys.argv.index('--seed') + 1]\n"
         "log = pathlib.Path('records/cpu/2026-11-21_idea', f'seed{seed}_ab.txt')\n"
@@ -379,7 +384,7 @@ def test_real_named_runs_end_with_the_table_of_compare(repository):
     ("sys.exit('out of luck')", 1, "out of luck"),
     ("os.kill(os.getpid(), 9)", 137, "run.sh: rank 1 was killed by SIGKILL; the machine may have run out of memory")))
 def test_real_torchrun_failure_is_two_lines(repository, end, status, said):
-    write_script(repository / "train_gpt.py", f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(100)")
+    (repository / "train_gpt.py").write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(100)")
     ran = call(repository, stubs=False, timeout=60)
     assert ran.returncode == status
     assert ran.stderr.splitlines() == [said, last_line(f"training failed (exit code {status})")]
@@ -405,7 +410,7 @@ time.sleep(100)
 @pytest.mark.parametrize("number, send", ((signal.SIGINT, os.killpg), (signal.SIGHUP, os.killpg), (signal.SIGTERM, os.kill)))
 def test_a_signal_ends_all(repository, number, send):
     """A terminal sends to the whole process group, which the ranks are not in; others send to run.sh alone."""
-    write_script(repository / "train_gpt.py", TAKES_LEAVE)
+    (repository / "train_gpt.py").write_text(TAKES_LEAVE)
     with started(repository, "--runs", "2", stubs=False) as process:
         for state in ("up", "leaving"):   # the second signal is an impatient user's
             wait_for(*(repository / f"{state}{rank}" for rank in (0, 1)))
@@ -420,7 +425,7 @@ def test_a_signal_ends_all(repository, number, send):
 
 def test_a_signal_while_ranks_are_started_leaves_none_behind(repository, tmp_path):
     """The launcher gets it between the starts of the first and of the second rank."""
-    write_script(repository / "train_gpt.py", "import time; time.sleep(100)")
+    (repository / "train_gpt.py").write_text("import time; time.sleep(100)")
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(
         "import os, signal, sys\n"

@@ -257,6 +257,7 @@ def test_help(tmp_path):
     ("--preset cpu --check 3", "a world of 3 processes cannot share the work: "),
     ("--preset cpu --set adm_lr=1 --check 2", "--set adm_lr: unknown name 'adm_lr'"),
     ("--preset record --set kernels= --check 8", "FlashAttention needs a GPU, there is none here"),
+    ("--preset cpu --resume nowhere --check 2", "--resume nowhere: no checkpoint there; "),
     ("--preset cpu --check 0", "argument --check: give a whole number, 1 or more, not '0'")))
 def test_check_refuses_without_data_and_does_nothing_else(tmp_path, monkeypatch, capsys, arguments, message):
     """What the config, the number of processes and the machine rule out; of data there is none here."""
@@ -264,7 +265,8 @@ def test_check_refuses_without_data_and_does_nothing_else(tmp_path, monkeypatch,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tg.main(arguments.split()) == bool(message)
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"train_gpt.py: error: {message}" if message else "") and err.count("\n") == bool(message)
+    assert out == ("" if message else "2 processes could run this here\n") and err.count("\n") == bool(message)
+    assert err.startswith(f"train_gpt.py: error: {message}" if message else "")
     assert not list(tmp_path.iterdir())
 
 
@@ -274,7 +276,7 @@ def test_errors_of_several_processes(place):
     result = start(place, "--preset", "cpu", "--data", "nowhere", processes=2)
     assert result.returncode != 0 and result.stderr.count("no train shards") == 1 and in_script not in result.stderr
     result = start(place, "--preset", "cpu", "--data", "corpus", *settings("slices=3"), processes=2)
-    assert result.returncode != 0 and result.stderr.count("slices=3: the 256 tokens of a batch") == 1
+    assert result.returncode != 0 and result.stderr.count("slices=3 does not divide all batches") == 1
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -325,6 +327,11 @@ def test_profile(place):
     for span in spans.values():
         within = {event["name"] for event in events if event.get("ph") == "X" and span["ts"] <= event["ts"] < span["ts"] + span["dur"]}
         assert {"aten::mm", "MLP", "MLPBackward"} <= within
+
+
+def test_a_run_that_fails_before_its_trace_says_why(place):
+    result = start(place, "--preset", "cpu", "--data", "corpus", *settings("doc_slots=2"), "--profile", "1")
+    assert result.returncode == 1 and re.fullmatch("train_gpt.py: error: a slice of .* use --set doc_slots=128\n", result.stderr)
 
 
 def test_other_slices_are_other_data(place):
