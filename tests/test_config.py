@@ -147,7 +147,7 @@ def test_world_errors_name_the_reason():
         tg.check_config(replace(cfg, slices=4), 3)
     with pytest.raises(tg.UserError, match="slices=6 does not divide all batches, of 131072, 262144, 393216 tokens; use 2 or 4 or 8,"):
         tg.check_config(replace(cfg, slices=6), 4)
-    with pytest.raises(tg.UserError, match="131073 tokens"):
+    with pytest.raises(tg.UserError, match="of 131073, 262144"):
         tg.check_config(replace(cfg, stages=(replace(cfg.stages[0], tokens=131073),) + cfg.stages[1:]), 1)
 
 

@@ -1,5 +1,6 @@
 """Short whole runs on 1, 2, 4 and 8 real processes: the same training whatever the world, the orders, or a warm-up before."""
 import hashlib
+import math
 import random
 from dataclasses import replace
 
@@ -508,6 +509,48 @@ def test_failing_workers_fail_the_test_and_the_pool_recovers(workers):
     with pytest.raises(TimeoutError, match=r"no answer from ranks \[0, 1\]"):
         workers(2, misbehave, "hang", timeout=3)
     assert workers(2, misbehave, "") == [0, 10]
+
+
+def test_the_loss_of_a_step_is_a_mean(cfg):
+    """Of a head that knows nothing, log V for each prediction asked for, of which the last tokens of a micro-batch have fewer."""
+    _, _, model, optimizer = build(0, 1, cfg)
+    batches = batches_of(cfg, 0, 1)
+    batch = batches.next()
+    with torch.no_grad():
+        model.lm_head.zero_()
+    loss, T = tg.train_step(model, optimizer, batch), len(batch.micro_batches[0].inputs)
+    batches.close()
+    weights = batch.now.mtp
+    asked = sum(weight * (T - k) for k, weight in enumerate(weights)) / (T * sum(weights))
+    assert len(weights) == 3 and loss.item() == pytest.approx(asked * math.log(cfg.padded_vocab), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["qk_bank", "vo_bank", "mlp_bank"])
+def test_a_banks_own_numbers(cfg, name):
+    """Its row's factors of learning rate and weight decay, and its matrices', in the update that they stand for."""
+    cfg = tg.override(tg.override(replace(cfg, main_grad=False), f"params.{name}.lr_mul=2"), f"params.{name}.wd_mul=3")
+    _, _, model, optimizer = build(0, 1, cfg)
+    now, p = tg.plan(cfg, 3), dict(model.named_parameters())[name]
+    row, before = optimizer.rows[name], optimizer.own(name, p).clone()
+    grad = torch.randn(before.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    n, rows, cols = before.shape
+    second = torch.zeros((n, rows, 1) if rows >= cols else (n, 1, cols), dtype=torch.float64)
+    x = tg.normuon_direction(grad, torch.zeros_like(grad), second, now.momentum, cfg.muon_beta2, torch.float64)
+    cycle = row.matrix_lr_mul or (1.0,)
+    lr = torch.tensor([2 * cycle[i % len(cycle)] for i in range(n)], dtype=torch.float64).view(n, 1, 1)
+    lr *= cfg.muon_lr * now.lr_mul * max(1, rows / cols) ** 0.5
+    decay = torch.where(x * before >= 0, before, 0) * lr * 3 * cfg.muon_wd * cfg.muon_lr * now.lr_mul
+    optimizer.normuon(row, optimizer.own(name, p), grad, now)
+    torch.testing.assert_close(optimizer.own(name, p), before - decay - lr * x, rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_gathered_at_once_is_waited_for(cfg, monkeypatch):
+    _, _, model, optimizer = build(0, 1, cfg)
+    waited = []
+    monkeypatch.setattr(tg.Exchange, "gather", lambda self, name, t: Late(name, t, waited))
+    optimizer.gather()
+    assert waited == [row.name for row in cfg.params if row.sharded]
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 class Late:

@@ -644,6 +644,15 @@ def test_gpu_transpose_add():
     assert torch.equal(bits(out), bits(expected))
 
 
+def test_what_flash_attention_is_told(monkeypatch):
+    """The window counts the positions before a query, as ours does; documents are the same for queries and keys."""
+    from torch.nn.attention import varlen
+    told = []
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **options: told.append((args, options)) or "y")
+    assert tg.flash_attention("q", "k", "v", "ends", 2300, 128, 0.12) == "y"
+    assert told == [(("q", "k", "v", "ends", "ends", 2300, 2300), dict(scale=0.12, window_size=(128, 0)))]
+
+
 @needs_gpu
 @pytest.mark.parametrize("window", [128, 1, 5000])
 def test_gpu_flash_attention(window):

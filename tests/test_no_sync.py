@@ -4,7 +4,9 @@ What would bring a number from the GPU to the host (item, tolist, nonzero, a ten
 and operations that mix host and device are errors, as they are on a GPU; the layouts that FlashAttention and FP8 products
 demand are checked besides. What comes from the host comes by MicroBatch.to, from page-locked memory if there is a GPU.
 """
+import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -36,6 +38,14 @@ def sum_rows(out, grad, index):
     assert {t.device.type for t in (out, grad, *index)} == {"meta"} and len(grad) == len(index.order)
 
 
+def from_the_host(make, *args, **options):
+    """A tensor of numbers: for a GPU the host would wait until they are there."""
+    made = make(*args, **options)
+    if made.device.type == "meta":
+        raise RuntimeError("numbers are copied to the GPU")
+    return made
+
+
 def run(cfg, monkeypatch, **ops):
     """All steps of a run in which everything that is on a GPU lies on "meta"; the copies that it made to there."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -44,6 +54,8 @@ def run(cfg, monkeypatch, **ops):
     model = tg.GPT(cfg, 1, "meta", 0, ops)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1), ops)
     batches = batches_of(cfg, 0, 1)
+    for name in ("tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, partial(from_the_host, getattr(torch, name)))
     try:
         for _ in range(cfg.steps):
             loss = tg.train_step(model, optimizer, batches.next())
@@ -71,6 +83,8 @@ CULPRITS = {
     "looks whether a gradient is finite": ("Optimizer.gradient", lambda f: lambda *args: f(*args) if f(*args).isfinite().all() else 0),
     "sends a schedule's number as a tensor": ("normuon_update", lambda f: lambda p, low, x, lr, *rest: f(
         p, low, x, lr * torch.tensor([1.0]), *rest)),
+    "makes a number on the GPU": ("GPT.head", lambda head: lambda self, x, *rest: (
+        torch.tensor(1.0, device=x.device), head(self, x, *rest))[1]),
     "selects by a mask": ("adam_arithmetic", lambda f: lambda p, g, *rest: (g[g > 0], f(p, g, *rest))[1]),
 }
 
@@ -88,6 +102,43 @@ def test_what_waits_is_found(cfg, monkeypatch, culprit):
 def test_numbers_for_compiled_code_stay_on_the_host(cfg, monkeypatch):
     """As 0-d tensors, which a GPU's operations take as they take a Python number."""
     run(cfg, monkeypatch, number=lambda value: torch.tensor(value, dtype=tg.wide_dtype(cfg)))
+
+
+class Copied:
+    """An event behind a copy: as CUDA's it is over if it was never recorded."""
+
+    def __init__(self):
+        self.recorded = self.over = False
+
+    def record(self):
+        self.recorded = True
+
+    def query(self):
+        return self.over or not self.recorded
+
+    def synchronize(self):
+        self.over = True
+
+
+def test_a_loss_is_read_when_it_has_arrived(cfg, monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Copied()) or events[-1])
+    watch = tg.LossWatch(cfg, torch.device("cpu"))
+    watch.on_gpu = True
+    seen = []
+    for step in range(5):
+        watch.push(step, torch.tensor(float(step)))
+        if step == 2:
+            events[0].over = events[1].over = True
+            watch.poll()
+        seen.append(watch.latest)
+    assert seen == [None, None, 1.0, 1.0, 1.0]
+    watch.poll(wait=True)
+    assert watch.latest == 4.0 and all(event.over for event in events) and not watch.queue
+    for bad in (math.inf, -math.inf, math.nan):
+        watch.push(5, torch.tensor(bad))
+        with pytest.raises(tg.UserError, match=f"the training loss is {bad} at step 5"):
+            watch.poll(wait=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -235,6 +235,48 @@ def test_head(chunk, weights):
         torch.testing.assert_close(a, b, **FP64)
 
 
+@pytest.mark.parametrize("n", [1, 8])
+def test_fp8_head(n):
+    """Loss and gradients of a micro-batch in n, to the rounding of 8 bits, over several chunks; its units scale with the gradients
+    of a micro-batch, so that these are n times smaller, to the bit."""
+    results = []
+    for fp8, share in ((False, n), (True, n), (True, 1)):
+        g = generator(3)
+        model = tg.GPT(tiny_config("float32", head_chunk=16), ops=tg.PLAIN._replace(fp8=fp8))
+        x = tg.norm(randn(64, model.cfg.dim, g=g, dtype=torch.float32)).requires_grad_()
+        with torch.no_grad():
+            model.lm_head.copy_(0.05 * randn(*model.lm_head.shape, g=g, dtype=torch.float32))
+        targets, grad = torch.tensor(integers(0, 511, g, n=64)), tg.WeightGrad(model.lm_head, torch.zeros_like(model.lm_head))
+        loss, begin = model.head(x, targets, (1.0 / share, 0.5 / share), grad, 1 / share)
+        results.append((loss, *(gradient for _, gradient in begin), grad.main_grad))
+    for plain, own, one in zip(*results):
+        assert (own - plain).norm() < 0.1 * plain.norm() and torch.equal(n * own, one)
+
+
+def test_a_scales_gradient_is_summed_in_its_own_dtype():
+    g = generator(5)
+    h, w, dy = (randn(*shape, g=g, dtype=torch.bfloat16) for shape in ((40, 24), (56, 24), (40, 56)))
+    scale = torch.tensor(0.7, requires_grad=True)
+    tg.linear(h, scale, [tg.Part(w[:24]), tg.Part(w[24:])]).backward(dy)
+    want = ((dy.T @ h).double() * w.double()).sum()
+    assert scale.grad.dtype == torch.float32 and scale.grad.item() == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_what_attention_is_told():
+    """Document ends, a bound on their lengths and the window, of paired heads in rows, of which a token has two."""
+    told, batch = [], tiny_batch()
+    def attention(q, k, v, cu_seqlens, longest, window, scale):
+        told.append((len(q), cu_seqlens.tolist(), longest, window))
+        return tg.attention(q, k, v, cu_seqlens, longest, window, scale)
+    model = fill_model(tg.GPT(tiny_config("float64"), ops=tg.PLAIN._replace(attention=attention)))
+    model.activations(batch, 16, 48)
+    assert batch.longest >= batch.cu_seqlens.diff().max()
+    layers = [layer for layer in model.cfg.layers if layer.attention]
+    rows = [2 if layer.attention == "paired" else 1 for layer in layers]
+    assert told == [(64 * n, (n * batch.cu_seqlens).tolist(), n * batch.longest, 48 if layer.window == "long" else 16)
+                    for n, layer in zip(rows, layers)]
+
+
 def test_head_chunk_does_not_matter_to_the_model():
     batch, results = tiny_batch(), []
     for chunk in (7, 64):
