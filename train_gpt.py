@@ -1485,8 +1485,8 @@ def flash_attention_refusal(name: str, dtype: str, capability: tuple[int, int]) 
 
 
 def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None, world: int = 1) -> Ops:
-    """The forms that the config asks for; `capability` of the GPU, by default the device's. Raises UserError if one cannot
-    run here, with what would: a timed run is never given another form than it asked for."""
+    """The forms that the config asks for, for a run of `world` processes; `capability` of the GPU, by default the device's.
+    Raises UserError if one cannot run here, with what would: a timed run is never given another form than it asked for."""
     gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
     capability = capability or (torch.cuda.get_device_capability(device) if gpu else (0, 0))
     card = f"this GPU's compute capability is {capability[0]}.{capability[1]}" if gpu else "there is no GPU here"
