@@ -19,7 +19,7 @@ if [[ $missing ]]; then
 fi
 
 # All of them in two halves of about the same length, side by side: most tests leave a core idle, waiting for processes.
-half=(tests/test_{kernels,compiled,switches,no_sync,golden,reference,compare,step_time,data,fineweb,script,run_sh}.py)
+half=(tests/test_{kernels,compiled,switches,no_sync,golden,reference,step_time,data,fineweb,script,run_sh}.py)
 if (( $# == 0 )) && ls "${half[@]}" > /dev/null 2>&1; then
     rest=()
     for file in tests/test_*.py; do
