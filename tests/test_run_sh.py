@@ -258,6 +258,7 @@ def test_what_the_script_refuses_is_refused_before_anything_is_fetched(repositor
 
 
 def test_a_script_of_an_earlier_record_is_not_asked(repository):
+    assert '"--check"' in (ROOT / "train_gpt.py").read_text()  # by which run.sh knows one that can be asked
     (repository / "before.py").write_text("import sys\nsys.exit('unknown option')")
     assert torchruns(call(repository, "before.py"))
 
