@@ -775,10 +775,6 @@ def find_data(cfg: Config) -> Data:
         if (vocab, start) != (cfg.vocab_size, cfg.start_token):
             raise UserError(f"{path}: made for a vocabulary of {vocab} with start token {start}, the config has "
                             f"{cfg.vocab_size} and {cfg.start_token}; choose the matching --preset or --data")
-    need, have = train_tokens(cfg), sum(headers[p].tokens for p in train)
-    if have < need:
-        raise UserError(f"{cfg.data}: {have:,} training tokens, the schedule takes at least {need:,}; add training shards, or "
-                        "shorten it: --set stages.0.steps=..., likewise stages 1 to 3")
     need, have = cfg.val_slices * cfg.val_slice_tokens + 1, sum(headers[p].tokens for p in val)
     if have < need:
         fits = max(0, have - 1) // cfg.val_slice_tokens
@@ -939,6 +935,10 @@ def index_batch(micro_batches: list[MicroBatch], marks: dict[str, np.ndarray], w
     batch.touched = {kind: touched_rows(marks[kind], world, room) for kind, room in batch.room.touched.items()}
 
 
+class DataRanOut(UserError):
+    """The schedule needs more batches than the training shards give."""
+
+
 class TrainLoader:
     """Cuts training shards into batches of `slices` slices of whole documents; slice m * world + r is rank r's m-th.
 
@@ -967,9 +967,7 @@ class TrainLoader:
 
     def _open(self, i: int) -> None:
         if self.upcoming is None:
-            raise UserError(f"training data ran out after {self.delivered:,} tokens, the schedule takes "
-                            f"{train_tokens(self.cfg):,} (what is cut from long documents not counted); add training shards, "
-                            "or cut long documents into shorter ones")
+            raise DataRanOut(f"training data ran out after {self.delivered:,} tokens; add training shards")
         self.opened, self.shard, self.upcoming = i, self.upcoming.result(), self._read(i + 1)
         self.document = 0
         self.ends = {}  # longest piece -> running total of piece lengths
@@ -997,11 +995,18 @@ class TrainLoader:
         slots = self.cfg.doc_slots or max(map(doc_slots, sizes))
         return [Room(self.cfg, max(sizes), slots, self.pin) for _ in range(self.slices // self.world)]
 
+    def advance(self, tokens: int, longest: int) -> list[tuple[int, int]]:
+        """Moves behind the next batch of `tokens` tokens. -> for each of its slices the first document and the one after the
+        last. Raises DataRanOut."""
+        while (cuts := self._cut(tokens // self.slices, longest)) is None:
+            self._open(self.opened + 1)
+        self.document = cuts[-1][1]
+        self.delivered += tokens
+        return cuts
+
     def batch(self, tokens: int, longest: int, rooms: list[Room]) -> list[MicroBatch]:
         """This rank's micro-batches of the next batch of `tokens` tokens."""
-        T = tokens // self.slices
-        while (cuts := self._cut(T, longest)) is None:
-            self._open(self.opened + 1)
+        T, cuts = tokens // self.slices, self.advance(tokens, longest)
         ends, micro_batches = self.ends[longest], []
         for (first, last), room in zip(cuts[self.rank::self.world], rooms):
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first:last + 1])
@@ -1009,9 +1014,40 @@ class TrainLoader:
             slots = self.cfg.doc_slots or doc_slots(T)
             micro_batches.append(make_micro_batch(pieces, ends[first + 1:last] - ends[first], longest, slots,
                                                   self.cfg.bigram_rows, room))
-        self.document = cuts[-1][1]
-        self.delivered += tokens
         return micro_batches
+
+
+def count_batches(cfg: Config, paths: list[Path], world: int) -> int:
+    """How many of the schedule's batches the training shards give: the loader's own walk, in which no batch is built. It reads
+    shards only as far as the schedule goes."""
+    loader = TrainLoader(cfg, paths, 0, world, pin=False)
+    try:
+        for step in range(cfg.steps):
+            now = plan(cfg, step)
+            try:
+                loader.advance(now.tokens, now.longest)
+            except DataRanOut:
+                return step
+    finally:
+        loader.close()
+    return cfg.steps
+
+
+def check_schedule(cfg: Config, paths: list[Path], world: int) -> None:
+    """Raises UserError, with a shorter schedule that would fit, if the training shards run out before the last step."""
+    if (batches := count_batches(cfg, paths, world)) == cfg.steps:
+        return
+    kept, shorter = sum(plan(cfg, step).tokens for step in range(batches)) / train_tokens(cfg), cfg
+    while shorter.steps:  # every stage by one factor; a guess, for batches use up documents in different measure
+        shorter = replace(cfg, stages=tuple(replace(stage, steps=int(stage.steps * kept)) for stage in cfg.stages))
+        if shorter.steps and count_batches(shorter, paths, world) == shorter.steps:
+            break
+        kept *= 0.95
+    used = max(min(stage.longest, stage.tokens // slices_of(cfg, world) + 1) for stage in cfg.stages)
+    fits = " ".join(f"--set stages.{i}.steps={stage.steps}" for i, stage in enumerate(shorter.stages))
+    raise UserError(f"{cfg.data}: the training documents, of each of which at most {used:,} tokens are used, give {batches:,} of "
+                    f"the schedule's {cfg.steps:,} batches; add text, or cut long documents into passages as "
+                    "data/tokenize_text.py does" + (f"; this would fit: {fits}" if shorter.steps else ""))
 
 
 class Batch(NamedTuple):
@@ -1264,7 +1300,11 @@ if triton is not None:
     @triton.jit
     def gram_kernel(x, add, out, M, K, x_n, x_m, x_k, beta, alpha,
                     ADD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-        """A tile of alpha x x^T + beta add on or above the diagonal, and its mirror image: half of the products."""
+        """A tile of alpha x x^T + beta add on or above the diagonal, and its mirror image: half of the products.
+
+        The result is symmetric to the bit by construction: a matrix unit need not sum the two halves of a diagonal tile in
+        the same order, so its lower half is a copy of its upper one.
+        """
         i, j, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         if i > j:
             return
@@ -1275,6 +1315,8 @@ if triton is not None:
         here, mask = n * M * M + rows[:, None] * M + cols[None, :], (rows[:, None] < M) & (cols[None, :] < M)
         if ADD:
             total += beta * tl.load(add + here, mask=mask, other=0.0).to(tl.float32)
+        if i == j:
+            total = tl.where(rows[:, None] <= cols[None, :], total, tl.trans(total))
         tile = total.to(out.dtype.element_ty)
         tl.store(out + here, tile, mask=mask)
         if i < j:
@@ -2854,6 +2896,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         if differences := differing(setup, setups[0]):
             raise UserError(f"rank {rank} differs from rank 0 (there, here): {few(differences)}; start all machines "
                             "with the same script, options, torch and data")
+    exchange.together(partial(check_schedule, cfg, data.train, ranks.world) if ranks.master else lambda: None)
     resumed = exchange.together(Checkpoint.find, args.resume) if args.resume else None
     if resumed and (differences := differing(resumed.about["task"], task)):
         raise UserError(f"{resumed.path} is of another run (there, here): {few(differences)}; give its options, its data "
