@@ -14,30 +14,18 @@ import argparse
 import hashlib
 import json
 import platform
-import re
 import sys
 import sysconfig
 from pathlib import Path
 
 from pydoc_data.topics import topics
-from tokenize_text import Document, InputError, read_header, write_shards
+from tokenize_text import Document, InputError, cut, read_header, write_shards
 
 VAL_ONE_IN = 20
 PASSAGE_BYTES = 1024
 # Folders and files that are not the library's text: packages, tests, and what differs between builds of one version.
 LEFT_OUT_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
 LEFT_OUT_FILES = ("test_*.py", "*_test.py", "_sysconfigdata*.py", "sitecustomize.py", "usercustomize.py")
-
-
-def passages(raw: bytes) -> list[bytes]:
-    """`raw` in parts that begin after blank lines: as many paragraphs each as PASSAGE_BYTES hold, but at least one."""
-    begin, end, parts = 0, 0, []
-    for blank in re.finditer(rb"\n(?:[ \t\r]*\n)+|\Z", raw):
-        if blank.end() - begin > PASSAGE_BYTES and end > begin:
-            parts.append(raw[begin:end])
-            begin = end
-        end = blank.end()
-    return parts + [raw[begin:]]
 
 
 def corpus(stdlib: Path) -> list[Document]:
@@ -50,7 +38,7 @@ def corpus(stdlib: Path) -> list[Document]:
     names = filter(kept, (path.relative_to(stdlib) for path in stdlib.rglob("*.py")))
     texts = {path.as_posix(): (stdlib / path).read_bytes() for path in names}
     texts |= {f"pydoc_data/topics/{name}": text.encode() for name, text in topics.items()}
-    parts = {f"{name}#{i}": (name, raw) for name, text in texts.items() for i, raw in enumerate(passages(text))}
+    parts = {f"{name}#{i}": (name, raw) for name, text in texts.items() for i, raw in enumerate(cut(text, PASSAGE_BYTES))}
     return [Document(path=name, line=1, raw=raw, key=name)
             for _, (name, raw) in sorted(parts.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())]
 

@@ -3,10 +3,12 @@
 
     python data/tokenize_text.py OUT FILE...     (.txt .md .py .jsonl, each also as .gz)
 
-A .txt, .md or .py file is one document; each line of a .jsonl file is one, its text under --field. Every document
-is stored whole in one shard, a start token before it; empty ones are left out. The SHA-256 of a document's text
-decides whether it belongs to training or to validation, so it stays there whatever else is tokenized with it.
-The same files in the same order give the same shards, on any number of cores.
+A .txt, .md or .py file is one document; each line of a .jsonl file is one, its text under --field. Training takes only
+the beginning of a document, so one of more than --passage-bytes is cut at blank lines into passages, each of which
+becomes a document; a paragraph that is longer by itself is cut at line ends. Each is stored whole in one shard, a start
+token before it; empty ones are left out. The SHA-256 of the text before it is cut decides between training and
+validation, so all its passages fall to one side, whatever else is tokenized with it. The same files in the same order
+give the same shards, on any number of cores.
 
 A shard, NAME_train_000001.bin (training counts from 1, validation from 0), all of it little-endian:
     256 int32   20240520, 1, tokens, vocabulary size, start token, bytes of UTF-8 text without start tokens, 0, 0, ...
@@ -19,15 +21,12 @@ import functools
 import gzip
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
+import re
 import sys
 import tempfile
 import zlib
-from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
@@ -37,6 +36,8 @@ from tqdm import tqdm
 
 MAGIC, VERSION, HEADER_WORDS = 20240520, 1, 256
 SHARD_TOKENS = 100_000_000
+# About the tokens of a document that the presets use: `cpu`, on bytes, at most 512; `record` 2048, of about 4 bytes each.
+PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
 ENDINGS = (".txt", ".md", ".py", ".jsonl")
 
 
@@ -119,9 +120,13 @@ class Document(NamedTuple):
     key: str | None = None     # hashed to choose training or validation; None: the text is
 
 
-class Encoded(NamedTuple):
+class Passage(NamedTuple):
     tokens: np.ndarray         # (n,) uint16, start token first
     text_bytes: int
+
+
+class Encoded(NamedTuple):
+    passages: list[Passage]    # none of an empty document
     validation: bool
 
 
@@ -175,6 +180,21 @@ def text_of(document: Document) -> str:
     return text
 
 
+BLANK_LINES, LINE_END = rb"\n(?:[ \t\r]*\n)+", rb"\n"
+
+
+def cut(raw: bytes, size: int, boundary: bytes = BLANK_LINES) -> list[bytes]:
+    """Cut `raw` behind matches of the pattern `boundary` into parts of at most `size` bytes each, or of one paragraph (what
+    lies between two matches) where that is longer. The parts make up `raw`."""
+    begin, end, parts = 0, 0, []
+    for match in re.finditer(boundary + rb"|\Z", raw):
+        if match.end() > end > begin and match.end() - begin > size:
+            parts.append(raw[begin:end])
+            begin = end
+        end = match.end()
+    return parts + [raw[begin:]]
+
+
 # ---- Encoding ----------------------------------------------------------------------------------------------------
 
 @functools.lru_cache
@@ -193,35 +213,31 @@ def encoding_named(name: str) -> tiktoken.Encoding:
                          "use, so connect to the internet once, or use --encoding bytes") from error
 
 
-def encode(document: Document, encoding: tiktoken.Encoding, val_one_in: int) -> Encoded:
-    """Raises BadDocument as text_of does. An empty document gives the start token alone."""
-    text = text_of(document)
-    utf8 = text.encode("utf-8")
-    digest = hashlib.sha256(utf8 if document.key is None else document.key.encode()).digest()
+def encode(document: Document | BadDocument, encoding: tiktoken.Encoding, val_one_in: int,
+           passage_bytes: int) -> Encoded | BadDocument:
+    """Cut a document into passages, 0 for none, and encode them. A bad document is returned as the BadDocument it is."""
+    if isinstance(document, BadDocument):
+        return document
     try:
-        tokens = encoding.encode_to_numpy(text, disallowed_special=())   # "<|endoftext|>" in a text is plain text
-    except ValueError as error:   # the pattern's engine gives up, at a million spaces in a row for instance
-        raise BadDocument(f"{document.path}:{document.line}: cannot be tokenized ({error})") from error
-    return Encoded(np.concatenate(([encoding.eot_token], tokens)).astype(np.uint16), len(utf8),
-                   int.from_bytes(digest, "big") % val_one_in == 0)
+        utf8 = text_of(document).encode("utf-8")
+    except BadDocument as error:
+        return error
+    digest = hashlib.sha256(utf8 if document.key is None else document.key.encode()).digest()
+    parts = [utf8]
+    if passage_bytes:
+        parts = [line for part in cut(utf8, passage_bytes) for line in cut(part, passage_bytes, LINE_END)]
+    passages = []
+    for part in filter(None, parts):
+        try:   # "<|endoftext|>" in a text is plain text
+            tokens = encoding.encode_to_numpy(part.decode("utf-8"), disallowed_special=())
+        except ValueError as error:   # the pattern's engine gives up, at a million spaces in a row for instance
+            return BadDocument(f"{document.path}:{document.line}: cannot be tokenized ({error})")
+        passages.append(Passage(np.concatenate(([encoding.eot_token], tokens)).astype(np.uint16), len(part)))
+    return Encoded(passages, int.from_bytes(digest, "big") % val_one_in == 0)
 
 
-def encode_batch(batch: list[Document | BadDocument], encoding_name: str,
-                 val_one_in: int) -> list[Encoded | BadDocument]:
-    """What a worker process does. A bad document comes back as the value it would raise, in its place."""
-    encoded = []
-    for document in batch:
-        try:
-            if isinstance(document, BadDocument):
-                raise document
-            encoded.append(encode(document, encoding_named(encoding_name), val_one_in))
-        except BadDocument as error:
-            encoded.append(BadDocument(*error.args))                 # without the traceback, which cannot travel
-    return encoded
-
-
-def batches(documents: Iterable[Document | BadDocument], size: int = 1 << 20) -> Iterator[list]:
-    """Lists of documents of about `size` bytes: a message to a worker for each line of a .jsonl would be slow."""
+def batches(documents: Iterable[Document | BadDocument], size: int = 1 << 24) -> Iterator[list]:
+    """Lists of documents of about `size` bytes: what is encoded at once, and is in memory."""
     batch, total = [], 0
     for document in documents:
         batch.append(document)
@@ -233,33 +249,6 @@ def batches(documents: Iterable[Document | BadDocument], size: int = 1 << 20) ->
         yield batch
 
 
-def die_of_ctrl_c() -> None:
-    """What a worker does first. It starts with SIGINT blocked, and so dies of one without a traceback at any time."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def map_in_order(function, items: Iterable, workers: int) -> Iterator:
-    """map() over worker processes. At most 2 items per worker are under way: Executor.map would read all input."""
-    if workers == 1:
-        yield from map(function, items)
-        return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=die_of_ctrl_c) as pool:
-        try:
-            pending = deque()
-            for item in items:
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                pending.append(pool.submit(function, item))      # which may start a worker
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                if len(pending) >= 2 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise InputError("a worker process was killed, most often for want of memory: nothing was written; "
-                             "choose fewer --workers, or cut long documents") from error
-
-
 # ---- The whole ---------------------------------------------------------------------------------------------------
 
 class Written(NamedTuple):
@@ -267,13 +256,16 @@ class Written(NamedTuple):
     val: SplitWriter
     bad: int
     empty: int
+    cut: int        # documents cut into passages
+    passages: int   # these make up
 
 
 def write_shards(out: Path, name: str, documents: Iterable[Document | BadDocument], encoding_name: str = "gpt2", *,
-                 shard_tokens: int = SHARD_TOKENS, val_one_in: int = 100, workers: int = 1,
+                 shard_tokens: int = SHARD_TOKENS, val_one_in: int = 100, passage_bytes: int = 0,
                  strict: bool = False) -> Written:
     """Tokenize `documents` into OUT/NAME_{train,val}_<number>.bin, which appear only once all are written.
 
+    Threads encode: tiktoken computes without Python's lock. With `passage_bytes` long documents are cut into passages.
     Bad documents are reported on stderr and counted; with `strict` the first raises InputError. So does a split that
     gets no document: half of a corpus is of no use, and would keep the folder from being used for the whole."""
     encoding = encoding_named(encoding_name)
@@ -282,18 +274,21 @@ def write_shards(out: Path, name: str, documents: Iterable[Document | BadDocumen
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=out) as folder:
         train, val = (SplitWriter(Path(folder), name, split, encoding, shard_tokens) for split in ("train", "val"))
-        bad = empty = 0
-        work = functools.partial(encode_batch, encoding_name=encoding_name, val_one_in=val_one_in)
-        for document in (d for batch in map_in_order(work, batches(documents), workers) for d in batch):
-            if isinstance(document, BadDocument):
-                if strict:
-                    raise InputError(str(document))
-                tqdm.write(f"left out: {document}", file=sys.stderr)
-                bad += 1
-            elif document.text_bytes == 0:
-                empty += 1
-            else:
-                (val if document.validation else train).add(document.tokens, document.text_bytes)
+        bad = empty = cut_documents = passages = 0
+        work = functools.partial(encode, encoding=encoding, val_one_in=val_one_in, passage_bytes=passage_bytes)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for document in (d for batch in batches(documents) for d in pool.map(work, batch)):
+                if isinstance(document, BadDocument):
+                    if strict:
+                        raise InputError(str(document))
+                    tqdm.write(f"left out: {document}", file=sys.stderr)
+                    bad += 1
+                    continue
+                empty += not document.passages
+                if len(document.passages) > 1:
+                    cut_documents, passages = cut_documents + 1, passages + len(document.passages)
+                for passage in document.passages:
+                    (val if document.validation else train).add(*passage)
         train.close(), val.close()
         for what, split in (("training", train), ("validation", val)):
             if not split.documents:
@@ -302,7 +297,7 @@ def write_shards(out: Path, name: str, documents: Iterable[Document | BadDocumen
                                  "documents, or another --val-one-in")
         for path in sorted(Path(folder).iterdir()):
             os.replace(path, out / path.name)
-    return Written(train, val, bad, empty)
+    return Written(train, val, bad, empty, cut_documents, passages)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -316,8 +311,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="default: %(default)s")
     parser.add_argument("--val-one-in", type=int, default=100, metavar="N",
                         help="one document in N, by its hash, is for validation (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), metavar="N",
-                        help="processes (default: all %(default)s cores)")
+    parser.add_argument("--passage-bytes", type=int, metavar="N",
+                        help="cut documents of more than N bytes into passages of at most as many; 0: keep them whole "
+                             "(default: 8192, about 2,048 of GPT-2's tokens; 512 with --encoding bytes)")
     parser.add_argument("--strict", action="store_true",
                         help="stop at the first document with bad bytes or bad JSON, instead of leaving it out")
     args = parser.parse_args(argv)
@@ -326,8 +322,9 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"{path}: {'a folder: name the files in it' if path.is_dir() else 'no such file'}")
         if not path.name.removesuffix(".gz").endswith(ENDINGS):
             parser.error(f"{path}: unknown kind of file; it must end in {' '.join(ENDINGS)}, each also with .gz")
-    if not 0 < args.shard_tokens < 2**31 or args.workers < 1 or args.val_one_in < 1:
-        parser.error("--shard-tokens must lie in 1..2147483647, --workers and --val-one-in be at least 1")
+    passage_bytes = PASSAGE_BYTES[args.encoding] if args.passage_bytes is None else args.passage_bytes
+    if not 0 < args.shard_tokens < 2**31 or passage_bytes < 0 or args.val_one_in < 1:
+        parser.error("--shard-tokens must lie in 1..2147483647, --passage-bytes be at least 0, --val-one-in at least 1")
     if next(args.out.glob("*.bin"), None):
         parser.error(f"{args.out} already has shards, and training would read old and new: choose another folder")
 
@@ -340,7 +337,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             written = write_shards(args.out, args.name or args.out.resolve().name, documents(), args.encoding,
                                    shard_tokens=args.shard_tokens, val_one_in=args.val_one_in,
-                                   workers=args.workers, strict=args.strict)
+                                   passage_bytes=passage_bytes, strict=args.strict)
         except (InputError, OSError) as error:
             bar.close()
             sys.exit(f"tokenize_text.py: {error}")
@@ -350,6 +347,9 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(130)
     for what, split in (("training", written.train), ("validation", written.val)):
         print(f"{args.out}: {split.tokens:,} {what} tokens, {split.documents:,} documents")
+    if written.cut:
+        print(f"{written.cut:,} documents of more than {passage_bytes:,} bytes were cut at blank lines into "
+              f"{written.passages:,} passages; --passage-bytes 0 keeps them whole.")
     if written.bad or written.empty:
         print(f"Left out: {written.bad:,} bad documents (named above), {written.empty:,} empty ones.")
 

@@ -31,7 +31,7 @@ START = 256
 
 
 def tokenize(out, *files, options=()):
-    tt.main([str(out), *map(str, files), "--encoding", "bytes", "--workers", "1", *options])
+    tt.main([str(out), *map(str, files), "--encoding", "bytes", *options])
 
 
 def documents_in(out: Path, split: str) -> list[bytes]:
@@ -112,20 +112,60 @@ def test_shards_hold_whole_documents(tmp_path):
     assert documents_in(tmp_path, "val") == [val.encode()] and documents_in(tmp_path, "train")[2] == b"x" * 50
 
 
-def test_same_shards_on_any_number_of_workers(tmp_path):
+def test_same_shards_on_any_number_of_cores(tmp_path, monkeypatch):
     paths = []
     for i in range(30):
         paths.append(tmp_path / f"{i}.txt")
-        paths[-1].write_text(str(i) * 100_000)
+        paths[-1].write_text(f"{i}\n" * 30_000)
     paths.insert(7, tmp_path / "bad.txt")
     paths[7].write_bytes(b"\xff")
     hashes = []
-    for workers in (1, 2):
-        out = tmp_path / f"out{workers}"
+    for cores in (1, 4):
+        out = tmp_path / f"out{cores}"
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
         tt.write_shards(out, "n", tt.read_documents(paths, "text"), "bytes", shard_tokens=1_000_000, val_one_in=5,
-                        workers=workers)
+                        passage_bytes=512)
         hashes.append({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.iterdir()})
     assert hashes[0] == hashes[1] and len(hashes[0]) > 2
+
+
+def test_long_documents_are_cut_at_blank_lines(tmp_path, capsys):
+    """Training takes only the beginning of a document. All passages of one fall to its own side."""
+    one_in, names = 3, iter(range(10**6))
+
+    def chosen(validation, make):   # the first text that falls to that side
+        return next(parts for parts in map(make, names) if validates("".join(parts).encode(), one_in) == validation)
+
+    # Of 422 bytes, so that two do not fit into a passage; and one paragraph of 2,000 bytes.
+    paragraphs = chosen(True, lambda name: [f"{'naïve 🙂 ' * 30}{name + i}\n\n" for i in range(40)])
+    lines = chosen(False, lambda name: [f"{name:099d}\n"] * 20)
+    texts = ["".join(paragraphs), "".join(lines), "short"]
+    for name, text in zip(("a.txt", "b.py", "c.md"), texts):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [text_for("val"), "".join(paragraphs[::-1])]))
+    files = sorted(path for path in tmp_path.iterdir() if path.is_file())
+    tokenize(tmp_path / "cut", *files, options=["--val-one-in", str(one_in)])
+    said = capsys.readouterr().out
+    whole = [text.encode() for text in [*texts, text_for("val"), "".join(paragraphs[::-1])]]
+    for split in ("val", "train"):
+        mine = [text for text in whole if validates(text, one_in) == (split == "val")]
+        parts = documents_in(tmp_path / "cut", split)
+        assert b"".join(parts) == b"".join(mine) and len(parts) > len(mine) and max(map(len, parts)) <= 512
+    assert paragraphs[7].encode() in documents_in(tmp_path / "cut", "val")
+    assert "".join(lines[:5]).encode() in documents_in(tmp_path / "cut", "train")
+    assert "3 documents of more than 512 bytes were cut at blank lines into 84 passages; --passage-bytes 0 keeps them whole." in said
+    tokenize(tmp_path / "whole", *files, options=["--val-one-in", str(one_in), "--passage-bytes", "0"])
+    assert sorted(documents_in(tmp_path / "whole", "val") + documents_in(tmp_path / "whole", "train")) == sorted(whole)
+    assert "passages" not in capsys.readouterr().out
+
+
+def test_cut():
+    paragraphs = [b"a" * 450 + b"\n\n", b"b" * 450 + b"\n \n\n", b"c" * 450 + b"\r\n\r\n", b"d" * 5000 + b"\n\n", b"e\n"]
+    assert tt.cut(b"".join(paragraphs), 1024) == [b"".join(paragraphs[:2]), *paragraphs[2:]]
+    assert tt.cut(b"".join(paragraphs[:4]), 1024) == [b"".join(paragraphs[:2]), *paragraphs[2:4]]   # nothing empty behind it
+    assert tt.cut(b"x", 1024) == [b"x"] and tt.cut(b"aa\nb\nccc", 4, tt.LINE_END) == [b"aa\n", b"b\n", b"ccc"]
+    raw = Path(local_corpus.__file__).read_bytes()
+    assert b"".join(tt.cut(raw, 1024)) == raw
 
 
 def bad_files(tmp_path) -> tuple[Path, Path, Path]:
@@ -181,17 +221,16 @@ def test_the_field_of_a_jsonl_is_an_option(tmp_path):
     assert [documents_in(tmp_path / "out", split) for split in ("val", "train")] == [[text.encode()] for text in texts]
 
 
-def test_all_cores_and_100_million_tokens_are_the_defaults(tmp_path, files, monkeypatch):
+def test_defaults(tmp_path, files, monkeypatch):
     asked = {}
 
     def write_shards(out, name, documents, encoding, **options):
         asked.update(options, encoding=encoding)
-        return tt.Written(*(tt.SplitWriter(out, name, split, None, 0) for split in ("train", "val")), 0, 0)
+        return tt.Written(*(tt.SplitWriter(out, name, split, None, 0) for split in ("train", "val")), 0, 0, 0, 0)
 
     monkeypatch.setattr(tt, "write_shards", write_shards)
     tt.main([str(tmp_path / "out"), str(files[0][0])])
-    assert asked == {"encoding": "gpt2", "shard_tokens": 100_000_000, "val_one_in": 100, "workers": os.cpu_count(),
-                     "strict": False}
+    assert asked == {"encoding": "gpt2", "shard_tokens": 100_000_000, "val_one_in": 100, "passage_bytes": 8192, "strict": False}
 
 
 def test_round_trip_with_tokens_of_several_bytes(tmp_path, files, monkeypatch):
@@ -209,36 +248,21 @@ def test_round_trip_with_tokens_of_several_bytes(tmp_path, files, monkeypatch):
     assert (header.vocabulary, header.start_token) == (50_257, 50_256)
 
 
-def at_work(tmp_path, workers: int) -> tuple[subprocess.Popen, Path]:
-    """tokenize_text.py, leading a process group of its own, with 2 GB to do and some of it done."""
+def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path):
+    """With 2 GB to do and some of it done."""
     out, text = tmp_path / "out", tmp_path / "a.txt"
-    text.write_text("x" * 1_000_000)
-    process = subprocess.Popen([sys.executable, ROOT / "data/tokenize_text.py", out, *[text] * 2000, "--encoding", "bytes",
-                                "--workers", str(workers)], stderr=subprocess.PIPE, text=True, start_new_session=True,
-                               # a shell's background job is started with it ignored, and its children are too
+    text.write_text("x" * 999_999 + "\n")
+    process = subprocess.Popen([sys.executable, ROOT / "data/tokenize_text.py", out, *[text] * 2000, "--encoding", "bytes"],
+                               stderr=subprocess.PIPE, text=True, start_new_session=True,
+                               # a shell's background job is started with it ignored
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not any(path.stat().st_size for path in out.glob(".unfinished-*/*")):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.01)
-    return process, out
-
-
-@pytest.mark.parametrize("workers", (1, 2))
-def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path, workers):
-    process, out = at_work(tmp_path, workers)
     os.killpg(process.pid, signal.SIGINT)   # as a terminal does
     assert process.communicate(timeout=60) == (None, "tokenize_text.py: interrupted; nothing was written\n")
     assert process.returncode == 130 and list(out.iterdir()) == []
-
-
-def test_a_killed_worker_is_one_line_and_leaves_nothing(tmp_path):
-    process, out = at_work(tmp_path, 2)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True).stdout
-    os.kill(int(workers.split()[0]), signal.SIGKILL)
-    error = process.communicate(timeout=20)[1]
-    assert process.returncode == 1 and re.fullmatch("tokenize_text.py: a worker process was killed[^\n]*\n", error), error
-    assert list(out.iterdir()) == []
 
 
 def test_a_bar_on_a_terminal(tmp_path):
@@ -247,7 +271,7 @@ def test_a_bar_on_a_terminal(tmp_path):
     for split in ("val", "train"):
         (tmp_path / f"{split}.txt").write_text(text_for(split, 100))
     command = [sys.executable, ROOT / "data/tokenize_text.py", tmp_path / "out", *tmp_path.glob("*.txt"), "--encoding", "bytes"]
-    subprocess.run([*command, "--workers", "1"], stderr=its, check=True, timeout=20)
+    subprocess.run(command, stderr=its, check=True, timeout=60)
     shown = os.read(ours, 1 << 16).decode()
     assert re.search(r"tokenizing: +0%.*tokenizing: 100%", shown, re.S), shown
     os.close(ours), os.close(its)
@@ -303,6 +327,7 @@ def corpus(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_corpus_is_the_library_split_by_name(corpus):
     documents = local_corpus.corpus(Path(local_corpus.sysconfig.get_path("stdlib")))
     documents = [d for d in documents if d.raw]
@@ -315,21 +340,14 @@ def test_corpus_is_the_library_split_by_name(corpus):
     assert 0.02 < sum(val) / len(val) < 0.12
 
 
-def test_passages_are_cut_at_blank_lines():
-    paragraphs = [b"a" * 450 + b"\n\n", b"b" * 450 + b"\n \n\n", b"c" * 450 + b"\r\n\r\n", b"d" * 5000 + b"\n\n", b"e\n"]
-    assert local_corpus.passages(b"".join(paragraphs)) == [
-        b"".join(paragraphs[:2]), paragraphs[2], paragraphs[3], paragraphs[4]]
-    assert local_corpus.passages(b"x") == [b"x"]
-    raw = Path(local_corpus.__file__).read_bytes()
-    assert b"".join(local_corpus.passages(raw)) == raw
-
-
+@pytest.mark.slow
 def test_corpus_twice_is_identical(corpus, tmp_path):
     local_corpus.main(["--out", str(tmp_path)])
     for path in sorted(corpus.iterdir()):
         assert path.read_bytes() == (tmp_path / path.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_an_interrupted_corpus_is_one_line_and_leaves_nothing(tmp_path):
     process = subprocess.Popen([sys.executable, ROOT / "data/local_corpus.py", "--out", tmp_path / "out"],
                                stderr=subprocess.PIPE, text=True,
