@@ -9,6 +9,7 @@ import io
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -199,7 +200,7 @@ class Launch:
     def __init__(self, folder, *arguments, world=0, faults=None, environments=None, rank_arguments=None):
         self.output = Path(tempfile.mkdtemp(prefix="launch"))
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent keeps one so
-        self.processes = []
+        self.processes, self.said = [], {}
         for rank in range(max(world, 1)):
             environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             if sys.platform == "linux":
@@ -229,6 +230,8 @@ class Launch:
         return any(process.exitcode is None for process in self.processes)
 
     def _said(self, name):
+        if name in self.said:
+            return self.said[name]
         paths = [self.output / f"rank{rank}.{name}" for rank in range(len(self.processes))]
         return "".join(path.read_text() for path in paths if path.exists())
 
@@ -252,3 +255,5 @@ class Launch:
         self.kill()
         for process in self.processes:
             process.join()
+        self.said = {"out": self.out, "err": self.err}
+        shutil.rmtree(self.output)

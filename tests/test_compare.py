@@ -176,6 +176,7 @@ def test_seconds_and_extra_fields(tmp_path):
     assert (got.val_loss, got.train_time_s) == (3.123456, 12.345)
 
 
+@pytest.mark.slow
 def test_several_runs_in_a_file(run, tmp_path):
     other = HEADER.replace("2.13.0", "2.14.0")
     text = own_log(3.27, 90) + own_log(3.26, 91, header=other) + steps(3.25, 92, total=400) + f"\n{HEADER}\n{steps(3.24, 93)}"
@@ -383,6 +384,7 @@ def test_a_resumed_run_without_its_beginning_is_told(parts):
     assert "seed1.from200.txt: resumed after step 200; the log of the run's beginning is not here" in err
 
 
+@pytest.mark.slow
 def test_a_run_that_the_script_resumed(tmp_path):
     """Killed right after it logged the validation of step 6, and resumed after step 4."""
     from launch import At, Launch, die, make_corpus, settings  # these load torch
@@ -525,6 +527,7 @@ def test_markdown(run, tmp_path):
     assert {line.count("|") for line in tables[:14]} == {4}  # every row has as many cells as the head
 
 
+@pytest.mark.slow
 def test_plot_is_a_png(run, tmp_path):
     write(tmp_path / "a", [own_log(loss, time) for loss, time in zip(LOSSES, TIMES)])
     write(tmp_path / "diverged", [own_log(float("nan"))])

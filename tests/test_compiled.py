@@ -10,6 +10,8 @@ from torch._dynamo.utils import counters
 import train_gpt as tg
 from test_distributed import batches_of, build, cfg as every_layer  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.slow
+
 WINDOWS = (9, 33)
 
 

@@ -150,6 +150,7 @@ def test_what_arrives_must_have_the_checksum(hub, tmp_path):
 
 # ---- What breaks off ---------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_a_lost_connection_is_taken_up_again(hub, tmp_path):
     hub.files = {VAL: LARGE}
     hub.breaks[VAL] = [(2 * PIECE + 5000, "close")]
@@ -174,6 +175,7 @@ def held(hub, out, how="hold") -> tuple[subprocess.Popen, Path]:
     return process, next(out.glob("*.tmp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGINT))
 def test_a_stopped_download_has_no_shards_name_and_only_its_rest_is_asked_for(hub, tmp_path, number):
     process, part = held(hub, tmp_path)
@@ -190,6 +192,7 @@ def test_a_stopped_download_has_no_shards_name_and_only_its_rest_is_asked_for(hu
     assert hub.asked == [(TRAIN[0], f"bytes={PIECE}-")] and there(tmp_path) == hub.files
 
 
+@pytest.mark.slow
 def test_a_reset_connection_is_taken_up_again_if_anything_came(hub, tmp_path):
     process, _ = held(hub, tmp_path, "reset")
     hub.release.set()
@@ -206,6 +209,7 @@ def part_of(out, name: str, body: bytes) -> Path:
     return out / f"{name}.{hashlib.sha256(body).hexdigest()[:16]}.tmp"
 
 
+@pytest.mark.slow
 def test_a_part_of_another_version_is_not_completed(hub, tmp_path):
     process, part = held(hub, tmp_path)
     process.kill(), process.communicate()

@@ -1,16 +1,7 @@
-"""Section 7's kernels: in Triton's interpreter against section 6 in float64, compiled for GPUs that are not here, and on a GPU
-where there is one; and which forms a run gets."""
-import functools
+"""Section 7's kernels: in Triton's interpreter against section 6 in float64, and on a GPU where there is one."""
 import importlib.util
-import itertools
 import math
-import os
-import re
-import subprocess
 import sys
-import types
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +9,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
+from interpreter import skip_without_interpreter
+
+pytestmark = pytest.mark.numeric
 
 F16 = 2.0 ** -11  # half a unit in the last place: what one rounding to float16 may do to a number
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -119,7 +113,7 @@ def mend(interpreter):
 def ti():
     """The script a second time, with its kernels interpreted. What @triton.jit makes is settled where it decorates, triton's
     own functions included; so triton, too, is imported a second time, and both copies stay out of everybody else's way."""
-    pytest.importorskip("triton", reason="the interpreter is triton's, which is not installed")
+    skip_without_interpreter()
     kept = own_triton()
     spec = importlib.util.spec_from_file_location("train_gpt_interpreted", tg.__file__)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -394,160 +388,6 @@ def test_transpose_add(ti, shape, dtype):
         assert torch.equal(bits(room), bits(expected)), k
 
 
-# --------------------------------------------------------------------------------------- compiled ahead, without a GPU
-
-class Launch(Exception):
-    """A kernel's arguments, in place of its start."""
-    def __getitem__(self, grid):
-        return self
-
-    def __call__(self, *args, **kwargs):
-        self.given = args, kwargs
-        raise self
-
-
-def test_nothing_is_compiled_for_another_number_of_rows():
-    """It differs from step to step; specialised, as integers are by default, half of a run's first multiples of 16 would compile
-    another kernel on the clock. Of other kernels only the grid varies."""
-    pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
-    kernels = {name: kernel for name, kernel in vars(tg).items() if name.endswith("_kernel")}
-    assert len(kernels) == 5
-    assert {(name, p.name) for name, kernel in kernels.items() for p in kernel.params if p.do_not_specialize} == {
-        ("transpose_kernel", "count")}
-    varying = set()
-    for n in (4000, 4001):
-        calls = {"sum_rows_kernel": lambda: tg.triton_sum_rows(meta(50304, 5, 768), meta(16384, 5, 768), index_like(16384, n)),
-                 "transpose_kernel": lambda: tg.triton_transpose_add(meta(768, 50304), meta(50304, 768), meta(n, dtype=torch.int32))}
-        for name, call in calls.items():
-            launch = Launch()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(tg, name, launch)
-                with pytest.raises(Launch):
-                    call()
-            varying |= {(n, name, i, value) for i, value in enumerate(launch.given[0]) if type(value) is int}
-    first, second = ({each[1:] for each in varying if each[0] == n} for n in (4000, 4001))
-    assert first - second == {("transpose_kernel", 3, 4000)} and kernels["transpose_kernel"].arg_names[3] == "count"
-
-
-def meta(*shape, dtype=torch.bfloat16):
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def index_like(T, n):
-    return tg.RowIndex(*(meta(k, dtype=dtype) for k, dtype in
-                         ((n, torch.int32), (T, torch.int32), (n + 1, torch.int32), (n, torch.bool))))
-
-
-def kernel_cases():
-    """name -> kernel, tiles or None for the wrapper's, the wrapper's call at the record preset's shapes."""
-    cases, d, width, V, T, chunk = {}, 768, 3072, 50304, 16384, 8192
-    for size in tg.GRAM_TILES:
-        for name, x, add in (("wide", meta(3, d, width), None), ("tall", meta(3, width, d).mT, None),
-                             ("symmetric", meta(3, d, d), meta(3, d, d))):
-            cases[f"gram {size} {name}"] = ("gram_kernel", tg.GRAM_TILES[size],
-                                            lambda x=x, add=add: tg.triton_gram(x, add, .5, -.5))
-    for size, tiles in tg.RELU_SQUARE_TILES.items():
-        if size != "large backward":
-            cases[f"relu_square {size}"] = ("relu_square_kernel", tiles,
-                                            lambda: tg.triton_relu_square(meta(T, d), meta(width, d)))
-        if size != "large":
-            cases[f"relu_square_grad {size.split()[0]}"] = ("relu_square_kernel", tiles, lambda: tg.triton_relu_square_grad(
-                meta(T, d), meta(width, d), meta(T, width)))
-    for weights, unit in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
-        cases[f"softcap_loss {len(weights)} {'e5m2' if unit else 'bf16'}"] = (
-            "softcap_loss_kernel", None, lambda weights=weights, unit=unit: tg.triton_softcap_loss(
-                meta(chunk, V), meta(chunk + len(weights) - 1, dtype=torch.int64), weights, unit))
-    cases["sum_rows"] = "sum_rows_kernel", None, lambda: tg.triton_sum_rows(meta(V, 5, d), meta(T, 5, d), index_like(T, 4000))
-    cases["transpose_copy bf16"] = "transpose_kernel", None, lambda: tg.triton_transpose_copy(meta(V, d), meta(d, V))
-    cases["transpose_copy e5m2"] = "transpose_kernel", None, lambda: tg.triton_transpose_copy(
-        meta(V, chunk, dtype=torch.float8_e5m2), meta(chunk, V, dtype=torch.float8_e5m2))
-    cases["transpose_add"] = "transpose_kernel", None, lambda: tg.triton_transpose_add(
-        meta(d, V), meta(V, d), meta(4000, dtype=torch.int32))
-    return cases
-
-
-CASES = kernel_cases()
-TARGETS = [(arch, name) for arch in (80, 90, 100) for name in CASES if arch >= 90 or "large" not in name]
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e5m2: "*fp8e5", torch.int32: "*i32",
-            torch.int64: "*i64", torch.uint8: "*u8"}
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a block may have
-CONSUMER = 99 << 10
-MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-
-
-@functools.cache
-def compiled(arch, name):
-    """As a launch with the wrapper's arguments would compile it: numbers that are 1, or that 16 divides, are known to be so."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    kernel_name, tiles, call = CASES[name]
-    kernel, launch = getattr(tg, kernel_name), Launch()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, kernel_name, launch)
-        with pytest.raises(Launch):
-            call()
-    args, kwargs = launch.given
-    given = dict(zip(kernel.arg_names, args)) | kwargs | (tiles or {})
-    options = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
-    assert given.keys() == set(kernel.arg_names)
-    signature, constants, attrs = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = given[parameter.name]
-        special = type(value) is int and not parameter.do_not_specialize
-        if parameter.is_constexpr or special and value == 1:
-            signature[parameter.name], constants[(i,)] = "constexpr", value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-        else:
-            signature[parameter.name] = {float: "fp32", int: "i32"}.get(type(value)) or ("fp32",) * len(value)
-        if isinstance(value, torch.Tensor) or special and value % 16 == 0:
-            attrs[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return tg.triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory):
-    pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
-    with pytest.MonkeyPatch.context() as patch:  # what an earlier run has left could hide anything
-        patch.setenv("TRITON_CACHE_DIR", str(folder := tmp_path_factory.mktemp("triton")))
-        yield
-        assert any(folder.iterdir())  # it is where they went
-    compiled.cache_clear()
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("arch, name", TARGETS, ids=lambda value: f"sm_{value}" if isinstance(value, int) else value)
-def test_compiles(compiler, arch, name):
-    """On each card's own matrix unit, or with loads and stores of 8 bytes and more a thread."""
-    kernel = compiled(arch, name)
-    ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
-    assert f".target sm_{arch}" in ptx and shared <= SHARED[arch]
-    if name.startswith("gram") or "small" in name:
-        assert shared <= CONSUMER
-    if name.startswith(("gram", "relu_square")):
-        assert [unit for unit in MATRIX_UNIT.values() if unit in ptx] == [MATRIX_UNIT[arch]]
-        assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, (0x)?10", ptx)  # 16 bytes at a time
-    else:
-        for what in ("ld", "st")[:1 if name == "transpose_add" else 2]:  # which writes to columns wherever they are
-            assert re.search(rf"{what}\.global\S*\.v[24]\.b(32|64)", ptx), what
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("arch, name", TARGETS, ids=lambda value: f"sm_{value}" if isinstance(value, int) else value)
-def test_spills_nothing(compiler, arch, name, tmp_path):
-    tool = Path(tg.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        pytest.skip("this triton brings no cuobjdump")
-    (file := tmp_path / "kernel.cubin").write_bytes(compiled(arch, name).asm["cubin"])
-    usage = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    assert found.pop("REG") and found == {"STACK": "0", "LOCAL": "0"}, usage
-
-
 # ----------------------------------------------------------------------------------------------------------- on a GPU
 
 BF16 = 2.0 ** -9 * 1.01  # one rounding, and some sums in fp32
@@ -681,166 +521,3 @@ def test_gpu_fp8_product(fast):
         exact = a.float().double() @ b.float().double() * 0.37
         for dtype, bound in ((torch.bfloat16, BF16 + 2e-3), (torch.float32, 2e-3)):  # sums keep 14 bits on Hopper
             assert off(tg.fp8_product(a, b, torch.full((), 0.37, device="cuda"), dtype, fast), exact) < bound
-
-
-# ---------------------------------------------------------------------------------------------------------- the choice
-
-CUDA, HOST = torch.device("cuda"), torch.device("cpu")
-MACHINES = [(HOST, None), *((CUDA, capability) for capability in ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)))]
-
-
-def machine_id(value):
-    return value.type if isinstance(value, torch.device) else value and "%d.%d" % value
-
-
-@pytest.fixture
-def setting(monkeypatch):
-    """setting(interpreted, with_triton, with_compiler, with_fa3, with_windows): makes the machine such."""
-    def activate(name):
-        raise RuntimeError(f"no module for {name}")
-
-    def varlen_attn(q, k, v): pass
-    def windowed(q, k, v, scale=None, window_size=(-1, -1)): pass
-
-    def make(interpreted=False, with_triton=True, with_compiler=True, with_fa3=False, with_windows=True):
-        monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
-        monkeypatch.setattr(tg, "triton", types.SimpleNamespace() if with_triton else None)
-        monkeypatch.delenv("CXX", raising=False)
-        monkeypatch.setattr(tg.shutil, "which", lambda name: "/bin/g++" if with_compiler and name == "g++" else None)
-        monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", (lambda name: None) if with_fa3 else activate,
-                            raising=False)
-        module = types.SimpleNamespace(varlen_attn=windowed if with_windows else varlen_attn)
-        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
-    make()
-    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):  # which choose_ops sets
-        yield make
-
-
-def proposals(error):
-    """The settings that a refusal says would run."""
-    return re.findall(r"--set ([^\s,]+)", str(error).split("this would run: ")[1])
-
-
-def check_choice(cfg, device, capability):
-    """What was asked for, or a refusal whose advice works. -> whether it was refused."""
-    try:
-        ops = tg.choose_ops(cfg, device, capability)
-    except tg.UserError as e:
-        assert "\n" not in str(e)
-        if device is HOST or "--preset" in str(e):
-            assert "--preset cpu" in str(e)
-            tg.choose_ops(tg.CPU, device, capability)
-        if "compute capability" in str(e):
-            assert f"this GPU's compute capability is {capability[0]}.{capability[1]}" in str(e)
-        if "--set" in str(e):
-            for change in proposals(e):
-                cfg = tg.override(cfg, change)
-            tg.choose_ops(cfg, device, capability)
-        return True
-    forms = {field: form for name in cfg.kernels for field, form in tg.KERNELS[name].items()}
-    for field in ("gram", "relu_square", "relu_square_grad", "softcap_loss", "sum_rows", "transpose_copy", "transpose_add"):
-        assert getattr(ops, field) is forms.get(field, getattr(tg.PLAIN, field))
-    assert ops.attention is (tg.attention if cfg.attention == "dense" else tg.flash_attention) and ops.fp8 == cfg.fp8
-    assert (ops.compiled is tg.PLAIN.compiled) == (ops.number is tg.PLAIN.number) == (not cfg.compile)
-    return False
-
-
-FLOATS = ("bfloat16", "float32", "float64")
-SHAPES = {"even": (), "vocabulary": ("padded_vocab=50300",), "chunk": ("head_chunk=1000",),
-          "tokens": ("stages.1.tokens=262208",), "width": ("head_dim=132", "heads=2")}
-
-
-def random_config(g):
-    pick = lambda options: options[torch.randint(len(options), (), generator=g)]
-    cfg = replace(tg.RECORD, dtype=pick(FLOATS), polar_dtype=pick(FLOATS), attention=pick(("dense", "varlen", "fa3")),
-                  kernels=pick(((), tg.KERNEL_NAMES, pick([(name,) for name in tg.KERNEL_NAMES]))),
-                  fp8=pick((True, False)), compile=pick((True, False)))
-    if pick((True, False)):  # else few would be accepted
-        cfg = replace(cfg, dtype="bfloat16", polar_dtype="bfloat16")
-    return functools.reduce(tg.override, SHAPES[pick(["even", "even", *SHAPES])], cfg)
-
-
-def check_choices(setting, machines, around, n):
-    refused, g = [], generator(1)
-    for machine in machines:
-        for values in itertools.product(*around):
-            setting(*values)
-            refused += [check_choice(random_config(g), *machine) for _ in range(n)]
-    assert 0 < sum(refused) < len(refused)
-
-
-NO, YES, EITHER = (False,), (True,), (False, True)
-
-
-@pytest.mark.parametrize("device, capability", MACHINES, ids=machine_id)
-def test_every_refusal_says_what_would_run(setting, device, capability):
-    check_choices(setting, [(device, capability)], (EITHER if device is HOST else NO, EITHER, EITHER, EITHER, YES), 15)
-
-
-def test_every_refusal_says_what_would_run_with_the_interpreter_on_a_gpu(setting):
-    check_choices(setting, MACHINES[1:], (YES, EITHER, EITHER, EITHER, YES), 8)
-
-
-def test_every_refusal_says_what_would_run_without_windows(setting):
-    check_choices(setting, MACHINES, (NO, EITHER, EITHER, EITHER, NO), 8)
-
-
-@pytest.mark.parametrize("dtype, polar_dtype", [("float32", "bfloat16"), ("float64", "float64")])
-def test_interpreted_kernels_are_for_float32(setting, dtype, polar_dtype):
-    setting(interpreted=True)
-    with pytest.raises(tg.UserError):
-        tg.choose_ops(replace(tg.CPU, kernels=("gram",), dtype=dtype, polar_dtype=polar_dtype), HOST)
-
-
-def test_record_runs_on_what_it_is_for(setting):
-    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
-        ops = tg.choose_ops(tg.RECORD, CUDA, capability)
-        assert ops.gram is tg.triton_gram and ops.attention is tg.flash_attention and ops.fp8
-    setting(with_fa3=True)
-    assert tg.choose_ops(replace(tg.RECORD, attention="fa3"), CUDA, (9, 0)).attention is tg.flash_attention
-    for capability in (None, (8, 0)):
-        assert tg.choose_ops(tg.CPU, CUDA if capability else HOST, capability) == tg.PLAIN
-
-
-def test_compile_widens_the_recompile_limit(setting):
-    with torch._dynamo.config.patch(recompile_limit=3):
-        tg.choose_ops(replace(tg.RECORD, compile=False), CUDA, (9, 0))
-        assert torch._dynamo.config.recompile_limit == 3
-        ops = tg.choose_ops(tg.RECORD, CUDA, (9, 0))
-        assert torch._dynamo.config.recompile_limit >= 64
-    assert ops.compiled(len) is ops.compiled(len) and ops.number(0.5).dtype == torch.float32
-
-
-REFUSED = [  # machine's lacks, changes, device, capability, of the message: why; what would run
-    ({}, [], HOST, None, "the kernels need a GPU", ["kernels=", "attention=dense"]),
-    ({"interpreted": True}, ["attention=dense"], HOST, None, "right in fp32 only", ["dtype=float32", "polar_dtype=float32"]),
-    ({}, [], CUDA, (8, 0), "FP8 needs compute capability 8.9 (RTX 40, H100) or newer", ["fp8=false"]),
-    ({}, [], CUDA, (8, 6), "this GPU's compute capability is 8.6", ["fp8=false"]),
-    ({}, ["attention=fa3"], CUDA, (9, 0), "FlashAttention-3 cannot be used (no module for FA3)", ["attention=varlen"]),
-    ({"with_windows": False}, [], CUDA, (9, 0), "varlen_attn knows no window", ["attention=dense"]),
-    ({"with_triton": False}, [], CUDA, (9, 0), "the kernels need the package triton", ["kernels="]),
-    ({"with_compiler": False}, [], CUDA, (9, 0), "torch.compile needs a C++ compiler", ["compile=false", "kernels="]),
-    ({}, ["dtype=float32"], CUDA, (9, 0), "the kernels are for bf16, not dtype=float32", ["kernels=", "attention=dense"]),
-    ({}, ["polar_dtype=float32"], CUDA, (9, 0), "the kernels are for bf16", ["kernels="]),
-    ({}, ["dtype=float64", "kernels=", "attention=dense"], HOST, None, "FP8 is for dtype bfloat16 or float32", ["fp8=false"]),
-    ({}, ["padded_vocab=50300"], CUDA, (9, 0), "50300 is padded_vocab", ["fp8=false"]),
-    ({}, ["head_chunk=1000"], CUDA, (9, 0), "1000 is head_chunk", ["fp8=false"]),
-    ({}, ["stages.1.tokens=262208"], CUDA, (9, 0), "262208 tokens", ["fp8=false"]),
-    ({}, ["head_dim=132", "heads=2"], CUDA, (9, 0), "264 is the model's width", ["fp8=false"])]
-
-
-@pytest.mark.parametrize("machine, changes, device, capability, why, instead", REFUSED)
-def test_refusals(setting, machine, changes, device, capability, why, instead):
-    setting(**machine)
-    cfg = functools.reduce(tg.override, changes, tg.RECORD)
-    with pytest.raises(tg.UserError, match=re.escape(why)) as refusal:
-        tg.choose_ops(cfg, device, capability)
-    assert proposals(refusal.value) == instead
-    assert check_choice(cfg, device, capability)
-
-
-def test_a_gpu_that_is_too_old_is_told_of_the_cpu_preset(setting):
-    for change in ("kernels=gram", "attention=varlen", "attention=fa3", "dtype=bfloat16"):
-        cfg = tg.override(tg.CPU, change)
-        with pytest.raises(tg.UserError, match="need compute capability 8.0 .* capability is 7.5; --preset cpu, .* would run"):
-            tg.choose_ops(cfg, CUDA, (7, 5))

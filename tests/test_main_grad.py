@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from golden_inputs import backward, fill_model, tiny_batch, tiny_config
 from test_distributed import batches_of, build, cfg, same_on_all_ranks, train  # noqa: F401 (cfg is a fixture)
 
 NEAR = dict(rtol=1e-12, atol=1e-13)
@@ -223,12 +222,12 @@ FORMS = {"autograd": dict(main_grad=False), "autograd, delayed": dict(main_grad=
          "in place": dict(main_grad=True), "in place, delayed": dict(main_grad=True, delay_head_grad=True)}
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_all_forms_train_alike(workers, cfg, world):  # noqa: F811
-    """Runs through all stages and the split, with 8, 4 and 2 micro-batches a rank, in fp64. When the product is computed
+@pytest.mark.slow
+def test_all_forms_train_alike(workers, cfg):  # noqa: F811
+    """Runs of 4 ranks through all stages and the split, with two micro-batches a rank, in fp64. When the product is computed
     changes no bit. Where it is added does: autograd rounds a product before it adds it, and writing in place adds it inside
     the product's sum; within 1e-12, for eps is 2e-16 and polar may blow that up a thousandfold."""
-    runs = {form: same_on_all_ranks(workers(world, train, replace(cfg, **changes), False)) for form, changes in FORMS.items()}
+    runs = {form: same_on_all_ranks(workers(4, train, replace(cfg, **changes), False)) for form, changes in FORMS.items()}
     assert runs["in place"]["digests"] == runs["in place, delayed"]["digests"]
     for run in runs.values():
         assert run["losses"] == pytest.approx(runs["autograd"]["losses"], rel=1e-12)
@@ -279,6 +278,7 @@ def kinds_of_grad(rank, world, cfg):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, True])
 def test_only_small_parameters_have_a_grad(cfg, delayed):  # noqa: F811
     small = {row.name for row in cfg.params if not row.in_place}
@@ -317,6 +317,7 @@ def events_of(rank, world, cfg):
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, True])
 def test_when_the_heads_product_runs(workers, cfg, delayed):  # noqa: F811
     """At once, before its micro-batch's backward; or the last one where the scatter order has lm_head, behind the banks, on
@@ -332,6 +333,7 @@ def test_when_the_heads_product_runs(workers, cfg, delayed):  # noqa: F811
                 assert scatter == ["qk_bank", "vo_bank", "mlp_bank", *late]
 
 
+@pytest.mark.slow
 def test_an_order_with_the_head_first(cfg):  # noqa: F811
     """Gives the same bits: whatever the order, the product has run when it is sent."""
     order = ("lm_head", *(name for name in reversed(cfg.scatter_order) if name != "lm_head"))
@@ -391,6 +393,7 @@ def test_nothing_as_large_as_a_bank_is_made_or_cleared(cfg, form):  # noqa: F811
     assert (37, 70) not in made.made  # the logits of all tokens
 
 
+@pytest.mark.slow
 def test_the_bench_measures():
     """Less memory and less traffic for gradients of every kind; counts are not timings."""
     root = Path(__file__).resolve().parent.parent

@@ -70,8 +70,8 @@ def run(cfg, monkeypatch, **ops):
 FORMS = {"in place": {}, "delayed": dict(delay_head_grad=True), "autograd": dict(main_grad=False)}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("form, fp8", [("in place", True), ("delayed", False), ("autograd", True)])
 def test_no_step_waits_for_the_gpu(cfg, monkeypatch, form, fp8):
     """In every stage, with and without Adam, tied and not."""
     cfg = replace(cfg, dtype="bfloat16", polar_dtype="bfloat16", head_chunk=16, **FORMS[form])
@@ -99,6 +99,7 @@ def test_what_waits_is_found(cfg, monkeypatch, culprit):
         run(cfg, monkeypatch)
 
 
+@pytest.mark.slow
 def test_numbers_for_compiled_code_stay_on_the_host(cfg, monkeypatch):
     """As 0-d tensors, which a GPU's operations take as they take a Python number."""
     run(cfg, monkeypatch, number=lambda value: torch.tensor(value, dtype=tg.wide_dtype(cfg)))

@@ -8,6 +8,8 @@ import torch
 import train_gpt as tg
 from golden_inputs import backward, fill_model, tiny_batch, tiny_config
 
+pytestmark = pytest.mark.numeric
+
 FP64 = dict(rtol=1e-11, atol=1e-11)  # sums of some hundred float64 terms of size 1
 
 
@@ -288,6 +290,7 @@ def test_head_chunk_does_not_matter_to_the_model():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradient_of_the_whole_model():
     """Directional derivatives of the loss, from differences, for every parameter."""
     model, batch, g = fill_model(tg.GPT(tiny_config("float64")), tied=False), tiny_batch(), generator(11)

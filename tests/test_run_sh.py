@@ -352,6 +352,7 @@ def test_ctrl_c_before_the_ranks_start(repository, tmp_path, program, said):
 
 # ---- Through the real torchrun -----------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_real_torchrun_starts_two_ranks_quietly(repository):
     (repository / "my_copy.py").write_text(
         "import os, sys\n"
@@ -363,6 +364,7 @@ def test_real_torchrun_starts_two_ranks_quietly(repository):
         assert f"['{rank}', '2', '1'] ['--preset', 'cpu', '--seed', '3']" in ran.stdout
 
 
+@pytest.mark.slow
 def test_real_named_runs_end_with_the_table_of_compare(repository):
     """A log as short as can be, and the real torchrun and compare.py."""
     shutil.copy(ROOT / "records/compare.py", repository / "records")
@@ -381,14 +383,14 @@ def test_real_named_runs_end_with_the_table_of_compare(repository):
     assert all(f"\n    {line}\n" in readme for line in table)
 
 
-@pytest.mark.parametrize("end, status, said", (
-    ("sys.exit('out of luck')", 1, "out of luck"),
-    ("os.kill(os.getpid(), 9)", 137, "run.sh: rank 1 was killed by SIGKILL; the machine may have run out of memory")))
-def test_real_torchrun_failure_is_two_lines(repository, end, status, said):
-    (repository / "train_gpt.py").write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(100)")
+@pytest.mark.slow
+def test_real_torchrun_failure_is_two_lines(repository):
+    (repository / "train_gpt.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(100)")
     ran = call(repository, stubs=False, timeout=60)
-    assert ran.returncode == status
-    assert ran.stderr.splitlines() == [said, last_line(f"training failed (exit code {status})")]
+    assert ran.returncode == 137
+    assert ran.stderr.splitlines() == ["run.sh: rank 1 was killed by SIGKILL; the machine may have run out of memory",
+                                       last_line("training failed (exit code 137)")]
 
 
 TAKES_LEAVE = """
@@ -408,7 +410,8 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("number, send", ((signal.SIGINT, os.killpg), (signal.SIGHUP, os.killpg), (signal.SIGTERM, os.kill)))
+@pytest.mark.slow
+@pytest.mark.parametrize("number, send", ((signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill)))
 def test_a_signal_ends_all(repository, number, send):
     """A terminal sends to the whole process group, which the ranks are not in; others send to run.sh alone."""
     (repository / "train_gpt.py").write_text(TAKES_LEAVE)
@@ -424,6 +427,7 @@ def test_a_signal_ends_all(repository, number, send):
     assert "run 1 of 2" in stdout and "run 2 of 2" not in stdout
 
 
+@pytest.mark.slow
 def test_a_signal_while_ranks_are_started_leaves_none_behind(repository, tmp_path):
     """The launcher gets it between the starts of the first and of the second rank."""
     (repository / "train_gpt.py").write_text("import time; time.sleep(100)")
@@ -481,6 +485,7 @@ def test_interrupted_environment_is_completed(bare):
     assert ran.returncode == 0 and log == [CPU_TORCH, OTHERS] and "completing .venv" in ran.stdout
 
 
+@pytest.mark.slow
 def test_changed_requirements_are_installed(bare, repository):
     bare()
     with open(repository / "requirements.txt", "a") as file:
@@ -489,6 +494,7 @@ def test_changed_requirements_are_installed(bare, repository):
     assert bare()[1] == []
 
 
+@pytest.mark.slow
 def test_torch_without_cuda_is_replaced_where_there_are_gpus(bare, repository):
     bare()
     ran, log = bare(gpus=1, HAS_CUDA=".venv/cuda")
@@ -507,33 +513,44 @@ def test_unusable_pythons_are_one_line(bare):
         assert ran.returncode == 1 and message in ran.stderr and len(ran.stderr.splitlines()) == 1, ran.stderr
 
 
-def test_test_sh_uses_the_environment_of_run_sh(repository, tmp_path):
+# ---- test.sh -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def test_sh(repository, tmp_path):
+    """test_sh(*arguments): the finished process, in a repository with four tests."""
     (repository / "tests").mkdir()
-    (repository / "tests/test_one.py").write_text("def test_passes(): pass\ndef test_fails(): assert 0")
+    shutil.copy(ROOT / "pyproject.toml", repository)
+    (repository / "tests/test_one.py").write_text(
+        "import os, pytest\n"
+        "def test_passes(): pass\n"
+        "@pytest.mark.slow\ndef test_fails(): assert 0\n"
+        "@pytest.mark.numeric\ndef test_numbers():\n"
+        "    print('with', *(f'{name}={value}' for name, value in os.environ.items() if name in "
+        "('OPENBLAS_CORETYPE', 'ATEN_CPU_CAPABILITY', 'ONEDNN_MAX_CPU_ISA')))\n"
+        "    assert 'ONEDNN_MAX_CPU_ISA' not in os.environ\n")
     for name in ("scipy", "matplotlib", "triton"):
         (tmp_path / "stubs" / f"{name}.py").write_text("")
-    ran = call(repository, program="test.sh", cwd=tmp_path)
-    assert ran.returncode == 1 and "1 failed, 1 passed" in ran.stdout and sys.executable in ran.stdout
-    ran = call(repository, "tests/test_one.py::test_passes", program="test.sh")
+    return lambda *arguments, **options: call(repository, *arguments, program="test.sh", **options)
+
+
+@pytest.mark.slow
+def test_test_sh(test_sh, tmp_path):
+    """All tests; those that are named; a failure is the status."""
+    ran = test_sh(cwd=tmp_path)
+    assert ran.returncode == 1 and "1 failed, 2 passed" in ran.stdout and sys.executable in ran.stdout
+    ran = test_sh("tests/test_one.py::test_passes")
     assert ran.returncode == 0 and "1 passed" in ran.stdout
-    assert "1 deselected" in call(repository, "-k", "passes", program="test.sh").stdout
+    ran = test_sh("--fast")
+    assert ran.returncode == 0 and "2 passed" in ran.stdout
 
 
-def test_test_sh_runs_all_in_two_groups(repository, tmp_path):
-    """Both are seen, either's failure is the status, and nothing stays behind."""
-    (repository / "tests").mkdir()
-    for path in Path(__file__).parent.glob("test_*.py"):
-        (repository / "tests" / path.name).write_text("def test_passes(): pass")
-    for name in ("scipy", "matplotlib", "triton"):
-        (tmp_path / "stubs" / f"{name}.py").write_text("")
-    (tmp_path / "temporary").mkdir()
-    all_tests = lambda: call(repository, program="test.sh", TMPDIR=str(tmp_path / "temporary"))
-    ran = all_tests()
-    counts = [int(n) for n in re.findall(r"(\d+) passed", ran.stdout)]
-    assert ran.returncode == 0 and len(counts) == 2 and sum(counts) == len(list((repository / "tests").glob("test_*.py")))
-    for name in ("kernels", "batches"):
-        (repository / f"tests/test_{name}.py").write_text("def test_fails(): assert 0")
-        ran = all_tests()
-        assert ran.returncode == 1 and "1 failed" in ran.stdout and ran.stdout.count(" passed") == 2
-        (repository / f"tests/test_{name}.py").write_text("def test_passes(): pass")
-    assert not list((tmp_path / "temporary").glob("tmp*"))
+@pytest.mark.slow
+def test_test_sh_with_the_settings_of_other_cpus(test_sh):
+    """Of the numeric tests alone; the first that fails ends it."""
+    ran = test_sh("--cpus", "-rP", "--numprocesses=0")
+    assert ran.returncode == 1
+    said, had = (re.findall(rf"^{word} (.+)", ran.stdout, re.M) for word in ("test.sh: with", "with"))
+    assert said == ["OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2", "ATEN_CPU_CAPABILITY=default",
+                    "ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2"]
+    assert [set(line.split()) for line in had] == [set(said[0].split()), {said[1]}, {said[2].split()[0]}]
+    assert ran.stdout.count("1 passed") == 2 and ran.stdout.count("1 failed") == 1

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
 from golden_inputs import next_batch
-from launch import TINY, At, Launch, die, make_corpus, settings
+from launch import TINY, Launch, make_corpus, settings
 from test_distributed import batches_of, build, cfg, digest, same_on_all_ranks, train  # noqa: F401 (cfg is a fixture)
 
 TABLES = ("value_embeds", "bigram_embed", "embed")
@@ -27,7 +27,8 @@ def exchanged(cfg, how, tables=TABLES):
 
 # --------------------------------------------------------------------------------------------------------- whole runs
 
-@pytest.mark.parametrize("world, dtype", [(3, "float32"), (4, "float32"), (4, "bfloat16"), (8, "bfloat16")])
+@pytest.mark.slow
+@pytest.mark.parametrize("world, dtype", [(3, "float32"), (8, "bfloat16")])
 def test_sparse_runs_are_dense_runs(workers, cfg, world, dtype):  # noqa: F811
     """Whole runs, through all stages and the split, with 4, 2 and 1 micro-batches a rank: the same bits after every step."""
     cfg = replace(cfg, dtype=dtype, polar_dtype=dtype)
@@ -40,23 +41,13 @@ def test_sparse_runs_are_dense_runs(workers, cfg, world, dtype):  # noqa: F811
     assert len(set(want["digests"])) == cfg.steps
 
 
+@pytest.mark.slow
 def test_each_tables_switch_alone(workers, cfg):  # noqa: F811
-    cfg = exchanged(replace(cfg, dtype="bfloat16", polar_dtype="bfloat16"), "dense")
+    cfg = exchanged(replace(cfg, dtype="float32", polar_dtype="float32"), "dense")
     want = same_on_all_ranks(workers(2, train, cfg, False, False))
     for tables in [TABLES, *((name,) for name in TABLES)]:
         got = same_on_all_ranks(workers(2, train, exchanged(cfg, "sparse", tables), False, False))
         assert got["digests"] == want["digests"] and got["losses"] == want["losses"], tables
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("how", ["dense", "sparse"])
-def test_main_grad_is_autograds_gradient(workers, cfg, world, how):  # noqa: F811
-    """In fp64. Within a micro-batch both sum a row in the text's order; then main_grad adds micro-batch sums as .grad does."""
-    cfg = exchanged(cfg, how)
-    want = same_on_all_ranks(workers(world, train, replace(cfg, main_grad=False), False))
-    got = same_on_all_ranks(workers(world, train, cfg, False))
-    for name, p in want["final"].items():
-        torch.testing.assert_close(got["final"][name], p, rtol=1e-12, atol=1e-13, msg=name)
 
 
 # ---------------------------------------------------------------------------------------------------------- exchanges
@@ -168,7 +159,7 @@ def compare(rank, world, dtype, way):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", [3, 8])
 def test_touched_rows_are_averaged_like_all_rows(workers, world, dtype):
     """To the bit, whoever touches what, several exchanges on end; and the bytes are those of the rows that went to others."""
     for same, sent, sent_dense in workers(world, compare, dtype, "as it is"):
@@ -177,9 +168,10 @@ def test_touched_rows_are_averaged_like_all_rows(workers, world, dtype):
         assert sent and sent_dense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way, dtype", [(way, torch.float32) for way in WAYS if way not in ("as it is", "rounding")]
                          + [(way, torch.bfloat16) for way in WAYS if way != "as it is"])
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4])
 def test_the_numbers_tell_wrong_sums(workers, world, way, dtype):
     """The test above fails for every order but the ranks', where all ranks touch a row; and for a sum in bf16."""
     for rank, (same, *_) in enumerate(workers(world, compare, dtype, way)):
@@ -256,6 +248,7 @@ def account(rank, world, cfg):
     return exchange.sent, clean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world, tables", [(4, TABLES), (2, ("embed",)), (2, ())])
 def test_a_runs_bytes(workers, cfg, world, tables):  # noqa: F811
     cfg = exchanged(exchanged(replace(cfg, dtype="bfloat16", polar_dtype="bfloat16"), "dense"), "sparse", tables)
@@ -282,6 +275,7 @@ def closing_bytes(place, *more):
     return {what: int(n) for what, n in lines}
 
 
+@pytest.mark.slow
 def test_the_bytes_are_in_the_log(place):
     """In its closing block, warm-up left out; fewer than without the sparse exchange, everything else alike."""
     dense = [f"params.{name}.exchange=reduce_scatter" for name in TABLES]
@@ -300,19 +294,13 @@ def test_the_bytes_are_in_the_log(place):
     assert sum(differing[0].values()) < 0.2 * sum(differing[1].values())
 
 
-@pytest.mark.parametrize("change, world, words", [
-    (dict(bigram_rows=322), 4, "a world of 4 processes.*322 rows of bigram_embed do not divide.* 1 or 2 processes"),
-    (dict(bigram_rows=321), 2, "a world of 2 processes.*321 rows of bigram_embed do not divide"),
-    (dict(padded_vocab=65), 2, "a world of 2 processes.*65 rows of value_embeds do not divide")])
-def test_sizes_that_do_not_divide_are_refused(cfg, change, world, words):  # noqa: F811
+def test_a_table_of_any_size(cfg):  # noqa: F811
     """Tables are not padded; where no rank owns a part, any size will do."""
-    tg.check_config(cfg, world)
-    with pytest.raises(tg.UserError, match=words):
-        tg.check_config(replace(cfg, **change), world)
-    tg.check_config(replace(cfg, **change), 1)
-    if "bigram_rows" in change:
-        whole = tg.override(replace(cfg, **change), "params.bigram_embed.exchange=all_reduce")
-        tg.check_config(whole, world)
+    cfg = replace(cfg, bigram_rows=321)
+    tg.check_config(cfg, 1)
+    tg.check_config(tg.override(cfg, "params.bigram_embed.exchange=all_reduce"), 2)
+    with pytest.raises(tg.UserError, match="321 rows of bigram_embed do not divide"):
+        tg.check_config(cfg, 2)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -366,6 +354,7 @@ def largest(rank, world, cfg, steps):
     return watch.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_table_is_allocated_or_cleared(workers, cfg, world):  # noqa: F811
     """In steps before and after the split, with tables far larger than what belongs to a token: by what takes over, announces,
@@ -387,6 +376,7 @@ def test_no_table_is_allocated_or_cleared(workers, cfg, world):  # noqa: F811
                 assert seen[name][0] < 2 * limit and seen[name][1] < limit, (name, seen)
 
 
+@pytest.mark.slow
 def test_the_watch_sees_autograds_tables(workers, cfg):  # noqa: F811
     """The test above would fail without main_grad."""
     stages = tuple(replace(stage, tokens=4 * 12) for stage in cfg.stages)
@@ -439,8 +429,8 @@ def leave_and_go_on(rank, world, cfg, left):
     return set(saved), good, again == rest
 
 
-@pytest.mark.parametrize("world, left, how", [(1, 3, "sparse"), (2, 3, "dense"), (2, 4, "sparse"), (2, 5, "sparse"),
-                                              (2, 7, "sparse"), (2, 7, "dense")])
+@pytest.mark.slow
+@pytest.mark.parametrize("world, left, how", [(1, 3, "sparse"), (2, 4, "sparse"), (2, 7, "dense")])
 def test_gradients_can_be_handed_over(workers, cfg, world, left, how):  # noqa: F811
     """After a step without Adam: the tables' touched rows and other Adam parameters' gradients, before and after the split;
     after one with it, nothing."""
@@ -459,7 +449,8 @@ def warm(rank, world, cfg):
     return len(left), any(t.any() for t in left), optimizer.gradients(), optimizer.touched, exchange.sent
 
 
-@pytest.mark.parametrize("world, last", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world, last", [(1, 2), (2, 1)])
 def test_warm_up_leaves_no_gradient(workers, cfg, world, last):  # noqa: F811
     """Nor counts bytes, whether it ends with an Adam step or, with one step in the last stage, without."""
     cfg = replace(cfg, stages=(*cfg.stages[:3], replace(cfg.stages[3], steps=last)))
@@ -509,6 +500,7 @@ def recorded(rank, world, cfg, silent):
     return [label for label, _ in events], all(main for _, main in events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world, slices, silents", [(2, 2, (0, 1, 2)), (4, 8, (1,))])
 def test_one_order_of_collectives(workers, cfg, world, slices, silents):  # noqa: F811
     """On all ranks the same, from one thread, whether a rank has anything to send or not: counts before the last micro-batch's
@@ -528,15 +520,3 @@ def test_one_order_of_collectives(workers, cfg, world, slices, silents):  # noqa
         assert sent[counts] == sent[numbers] == 0
 
 
-# -------------------------------------------------------------------------------------------------------------- a death
-
-@pytest.mark.parametrize("world, rank, where, call", [
-    (2, 1, "Exchange.reduce_rows", 2), (4, 2, "Exchange.reduce_rows", 3), (2, 0, "Exchange.route", 2),
-    (2, 1, "Exchange.announce", 2), (2, 0, "add_rows", 1)])
-def test_a_rank_that_dies_in_mid_exchange(place, world, rank, where, call):
-    """Ends all, with one line."""
-    with Launch(place, "--preset", "cpu", "--data", "corpus", *settings("warmup=false"), world=world,
-                faults={rank: At(where, call, die)}) as launch:
-        assert launch.wait(60) == [-9 if r == rank else 1 for r in range(world)], launch.err
-        (line,) = launch.err.splitlines()
-        assert re.match(r"train_gpt.py: error: another process of this run was killed or failed \(.+\); look for its own", line)

@@ -102,6 +102,7 @@ def test_flops_of_the_record_are_those_of_its_banks():
     assert step_time.flops_per_token(cfg, [0.0] * 10) == 6 * unpadded
 
 
+@pytest.mark.slow
 def test_what_is_printed(cpu, cfg, tmp_path, capsys, monkeypatch):
     """Made data, before and after the split, both shapes of work, two forms."""
     monkeypatch.chdir(tmp_path)
@@ -131,6 +132,7 @@ def test_what_is_printed(cpu, cfg, tmp_path, capsys, monkeypatch):
             assert 0 < low <= float(line["ratio"]) <= high
 
 
+@pytest.mark.slow
 def test_data_of_ones_own(cpu, tmp_path, capsys):
     make_corpus(tmp_path / "corpus")
     assert bench("--stages", "0", "--data", str(tmp_path / "corpus")) == 0
@@ -158,6 +160,7 @@ def test_refused_in_one_line(cpu, capsys, monkeypatch, arguments, said):
     assert "tokens/s" not in captured.out
 
 
+@pytest.mark.slow
 def test_too_little_memory_for_a_variant(cpu, cfg, shards, capsys, monkeypatch):
     """The variant is dropped, whether it is the one that fails or the base beside it; the base is timed."""
     device, real = torch.device("cpu"), step_time.Training.warm_up
@@ -219,6 +222,7 @@ def shapes_of(cfg, shards, exchange):
     return state, arrived, sizes, optimizer.adam_steps, list(optimizer.touched), bool(finite)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["main_grad=true", "params.*.reduction=fp32", "delay_head_grad=true"])
 def test_a_rank_alone_does_what_a_real_one_does(cfg, shards, workers, setting):
     cfg = tg.override(cfg, setting)
@@ -240,6 +244,7 @@ def test_a_rank_alone_gets_its_own_rows():
     assert got is block and torch.equal(got[1:3], grad[1:3] / 8) and not got[0].any() and not got[3].any()
 
 
+@pytest.mark.slow
 def test_weights_stay_finite_in_every_stage(cfg, shards):
     for stage, world in ((0, 1), (0, 8), (2, 8)):
         training = step_time.Training(step_time.Form("base", cfg, tg.PLAIN), stage, world, shards, 6, torch.device("cpu"))
