@@ -18,7 +18,7 @@ for folder in (HERE, HERE.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from launch import CONTEXT  # after the paths above
+from launch import CONTEXT, WAIT  # after the paths above
 
 torch.set_num_threads(1)
 
@@ -28,7 +28,7 @@ def _serve(rank, world, store, pipe):
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=100))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=WAIT))
     while True:
         try:
             fn, args = pickle.loads(pipe.recv_bytes())
@@ -92,10 +92,10 @@ class Pool:
 @pytest.fixture(scope="session")
 def workers():
     """workers(world, fn, *args): fn(rank, world, *args) on every rank of a process group; the list of the ranks' results.
-    `fn` stands at the top level of a module. A rank that raises, dies or is silent for 120 s fails the test."""
+    `fn` stands at the top level of a module. A rank that raises, dies or is silent for too long fails the test."""
     pools = {}
 
-    def run(world, fn, *args, timeout=120):
+    def run(world, fn, *args, timeout=WAIT + 20):
         pool = pools.get(world) or pools.setdefault(world, Pool(world))
         try:
             return pool.run(fn, args, timeout)

@@ -23,6 +23,8 @@ from torch.distributed import TCPStore
 import train_gpt as tg
 from golden_inputs import random_documents, write_shard
 
+# Seconds that a test waits for what must come, at most: enough for a machine that is slow, or has other work.
+WAIT = 200
 STEPS = 8
 # The cpu preset at a size that takes seconds: all layers and stages, two steps each; validation before steps 0, 3, 6, and last.
 TINY = ["heads=2", "head_dim=8", "mlp_dim=32", "bigram_rows=320", "val_slices=3", "val_slice_tokens=256", "val_every=3"] + [
@@ -61,7 +63,7 @@ def _rank(folder, arguments, environment, output, fault):
         os.dup2(file, stream)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
     tg.torch.set_num_threads(1)
-    tg.PATIENCE = timedelta(seconds=25)  # no torchrun ends those that gloo leaves waiting
+    tg.PATIENCE = timedelta(seconds=60)  # no torchrun ends those that gloo leaves waiting
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if fault:
         fault()
@@ -216,7 +218,7 @@ class Launch:
         for process in self.processes:
             process.start()
 
-    def wait(self, seconds=60):
+    def wait(self, seconds=WAIT):
         """-> the exit statuses, by rank, negative signal numbers for the killed; fails if one still runs after `seconds`."""
         end = time.monotonic() + seconds
         for process in self.processes:

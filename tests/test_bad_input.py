@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from launch import TINY, At, Launch, Put, die, disk_full, fill_disk, interrupt, lose_reader, make_corpus, no_memory, settings
+from launch import TINY, WAIT, At, Launch, Put, die, disk_full, fill_disk, interrupt, lose_reader, make_corpus, no_memory, settings
 
 
 @dataclass
@@ -525,8 +525,8 @@ def test_patience_ends(fresh, tmp_path):
     """With a rank that lives and says nothing, which neither torchrun nor the backend ends."""
     folder = tmp_path / "run"
     shutil.copytree(fresh, folder)
-    with launch(folder, world=2, faults={0: Put("PATIENCE", timedelta(seconds=8)), 1: At("Exchange.gather", 5, fall_silent)}) as run:
-        run.processes[0].join(60)
+    with launch(folder, world=2, faults={0: Put("PATIENCE", timedelta(seconds=10)), 1: At("Exchange.gather", 5, fall_silent)}) as run:
+        run.processes[0].join(WAIT)
         assert [process.exitcode for process in run.processes] == [1, None]
         assert re.fullmatch(f"train_gpt.py: error: {pattern(LOST)}\n", run.err)
 
@@ -548,14 +548,14 @@ def test_ctrl_c_while_one_rank_waits_for_another(fresh, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(fresh, folder)
     with launch(folder, world=2, faults={1: At("train_step", 5, partial(time.sleep, 60))}) as run:
-        end = time.monotonic() + 30
+        end = time.monotonic() + WAIT
         while not any(finished(log)[0][-1:] == [4] for log in folder.glob(f"{ATTEMPTS}/*.txt") if log.stat().st_size):
             assert time.monotonic() < end
             time.sleep(0.02)
         time.sleep(0.2)
         for process in run.processes:
             os.kill(process.pid, signal.SIGINT)
-        assert run.wait(30) == [130, 130]
+        assert run.wait() == [130, 130]
         assert run.err == "train_gpt.py: interrupted\n"
     assert finished(next(folder.glob(f"{ATTEMPTS}/*.txt"))) == ([1, 2, 3, 4], "stopped: interrupted")
 

@@ -9,6 +9,7 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import next_batch, random_documents, write_shard
+from launch import WAIT
 
 VOCAB, START = 257, 256
 
@@ -261,7 +262,7 @@ class Copying:
 
     def synchronize(self):
         self.asked.set()
-        assert self.arrived.wait(20)
+        assert self.arrived.wait(WAIT)
 
 
 @pytest.mark.parametrize("late", [0, 3])
@@ -280,7 +281,7 @@ def test_a_room_is_not_written_before_its_copy_has_finished(folder, late):
         if i != late:
             event.arrived.set()
     batches.next()
-    assert events[late].asked.wait(20)
+    assert events[late].asked.wait(WAIT)
     done, _ = wait([batches.coming], timeout=0.2)
     assert not done and events[late].unchanged()
     events[late].arrived.set()
@@ -394,13 +395,13 @@ def test_close(folder, when):
 
     def slow(*args):
         began.set()
-        assert end.wait(20)
+        assert end.wait(WAIT)
         if when == "failed":
             raise tg.UserError("on purpose")
         return build(*args)
     loader.batch = slow
     batches = tg.Batches(loader, plans_of(cfg))
-    assert began.wait(20)
+    assert began.wait(WAIT)
     if when == "at the end":
         end.set()
         for _ in range(cfg.steps):
@@ -412,10 +413,10 @@ def test_close(folder, when):
     closing.start()
     closing.join(0.1)
     end.set()
-    closing.join(20)
+    closing.join(WAIT)
     assert not closing.is_alive()
     for thread in set(threading.enumerate()) - before:
-        thread.join(20)
+        thread.join(WAIT)
         assert not thread.is_alive()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt as tg
+from launch import WAIT
 
 ROOT = Path(tg.__file__).resolve().parent
 WORLDS = (1, 2, 4, 8, 16, 64)
@@ -195,7 +196,7 @@ print("quiet")
 @pytest.mark.slow
 def test_import_does_nothing(tmp_path):
     result = subprocess.run([sys.executable, "-B", "-c", WATCH, "--preset", "nonsense"], cwd=tmp_path, text=True, capture_output=True,
-                            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RANK": "7", "WORLD_SIZE": "9"}, timeout=120)
+                            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RANK": "7", "WORLD_SIZE": "9"}, timeout=WAIT)
     assert (result.returncode, result.stdout, result.stderr) == (0, "quiet\n", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -205,5 +206,5 @@ def test_one_file_is_enough(tmp_path):
     """The script, copied alone into an empty folder, starts."""
     copy = tmp_path / "my_copy.py"
     copy.write_text((ROOT / "train_gpt.py").read_text(encoding="utf-8"), encoding="utf-8")
-    result = subprocess.run([sys.executable, str(copy), "-h"], cwd=tmp_path, text=True, capture_output=True, timeout=120)
+    result = subprocess.run([sys.executable, str(copy), "-h"], cwd=tmp_path, text=True, capture_output=True, timeout=WAIT)
     assert result.returncode == 0 and "--preset" in result.stdout

@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import tiktoken
 
+from launch import WAIT
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "data"), str(ROOT / "bench")]
 import local_corpus  # noqa: E402
@@ -256,12 +258,12 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path):
                                stderr=subprocess.PIPE, text=True, start_new_session=True,
                                # a shell's background job is started with it ignored
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    end = time.monotonic() + 60
+    end = time.monotonic() + WAIT
     while not any(path.stat().st_size for path in out.glob(".unfinished-*/*")):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)   # as a terminal does
-    assert process.communicate(timeout=60) == (None, "tokenize_text.py: interrupted; nothing was written\n")
+    assert process.communicate(timeout=WAIT) == (None, "tokenize_text.py: interrupted; nothing was written\n")
     assert process.returncode == 130 and list(out.iterdir()) == []
 
 
@@ -271,7 +273,7 @@ def test_a_bar_on_a_terminal(tmp_path):
     for split in ("val", "train"):
         (tmp_path / f"{split}.txt").write_text(text_for(split, 100))
     command = [sys.executable, ROOT / "data/tokenize_text.py", tmp_path / "out", *tmp_path.glob("*.txt"), "--encoding", "bytes"]
-    subprocess.run(command, stderr=its, check=True, timeout=60)
+    subprocess.run(command, stderr=its, check=True, timeout=WAIT)
     shown = os.read(ours, 1 << 16).decode()
     assert re.search(r"tokenizing: +0%.*tokenizing: 100%", shown, re.S), shown
     os.close(ours), os.close(its)
@@ -352,12 +354,12 @@ def test_an_interrupted_corpus_is_one_line_and_leaves_nothing(tmp_path):
     process = subprocess.Popen([sys.executable, ROOT / "data/local_corpus.py", "--out", tmp_path / "out"],
                                stderr=subprocess.PIPE, text=True,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    end = time.monotonic() + 60
+    end = time.monotonic() + WAIT
     while not list(tmp_path.glob("out/.unfinished-*/*")):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == (None, "local_corpus.py: interrupted; start it again\n")
+    assert process.communicate(timeout=WAIT) == (None, "local_corpus.py: interrupted; start it again\n")
     assert process.returncode == 130 and not list(tmp_path.glob("out/*"))
 
 

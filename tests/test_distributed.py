@@ -499,10 +499,10 @@ def misbehave(rank, world, how):
 @pytest.mark.slow
 def test_failing_workers_fail_the_test_and_the_pool_recovers(workers):
     with pytest.raises(RuntimeError, match=r"rank 1 raised in misbehave(.|\n)*on purpose"):
-        workers(2, misbehave, "raise", timeout=30)
+        workers(2, misbehave, "raise")
     assert workers(2, misbehave, "") == [0, 10]
     with pytest.raises(RuntimeError, match="rank"):
-        workers(2, misbehave, "die", timeout=30)
+        workers(2, misbehave, "die")
     with pytest.raises(TimeoutError, match=r"no answer from ranks \[0, 1\]"):
         workers(2, misbehave, "hang", timeout=3)
     assert workers(2, misbehave, "") == [0, 10]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from hub import Hub
+from launch import WAIT
 
 SCRIPT = Path(__file__).resolve().parent.parent / "data" / "fineweb.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -60,7 +61,7 @@ def fetch(hub, out, *arguments, status=0) -> tuple[str, str]:
     """Runs fineweb.py to its end; its output and its errors."""
     process = start(hub, out, *arguments)
     try:
-        printed = process.communicate(timeout=60)
+        printed = process.communicate(timeout=WAIT)
     finally:
         process.kill()
     assert process.returncode == status, printed
@@ -109,7 +110,7 @@ def test_shard_counts():
 def test_several_at_once(hub, tmp_path):
     hub.files = shards(4)
     (tmp_path / VAL).write_bytes(hub.files[VAL])
-    hub.gather = threading.Barrier(4, timeout=5)   # no answer comes before four are asked for
+    hub.gather = threading.Barrier(4, timeout=WAIT)   # no answer comes before four are asked for
     fetch(hub, tmp_path, 4)
     assert there(tmp_path) == hub.files
 
@@ -160,7 +161,7 @@ def test_a_lost_connection_is_taken_up_again(hub, tmp_path):
 
 
 def wait_for(condition) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + WAIT
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -180,7 +181,7 @@ def held(hub, out, how="hold") -> tuple[subprocess.Popen, Path]:
 def test_a_stopped_download_has_no_shards_name_and_only_its_rest_is_asked_for(hub, tmp_path, number):
     process, part = held(hub, tmp_path)
     process.send_signal(number)
-    printed, error = process.communicate(timeout=60)   # though no more arrives
+    printed, error = process.communicate(timeout=WAIT)   # though no more arrives
     if number == signal.SIGINT:
         assert process.returncode == 130 and "interrupted" in one_line(error)
     else:
@@ -196,7 +197,7 @@ def test_a_stopped_download_has_no_shards_name_and_only_its_rest_is_asked_for(hu
 def test_a_reset_connection_is_taken_up_again_if_anything_came(hub, tmp_path):
     process, _ = held(hub, tmp_path, "reset")
     hub.release.set()
-    process.communicate(timeout=20)
+    process.communicate(timeout=WAIT)
     assert process.returncode == 0 and hub.asked[1:] == [(TRAIN[0], None), (TRAIN[0], f"bytes={PIECE}-")]
     assert there(tmp_path) == hub.files
     (tmp_path / VAL).unlink()
@@ -275,7 +276,7 @@ def test_bars_on_a_terminal(hub, tmp_path):
     part_of(tmp_path, VAL, LARGE).write_bytes(LARGE[:PIECE])
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))   # a terminal without columns has no bars
-    assert start(hub, tmp_path, 0, stdout=its, stderr=its).wait(20) == 0
+    assert start(hub, tmp_path, 0, stdout=its, stderr=its).wait(WAIT) == 0
     shown = os.read(ours, 1 << 16).decode()
     assert re.search(rf"{VAL}: +40%.*{VAL}: 100%", shown, re.S) and f"{VAL}: downloaded" in shown, shown
     os.close(ours), os.close(its)

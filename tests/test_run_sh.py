@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from launch import WAIT
+
 ROOT = Path(__file__).resolve().parent.parent
 
 TORCHRUN = """
@@ -124,7 +126,7 @@ def started(repository, *arguments, gpus=0, cwd=None, stubs=True, program="run.s
             process.wait()
 
 
-def call(*arguments, timeout=100, **options):
+def call(*arguments, timeout=WAIT, **options):
     """The finished process. It and all that have its stdout or stderr must end: what is left behind fails the test."""
     with started(*arguments, **options) as process:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -331,7 +333,7 @@ def test_help_explains_itself_and_the_script(repository):
 
 
 def wait_for(*paths):
-    end = time.monotonic() + 60
+    end = time.monotonic() + WAIT
     while not all(path.exists() for path in paths):
         assert time.monotonic() < end, f"not all there: {paths}"
         time.sleep(0.05)
@@ -345,7 +347,7 @@ def test_ctrl_c_before_the_ranks_start(repository, tmp_path, program, said):
     with started(repository) as process:
         wait_for(repository / "up")
         os.killpg(process.pid, signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=WAIT)
     assert process.returncode == -signal.SIGINT and "torchrun" not in stdout
     assert said is None or stderr.splitlines() == said
 
@@ -387,7 +389,7 @@ def test_real_named_runs_end_with_the_table_of_compare(repository):
 def test_real_torchrun_failure_is_two_lines(repository):
     (repository / "train_gpt.py").write_text(
         "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(100)")
-    ran = call(repository, stubs=False, timeout=60)
+    ran = call(repository, stubs=False, timeout=WAIT)
     assert ran.returncode == 137
     assert ran.stderr.splitlines() == ["run.sh: rank 1 was killed by SIGKILL; the machine may have run out of memory",
                                        last_line("training failed (exit code 137)")]
@@ -419,9 +421,9 @@ def test_a_signal_ends_all(repository, number, send):
         for state in ("up", "leaving"):   # the second signal is an impatient user's
             wait_for(*(repository / f"{state}{rank}" for rank in (0, 1)))
             send(process.pid, number)
-        process.wait(60)
+        process.wait(WAIT)
         assert (repository / "left0").exists() and (repository / "left1").exists(), "run.sh ended before the ranks"
-        stdout, stderr = process.communicate(timeout=60)   # returns when all are gone that have them: launcher and ranks
+        stdout, stderr = process.communicate(timeout=WAIT)   # returns when all are gone that have them: launcher and ranks
     assert process.returncode == -number   # a shell says 128 + number
     assert stderr.splitlines() == [last_line("interrupted")]
     assert "run 1 of 2" in stdout and "run 2 of 2" not in stdout
@@ -440,7 +442,7 @@ def test_a_signal_while_ranks_are_started_leaves_none_behind(repository, tmp_pat
         "        starts.append(1)\n"
         "        if len(starts) == 2: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.addaudithook(hook)\n")
-    ran = call(repository, stubs=False, timeout=60, PYTHONPATH=str(tmp_path / "site"))
+    ran = call(repository, stubs=False, timeout=WAIT, PYTHONPATH=str(tmp_path / "site"))
     assert ran.returncode == 143 and ran.stderr.splitlines() == [last_line("interrupted")]
 
 

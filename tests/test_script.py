@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from launch import STEPS, Launch, make_corpus, settings
+from launch import STEPS, WAIT, Launch, make_corpus, settings
 
 SCRIPT = Path(tg.__file__).resolve()
 
@@ -25,7 +25,7 @@ def start(folder, *arguments, processes=0, script=SCRIPT):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
     return subprocess.run([sys.executable, *launcher, str(script), *arguments], cwd=folder, env=environment, text=True,
-                          capture_output=True, timeout=120)
+                          capture_output=True, timeout=WAIT)
 
 
 def run(folder, *arguments, **options):
@@ -41,7 +41,7 @@ def forked(folder, *arguments):
     """Likewise, in a tenth of the time: a process that has torch loaded."""
     before = set(folder.glob("records/**/*.txt"))
     with Launch(folder, "--preset", "cpu", "--data", "corpus", *arguments) as process:
-        assert process.wait(120) == [0], process.err
+        assert process.wait() == [0], process.err
     (log,) = set(folder.glob("records/**/*.txt")) - before
     return process.out, log
 
@@ -174,7 +174,7 @@ def test_a_terminal_gets_a_progress_bar(place):
     except OSError:  # Linux says so when the other end has closed
         pass
     os.close(ours)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=WAIT) == 0
     text = shown.decode()
     assert re.search(rf"\d+%\|.*\| \d+/{STEPS} \[\d\d:\d\d<\S+, .*loss \d+\.\d+ time \d+\.\ds\]", text)
     lines = [re.split(r"\r", line.rstrip("\r"))[-1] for line in text.split("\n")]
@@ -303,7 +303,7 @@ def test_a_killed_torchrun_leaves_nothing_running(place):
     while not process.stdout.readline().startswith("step 4/"):
         assert process.poll() is None
     process.kill()
-    assert process.communicate(timeout=60)[0].count("validation loss") == 0
+    assert process.communicate(timeout=WAIT)[0].count("validation loss") == 0
     (log,) = set(place.glob("records/**/*.txt")) - before
     assert "complete: yes" not in log.read_text(encoding="utf-8").splitlines()
 

@@ -267,7 +267,7 @@ def place(tmp_path_factory):
 def closing_bytes(place, *more):
     before = set(place.glob("records/**/*.txt"))
     with Launch(place, "--preset", "cpu", "--data", "corpus", *settings(*more), world=2) as launch:
-        assert launch.wait(100) == [0, 0], launch.err
+        assert launch.wait() == [0, 0], launch.err
     (log,) = set(place.glob("records/**/*.txt")) - before
     end = log.read_text(encoding="utf-8").rsplit("peak memory", 1)[1]
     lines = re.findall(r"^bytes sent by rank 0, (.+): (\d+)$", end, re.M)
