@@ -2602,12 +2602,16 @@ def config_json(cfg: Config, **more) -> str:
 
 
 def config_from_dict(values: dict, kind=Config):
-    """The inverse of dataclasses.asdict after a trip through JSON; unknown names are left out."""
+    """The inverse of dataclasses.asdict after a trip through JSON. Raises UserError if a field is unknown or missing."""
+    hints = typing.get_type_hints(kind)
+    if wrong := sorted(hints.keys() ^ values.keys()):
+        raise UserError(f"a saved {kind.__name__} and this script's differ in {', '.join(wrong)}; use the script that saved it")
+
     def value(hint, v):
         if typing.get_origin(hint) is tuple:
             return tuple(value(typing.get_args(hint)[0], x) for x in v)
         return config_from_dict(v, hint) if dataclasses.is_dataclass(hint) else v
-    return kind(**{name: value(hint, values[name]) for name, hint in typing.get_type_hints(kind).items() if name in values})
+    return kind(**{name: value(hint, values[name]) for name, hint in hints.items()})
 
 
 def save_model(path: str, model: GPT) -> None:

@@ -154,9 +154,20 @@ def test_validation_steps():
 
 @pytest.mark.parametrize("cfg", [tg.RECORD, tg.CPU, tg.override(tg.override(tg.CPU, "layers.1.value=none"), "params.embed.betas=.1,.2")])
 def test_config_survives_json(cfg):
-    again = tg.config_from_dict(json.loads(tg.config_json(cfg, name="x", seed=3)))  # names it does not know are left out
+    again = tg.config_from_dict(json.loads(tg.config_json(cfg)))
     assert again == cfg
     assert hash(again) == hash(cfg)  # tuples again, no lists
+
+
+@pytest.mark.parametrize("name, kind", [("bos", "Config"), ("start_token", "Config"), ("windows", "Stage"), ("lr_mul", "Stage")])
+def test_another_scripts_config_is_refused(name, kind):
+    """A field that is unknown here, or missing there: the default in its place would be another model."""
+    values = json.loads(tg.config_json(tg.CPU))
+    place = values if kind == "Config" else values["stages"][1]
+    if place.pop(name, None) is None:
+        place[name] = 1
+    with pytest.raises(tg.UserError, match=f"a saved {kind} and this script's differ in {name}; use the script that saved it"):
+        tg.config_from_dict(values)
 
 
 # ------------------------------------------------------------------------------------------------------------ import
