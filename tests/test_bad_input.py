@@ -233,7 +233,8 @@ ROWS = [
     Row("no whole number", "--set slices=1.5", "--set slices=1.5: slices takes a whole number"),
     Row("no whole number in a list", "--set final_windows=1,b", "--set final_windows=b: final_windows takes a whole number"),
     Row("no number", "--set adam_lr=fast", "--set adam_lr=fast: adam_lr takes a finite number"),
-    Row("no finite number", "--set adam_lr=nan", "--set adam_lr=nan: adam_lr takes a finite number"),
+    *[Row(f"{number} for a number", f"--set adam_lr={number}", f"--set adam_lr={number}: adam_lr takes a finite number")
+      for number in ("nan", "inf", "-inf")],
     Row("neither true nor false", "--set warmup=maybe", "--set warmup=maybe: warmup takes true or false"),
     # a config against itself
     *[Row(f"a choice unknown: {setting}", f"--set {setting}", f"{setting}: use {choices}") for setting, choices in (
@@ -567,3 +568,11 @@ def test_a_full_disk_is_said_by_the_line_that_meets_it(tmp_path):
             log.file.close()
             log.file = open("/dev/full", "w", buffering=1)
             log.write("step:1/8")
+
+
+def test_why_a_run_stopped_is_logged_without_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(tg.UserError):
+        with tg.RunLog(tmp_path / "logs", 8, "run"):
+            raise tg.UserError(f"{tmp_path}/corpus/x.bin: damaged")
+    assert (tmp_path / "logs/run.txt").read_text() == "stopped: corpus/x.bin: damaged\n"

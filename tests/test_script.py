@@ -216,6 +216,14 @@ def test_screen_output_is_plain_and_says_where_the_log_is(place, single, double)
     assert single[0].stderr == ""
 
 
+def test_progress_tells_the_time_that_is_left(tmp_path, capsys):
+    """By the mean time of a step so far."""
+    with tg.RunLog(tmp_path, 10, "run") as log:
+        log.progress(4, 2.5, 8000.0)
+        log.progress(10, None, 20_500.0)
+    assert capsys.readouterr().out == "step 4/10  loss 2.500  time 8s  ETA 12s\nstep 10/10    time 20s  ETA 0s\n"
+
+
 # ------------------------------------------------------------------------------------------------------- saved models
 
 def validation_of(model, folder):
