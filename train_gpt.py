@@ -290,12 +290,10 @@ def padded(n: int, multiple: int) -> int:
 
 
 def param_shapes(cfg: Config, world: int) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter when `world` ranks share it: banks are padded so that each rank owns whole matrices."""
+    """Shape of every parameter when `world` ranks share it: banks are padded so that each rank owns equally many whole matrices."""
     d, pair, V, L = cfg.dim, 2 * cfg.head_dim, cfg.padded_vocab, len(cfg.layers)
     attention = sum(layer.attention is not None for layer in cfg.layers)
     tables = sum(layer.value is not None for layer in cfg.layers)
-    # Two matrices a layer, one layer more than needed: 24 for 11 layers, which 8 ranks divide.
-    matrices = padded(2 * (L + 1), math.lcm(2, world))
     return {
         "scalars": (2 * L + 3,), "smear_gate": (1, 12), "skip_gate": (1, 12),
         "attn_gate_bank": (attention, cfg.heads, 12), "ve_gate_bank": (tables, cfg.heads, 12),
@@ -303,7 +301,7 @@ def param_shapes(cfg: Config, world: int) -> dict[str, tuple[int, ...]]:
         "value_embeds": (V, tables, d), "bigram_embed": (cfg.bigram_rows, d), "lm_head": (d, V), "embed": (V, d),
         "qk_bank": (padded(attention * cfg.heads, world), pair, d),
         "vo_bank": (padded(attention * 2, world), d, d),
-        "mlp_bank": (matrices // 2, 2, cfg.mlp_dim, d),
+        "mlp_bank": (padded(2 * L, math.lcm(2, world)) // 2, 2, cfg.mlp_dim, d),
     }
 
 
@@ -1864,15 +1862,16 @@ class GPT(nn.Module):
         generator, cfg, L = torch.Generator().manual_seed(seed), self.cfg, len(self.cfg.layers)
         shapes = param_shapes(cfg, 1)
 
-        def uniform(name):
+        def uniform(rows, *shape):
             bound = math.sqrt(3) * 0.5 * cfg.dim ** -0.5
-            return (torch.rand(shapes[name], generator=generator) * 2 - 1) * bound
+            return (torch.rand(rows, *shape, generator=generator) * 2 - 1) * bound
 
-        mlp_bank = uniform("mlp_bank")
+        # Drawn for one layer more than there are, as when the bank was padded by one: a seed keeps its values.
+        mlp_bank = uniform(L + 1, *shapes["mlp_bank"][1:])[:L]
         mlp_bank[:, 1] = 0
         lm_head = 0.005 * torch.randn(shapes["lm_head"], generator=generator)
         values = {
-            "qk_bank": uniform("qk_bank"), "vo_bank": uniform("vo_bank"), "mlp_bank": mlp_bank,
+            "qk_bank": uniform(*shapes["qk_bank"]), "vo_bank": uniform(*shapes["vo_bank"]), "mlp_bank": mlp_bank,
             "lm_head": lm_head, "embed": lm_head.T,
             "value_embeds": 0.01 * torch.randn(shapes["value_embeds"], generator=generator),
             "post_lambdas": torch.ones(L, 2), "resid_lambdas": torch.full((L, 2), math.sqrt(1.1)),

@@ -86,7 +86,7 @@ def test_param_shapes(world):
     up = lambda n, m: math.ceil(n / m) * m
     assert shapes == {
         "qk_bank": (up(60, world), 256, 768), "vo_bank": (up(20, world), 768, 768),
-        "mlp_bank": (up(24, math.lcm(2, world)) // 2, 2, 3072, 768),
+        "mlp_bank": (up(22, math.lcm(2, world)) // 2, 2, 3072, 768),
         "embed": (50304, 768), "lm_head": (768, 50304), "value_embeds": (50304, 5, 768), "bigram_embed": (251520, 768),
         "attn_gate_bank": (10, 6, 12), "ve_gate_bank": (5, 6, 12), "smear_gate": (1, 12), "skip_gate": (1, 12),
         "post_lambdas": (11, 2), "resid_lambdas": (11, 2), "x0_lambdas": (11,), "bigram_lambdas": (11,), "scalars": (25,)}
@@ -94,6 +94,12 @@ def test_param_shapes(world):
         assert shapes[name][0] % world == 0
     assert 2 * shapes["mlp_bank"][0] % world == 0
     assert set(shapes) == {row.name for row in tg.PARAMS}
+
+
+def test_no_matrix_is_padding_that_need_not_be():
+    """12 layers have 24 MLP matrices, which 8 ranks share as they are."""
+    cfg = replace(tg.RECORD, layers=(*tg.LAYERS, tg.Layer()))
+    assert tg.param_shapes(cfg, 8)["mlp_bank"][:2] == (12, 2) and tg.param_shapes(tg.RECORD, 1)["mlp_bank"][:2] == (11, 2)
 
 
 def test_no_cooldown_and_no_schedule():

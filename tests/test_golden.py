@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt as tg
-from golden_inputs import (FILL, GOLDEN, backward, distance, fill, fill_model, golden_key, golden_layout, hash_words, next_batch,
-                           parameter_stream, stats, tiny_batch, tiny_config, write_shard)
+from golden_inputs import (FILL, GOLDEN, WORLD, backward, distance, fill, fill_model, golden_key, golden_layout, hash_words,
+                           next_batch, parameter_stream, stats, tiny_batch, tiny_config, write_shard)
 
 pytestmark = pytest.mark.numeric
 
@@ -34,7 +34,7 @@ def test_fill():
     assert hash_words(np.arange(4), 1).tolist() == meta["h_check_k1_n0..3"]
     assert hash_words(np.array([1000]), 14)[0] == meta["h_check_k14_n1000"]
     assert {golden_key(name): list(row) for name, row in FILL.items()} == meta["params_(k,scale,offset)"]
-    model = fill_model(tg.GPT(tiny_config("float32")))
+    model = fill_model(tg.GPT(tiny_config("float32"), WORLD))
     for name, p in model.named_parameters():
         p = golden_layout(name, p.detach())
         assert list(p.shape) == GOLDEN["e_forward"]["param_shapes"][golden_key(name)]
@@ -294,7 +294,7 @@ def recorded(monkeypatch):
     norm, enter = tg.norm, tg.enter
 
     def build(dtype, windows=(16, 48), **changes):
-        model = fill_model(Recorder(tiny_config(dtype, **changes)))
+        model = fill_model(Recorder(tiny_config(dtype, **changes), WORLD))
         model.normed, model.seen = [], {}
         monkeypatch.setattr(tg, "norm", lambda x: (model.normed.append(x), norm(x))[1])
         monkeypatch.setattr(tg, "enter", lambda *args: (passed := enter(*args), model.seen.update(x0=passed[0]))[0])
@@ -325,7 +325,7 @@ LOSS_NEAR = {"fp32": 1e-6, "fp64": 1e-12}  # the golden fp32 and fp64 losses of 
 
 @pytest.mark.parametrize("kind", DTYPES)
 def test_losses(kind):
-    model, batch = fill_model(tg.GPT(tiny_config(DTYPES[kind]))), tiny_batch()
+    model, batch = fill_model(tg.GPT(tiny_config(DTYPES[kind]), WORLD)), tiny_batch()
     with torch.no_grad():
         logits = model.activations(batch, 16, 48) @ model.lm_head
     for name, weights in (("mtp3", MTP3), ("mtp1", MTP1)):
@@ -358,7 +358,7 @@ def test_recorded_streams_are_the_streams(recorded):
 def test_equal_windows():
     """The reference knows long layers by their window number; ours by the table, so all plain layers are marked long here."""
     layers = tuple(replace(layer, window="long") if layer.attention == "plain" else layer for layer in tg.LAYERS)
-    model, batch = fill_model(tg.GPT(tiny_config("float32", layers=layers))), tiny_batch()
+    model, batch = fill_model(tg.GPT(tiny_config("float32", layers=layers), WORLD)), tiny_batch()
     golden = GOLDEN["e_forward"]["equal_windows_16_16_mtp3_fp32"]
     with torch.no_grad():
         losses, _ = tg.softcap_loss(model.activations(batch, 16, 16) @ model.lm_head, batch.targets, MTP3)
@@ -371,7 +371,7 @@ def test_equal_windows():
 @pytest.mark.parametrize("weights", [MTP3, MTP1], ids=["mtp3", "mtp1"])
 @pytest.mark.parametrize("kind", DTYPES)
 def test_gradients(kind, weights):
-    model = fill_model(tg.GPT(tiny_config(DTYPES[kind])))
+    model = fill_model(tg.GPT(tiny_config(DTYPES[kind]), WORLD))
     backward(model, tiny_batch(), tg.plan(model.cfg, 0)._replace(short=16, long=48, mtp=weights))
     for name, p in model.named_parameters():
         golden = GOLDEN["f_gradients"][f"tied_mtp{len(weights)}_{kind}"][golden_key(name)]
@@ -396,7 +396,7 @@ def test_parameter_table():
             assert (cfg.adam_lr, cfg.adam_wd, cfg.adam_eps, list(row.betas)) == (want["lr"], want["wd"], want["eps"], want["betas"])
             assert row.lr_mul == want["lr_mul"]
         else:
-            shape = tg.param_shapes(tiny_config("float32"), 1)[row.name]
+            shape = tg.param_shapes(tiny_config("float32"), WORLD)[row.name]
             own = torch.empty(shape).view(-1, *shape[-2:]).shape
             assert (cfg.muon_lr, cfg.muon_wd, cfg.muon_beta2, list(own)) == (want["lr"], want["wd"], want["beta2"], want["reshape"])
             # The reference's number holds the factor of the shape, which ours computes: sqrt(max(1, rows / cols)).
@@ -410,7 +410,7 @@ def unmarked(cfg):
 
 def optimizer_run(cfg, steps, split_at=None, windows=(16, 48)):
     """Yields step, loss, model and whether tied, after each of `steps` golden optimizer steps."""
-    model, batch = fill_model(tg.GPT(cfg)), tiny_batch()
+    model, batch = fill_model(tg.GPT(cfg, WORLD)), tiny_batch()
     optimizer, marks = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1)), unmarked(cfg)
     for i in range(steps):
         step = tg.plan(cfg, i)._replace(short=16, long=48, mtp=MTP3, lr_mul=1.0, momentum=0.85 + 0.1 * i / 300, split=i == split_at)
@@ -475,7 +475,7 @@ def test_native_dtypes():
     low word. (Low words of a given update are reproduced bit for bit: test_cautious_update.)
     """
     cfg = replace(tiny_config("bfloat16"), main_grad=False)
-    model = fill_model(tg.GPT(cfg))
+    model = fill_model(tg.GPT(cfg, WORLD))
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1))
     for i, want in enumerate(GOLDEN["g_optimizer"]["native"]["steps"]):
         for name, p in model.named_parameters():

@@ -364,7 +364,7 @@ def large_shapes(cfg):
     """Of banks, of their used layers, of head and tables, seen as they are, flat and transposed."""
     shapes, n, L, d = tg.param_shapes(cfg, 1), 10, 11, cfg.dim
     whole = [shapes[row.name] for row in cfg.params if row.in_place]
-    whole += [(n, 2 * d, d), (2 * n, d, d), (2 * L, cfg.mlp_dim, d), (24, cfg.mlp_dim, d)]
+    whole += [(n, 2 * d, d), (2 * n, d, d), (2 * L, cfg.mlp_dim, d)]
     flat = [(s[0], int(torch.tensor(s[1:]).prod())) for s in whole] + [(int(torch.tensor(s[:-1]).prod()), s[-1]) for s in whole]
     return {*whole, *flat, *(s[::-1] for s in flat)}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import backward, fill_model, tiny_batch, tiny_config
+from golden_inputs import WORLD, backward, fill_model, tiny_batch, tiny_config
 
 pytestmark = pytest.mark.numeric
 
@@ -85,7 +85,7 @@ def test_attention_gradients():
 @pytest.mark.parametrize("layer", [0, 2, 1, 3, 8, 10])
 def test_attention_layer(layer):
     """Whole layers, head by head: 0 and 2 paired, 2 with a value table; 1 and 8 plain with one; 3 long; 10 long with one."""
-    model, g = fill_model(tg.GPT(tiny_config("float64"))), generator(layer)
+    model, g = fill_model(tg.GPT(tiny_config("float64"), WORLD)), generator(layer)
     cfg, row = model.cfg, model.cfg.layers[layer]
     T, H, D, d = 21, cfg.heads, cfg.head_dim, cfg.dim
     h, ve = randn(T, d, g=g), randn(T, d, g=g)
@@ -270,7 +270,7 @@ def test_what_attention_is_told():
     def attention(q, k, v, cu_seqlens, longest, window, scale):
         told.append((len(q), cu_seqlens.tolist(), longest, window))
         return tg.attention(q, k, v, cu_seqlens, longest, window, scale)
-    model = fill_model(tg.GPT(tiny_config("float64"), ops=tg.PLAIN._replace(attention=attention)))
+    model = fill_model(tg.GPT(tiny_config("float64"), WORLD, ops=tg.PLAIN._replace(attention=attention)))
     model.activations(batch, 16, 48)
     assert batch.longest >= batch.cu_seqlens.diff().max()
     layers = [layer for layer in model.cfg.layers if layer.attention]
@@ -282,7 +282,7 @@ def test_what_attention_is_told():
 def test_head_chunk_does_not_matter_to_the_model():
     batch, results = tiny_batch(), []
     for chunk in (7, 64):
-        model = fill_model(tg.GPT(tiny_config("float64", head_chunk=chunk)))
+        model = fill_model(tg.GPT(tiny_config("float64", head_chunk=chunk), WORLD))
         step = tg.plan(model.cfg, 0)._replace(short=16, long=48, mtp=(1.0, 0.5, 0.25))
         loss = backward(model, batch, step)
         results.append((loss, model.validation_loss(batch, 16, 48), model.lm_head.grad, model.embed.grad))
@@ -293,7 +293,7 @@ def test_head_chunk_does_not_matter_to_the_model():
 @pytest.mark.slow
 def test_gradient_of_the_whole_model():
     """Directional derivatives of the loss, from differences, for every parameter."""
-    model, batch, g = fill_model(tg.GPT(tiny_config("float64")), tied=False), tiny_batch(), generator(11)
+    model, batch, g = fill_model(tg.GPT(tiny_config("float64"), WORLD), tied=False), tiny_batch(), generator(11)
     step = tg.plan(model.cfg, 0)._replace(short=16, long=48, mtp=(1.0, 0.5, 0.25))
     backward(model, batch, step)
     grads = {name: p.grad for name, p in model.named_parameters()}
