@@ -2567,7 +2567,8 @@ class LossWatch:
     def __init__(self, cfg: Config, device: torch.device):
         self.on_gpu = device.type == "cuda"
         self.losses = torch.empty(cfg.steps, dtype=wide_dtype(cfg), pin_memory=self.on_gpu)
-        self.queue, self.latest = [], None  # queue: the step, and an event after which its loss is here
+        self.queue = []  # the step, and an event after which its loss is here
+        self.latest, self.latest_step = None, None
 
     def push(self, step: int, loss: Tensor) -> None:
         """`loss` 0-d, of step `step`. Raises UserError once a loss that is not finite has arrived."""
@@ -2586,7 +2587,7 @@ class LossWatch:
             if arrived:
                 arrived.synchronize()
             self.queue.pop(0)
-            self.latest = self.losses[step].item()
+            self.latest, self.latest_step = self.losses[step].item(), step
             if not math.isfinite(self.latest):
                 raise UserError(f"the training loss is {self.latest} at step {step}; lower the learning rate that was raised "
                                 "last, or look at that batch")
@@ -3056,7 +3057,8 @@ def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, s
         if profiler:
             profiler.step()
         elapsed = clock.read()
-        log.write(f"step:{step + 1}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / (step + 1):.2f}ms")
+        arrived = "" if watch.latest is None else f" train_loss:{watch.latest:.4f}@{watch.latest_step + 1}"
+        log.write(f"step:{step + 1}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / (step + 1):.2f}ms{arrived}")
         log.progress(step + 1, watch.latest, elapsed)
         if every and (step + 1) % every == 0 and step + 1 < cfg.steps:
             clock.stop()

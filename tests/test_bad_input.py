@@ -425,7 +425,7 @@ def launch(folder, *arguments, **options):
 def finished(log):
     """Numbers of the steps whose lines are whole, and the last line."""
     said = log.read_text(encoding="utf-8")
-    steps = re.findall(r"^step:(\d+)/\d+ train_time:\d+ms step_avg:\d+\.\d\dms$", said, re.M)
+    steps = re.findall(r"^step:(\d+)/\d+ train_time:\d+ms step_avg:\d+\.\d\dms train_loss:\d+\.\d+@\1$", said, re.M)
     return [int(step) for step in steps], said.splitlines()[-1]
 
 

@@ -132,8 +132,8 @@ def test_a_loss_is_read_when_it_has_arrived(cfg, monkeypatch):
         if step == 2:
             events[0].over = events[1].over = True
             watch.poll()
-        seen.append(watch.latest)
-    assert seen == [None, None, 1.0, 1.0, 1.0]
+        seen.append((watch.latest, watch.latest_step))
+    assert seen == [(None, None)] * 2 + [(1.0, 1)] * 3
     watch.poll(wait=True)
     assert watch.latest == 4.0 and all(event.over for event in events) and not watch.queue
     for bad in (math.inf, -math.inf, math.nan):

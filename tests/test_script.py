@@ -69,7 +69,9 @@ def double(place):
 
 # --------------------------------------------------------------------------------------------------------------- logs
 
-STEP = re.compile(r"step:(\d+)/(\d+) (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
+# A step's training loss stands behind @ and its number: on a GPU it arrives some steps late.
+STEP = re.compile(r"step:(\d+)/(\d+) (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+                  r"(?(3)| train_loss:(\d+\.\d{4})@\1)")
 
 
 def parse(log):
@@ -112,12 +114,12 @@ def test_log(which, world, request):
 
     assert [line for line in warm if re.fullmatch(r"warm-up: .*", line)] == warm and warm
     # Before steps 0, 3, 6, then after each step, and last the final validation.
-    order = [(int(step), val is not None) for step, _, val, _, _ in steps]
+    order = [(int(step), val is not None) for step, _, val, *_ in steps]
     assert order == [(0, True), (1, False), (2, False), (3, False), (3, True), (4, False), (5, False), (6, False), (6, True),
                      (7, False), (8, False), (8, True)]
     times = [int(row[3]) for row in steps]
     assert times == sorted(times) and {row[1] for row in steps} == {str(STEPS)}
-    for step, _, _, total, average in steps:
+    for step, _, _, total, average, _ in steps:
         assert float(average) == pytest.approx(int(total) / max(int(step), 1), abs=1)
 
     assert re.fullmatch(r"peak memory allocated: \d+ MiB( reserved: \d+ MiB)?", end[0])
@@ -132,9 +134,11 @@ def test_log(which, world, request):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["single", "double"])
 def test_it_learns(which, request):
-    """Eight characters: from chance over 264 columns to well below."""
-    losses = [float(row[2]) for row in parse(request.getfixturevalue(which)[1])[2] if row[2]]
-    assert losses[0] == pytest.approx(math.log(264), abs=0.1) and losses[-1] < losses[0] - 0.5
+    """Eight characters: from chance over 264 columns to well below, in validation and in training."""
+    rows = parse(request.getfixturevalue(which)[1])[2]
+    for column, fall in ((2, 0.5), (5, 0.2)):
+        losses = [float(row[column]) for row in rows if row[column]]
+        assert losses[0] == pytest.approx(math.log(264), abs=0.2) and losses[-1] < losses[0] - fall
 
 
 @pytest.mark.slow
