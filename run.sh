@@ -193,7 +193,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG
 
 # torchrun without its log, warnings and traceback: the processes say themselves what is wrong, unless they are killed.
 launcher='
-import logging, signal, sys, threading, traceback
+import logging, signal, sys, tempfile, threading, traceback
 
 logging.disable()
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -210,7 +210,8 @@ signal.signal(signal.SIGTERM, stop)
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # run.sh has them too, and passes them on as SIGTERM
     signal.signal(number, signal.SIG_IGN)
 try:
-    main(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:  # torchrun leaves an empty folder there
+        main(sys.argv[1:])
 except ChildFailedError as error:
     # When one fails torchrun ends the others, by SIGTERM. Of those that failed in the same second or two (it has no better
     # clock), one that was killed is the cause: the others have lost contact with it.

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # ./test.sh [--fast | --cpus] [pytest options or tests]
 #
-# Runs the tests, on a fresh machine too, on all cores; without arguments, all of them.
+# Runs the tests, on a fresh machine too; without arguments all of them, a process a core. Tests that are named run in one.
 #
 #   --fast   those that take less than a second: every section of the script, in a minute
-#   --cpus   the numeric ones, as on CPUs without AVX-512, and without any vector instructions
+#   --cpus   the numeric ones, as on a CPU with AVX2 but no AVX-512, then as on one with neither
 #
 # It uses the environment of run.sh, and adds to it what only the tests need.
 
@@ -28,17 +28,22 @@ if [[ $missing ]]; then
     pip_install "$python" $missing || die "pip could not install $missing (see above); start again to retry"
 fi
 
-# One process a core, each with the tests of a few files in turn: most leave a core idle, waiting for processes.
-test() { "$python" -m pytest --numprocesses="$(getconf _NPROCESSORS_ONLN)" --maxprocesses=8 --dist=worksteal "$@"; }
+# Each process begins with its share of the files; one that is done takes tests from another.
+workers=(--numprocesses="$(getconf _NPROCESSORS_ONLN)" --maxprocesses=8 --dist=worksteal)
+for argument in "$@"; do
+    if [[ -e ${argument%%::*} ]]; then workers=(); fi
+done
+run_tests() { "$python" -m pytest ${workers[@]+"${workers[@]}"} "$@"; }   # bash 3.2 takes an empty array for an unset one
 
 case $mode in
-    --fast) test -m "not slow" "$@" ;;
-    --cpus)
-        # OpenBLAS is numpy's, under Triton's interpreter; ATen, oneDNN and MKL are torch's.
-        for settings in "OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2" ATEN_CPU_CAPABILITY=default \
-                        "ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2"; do
+    --fast) run_tests -m "not slow" "$@" ;;
+    --cpus)   # OpenBLAS is numpy's, which Triton's interpreter computes with; ATen, oneDNN and MKL are torch's
+        for settings in \
+            "OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2" \
+            "OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2"
+        do
             say "with $settings"
-            ( export $settings; test -q -m numeric "$@" )
+            ( export $settings; run_tests -q -m numeric "$@" )
         done ;;
-    *) test "$@" ;;
+    *) run_tests "$@" ;;
 esac

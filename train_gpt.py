@@ -290,7 +290,7 @@ def padded(n: int, multiple: int) -> int:
 
 
 def param_shapes(cfg: Config, world: int) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter when `world` ranks share it: banks are padded so that each rank owns equally many whole matrices."""
+    """Shape of every parameter when `world` ranks share it: banks are padded so that each owns equally many whole matrices."""
     d, pair, V, L = cfg.dim, 2 * cfg.head_dim, cfg.padded_vocab, len(cfg.layers)
     attention = sum(layer.attention is not None for layer in cfg.layers)
     tables = sum(layer.value is not None for layer in cfg.layers)
@@ -994,8 +994,8 @@ class TrainLoader:
         return [Room(self.cfg, max(sizes), slots, self.pin) for _ in range(self.slices // self.world)]
 
     def advance(self, tokens: int, longest: int) -> list[tuple[int, int]]:
-        """Moves behind the next batch of `tokens` tokens. -> for each of its slices the first document and the one after the
-        last. Raises DataRanOut."""
+        """Skips the next batch of `tokens` tokens. -> for each of its slices the first document and the one after the last.
+        Raises DataRanOut."""
         while (cuts := self._cut(tokens // self.slices, longest)) is None:
             self._open(self.opened + 1)
         self.document = cuts[-1][1]
@@ -1016,8 +1016,8 @@ class TrainLoader:
 
 
 def count_batches(cfg: Config, paths: list[Path], world: int) -> int:
-    """How many of the schedule's batches the training shards give: the loader's own walk, in which no batch is built. It reads
-    shards only as far as the schedule goes."""
+    """How many of the schedule's batches the training shards give: the loader's own walk, in which no batch is built. It stops
+    where the schedule ends, so of many shards it reads few."""
     loader = TrainLoader(cfg, paths, 0, world, pin=False)
     try:
         for step in range(cfg.steps):
@@ -1041,11 +1041,12 @@ def check_schedule(cfg: Config, paths: list[Path], world: int) -> None:
         if shorter.steps and count_batches(shorter, paths, world) == shorter.steps:
             break
         kept *= 0.95
-    used = max(min(stage.longest, stage.tokens // slices_of(cfg, world) + 1) for stage in cfg.stages)
+    used = max(min(stage.longest, stage.tokens // slices_of(cfg, world) + 1) for stage in cfg.stages if stage.steps)
     fits = " ".join(f"--set stages.{i}.steps={stage.steps}" for i, stage in enumerate(shorter.stages))
     raise UserError(f"{cfg.data}: the training documents, of each of which at most {used:,} tokens are used, give {batches:,} of "
-                    f"the schedule's {cfg.steps:,} batches; add text, or cut long documents into passages as "
-                    "data/tokenize_text.py does" + (f"; this would fit: {fits}" if shorter.steps else ""))
+                    f"the schedule's {cfg.steps:,} batches, which take {train_tokens(cfg):,} tokens; add text, or cut long "
+                    "documents into passages as data/tokenize_text.py does"
+                    + (f"; this would fit: {fits}" if shorter.steps else ""))
 
 
 class Batch(NamedTuple):

@@ -4,11 +4,10 @@
     python data/tokenize_text.py OUT FILE...     (.txt .md .py .jsonl, each also as .gz)
 
 A .txt, .md or .py file is one document; each line of a .jsonl file is one, its text under --field. Training takes only
-the beginning of a document, so one of more than --passage-bytes is cut at blank lines into passages, each of which
-becomes a document; a paragraph that is longer by itself is cut at line ends. Each is stored whole in one shard, a start
-token before it; empty ones are left out. The SHA-256 of the text before it is cut decides between training and
-validation, so all its passages fall to one side, whatever else is tokenized with it. The same files in the same order
-give the same shards, on any number of cores.
+the beginning of a document, so one of more than --passage-bytes is cut into passages: at blank lines where it can be,
+else at line ends, else at spaces. Each passage is stored whole in one shard, a start token before it; empty documents
+are left out. The SHA-256 of the whole text decides between training and validation, so all passages of a document are
+on one side, whatever else is tokenized with it. The same files in the same order give the same shards.
 
 A shard, NAME_train_000001.bin (training counts from 1, validation from 0), all of it little-endian:
     256 int32   20240520, 1, tokens, vocabulary size, start token, bytes of UTF-8 text without start tokens, 0, 0, ...
@@ -26,7 +25,6 @@ import re
 import sys
 import tempfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
@@ -82,20 +80,23 @@ class SplitWriter:
         self.stem, self.number = folder / f"{name}_{split}", 0 if split == "val" else 1
         self.encoding, self.shard_tokens = encoding, shard_tokens
         self.file = None
-        self.documents = self.tokens = self.text_bytes = 0   # of all shards
-        self.shard = (0, 0)                                  # tokens and bytes of text in the open one
+        self.documents = self.passages = self.tokens = self.text_bytes = 0   # of all shards
+        self.shard = (0, 0)                                                  # tokens and bytes of text in the open one
 
-    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
-        """tokens: (n,) uint16, start token first. A document longer than a shard gets a longer shard of its own."""
-        if self.file and self.shard[0] + len(tokens) > self.shard_tokens:
-            self.close()
-        if not self.file:
-            self.file = open(f"{self.stem}_{self.number:06d}.bin", "wb")
-            self.file.write(bytes(4 * HEADER_WORDS))         # the real header follows when the counts are known
-        self.file.write(tokens.astype("<u2", copy=False).data)
-        self.shard = (self.shard[0] + len(tokens), self.shard[1] + text_bytes)
-        self.documents, self.tokens = self.documents + 1, self.tokens + len(tokens)
-        self.text_bytes += text_bytes
+    def add(self, passages: list[np.ndarray], text_bytes: list[int]) -> None:
+        """Write a document: the tokens of each passage, without start token, and the bytes of text they stand for. A passage
+        longer than a shard gets a longer shard of its own."""
+        for tokens, size in zip(passages, text_bytes):
+            count = 1 + len(tokens)
+            if self.file and self.shard[0] + count > self.shard_tokens:
+                self.close()
+            if not self.file:
+                self.file = open(f"{self.stem}_{self.number:06d}.bin", "wb")
+                self.file.write(bytes(4 * HEADER_WORDS))                     # the real header follows when the counts are known
+            self.file.write(np.concatenate(([self.encoding.eot_token], tokens)).astype("<u2").data)
+            self.shard = (self.shard[0] + count, self.shard[1] + size)
+            self.tokens, self.text_bytes = self.tokens + count, self.text_bytes + size
+        self.documents, self.passages = self.documents + 1, self.passages + len(passages)
 
     def close(self) -> None:
         if not self.file:
@@ -120,13 +121,9 @@ class Document(NamedTuple):
     key: str | None = None     # hashed to choose training or validation; None: the text is
 
 
-class Passage(NamedTuple):
-    tokens: np.ndarray         # (n,) uint16, start token first
-    text_bytes: int
-
-
-class Encoded(NamedTuple):
-    passages: list[Passage]    # none of an empty document
+class Text(NamedTuple):
+    document: Document
+    passages: list[bytes]      # UTF-8, none of them empty; they make up the text
     validation: bool
 
 
@@ -180,12 +177,15 @@ def text_of(document: Document) -> str:
     return text
 
 
-BLANK_LINES, LINE_END = rb"\n(?:[ \t\r]*\n)+", rb"\n"
+BLANK_LINES, LINE_END, SPACE = rb"\n(?:[ \t\r]*\n)+", rb"\n", rb"\s+"
+CHARACTER = rb"(?=[^\x80-\xbf])"   # where one of UTF-8 begins
 
 
 def cut(raw: bytes, size: int, boundary: bytes = BLANK_LINES) -> list[bytes]:
-    """Cut `raw` behind matches of the pattern `boundary` into parts of at most `size` bytes each, or of one paragraph (what
-    lies between two matches) where that is longer. The parts make up `raw`."""
+    """Cut `raw` behind matches of the pattern `boundary` into parts of at most `size` bytes, but of at least one piece (what
+    lies between two matches). The parts make up `raw`."""
+    if len(raw) <= size:
+        return [raw]
     begin, end, parts = 0, 0, []
     for match in re.finditer(boundary + rb"|\Z", raw):
         if match.end() > end > begin and match.end() - begin > size:
@@ -193,6 +193,24 @@ def cut(raw: bytes, size: int, boundary: bytes = BLANK_LINES) -> list[bytes]:
             begin = end
         end = match.end()
     return parts + [raw[begin:]]
+
+
+def passages_of(raw: bytes, size: int) -> list[bytes]:
+    """Cut UTF-8 text into passages of at most `size` bytes, at least 4, each by the coarsest boundaries that make it fit."""
+    parts = [raw]
+    for boundary in (BLANK_LINES, LINE_END, SPACE, CHARACTER):
+        parts = [piece for part in parts for piece in cut(part, size, boundary)]
+    return parts
+
+
+def divide(document: Document | BadDocument, val_one_in: int, passage_bytes: int) -> Text:
+    """Cut a document into passages (0: keep it whole) and choose its side. Raises BadDocument as text_of does."""
+    if isinstance(document, BadDocument):
+        raise document
+    utf8 = text_of(document).encode("utf-8")
+    digest = hashlib.sha256(utf8 if document.key is None else document.key.encode()).digest()
+    passages = passages_of(utf8, passage_bytes) if passage_bytes else [utf8]
+    return Text(document, [part for part in passages if part], int.from_bytes(digest, "big") % val_one_in == 0)
 
 
 # ---- Encoding ----------------------------------------------------------------------------------------------------
@@ -213,31 +231,23 @@ def encoding_named(name: str) -> tiktoken.Encoding:
                          "use, so connect to the internet once, or use --encoding bytes") from error
 
 
-def encode(document: Document | BadDocument, encoding: tiktoken.Encoding, val_one_in: int,
-           passage_bytes: int) -> Encoded | BadDocument:
-    """Cut a document into passages, 0 for none, and encode them. A bad document is returned as the BadDocument it is."""
-    if isinstance(document, BadDocument):
-        return document
-    try:
-        utf8 = text_of(document).encode("utf-8")
-    except BadDocument as error:
-        return error
-    digest = hashlib.sha256(utf8 if document.key is None else document.key.encode()).digest()
-    parts = [utf8]
-    if passage_bytes:
-        parts = [line for part in cut(utf8, passage_bytes) for line in cut(part, passage_bytes, LINE_END)]
-    passages = []
-    for part in filter(None, parts):
-        try:   # "<|endoftext|>" in a text is plain text
-            tokens = encoding.encode_to_numpy(part.decode("utf-8"), disallowed_special=())
-        except ValueError as error:   # the pattern's engine gives up, at a million spaces in a row for instance
-            return BadDocument(f"{document.path}:{document.line}: cannot be tokenized ({error})")
-        passages.append(Passage(np.concatenate(([encoding.eot_token], tokens)).astype(np.uint16), len(part)))
-    return Encoded(passages, int.from_bytes(digest, "big") % val_one_in == 0)
+def encode(texts: list[Text], encoding: tiktoken.Encoding) -> list[list[np.ndarray] | BadDocument]:
+    """Each text's passages as tokens, or the BadDocument that it turns out to be."""
+    if encoding.name == "bytes":
+        return [[np.frombuffer(part, np.uint8) for part in text.passages] for text in texts]
+    try:   # in tiktoken's threads; "<|endoftext|>" in a text is plain text
+        passages = iter(encoding.encode_batch([part.decode("utf-8") for text in texts for part in text.passages],
+                                              num_threads=os.cpu_count(), disallowed_special=()))
+    except ValueError as error:   # the pattern's engine gives up, at a million spaces in a row for instance
+        if len(texts) > 1:
+            return [result for text in texts for result in encode([text], encoding)]
+        (text,) = texts
+        return [BadDocument(f"{text.document.path}:{text.document.line}: cannot be tokenized ({error})")]
+    return [[np.array(next(passages), np.uint16) for _ in text.passages] for text in texts]
 
 
-def batches(documents: Iterable[Document | BadDocument], size: int = 1 << 24) -> Iterator[list]:
-    """Lists of documents of about `size` bytes: what is encoded at once, and is in memory."""
+def batches(documents: Iterable[Document | BadDocument], size: int = 1 << 20) -> Iterator[list]:
+    """Lists of documents of about `size` bytes: what is encoded at once."""
     batch, total = [], 0
     for document in documents:
         batch.append(document)
@@ -256,8 +266,6 @@ class Written(NamedTuple):
     val: SplitWriter
     bad: int
     empty: int
-    cut: int        # documents cut into passages
-    passages: int   # these make up
 
 
 def write_shards(out: Path, name: str, documents: Iterable[Document | BadDocument], encoding_name: str = "gpt2", *,
@@ -265,7 +273,7 @@ def write_shards(out: Path, name: str, documents: Iterable[Document | BadDocumen
                  strict: bool = False) -> Written:
     """Tokenize `documents` into OUT/NAME_{train,val}_<number>.bin, which appear only once all are written.
 
-    Threads encode: tiktoken computes without Python's lock. With `passage_bytes` long documents are cut into passages.
+    With `passage_bytes` longer documents are cut into passages.
     Bad documents are reported on stderr and counted; with `strict` the first raises InputError. So does a split that
     gets no document: half of a corpus is of no use, and would keep the folder from being used for the whole."""
     encoding = encoding_named(encoding_name)
@@ -274,30 +282,40 @@ def write_shards(out: Path, name: str, documents: Iterable[Document | BadDocumen
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=out) as folder:
         train, val = (SplitWriter(Path(folder), name, split, encoding, shard_tokens) for split in ("train", "val"))
-        bad = empty = cut_documents = passages = 0
-        work = functools.partial(encode, encoding=encoding, val_one_in=val_one_in, passage_bytes=passage_bytes)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for document in (d for batch in batches(documents) for d in pool.map(work, batch)):
-                if isinstance(document, BadDocument):
-                    if strict:
-                        raise InputError(str(document))
-                    tqdm.write(f"left out: {document}", file=sys.stderr)
-                    bad += 1
-                    continue
-                empty += not document.passages
-                if len(document.passages) > 1:
-                    cut_documents, passages = cut_documents + 1, passages + len(document.passages)
-                for passage in document.passages:
-                    (val if document.validation else train).add(*passage)
+        bad = empty = 0
+
+        def leave_out(error: BadDocument) -> None:
+            nonlocal bad
+            if strict:
+                raise InputError(str(error))
+            tqdm.write(f"left out: {error}", file=sys.stderr)
+            bad += 1
+
+        for batch in batches(documents):
+            texts = []
+            for document in batch:
+                try:
+                    texts.append(divide(document, val_one_in, passage_bytes))
+                except BadDocument as error:
+                    leave_out(error)
+            for text, passages in zip(texts, encode(texts, encoding)):
+                if isinstance(passages, BadDocument):
+                    leave_out(passages)
+                elif passages:
+                    (val if text.validation else train).add(passages, list(map(len, text.passages)))
+                else:
+                    empty += 1
         train.close(), val.close()
         for what, split in (("training", train), ("validation", val)):
             if not split.documents:
-                raise InputError(f"none of {train.documents + val.documents} documents fell to {what} ({bad} bad and {empty} "
-                                 "empty ones left out), and train_gpt.py needs both: nothing was written; give more "
-                                 "documents, or another --val-one-in")
+                all_documents = train.documents + val.documents
+                raise InputError(f"none of {all_documents} documents fell to {what} ({bad} bad and {empty} "
+                                 "empty ones left out), and train_gpt.py needs both: nothing was written; "
+                                 + ("a document is never divided between them: cut the file into several"
+                                    if all_documents == 1 else "give more documents, or another --val-one-in"))
         for path in sorted(Path(folder).iterdir()):
             os.replace(path, out / path.name)
-    return Written(train, val, bad, empty, cut_documents, passages)
+    return Written(train, val, bad, empty)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -323,8 +341,8 @@ def main(argv: list[str] | None = None) -> None:
         if not path.name.removesuffix(".gz").endswith(ENDINGS):
             parser.error(f"{path}: unknown kind of file; it must end in {' '.join(ENDINGS)}, each also with .gz")
     passage_bytes = PASSAGE_BYTES[args.encoding] if args.passage_bytes is None else args.passage_bytes
-    if not 0 < args.shard_tokens < 2**31 or passage_bytes < 0 or args.val_one_in < 1:
-        parser.error("--shard-tokens must lie in 1..2147483647, --passage-bytes be at least 0, --val-one-in at least 1")
+    if not 0 < args.shard_tokens < 2**31 or 0 < passage_bytes < 4 or passage_bytes < 0 or args.val_one_in < 1:
+        parser.error("--shard-tokens must lie in 1..2147483647, --passage-bytes be 0 or at least 4, --val-one-in at least 1")
     if next(args.out.glob("*.bin"), None):
         parser.error(f"{args.out} already has shards, and training would read old and new: choose another folder")
 
@@ -346,10 +364,10 @@ def main(argv: list[str] | None = None) -> None:
             print("tokenize_text.py: interrupted; nothing was written", file=sys.stderr)
             sys.exit(130)
     for what, split in (("training", written.train), ("validation", written.val)):
-        print(f"{args.out}: {split.tokens:,} {what} tokens, {split.documents:,} documents")
-    if written.cut:
-        print(f"{written.cut:,} documents of more than {passage_bytes:,} bytes were cut at blank lines into "
-              f"{written.passages:,} passages; --passage-bytes 0 keeps them whole.")
+        print(f"{args.out}: {split.tokens:,} {what} tokens, {split.documents:,} documents"
+              + (f" in {split.passages:,} passages" if split.passages > split.documents else ""))
+    if sum(split.passages - split.documents for split in written[:2]):
+        print(f"Documents of more than {passage_bytes:,} bytes were cut into passages; --passage-bytes 0 keeps them whole.")
     if written.bad or written.empty:
         print(f"Left out: {written.bad:,} bad documents (named above), {written.empty:,} empty ones.")
 

@@ -137,8 +137,8 @@ OUTSIDE = "token 300 is outside the vocabulary of 257; the file is damaged, or m
 NO_SHARDS = ("make them with data/fineweb.py (record preset), data/local_corpus.py (cpu preset) or data/tokenize_text.py "
              "(your own text), or use another --data")
 
-CANNOT_FIT = "the training documents, of each of which at most {used} tokens are used, give {have} of the schedule's {want} batches; " \
-             "add text, or cut long documents into passages as data/tokenize_text.py does"
+CANNOT_FIT = ("the training documents, of each of which at most 40 tokens are used, give {have} of the schedule's {want} batches, "
+              "which take <n> tokens; add text, or cut long documents into passages as data/tokenize_text.py does")
 ONCE = "it must name each parameter exactly once"
 OTHER_RUN = "give its options, its data and as many processes"
 SAME = "start all machines with the same script, options, torch and data"
@@ -175,10 +175,10 @@ ROWS = [
         f"{SECOND}: {OUTSIDE}", token(SECOND, 5999, 300)),
     Row("such a token in validation", "", f"{VAL}: {OUTSIDE}", token(VAL, 5, 300), steps=0),
     Row("too little training data", "--set stages.0.steps=99",
-        f"corpus: {CANNOT_FIT.format(used=40, have='<n>', want=105)}; this would fit: --set stages.0.steps=<n> --set "
+        f"corpus: {CANNOT_FIT.format(have='<n>', want=105)}; this would fit: --set stages.0.steps=<n> --set "
         "stages.1.steps=<n> --set stages.2.steps=<n> --set stages.3.steps=<n>"),
     Row("training data of long documents, for several ranks", "",
-        f"corpus: {CANNOT_FIT.format(used=40, have=0, want=8)}", long_documents, ranks=2),
+        f"corpus: {CANNOT_FIT.format(have=0, want=8)}", long_documents, ranks=2),
     Row("too little validation data", "--set val_slices=9",
         "corpus: 1,500 validation tokens, validation takes 2,305; add validation shards, or --set val_slices=5"),
     Row("a validation token too few", "--set val_slices=1 --set val_slice_tokens=1500",
@@ -191,6 +191,8 @@ ROWS = [
         "--preset or --data", word(FIRST, 3, 0)),
     Row("more documents than slots", "--set doc_slots=3",
         "a slice of 96 tokens has <n> documents, cu_seqlens has room for 2; use --set doc_slots=128", steps=0),
+    Row("more documents than slots in a later batch", "--set doc_slots=8",
+        "a slice of 128 tokens has 8 documents, cu_seqlens has room for 7; use --set doc_slots=128", steps=3),
     Row("a run that ends before its trace", "--set doc_slots=3 --profile 1",
         "a slice of 96 tokens has <n> documents, cu_seqlens has room for 2; use --set doc_slots=128", steps=0),
     # options
@@ -359,7 +361,8 @@ ROWS = [
         f"config.adam_lr (0.008, 0.5); {OTHER_RUN}"),
     Row("--resume with another seed", f"{RESUME} --seed 1", f"{HEAD} is of another run (there, here): seed (0, 1); {OTHER_RUN}"),
     Row("--resume with other data", RESUME,
-        f"{HEAD} is of another run (there, here): data (<data>, <data>); {OTHER_RUN}", token(FIRST, 9, 0)),
+        f"{HEAD} is of another run (there, here): data (<hash> (12000 training tokens in 2 shards, 1500 for validation), "
+        f"<hash> (12000 training tokens in 2 shards, 1500 for validation)); {OTHER_RUN}", token(FIRST, 9, 0)),
     Row("--resume by fewer processes", RESUME,
         f"{HEAD} is of another run (there, here): processes (2, 1); {OTHER_RUN}", start="stopped_pair"),
     Row("--resume by more processes", RESUME,
@@ -450,9 +453,15 @@ def stopped_pair(fresh, tmp_path_factory):
 
 def killed_run(fresh, folder, world):
     folder = shutil.copytree(fresh, folder / "run")
-    with launch(folder, *EVERY.split(), world=world, faults={rank: At("train_step", 4, die) for rank in range(max(1, world))}) as run:
+    faults = {rank: At("train_step", 4, die) for rank in range(max(1, world))}
+    with launch(folder, *EVERY.split(), world=world, faults=faults) as run:
         assert set(run.wait()) == {-signal.SIGKILL}
     return folder
+
+
+def changes(folder):
+    """When each thing below `folder` was last changed."""
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def ended(row, folder, monkeypatch, capsys):
@@ -483,16 +492,18 @@ def test_one_line_says_what_to_do(row, tmp_path, request, monkeypatch, capsys):
     folder = tmp_path / "run"
     shutil.copytree(request.getfixturevalue(row.start or ("stopped" if row.arguments.startswith(RESUME) else "fresh")), folder)
     row.damage(folder)
-    before = set(folder.rglob("*"))
+    before = changes(folder)
     statuses, lines, shown = ended(row, folder, monkeypatch, capsys)
     assert len(lines) == 1, "\n".join(lines)
-    assert re.fullmatch("train_gpt.py: " + ("" if row.message == "interrupted" else "error: ") + pattern(row.message), lines[0]), lines[0]
+    said = "train_gpt.py: " if row.message == "interrupted" else "train_gpt.py: error: "
+    assert re.fullmatch(said + pattern(row.message), lines[0]), lines[0]
     assert len(lines[0]) < 400
     assert statuses == list(row.statuses or [1] * max(row.ranks or 0, 1))
-    written = set(folder.rglob("*")) - before
+    written = set(folder.rglob("*")) - before.keys()
     if row.steps is None:
-        assert not written and not shown
+        assert changes(folder) == before and not shown
         return
+    assert before.keys() <= set(folder.rglob("*"))
     logs = [path for path in written if path.is_file() and path.parent == folder / ATTEMPTS]
     steps, last = finished(*logs)
     assert steps == list(range(1, row.steps + 1)) or "between scatter" in row.name and rank_0_went_on(row, steps)
@@ -504,21 +515,16 @@ def test_one_line_says_what_to_do(row, tmp_path, request, monkeypatch, capsys):
         assert sorted(part.name for part in path.iterdir()) == ["about.json", "rank0.pt", "rank1.pt"]
 
 
-@pytest.mark.parametrize("damage, data", [(lambda folder: None, ["--set", "stages.0.steps=99"]), (long_documents, [])])
-def test_the_schedule_that_is_proposed_fits(fresh, tmp_path, monkeypatch, capsys, damage, data):
-    """And nothing is proposed where none does."""
-    monkeypatch.chdir(shutil.copytree(fresh, tmp_path / "run"))
-    damage(tmp_path / "run")
-    assert tg.main(command_line(data)) == 1
-    error = capsys.readouterr().err
-    if "this would fit" not in error:
-        assert damage is long_documents
-        return
-    assert damage is not long_documents
-    proposed = error.split("this would fit: ")[1].split()
-    cfg = functools.reduce(tg.override, [*TINY, *SETTINGS, *(word for word in [*data, *proposed] if word != "--set")],
-                           replace(tg.CPU, data="corpus"))
-    assert cfg.steps > 20 and tg.count_batches(cfg, tg.find_data(cfg).train, 1) == cfg.steps
+def test_the_schedule_that_is_proposed_fits(fresh, monkeypatch):
+    monkeypatch.chdir(fresh)
+    cfg = functools.reduce(tg.override, [*TINY, *SETTINGS, "stages.0.steps=99"], replace(tg.CPU, data="corpus"))
+    train = tg.find_data(cfg).train
+    with pytest.raises(tg.UserError) as refusal:
+        tg.check_schedule(cfg, train, 1)
+    proposed = str(refusal.value).split("this would fit: ")[1].split("--set ")[1:]
+    shorter = functools.reduce(tg.override, map(str.strip, proposed), cfg)
+    assert 20 < shorter.steps == tg.count_batches(shorter, train, 1)
+    tg.check_schedule(shorter, train, 1)
 
 
 @pytest.mark.slow
@@ -526,7 +532,8 @@ def test_patience_ends(fresh, tmp_path):
     """With a rank that lives and says nothing, which neither torchrun nor the backend ends."""
     folder = tmp_path / "run"
     shutil.copytree(fresh, folder)
-    with launch(folder, world=2, faults={0: Put("PATIENCE", timedelta(seconds=10)), 1: At("Exchange.gather", 5, fall_silent)}) as run:
+    faults = {0: Put("PATIENCE", timedelta(seconds=15)), 1: At("Exchange.gather", 5, fall_silent)}
+    with launch(folder, world=2, faults=faults) as run:
         run.processes[0].join(WAIT)
         assert [process.exitcode for process in run.processes] == [1, None]
         assert re.fullmatch(f"train_gpt.py: error: {pattern(LOST)}\n", run.err)

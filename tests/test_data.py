@@ -95,8 +95,8 @@ def test_round_trip_split_and_header(tmp_path, files, capsys):
 def test_bytes_encoding_is_a_tiktoken_encoding_that_decodes():
     encoding = tt.encoding_named("bytes")
     text = "".join(map(chr, list(range(0xD7FF)) + [0xFFFF, 0x10FFFF])) + " " * 1000
-    tokens = encoding.encode_to_numpy(text, disallowed_special=())
-    assert tokens.astype(np.uint8).tobytes() == text.encode() and encoding.decode(tokens.tolist()) == text
+    ((tokens,),) = tt.encode([tt.Text(None, [text.encode()], False)], encoding)
+    assert tokens.tolist() == encoding.encode(text, disallowed_special=()) and encoding.decode(tokens.tolist()) == text
     assert (encoding.n_vocab, encoding.eot_token) == (257, START)
 
 
@@ -114,51 +114,45 @@ def test_shards_hold_whole_documents(tmp_path):
     assert documents_in(tmp_path, "val") == [val.encode()] and documents_in(tmp_path, "train")[2] == b"x" * 50
 
 
-def test_same_shards_on_any_number_of_cores(tmp_path, monkeypatch):
-    paths = []
-    for i in range(30):
-        paths.append(tmp_path / f"{i}.txt")
-        paths[-1].write_text(f"{i}\n" * 30_000)
-    paths.insert(7, tmp_path / "bad.txt")
-    paths[7].write_bytes(b"\xff")
-    hashes = []
-    for cores in (1, 4):
-        out = tmp_path / f"out{cores}"
-        monkeypatch.setattr(os, "cpu_count", lambda: cores)
-        tt.write_shards(out, "n", tt.read_documents(paths, "text"), "bytes", shard_tokens=1_000_000, val_one_in=5,
-                        passage_bytes=512)
-        hashes.append({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.iterdir()})
-    assert hashes[0] == hashes[1] and len(hashes[0]) > 2
-
-
-def test_long_documents_are_cut_at_blank_lines(tmp_path, capsys):
+def test_long_documents_are_cut_into_passages(tmp_path, capsys):
     """Training takes only the beginning of a document. All passages of one fall to its own side."""
     one_in, names = 3, iter(range(10**6))
 
     def chosen(validation, make):   # the first text that falls to that side
         return next(parts for parts in map(make, names) if validates("".join(parts).encode(), one_in) == validation)
 
-    # Of 422 bytes, so that two do not fit into a passage; and one paragraph of 2,000 bytes.
+    # Of 422 bytes, so that two do not fit into a passage; one paragraph of 2,000 bytes; one line; one word.
     paragraphs = chosen(True, lambda name: [f"{'naïve 🙂 ' * 30}{name + i}\n\n" for i in range(40)])
     lines = chosen(False, lambda name: [f"{name:099d}\n"] * 20)
-    texts = ["".join(paragraphs), "".join(lines), "short"]
-    for name, text in zip(("a.txt", "b.py", "c.md"), texts):
+    words = chosen(False, lambda name: [f"{name:09d} "] * 100)
+    faces = chosen(True, lambda name: ["🙂"] * 300 + [str(name)])
+    texts = ["".join(parts) for parts in (paragraphs, lines, words, faces)] + ["short"]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[:3]))
+    for name, text in zip(("b.py", "c.txt"), texts[3:]):
         (tmp_path / name).write_text(text, encoding="utf-8")
-    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [text_for("val"), "".join(paragraphs[::-1])]))
     files = sorted(path for path in tmp_path.iterdir() if path.is_file())
     tokenize(tmp_path / "cut", *files, options=["--val-one-in", str(one_in)])
     said = capsys.readouterr().out
-    whole = [text.encode() for text in [*texts, text_for("val"), "".join(paragraphs[::-1])]]
     for split in ("val", "train"):
-        mine = [text for text in whole if validates(text, one_in) == (split == "val")]
-        parts = documents_in(tmp_path / "cut", split)
-        assert b"".join(parts) == b"".join(mine) and len(parts) > len(mine) and max(map(len, parts)) <= 512
-    assert paragraphs[7].encode() in documents_in(tmp_path / "cut", "val")
-    assert "".join(lines[:5]).encode() in documents_in(tmp_path / "cut", "train")
-    assert "3 documents of more than 512 bytes were cut at blank lines into 84 passages; --passage-bytes 0 keeps them whole." in said
+        mine = [text.encode() for text in texts if validates(text.encode(), one_in) == (split == "val")]
+        passages = documents_in(tmp_path / "cut", split)
+        assert b"".join(passages) == b"".join(mine) and max(map(len, passages)) <= 512
+        assert [passage.decode() for passage in passages]   # no character is cut
+        assert f"{len(mine)} documents in {len(passages)} passages" in said
+    for split, whole in (("val", paragraphs[7]), ("train", "".join(lines[:5])), ("train", "".join(words[:51])),
+                         ("val", "🙂" * 128)):
+        assert whole.encode() in documents_in(tmp_path / "cut", split)
+    assert "Documents of more than 512 bytes were cut into passages; --passage-bytes 0 keeps them whole." in said
     tokenize(tmp_path / "whole", *files, options=["--val-one-in", str(one_in), "--passage-bytes", "0"])
-    assert sorted(documents_in(tmp_path / "whole", "val") + documents_in(tmp_path / "whole", "train")) == sorted(whole)
+    assert sorted(documents_in(tmp_path / "whole", "val") + documents_in(tmp_path / "whole", "train")) == sorted(
+        text.encode() for text in texts)
     assert "passages" not in capsys.readouterr().out
+
+
+def test_one_document_is_not_enough(tmp_path):
+    (tmp_path / "book.txt").write_text("a paragraph\n\n" * 1000)
+    with pytest.raises(SystemExit, match="none of 1 documents fell to .* a document is never divided .* cut the file into several"):
+        tokenize(tmp_path / "out", tmp_path / "book.txt")
 
 
 def test_cut():
@@ -166,6 +160,7 @@ def test_cut():
     assert tt.cut(b"".join(paragraphs), 1024) == [b"".join(paragraphs[:2]), *paragraphs[2:]]
     assert tt.cut(b"".join(paragraphs[:4]), 1024) == [b"".join(paragraphs[:2]), *paragraphs[2:4]]   # nothing empty behind it
     assert tt.cut(b"x", 1024) == [b"x"] and tt.cut(b"aa\nb\nccc", 4, tt.LINE_END) == [b"aa\n", b"b\n", b"ccc"]
+    assert tt.passages_of(b"aa bb ccccccc\ndd", 4) == [b"aa ", b"bb ", b"cccc", b"ccc\n", b"dd"]
     raw = Path(local_corpus.__file__).read_bytes()
     assert b"".join(tt.cut(raw, 1024)) == raw
 
@@ -228,7 +223,7 @@ def test_defaults(tmp_path, files, monkeypatch):
 
     def write_shards(out, name, documents, encoding, **options):
         asked.update(options, encoding=encoding)
-        return tt.Written(*(tt.SplitWriter(out, name, split, None, 0) for split in ("train", "val")), 0, 0, 0, 0)
+        return tt.Written(*(tt.SplitWriter(out, name, split, None, 0) for split in ("train", "val")), 0, 0)
 
     monkeypatch.setattr(tt, "write_shards", write_shards)
     tt.main([str(tmp_path / "out"), str(files[0][0])])
@@ -250,21 +245,25 @@ def test_round_trip_with_tokens_of_several_bytes(tmp_path, files, monkeypatch):
     assert (header.vocabulary, header.start_token) == (50_257, 50_256)
 
 
-def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path):
-    """With 2 GB to do and some of it done."""
+@pytest.mark.slow
+@pytest.mark.parametrize("size, times", ((1_000_000, 2000), (200_000_000, 1)))
+def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path, size, times):
+    """With many documents to do and some of them done; in the middle of a large one."""
     out, text = tmp_path / "out", tmp_path / "a.txt"
-    text.write_text("x" * 999_999 + "\n")
-    process = subprocess.Popen([sys.executable, ROOT / "data/tokenize_text.py", out, *[text] * 2000, "--encoding", "bytes"],
+    text.write_text("a line of text\n" * (size // 15))
+    process = subprocess.Popen([sys.executable, ROOT / "data/tokenize_text.py", out, *[text] * times, "--encoding", "bytes"],
                                stderr=subprocess.PIPE, text=True, start_new_session=True,
                                # a shell's background job is started with it ignored
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     end = time.monotonic() + WAIT
-    while not any(path.stat().st_size for path in out.glob(".unfinished-*/*")):
+    while not any(times == 1 or path.stat().st_size for path in out.glob(".unfinished-*" if times == 1 else ".unfinished-*/*")):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.01)
+    time.sleep(0.5 if times == 1 else 0)
     os.killpg(process.pid, signal.SIGINT)   # as a terminal does
+    began = time.monotonic()
     assert process.communicate(timeout=WAIT) == (None, "tokenize_text.py: interrupted; nothing was written\n")
-    assert process.returncode == 130 and list(out.iterdir()) == []
+    assert process.returncode == 130 and list(out.iterdir()) == [] and time.monotonic() < began + WAIT / 4
 
 
 def test_a_bar_on_a_terminal(tmp_path):
@@ -433,12 +432,12 @@ def test_ngram_reads_shards(tmp_path, files, capsys):
 def test_what_the_encoding_gives_up_at_is_a_bad_document(tmp_path, monkeypatch, capsys):
     """GPT-2's pattern does at a million spaces in a row."""
     class GivesUp:
-        n_vocab, eot_token = 257, START
+        name, n_vocab, eot_token = "gives up", 257, START
 
-        def encode_to_numpy(self, text, **options):
-            if text.isspace():
+        def encode_batch(self, texts, **options):
+            if any(text.isspace() for text in texts):
                 raise ValueError("stack")
-            return np.zeros(len(text), np.uint16)
+            return [[0] * len(text) for text in texts]
 
     monkeypatch.setattr(tt, "encoding_named", lambda name: GivesUp())
     for name, text in (("a", text_for("train")), ("b", "   "), ("c", text_for("val"))):

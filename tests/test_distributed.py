@@ -159,7 +159,7 @@ def test_every_parameter_trains(cfg):
 
 @pytest.mark.slow
 def test_warm_up_leaves_no_trace(workers, cfg):
-    cfg = replace(cfg, dtype="float32", polar_dtype="float32")
+    cfg = replace(cfg, dtype="bfloat16", polar_dtype="bfloat16")
     warm, cold = (workers(2, train, cfg, w, False) for w in (True, False))
     assert all(r["untouched"] for r in warm)
     for a, b in zip(warm, cold):

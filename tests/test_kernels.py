@@ -154,6 +154,8 @@ def test_gram(ti, guarded, shape, layout):
     own = ti.triton_gram(x, symmetric, 0.7, -0.3)
     assert off(own, tg.gram(x.double(), symmetric.double(), 0.7, -0.3)) < 2e-6
     assert torch.equal(own, own.mT)
+    own = ti.triton_gram(x, extra)  # by construction: of what is no symmetric sum, the upper half counts
+    assert torch.equal(own, own.mT)
 
 
 @pytest.mark.parametrize("layout", ["framed", "transposed"])

@@ -1,6 +1,7 @@
 """Data: slices against a naive program, shard switches, validation slices, what is known of the files. Their errors are in
 test_bad_input.py."""
 import hashlib
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -118,22 +119,26 @@ def test_slices(tmp_path, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_batches_are_counted_as_the_loader_draws_them(tmp_path, seed):
-    """The whole schedule, or as much of it as there is data for, of documents longer than what is used of them."""
-    rng = np.random.default_rng(seed)
-    make_shards(tmp_path, rng, rng.integers(4000, 9000, 3), longest=int(rng.integers(30, 900)))
-    stages = tuple(replace(stage, steps=int(rng.integers(1, 9)), tokens=int(8 * rng.integers(20, 60)), longest=int(rng.integers(20, 400)))
-                   for stage in tg.CPU.stages)
-    cfg, paths = config(tmp_path, stages=stages), tg.find_shards(str(tmp_path), "train")
-    for world in (1, 16):  # which cuts other slices
-        loader, drawn = tg.TrainLoader(cfg, paths, 0, world, False), 0
-        for drawn in range(cfg.steps + 1):
-            try:
-                now = tg.plan(cfg, min(drawn, cfg.steps - 1))
-                next_batch(loader, now.tokens // world * world, now.longest)
-            except tg.DataRanOut:
-                break
+    """As many as the naive program cuts, and the loader delivers; of documents longer than what is used of them. With more ranks
+    than slices other ones are cut."""
+    rng, counts = np.random.default_rng(seed), []
+    shards = make_shards(tmp_path, rng, rng.integers(9000, 15000, 3), longest=int(rng.integers(30, 900)))
+    stages = [replace(stage, steps=int(rng.integers(1, 3)), tokens=int(16 * rng.integers(10, 30)), longest=int(rng.integers(20, 400)))
+              for stage in tg.CPU.stages]
+    for more, world in itertools.product((0, 60), (1, 16)):
+        cfg = config(tmp_path, stages=(replace(stages[0], steps=stages[0].steps + more), *stages[1:]))
+        plans, paths = [tg.plan(cfg, step) for step in range(cfg.steps)], tg.find_shards(cfg.data, "train")
+        want = len(list(naive_batches(shards, [(now.tokens, now.longest) for now in plans], max(8, world))))
+        counts.append((tg.count_batches(cfg, paths, world), cfg.steps))
+        assert counts[-1][0] == want
+        loader = tg.TrainLoader(cfg, paths, 0, world, False)
+        for now in plans[:want]:
+            next_batch(loader, now.tokens, now.longest)
+        if want < cfg.steps:
+            with pytest.raises(tg.DataRanOut):
+                next_batch(loader, plans[want].tokens, plans[want].longest)
         loader.close()
-        assert tg.count_batches(cfg, paths, world) == min(drawn, cfg.steps)
+    assert {count < steps for count, steps in counts} == {True, False}
 
 
 def test_counting_reads_as_far_as_the_schedule_goes(tmp_path):

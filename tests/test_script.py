@@ -23,6 +23,9 @@ def start(folder, *arguments, processes=0, script=SCRIPT):
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
+    if processes:  # torchrun leaves a folder there
+        (temporary := folder.parent / "temporary").mkdir(exist_ok=True)
+        environment["TMPDIR"] = str(temporary)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
     return subprocess.run([sys.executable, *launcher, str(script), *arguments], cwd=folder, env=environment, text=True,
                           capture_output=True, timeout=WAIT)
@@ -148,7 +151,6 @@ def test_worlds_agree(single, double):
     assert a == pytest.approx(b, abs=2e-3)
 
 
-
 @pytest.mark.slow
 def test_no_absolute_path_in_a_log(place, single):
     """Not even where everything was given by one."""
@@ -169,7 +171,8 @@ def test_a_terminal_gets_a_progress_bar(place):
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # a terminal of no size shows no bar
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     process = subprocess.Popen([sys.executable, str(SCRIPT), "--preset", "cpu", "--data", "corpus", *settings()], cwd=place,
-                               env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, stdout=theirs, stderr=subprocess.DEVNULL)
+                               env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                               stdout=theirs, stderr=subprocess.DEVNULL)
     os.close(theirs)
     shown = b""
     try:
@@ -272,7 +275,6 @@ def test_other_choices_are_other_data_and_are_named(place):
     assert log.parent.parent.name == "other" and [row[0] for row in parse(log)[2] if row[2]] == [str(STEPS)]
 
 
-
 # ------------------------------------------------------------------------------------------------------ help and errors
 
 @pytest.mark.slow
@@ -309,8 +311,8 @@ def test_a_killed_torchrun_leaves_nothing_running(place):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), "--preset", "cpu", "--data", "corpus"]
     before = set(place.glob("records/**/*.txt"))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    process = subprocess.Popen([sys.executable, *command, *settings("warmup=false", "stages.0.steps=8")],
-                               cwd=place, env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    process = subprocess.Popen([sys.executable, *command, *settings("warmup=false", "stages.0.steps=8")], cwd=place,
+                               env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(place.parent)},
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     while not process.stdout.readline().startswith("step 4/"):
         assert process.poll() is None
@@ -334,5 +336,3 @@ def test_profile(place):
     for span in spans.values():
         within = {event["name"] for event in events if event.get("ph") == "X" and span["ts"] <= event["ts"] < span["ts"] + span["dur"]}
         assert {"aten::mm", "MLP", "MLPBackward"} <= within
-
-
