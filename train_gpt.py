@@ -28,7 +28,8 @@ Map of the file; a section uses only what stands above it
     13 Main         build, warm up, reset, timed loop, summary
 
 Everything that is computed follows the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt, commit 2c702746,
-"the reference" below); sources of single methods are named where they are used. Shapes in comments: T tokens of one
+"the reference" below). Sources of single methods are named where they are used: "PR 130" is a pull request there, "record 9"
+an entry of its table of records. Shapes in comments: T tokens of one
 micro-batch, d = H * D model width, H heads of D, L layers, V rows of the padded vocabulary.
 """
 import argparse
@@ -172,7 +173,9 @@ class Stage:
     short: int                  # attention windows, in units of Config.window_unit tokens
     long: int
     lr_mul: float
-    mtp_start: tuple[float, ...]  # weights of the losses on the next, second and third next token
+    # Weights of the losses on the next, second and third next token. The later ones teach more a token while there is much to
+    # learn, and fade, for the next token alone is what counts in the end (PR 178; Gloeckle et al. 2024, arXiv:2404.19737).
+    mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]    # reached, linearly, at the stage's end
 
 
@@ -200,7 +203,8 @@ class Config:
     final_windows: tuple[int, ...] = (6, 20)  # short, long at the final validation
     attn_scale: float = 0.1             # of the softmax before any window grows
     dtype: str = "bfloat16"             # weights and activations: bfloat16, float32, float64
-    # the schedule; the last stage is the extension, trained at the final learning rate
+    # The schedule. Batches and windows grow (PR 163, record 13): small ones learn fast while gradients agree, large ones average
+    # out noise at the end. The last stage is the extension, trained at the final learning rate.
     stages: tuple[Stage, ...] = (
         Stage(480, 131072,  896, 1,  3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage(480, 262144, 2048, 3,  7, 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -209,7 +213,7 @@ class Config:
     )
     cooldown: float = 0.60              # last part of the scheduled steps, over which the rate falls to final_lr
     final_lr: float = 0.15
-    momentum_low: float = 0.85
+    momentum_low: float = 0.85          # low first, and again last: old gradients mislead while the loss falls fast (record 9)
     momentum_high: float = 0.95
     momentum_warmup: int = 300          # steps from low to high
     momentum_cooldown: int = 50         # last steps, back towards low
@@ -486,8 +490,12 @@ class StepPlan(NamedTuple):
     tokens: int              # per batch
     longest: int             # piece of a document, tokens
     mtp: tuple[float, ...]   # weights of the losses on the next tokens
-    do_adam: bool            # Adam parameters update after this step, from the gradients since their last update
-    split: bool              # after this step's update embed and lm_head are no longer tied
+    # Adam parameters update after this step, from the gradients since their last update: every second step, for that halves the
+    # traffic of the tables and costs next to nothing in loss (PR 136).
+    do_adam: bool
+    # After this step's update embed and lm_head are no longer tied: one matrix learns faster from both ends, two fit better
+    # later (PRs 175, 178).
+    split: bool
 
 
 def split_step(cfg: Config) -> int:
@@ -1129,7 +1137,8 @@ NORM_EPS = 2.0 ** -23  # for every dtype
 
 
 def norm(x: Tensor) -> Tensor:
-    """Root-mean-square norm over the last axis, without weight; reduced in at least fp32."""
+    """Root-mean-square norm over the last axis, without weight; reduced in at least fp32 (Zhang, Sennrich 2019,
+    arXiv:1910.07467)."""
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
@@ -1165,16 +1174,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def shift_keys(k: Tensor) -> Tensor:
-    """The second half of each key (T, H, D) from the token before; token 0 keeps its own."""
+    """The second half of each key (T, H, D) from the token before; token 0 keeps its own.
+
+    A query can then find the token that followed an earlier copy of its own in one layer; otherwise that induction takes two
+    (PR 169). It is the half that is not rotated, so that it matches content, not distance.
+    """
     turning, still = k.chunk(2, dim=-1)
     return torch.cat([turning, torch.cat([still[:1], still[:-1]])], dim=-1)
 
 
+# Logits are capped, so that none runs away and gradients stay small (record 9; Gemma 2, arXiv:2408.00118). Asymmetrically,
+# 0 to 23, for most tokens are never right: their logits are far below the few that may be (PR 181).
 SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
 
 
 def relu_square(h: Tensor, fc: Tensor) -> tuple[Tensor, Tensor]:
-    """The MLP's first half: r = relu(h fc^T) and r^2, (T, F), for h (T, d), fc (F, d)."""
+    """The MLP's first half: r = relu(h fc^T) and r^2, (T, F), for h (T, d), fc (F, d). The square does better than GELU at the
+    same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668)."""
     r = F.linear(h, fc).relu()
     return r, r.square()
 
@@ -1655,8 +1671,8 @@ class WeightGrad:
 
 TO_AUTOGRAD = WeightGrad()
 
-# Units of the head's fp8 numbers: the largest that the format holds, 448 in e4m3, stands for x = 100, w = 1.6; gradients, in
-# e5m2 for its range, are in units of this times their scale.
+# Units of the head's fp8 numbers (records 19, 51): the largest that the format holds, 448 in e4m3, stands for x = 100, w = 1.6;
+# gradients, in e5m2 for its range, are in units of this times their scale. Fixed, so that no maximum is looked for in a step.
 FP8_X, FP8_W, FP8_GRAD = 100 / 448, 1.6 / 448, 0.75 / 448
 
 
@@ -1739,8 +1755,10 @@ class Handed(torch.autograd.Function):
 class Rotary:
     """Tables of cos and sin for positions 0 .. 2 * length - 1, and the softmax scale, which change together (YaRN).
 
-    Half of each head is stationary, so a row holds head_dim / 4 angles. Plain heads use rows t; paired heads stand at
-    rows 2t and 2t + 1. YaRN: Peng, Quesnelle, Fan, Shippole 2023, arXiv:2309.00071.
+    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each head is not rotated, to match content at any distance
+    (record 17), so a row holds head_dim / 4 angles. Plain heads use rows t; paired heads stand at rows 2t and 2t + 1. YaRN
+    keeps what was learnt in short windows right in longer ones (PR 122; Peng, Quesnelle, Fan, Shippole 2023,
+    arXiv:2309.00071).
     """
 
     def __init__(self, cfg: Config, length: int, device: torch.device):
@@ -1773,20 +1791,26 @@ class Rotary:
 def enter(embed_rows: Tensor, bigram_rows: Tensor, smear: Tensor, smear_gate: Tensor, bigram_lambda: Tensor
           ) -> tuple[Tensor, Tensor, Tensor]:
     """-> x0, each token's row (T, d) with a gated share of the one before mixed in, normalised; the stream x; norm(x)."""
+    # Smear: what attention would spend a head on, looking one token back, comes for nothing (PR 130).
     gate = smear * torch.sigmoid(F.linear(embed_rows[1:, :12], smear_gate))
     x0 = norm(torch.cat([embed_rows[:1], embed_rows[1:] + gate * embed_rows[:-1]]))
+    # An embedding of the hashed pair of this token and the one before: frequent pairs need no layer to be recognised (PR 201).
     x = x0 + bigram_lambda * bigram_rows
     return x0, x, norm(x)
 
 
 def add_saved(x: Tensor, x0: Tensor, saved: Tensor, skip: Tensor, skip_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """The stream with a saved activation added, gated; its norm."""
+    """The stream with a saved activation added, gated; its norm. As in a U-net, a late layer gets an early one's view back
+    (record 11, gate of PR 186)."""
     x = x + torch.sigmoid(skip) * 2 * torch.sigmoid(F.linear(x0[:, :12], skip_gate)) * saved
     return x, norm(x)
 
 
 def blend(scales: list[Tensor], tensors: list[Tensor], normed: bool) -> tuple[Tensor, Tensor | None]:
-    """The sum, from left to right, of 0-d scales times tensors (T, d); its norm, if it is asked for."""
+    """The sum, from left to right, of 0-d scales times tensors (T, d); its norm, if it is asked for.
+
+    With learnt scales for the stream, the layer's output, x0 and the bigram: each layer can lean on the input again (record 9).
+    """
     x = scales[0] * tensors[0]
     for scale, t in zip(scales[1:], tensors[1:]):
         x = x + scale * t
@@ -1800,11 +1824,15 @@ def make_heads(qkv: Tensor, h: Tensor, value_row: Tensor | None, ve_gate: Tensor
     T, d = h.shape
     D = d // heads
     q, k, v = qkv.view(T, 3, heads, D).unbind(1)
-    q, k = norm(q), norm(k)
+    q, k = norm(q), norm(k)  # keeps scores bounded at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245)
     if value_row is not None:
+        # A further embedding of the token, straight into the values, which early layers' mixing need not carry (records 14, 17;
+        # value residuals: Zhou et al. 2024, arXiv:2410.17897), gated by a few channels (PR 186).
         gate_input = h[:, :12] if paired else torch.cat([h[:, :6], value_row[:, :6]], dim=-1)
         v = v + 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * value_row.view(T, heads, D)
     if paired:
+        # Two heads share one stream of twice the length, so that each query sees both heads' keys and values: more to attend
+        # to for the same products (PR 191).
         # Memory order (T, H, D) read as 2T rows of H/2 heads: head h stands at time 2t + h mod 2 for the rotation, and in row
         # 2t + h // (H/2) for the attention, whose window still counts rows.
         cos, sin = (t.view(T, 1, 2, D // 4) for t in (cos, sin))
@@ -1815,12 +1843,15 @@ def make_heads(qkv: Tensor, h: Tensor, value_row: Tensor | None, ve_gate: Tensor
 
 
 def gate_heads(y: Tensor, h: Tensor, gate: Tensor) -> Tensor:
-    """Attention's output y (T, H, D), each head times its gate of h (T, d); -> (T, d)."""
+    """Attention's output y (T, H, D), each head times its gate of h (T, d); -> (T, d).
+
+    A head that has nothing to say can be shut, instead of attending to some first token as a sink (PR 117).
+    """
     return (y * torch.sigmoid(F.linear(h[:, :12], gate))[:, :, None]).flatten(1)
 
 
 def leave(x: Tensor, back: Tensor, backout: Tensor) -> Tensor:
-    """The head's input."""
+    """The head's input: part of what early layers wrote served later layers only, and is taken back (PR 140)."""
     return norm(x - backout * back)
 
 
@@ -2229,6 +2260,9 @@ def adam_arithmetic(p: Tensor, g: Tensor, m: Tensor, v: Tensor, betas: tuple[flo
     p.copy_(wide - update - decay * wide * (update * wide > 0))
 
 
+# bf16 weights would lose most updates: one in 256 is the least that they can change by. The bits below are kept beside them, in
+# the optimizer alone, so that products read 16 bits and training is that of fp32 weights (PR 190).
+
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
     """fp32 from its upper 16 bits, held as bf16, and its lower ones, uint16."""
     high, low = (half.view(torch.int16).to(torch.int32) for half in (high, low))
@@ -2243,14 +2277,18 @@ def split_halves(x: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def nesterov(g: Tensor, momentum: Tensor, new: float | Tensor) -> Tensor:
-    """The momentum that looks ahead; brings `momentum` up to date, of which g shall be the part `new`, 1 - mu."""
+    """The momentum that looks ahead, as Muon takes it (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon); brings
+    `momentum` up to date, of which g shall be the part `new`, 1 - mu."""
     g = g.to(momentum.dtype)  # no lerp: compiled, it would compute with `new` on the host, and a GPU's code with the result
     momentum.add_(new * (g - momentum))
     return momentum + new * (g - momentum)
 
 
 def even_out(x: Tensor, second: Tensor, beta2: float) -> Tensor:
-    """x (n, rows, cols) with its rows, or columns of wide matrices, brought to even size by their running mean squares."""
+    """x (n, rows, cols) with its rows, or columns of wide matrices, brought to even size by their running mean squares.
+
+    Orthogonal updates still favour some neurons; NorMuon evens that out and keeps the update's norm (PRs 144, 168).
+    """
     wide = x.to(second.dtype)
     axis = -1 if x.size(-2) >= x.size(-1) else -2
     mean = wide.square().mean(dim=axis, keepdim=True)
