@@ -156,9 +156,9 @@ ROWS = [
     Row("a shard is cut short", "",
         f"{SECOND}: 13014 bytes, but its header promises 6000 tokens, which take 13024; delete it, and download or build it "
         "again", truncate(SECOND, 13014)),
-    Row("a shard of another count", "",
-        f"{SECOND}: 13024 bytes, but its header promises 7000 tokens, which take 15024; delete it, and download or build it "
-        "again", word(SECOND, 2, 7000)),
+    *[Row(f"a shard of 6000 tokens with {count} in its header", "",
+          f"{SECOND}: 13024 bytes, but its header promises {count} tokens, which take {1024 + 2 * count}; delete it, and download "
+          "or build it again", word(SECOND, 2, count)) for count in (5000, 7000)],
     Row("not a shard", "",
         f"{VAL}: not a token shard (its first word is not 20240520); delete it, and download or build it again",
         text(VAL, "<!DOCTYPE html>")),

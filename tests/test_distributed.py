@@ -522,6 +522,28 @@ def test_the_loss_of_a_step_is_a_mean(cfg):
     assert len(weights) == 3 and loss.item() == pytest.approx(asked * math.log(cfg.padded_vocab), rel=1e-12)
 
 
+def test_validation_losses_are_averaged_in_fp32(cfg):
+    """Of a bf16 model, too: with bf16's 8 bits the mean would be off in the third digit."""
+    cfg = replace(cfg, dtype="bfloat16", polar_dtype="bfloat16", val_slices=3)
+    _, exchange, model, _ = build(0, 1, cfg)
+    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), 0, 1, False)
+    losses = [model.validation_loss(batch, 6, 20).item() for _, batch in val]
+    assert len(set(losses)) == 3 and tg.validate(model, val, exchange, (6, 20)) == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+def test_fp8_gradients_are_in_units_of_a_micro_batchs_share(cfg, monkeypatch):
+    """Which its losses' weights hold already: with more micro-batches smaller gradients are as far from underflow."""
+    _, _, model, optimizer = build(0, 1, cfg)
+    scales, head = [], tg.GPT.head
+    monkeypatch.setattr(tg.GPT, "head", lambda self, x, targets, weights, grad, scale: (
+        scales.append((scale, weights)), head(self, x, targets, weights, grad, scale))[1])
+    batches = batches_of(cfg, 0, 1)
+    batch = batches.next()
+    tg.train_step(model, optimizer, batch)
+    batches.close()
+    assert scales == [(1 / 8, tuple(weight / 8 for weight in batch.now.mtp))] * 8
+
+
 @pytest.mark.parametrize("name", ["qk_bank", "vo_bank", "mlp_bank"])
 def test_a_banks_own_numbers(cfg, name):
     """Its row's factors of learning rate and weight decay, and its matrices', in the update that they stand for."""
