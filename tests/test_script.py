@@ -223,6 +223,16 @@ def test_screen_output_is_plain_and_says_where_the_log_is(place, single, double)
     assert single[0].stderr == ""
 
 
+def test_a_record_folder_has_a_seed_once(tmp_path):
+    """Seed 10's complete run is not seed 1's; a run that did not complete does not count."""
+    (tmp_path / "seed10_a.txt").write_text("complete: yes\n")
+    (tmp_path / "seed1_a.txt").write_text("stopped: interrupted\n")
+    with tg.open_log(tmp_path, "seed1_b", 8, 1, None) as log:
+        assert log.path == tmp_path / "seed1_b.txt"
+    with pytest.raises(tg.UserError, match="seed10_a.txt is a complete run with this seed"):
+        tg.open_log(tmp_path, "seed10_b", 8, 10, None)
+
+
 def test_progress_tells_the_time_that_is_left(tmp_path, capsys):
     """By the mean time of a step so far."""
     with tg.RunLog(tmp_path, 10, "run") as log:
