@@ -219,8 +219,7 @@ def divide(document: Document | BadDocument, val_one_in: int, passage_bytes: int
 def encoding_named(name: str) -> tiktoken.Encoding:
     """`gpt2`, or `bytes`: the 256 bytes and a start token, 256. Raises InputError if GPT-2's cannot be had."""
     if name == "bytes":
-        # No two bytes ever merge, so the pattern only cuts the text into pieces for tiktoken to walk through:
-        # pieces of 64 run at 50 MB/s on one core, pieces of 1 at 10, one piece of everything at 14.
+        # For its vocabulary, and to decode: `encode` needs no tokenizer, a byte is its own token. No two bytes ever merge.
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", explicit_n_vocab=257,
                                  mergeable_ranks={bytes([i]): i for i in range(256)},
                                  special_tokens={"<|endoftext|>": 256})

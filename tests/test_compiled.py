@@ -1,11 +1,13 @@
 """torch.compile of what stands between the products, and of the updates: the same training as without, each kind of layer and of
 update compiled once, and nothing at all after the warm-up."""
+import os
 from dataclasses import replace
 from functools import cache, partial
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import train_gpt as tg
 from test_distributed import batches_of, build, cfg as every_layer  # noqa: F401 (a fixture)
@@ -24,8 +26,11 @@ def cfg(every_layer):  # noqa: F811
 
 
 @pytest.fixture
-def compiled():
+def compiled(monkeypatch):
     """compiled(cfg, ...): the forms of a compiled run, as choose_ops gives them but for arguments to torch.compile."""
+    # Torch's cache does not tell vectors of 16 numbers from those of 8: what was made under another ATEN_CPU_CAPABILITY would
+    # be compiled for this one, and compute NaN.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(default_cache_dir(), torch.backends.cpu.get_cpu_capability()))
     def ops(cfg, **arguments):
         return tg.PLAIN._replace(compiled=cache(partial(torch.compile, fullgraph=True, **arguments)),
                                  number=partial(torch.tensor, dtype=tg.wide_dtype(cfg)))
