@@ -154,7 +154,7 @@ def test_gram(ti, guarded, shape, layout):
     own = ti.triton_gram(x, symmetric, 0.7, -0.3)
     assert off(own, tg.gram(x.double(), symmetric.double(), 0.7, -0.3)) < 2e-6
     assert torch.equal(own, own.mT)
-    own = ti.triton_gram(x, extra)  # by construction: of what is no symmetric sum, the upper half counts
+    own = ti.triton_gram(x, extra, 0.7, -0.3)  # by construction: of what is no symmetric sum, the upper half counts
     assert torch.equal(own, own.mT)
 
 
