@@ -1,37 +1,39 @@
 """
-A NanoGPT speedrun in one file: trains a GPT-2-small-class language model on FineWeb to a validation loss of 3.28 nats
-per token, in as little time as possible on 8 H100s, and runs the same steps, in plain torch, on a two-core laptop.
+A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on FineWeb to a validation loss of
+3.28 nats per token, in as little time as possible on 8 H100s. Runs the same steps on a two-core laptop.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py                  # the record preset, 8 GPUs, FineWeb
-    torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu     # the cpu preset, no GPU, the built-in corpus
+    torchrun --standalone --nproc_per_node=8 train_gpt.py                # the record preset: 8 GPUs, FineWeb
+    torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu   # the cpu preset: no GPU
     python train_gpt.py -h
 
-What it attains
-    cpu preset     1.046 nats per token on the Python library's own text (mean of 5 runs, sd 0.009; a 4-gram count model has
-                   1.47), 440 steps, 150 s on two cores of an AMD EPYC server, PyTorch 2.13, two processes
-    record preset  not timed on GPUs yet. The configuration is that of the public speedrun's record 80, which took 84.4 s on
-                   8 H100s
+Results
+    cpu preset     1.046 nats per token on the Python library's own text (mean of 5 runs, sd 0.009; a 4-gram
+                   model has 1.47): 440 steps, 150 s on two cores of an AMD EPYC, PyTorch 2.13, two processes
+    record preset  not timed on GPUs yet. Its configuration is that of the public speedrun's record 80, which
+                   took 84.4 s on 8 H100s
 
-Map of the file; a section uses only what stands above it
+Sections; each uses only what is above it
     1  This text, imports
-    2  Config       presets, layer table, parameter table, stage table; --set name=value; errors meant for people
-    3  Schedule     plan(cfg, step): learning rate, windows, batch size, loss weights of one step
-    4  Runtime      ranks and devices, the log
-    5  Data         shards, slices of whole documents, the bigram index
-    6  Reference    the operations in plain torch: attention, the head's loss, sums of rows, polar factor
-    7  Kernels      section 6 in Triton; which forms a run uses; products that write their weight's gradient in place
-    8  Model        rotary tables, the trunk, training and validation loss
-    9  Exchange     averages gradients over ranks, whole or by touched rows, gathers updated parameters
+    2  Config       layer, parameter, scalar and stage tables; presets; --set name=value
+    3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
+    4  Runtime      processes and devices, clock, log
+    5  Data         shards, micro-batches of whole documents, bigram ids, touched rows, prefetching
+    6  Reference    every kernel's operation in plain torch; attention; Polar Express
+    7  Kernels      section 6 in Triton; the backend of a run; matmuls that write gradients into main_grad
+    8  Model        rotary tables, the blocks, the head with its loss, logits
+    9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam and NorMuon on one shard
     11 Optimizer    scatter, work, gather, in explicit orders
-    12 Step         train_step, validate
-    13 Main         build, warm up, reset, timed loop, summary
+    12 Step         train_step, validate, scalars that leave the device asynchronously
+    13 Checks       what a config must satisfy; saved models; checkpoints
+    14 Main         command line, warm-up, the timed loop
 
-Everything that is computed follows the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt, commit 2c702746,
-"the reference" below). Sources of single methods are named where they are used: "PR 130" is a pull request there, "record 9"
-an entry of its table of records. Shapes in comments: T tokens of one
-micro-batch, d = H * D model width, H heads of D, L layers, V rows of the padded vocabulary.
+The algorithm follows the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt, commit 2c702746).
+Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
+table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), L the
+layers, V the padded vocabulary.
 """
+
 import argparse
 import contextlib
 import ctypes
@@ -45,6 +47,7 @@ import json
 import math
 import os
 import platform
+import resource
 import shutil
 import signal
 import subprocess
@@ -54,7 +57,7 @@ import typing
 import uuid
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -74,175 +77,209 @@ except ImportError:  # PyTorch's CPU build brings none
     triton = None
 
 
-# ======================================================================================================================
-# 2  Config. What a reader edits: one table each for layers, parameters and stages; every other number is a field.
-# ======================================================================================================================
+# ============================================================================================================
+# 2  Config. What a reader edits: tables of layers, parameters, scalars and stages, and fields for the rest.
+# ============================================================================================================
+
 
 class UserError(Exception):
-    """Something a person can mend. The message is one line: what is wrong, and what to do."""
+    """An error that the user can fix. Its message is one line: what is wrong, and what to do."""
 
 
-def brief(error: Exception) -> str:
-    """The gist of a library's error: its first sentence, without the place and the test in the library's source."""
+def first_line(error: Exception) -> str:
+    """Shortens a library's error to its first sentence, without source locations."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     sentences = (str(error) or type(error).__name__).splitlines()[0].split("] ", 1)[-1].split(". ")
-    return next((sentence for sentence in sentences if sentence and "==" not in sentence), type(error).__name__)
+    return next(
+        (sentence for sentence in sentences if sentence and "==" not in sentence), type(error).__name__
+    )
 
 
 @dataclass(frozen=True)
 class Layer:
-    attention: str | None = "plain"  # plain, paired (two heads share one stream of twice the length), None (MLP only)
-    window: str = "short"            # short or long; long plain layers also shift half of each key by one token
-    value: int | None = None         # the value embedding table added to this layer's values
-    reads: str = "stream"            # what attention reads: the stream, or the saved "back"
-    saves: str | None = None         # name under which the stream after this layer's MLP is kept: skip or back
-    adds: str | None = None          # a saved activation added, gated, to the stream before the layer: skip
+    attention: str | None = "plain"  # paired: two heads share one stream of twice the length. None: MLP only
+    window: str = "short"  # a key of Stage.windows: its attention window
+    key_shift: bool = False  # half of each key comes from the token before
+    value: int | None = None  # the value embedding table added to this layer's values
+    reads: str = "stream"  # attention's input: the residual stream, or the saved "back"
+    saves: str | None = None  # the name under which the stream after this layer's MLP is kept: skip or back
+    adds: str | None = None  # a saved activation added, gated, before the layer: skip
 
 
 LAYERS = (
     Layer("paired"),
     Layer("plain", value=0),
     Layer("paired", value=1),
-    Layer("plain", "long", saves="skip"),
+    Layer("plain", "long", key_shift=True, saves="skip"),
     Layer("plain"),
     Layer("paired"),
     Layer(None, adds="skip"),
     Layer("plain", saves="back"),
     Layer("plain", value=2, reads="back"),
     Layer("paired", value=3, reads="back"),
-    Layer("plain", "long", value=4, reads="back"),
+    Layer("plain", "long", key_shift=True, value=4, reads="back"),
 )
+
+# Learned scalars, by name: initial values, and whether every layer has its own. All lie in the parameter
+# `scalars`.
+SCALARS = {
+    "attn_scales": ((0.5, 1.0), True),  # of the QKV and of the output weight
+    "smear": ((0.0,), False),
+    "backout": ((0.5,), False),
+    "skip": ((-1.5,), False),
+}
+
+BANKS = ("qk_bank", "vo_bank", "mlp_bank")  # stacks of matrices
+INDEXED_BY = {
+    "value_embeds": "tokens",
+    "bigram_embed": "bigrams",
+    "embed": "tokens",
+}  # tables: what selects their rows
 
 
 @dataclass(frozen=True)
 class Param:
     name: str
-    optimizer: str                        # adam or normuon
-    exchange: str                         # all_reduce: every rank updates it all; the others: each rank a block of it,
-                                          # whose gradient comes by reduce_scatter, or, sparse, as the rows that were touched
-    betas: tuple[float, ...] = ()         # Adam's
+    optimizer: str  # a key of OPTIMIZERS, section 10
+    # all_reduce: every rank updates all of it. Otherwise each rank updates one block, whose gradient arrives
+    # by reduce_scatter or, sparse, as the touched rows.
+    exchange: str
+    betas: tuple[float, ...] = ()  # Adam's
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    dtype: str = "model"                  # model: the config's dtype; float32
-    tied_to: str = ""                     # until the split step this is the transpose of that parameter
-    reduction: str = "backend"            # backend: its own order and rounding; fp32, as sparse ever: by us, in rank order
-    rows: str = ""                        # of a table: what numbers its rows, the inputs' tokens or bigrams
-    product: bool = False                 # a matrix product's weight, or a bank of them: its backward writes the gradient
-    matrix_lr_mul: tuple[float, ...] = () # NorMuon: factors of successive matrices, repeating
+    dtype: str = "model"  # model: the config's dtype; float32
+    tied_to: str = ""  # until the untie step this is the transpose of that parameter
+    # backend: NCCL or gloo sums in the gradient's dtype. fp32: all-to-all, then an fp32 sum in rank order
+    # (sparse always does this).
+    reduction: str = "backend"
+    matrix_lr_mul: tuple[float, ...] = ()  # NorMuon: factors of successive matrices, repeating
 
     @property
     def sharded(self) -> bool:
         return self.exchange != "all_reduce"
 
     @property
-    def in_place(self) -> bool:
-        """Whether its gradient can go to main_grad, past autograd."""
-        return self.product or bool(self.rows)
+    def indexed_by(self) -> str:
+        """Returns tokens or bigrams for a table, "" for other parameters."""
+        return INDEXED_BY.get(self.name, "")
+
+    @property
+    def is_matmul_weight(self) -> bool:
+        """True for weights of matmuls: their backward can write straight into main_grad."""
+        return self.name == "lm_head" or self.name in BANKS
 
 
-PARAMS = (
-    #     name              optimizer   exchange          betas        lr_mul  wd_mul
+# fmt: off
+PARAMS = (  # gradients are exchanged in this order
+    #     name              optimizer   exchange          betas       lr_mul  wd_mul
+    Param("qk_bank",        "normuon", "reduce_scatter"),
+    Param("vo_bank",        "normuon", "reduce_scatter"),
+    Param("mlp_bank",       "normuon", "reduce_scatter", matrix_lr_mul=(1.0, 2.0)),
     Param("scalars",        "adam",    "all_reduce",     (.90, .99),   5.00,    0, "float32"),
     Param("smear_gate",     "adam",    "all_reduce",     (.90, .99),   0.01,    0),
     Param("skip_gate",      "adam",    "all_reduce",     (.90, .99),   0.05,    0),
     Param("attn_gate_bank", "adam",    "all_reduce",     (.90, .99),   1.00,    1),
     Param("ve_gate_bank",   "adam",    "all_reduce",     (.90, .99),   1.00,    1),
+    Param("lm_head",        "adam",    "reduce_scatter", (.50, .95),   1.00,  150),
+    Param("bigram_embed",   "adam",    "sparse",         (.75, .95),  75.00,    5),
     Param("post_lambdas",   "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
     Param("x0_lambdas",     "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
     Param("bigram_lambdas", "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
     Param("resid_lambdas",  "adam",    "all_reduce",     (.90, .95),   5.00,    0, "float32"),
-    Param("value_embeds",   "adam",    "sparse",         (.75, .95),  75.00,    5, rows="tokens"),
-    Param("bigram_embed",   "adam",    "sparse",         (.75, .95),  75.00,    5, rows="bigrams"),
-    Param("lm_head",        "adam",    "reduce_scatter", (.50, .95),   1.00,  150, product=True),
-    Param("embed",          "adam",    "sparse",         (.50, .95),   1.00,  150, rows="tokens", tied_to="lm_head"),
-    Param("qk_bank",        "normuon", "reduce_scatter", product=True),
-    Param("vo_bank",        "normuon", "reduce_scatter", product=True),
-    Param("mlp_bank",       "normuon", "reduce_scatter", product=True, matrix_lr_mul=(1.0, 2.0)),
+    Param("value_embeds",   "adam",    "sparse",         (.75, .95),  75.00,    5),
+    Param("embed",          "adam",    "sparse",         (.50, .95),   1.00,  150, tied_to="lm_head"),
 )
-
-
-KERNEL_NAMES = ("gram", "relu_square", "softcap_loss", "sum_rows", "transpose")
+# fmt: on
 
 
 @dataclass(frozen=True)
 class Stage:
     steps: int
-    tokens: int                 # per batch, over all ranks and micro-batches
-    longest: int                # documents are cut to this many tokens
-    short: int                  # attention windows, in units of Config.window_unit tokens
-    long: int
+    batch_tokens: int  # over all ranks and micro-batches
+    max_doc_len: int  # documents are cut to this many tokens
+    windows: dict[str, int]  # attention windows by name, in units of Config.window_unit tokens
     lr_mul: float
-    # Weights of the losses on the next, second and third next token. The later ones teach more a token while there is much to
-    # learn, and fade, for the next token alone is what counts in the end (PR 178; Gloeckle et al. 2024, arXiv:2404.19737).
+    # Loss weights of the next, second and third next token, interpolated linearly over the stage. Later
+    # tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle et
+    # al. 2024, arXiv:2404.19737).
     mtp_start: tuple[float, ...]
-    mtp_end: tuple[float, ...]    # reached, linearly, at the stage's end
+    mtp_end: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run's settings; a preset is `replace(RECORD, ...)`. Defaults are the 1480-step record configuration."""
+    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1480-step record preset."""
+
     # the task
     preset: str = "record"
-    track: str = "gpt2-small"           # folder of records/ that this preset's runs belong to
-    data: str = "data/fineweb10B"       # folder with *_train_*.bin and *_val_*.bin
-    target: float = 3.28                # mean validation loss, nats per token, that a record must reach
-    val_slice_tokens: int = 262144      # one validation forward
+    track: str = "gpt2-small"  # folder of records/ for this preset's runs
+    data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
+    target: float = 3.28  # mean validation loss, nats per token, that a record must reach
+    val_slice_tokens: int = 262144  # one validation forward
     val_slices: int = 40
-    val_every: int = 250                # steps; 0: only at the end
+    val_every: int = 250  # steps; 0: only at the end
     # the model
     vocab_size: int = 50257
-    padded_vocab: int = 50304           # rows of the embedding tables, columns of the head; the padding is ordinary
-    start_token: int = 50256
-    bigram_rows: int = 5 * 50304
+    padded_vocab: int = (
+        50304  # rows of the embedding tables, columns of the head; padding rows train like others
+    )
+    bos_id: int = 50256
+    bigram_vocab_size: int = 5 * 50304
     heads: int = 6
     head_dim: int = 128
     mlp_dim: int = 3072
     layers: tuple[Layer, ...] = LAYERS
     window_unit: int = 128
-    final_windows: tuple[int, ...] = (6, 20)  # short, long at the final validation
-    attn_scale: float = 0.1             # of the softmax before any window grows
-    dtype: str = "bfloat16"             # weights and activations: bfloat16, float32, float64
-    # The schedule. Batches and windows grow (PR 163, record 13): small ones learn fast while gradients agree, large ones average
-    # out noise at the end. The last stage is the extension, trained at the final learning rate.
+    val_windows: dict[str, int] = field(
+        default_factory=lambda: {"short": 6, "long": 20}
+    )  # at the final validation
+    attn_scale: float = 0.1  # of the softmax before any window grows
+    dtype: str = "bfloat16"  # weights and activations: bfloat16, float32, float64
+    # The schedule. Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
+    # agree, large ones average out noise at the end. The last stage is the extension, trained at the final
+    # learning rate.
+    # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(480, 131072,  896, 1,  3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        Stage(480, 262144, 2048, 3,  7, 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage(480, 393216, 2048, 5, 11, 1.73, (1.0,), (1.0,)),
-        Stage( 40, 393216, 2048, 6, 13, 0.15, (1.0,), (1.0,)),
+        Stage(480, 131072,  896, {"short": 1, "long":  3}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        Stage(480, 262144, 2048, {"short": 3, "long":  7}, 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage(480, 393216, 2048, {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
+        Stage( 40, 393216, 2048, {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
     )
-    cooldown: float = 0.60              # last part of the scheduled steps, over which the rate falls to final_lr
-    final_lr: float = 0.15
-    momentum_low: float = 0.85          # low first, and again last: old gradients mislead while the loss falls fast (record 9)
-    momentum_high: float = 0.95
-    momentum_warmup: int = 300          # steps from low to high
-    momentum_cooldown: int = 50         # last steps, back towards low
-    slices: int = 8                     # micro-batches of a global batch; at least one a rank. Another number is other data
-    doc_slots: int = 0                  # entries of a training slice's cu_seqlens; 0: by its length
+    # fmt: on
+    cooldown_frac: float = 0.60  # last part of the scheduled steps; the rate falls to final_lr_frac
+    final_lr_frac: float = 0.15
+    momentum_min: float = 0.85  # at both ends: old gradients mislead while the loss falls fast (record 9)
+    momentum_max: float = 0.95
+    momentum_warmup: int = 300  # steps from min to max
+    momentum_cooldown: int = 50  # last steps, back towards min
+    microbatches: int = 8  # of a global batch, at least one a rank; other numbers pack documents differently
+    max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
     # optimizers
     params: tuple[Param, ...] = PARAMS
-    scatter_order: tuple[str, ...] = (
-        "qk_bank", "vo_bank", "mlp_bank", "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank",
-        "lm_head", "bigram_embed", "post_lambdas", "x0_lambdas", "bigram_lambdas", "resid_lambdas", "value_embeds", "embed")
-    work_order: tuple[str, ...] = (
+    # fmt: off
+    work_order: tuple[str, ...] = (  # updates happen in this order
         "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas",
-        "bigram_lambdas", "resid_lambdas", "value_embeds", "bigram_embed", "lm_head", "embed", "qk_bank", "vo_bank", "mlp_bank")
+        "bigram_lambdas", "resid_lambdas", "value_embeds", "bigram_embed", "lm_head", "embed", *BANKS,
+    )
+    # fmt: on
     adam_lr: float = 0.008
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
     muon_lr: float = 0.023
     muon_wd: float = 1.2
     muon_beta2: float = 0.9
-    polar_dtype: str = "bfloat16"       # arithmetic of the orthogonalisation
+    muon_dtype: str = "bfloat16"  # of the orthogonalization
     # the run
-    warmup: bool = True                 # rehearse every stage off the clock, then reset
-    main_grad: bool = True              # gradients of banks, head, tables are written in place; false: autograd adds them up
-    delay_head_grad: bool = False       # the head's, of the last micro-batch, is computed while the banks' are exchanged
-    head_chunk: int = 8192              # tokens whose logits exist at once; the head's gradient is rounded once for each
-    kernels: tuple[str, ...] = KERNEL_NAMES  # operations done in Triton; none: all in plain torch
-    attention: str = "varlen"           # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
-    fp8: bool = True                    # the head's products in 8 bits, in training
-    compile: bool = True                # what stands between products, and the updates, by torch.compile
+    warmup: bool = True  # rehearse every stage off the clock, then reset
+    main_grad: bool = True  # gradients of banks, head and tables are written in place; false: autograd sums
+    delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
+    head_chunk: int = 8192  # tokens whose logits exist at once; the head's gradient is rounded once per chunk
+    # Operations done in Triton.
+    kernels: tuple[str, ...] = ("gram", "relu_square", "softcap_loss", "segment_sum_rows", "transpose")
+    attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
+    fp8: bool = True  # the head's matmuls in 8 bits, in training
+    compile: bool = True  # torch.compile the code between matmuls, and the updates
 
     @property
     def dim(self) -> int:
@@ -259,19 +296,23 @@ class Config:
 
 RECORD = Config()
 
-# All layers and every role, at widths that two laptop cores train in three minutes, on bytes. Slices hold 256 and 512
-# tokens, so a document gives at most that much; `longest` lies above, for a document may give the last target besides.
+# Every layer and mechanism, at widths that two laptop cores train in three minutes, on bytes. Micro-batches
+# hold 256 and 512 tokens, so a document gives at most that many; max_doc_len is larger, since a document can
+# also give the last target.
+# fmt: off
+WINDOWS = [stage.windows for stage in RECORD.stages]  # for the names that a row below leaves out
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
-    vocab_size=257, padded_vocab=264, start_token=256, bigram_rows=16384, heads=2, head_dim=32, mlp_dim=256, window_unit=16,
-    attn_scale=0.3, dtype="float32", polar_dtype="float32", momentum_warmup=125, momentum_cooldown=20,
-    kernels=(), attention="dense", fp8=False, compile=False,
+    vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
+    window_unit=16, attn_scale=0.3, dtype="float32", muon_dtype="float32", momentum_warmup=125,
+    momentum_cooldown=20, kernels=(), attention="dense", fp8=False, compile=False,
     stages=(
-        Stage(140, 2048,  512, 3,  9, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        Stage(140, 4096, 1024, 4, 10, 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage(140, 4096, 1024, 5, 11, 1.73, (1.0,), (1.0,)),
-        Stage( 20, 4096, 1024, 6, 13, 0.15, (1.0,), (1.0,)),
+        Stage(140, 2048,  512, WINDOWS[0] | {"short": 3, "long": 9}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        Stage(140, 4096, 1024, WINDOWS[1] | {"short": 4, "long": 10}, 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage(140, 4096, 1024, WINDOWS[2] | {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
+        Stage( 20, 4096, 1024, WINDOWS[3] | {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
     ))
+# fmt: on
 
 PRESETS = {"record": RECORD, "cpu": CPU}
 
@@ -280,185 +321,90 @@ def dtype_of(name: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
 
 
-def wide_dtype(cfg: Config) -> torch.dtype:
-    """Of moments, lambdas, angles: fp32, or fp64 for an fp64 model."""
+def acc_dtype(cfg: Config) -> torch.dtype:
+    """Returns the dtype of sums, moments, lambdas and angles: fp32, or fp64 for an fp64 model."""
     return torch.promote_types(dtype_of(cfg.dtype), torch.float32)
 
 
-def slices_of(cfg: Config, world: int) -> int:
-    return max(cfg.slices, world)
+def num_microbatches(cfg: Config, world_size: int) -> int:
+    return max(cfg.microbatches, world_size)
 
 
 def padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def param_shapes(cfg: Config, world: int) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter when `world` ranks share it: banks are padded so that each owns equally many whole matrices."""
-    d, pair, V, L = cfg.dim, 2 * cfg.head_dim, cfg.padded_vocab, len(cfg.layers)
+GATE_DIM = 12  # channels that a gate looks at
+
+
+def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns every parameter's shape. Padding lets each of `world_size` ranks own equally many matrices."""
+    d, V, L = cfg.dim, cfg.padded_vocab, len(cfg.layers)
     attention = sum(layer.attention is not None for layer in cfg.layers)
     tables = sum(layer.value is not None for layer in cfg.layers)
     return {
-        "scalars": (2 * L + 3,), "smear_gate": (1, 12), "skip_gate": (1, 12),
-        "attn_gate_bank": (attention, cfg.heads, 12), "ve_gate_bank": (tables, cfg.heads, 12),
-        "post_lambdas": (L, 2), "x0_lambdas": (L,), "bigram_lambdas": (L,), "resid_lambdas": (L, 2),
-        "value_embeds": (V, tables, d), "bigram_embed": (cfg.bigram_rows, d), "lm_head": (d, V), "embed": (V, d),
-        "qk_bank": (padded(attention * cfg.heads, world), pair, d),
-        "vo_bank": (padded(attention * 2, world), d, d),
-        "mlp_bank": (padded(2 * L, math.lcm(2, world)) // 2, 2, cfg.mlp_dim, d),
+        "scalars": (sum(len(init) * (L if per_layer else 1) for init, per_layer in SCALARS.values()),),
+        "smear_gate": (1, GATE_DIM),
+        "skip_gate": (1, GATE_DIM),
+        "attn_gate_bank": (attention, cfg.heads, GATE_DIM),
+        "ve_gate_bank": (tables, cfg.heads, GATE_DIM),
+        "post_lambdas": (L, 2),
+        "x0_lambdas": (L,),
+        "bigram_lambdas": (L,),
+        "resid_lambdas": (L, 2),
+        "value_embeds": (V, tables, d),
+        "bigram_embed": (cfg.bigram_vocab_size, d),
+        "lm_head": (d, V),
+        "embed": (V, d),
+        "qk_bank": (padded(attention * cfg.heads, world_size), 2 * cfg.head_dim, d),
+        "vo_bank": (padded(attention * 2, world_size), d, d),
+        "mlp_bank": (padded(2 * L, math.lcm(2, world_size)) // 2, 2, cfg.mlp_dim, d),
     }
 
 
-def check_order(kind: str, order: tuple[str, ...], names: list[str]) -> None:
-    for what, wrong in (("twice", {n for n in order if order.count(n) > 1}), ("unknown", set(order) - set(names)),
-                        ("missing", set(names) - set(order))):
-        if wrong:
-            raise UserError(f"{kind}: {what}: {', '.join(sorted(wrong))}; it must name each parameter exactly once")
-
-
-def check_config(cfg: Config, world: int) -> None:
-    """Raises UserError if the tables contradict each other or `world` ranks cannot share the work."""
-    names = [row.name for row in cfg.params]
-    check_order("parameter table", tuple(names), list(param_shapes(cfg, 1)))
-    check_order("scatter_order", cfg.scatter_order, names)
-    check_order("work_order", cfg.work_order, names)
-    floats = ("bfloat16", "float32", "float64")
-    tables = [("", (cfg,), {"dtype": floats, "polar_dtype": floats, "attention": ("dense", "varlen", "fa3")}),
-              ("layers", cfg.layers, {"attention": ("plain", "paired", None), "window": ("short", "long"),
-                                      "reads": ("stream", "back"), "saves": ("skip", "back", None), "adds": ("skip", None)}),
-              ("params", cfg.params, {"optimizer": ("adam", "normuon"), "exchange": ("all_reduce", "reduce_scatter", "sparse"),
-                                      "reduction": ("backend", "fp32"), "dtype": ("model", "float32"),
-                                      "tied_to": ("", *names)})]
-    for table, rows, columns in tables:
-        for i, row in enumerate(rows):
-            for column, allowed in columns.items():
-                if (value := getattr(row, column)) not in allowed:
-                    path = f"{table}.{getattr(row, 'name', i)}.{column}" if table else column
-                    raise UserError(f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}")
-    if unknown := set(cfg.kernels) - set(KERNEL_NAMES):
-        raise UserError(f"kernels: unknown {', '.join(sorted(unknown))}; use any of {', '.join(KERNEL_NAMES)}, or kernels= for "
-                        "none")
-    for role, key in (("skip", "saves"), ("back", "saves"), ("skip", "adds")):
-        if sum(getattr(layer, key) == role for layer in cfg.layers) != 1:
-            raise UserError(f'layer table: exactly one layer must have {key}="{role}"')
-    kept = set()
-    for i, layer in enumerate(cfg.layers):
-        for need in {layer.adds, layer.reads if layer.attention else None} - {None, "stream"} - kept:
-            raise UserError(f"layers.{i} uses {need}, which no layer above it saves")
-        if layer.value is not None and layer.attention is None:
-            raise UserError(f"layers.{i}: value={layer.value}, but the layer has no attention")
-        kept.add(layer.saves)
-    values = [layer.value for layer in cfg.layers if layer.value is not None]
-    if sorted(values) != list(range(len(values))):
-        raise UserError(f"layer table: value tables are {values}; number them 0, 1, ... and use each once")
-    if cfg.heads % 2 or cfg.head_dim % 4 or cfg.dim < 12:
-        raise UserError(f"heads={cfg.heads} must be even, head_dim={cfg.head_dim} a multiple of 4, their product at least 12")
-    if not cfg.start_token < cfg.vocab_size <= cfg.padded_vocab:
-        raise UserError(f"start_token={cfg.start_token} < vocab_size={cfg.vocab_size} <= padded_vocab={cfg.padded_vocab} "
-                        "must hold")
-    if cfg.bigram_rows >= 2 ** 31:
-        raise UserError(f"bigram_rows={cfg.bigram_rows} must be below {2 ** 31}: they are numbered in int32")
-    if len(cfg.final_windows) != 2:
-        raise UserError(f"final_windows={cfg.final_windows}: two numbers, short and long")
-    least = [(name, getattr(cfg, name), 1) for name in
-             ("val_slice_tokens", "val_slices", "mlp_dim", "window_unit", "slices", "head_chunk")]
-    least += [("bigram_rows", cfg.bigram_rows, 2), ("cooldown", cfg.cooldown, 0), ("doc_slots", cfg.doc_slots, 0)]
-    least += [("final_windows", window, 1) for window in cfg.final_windows]
-    for i, stage in enumerate(cfg.stages):
-        least += [(f"stages.{i}.{name}", getattr(stage, name), 1) for name in ("tokens", "longest", "short", "long")]
-        least += [(f"stages.{i}.steps", stage.steps, 0)]
-        if not stage.mtp_start or len(stage.mtp_start) != len(stage.mtp_end):
-            raise UserError(f"stages.{i}: mtp_start and mtp_end must have as many weights, at least one")
-    for name, value, minimum in least:
-        if value < minimum:
-            raise UserError(f"{name}={value} must be at least {minimum}")
-    batches = [stage.tokens for stage in cfg.stages]
-    if (common := math.gcd(*batches)) % cfg.slices:
-        near = sorted((n for n in range(1, 4 * cfg.slices + 9) if not common % n), key=lambda n: (abs(n - cfg.slices), n))[:3]
-        raise UserError(f"slices={cfg.slices} does not divide all batches, of {', '.join(map(str, dict.fromkeys(batches)))} "
-                        f"tokens; use {' or '.join(map(str, sorted(near)))}, or change stages.*.tokens")
-    for row in cfg.params:
-        if row.optimizer == "adam" and len(row.betas) != 2:
-            raise UserError(f"params.{row.name}.betas={row.betas}: Adam takes two")
-        if row.optimizer == "normuon" and not row.name.endswith(("qk_bank", "vo_bank", "mlp_bank")):
-            raise UserError(f"params.{row.name}.optimizer=normuon: it is for banks of matrices")
-        if row.rows != (expected := {"value_embeds": "tokens", "embed": "tokens", "bigram_embed": "bigrams"}.get(row.name, "")):
-            raise UserError(f"params.{row.name}.rows={row.rows}: must be {expected or 'empty'}")
-        if row.product != (row.name in ("lm_head", "qk_bank", "vo_bank", "mlp_bank")):
-            raise UserError(f"params.{row.name}.product={row.product}: must be {not row.product}")
-        if row.exchange == "sparse" and not row.rows:
-            raise UserError(f"params.{row.name}.exchange=sparse: only tables of rows are exchanged so; use reduce_scatter")
-        if row.dtype == "float32" and not row.name.endswith(("lambdas", "scalars")):
-            raise UserError(f"params.{row.name}.dtype=float32: only the lambdas and scalars may differ from the model's dtype")
-
-    def fits(n: int) -> str:
-        slices = slices_of(cfg, n)
-        if slices % n:
-            return f"{slices} slices of a batch do not divide by it"
-        for stage in cfg.stages:
-            if stage.tokens % slices:
-                return f"{stage.tokens} tokens of a batch do not divide into {slices} slices"
-        for row in cfg.params:
-            rows = param_shapes(cfg, n)[row.name][0]
-            if row.sharded and row.optimizer == "adam" and rows % n:
-                return f"{rows} rows of {row.name} do not divide by it"
-        return ""
-
-    if why := fits(world):
-        near = sorted((n for n in range(1, 4 * world + 9) if not fits(n)), key=lambda n: (abs(n - world), n))[:3]
-        if not near:
-            raise UserError(f"no number of processes can share the work: {why}")
-        raise UserError(f"a world of {world} processes cannot share the work: {why}; "
-                        f"start torchrun with {' or '.join(str(n) for n in sorted(near))} processes")
-
-
 def override(cfg, setting: str):
-    """`cfg` with one "name=value" applied. Dots reach into tables, by index, by a row's name, or by * for every row:
-    stages.0.steps=10, params.embed.lr_mul=2, params.*.reduction=fp32."""
+    """Returns `cfg` with one "name=value" applied.
+
+    Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
+    stages.*.windows.long=9, params.embed.lr_mul=2.
+    """
     path, eq, text = setting.partition("=")
     if not eq:
         raise UserError(f"--set {setting}: write name=value")
     if path in ("preset", "track"):
         raise UserError(f"--set {path}: it follows from --preset")
-    return _override(cfg, path.split("."), text, path)
+    return _override(cfg, Config, path.split("."), text, path)
 
 
-def _override(node, keys: list[str], text: str, path: str):
-    if isinstance(node, tuple):  # a table
-        if keys[0] == "*":
-            for i in range(len(node)):
-                node = _override(node, [str(i), *keys[1:]], text, path)
-            return node
-        names = [getattr(row, "name", str(i)) for i, row in enumerate(node)]
-        if keys[0].isdecimal() and int(keys[0]) < len(node):
-            i = int(keys[0])
-        else:
-            _known(keys[0], names, path)
-            i = names.index(keys[0])
-        if len(keys) == 1:
-            raise UserError(f"--set {path}: names a row; add one of its columns: "
-                            f"{', '.join(f.name for f in dataclasses.fields(node[i]))}")
-        return node[:i] + (_override(node[i], keys[1:], text, path),) + node[i + 1:]
-    hints = typing.get_type_hints(type(node))
-    _known(keys[0], hints, path)
-    old, hint = getattr(node, keys[0]), hints[keys[0]]
-    is_table = isinstance(old, tuple) and old and dataclasses.is_dataclass(old[0])
-    if len(keys) > 1 and not is_table:
-        raise UserError(f"--set {path}: {keys[0]} is not a table")
-    if len(keys) == 1 and is_table:
-        raise UserError(f"--set {path}: a table; name an entry, like {path}.0.{dataclasses.fields(old[0])[0].name}")
-    return replace(node, **{keys[0]: _override(old, keys[1:], text, path) if is_table else _parse(text, hint, path)})
-
-
-def _known(name: str, names, path: str) -> None:
-    if name not in names:
-        near = difflib.get_close_matches(name, list(names), n=3) or (list(names) if len(names) <= 16 else [])
-        raise UserError(f"--set {path}: unknown name {name!r}; "
-                        + (f"did you mean {', '.join(near)}?" if near else "the names are the fields of Config in the script"))
+def _override(node, hint, keys: list[str], text: str, path: str):
+    is_table = isinstance(node, tuple) and node and dataclasses.is_dataclass(node[0])
+    if dataclasses.is_dataclass(node):
+        children = {
+            name: (getattr(node, name), kind) for name, kind in typing.get_type_hints(type(node)).items()
+        }
+    elif is_table:
+        children = {getattr(row, "name", str(i)): (row, type(row)) for i, row in enumerate(node)}
+    elif isinstance(node, dict):
+        children = {name: (value, int) for name, value in node.items()}
+    elif keys:
+        raise UserError(f"--set {path}: {keys[0]!r} follows a value, not a table")
+    else:
+        return _parse(text, hint, path)
+    if not keys:
+        raise UserError(f"--set {path}: a table; add a name: {path}.{list(children)[0]}")
+    if keys[0] not in children and not (is_table and keys[0] == "*"):
+        near = difflib.get_close_matches(keys[0], children, n=3) or (children if len(children) <= 16 else [])
+        names = f"use {', '.join(near)}" if near else "the names are the fields of Config"
+        raise UserError(f"--set {path}: unknown name {keys[0]!r}; {names}")
+    chosen = children if keys[0] == "*" else [keys[0]]
+    new = {name: _override(*children[name], keys[1:], text, path) for name in chosen}
+    if is_table:
+        return tuple(new.get(name, row) for name, (row, _) in children.items())
+    return node | new if isinstance(node, dict) else replace(node, **new)
 
 
 def _parse(text: str, hint, path: str):
-    """`text` as a value of the type `hint`: bool, int, float, str, tuple of one of them, or one of them or None."""
+    """Parses a bool, int, float, str, a tuple of one of these, or one of these or None, as `hint` says."""
     args = typing.get_args(hint)
     if type(None) in args:
         return None if text.lower() == "none" else _parse(text, args[0], path)
@@ -466,7 +412,7 @@ def _parse(text: str, hint, path: str):
         return tuple(_parse(part, args[0], path) for part in text.split(",") if part)
     try:
         if hint is bool:
-            return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}[text.lower()]
+            return {"true": True, "false": False}[text.lower()]
         value = hint(text)
         if hint is float and not math.isfinite(value):
             raise ValueError
@@ -476,54 +422,73 @@ def _parse(text: str, hint, path: str):
         raise UserError(f"--set {path}={text}: {path} takes {kind}") from None
 
 
-# ======================================================================================================================
+# ============================================================================================================
 # 3  Schedule. Pure functions of the config and the step.
-# ======================================================================================================================
+# ============================================================================================================
+
 
 class StepPlan(NamedTuple):
     step: int
     stage: int
-    lr_mul: float            # of every learning rate
-    momentum: float          # NorMuon's
-    short: int               # attention windows, tokens
-    long: int
-    tokens: int              # per batch
-    longest: int             # piece of a document, tokens
-    mtp: tuple[float, ...]   # weights of the losses on the next tokens
-    # Adam parameters update after this step, from the gradients since their last update: every second step, for that halves the
-    # traffic of the tables and costs next to nothing in loss (PR 136).
+    lr_mul: float  # of every learning rate
+    momentum: float  # NorMuon's
+    windows: dict[str, int]  # attention windows by name, tokens
+    batch_tokens: int
+    max_doc_len: int
+    mtp: tuple[float, ...]  # weights of the losses on the next tokens
+    # Adam's parameters update only after every second step, from the gradients of both: half the traffic of
+    # the tables, at next to no cost in loss (PR 136).
     do_adam: bool
-    # After this step's update embed and lm_head are no longer tied: one matrix learns faster from both ends, two fit better
-    # later (PRs 175, 178).
-    split: bool
+    # After this step's update embed and lm_head are untied: one matrix learns faster from both ends, two fit
+    # better later (PRs 175, 178).
+    untie: bool
 
 
-def split_step(cfg: Config) -> int:
-    """The first step of the third stage, made odd so that Adam updates on it; with fewer stages, never."""
+def untie_step(cfg: Config) -> int:
+    """Returns the third stage's first step, made odd so that Adam updates on it; with fewer stages, never."""
     return cfg.stage_starts[2] | 1 if len(cfg.stages) > 2 else cfg.steps
 
 
-def plan(cfg: Config, step: int) -> StepPlan:
-    """What step `step` (from 0) does."""
+def plan_step(cfg: Config, step: int) -> StepPlan:
+    """Returns what step `step` (from 0) does."""
     starts, scheduled = cfg.stage_starts, cfg.steps - cfg.stages[-1].steps
     index = max(i for i, start in enumerate(starts) if start <= step)
     stage = cfg.stages[index]
-    lr_mul, cool = stage.lr_mul, int(scheduled * (1 - cfg.cooldown))
+    lr_mul, cool = stage.lr_mul, int(scheduled * (1 - cfg.cooldown_frac))
     if step > cool:
         t = min(1.0, (step - cool) / max(1, scheduled - cool))
-        lr_mul = lr_mul * (1 - t) + cfg.final_lr * t
-    momentum = cfg.momentum_low + (cfg.momentum_high - cfg.momentum_low) * min(1.0, step / max(1, cfg.momentum_warmup))
+        lr_mul = lr_mul * (1 - t) + cfg.final_lr_frac * t
+    momentum_span = cfg.momentum_max - cfg.momentum_min
+    momentum = cfg.momentum_min + momentum_span * min(1.0, step / max(1, cfg.momentum_warmup))
     cool = cfg.steps - cfg.momentum_cooldown
     if step > cool:
-        momentum = cfg.momentum_high - (cfg.momentum_high - cfg.momentum_low) * (step - cool) / cfg.momentum_cooldown
+        momentum = cfg.momentum_max - momentum_span * (step - cool) / cfg.momentum_cooldown
     t = (step - starts[index]) / stage.steps
-    mtp = tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end))
-    return StepPlan(step, index, lr_mul, momentum, stage.short * cfg.window_unit, stage.long * cfg.window_unit,
-                    stage.tokens, stage.longest, mtp, do_adam=step % 2 == 1, split=step == split_step(cfg))
+    return StepPlan(
+        step=step,
+        stage=index,
+        lr_mul=lr_mul,
+        momentum=momentum,
+        windows=window_tokens(cfg, stage.windows),
+        batch_tokens=stage.batch_tokens,
+        max_doc_len=stage.max_doc_len,
+        mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
+        do_adam=step % 2 == 1,
+        untie=step == untie_step(cfg),
+    )
+
+
+def window_tokens(cfg: Config, windows: dict[str, int]) -> dict[str, int]:
+    return {name: units * cfg.window_unit for name, units in windows.items()}
+
+
+def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
+    """Returns a parameter's learning rate in a step; `base` is its optimizer's."""
+    return base * plan.lr_mul * spec.lr_mul
 
 
 def warmup_steps(cfg: Config) -> list[int]:
-    """Steps that between them do everything a run does: the first two, and two on either side of a stage's start."""
+    """Returns steps that do all that a run does: the first two, and two on either side of a stage's start."""
     steps = {0, 1} | {s + k for s in cfg.stage_starts[1:] for k in (-2, -1, 0, 1)}
     return sorted(s for s in steps if 0 <= s < cfg.steps)
 
@@ -533,157 +498,164 @@ def validates(cfg: Config, step: int) -> bool:
 
 
 def train_tokens(cfg: Config) -> int:
-    return sum(stage.steps * stage.tokens for stage in cfg.stages)
+    return sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
 
 
-# ======================================================================================================================
-# 4  Runtime. Ranks and devices; the log of record and the screen.
-# ======================================================================================================================
+# ============================================================================================================
+# 4  Runtime. Processes and devices, the clock, the log and the screen.
+# ============================================================================================================
+
 
 @dataclass(frozen=True)
-class Ranks:
+class DistEnv:
     rank: int
-    world: int
+    world_size: int
     device: torch.device
 
     @property
-    def master(self) -> bool:
+    def is_master(self) -> bool:
         return self.rank == 0
 
 
-# How long a rank waits for another. If one is killed torchrun ends the others at once; gloo tells them too, but not always
-# those that were just sending to it.
-PATIENCE = timedelta(minutes=10)
+# How long a rank waits in a collective. torchrun ends the others at once if one is killed; gloo tells its
+# peers too, but not always those that were just sending to it.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-class LostContact(UserError):
-    """Another rank is gone; what happened, that rank knows."""
+class PeerFailure(UserError):
+    """Another rank died or failed; only its own message says why."""
 
 
 @contextlib.contextmanager
-def in_contact():
-    """Around what waits for other ranks: its RuntimeErrors, but for want of memory, mean that one of them is gone."""
+def peer_failure_guard():
+    """Wraps blocking collectives: any RuntimeError except OutOfMemoryError means that a peer died."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as e:
-        raise LostContact(f"another process of this run was killed or failed ({brief(e)}); look for its own message, and "
-                          "start the run again") from None
+        raise PeerFailure(
+            f"another process of this run was killed or failed ({first_line(e)}); look for its own message, "
+            "and start the run again"
+        ) from None
 
 
-def world_size() -> int:
-    """Of torchrun's environment; 1 without it."""
+def env_world_size() -> int:
+    """Returns the number of processes that torchrun's environment names; 1 without it."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"WORLD_SIZE={text}: a number of processes; start the script with torchrun, or unset it")
+        raise UserError(f"WORLD_SIZE={text}: not a number of processes; start with torchrun, or unset it")
     return int(text)
 
 
-def start_runtime() -> Ranks:
-    """Reads torchrun's environment and joins the process group; without torchrun there is one rank and no group."""
-    world = world_size()
-    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in os.environ]
-    if missing:
-        raise UserError(f"WORLD_SIZE={world} is set, {', '.join(missing)} not; start the script with torchrun, or unset it")
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # a killed torchrun would leave its ranks running
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)                       # PR_SET_PDEATHSIG
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if here > torch.cuda.device_count():
-            raise UserError(f"{here} processes for {torch.cuda.device_count()} GPUs; start torchrun with "
-                            f"--nproc_per_node={torch.cuda.device_count()} or fewer")
+def init_distributed() -> DistEnv:
+    """Reads torchrun's environment and joins the process group. Without torchrun: one rank, no group."""
+    world_size, rank = env_world_size(), int(os.environ.get("RANK", 0))
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: a killed torchrun would leave its ranks running
+    device = torch.device("cpu")
+    options: dict = {}
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if local > gpus:
+            raise UserError(
+                f"{local} processes for {gpus} GPUs; start torchrun with --nproc_per_node={gpus} or fewer"
+            )
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # parts of a product, too, are added in fp32
-    if world > 1:
+        # Split-K matmuls, too, sum in fp32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        options = {"device_id": device}
+    if world_size > 1:
+        backend = "nccl" if options else "gloo"
         try:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE,
-                                    **({"device_id": device} if cuda else {}))
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **options)
         except (RuntimeError, ValueError) as e:
-            raise LostContact(f"the {world} processes cannot meet: {brief(e)}; start them with torchrun, and leave another "
-                              "run's port alone") from None
-    return Ranks(rank, world, device)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+            raise PeerFailure(
+                f"the {world_size} processes cannot meet: {first_line(e)}; start them with torchrun, and do "
+                "not use another run's port"
+            ) from None
+    return DistEnv(rank, world_size, device)
 
 
 class Clock:
-    """Counts training time: everything the device was given, from start to stop, in milliseconds."""
+    """Counts training time in milliseconds: all that the device was given between start and stop."""
 
     def __init__(self, device: torch.device, ms: float = 0.0):
         self.device, self.ms = device, ms
 
     def start(self) -> None:
-        synchronize(self.device)
+        self._synchronize()
         self.began = time.perf_counter()
 
     def stop(self) -> None:
-        synchronize(self.device)
+        self._synchronize()
         self.ms = self.read()
 
     def read(self) -> float:
-        """While it runs, without waiting for the device."""
+        """Returns the time so far without waiting for the device."""
         return self.ms + 1000 * (time.perf_counter() - self.began)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class RunLog:
-    """The run's log file and its screen output; silent on every rank but the first.
+    """Writes the run's log file and screen output; silent on every rank but the first (folder=None).
 
-    The file is opened once, before the clock starts, and each line is handed to the operating system as it is written, so
-    that the file holds every finished step whatever ends the process.
+    The file is line-buffered, so it holds every finished step whatever ends the process.
     """
 
     def __init__(self, folder: Path | None, steps: int, run_id: str):
         self.path = None if folder is None else folder / f"{run_id}.txt"
-        self.file, self.bar, self.steps = None, None, steps
+        self.file, self.steps = None, steps
+        self.bar: tqdm = None
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 self.file = open(self.path, "x", buffering=1, encoding="utf-8")
             except OSError as e:
-                raise UserError(f"cannot write the log {self.path}: {e.strerror}; remove what is in its way, or make the "
-                                "folder writable") from None
+                raise self._error(e, "remove what is in its way, or make the folder writable") from None
 
-    def write(self, text: str) -> None:
-        if self.file:
-            try:
+    def _error(self, e: OSError, fix: str) -> UserError:
+        return UserError(f"cannot write the log {self.path}: {e.strerror}; {fix}")
+
+    def print0(self, text: str, console: bool = True, file: bool = True) -> None:
+        """Prints a line from rank 0 to the screen, to the log file, or to both."""
+        if not self.file:
+            return
+        try:
+            if file:
                 self.file.write(text + "\n")
-            except OSError as e:
-                raise UserError(f"cannot write the log {self.path}: {e.strerror}; it holds the run up to here; make room and "
-                                "start again") from None
-
-    def say(self, text: str) -> None:
-        if self.file:
-            try:
+        except OSError as e:
+            raise self._error(e, "it holds the run up to here; make room and start again") from None
+        try:
+            if console:
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
-            except OSError as e:
-                sys.stdout = open(os.devnull, "w")  # or Python complains once more when it flushes at its end
-                raise UserError(f"cannot write to the screen: {e.strerror}; send the output to a file, and read that") from None
-
-    def both(self, text: str) -> None:
-        self.write(text)
-        self.say(text)
+        except OSError as e:
+            sys.stdout = open(os.devnull, "w")  # or Python complains again when it flushes at exit
+            raise UserError(f"cannot write to the screen: {e.strerror}; send the output to a file") from None
 
     def progress(self, step: int, loss: float | None, train_ms: float) -> None:
-        """`step` steps are done. A bar on a terminal; elsewhere a plain line every twentieth of the run."""
+        """Shows that `step` steps are done: a bar on a terminal, else a line every twentieth of the run."""
         if not self.file:
             return
         text = "" if loss is None else f"loss {loss:.3f}"
         if sys.stdout.isatty():
             if self.bar is None:
-                self.bar = tqdm(total=self.steps, initial=step - 1, unit="step", dynamic_ncols=True, file=sys.stdout)
+                self.bar = tqdm(
+                    total=self.steps, initial=step - 1, unit="step", dynamic_ncols=True, file=sys.stdout
+                )
             self.bar.set_postfix_str(f"{text} time {train_ms / 1000:.1f}s", refresh=False)
             self.bar.update(step - self.bar.n)
         elif step * 20 // self.steps > (step - 1) * 20 // self.steps:
             eta = train_ms / step * (self.steps - step) / 1000
-            self.say(f"step {step}/{self.steps}  {text}  time {train_ms / 1000:.0f}s  ETA {eta:.0f}s")
+            line = f"step {step}/{self.steps}  {text}  time {train_ms / 1000:.0f}s  ETA {eta:.0f}s"
+            self.print0(line, file=False)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -692,52 +664,58 @@ class RunLog:
         if self.bar is not None:
             self.bar.close()
         if self.file:
-            with contextlib.suppress(OSError):  # the disk may be full: that is what is being reported then
+            with contextlib.suppress(OSError):  # a full disk may be what is being reported
                 if error is not None:
                     why = {KeyboardInterrupt: "interrupted"}.get(kind, kind.__name__)
-                    why = str(error).replace(os.getcwd() + os.sep, "") if isinstance(error, UserError) else why
+                    if isinstance(error, UserError):
+                        why = str(error).replace(os.getcwd() + os.sep, "")
                     self.file.write(f"stopped: {why}\n")
                 self.file.close()
 
 
-def describe_environment(ranks: Ranks) -> list[str]:
-    """Log lines that say what the run ran on. No absolute path stands in them."""
-    def git(*args):
-        out = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).resolve().parent)
+def describe_environment(env: DistEnv) -> list[str]:
+    """Returns log lines on software, hardware and commit. They hold no absolute path."""
+
+    def git(*args) -> str | None:
+        out = subprocess.run(
+            ["git", *args], capture_output=True, text=True, cwd=Path(__file__).resolve().parent
+        )
         return out.stdout.strip() if out.returncode == 0 else None
 
-    if ranks.device.type == "cuda":
-        device = torch.cuda.get_device_name(ranks.device)
+    if env.device.type == "cuda":
+        device = torch.cuda.get_device_name(env.device)
     else:
         device = platform.processor() or platform.machine()
         if os.path.exists("/proc/cpuinfo"):
             lines = Path("/proc/cpuinfo").read_text().splitlines()
-            device = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), device)
+            names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+            device = next(names, device)
         device += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
-    try:
-        commit, dirty = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-        dirty = dirty or ("" if git("ls-files", "--error-unmatch", Path(__file__).name) else "this script is not in it")
-    except FileNotFoundError:  # no git on this machine
-        commit, dirty = None, None
+    commit = "unknown"
+    if shutil.which("git") and (head := git("rev-parse", "HEAD")):
+        tracked = git("ls-files", "--error-unmatch", Path(__file__).name)
+        clean = tracked and not git("status", "--porcelain", "--untracked-files=no")
+        commit = f"{head} {'(clean)' if clean else '(modified)'}"
     return [
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
-        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {device} with world_size {ranks.world}",
-        f"commit: {commit or 'unknown'}{'' if not commit else ' (clean)' if dirty == '' else ' (modified)'}",
+        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {device} "
+        f"with world_size {env.world_size}",
+        f"commit: {commit}",
     ]
 
 
-# ======================================================================================================================
-# 5  Data. Shards of tokens to micro-batches of whole documents, the same whatever the number of ranks.
-# ======================================================================================================================
+# ============================================================================================================
+# 5  Data. Shards of tokens become micro-batches of whole documents, the same for any number of ranks.
+# ============================================================================================================
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 
 
 class Header(NamedTuple):
     tokens: int
-    vocab_size: int   # 0: GPT-2's
-    start_token: int
-    text_bytes: int   # of the text the tokens stand for; 0: unknown
+    vocab_size: int  # 0: GPT-2's
+    bos_id: int
+    text_bytes: int  # of the text that the tokens encode; 0: unknown
 
 
 def read_header(path: Path) -> Header:
@@ -746,54 +724,66 @@ def read_header(path: Path) -> Header:
         words, size = np.fromfile(path, dtype="<i4", count=256), path.stat().st_size
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}; download or build the data again") from None
+    rebuild = "delete it, and download or build it again"
     if len(words) < 256 or words[0] != MAGIC:
-        raise UserError(f"{path}: not a token shard (its first word is not {MAGIC}); delete it, and download or build it again")
+        raise UserError(f"{path}: not a token shard (its first word is not {MAGIC}); {rebuild}")
     if words[1] != VERSION:
-        raise UserError(f"{path}: shard format version {words[1]}, this script reads {VERSION}; build it again")
-    header = Header(int(words[2]), int(words[3]), int(words[4]), int(words[5]))
-    if size != HEADER_BYTES + 2 * header.tokens:
-        raise UserError(f"{path}: {size} bytes, but its header promises {header.tokens} tokens, which take "
-                        f"{HEADER_BYTES + 2 * header.tokens}; delete it, and download or build it again")
+        raise UserError(
+            f"{path}: shard format version {words[1]}, this script reads {VERSION}; build it again"
+        )
+    header = Header(*map(int, words[2:6]))
+    declared = HEADER_BYTES + 2 * header.tokens
+    if size != declared:
+        raise UserError(
+            f"{path}: {size} bytes, but its header declares {header.tokens} tokens, {declared}; {rebuild}"
+        )
     return header
 
 
 def find_shards(folder: str, split: str) -> list[Path]:
     paths = [Path(p) for p in sorted(glob.glob(os.path.join(glob.escape(folder), f"*_{split}_*.bin")))]
     if not paths:
-        raise UserError(f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record preset), "
-                        "data/local_corpus.py (cpu preset) or data/tokenize_text.py (your own text), or use another --data")
+        raise UserError(
+            f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record), "
+            "data/local_corpus.py (cpu) or data/tokenize_text.py (your text), or use another --data"
+        )
     return paths
 
 
-class Data(NamedTuple):
-    """The shards of a run, their headers checked against the config."""
+class Dataset(NamedTuple):
+    """A run's shards, their headers checked against the config."""
+
     train: list[Path]
     val: list[Path]
     bytes_per_token: float  # of the validation text; 0: unknown
     fingerprint: str
 
 
-def find_data(cfg: Config) -> Data:
+def open_dataset(cfg: Config) -> Dataset:
     train, val = find_shards(cfg.data, "train"), find_shards(cfg.data, "val")
     headers = {path: read_header(path) for path in train + val}
     for path, header in headers.items():
-        vocab, start = (header.vocab_size, header.start_token) if header.vocab_size else (50257, 50256)
-        if (vocab, start) != (cfg.vocab_size, cfg.start_token):
-            raise UserError(f"{path}: made for a vocabulary of {vocab} with start token {start}, the config has "
-                            f"{cfg.vocab_size} and {cfg.start_token}; choose the matching --preset or --data")
+        vocab, bos = (header.vocab_size, header.bos_id) if header.vocab_size else (50257, 50256)
+        if (vocab, bos) != (cfg.vocab_size, cfg.bos_id):
+            raise UserError(
+                f"{path}: its vocabulary has {vocab} tokens and bos_id {bos}, the config "
+                f"{cfg.vocab_size} and {cfg.bos_id}; choose the matching --preset or --data"
+            )
     need, have = cfg.val_slices * cfg.val_slice_tokens + 1, sum(headers[p].tokens for p in val)
     if have < need:
-        fits = max(0, have - 1) // cfg.val_slice_tokens
-        raise UserError(f"{cfg.data}: {have:,} validation tokens, validation takes {need:,}; add validation shards"
-                        + (f", or --set val_slices={fits}" if fits else ""))
-    tokens, text = sum(headers[p].tokens for p in val), [headers[p].text_bytes for p in val]
-    count = sum(headers[p].tokens for p in train)
-    fingerprint = f"{fingerprint_of(train + val)} ({count} training tokens in {len(train)} shards, {tokens} for validation)"
-    return Data(train, val, sum(text) / tokens if all(text) else 0.0, fingerprint)
+        fit = max(0, have - 1) // cfg.val_slice_tokens
+        hint = f", or --set val_slices={fit}" if fit else ""
+        raise UserError(
+            f"{cfg.data}: {have:,} validation tokens, of {need:,} needed; add validation shards{hint}"
+        )
+    count, text = sum(headers[p].tokens for p in train), [headers[p].text_bytes for p in val]
+    counts = f"{count} training tokens in {len(train)} shards, {have} for validation"
+    fingerprint = f"{dataset_hash(train + val)} ({counts})"
+    return Dataset(train, val, sum(text) / have if all(text) else 0.0, fingerprint)
 
 
-def fingerprint_of(paths: list[Path]) -> str:
-    """Hash of every shard's name, size, and of 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
+def dataset_hash(paths: list[Path]) -> str:
+    """Hashes each shard's name, size, and 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
     digest, block = hashlib.sha256(), 1 << 16
     for path in paths:
         size = path.stat().st_size
@@ -807,187 +797,193 @@ def fingerprint_of(paths: list[Path]) -> str:
 
 class Shard(NamedTuple):
     tokens: np.ndarray  # uint16
-    starts: np.ndarray  # int64: positions of start tokens
+    starts: np.ndarray  # int64: positions of BOS tokens
 
 
-def read_shard(path: Path, vocab_size: int, start_token: int, count: int = -1) -> Shard:
-    """The whole shard in memory, or its first `count` tokens."""
+def read_shard(path: Path, vocab_size: int, bos_id: int, count: int = -1) -> Shard:
+    """Reads a shard, or its first `count` tokens, into memory."""
     read_header(path)
     tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES, count=count)
     if len(tokens) and tokens.max() >= vocab_size:
-        raise UserError(f"{path}: token {tokens.max()} is outside the vocabulary of {vocab_size}; the file is damaged, or made "
-                        "with another tokenizer: build it again")
-    return Shard(tokens, np.flatnonzero(tokens == start_token))
+        raise UserError(
+            f"{path}: token {tokens.max()} is outside the vocabulary of {vocab_size}; the file is damaged or "
+            "made with another tokenizer: build it again"
+        )
+    return Shard(tokens, np.flatnonzero(tokens == bos_id))
 
 
 def bigram_index(tokens: np.ndarray, rows: int, out: np.ndarray) -> None:
-    """Hashes each token with its predecessor into `out` (int32, like `tokens`); position 0 gets the reserved last row.
+    """Hashes each token with its predecessor into `out`, int32 like `tokens`; position 0 gets the last row.
 
-    The products wrap in int32. The hash crosses document starts: masking it was measured to be slower and no better.
+    The products wrap in int32. The hash crosses document starts: masking it was slower and no better.
     """
     out[0] = rows - 1
     out[1:] = ((np.int32(36313) * tokens[1:]) ^ (np.int32(27191) * tokens[:-1])) % np.int32(rows - 1)
 
 
-def doc_slots(tokens: int) -> int:
-    """Entries of cu_seqlens for a slice of `tokens`: fixed, so that shapes do not change from step to step."""
+def default_max_docs(tokens: int) -> int:
+    """Returns the entries of cu_seqlens for a micro-batch of `tokens`: fixed, so that shapes never change."""
     return {16384: 64, 32768: 96, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
 class RowIndex(NamedTuple):
-    """The rows of a table that a micro-batch touches, and which of its T positions touch each."""
-    rows: Tensor    # (n,) int32, ascending
-    order: Tensor   # (T,) int32: the positions by row, those of one row in the text's order
-    starts: Tensor  # (n + 1,) int32: order[starts[i]:starts[i + 1]] are the positions of rows[i]
-    fresh: Tensor   # (n,) bool: not touched since the last Adam step before this micro-batch
+    """The n distinct rows of a table that a micro-batch touches, and its T positions sorted by row."""
+
+    row_ids: Tensor  # (n,) int32, ascending
+    perm: Tensor  # (T,) int32: positions by row, those of one row in the text's order
+    offsets: Tensor  # (n + 1,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of row_ids[i]
+    first_touch: Tensor  # (n,) bool: no earlier micro-batch since the last Adam step touched the row
 
 
-class Touched(NamedTuple):
+class TouchedRows(NamedTuple):
     """The rows of a table that this rank has touched since the last Adam step."""
-    rows: Tensor    # (k,) int32, ascending
-    owners: list    # of int: how many of them belong to each rank
-    block: int      # rows of the table that a rank owns
+
+    row_ids: Tensor  # (k,) int32, ascending
+    counts_per_rank: list[int]  # how many of them each rank owns
+    rows_per_rank: int  # of the table
 
 
-def row_kinds(cfg: Config) -> dict[str, int]:
-    """What numbers the rows of tables, with how many rows those have."""
-    return {row.rows: param_shapes(cfg, 1)[row.name][0] for row in cfg.params if row.rows}
+def table_sizes(cfg: Config) -> dict[str, int]:
+    """Returns the rows of the tables that tokens index, and of those that bigrams index."""
+    return {spec.indexed_by: param_shapes(cfg, 1)[spec.name][0] for spec in cfg.params if spec.indexed_by}
 
 
-class Room:
-    """Memory for micro-batches of up to `tokens` tokens, one after another; page-locked if `pin`."""
+def host_tensor(values: np.ndarray, dtype: torch.dtype, pin: bool) -> Tensor:
+    """Copies an array into a new tensor, page-locked if `pin`.
 
-    def __init__(self, cfg: Config, tokens: int, slots: int, pin: bool):
-        new = lambda n, dtype=torch.int32: torch.empty(n, dtype=dtype, pin_memory=pin)
-        self.inputs, self.targets, self.bigram, self.cu_seqlens = new(tokens), new(tokens, torch.int64), new(tokens), new(slots)
-        self.index = {kind: RowIndex(new(tokens), new(tokens), new(tokens + 1), new(tokens, torch.bool))
-                      for kind in row_kinds(cfg)}
-        self.touched = {kind: new(n) for kind, n in row_kinds(cfg).items()}
-        self.copied = None  # a CUDA event: the last micro-batch has reached the GPU
+    torch reuses page-locked memory when no tensor holds it and the asynchronous copies from it are done.
+    """
+    t = torch.empty(len(values), dtype=dtype, pin_memory=pin)
+    t.numpy()[:] = values
+    return t
 
-    def wait(self) -> None:
-        """Until it may be written again."""
-        if self.copied is not None:
-            self.copied.synchronize()
+
+def map_tensors(function: Callable[[Tensor], Tensor], x):
+    """Applies a function to every tensor in a nest of dicts and NamedTuples."""
+    if isinstance(x, dict):
+        return {key: map_tensors(function, value) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return type(x)(*(map_tensors(function, value) for value in x))
+    return function(x) if isinstance(x, Tensor) else x
 
 
 @dataclass
 class MicroBatch:
-    inputs: Tensor      # (T,) int32
-    targets: Tensor     # (T,) int64
-    bigram: Tensor      # (T,) int32 rows of bigram_embed
-    cu_seqlens: Tensor  # (slots,) int32: 0, the ends of the documents, then T
-    longest: int        # bound on a document's length
-    room: Room | None = None
-    index: dict[str, RowIndex] = dataclasses.field(default_factory=dict)   # for training
-    touched: dict[str, Touched] = dataclasses.field(default_factory=dict)  # a batch's last has it
+    inputs: Tensor  # (T,) int32
+    targets: Tensor  # (T,) int64
+    bigrams: Tensor  # (T,) int32: rows of bigram_embed
+    cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, then T
+    max_doc_len: int  # bound on a document's length
+    index: dict[str, RowIndex] = field(default_factory=dict)  # in training
+    touched: dict[str, TouchedRows] = field(default_factory=dict)  # before an Adam step, in the last one
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Copies that need not finish before the call returns: the tensors are page-locked if there is a GPU."""
+        """Starts asynchronous copies to a GPU."""
         if device.type == "cpu":
             return self
-        move = lambda t: t.to(device, non_blocking=True)
-        moved = MicroBatch(move(self.inputs), move(self.targets), move(self.bigram), move(self.cu_seqlens), self.longest, None,
-                           {kind: RowIndex(*map(move, index)) for kind, index in self.index.items()},
-                           {kind: t._replace(rows=move(t.rows)) for kind, t in self.touched.items()})
-        self.room.copied = torch.cuda.Event()
-        self.room.copied.record()
-        return moved
+        return MicroBatch(**map_tensors(lambda t: t.to(device, non_blocking=True), vars(self)))
 
 
-def make_micro_batch(tokens: np.ndarray, ends: np.ndarray, longest: int, slots: int, rows: int, room: Room) -> MicroBatch:
-    """From T+1 tokens (uint16) and the ends of all documents but the last; its tensors lie in `room`."""
+def make_micro_batch(
+    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, bigram_rows: int, pin: bool
+) -> MicroBatch:
+    """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
     T = len(tokens) - 1
-    if len(ends) + 2 > slots:
-        raise UserError(f"a slice of {T} tokens has {len(ends) + 1} documents, cu_seqlens has room for {slots - 1}; "
-                        f"use --set doc_slots={padded(len(ends) + 2, 128)}")
-    batch = MicroBatch(room.inputs[:T], room.targets[:T], room.bigram[:T], room.cu_seqlens[:slots], longest, room)
-    batch.inputs.numpy()[:] = tokens[:-1]
-    batch.targets.numpy()[:] = tokens[1:]
-    bounds = batch.cu_seqlens.numpy()
-    bounds[0], bounds[1:len(ends) + 1], bounds[len(ends) + 1:] = 0, ends, T
-    bigram_index(batch.inputs.numpy(), rows, batch.bigram.numpy())
-    return batch
+    if len(ends) + 2 > max_docs:
+        raise UserError(
+            f"a micro-batch of {T} tokens has {len(ends) + 1} documents, cu_seqlens room for {max_docs - 1}; "
+            f"use --set max_docs={padded(len(ends) + 2, 128)}"
+        )
+    inputs, targets = host_tensor(tokens[:-1], torch.int32, pin), host_tensor(tokens[1:], torch.int64, pin)
+    bigrams = torch.empty(T, dtype=torch.int32, pin_memory=pin)
+    bigram_index(inputs.numpy(), bigram_rows, bigrams.numpy())
+    bounds = np.full(max_docs, T)
+    bounds[: len(ends) + 1] = 0, *ends
+    return MicroBatch(inputs, targets, bigrams, host_tensor(bounds, torch.int32, pin), max_doc_len)
 
 
-def index_rows(numbers: np.ndarray, marks: np.ndarray, room: RowIndex) -> RowIndex:
-    """The index, in `room`, of a micro-batch whose positions touch the rows `numbers` (T,) int32; sets their `marks`, bool."""
-    order = np.argsort(numbers.astype(np.uint16), kind="stable")  # of 16 bits numpy makes a radix sort, in a third of the time
-    if len(marks) > 1 << 16:
-        order = order[np.argsort((numbers >> 16).astype(np.uint16)[order], kind="stable")]
-    ranked = numbers[order]
-    first = np.flatnonzero(np.concatenate(([True], ranked[1:] != ranked[:-1])))
-    n, rows = len(first), ranked[first]
-    index = RowIndex(room.rows[:n], room.order[:len(numbers)], room.starts[:n + 1], room.fresh[:n])
-    for tensor, values in zip(index, (rows, order, np.append(first, len(numbers)), ~marks[rows])):
-        tensor.numpy()[:] = values
-    marks[rows] = True
+def index_rows(ids: np.ndarray, touched_mask: np.ndarray, pin: bool) -> RowIndex:
+    """Sorts a micro-batch's positions by row `ids` (T,) int32. Sets `touched_mask` (rows,) bool."""
+    # Of 16 bits: numpy's radix sort takes a third of the time.
+    perm = np.argsort(ids.astype(np.uint16), kind="stable")
+    if len(touched_mask) > 1 << 16:
+        perm = perm[np.argsort((ids >> 16).astype(np.uint16)[perm], kind="stable")]
+    sorted_ids = ids[perm]
+    first = np.flatnonzero(np.concatenate(([True], sorted_ids[1:] != sorted_ids[:-1])))
+    row_ids = sorted_ids[first]
+    index = RowIndex(
+        host_tensor(row_ids, torch.int32, pin),
+        host_tensor(perm, torch.int32, pin),
+        host_tensor(np.append(first, len(ids)), torch.int32, pin),
+        host_tensor(~touched_mask[row_ids], torch.bool, pin),
+    )
+    touched_mask[row_ids] = True
     return index
 
 
-def touched_rows(marks: np.ndarray, world: int, room: Tensor) -> Touched:
-    """The marked rows, in `room`."""
-    rows, block = np.flatnonzero(marks), len(marks) // world
-    room[:len(rows)].numpy()[:] = rows
-    return Touched(room[:len(rows)], np.diff(np.searchsorted(rows, np.arange(world + 1) * block)).tolist(), block)
+def touched_rows(touched_mask: np.ndarray, world_size: int, pin: bool) -> TouchedRows:
+    row_ids, rows_per_rank = np.flatnonzero(touched_mask), len(touched_mask) // world_size
+    counts = np.diff(np.searchsorted(row_ids, np.arange(world_size + 1) * rows_per_rank)).tolist()
+    return TouchedRows(host_tensor(row_ids, torch.int32, pin), counts, rows_per_rank)
 
 
-def index_batch(micro_batches: list[MicroBatch], marks: dict[str, np.ndarray], world: int) -> None:
-    """Gives each its index, the last what was touched; `marks` are the rows touched since the last Adam step, by what numbers
-    them, and are brought up to date."""
-    for batch in micro_batches:
-        numbers = {"tokens": batch.inputs.numpy(), "bigrams": batch.bigram.numpy()}
-        batch.index = {kind: index_rows(numbers[kind], marks[kind], room) for kind, room in batch.room.index.items()}
-    batch.touched = {kind: touched_rows(marks[kind], world, room) for kind, room in batch.room.touched.items()}
-
-
-class DataRanOut(UserError):
+class OutOfData(UserError):
     """The schedule needs more batches than the training shards give."""
 
 
 class TrainLoader:
-    """Cuts training shards into batches of `slices` slices of whole documents; slice m * world + r is rank r's m-th.
+    """Cuts training shards into batches of whole documents; micro-batch m * world_size + r is rank r's m-th.
 
-    A slice takes documents in order, each cut to its first `longest` tokens, until it holds T + 1 tokens; the rest of a
-    cut document is dropped. A batch that does not fit before the end of a shard starts over in the next one, which is
-    read on a thread meanwhile. `position` is what `position()` of an earlier loader gave.
+    A micro-batch takes documents in order, each cut to max_doc_len tokens, until it holds T + 1 tokens; the
+    rest of a cut document is dropped. A batch that does not fit before the end of a shard starts over in the
+    next one, which a thread reads meanwhile. `position` continues where an earlier loader's position() was
+    taken.
     """
 
-    def __init__(self, cfg: Config, paths: list[Path], rank: int, world: int, pin: bool, position: tuple[int, ...] = (0, 0, 0)):
-        self.cfg, self.rank, self.world, self.pin = cfg, rank, world, pin
-        self.slices = slices_of(cfg, world)
-        self.paths, self.reader = list(paths), ThreadPoolExecutor(1)
+    def __init__(
+        self,
+        cfg: Config,
+        paths: list[Path],
+        rank: int,
+        world_size: int,
+        pin: bool,
+        position: tuple[int, ...] = (0, 0, 0),
+    ):
+        self.cfg, self.rank, self.world_size, self.pin = cfg, rank, world_size, pin
+        self.microbatches = num_microbatches(cfg, world_size)
+        self.paths = list(paths)
+        self.threads = ThreadPoolExecutor(2)  # one reads the next shard, one builds the next batch
         shard, document, self.delivered = position  # delivered: tokens, over all ranks
         self.upcoming = self._read(shard)
         self._open(shard)
         self.document = document
 
     def position(self) -> tuple[int, int, int]:
-        """Where the next batch begins: the shard's number, the document's in it, tokens delivered before."""
+        """Returns where the next batch begins: shard number, document number, tokens delivered before."""
         return self.opened, self.document, self.delivered
 
     def _read(self, i: int):
         if i >= len(self.paths):
             return None
-        return self.reader.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.start_token)
+        return self.threads.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.bos_id)
 
     def _open(self, i: int) -> None:
         if self.upcoming is None:
-            raise DataRanOut(f"training data ran out after {self.delivered:,} tokens; add training shards")
+            raise OutOfData(f"training data ran out after {self.delivered:,} tokens; add training shards")
         self.opened, self.shard, self.upcoming = i, self.upcoming.result(), self._read(i + 1)
         self.document = 0
-        self.ends = {}  # longest piece -> running total of piece lengths
+        self.ends = {}  # max_doc_len -> running total of document lengths
 
     def close(self) -> None:
-        self.reader.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(cancel_futures=True)
 
-    def _cut(self, T: int, longest: int) -> list[tuple[int, int]] | None:
-        """For each slice its first document and the one after its last; None if the shard is too short."""
-        if longest not in self.ends:
-            lengths = np.minimum(np.diff(np.append(self.shard.starts, len(self.shard.tokens))), longest)
-            self.ends[longest] = np.concatenate(([0], np.cumsum(lengths)))
-        ends, cuts, first = self.ends[longest], [], self.document
-        for _ in range(self.slices):
+    def _cut(self, T: int, max_doc_len: int) -> list[tuple[int, int]] | None:
+        """Returns each micro-batch's first document and the one after its last; None at a shard's end."""
+        if max_doc_len not in self.ends:
+            lengths = np.minimum(np.diff(np.append(self.shard.starts, len(self.shard.tokens))), max_doc_len)
+            self.ends[max_doc_len] = np.concatenate(([0], np.cumsum(lengths)))
+        ends, cuts, first = self.ends[max_doc_len], [], self.document
+        for _ in range(self.microbatches):
             last = int(np.searchsorted(ends, ends[first] + T + 1))
             if last == len(ends):
                 return None
@@ -995,257 +991,267 @@ class TrainLoader:
             first = last
         return cuts
 
-    def rooms(self) -> list[Room]:
-        """Memory for this rank's share of any batch."""
-        sizes = [stage.tokens // self.slices for stage in self.cfg.stages]
-        slots = self.cfg.doc_slots or max(map(doc_slots, sizes))
-        return [Room(self.cfg, max(sizes), slots, self.pin) for _ in range(self.slices // self.world)]
-
-    def advance(self, tokens: int, longest: int) -> list[tuple[int, int]]:
-        """Skips the next batch of `tokens` tokens. -> for each of its slices the first document and the one after the last.
-        Raises DataRanOut."""
-        while (cuts := self._cut(tokens // self.slices, longest)) is None:
+    def advance(self, batch_tokens: int, max_doc_len: int) -> list[tuple[int, int]]:
+        """Skips a batch. Returns each micro-batch's first document and the one after its last."""
+        while (cuts := self._cut(batch_tokens // self.microbatches, max_doc_len)) is None:
             self._open(self.opened + 1)
         self.document = cuts[-1][1]
-        self.delivered += tokens
+        self.delivered += batch_tokens
         return cuts
 
-    def batch(self, tokens: int, longest: int, rooms: list[Room]) -> list[MicroBatch]:
-        """This rank's micro-batches of the next batch of `tokens` tokens."""
-        T, cuts = tokens // self.slices, self.advance(tokens, longest)
-        ends, micro_batches = self.ends[longest], []
-        for (first, last), room in zip(cuts[self.rank::self.world], rooms):
-            begin, lengths = self.shard.starts[first:last], np.diff(ends[first:last + 1])
-            pieces = np.concatenate([self.shard.tokens[b:b + n] for b, n in zip(begin, lengths)])[:T + 1]
-            slots = self.cfg.doc_slots or doc_slots(T)
-            micro_batches.append(make_micro_batch(pieces, ends[first + 1:last] - ends[first], longest, slots,
-                                                  self.cfg.bigram_rows, room))
+    def batch(self, batch_tokens: int, max_doc_len: int) -> list[MicroBatch]:
+        """Builds this rank's micro-batches of the next batch."""
+        T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
+        ends, micro_batches = self.ends[max_doc_len], []
+        max_docs = self.cfg.max_docs or default_max_docs(T)
+        for first, last in cuts[self.rank :: self.world_size]:
+            begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
+            tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
+            doc_ends = ends[first + 1 : last] - ends[first]
+            options = (max_doc_len, max_docs, self.cfg.bigram_vocab_size, self.pin)
+            micro_batches.append(make_micro_batch(tokens, doc_ends, *options))
         return micro_batches
 
 
-def count_batches(cfg: Config, paths: list[Path], world: int) -> int:
-    """How many of the schedule's batches the training shards give: the loader's own walk, in which no batch is built. It stops
-    where the schedule ends, so of many shards it reads few."""
-    loader = TrainLoader(cfg, paths, 0, world, pin=False)
+def count_batches(cfg: Config, paths: list[Path], world_size: int) -> int:
+    """Counts how many of the schedule's batches the training shards give, without building one."""
+    loader = TrainLoader(cfg, paths, 0, world_size, pin=False)
     try:
         for step in range(cfg.steps):
-            now = plan(cfg, step)
+            plan = plan_step(cfg, step)
             try:
-                loader.advance(now.tokens, now.longest)
-            except DataRanOut:
+                loader.advance(plan.batch_tokens, plan.max_doc_len)
+            except OutOfData:
                 return step
     finally:
         loader.close()
     return cfg.steps
 
 
-def check_schedule(cfg: Config, paths: list[Path], world: int) -> None:
-    """Raises UserError, with a shorter schedule that would fit, if the training shards run out before the last step."""
-    if (batches := count_batches(cfg, paths, world)) == cfg.steps:
+def check_schedule(cfg: Config, paths: list[Path], world_size: int) -> None:
+    """Raises UserError, with a shorter schedule that fits, if the shards run out before the last step."""
+    if (batches := count_batches(cfg, paths, world_size)) == cfg.steps:
         return
-    kept, shorter = sum(plan(cfg, step).tokens for step in range(batches)) / train_tokens(cfg), cfg
-    while shorter.steps:  # every stage by one factor; a guess, for batches use up documents in different measure
-        shorter = replace(cfg, stages=tuple(replace(stage, steps=int(stage.steps * kept)) for stage in cfg.stages))
-        if shorter.steps and count_batches(shorter, paths, world) == shorter.steps:
-            break
-        kept *= 0.95
-    used = max(min(stage.longest, stage.tokens // slices_of(cfg, world) + 1) for stage in cfg.stages if stage.steps)
+    share = sum(plan_step(cfg, step).batch_tokens for step in range(batches)) / train_tokens(cfg)
+    shorter = cfg
+    while shorter.steps and count_batches(shorter, paths, world_size) < shorter.steps:
+        # All stages by one factor; a guess, since batches waste different shares.
+        shorter = replace(cfg, stages=tuple(replace(s, steps=int(s.steps * share)) for s in cfg.stages))
+        share *= 0.95
     fits = " ".join(f"--set stages.{i}.steps={stage.steps}" for i, stage in enumerate(shorter.stages))
-    raise UserError(f"{cfg.data}: the training documents, of each of which at most {used:,} tokens are used, give {batches:,} of "
-                    f"the schedule's {cfg.steps:,} batches, which take {train_tokens(cfg):,} tokens; add text, or cut long "
-                    "documents into passages as data/tokenize_text.py does"
-                    + (f"; this would fit: {fits}" if shorter.steps else ""))
+    count = num_microbatches(cfg, world_size)
+    used = max(min(stage.max_doc_len, stage.batch_tokens // count + 1) for stage in cfg.stages if stage.steps)
+    raise UserError(
+        f"{cfg.data}: the training documents, of which at most {used:,} tokens each are used, give "
+        f"{batches:,} of the schedule's {cfg.steps:,} batches, {train_tokens(cfg):,} tokens; add text or cut "
+        "long documents into passages as data/tokenize_text.py does"
+        + (f"; this would fit: {fits}" if shorter.steps else "")
+    )
 
 
 class Batch(NamedTuple):
-    now: StepPlan
+    plan: StepPlan
     micro_batches: list[MicroBatch]
-    position: tuple[int, int, int]  # of the loader, behind it
+    position: tuple[int, int, int]  # of the loader, after it
 
 
-class Batches:
-    """The batches of the planned steps, each built on a thread while the one before it is used.
+class Prefetcher:
+    """Builds the planned steps' batches, each on a thread while the one before it is used.
 
-    Two sets of rooms take turns, so a batch is good until the next one is asked for. `touched` are the rows touched since the
-    last Adam step before the first plan.
+    The first plan must be step 0 or follow an Adam step: no rows may have been touched since.
     """
 
-    def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], touched: dict[str, Tensor] | None = None):
-        self.loader, self.plans, self.thread = loader, iter(plans), ThreadPoolExecutor(1)
-        self.marks = {kind: np.zeros(n, dtype=bool) for kind, n in row_kinds(loader.cfg).items()}
-        for kind, rows in (touched or {}).items():
-            self.marks[kind][rows.cpu().numpy()] = True
-        self.rooms = [loader.rooms(), loader.rooms()]
-        self._begin()
+    def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan]):
+        self.loader, self.plans = loader, iter(plans)
+        self.touched_mask = {kind: np.zeros(n, dtype=bool) for kind, n in table_sizes(loader.cfg).items()}
+        self._submit()
 
-    def _begin(self) -> None:
-        now = next(self.plans, None)
-        self.rooms.reverse()
-        self.coming = self.thread.submit(self._build, now, self.rooms[0]) if now else None
+    def _submit(self) -> None:
+        plan = next(self.plans, None)
+        self.next_batch = self.loader.threads.submit(self._build, plan) if plan else None
 
-    def _build(self, now: StepPlan, rooms: list[Room]) -> Batch:
-        for room in rooms:
-            room.wait()
-        micro_batches = self.loader.batch(now.tokens, now.longest, rooms)
-        index_batch(micro_batches, self.marks, self.loader.world)
-        if now.do_adam:
-            for marks in self.marks.values():
-                marks[:] = False
-        return Batch(now, micro_batches, self.loader.position())
+    def _build(self, plan: StepPlan) -> Batch:
+        loader = self.loader
+        micro_batches = loader.batch(plan.batch_tokens, plan.max_doc_len)
+        for batch in micro_batches:
+            ids = {"tokens": batch.inputs.numpy(), "bigrams": batch.bigrams.numpy()}
+            for kind, mask in self.touched_mask.items():
+                batch.index[kind] = index_rows(ids[kind], mask, loader.pin)
+        for kind, mask in self.touched_mask.items() if plan.do_adam else ():
+            batch.touched[kind] = touched_rows(mask, loader.world_size, loader.pin)
+            mask[:] = False
+        return Batch(plan, micro_batches, loader.position())
 
     def next(self) -> Batch:
-        batch = self.coming.result()
-        self._begin()
+        batch = self.next_batch.result()
+        self._submit()
         return batch
-
-    def close(self) -> None:
-        self.thread.shutdown(cancel_futures=True)
-        self.loader.close()
 
 
 class ValLoader:
-    """The first val_slices * val_slice_tokens validation tokens, in consecutive slices; rank r has slices r, r + world, ..."""
+    """Yields the first val_slices * val_slice_tokens validation tokens; rank r has r, r + world_size, ..."""
 
-    def __init__(self, cfg: Config, paths: list[Path], rank: int, world: int, pin: bool):
-        self.cfg, self.rank, self.world, self.pin = cfg, rank, world, pin
+    def __init__(self, cfg: Config, paths: list[Path], rank: int, world_size: int, pin: bool):
+        self.cfg, self.rank, self.world_size, self.pin = cfg, rank, world_size, pin
         parts, need = [], cfg.val_slices * cfg.val_slice_tokens + 1
         for path in paths:
             if need > 0:
-                parts.append(read_shard(path, cfg.vocab_size, cfg.start_token, min(need, read_header(path).tokens)).tokens)
-                need -= len(parts[-1])
+                count = min(need, read_header(path).tokens)
+                parts.append(read_shard(path, cfg.vocab_size, cfg.bos_id, count).tokens)
+                need -= count
         self.tokens = np.concatenate(parts)
-        self.slots = max(cfg.doc_slots, doc_slots(cfg.val_slice_tokens))
-        self.rooms = [Room(cfg, cfg.val_slice_tokens, self.slots, pin) for _ in range(2)]  # one is filled while one is copied
+        self.max_docs = max(cfg.max_docs, default_max_docs(cfg.val_slice_tokens))
 
     def __iter__(self):
         """Yields (slice number, micro-batch)."""
-        T = self.cfg.val_slice_tokens
-        for i in range(self.rank, self.cfg.val_slices, self.world):
-            self.rooms.reverse()
-            self.rooms[0].wait()
-            tokens = self.tokens[i * T:(i + 1) * T + 1]
-            starts = np.flatnonzero(tokens[:-1] == self.cfg.start_token)
-            longest = int(np.diff(starts, prepend=0, append=T).max())
-            yield i, make_micro_batch(tokens, starts, longest, self.slots, self.cfg.bigram_rows, self.rooms[0])
+        T, rows = self.cfg.val_slice_tokens, self.cfg.bigram_vocab_size
+        for i in range(self.rank, self.cfg.val_slices, self.world_size):
+            tokens = self.tokens[i * T : (i + 1) * T + 1]
+            starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
+            max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
+            yield i, make_micro_batch(tokens, starts, max_doc_len, self.max_docs, rows, self.pin)
 
 
-# ======================================================================================================================
-# 6  Reference. The operations in plain torch: what section 7's kernels must equal, and what runs where there are none.
-# ======================================================================================================================
+# ============================================================================================================
+# 6  Reference. Every kernel's operation in plain torch: what section 7 must equal, and what runs without it.
+# ============================================================================================================
 
-NORM_EPS = 2.0 ** -23  # for every dtype
+NORM_EPS = 2.0**-23  # for every dtype
 
 
 def norm(x: Tensor) -> Tensor:
-    """Root-mean-square norm over the last axis, without weight; reduced in at least fp32 (Zhang, Sennrich 2019,
-    arXiv:1910.07467)."""
+    """Applies RMSNorm without weight over the last axis, reduced in at least fp32 (arXiv:1910.07467)."""
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int, scale: float) -> Tensor:
-    """Causal attention within documents: position i sees j of its document with 0 <= i - j <= window.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int, scale: float
+) -> Tensor:
+    """Attends causally within documents: position i sees j of its document with 0 <= i - j <= window.
 
-    q, k, v (T, H, D); cu_seqlens (slots,) int32, document boundaries; longest bounds a document's length. -> (T, H, D).
-    Queries go in blocks, each against the keys of its own block and of `window` positions before: T * (window + block)
-    scores instead of T * T.
+    q, k, v (T, H, D); cu_seqlens (n,) int32, document boundaries; max_seqlen bounds a document's length.
+    Returns (T, H, D). Queries go in blocks, each against the keys of its block and of `window` positions
+    before it: T * (window + block) scores instead of T * T.
     """
     T, H, D = q.shape
-    window = min(window, longest - 1, T - 1)
+    window = min(window, max_seqlen - 1, T - 1)
     block = min(max(32, window), 256)
     n = padded(T, block) // block
     tail = n * block - T
-    place = torch.arange(T, device=q.device, dtype=cu_seqlens.dtype)
-    doc = torch.searchsorted(cu_seqlens, place, right=True)
+    pos = torch.arange(T, device=q.device, dtype=cu_seqlens.dtype)
+    doc = torch.searchsorted(cu_seqlens, pos, right=True)
     doc_q = F.pad(doc, (0, tail), value=-1).view(n, block, 1)
     doc_k = F.pad(doc, (window, tail), value=-1).unfold(0, window + block, block).unsqueeze(1)
-    distance = torch.arange(block, device=q.device)[:, None] - torch.arange(-window, block, device=q.device)
+    offs = torch.arange(-window, block, device=q.device)
+    distance = offs[window:, None] - offs
     mask = (doc_q == doc_k) & (distance >= 0) & (distance <= window)
     q = F.pad(q, (0, 0, 0, 0, 0, tail)).view(n, block, H, D).transpose(1, 2)
-    k, v = (F.pad(t, (0, 0, 0, 0, window, tail)).unfold(0, window + block, block).transpose(2, 3) for t in (k, v))
+    k, v = (F.pad(t, (0, 0, 0, 0, window, tail)).unfold(0, window + block, block) for t in (k, v))
+    k, v = k.transpose(2, 3), v.transpose(2, 3)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), scale=scale)
     return y.transpose(1, 2).reshape(n * block, H, D)[:T]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first half of x (..., D) by angles given as cos, sin (..., D/4); the second half stays."""
-    turning, still = x.chunk(2, dim=-1)
-    a, b = turning.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.cat([torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2), still], dim=-1)
+    """Applies rotary embedding to the first half of x (..., D), by angles given as cos, sin (..., D/4)."""
+    rotated, passthrough = x.chunk(2, dim=-1)
+    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
+    return torch.cat([rotated, passthrough], dim=-1)
 
 
 def shift_keys(k: Tensor) -> Tensor:
-    """The second half of each key (T, H, D) from the token before; token 0 keeps its own.
+    """Takes the second half of each key (T, H, D) from the token before; token 0 keeps its own.
 
-    A query can then find the token that followed an earlier copy of its own in one layer; otherwise that induction takes two
-    (PR 169). It is the half that is not rotated, so that it matches content, not distance.
+    This makes an induction head of one layer instead of two: a query finds what followed an earlier copy of
+    its token (PR 169). The half is the one that is not rotated: it matches content, not distance.
     """
-    turning, still = k.chunk(2, dim=-1)
-    return torch.cat([turning, torch.cat([still[:1], still[:-1]])], dim=-1)
-
-
-# Logits are capped, so that none runs away and gradients stay small (record 9; Gemma 2, arXiv:2408.00118). Asymmetrically,
-# 0 to 23, for most tokens are never right: their logits are far below the few that may be (PR 181).
-SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
+    rotated, passthrough = k.chunk(2, dim=-1)
+    return torch.cat([rotated, torch.cat([passthrough[:1], passthrough[:-1]])], dim=-1)
 
 
 def relu_square(h: Tensor, fc: Tensor) -> tuple[Tensor, Tensor]:
-    """The MLP's first half: r = relu(h fc^T) and r^2, (T, F), for h (T, d), fc (F, d). The square does better than GELU at the
-    same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668)."""
+    """Returns r = relu(h fc^T) and r^2, (T, F), for h (T, d), fc (F, d).
+
+    The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
+    """
     r = F.linear(h, fc).relu()
     return r, r.square()
 
 
 def relu_square_grad(dy: Tensor, proj: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Its backward, for dy (T, d), proj (F, d): d(h fc^T) = 2 r (dy proj^T), and r^2 again, cheaper to make than to keep."""
+    """Returns d(h fc^T) = 2 r (dy proj^T), and r^2, cheaper to compute than to keep; proj (F, d)."""
     return (dy @ proj.T).mul_(2 * r), r.square()
 
 
-def softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Multi-token cross-entropy of z = 23 sigmoid((logits + 5) / 7.5), and its gradient.
+# Logits are capped, so that none runs away and gradients stay small (record 9; Gemma 2, arXiv:2408.00118).
+# The cap is asymmetric, 0 to 23: most tokens are never right, and their logits lie far below the few that may
+# be (PR 181).
+SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
 
-    logits (n, V); targets (n .. n+K-1,) int64: entry i + k is what row i's k-th weight asks for, and weights that reach
-    past the end are dropped. -> losses (n,) fp32 (fp64 for fp64 logits); d(sum of losses)/d(logits), in logits' dtype, or with
-    `unit` in e5m2 and in units of it, saturating.
+
+def softcap_sigmoid(logits: Tensor) -> Tensor:
+    """Returns sigmoid((logits + 5) / 7.5) in at least fp32; 23 times that are the softcapped logits."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.sigmoid((logits + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
+
+
+def next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the cross-entropies (n,) of logits (n, V) after the softcap, in at least fp32."""
+    return F.cross_entropy(SOFTCAP_SCALE * softcap_sigmoid(logits), targets, reduction="none")
+
+
+def softcap_loss(
+    logits: Tensor, targets: Tensor, weights: tuple[float, ...], scale_inv: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Returns the multi-token cross-entropies of softcapped logits, and their sum's gradient by the logits.
+
+    logits (n, V); targets (n .. n+K-1,) int64: row i's k-th weight is for entry i + k, and weights that reach
+    past the end are dropped. Losses (n,) are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype;
+    with `scale_inv` it is e5m2 in units of scale_inv, saturating.
     """
-    n = logits.size(0)
-    s = torch.sigmoid((logits.to(torch.promote_types(logits.dtype, torch.float32)) + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
+    n, s = logits.size(0), softcap_sigmoid(logits)
     z = SOFTCAP_SCALE * s
     lse = z.logsumexp(dim=-1)
-    p = (z - lse[:, None]).exp()
-    losses, total = torch.zeros_like(lse), torch.zeros_like(lse)
-    wanted = torch.zeros_like(z)
+    losses, total, target_probs = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(z)
     for k, weight in enumerate(weights):
-        target = targets[k:k + n, None]
+        target = targets[k : k + n, None]
         rows = target.size(0)
         losses[:rows] += weight * (lse[:rows] - z[:rows].gather(1, target)[:, 0])
         total[:rows] += weight
-        wanted[:rows].scatter_add_(1, target, torch.full_like(target, weight, dtype=z.dtype))
-    gradient = (total[:, None] * p - wanted) * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)
-    return losses, to_fp8(gradient, unit, torch.float8_e5m2) if unit else gradient.to(logits.dtype)
+        target_probs[:rows].scatter_add_(1, target, torch.full_like(target, weight, dtype=z.dtype))
+    dz = total[:, None] * (z - lse[:, None]).exp() - target_probs
+    grad = dz * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)
+    return losses, to_fp8(grad, scale_inv, torch.float8_e5m2) if scale_inv else grad.to(logits.dtype)
 
 
-def to_fp8(x: Tensor, unit: float, dtype: torch.dtype) -> Tensor:
-    """x in units of `unit`, rounded to nearest, saturating, contiguous."""
-    most = torch.finfo(dtype).max
-    return (x.float() / unit).clamp(-most, most).to(dtype, memory_format=torch.contiguous_format)
+def to_fp8(x: Tensor, scale_inv: float, dtype: torch.dtype) -> Tensor:
+    """Returns x / scale_inv, rounded to nearest, saturating, contiguous."""
+    fp8_max = torch.finfo(dtype).max
+    x = (x.float() / scale_inv).clamp(-fp8_max, fp8_max)
+    return x.to(dtype, memory_format=torch.contiguous_format)
 
 
-def sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
-    """Adds to each touched row of `out` (N, ...) the gradients of the positions that touch it; a fresh row is written.
+COLUMN_CHUNK = 768  # columns of a table summed at once, so that no temporary has a table's size
 
-    grad (T, ...); one row's are summed in at least fp32, in the text's order, and rounded once to out's dtype. Columns go
-    piece by piece, so that no temporary has a table's size.
+
+def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
+    """Adds each touched row's position gradients to that row of `out` (N, ...); a first touch overwrites it.
+
+    grad (T, ...). A row's gradients are summed in at least fp32, in the text's order, and rounded once.
     """
-    out, grad, rows, wide = out.flatten(1), grad.flatten(1), index.rows, torch.promote_types(out.dtype, torch.float32)
-    lengths = index.starts.diff().long()
-    for i in range(0, out.size(1), 768):
-        part = out[:, i:i + 768]
-        sums = torch.segment_reduce(grad[index.order, i:i + 768].to(wide), "sum", lengths=lengths, unsafe=True)
-        sums = torch.where(index.fresh[:, None], sums, part[rows].to(wide) + sums)
-        part.index_copy_(0, rows.long(), sums.to(out.dtype))
+    out, grad, ids = out.flatten(1), grad.flatten(1), index.row_ids
+    dtype, lengths = torch.promote_types(out.dtype, torch.float32), index.offsets.diff().long()
+    for i in range(0, out.size(1), COLUMN_CHUNK):
+        part = out[:, i : i + COLUMN_CHUNK]
+        grad_part = grad[index.perm, i : i + COLUMN_CHUNK].to(dtype)
+        sums = torch.segment_reduce(grad_part, "sum", lengths=lengths, unsafe=True)
+        sums = torch.where(index.first_touch[:, None], sums, part[ids].to(dtype) + sums)
+        part.index_copy_(0, ids.long(), sums.to(out.dtype))
 
 
-POLAR_STEPS = (  # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02
+# Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02.
+POLAR_STEPS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -1254,21 +1260,21 @@ POLAR_STEPS = (  # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.
 )
 
 
-def add_product(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
-    """beta add + alpha x y, of batches of matrices, summed in at least fp32 and rounded once."""
-    if x.is_cuda:  # the tensor cores sum so
+def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
+    """Returns beta add + alpha x y for batches of matrices, summed in at least fp32 and rounded once."""
+    if x.is_cuda:  # tensor cores sum so
         return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.baddbmm(add.to(wide), x.to(wide), y.to(wide), beta=beta, alpha=alpha).to(x.dtype)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.baddbmm(add.to(dtype), x.to(dtype), y.to(dtype), beta=beta, alpha=alpha).to(x.dtype)
 
 
 def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """alpha x x^T + beta add, (n, M, M), for x (n, M, K) of any strides and symmetric `add`; rounded once."""
-    return add_product(x.new_zeros(()) if add is None else add, x, x.mT, beta, alpha)
+    """Returns alpha x x^T + beta add, (n, M, M), rounded once, for x (n, M, K) and symmetric `add`."""
+    return baddbmm_fp32(x.new_zeros(()) if add is None else add, x, x.mT, beta, alpha)
 
 
-def polar(g: Tensor, dtype: torch.dtype, gram: Callable = gram) -> Tensor:
-    """About the orthogonal polar factor of each matrix of g (n, rows, cols), computed in `dtype`.
+def polar_express(g: Tensor, dtype: torch.dtype, gram: Callable = gram) -> Tensor:
+    """Approximates the orthogonal polar factor of each matrix of g (n, rows, cols), in `dtype`.
 
     Singular values end in 0.86 .. 1.14. In bf16 every product is summed in fp32 and rounded once.
     """
@@ -1278,30 +1284,35 @@ def polar(g: Tensor, dtype: torch.dtype, gram: Callable = gram) -> Tensor:
     for a, b, c in POLAR_STEPS:
         A = gram(x.mT if tall else x)
         B = gram(A, A, b, c)  # A is symmetric
-        x = add_product(x, x, B, a, 1.0) if tall else add_product(x, B, x, a, 1.0)
+        x = baddbmm_fp32(x, x, B, a, 1.0) if tall else baddbmm_fp32(x, B, x, a, 1.0)
     return x
 
 
 def transpose_copy(out: Tensor, x: Tensor) -> None:
-    """out (n, m) = x^T, for x (m, n)."""
+    """Writes x^T, for x (m, n), to out (n, m)."""
     out.copy_(x.T)
 
 
-def transpose_add(out: Tensor, x: Tensor, rows: Tensor) -> None:
-    """Adds to columns `rows` (k,) int32, distinct, of out (m, n) those rows of x (n, m)."""
-    out.T.index_add_(0, rows, x[rows])
+def transpose_add(out: Tensor, x: Tensor, row_ids: Tensor) -> None:
+    """Adds rows `row_ids` (k,) int32, distinct, of x (n, m) to those columns of out (m, n)."""
+    out.T.index_add_(0, row_ids, x[row_ids])
 
 
-# ======================================================================================================================
-# 7  Kernels. Section 6's operations in Triton, with the same arguments and results; which forms a run uses; products that
-#    write their weight's gradient where it stays.
-# ======================================================================================================================
+# ============================================================================================================
+# 7  Kernels. Section 6 in Triton, with the same arguments and results; the backend of a run; matmuls that
+#    write their weight's gradient into main_grad.
+# ============================================================================================================
 
 if triton is not None:
+
     @triton.jit
-    def tile_product(left, right, K, left_k, right_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-        """The product of rows and columns of length K, summed in fp32: left (BLOCK_M, BLOCK_K), right (BLOCK_K, BLOCK_N) point
-        to their first pieces."""
+    def tile_matmul(
+        left, right, K, left_k, right_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    ):
+        """Multiplies rows and columns of length K, summed in fp32.
+
+        left (BLOCK_M, BLOCK_K) and right (BLOCK_K, BLOCK_N) point to their first tiles.
+        """
         k = tl.arange(0, BLOCK_K)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
@@ -1313,35 +1324,68 @@ if triton is not None:
         return total
 
     @triton.jit
-    def gram_kernel(x, add, out, M, K, x_n, x_m, x_k, beta, alpha,
-                    ADD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-        """A tile of alpha x x^T + beta add on or above the diagonal, and its mirror image: half of the products.
+    def gram_kernel(
+        x,
+        add,
+        out,
+        M,
+        K,
+        x_n,
+        x_m,
+        x_k,
+        beta,
+        alpha,
+        ADD: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+    ):
+        """Computes a tile of alpha x x^T + beta add on or above the diagonal, and stores its mirror image
+        too.
 
-        The result is symmetric to the bit by construction: a matrix unit need not sum the two halves of a diagonal tile in
-        the same order, so its lower half is a copy of its upper one.
+        The result is bitwise symmetric: tensor cores may sum the halves of a diagonal tile in different
+        orders, so its lower half is a copy of the upper.
         """
         i, j, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         if i > j:
             return
-        rows, cols, k = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
-        left = x + n * x_n + (rows % M)[:, None] * x_m + k[None, :] * x_k  # % M: within bounds; what it yields is not stored
+        rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+        k = tl.arange(0, BLOCK_K)
+        left = x + n * x_n + (rows % M)[:, None] * x_m + k[None, :] * x_k  # % M stays in bounds; not stored
         right = x + n * x_n + (cols % M)[None, :] * x_m + k[:, None] * x_k
-        total = alpha * tile_product(left, right, K, x_k, x_k, BLOCK, BLOCK, BLOCK_K)
-        here, mask = n * M * M + rows[:, None] * M + cols[None, :], (rows[:, None] < M) & (cols[None, :] < M)
+        total = alpha * tile_matmul(left, right, K, x_k, x_k, BLOCK, BLOCK, BLOCK_K)
+        out_offs = n * M * M + rows[:, None] * M + cols[None, :]
+        mask = (rows[:, None] < M) & (cols[None, :] < M)
         if ADD:
-            total += beta * tl.load(add + here, mask=mask, other=0.0).to(tl.float32)
+            total += beta * tl.load(add + out_offs, mask=mask, other=0.0).to(tl.float32)
         if i == j:
             total = tl.where(rows[:, None] <= cols[None, :], total, tl.trans(total))
         tile = total.to(out.dtype.element_ty)
-        tl.store(out + here, tile, mask=mask)
+        tl.store(out + out_offs, tile, mask=mask)
         if i < j:
-            there = n * M * M + cols[:, None] * M + rows[None, :]
-            tl.store(out + there, tl.trans(tile), mask=(cols[:, None] < M) & (rows[None, :] < M))
+            mirror_offs = n * M * M + cols[:, None] * M + rows[None, :]
+            tl.store(out + mirror_offs, tl.trans(tile), mask=(cols[:, None] < M) & (rows[None, :] < M))
 
     @triton.jit
-    def relu_square_kernel(a, b, r, square, da, M, N, K, a_m, a_k, b_n, b_k, BACKWARD: tl.constexpr,
-                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-        """A tile of a b^T, and what is made of it. Tiles go in groups of GROUP rows, whose operands stay in the L2 cache."""
+    def relu_square_kernel(
+        a,
+        b,
+        r,
+        square,
+        da,
+        M,
+        N,
+        K,
+        a_m,
+        a_k,
+        b_n,
+        b_k,
+        BACKWARD: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        GROUP: tl.constexpr,
+    ):
+        """Computes a tile of a b^T and its epilogue. GROUP rows of tiles share operands in the L2 cache."""
         tiles_m, tiles_n, tile = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.program_id(0)
         first = tile // (GROUP * tiles_n) * GROUP
         height = min(tiles_m - first, GROUP)
@@ -1351,28 +1395,43 @@ if triton is not None:
         k = tl.arange(0, BLOCK_K)
         left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
         right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
-        total = tile_product(left, right, K, a_k, b_k, BLOCK_M, BLOCK_N, BLOCK_K)
-        here, mask = rows.to(tl.int64)[:, None] * N + cols[None, :], (rows[:, None] < M) & (cols[None, :] < N)
+        total = tile_matmul(left, right, K, a_k, b_k, BLOCK_M, BLOCK_N, BLOCK_K)
+        out_offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        mask = (rows[:, None] < M) & (cols[None, :] < N)
         if BACKWARD:
-            kept = tl.load(r + here, mask=mask, other=0.0)
-            tl.store(da + here, (2 * kept.to(tl.float32) * total).to(da.dtype.element_ty), mask=mask)
+            relu = tl.load(r + out_offs, mask=mask, other=0.0)
+            tl.store(da + out_offs, (2 * relu.to(tl.float32) * total).to(da.dtype.element_ty), mask=mask)
         else:
-            kept = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(r.dtype.element_ty)
-            tl.store(r + here, kept, mask=mask)
-        wide = kept.to(tl.float32)
-        tl.store(square + here, (wide * wide).to(square.dtype.element_ty), mask=mask)
+            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(r.dtype.element_ty)
+            tl.store(r + out_offs, relu, mask=mask)
+        relu32 = relu.to(tl.float32)
+        tl.store(square + out_offs, (relu32 * relu32).to(square.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def softcap_loss_kernel(logits, targets, weights, losses, gradient, V, count, stride, SCALE: tl.constexpr,
-                            SHIFT: tl.constexpr, PER_SPAN: tl.constexpr, most, factor, BLOCK: tl.constexpr):
-        """A row's loss and gradient. z lies in 0 .. 23, so that its exponentials need no maximum taken off before their sum."""
-        row, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    def softcap_loss_kernel(
+        logits,
+        targets,
+        weights,
+        losses,
+        grad,
+        V,
+        count,
+        stride,
+        SCALE: tl.constexpr,
+        SHIFT: tl.constexpr,
+        PER_SPAN: tl.constexpr,
+        fp8_max,
+        dz_scale,
+        BLOCK: tl.constexpr,
+    ):
+        """Computes a row's loss and gradient. z lies in 0 .. 23: exponentials need no maximum subtracted."""
+        row, offs = tl.program_id(0), tl.arange(0, BLOCK)
         logits += row.to(tl.int64) * stride
-        gradient += row.to(tl.int64) * V
+        grad += row.to(tl.int64) * V
         sums = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
-            x = tl.load(logits + start + lane, mask=start + lane < V, other=float("-inf")).to(tl.float32)
-            sums += tl.where(start + lane < V, tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN)), 0.0)
+            x = tl.load(logits + start + offs, mask=start + offs < V, other=float("-inf")).to(tl.float32)
+            sums += tl.where(start + offs < V, tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN)), 0.0)
         lse = tl.log(tl.sum(sums))
         loss, total = 0.0, 0.0
         for k in tl.static_range(len(weights)):
@@ -1382,228 +1441,295 @@ if triton is not None:
                 total += weights[k]
         tl.store(losses + row, loss)
         for start in range(0, V, BLOCK):
-            cols = start + lane
-            s = tl.sigmoid((tl.load(logits + cols, mask=cols < V, other=0.0).to(tl.float32) + SHIFT) * PER_SPAN)
+            cols = start + offs
+            s = tl.sigmoid(
+                (tl.load(logits + cols, mask=cols < V, other=0.0).to(tl.float32) + SHIFT) * PER_SPAN
+            )
             g = total * tl.exp(SCALE * s - lse)
             for k in tl.static_range(len(weights)):
-                wanted = tl.load(targets + row + k, mask=row + k < count, other=-1)
-                g -= tl.where(cols == wanted, weights[k], 0.0)
-            g *= s * (1 - s) * factor
-            g = tl.clamp(g, -most, most, propagate_nan=tl.PropagateNan.ALL)  # a NaN is to be seen, not to be hidden
-            tl.store(gradient + cols, g.to(gradient.dtype.element_ty), mask=cols < V)
+                target = tl.load(targets + row + k, mask=row + k < count, other=-1)
+                g -= tl.where(cols == target, weights[k], 0.0)
+            g *= s * (1 - s) * dz_scale
+            g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
+            tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
 
     @triton.jit
-    def sum_rows_kernel(out, grad, rows, order, starts, fresh, columns, grad_stride, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
-        """A piece of a row: the sum over its positions, in their order; UNROLL loads are on their way at once."""
+    def segment_sum_rows_kernel(
+        out,
+        grad,
+        row_ids,
+        perm,
+        offsets,
+        first_touch,
+        columns,
+        grad_stride,
+        BLOCK: tl.constexpr,
+        UNROLL: tl.constexpr,
+    ):
+        """Sums a chunk of a row over its positions, in their order, with UNROLL loads in flight."""
         i, cols = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        first, last = tl.load(starts + i), tl.load(starts + i + 1)
+        first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(first, last, UNROLL):
             for k in tl.static_range(UNROLL):
-                position = tl.load(order + start + k, mask=start + k < last, other=0).to(tl.int64)
+                pos = tl.load(perm + start + k, mask=start + k < last, other=0).to(tl.int64)
                 width = tl.where(start + k < last, columns, 0)
-                total += tl.load(grad + position * grad_stride + cols, mask=cols < width, other=0.0).to(tl.float32)
-        here = out + tl.load(rows + i).to(tl.int64) * columns + cols
-        width = tl.where(tl.load(fresh + i) == 0, columns, 0)
-        total += tl.load(here, mask=cols < width, other=0.0).to(tl.float32)
-        tl.store(here, total.to(out.dtype.element_ty), mask=cols < columns)
+                total += tl.load(grad + pos * grad_stride + cols, mask=cols < width, other=0.0).to(tl.float32)
+        out_ptrs = out + tl.load(row_ids + i).to(tl.int64) * columns + cols
+        width = tl.where(tl.load(first_touch + i) == 0, columns, 0)
+        total += tl.load(out_ptrs, mask=cols < width, other=0.0).to(tl.float32)
+        tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
-    @triton.jit(do_not_specialize=["count"])  # which differs from step to step: nothing shall be compiled for it on the clock
-    def transpose_kernel(out, x, rows, count, n, m, out_stride, x_stride, ADD: tl.constexpr, BLOCK: tl.constexpr):
-        """A tile of out (m, n) = x^T; or added to those columns of out that `rows` (count,) names, from those rows of x."""
+    @triton.jit(do_not_specialize=["count"])  # it varies by step: no recompilation
+    def transpose_kernel(
+        out, x, row_ids, count, n, m, out_stride, x_stride, ADD: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """Writes a tile of x^T to out (m, n). ADD: adds rows `row_ids` of x to those columns of out."""
         n = count if ADD else n
         i, j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        row = (tl.load(rows + i, mask=i < n, other=0) if ADD else i).to(tl.int64)
-        tile = tl.trans(tl.load(x + row[:, None] * x_stride + j[None, :], mask=(i[:, None] < n) & (j[None, :] < m)))
-        here, mask = out + j.to(tl.int64)[:, None] * out_stride + row[None, :], (j[:, None] < m) & (i[None, :] < n)
+        row = (tl.load(row_ids + i, mask=i < n, other=0) if ADD else i).to(tl.int64)
+        x_ptrs = x + row[:, None] * x_stride + j[None, :]
+        tile = tl.trans(tl.load(x_ptrs, mask=(i[:, None] < n) & (j[None, :] < m)))
+        out_ptrs = out + j.to(tl.int64)[:, None] * out_stride + row[None, :]
+        mask = (j[:, None] < m) & (i[None, :] < n)
         if ADD:
-            tile = (tl.load(here, mask=mask).to(tl.float32) + tile.to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(here, tile, mask=mask)
+            total = tl.load(out_ptrs, mask=mask).to(tl.float32) + tile.to(tl.float32)
+            tile = total.to(out.dtype.element_ty)
+        tl.store(out_ptrs, tile, mask=mask)
 
 
-# Tiles, warps and stages of loads under way. Matrix products by how much shared memory a block may have: 99 KiB on consumers'
-# cards, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
+# Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
+# GPUs, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
 GRAM_TILES = {size: dict(BLOCK=size, BLOCK_K=64, num_warps=size // 16, num_stages=3) for size in (64, 128)}
 RELU_SQUARE_TILES = {
     "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
     "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
-    "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4)}  # 256 columns spill
-LOSS_TILES, SUM_ROWS_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
+    "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4),
+}  # 256 columns spill
+LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
 TRANSPOSE_TILES = dict(BLOCK=64, num_warps=4)
 
 
 def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
     n, M, K = x.shape
     out, half = x.new_empty(n, M, M), n * math.ceil(M / 128) ** 2 // 2
-    size = 128 if x.is_cuda and half >= torch.cuda.get_device_properties(x.device).multi_processor_count else 64
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else math.inf
+    size = 128 if half >= sms else 64
     blocks = triton.cdiv(M, size)
-    gram_kernel[(blocks, blocks, n)](x, out if add is None else add.contiguous(), out, M, K, *x.stride(), beta, alpha,
-                                     ADD=add is not None, **GRAM_TILES[size])
+    addend = out if add is None else add.contiguous()
+    options = {"ADD": add is not None, **GRAM_TILES[size]}
+    gram_kernel[(blocks, blocks, n)](x, addend, out, M, K, *x.stride(), beta, alpha, **options)
     return out
 
 
-def _relu_square(a: Tensor, b: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor]:
+def triton_relu_square(a: Tensor, b: Tensor, r: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Computes relu_square(h, fc), or, given r, relu_square_grad(dy, proj, r)."""
     (M, K), N = a.shape, b.size(0)
     out, square = a.new_empty(M, N), a.new_empty(M, N)
     large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
     tiles = RELU_SQUARE_TILES["small" if not large else "large" if r is None else "large backward"]
     blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
-    relu_square_kernel[(blocks,)](a, b, out if r is None else r, square, out, M, N, K, *a.stride(), *b.stride(),
-                                  BACKWARD=r is not None, **tiles)
+    tensors, strides = (a, b, out if r is None else r, square, out), (*a.stride(), *b.stride())
+    relu_square_kernel[(blocks,)](*tensors, M, N, K, *strides, BACKWARD=r is not None, **tiles)
     return out, square
 
 
-def triton_relu_square(h: Tensor, fc: Tensor) -> tuple[Tensor, Tensor]:
-    return _relu_square(h, fc, None)
-
-
-def triton_relu_square_grad(dy: Tensor, proj: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    return _relu_square(dy, proj, r)
-
-
-def triton_softcap_loss(logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0
-                        ) -> tuple[Tensor, Tensor]:
+def triton_softcap_loss(
+    logits: Tensor, targets: Tensor, weights: tuple[float, ...], scale_inv: float = 0.0
+) -> tuple[Tensor, Tensor]:
     n, V = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-    gradient = torch.empty_like(logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format)
-    softcap_loss_kernel[(n,)](logits, targets, weights, losses, gradient, V, len(targets), logits.stride(0), SOFTCAP_SCALE,
-                              SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, torch.finfo(gradient.dtype).max,
-                              SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0), **LOSS_TILES)
-    return losses, gradient
+    grad = torch.empty_like(
+        logits, dtype=torch.float8_e5m2 if scale_inv else None, memory_format=torch.contiguous_format
+    )
+    tensors, sizes = (logits, targets, weights, losses, grad), (V, len(targets), logits.stride(0))
+    dz_scale = SOFTCAP_SCALE / SOFTCAP_SPAN / (scale_inv or 1.0)
+    constants = (SOFTCAP_SCALE, SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, torch.finfo(grad.dtype).max, dz_scale)
+    softcap_loss_kernel[(n,)](*tensors, *sizes, *constants, **LOSS_TILES)
+    return losses, grad
 
 
-def triton_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
+def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
     out, grad = out.view(out.size(0), -1), grad.flatten(1)
-    grid = (len(index.rows), triton.cdiv(out.size(1), SUM_ROWS_TILES["BLOCK"]))
-    sum_rows_kernel[grid](out, grad, index.rows, index.order, index.starts, index.fresh.view(torch.uint8), out.size(1),
-                          grad.stride(0), **SUM_ROWS_TILES)
+    grid = (len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"]))
+    first_touch = index.first_touch.view(torch.uint8)
+    tensors = (out, grad, index.row_ids, index.perm, index.offsets, first_touch)
+    segment_sum_rows_kernel[grid](*tensors, out.size(1), grad.stride(0), **SEGMENT_SUM_TILES)
 
 
-def triton_transpose_copy(out: Tensor, x: Tensor) -> None:
-    if x.element_size() == 1:  # no card's fp8 is needed for it
+def triton_transpose(out: Tensor, x: Tensor, row_ids: Tensor | None = None) -> None:
+    """Computes transpose_copy(out, x), or, given row_ids, transpose_add(out, x, row_ids)."""
+    if x.element_size() == 1:  # moves bytes: works without fp8 support
         out, x = out.view(torch.uint8), x.view(torch.uint8)
-    n, m = x.shape
-    grid = (triton.cdiv(n, TRANSPOSE_TILES["BLOCK"]), triton.cdiv(m, TRANSPOSE_TILES["BLOCK"]))
-    transpose_kernel[grid](out, x, x, 0, n, m, out.stride(0), x.stride(0), ADD=False, **TRANSPOSE_TILES)
+    (n, m), add, block = x.shape, row_ids is not None, TRANSPOSE_TILES["BLOCK"]
+    count, row_ids = (len(row_ids), row_ids) if add else (n, x)
+    grid, strides = (triton.cdiv(count, block), triton.cdiv(m, block)), (out.stride(0), x.stride(0))
+    transpose_kernel[grid](out, x, row_ids, count, n, m, *strides, ADD=add, **TRANSPOSE_TILES)
 
 
-def triton_transpose_add(out: Tensor, x: Tensor, rows: Tensor) -> None:
-    grid = (triton.cdiv(len(rows), TRANSPOSE_TILES["BLOCK"]), triton.cdiv(x.size(1), TRANSPOSE_TILES["BLOCK"]))
-    transpose_kernel[grid](out, x, rows, len(rows), *x.shape, out.stride(0), x.stride(0), ADD=True, **TRANSPOSE_TILES)
+class Backend(NamedTuple):
+    """A run's implementations of the operations of section 6."""
 
-
-class Ops(NamedTuple):
-    """The forms of the operations that a run uses."""
     attention: Callable = attention
     gram: Callable = gram
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
     softcap_loss: Callable = softcap_loss
-    sum_rows: Callable = sum_rows
+    segment_sum_rows: Callable = segment_sum_rows
     transpose_copy: Callable = transpose_copy
     transpose_add: Callable = transpose_add
     compiled: Callable = lambda function: function
-    number: Callable = float  # of what changes from step to step, for a compiled function to multiply by
+    scalar: Callable = float  # wraps what changes by step, so that compiled code does not recompile
     fp8: bool = False
 
 
-PLAIN = Ops()
+TORCH_BACKEND = Backend()
 
-KERNELS = {  # what Config.kernels names
+KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     "gram": {"gram": triton_gram},
-    "relu_square": {"relu_square": triton_relu_square, "relu_square_grad": triton_relu_square_grad},
+    "relu_square": {"relu_square": triton_relu_square, "relu_square_grad": triton_relu_square},
     "softcap_loss": {"softcap_loss": triton_softcap_loss},
-    "sum_rows": {"sum_rows": triton_sum_rows},
-    "transpose": {"transpose_copy": triton_transpose_copy, "transpose_add": triton_transpose_add},
+    "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
+    "transpose": {"transpose_copy": triton_transpose, "transpose_add": triton_transpose},
 }
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # not above: the import takes a second, and sets an environment variable
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(window, 0))
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int, scale: float
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
+
+    options = {"scale": scale, "window_size": (window, 0)}
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
 
 
-def flash_attention_refusal(name: str, dtype: str, capability: tuple[int, int]) -> str:
-    """Why torch's FlashAttention, for "fa3" in version 3, which this activates, cannot run; "" if it can. (0, 0): no GPU."""
-    if not capability[0] or dtype != "bfloat16":
-        return f"FlashAttention is for bf16, not {dtype}" if capability[0] else "FlashAttention needs a GPU, there is none here"
+def flash_attention_unsupported(name: str, dtype: str, capability: tuple[int, int]) -> str:
+    """Returns why torch's FlashAttention cannot run, "" if it can. "fa3" activates version 3."""
+    if not capability[0]:
+        return "FlashAttention needs a GPU, there is none here"
+    if dtype != "bfloat16":
+        return f"FlashAttention is for bf16, not {dtype}"
     from torch.nn.attention.varlen import varlen_attn
+
     if not {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys():
-        return f"torch {torch.__version__}'s varlen_attn knows no window, torch 2.13's does"
+        return f"torch {torch.__version__}'s varlen_attn has no window, torch 2.13's does"
     if name == "fa3" and capability[0] != 9:
-        return ("FlashAttention-3 is for compute capability 9.0 (H100), "
-                f"this GPU's compute capability is {capability[0]}.{capability[1]}")
+        return "FlashAttention-3 needs compute capability 9.0 (H100), this GPU's is {}.{}".format(*capability)
     if name == "fa3":
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
         except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as e:
-            return f"FlashAttention-3 cannot be used ({brief(e)}), README.md says how to get it"
+            return f"FlashAttention-3 cannot be used ({first_line(e)}), README.md says how to get it"
     return ""
 
 
-def choose_ops(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None, world: int = 1) -> Ops:
-    """The forms that the config asks for, for a run of `world` processes; `capability` of the GPU, by default the device's.
-    Raises UserError if one cannot run here, with what would: a timed run is never given another form than it asked for."""
-    gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
-    capability = capability or (torch.cuda.get_device_capability(device) if gpu else (0, 0))
-    card = f"this GPU's compute capability is {capability[0]}.{capability[1]}" if gpu else "there is no GPU here"
-    dtype = "float32" if cfg.kernels and triton and interpreted else cfg.dtype  # of what would run
-    wrong = {}  # setting that would run -> why what was asked for cannot
-    if gpu and capability < (8, 0) and (cfg.dtype == "bfloat16" or cfg.kernels or cfg.attention != "dense"):
-        raise UserError(f"bf16, the kernels and FlashAttention need compute capability 8.0 (A100, RTX 30) or newer, {card}; "
-                        "--preset cpu, which computes in fp32, would run")
-    if cfg.kernels and triton is None:
-        wrong["kernels="] = "the kernels need the package triton (pip install triton)"
-    elif cfg.kernels and not gpu and not interpreted:
-        wrong["kernels="] = f"the kernels need a GPU (or TRITON_INTERPRET=1, for tests), {card}"
-    elif interpreted and cfg.kernels and (cfg.dtype, cfg.polar_dtype) != ("float32", "float32"):
-        wrong["dtype=float32 --set polar_dtype=float32"] = "Triton's interpreter is right in fp32 only"
-    elif not interpreted and cfg.kernels and (cfg.dtype, cfg.polar_dtype) != ("bfloat16", "bfloat16"):
-        wrong["kernels="] = f"the kernels are for bf16, not dtype={cfg.dtype}, polar_dtype={cfg.polar_dtype}"
-    if cfg.attention != "dense" and (refusal := flash_attention_refusal(cfg.attention, dtype, capability)):
-        wrong["attention=dense" if flash_attention_refusal("varlen", dtype, capability) else "attention=varlen"] = refusal
-    if cfg.fp8 and gpu and capability < (8, 9):
-        wrong["fp8=false"] = f"FP8 needs compute capability 8.9 (RTX 40, H100) or newer, {card}"
-    if cfg.fp8 and dtype == "float64":
-        wrong["fp8=false"] = "FP8 is for dtype bfloat16 or float32"
-    odd = [f"{n} {what}" for n, what in ((cfg.dim, "is the model's width"), (cfg.padded_vocab, "is padded_vocab"),
-                                         (cfg.head_chunk, "is head_chunk")) if n % 16]
-    odd += [f"{stage.tokens} tokens a batch make slices" for stage in cfg.stages if stage.tokens % (16 * slices_of(cfg, world))]
-    if cfg.fp8 and odd:
-        wrong["fp8=false"] = f"FP8 products take multiples of 16, and {odd[0]}"
-    compiler = any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang", os.environ.get("CXX", "g++"), "clang++")))
-    if cfg.compile and not compiler:
-        wrong["compile=false"] = "torch.compile needs a C++ compiler (g++, clang++)"
-    if cfg.kernels and gpu and not interpreted and not compiler:
-        wrong["kernels="] = "Triton needs a C compiler (gcc, clang)"
-    if wrong:
-        raise UserError("; ".join(wrong.values()) + "; this would run: "
-                        + ("" if gpu or cfg.preset == "cpu" else "--preset cpu; or, slowly, this model with ")
-                        + " ".join(f"--set {setting}" for setting in wrong))
-    chosen = {field: form for name in cfg.kernels for field, form in KERNELS[name].items()}
+def select_backend(
+    cfg: Config, device: torch.device, capability: tuple[int, int] | None = None, world_size: int = 1
+) -> Backend:
+    """Returns the implementations that the config names; there are no silent fallbacks.
+
+    Raises UserError with the settings that would run, if one is unsupported here. `capability`: by default
+    the device's.
+    """
+    on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
+    capability = capability or (torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
+    gpu = "this GPU's compute capability is {}.{}".format(*capability) if on_gpu else "there is no GPU here"
+    if (
+        on_gpu
+        and capability < (8, 0)
+        and (cfg.dtype == "bfloat16" or cfg.kernels or cfg.attention != "dense")
+    ):
+        raise UserError(
+            "bf16, the kernels and FlashAttention need compute capability 8.0 (A100, RTX 30) or newer, "
+            f"{gpu}; --preset cpu, which computes in fp32, would run"
+        )
+    dtypes = (cfg.dtype, cfg.muon_dtype)
+    dtype = "float32" if cfg.kernels and triton and interpreted else cfg.dtype  # the one that would run
+    flash, flash_fix = "", "attention=dense"
+    if cfg.attention != "dense" and (flash := flash_attention_unsupported(cfg.attention, dtype, capability)):
+        if not flash_attention_unsupported("varlen", dtype, capability):
+            flash_fix = "attention=varlen"
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang", os.environ.get("CXX", "g++"), "clang++")
+    compiler = any(map(shutil.which, compilers))
+    count = num_microbatches(cfg, world_size)
+    sizes = {"head_chunk": cfg.head_chunk, "padded_vocab": cfg.padded_vocab, "the model's width": cfg.dim}
+    sizes |= {f"a micro-batch of stage {i}": s.batch_tokens // count for i, s in enumerate(cfg.stages)}
+    misaligned = [f"{name} is {n}" for name, n in sizes.items() if n % 16]
+    unsupported = [  # (whether, the setting that would run, the reason)
+        (
+            cfg.kernels and triton is None,
+            "kernels=",
+            "the kernels need the package triton (pip install triton)",
+        ),
+        (
+            cfg.kernels and not on_gpu and not interpreted,
+            "kernels=",
+            f"the kernels need a GPU (or TRITON_INTERPRET=1, for tests), {gpu}",
+        ),
+        (
+            cfg.kernels and triton and interpreted and dtypes != ("float32", "float32"),
+            "dtype=float32 --set muon_dtype=float32",
+            "Triton's interpreter is right in fp32 only",
+        ),
+        (
+            cfg.kernels and not interpreted and dtypes != ("bfloat16", "bfloat16"),
+            "kernels=",
+            f"the kernels are for bf16, not dtype={cfg.dtype}, muon_dtype={cfg.muon_dtype}",
+        ),
+        (flash, flash_fix, flash),
+        (
+            cfg.fp8 and on_gpu and capability < (8, 9),
+            "fp8=false",
+            f"FP8 needs compute capability 8.9 (RTX 40, H100) or newer, {gpu}",
+        ),
+        (cfg.fp8 and dtype == "float64", "fp8=false", "FP8 is for dtype bfloat16 or float32"),
+        (
+            cfg.fp8 and misaligned,
+            "fp8=false",
+            f"FP8 matmuls take multiples of 16, but {' and '.join(misaligned)}",
+        ),
+        (cfg.compile and not compiler, "compile=false", "torch.compile needs a C++ compiler (g++, clang++)"),
+        (
+            cfg.kernels and on_gpu and not interpreted and not compiler,
+            "kernels=",
+            "Triton needs a C compiler (gcc, clang)",
+        ),
+    ]
+    reasons = {}
+    for condition, setting, reason in unsupported:
+        if condition:
+            reasons.setdefault(setting, reason)
+    if reasons:
+        preset = "" if on_gpu or cfg.preset == "cpu" else "--preset cpu; or, slowly, this model with "
+        settings = " ".join(f"--set {setting}" for setting in reasons)
+        raise UserError(f"{'; '.join(reasons.values())}; this would run: {preset}{settings}")
+    chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}
     if cfg.compile:
         torch._dynamo.config.recompile_limit = 64  # 8 by default, but one function serves all kinds of layers
-        chosen |= {"compiled": cache(partial(torch.compile, fullgraph=True)),
-                   "number": partial(torch.tensor, dtype=wide_dtype(cfg))}
-    return Ops(**chosen, attention=attention if cfg.attention == "dense" else flash_attention, fp8=cfg.fp8)
+        chosen["compiled"] = cache(partial(torch.compile, fullgraph=True))
+        chosen["scalar"] = partial(torch.tensor, dtype=acc_dtype(cfg))
+    return Backend(
+        **chosen, attention=flash_attention if cfg.attention != "dense" else attention, fp8=cfg.fp8
+    )
 
 
-def fp8_product(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """scale a b for fp8 a (n, k), row by row in memory, and b (k, m), column by column; scale 0-d fp32; -> dtype."""
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Returns scale a b in `dtype`, for fp8 a (n, k), row-major, b (k, m), column-major, scale 0-d fp32."""
     return torch._scaled_mm(a, b, scale, torch.ones_like(scale), out_dtype=dtype, use_fast_accum=fast)
 
 
-def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool, scale: Tensor | None = None) -> None:
-    """Writes a^T b, or a times b if b is a number, to the rows of main_grad (.., cols), taken as one matrix, that begin with
-    `start`, or adds it to them.
+def write_grad(
+    main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool, scale: Tensor | None = None
+) -> None:
+    """main_grad.view(-1, cols)[start:start + rows] = a.T @ b (a * b if b is 0-d); += unless `overwrite`.
 
-    a (T, rows), b (T, cols); or a (rows, cols), b 0-d of any float dtype. Rounded once, what is there included. If a and b are
-    fp8, both column by column in memory, it is scale a^T b, which is made in fp32 beside main_grad.
+    a (T, rows), b (T, cols); or a (rows, cols), b 0-d of any float dtype. Rounded once, the sum included. fp8
+    a and b, both column-major: scale a^T b, through an fp32 temporary.
     """
     rows = a.size(1) if b.dim() else a.size(0)
-    out = main_grad.view(-1, main_grad.size(-1))[start:start + rows]
+    out = main_grad.view(-1, main_grad.size(-1))[start : start + rows]
     if a.element_size() == 1:
-        product = fp8_product(a.T, b, scale, torch.float32)
+        product = fp8_matmul(a.T, b, scale, torch.float32)
         out.copy_(product) if overwrite else out.add_(product)
     elif b.dim():
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
@@ -1612,130 +1738,131 @@ def write_grad(main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: b
 
 
 class WeightGrad:
-    """What a product's backward does with the gradient of its weight. The contract is TransformerEngine's (pull request 2871):
+    """Collects one weight's gradient in backward, by TransformerEngine's contract (its PR 2871):
 
-        main_grad   delayed   weight has grad_added_to_main_grad   autograd is given
-        none        no        -                                    the gradient
-        none        yes       -                                    None; `run` adds it to weight.grad
-        a buffer    either    no                                   None
-        a buffer    either    yes (it becomes True)                a new tensor, so that the hooks of the weight fire
+        main_grad   delay    weight has grad_added_to_main_grad   autograd gets
+        none        no       -                                    the gradient
+        none        yes      -                                    None; `flush` adds it to weight.grad
+        a buffer    either   no                                   None
+        a buffer    either   yes (it becomes True)                a new tensor, for the weight's hooks
 
-    main_grad, of the weight's shape and dtype, stays. While it is `fresh`, nothing having been written since the optimizer
-    used it, a backward overwrites it, else adds to it; so every row in use must be given in every backward, and once; and
-    whoever calls the backward says afterwards that it was `written`. The new tensor is not initialised; a hook is to drop it.
-    A view of main_grad in its place would count the gradient twice, for autograd adds what it is given.
+    main_grad has the weight's shape and dtype, and persists. `overwrite` holds from an optimizer step to the
+    end of the next backward: every row in use must be given in every backward, once. The caller reports each
+    end_backward(). The new tensor is uninitialized, for a hook to drop. A view of main_grad would count
+    twice: autograd adds it.
     """
 
     def __init__(self, weight: Tensor | None = None, main_grad: Tensor | None = None):
         self.weight, self.main_grad = weight, main_grad
-        self.fresh, self.delayed, self.queue = True, False, []
+        self.overwrite, self.delay, self.delayed = True, False, []
 
-    def give(self, start: int, a: Tensor, b: Tensor, first: bool = True,
-             scale: Tensor | None = None) -> Tensor | None:
-        """Takes the gradient, as `write_grad` does, of the weight's rows from `start`; not `first`: more of what this backward
-        has given already. -> for autograd."""
-        if self.delayed:
-            self.queue.append((start, a, b, first, scale))
+    def accumulate(
+        self, start: int, a: Tensor, b: Tensor, scale: Tensor | None = None, first: bool = True
+    ) -> Tensor | None:
+        """Takes the gradient of the weight's rows from `start`, as factors for `write_grad`. Returns
+        autograd's part.
+
+        first=False: this backward has given these rows before.
+        """
+        if self.delay:
+            self.delayed.append((start, a, b, self.overwrite and first, scale))
         elif self.main_grad is None:
             return a.T @ b if b.dim() else a * b
         else:
-            write_grad(self.main_grad, start, a, b, self.fresh and first, scale)
+            write_grad(self.main_grad, start, a, b, self.overwrite and first, scale)
         if self.main_grad is None or not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
         return a.new_empty(a.size(1), b.size(1)) if b.dim() else torch.empty_like(a)
 
-    def written(self) -> None:
-        """After a backward."""
-        if self.queue:
-            self.queue.append(None)
-        else:
-            self.fresh = False
+    def end_backward(self) -> None:
+        self.overwrite = False
 
     @torch.no_grad()
-    def run(self) -> None:
+    def flush(self) -> None:
         """Computes what was delayed."""
-        if self.queue and self.main_grad is None and self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight)
-        for product in self.queue:
-            if product is None:  # a backward's end
-                self.fresh = False
-                continue
-            start, a, b, first, scale = product
-            if self.main_grad is None:
-                write_grad(self.weight.grad, start, a, b, False, scale)
-            else:
-                write_grad(self.main_grad, start, a, b, self.fresh and first, scale)
-        self.queue.clear()
+        out = self.main_grad
+        if self.delayed and out is None:
+            if self.weight.grad is None:
+                self.weight.grad = torch.zeros_like(self.weight)
+            out = self.weight.grad
+        for start, a, b, overwrite, scale in self.delayed:
+            write_grad(out, start, a, b, overwrite and out is self.main_grad, scale)
+        self.delayed.clear()
 
 
-TO_AUTOGRAD = WeightGrad()
+NO_MAIN_GRAD = WeightGrad()
 
-# Units of the head's fp8 numbers (records 19, 51): the largest that the format holds, 448 in e4m3, stands for x = 100, w = 1.6;
-# gradients, in e5m2 for its range, are in units of this times their scale. Fixed, so that no maximum is looked for in a step.
+# FP8 scales (records 19, 51), fixed, so that no step searches for a maximum: e4m3's largest number, 448,
+# stands for x = 100 and w = 1.6. Gradients are e5m2, for its range, in units of FP8_GRAD times their scale.
 FP8_X, FP8_W, FP8_GRAD = 100 / 448, 1.6 / 448, 0.75 / 448
 
 
-class Part(NamedTuple):
-    """A product's weight: some rows of a bank, or all of a parameter."""
+class WeightSlice(NamedTuple):
+    """A matmul's weight: some rows of a bank, or all of a parameter."""
+
     w: Tensor  # (rows, cols)
-    start: int = 0  # where they begin in the bank, taken as one matrix
-    grad: WeightGrad = TO_AUTOGRAD
+    start: int = 0  # first row in the bank, viewed as one matrix
+    grad: WeightGrad = NO_MAIN_GRAD
 
 
-def operand(scale: Tensor, weights: list[Tensor]) -> Tensor:
-    """scale * the weights one below another, rounded to their dtype."""
+def scaled_weight(scale: Tensor, weights: list[Tensor]) -> Tensor:
+    """Returns scale * the weights, stacked by rows, rounded to their dtype."""
     return scale * (torch.cat(weights) if len(weights) > 1 else weights[0])
 
 
 class Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, scale, places, *weights):
-        ctx.places = places
+    def forward(ctx, h, scale, grad_slots, *weights):
+        ctx.grad_slots = grad_slots
         ctx.save_for_backward(h, scale, *weights)
-        return F.linear(h, operand(scale, weights))
+        return F.linear(h, scaled_weight(scale, weights))
 
     @staticmethod
     def backward(ctx, dy):
         h, scale, *weights = ctx.saved_tensors
-        dscale, given = 0, []
-        for (start, grad), w, part in zip(ctx.places, weights, dy.split([w.size(0) for w in weights], dim=1)):
-            product = part.T @ h  # of the operand; main_grad gets it times the scale
+        dscale, grads = 0, []
+        for (start, grad), w, dy_part in zip(
+            ctx.grad_slots, weights, dy.split([len(w) for w in weights], dim=1)
+        ):
+            product = dy_part.T @ h  # the scaled weight's gradient; main_grad gets it times the scale
             dscale = dscale + (product.to(scale.dtype) * w).sum()
-            given.append(grad.give(start, product, scale))
-        return dy @ operand(scale, weights), dscale, None, *given
+            grads.append(grad.accumulate(start, product, scale))
+        return dy @ scaled_weight(scale, weights), dscale, None, *grads
 
 
-def linear(h: Tensor, scale: Tensor, parts: list[Part]) -> Tensor:
-    """h (T, cols) @ operand(scale, parts)^T; scale 0-d, at least fp32, its gradient summed so."""
-    return Linear.apply(h, scale, tuple((part.start, part.grad) for part in parts), *(part.w for part in parts))
+def linear(h: Tensor, scale: Tensor, slices: list[WeightSlice]) -> Tensor:
+    """Returns h (T, cols) @ scaled_weight^T. scale: 0-d, at least fp32, as is its gradient's sum."""
+    return Linear.apply(h, scale, tuple((s.start, s.grad) for s in slices), *(s.w for s in slices))
 
 
 class MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, places, ops, fc, proj):
-        r, square = ops.relu_square(h, fc)
-        ctx.places, ctx.ops = places, ops
+    def forward(ctx, h, grad_slots, backend, fc, proj):
+        r, square = backend.relu_square(h, fc)
+        ctx.grad_slots, ctx.backend = grad_slots, backend
         ctx.save_for_backward(h, r, fc, proj)
         return square @ proj
 
     @staticmethod
     def backward(ctx, dy):
         h, r, fc, proj = ctx.saved_tensors
-        (fc_start, fc_grad), (proj_start, proj_grad) = ctx.places
-        da, square = ctx.ops.relu_square_grad(dy, proj, r)
-        given = proj_grad.give(proj_start, square, dy)
-        return da @ fc, None, None, fc_grad.give(fc_start, da, h), given
+        (fc_start, fc_grad), (proj_start, proj_grad) = ctx.grad_slots
+        da, square = ctx.backend.relu_square_grad(dy, proj, r)
+        dproj = proj_grad.accumulate(proj_start, square, dy)
+        return da @ fc, None, None, fc_grad.accumulate(fc_start, da, h), dproj
 
 
-def mlp(h: Tensor, fc: Part, proj: Part, ops: Ops = PLAIN) -> Tensor:
-    """relu(h fc^T)^2 proj: h (T, d), fc and proj both (F, d)."""
-    return MLP.apply(h, ((fc.start, fc.grad), (proj.start, proj.grad)), ops, fc.w, proj.w)
+def mlp(h: Tensor, fc: WeightSlice, proj: WeightSlice, backend: Backend = TORCH_BACKEND) -> Tensor:
+    """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d)."""
+    return MLP.apply(h, ((fc.start, fc.grad), (proj.start, proj.grad)), backend, fc.w, proj.w)
 
 
-class Handed(torch.autograd.Function):
-    """A number whose backward hands autograd a weight's gradient out of a list. Autograd copies what anybody else holds: what
-    is passed to torch.autograd.backward itself would be copied."""
+class InjectGrad(torch.autograd.Function):
+    """Returns a zero whose backward gives autograd a weight's gradient, popped from a list.
+
+    Popping it makes autograd its only owner, which saves a copy.
+    """
 
     @staticmethod
     def forward(ctx, weight, gradient):
@@ -1747,69 +1874,77 @@ class Handed(torch.autograd.Function):
         return ctx.gradient.pop(), None
 
 
-# ======================================================================================================================
-# 8  Model. Parameters under the names of the parameter table; a trunk from embedding rows to the head's input, and from
-#    that, with section 6's head, the training and validation loss.
-# ======================================================================================================================
+# ============================================================================================================
+# 8  Model. Rotary tables, the blocks, the head with its loss and gradient, logits.
+# ============================================================================================================
+
+YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stretch with it, faster ones stay
+
 
 class Rotary:
-    """Tables of cos and sin for positions 0 .. 2 * length - 1, and the softmax scale, which change together (YaRN).
+    """Tables of cos and sin for `rows` positions, and the softmax scale, which change with the stage (YaRN).
 
-    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each head is not rotated, to match content at any distance
-    (record 17), so a row holds head_dim / 4 angles. Plain heads use rows t; paired heads stand at rows 2t and 2t + 1. YaRN
-    keeps what was learnt in short windows right in longer ones (PR 122; Peng, Quesnelle, Fan, Shippole 2023,
+    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each head is not rotated, to match content at
+    any distance (record 17), so a row holds head_dim / 4 angles. Plain heads use rows t, paired heads rows 2t
+    and 2t + 1. YaRN keeps what was learnt in short windows right in longer ones (PR 122; Peng et al. 2023,
     arXiv:2309.00071).
     """
 
-    def __init__(self, cfg: Config, length: int, device: torch.device):
-        self.length, self.dtype, self.wide = 2 * length, dtype_of(cfg.dtype), wide_dtype(cfg)
-        self.freq = (1 / 1024) ** torch.linspace(0, 1, cfg.head_dim // 4, dtype=self.wide, device=device)
-        self.scale = cfg.attn_scale
-        self.window = cfg.stages[0].long * cfg.window_unit
-        self._tabulate()
+    def __init__(self, cfg: Config, rows: int, device: torch.device):
+        self.cfg, self.rows, self.stage, self.angle_dtype = cfg, rows, -1, acc_dtype(cfg)
+        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=self.angle_dtype, device=device)
+        self.base_freq = (1 / 1024) ** steps
+        self.use_stage(0)
 
-    def _tabulate(self) -> None:
-        angles = torch.arange(self.length, dtype=self.wide, device=self.freq.device)[:, None] * self.freq
-        self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-
-    def extend(self, window: int) -> None:
-        """Adapts to long windows of `window` tokens: slow frequencies stretch with the window, fast ones stay."""
-        if window == self.window:
+    def use_stage(self, stage: int) -> None:
+        """Computes a stage's tables and scale, adapted to the longest window of each stage before it."""
+        if stage == self.stage:
             return
-        ratio = self.window / window
-        turns = self.window * self.freq / (2 * math.pi)
-        keep = ((turns - 1) / (32 - 1)).clamp(0, 1)
-        self.freq = self.freq * (ratio + keep * (1 - ratio))
-        self.scale *= 0.2 * math.log(window / self.window) + 1
-        self.window = window
-        self._tabulate()
+        self.stage, self.scale, freq = stage, self.cfg.attn_scale, self.base_freq
+        first, *later = self.cfg.stages[: stage + 1]
+        window = max(first.windows.values()) * self.cfg.window_unit
+        for new in (max(s.windows.values()) * self.cfg.window_unit for s in later if s.steps):
+            turns, ratio = window * freq / (2 * math.pi), window / new
+            keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
+            freq = freq * (ratio + keep * (1 - ratio))
+            self.scale *= 0.2 * math.log(new / window) + 1
+            window = new
+        angles = torch.arange(self.rows, dtype=self.angle_dtype, device=freq.device)[:, None] * freq
+        self.cos, self.sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
 
 
-# What stands between the products: pure functions, each compiled on its own. They differ only with a layer's kind, so that all
-# layers together take few compilations; products, FlashAttention and our kernels are called as they are.
+# The code between matmuls: pure functions, each compiled by itself. They differ only by a layer's kind, so
+# all layers together take few compilations. Products, FlashAttention and kernels are called uncompiled.
 
-def enter(embed_rows: Tensor, bigram_rows: Tensor, smear: Tensor, smear_gate: Tensor, bigram_lambda: Tensor
-          ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> x0, each token's row (T, d) with a gated share of the one before mixed in, normalised; the stream x; norm(x)."""
-    # Smear: what attention would spend a head on, looking one token back, comes for nothing (PR 130).
-    gate = smear * torch.sigmoid(F.linear(embed_rows[1:, :12], smear_gate))
-    x0 = norm(torch.cat([embed_rows[:1], embed_rows[1:] + gate * embed_rows[:-1]]))
-    # An embedding of the hashed pair of this token and the one before: frequent pairs need no layer to be recognised (PR 201).
-    x = x0 + bigram_lambda * bigram_rows
+
+def embed_and_smear(
+    embed: Tensor, bigram: Tensor, smear: Tensor, smear_gate: Tensor, bigram_lambda: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns x0, the residual stream x, and norm(x), from the rows of two tables (T, d)."""
+    # Smear: each token gets a gated share of the one before. It costs next to nothing; attention would spend
+    # a head (PR 130).
+    gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], smear_gate))
+    x0 = norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
+    # Hashed bigrams: an embedding of this token and the one before, so that no layer need recognize frequent
+    # pairs (PR 201).
+    x = x0 + bigram_lambda * bigram
     return x0, x, norm(x)
 
 
-def add_saved(x: Tensor, x0: Tensor, saved: Tensor, skip: Tensor, skip_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """The stream with a saved activation added, gated; its norm. As in a U-net, a late layer gets an early one's view back
-    (record 11, gate of PR 186)."""
-    x = x + torch.sigmoid(skip) * 2 * torch.sigmoid(F.linear(x0[:, :12], skip_gate)) * saved
+def add_skip(x: Tensor, x0: Tensor, saved: Tensor, skip: Tensor, skip_gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds a saved activation, gated, to the stream. Returns the stream and its norm.
+
+    As in a U-net, a late layer gets an early one's view back (record 11; gate: PR 186).
+    """
+    x = x + torch.sigmoid(skip) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_DIM], skip_gate)) * saved
     return x, norm(x)
 
 
-def blend(scales: list[Tensor], tensors: list[Tensor], normed: bool) -> tuple[Tensor, Tensor | None]:
-    """The sum, from left to right, of 0-d scales times tensors (T, d); its norm, if it is asked for.
+def mix_residual(scales: list[Tensor], tensors: list[Tensor], normed: bool) -> tuple[Tensor, Tensor | None]:
+    """Sums 0-d scales times tensors (T, d), left to right. Returns the sum and, if `normed`, its norm.
 
-    With learnt scales for the stream, the layer's output, x0 and the bigram: each layer can lean on the input again (record 9).
+    Learned scales of the stream, the layer's output, x0 and the bigram let each layer lean on the input again
+    (record 9).
     """
     x = scales[0] * tensors[0]
     for scale, t in zip(scales[1:], tensors[1:]):
@@ -1817,271 +1952,357 @@ def blend(scales: list[Tensor], tensors: list[Tensor], normed: bool) -> tuple[Te
     return x, norm(x) if normed else None
 
 
-def make_heads(qkv: Tensor, h: Tensor, value_row: Tensor | None, ve_gate: Tensor | None, cos: Tensor, sin: Tensor, heads: int,
-               paired: bool, shift: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a layer (T, H, D), or (2T, H/2, D) for paired heads, from their product (T, 3d) and its input h (T, d);
-    cos, sin (2T, D/4); value_row (T, d) or None."""
+def qkv_to_heads(
+    qkv: Tensor,
+    h: Tensor,
+    value: Tensor | None,
+    ve_gate: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    paired: bool,
+    key_shift: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits a layer's QKV matmul (T, 3d) of its input h (T, d) into q, k, v.
+
+    Returns them (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4); value, of value_embeds, (T, d).
+    """
     T, d = h.shape
     D = d // heads
     q, k, v = qkv.view(T, 3, heads, D).unbind(1)
-    q, k = norm(q), norm(k)  # keeps scores bounded at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245)
-    if value_row is not None:
-        # A further embedding of the token, straight into the values, which early layers' mixing need not carry (records 14, 17;
-        # value residuals: Zhou et al. 2024, arXiv:2410.17897), gated by a few channels (PR 186).
-        gate_input = h[:, :12] if paired else torch.cat([h[:, :6], value_row[:, :6]], dim=-1)
-        v = v + 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * value_row.view(T, heads, D)
+    # Bounds scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
+    q, k = norm(q), norm(k)
+    if value is not None:
+        # Value embeddings: another embedding of the token, added to the values, which the early layers'
+        # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897), gated
+        # by few channels (PR 186).
+        half = GATE_DIM // 2
+        gate_input = h[:, :GATE_DIM] if paired else torch.cat([h[:, :half], value[:, :half]], dim=-1)
+        v = v + 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * value.view(T, heads, D)
     if paired:
-        # Two heads share one stream of twice the length, so that each query sees both heads' keys and values: more to attend
-        # to for the same products (PR 191).
-        # Memory order (T, H, D) read as 2T rows of H/2 heads: head h stands at time 2t + h mod 2 for the rotation, and in row
-        # 2t + h // (H/2) for the attention, whose window still counts rows.
+        # Paired heads: two heads share one stream of twice the length, so each query sees both heads' keys
+        # and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of
+        # H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2); the window
+        # counts rows.
         cos, sin = (t.view(T, 1, 2, D // 4) for t in (cos, sin))
         q, k = (rotate(t.view(T, heads // 2, 2, D), cos, sin).view(2 * T, heads // 2, D) for t in (q, k))
         return q, k, v.reshape(2 * T, heads // 2, D)
     q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
-    return q, shift_keys(k) if shift else k, v
+    return q, shift_keys(k) if key_shift else k, v
 
 
-def gate_heads(y: Tensor, h: Tensor, gate: Tensor) -> Tensor:
-    """Attention's output y (T, H, D), each head times its gate of h (T, d); -> (T, d).
+def apply_attn_gate(y: Tensor, h: Tensor, gate: Tensor) -> Tensor:
+    """Multiplies each head of attention's output y (T, H, D) by its gate of h (T, d). Returns (T, d).
 
-    A head that has nothing to say can be shut, instead of attending to some first token as a sink (PR 117).
+    A head with nothing to say can shut, instead of attending to a first token as a sink (PR 117).
     """
-    return (y * torch.sigmoid(F.linear(h[:, :12], gate))[:, :, None]).flatten(1)
+    return (y * torch.sigmoid(F.linear(h[:, :GATE_DIM], gate))[:, :, None]).flatten(1)
 
 
-def leave(x: Tensor, back: Tensor, backout: Tensor) -> Tensor:
-    """The head's input: part of what early layers wrote served later layers only, and is taken back (PR 140)."""
+def final_norm(x: Tensor, back: Tensor, backout: Tensor) -> Tensor:
+    """Returns the head's input, without a part of the stream that served only middle layers (PR 140)."""
     return norm(x - backout * back)
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the softcapped cross-entropies of the next token, in at least fp32, for logits (n, V) of any float dtype."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    z = SOFTCAP_SCALE * torch.sigmoid((logits + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
-    return F.cross_entropy(z, targets, reduction="sum")
-
-
-class Sequences(NamedTuple):
-    """What attention needs to know of a micro-batch besides its activations."""
-    cu_seqlens: Tensor
-    paired_cu_seqlens: Tensor  # of paired heads, whose streams have two rows a token
-    longest: int
-    short: int
-    long: int
-
-
 class GPT(nn.Module):
-    """The language model; parameters shaped as `param_shapes(cfg, world)` says, initial values drawn from `seed`."""
+    """The language model. Parameters have the shapes of `param_shapes` and are drawn from `seed`."""
 
-    def __init__(self, cfg: Config, world: int = 1, device: torch.device | str = "cpu", seed: int = 0, ops: Ops = PLAIN):
+    def __init__(
+        self,
+        cfg: Config,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        backend: Backend = TORCH_BACKEND,
+    ):
         super().__init__()
-        self.cfg, self.ops = cfg, ops
-        self.in_flight = {}  # parameters that an optimizer is still gathering, by name: what is to be waited for before use
-        shapes = param_shapes(cfg, world)
-        for row in cfg.params:
-            dtype = dtype_of(cfg.dtype) if row.dtype == "model" else wide_dtype(cfg)
-            self.register_parameter(row.name, nn.Parameter(torch.zeros(shapes[row.name], dtype=dtype, device=device)))
-        length = max([cfg.val_slice_tokens] + [stage.tokens // slices_of(cfg, world) for stage in cfg.stages])
-        self.rotary = Rotary(cfg, length, torch.device(device))
+        self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
+        self.in_flight = {}  # by parameter, a gather of the optimizer's to wait for before use
+        shapes = param_shapes(cfg, world_size)
+        for spec in cfg.params:
+            dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
+            self.register_parameter(
+                spec.name, nn.Parameter(torch.zeros(shapes[spec.name], dtype=dtype, device=device))
+            )
+        count = num_microbatches(cfg, world_size)
+        length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
+        self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
         attending = [i for i, layer in enumerate(cfg.layers) if layer.attention]
-        self.attention_index = {layer: n for n, layer in enumerate(attending)}  # a layer's place in the attention banks
+        self.attention_index = {
+            layer: n for n, layer in enumerate(attending)
+        }  # a layer's place in attention's banks
         self.initialize(seed)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Drawn on the CPU, bank by bank without its padding, so that neither device nor world size changes the values."""
+        """Draws on the CPU, without padding: the values depend on neither device nor world size."""
         generator, cfg, L = torch.Generator().manual_seed(seed), self.cfg, len(self.cfg.layers)
         shapes = param_shapes(cfg, 1)
 
-        def uniform(rows, *shape):
-            bound = math.sqrt(3) * 0.5 * cfg.dim ** -0.5
-            return (torch.rand(rows, *shape, generator=generator) * 2 - 1) * bound
+        def uniform(*shape: int) -> Tensor:
+            bound = math.sqrt(3) * 0.5 * cfg.dim**-0.5
+            return (torch.rand(*shape, generator=generator) * 2 - 1) * bound
 
-        # Drawn for one layer more than there are, as when the bank was padded by one: a seed keeps its values.
+        # Draws one unused layer, so that old seeds still give the same weights.
         mlp_bank = uniform(L + 1, *shapes["mlp_bank"][1:])[:L]
         mlp_bank[:, 1] = 0
         lm_head = 0.005 * torch.randn(shapes["lm_head"], generator=generator)
         values = {
-            "qk_bank": uniform(*shapes["qk_bank"]), "vo_bank": uniform(*shapes["vo_bank"]), "mlp_bank": mlp_bank,
-            "lm_head": lm_head, "embed": lm_head.T,
+            "qk_bank": uniform(*shapes["qk_bank"]),
+            "vo_bank": uniform(*shapes["vo_bank"]),
+            "mlp_bank": mlp_bank,
+            "lm_head": lm_head,
+            "embed": lm_head.T,
             "value_embeds": 0.01 * torch.randn(shapes["value_embeds"], generator=generator),
-            "post_lambdas": torch.ones(L, 2), "resid_lambdas": torch.full((L, 2), math.sqrt(1.1)),
-            "bigram_lambdas": torch.full((L,), 0.05), "scalars": torch.tensor([0.5, 1.0] * L + [0.0, 0.5, -1.5]),
+            "post_lambdas": torch.ones(L, 2),
+            "resid_lambdas": torch.full((L, 2), math.sqrt(1.1)),
+            "bigram_lambdas": torch.full((L,), 0.05),
+            "scalars": torch.tensor(
+                [x for init, per_layer in SCALARS.values() for x in init * (L if per_layer else 1)]
+            ),
         }
         for name, value in values.items():
-            getattr(self, name)[:value.size(0)].copy_(value)
+            getattr(self, name)[: value.size(0)].copy_(value)
 
     def weight(self, name: str) -> Tensor:
-        """The parameter, complete."""
+        """Returns a parameter, after its gather."""
         if name in self.in_flight:
             with torch.no_grad():
                 self.in_flight.pop(name).wait()
         return getattr(self, name)
 
-    def parts(self, name: str, rows: int, count: int, grads: dict[str, WeightGrad]) -> list[Part]:
-        """The first `count` matrices, of `rows` rows, of a bank."""
-        # One unbind a bank: autograd, if it has to, assembles the bank's gradient once; of slices it would add up whole banks.
-        matrices = self.weight(name).view(-1, self.cfg.dim)[:count * rows].view(count, rows, self.cfg.dim).unbind()
-        return [Part(w, i * rows, grads.get(name, TO_AUTOGRAD)) for i, w in enumerate(matrices)]
+    def unbind_bank(
+        self, name: str, rows: int, count: int, grads: dict[str, WeightGrad]
+    ) -> list[WeightSlice]:
+        """Returns the first `count` matrices, of `rows` rows, of a bank."""
+        # One unbind per bank: autograd then assembles its gradient once. Of slices it would sum whole banks.
+        bank = self.weight(name).view(-1, self.cfg.dim)[: count * rows]
+        matrices = bank.view(count, rows, self.cfg.dim).unbind()
+        return [WeightSlice(w, i * rows, grads.get(name, NO_MAIN_GRAD)) for i, w in enumerate(matrices)]
 
-    def trunk(self, embed_rows: Tensor, bigram_rows: Tensor, value_rows: Tensor, seq: Sequences,
-              grads: dict[str, WeightGrad]) -> Tensor:
-        """Rows of the three tables, (T, d), (T, d), (T, tables, d), to the head's input (T, d). The backward gives the banks'
-        gradients to `grads`, where it names them, else to autograd."""
-        cfg, L, dtype = self.cfg, len(self.cfg.layers), embed_rows.dtype
-        *attn_scales, smear, backout, skip = self.scalars.unbind()
-        post, resid, x0_lambda, bigram_lambda = (t.to(dtype).flatten().unbind() for t in (
-            self.post_lambdas, self.resid_lambdas, self.x0_lambdas, self.bigram_lambdas))
-        attn_gates, ve_gates = self.attn_gate_bank.unbind(), self.ve_gate_bank.unbind()
-        n = len(self.attention_index)
-        piece = self.ops.compiled
-        x0, x, h = piece(enter)(embed_rows, bigram_rows, smear, self.smear_gate, bigram_lambda[0])
-        qk = self.parts("qk_bank", 2 * cfg.dim, n, grads)
-        vo = self.parts("vo_bank", cfg.dim, 2 * n, grads)
-        values, matrices, saved = value_rows.unbind(1), None, {}
+    def named_scalars(self) -> dict[str, tuple[Tensor, ...]]:
+        """Splits `scalars` into 0-d tensors, by the names of SCALARS, layer by layer."""
+        values, split = self.weight("scalars").unbind(), {}
+        for name, (init, per_layer) in SCALARS.items():
+            n = len(init) * (len(self.cfg.layers) if per_layer else 1)
+            split[name], values = values[:n], values[n:]
+        return split
+
+    def hidden_states(
+        self,
+        batch: MicroBatch,
+        windows: dict[str, int],
+        embeddings: dict[str, Tensor] | None = None,
+        grads: dict[str, WeightGrad] | None = None,
+    ) -> Tensor:
+        """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
+
+        windows: tokens, by name. embeddings: from lookup(). The backward gives the banks' gradients to
+        `grads`, or to autograd where it has no entry.
+        """
+        embeddings, grads = embeddings or self.lookup(batch), grads or {}
+        embed, bigram = embeddings["embed"], embeddings["bigram_embed"]
+        sequences = {
+            "plain": (batch.cu_seqlens, batch.max_doc_len),
+            "paired": (2 * batch.cu_seqlens, 2 * batch.max_doc_len),  # two rows a token
+        }
+        cfg, L, compiled = self.cfg, len(self.cfg.layers), self.backend.compiled
+        scalars = self.named_scalars()
+        lambdas = map(self.weight, ("post_lambdas", "resid_lambdas", "x0_lambdas", "bigram_lambdas"))
+        post, resid, x0_lambda, bigram_lambda = (t.to(embed.dtype).flatten().unbind() for t in lambdas)
+        attn_gates, ve_gates = (self.weight(name).unbind() for name in ("attn_gate_bank", "ve_gate_bank"))
+        n, (smear,), (skip,) = len(self.attention_index), scalars["smear"], scalars["skip"]
+        x0, x, h = compiled(embed_and_smear)(embed, bigram, smear, self.smear_gate, bigram_lambda[0])
+        qk = self.unbind_bank("qk_bank", 2 * cfg.dim, n, grads)
+        vo = self.unbind_bank("vo_bank", cfg.dim, 2 * n, grads)
+        values, mlps, saved = embeddings["value_embeds"].unbind(1), None, {}
         for i, layer in enumerate(cfg.layers):
             if layer.adds:
-                x, h = piece(add_saved)(x, x0, saved[layer.adds], skip, self.skip_gate)
+                x, h = compiled(add_skip)(x, x0, saved[layer.adds], skip, self.skip_gate)
             if layer.attention:
                 m = self.attention_index[i]
-                value = (None, None) if layer.value is None else (values[layer.value], ve_gates[layer.value])
-                y = self.attention(i, h if layer.reads == "stream" else saved["normed back"], *value,
-                                   [qk[m], vo[2 * m]], vo[2 * m + 1], attn_scales[2 * i:2 * i + 2], attn_gates[m], seq)
-                scales, tensors = [resid[2 * i], post[2 * i], x0_lambda[i]], [x, y, x0]
-                if i > 0:  # layer 0's share of the bigram row went in before it
-                    scales.append(bigram_lambda[i])
-                    tensors.append(bigram_rows)
-                x, h = piece(blend)(scales, tensors, True)
-            matrices = matrices or self.parts("mlp_bank", cfg.mlp_dim, 2 * L, grads)
-            y = self.mlp(i, h, matrices[2 * i], matrices[2 * i + 1])
+                value, ve_gate = None, None
+                if layer.value is not None:
+                    value, ve_gate = values[layer.value], ve_gates[layer.value]
+                h = h if layer.reads == "stream" else saved["normed back"]
+                scales = scalars["attn_scales"][2 * i : 2 * i + 2]
+                qkv, out = [qk[m], vo[2 * m]], vo[2 * m + 1]
+                seq = (*sequences[layer.attention], windows[layer.window])
+                y = self.attention(i, h, value, ve_gate, qkv, out, scales, attn_gates[m], seq)
+                mix, tensors = [resid[2 * i], post[2 * i], x0_lambda[i]], [x, y, x0]
+                if i > 0:  # layer 0's share of the bigram is in x already
+                    mix.append(bigram_lambda[i])
+                    tensors.append(bigram)
+                x, h = compiled(mix_residual)(mix, tensors, True)
+            # Here, not above: of all gathers the MLPs' ends last.
+            mlps = mlps or self.unbind_bank("mlp_bank", cfg.mlp_dim, 2 * L, grads)
+            y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1])
             after = cfg.layers[i + 1] if i + 1 < L else None
-            normed = layer.saves == "back" or after and not after.adds and (after.reads == "stream" or not after.attention)
-            x, h = piece(blend)([resid[2 * i + 1], post[2 * i + 1]], [x, y], bool(normed))
+            read_next = after and not after.adds and (after.reads == "stream" or not after.attention)
+            normed = bool(layer.saves == "back" or read_next)
+            x, h = compiled(mix_residual)([resid[2 * i + 1], post[2 * i + 1]], [x, y], normed)
             if layer.saves:
                 saved[layer.saves] = x
-                if layer.saves == "back":
-                    saved["normed back"] = h
-        return piece(leave)(x, saved["back"], backout)
+            if layer.saves == "back":
+                saved["normed back"] = h
+        return compiled(final_norm)(x, saved["back"], scalars["backout"][0])
 
-    def mlp(self, i: int, h: Tensor, fc: Part, proj: Part) -> Tensor:
-        """Layer i's MLP on h (T, d). A method, like attention, so that a subclass can watch or replace one layer's."""
-        return mlp(h, fc, proj, self.ops)
+    def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice) -> Tensor:
+        """Runs layer i's MLP on h (T, d). A method, so that a subclass can watch or replace one layer's."""
+        return mlp(h, fc, proj, self.backend)
 
-    def attention(self, i: int, h: Tensor, value_row: Tensor | None, ve_gate: Tensor | None, qkv: list[Part], out: Part,
-                  scales: list[Tensor], gate: Tensor, seq: Sequences) -> Tensor:
-        """Layer i's attention on h (T, d) with weights scales[0] * qkv (3d, d) and scales[1] * out (d, d); value_row (T, d),
-        ve_gate and gate (H, 12)."""
-        (T, d), layer, rotary = h.shape, self.cfg.layers[i], self.rotary
-        paired, long = layer.attention == "paired", layer.window == "long"
-        q, k, v = self.ops.compiled(make_heads)(linear(h, scales[0], qkv), h, value_row, ve_gate, rotary.cos[:2 * T],
-                                                rotary.sin[:2 * T], self.cfg.heads, paired, long and not paired)
-        ends, longest = (seq.paired_cu_seqlens, 2 * seq.longest) if paired else (seq.cu_seqlens, seq.longest)
-        y = self.ops.attention(q, k, v, ends, longest, seq.long if long else seq.short, rotary.scale)
-        y = self.ops.compiled(gate_heads)(y.view(T, self.cfg.heads, -1), h, gate)
+    def attention(
+        self,
+        i: int,
+        h: Tensor,
+        value: Tensor | None,
+        ve_gate: Tensor | None,
+        qkv: list[WeightSlice],
+        out: WeightSlice,
+        scales: tuple[Tensor, ...],
+        gate: Tensor,
+        seq: tuple[Tensor, int, int],
+    ) -> Tensor:
+        """Runs layer i's attention on h (T, d), with weights scales[0] * qkv (3d, d) and scales[1] * out (d,
+        d).
+
+        value (T, d); ve_gate and gate (H, GATE_DIM); seq: cu_seqlens, longest document, window.
+        """
+        T, layer, heads, compiled = len(h), self.cfg.layers[i], self.cfg.heads, self.backend.compiled
+        paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
+        product = linear(h, scales[0], qkv)
+        q, k, v = compiled(qkv_to_heads)(product, h, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
+        y = self.backend.attention(q, k, v, *seq, self.rotary.scale)
+        y = compiled(apply_attn_gate)(y.view(T, heads, -1), h, gate)
         return linear(y, scales[1], [out])
 
-    def look_up(self, batch: MicroBatch, leaves: bool = False) -> dict[str, Tensor]:
-        """The tables' rows at a micro-batch's positions, (T, d), of value_embeds (T, tables, d), by the table's name; with
-        `leaves` their gradients come to rest on them, else they go on into the tables, all of whose rows autograd fills."""
-        numbers, rows = {"tokens": batch.inputs, "bigrams": batch.bigram}, {}
-        for row in self.cfg.params:
-            if row.rows:
-                table = self.weight(row.name)
-                found = F.embedding(numbers[row.rows], (table.detach() if leaves else table).flatten(1))
-                rows[row.name] = found.unflatten(1, table.shape[1:]).requires_grad_(found.requires_grad or leaves)
-        return rows
+    def lookup(self, batch: MicroBatch, leaves: bool = False) -> dict[str, Tensor]:
+        """Returns the tables' rows at a micro-batch's positions, by table: (T, d), of value_embeds (T,
+        tables, d).
 
-    def activations(self, batch: MicroBatch, short: int, long: int, rows: dict[str, Tensor] | None = None,
-                    grads: dict[str, WeightGrad] | None = None) -> Tensor:
-        """The head's input (T, d), for a micro-batch on this model's device; windows in tokens; rows from `look_up`."""
-        rows = rows or self.look_up(batch)
-        return self.trunk(rows["embed"], rows["bigram_embed"], rows["value_embeds"],
-                          Sequences(batch.cu_seqlens, 2 * batch.cu_seqlens, batch.longest, short, long), grads or {})
-
-    def head(self, x: Tensor, targets: Tensor, weights: tuple[float, ...], grad: WeightGrad = TO_AUTOGRAD,
-             grad_scale: float = 1.0) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Forward and backward of the head at once, for x (T, d) and targets (T,) int64, `head_chunk` tokens at a time: logits
-        exist for no more, nor does their gradient, unless its product with x is delayed. lm_head's gradient goes to `grad`.
-        `grad_scale`, which is in the weights already, sets the unit of FP8 gradients.
-
-        -> the multi-token loss summed over the tokens, 0-d, at least fp32; and where the backward of the rest begins, tensors
-        with their gradients: x, and what leads to lm_head if autograd is to be given something.
+        leaves=True: the looked-up rows are autograd leaves. leaves=False: autograd builds a dense gradient of
+        the table.
         """
-        to_autograd, n = grad.main_grad is None and not grad.delayed, self.cfg.head_chunk
+        ids, embeddings = {"tokens": batch.inputs, "bigrams": batch.bigrams}, {}
+        for spec in self.cfg.params:
+            if spec.indexed_by:
+                table = self.weight(spec.name)
+                found = F.embedding(ids[spec.indexed_by], (table.detach() if leaves else table).flatten(1))
+                found = found.unflatten(1, table.shape[1:])
+                embeddings[spec.name] = found.requires_grad_() if leaves else found
+        return embeddings
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
+        return SOFTCAP_SCALE * softcap_sigmoid(x @ self.weight("lm_head"))
+
+    @torch.no_grad()
+    def token_losses(self, batch: MicroBatch, windows: dict[str, int]) -> Tensor:
+        """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
+        x, w, losses = self.hidden_states(batch, windows), self.weight("lm_head"), []
+        for x_part, targets in zip(x.split(self.cfg.head_chunk), batch.targets.split(self.cfg.head_chunk)):
+            losses.append(self.backend.compiled(next_token_losses)(x_part @ w, targets))
+        return torch.cat(losses)
+
+    def head_loss_and_grad(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        weights: tuple[float, ...],
+        grad: WeightGrad = NO_MAIN_GRAD,
+        grad_scale: float = 1.0,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Runs the head's forward and backward at once, `head_chunk` tokens at a time, for x (T, d), targets
+        (T,) int64.
+
+        Memory holds one chunk's logits and their gradient at a time (a delayed matmul keeps the gradients).
+        lm_head's gradient goes to `grad`. `grad_scale`, which `weights` contain already, sets the unit of FP8
+        gradients.
+
+        Returns the multi-token loss summed over tokens, 0-d, at least fp32; and the roots of the remaining
+        backward, tensors with their gradients: x, and one for lm_head if autograd gets its gradient.
+        """
+        to_autograd, n = grad.main_grad is None and not grad.delay, self.cfg.head_chunk
         w = self.weight("lm_head")
         with torch.no_grad():
-            sink = WeightGrad(None, torch.empty_like(w)) if to_autograd else grad
-            dx, loss = torch.empty_like(x), torch.zeros((), dtype=wide_dtype(self.cfg), device=x.device)
-            products = (self.fp8_products if self.ops.fp8 else self.products)(x.detach(), w, weights, grad_scale)
+            head_grad = WeightGrad(None, torch.empty_like(w)) if to_autograd else grad
+            dx, loss = torch.empty_like(x), torch.zeros((), dtype=acc_dtype(self.cfg), device=x.device)
+            chunks = self.fp8_head_chunks if self.backend.fp8 else self.head_chunks
+            chunk = chunks(x.detach(), w, weights, grad_scale)
             for i in range(0, x.size(0), n):
-                losses, *given = products(slice(i, i + n), targets[i:i + n + len(weights) - 1], dx[i:i + n])
+                losses, *grad_factors = chunk(
+                    slice(i, i + n), targets[i : i + n + len(weights) - 1], dx[i : i + n]
+                )
                 loss += losses.sum()
-                given = sink.give(0, *given[:2], i == 0, *given[2:])
-        given = [sink.main_grad] if to_autograd else [given]
-        begin = [(x, dx)]
-        if self.lm_head.requires_grad and given[0] is not None:
-            begin.append((Handed.apply(self.lm_head, given), self.lm_head.new_ones(())))
-        return loss, begin
+                returned = head_grad.accumulate(0, *grad_factors, first=i == 0)  # type: ignore[misc]
+        for_autograd = [head_grad.main_grad if to_autograd else returned]
+        backward_roots = [(x, dx)]
+        if w.requires_grad and for_autograd[0] is not None:
+            backward_roots.append((InjectGrad.apply(w, for_autograd), w.new_ones(())))
+        return loss, backward_roots
 
-    def products(self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float) -> Callable:
-        """-> for a chunk of tokens: writes its dx, gives losses and the two factors of w's gradient."""
+    def head_chunks(self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float) -> Callable:
+        """Returns a function of a chunk that writes dx, and returns losses and w's gradient factors."""
+
         def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            losses, gradient = self.ops.softcap_loss(x[part] @ w, targets, weights)
-            torch.mm(gradient, w.T, out=dx)
-            return losses, x[part], gradient
+            losses, grad = self.backend.softcap_loss(x[part] @ w, targets, weights)
+            torch.mm(grad, w.T, out=dx)
+            return losses, x[part], grad
+
         return chunk
 
-    def fp8_products(self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float) -> Callable:
-        """The same in 8 bits, with fixed units; also gives the factors' unit. A product takes its second factor column by
-        column, so that all three are needed both ways."""
-        unit, turned = FP8_GRAD * grad_scale, lambda t: t.new_empty(t.size(1), t.size(0))
-        forward, dx_scale, dw_scale = (torch.full((), scale, device=x.device)
-                                       for scale in (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit))
-        x8, w8 = (self.ops.compiled(to_fp8)(t, u, torch.float8_e4m3fn) for t, u in ((x, FP8_X), (w, FP8_W)))
-        xt8, wt8 = turned(x8), turned(w8)
-        self.ops.transpose_copy(xt8, x8)
-        self.ops.transpose_copy(wt8, w8)
+    def fp8_head_chunks(
+        self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float
+    ) -> Callable:
+        """Does the same in 8 bits, with fixed units; also returns the factors' unit.
+
+        FP8 matmuls need a column-major second factor: x, w and the gradient are kept in both layouts.
+        """
+
+        def transposed(t: Tensor) -> Tensor:
+            self.backend.transpose_copy(out := t.new_empty(t.size(1), t.size(0)), t)
+            return out
+
+        unit = FP8_GRAD * grad_scale
+        to_e4m3 = partial(self.backend.compiled(to_fp8), dtype=torch.float8_e4m3fn)
+        units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
+        forward_scale, dx_scale, dw_scale = (torch.full((), u, device=x.device) for u in units)
+        x8, w8 = to_e4m3(x, FP8_X), to_e4m3(w, FP8_W)
+        xt8, wt8 = transposed(x8), transposed(w8)
 
         def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            logits = fp8_product(x8[part], wt8.T, forward, torch.bfloat16, fast=True)
-            losses, gradient = self.ops.softcap_loss(logits, targets, weights, unit)
-            dx.copy_(fp8_product(gradient, w8.T, dx_scale, dx.dtype))
-            self.ops.transpose_copy(gradient_t := turned(gradient), gradient)
-            return losses, xt8[:, part].T, gradient_t.T, dw_scale
+            logits = fp8_matmul(x8[part], wt8.T, forward_scale, torch.bfloat16, fast=True)
+            losses, grad = self.backend.softcap_loss(logits, targets, weights, unit)
+            dx.copy_(fp8_matmul(grad, w8.T, dx_scale, dx.dtype))
+            return losses, xt8[:, part].T, transposed(grad).T, dw_scale
+
         return chunk
 
-    @torch.no_grad()
-    def validation_loss(self, batch: MicroBatch, short: int, long: int) -> Tensor:
-        """Mean cross-entropy of the next token, in at least fp32 from the logits on."""
-        x, w = self.activations(batch, short, long), self.weight("lm_head")
-        total = torch.zeros((), dtype=wide_dtype(self.cfg), device=x.device)
-        for i in range(0, x.size(0), self.cfg.head_chunk):
-            part = slice(i, i + self.cfg.head_chunk)
-            total += self.ops.compiled(next_token_loss)(x[part] @ w, batch.targets[part])
-        return total / x.size(0)
 
-    def state(self) -> dict:
-        """Everything that training changes here: live tensors and numbers, by name."""
-        return {**{name: self.weight(name) for name, _ in self.named_parameters()}, "rotary.freq": self.rotary.freq,
-                "rotary.scale": self.rotary.scale, "rotary.window": self.rotary.window}
-
-    @torch.no_grad()
-    def load_state(self, state: dict) -> None:
-        """From `state()` of the same config; banks may come from another world size, whose padding differs."""
-        for name, _ in self.named_parameters():
-            p = self.weight(name)
-            rows = min(p.size(0), state[name].size(0))
-            p[:rows].copy_(state[name][:rows])
-        self.rotary.freq.copy_(state["rotary.freq"])
-        self.rotary.scale, self.rotary.window = state["rotary.scale"], state["rotary.window"]
-        self.rotary._tabulate()
-
-
-# ======================================================================================================================
-# 9  Exchange. Averages over ranks, of whole gradients or of a table's touched rows, asynchronous: a Pending is waited for where
-#    its result is first used. Counts the bytes that it sends.
-# ======================================================================================================================
+# ============================================================================================================
+# 9  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
+#    a Pending is waited for where its result is first used. Counts the bytes sent.
+#
+#    The way of a table row's gradient, of bigram_embed for instance:
+#
+#    prefetch thread   index_rows              which rows each micro-batch touches, and at which positions
+#    each backward     accumulate_row_grads    adds the positions' gradients to their rows of main_grad
+#    last micro-batch  exchange_counts         before its forward: how many rows each owner will get
+#                      exchange_row_ids        before its backward: which rows
+#    scatter           exchange_row_grads      the rows themselves, as they are
+#    work              merge_row_grads         the owner sums in fp32, in rank order; then Adam; then zeroing
+#
+#        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
+#
+#                           rank 0 touched 0, 3         rank 1 touched 1, 3
+#        counts             1 row for rank 1            1 row for rank 0
+#        row ids            3      ------->             <------- 1
+#        row gradients      g0[3]  ------->             <------- g1[1]
+#        mean               row 0 = g0[0] / 2           row 2 = 0
+#                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
+#
+#    These are the bits of the dense exchange with reduction=fp32, at any number of ranks.
+# ============================================================================================================
 
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -2091,767 +2312,911 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Pending(NamedTuple):
     result: Tensor
     work: dist.Work | None = None
-    finish: Callable[[Tensor], Tensor] | None = None  # what is left to do with the result when it has arrived
+    finish: Callable[[Tensor], Tensor] | None = None  # completes the result after its arrival
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            with in_contact():
+            with peer_failure_guard():
                 self.work.wait()
         return self.result if self.finish is None else self.finish(self.result)
 
 
 def rank_order_mean(parts: Tensor) -> Tensor:
-    """Mean over the first axis of `parts` (n, ...), summed from 0 in at least fp32 and in order."""
+    """Returns the mean over the first axis of `parts` (n, ...), summed from 0 in order, in at least fp32."""
     total = torch.zeros_like(parts[0], dtype=torch.promote_types(parts.dtype, torch.float32))
     for part in parts:
         total += part
     return total.div_(len(parts))
 
 
-class Route(NamedTuple):
-    """Which rows go from this rank to each rank, and come from each, in one exchange of touched rows."""
-    rows: Tensor         # (k,) int32 of the table, ascending, so by owner
-    sent: list[int]      # how many to each rank
-    received: list[int]  # how many from each rank
-    numbers: Pending     # (sum(received),) int32: the rows that come, counted within this rank's block, by sender
+class SparsePlan(NamedTuple):
+    """Which rows of a table this rank sends to each rank, and receives from each."""
+
+    row_ids: Tensor  # (k,) int32, ascending, so by owner
+    send_counts: list[int]
+    recv_counts: list[int]
+    recv_row_ids: Pending  # (sum(recv_counts),) int32, within this rank's block, by sender
 
 
-def add_rows(block: Tensor, values: Tensor, route: Route) -> Tensor:
-    """Mean over ranks of the rows that came, in `block` (N / world, ...), which is 0 elsewhere: `values` (sum(received), ...)
-    are added in the order of the ranks, to the bits of rank_order_mean. A sender's rows differ, so no two additions meet."""
-    numbers = route.numbers.wait()
-    for rows, part in zip(numbers.split(route.received), values.split(route.received)):
-        block.index_add_(0, rows, part.to(block.dtype))
-    return block.div_(len(route.received))  # all of it: the rows came several times over, and finding them costs more
+def merge_row_grads(shard_grad: Tensor, row_grads: Tensor, plan: SparsePlan) -> Tensor:
+    """Fills `shard_grad` (N / world_size, ...), 0 before, with the mean over ranks of the received rows.
+
+    row_grads (sum(recv_counts), ...) are added in rank order, to the bits of rank_order_mean. A sender's rows
+    are distinct, so no two additions collide.
+    """
+    row_ids = plan.recv_row_ids.wait()
+    for ids, part in zip(row_ids.split(plan.recv_counts), row_grads.split(plan.recv_counts)):
+        shard_grad.index_add_(0, ids, part.to(shard_grad.dtype))
+    return shard_grad.div_(
+        len(plan.recv_counts)
+    )  # all of it: received rows repeat, and finding distinct ones costs more
 
 
 class Exchange:
-    """Collectives of one process group; with one rank they do nothing. All ranks must call in the same order, from one thread.
+    """Collectives of one process group; with one rank they do nothing. All ranks call in one order, from one
+    thread.
 
-    sent: bytes this rank has sent, by kind and parameter, taking a ring for the backend's own reductions and gathers.
+    sent: bytes this rank has sent, by kind and parameter, assuming rings for the backend's reductions and
+    gathers.
     """
 
-    def __init__(self, rank: int, world: int, group: dist.ProcessGroup | None = None, host: dist.ProcessGroup | None = None):
-        self.rank, self.world, self.group = rank, world, group
-        self.host = host or group  # a group for tensors in host memory
-        self.sent = {}
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
+        cpu_group: dist.ProcessGroup | None = None,
+    ):
+        self.rank, self.world_size, self.group, self.sent = rank, world_size, group, {}
+        self.cpu_group = cpu_group or group
+        self.options: dict = {"group": group, "async_op": True}
 
     def count(self, kind: str, name: str, nbytes: int) -> None:
         self.sent[f"{kind} {name}"] = self.sent.get(f"{kind} {name}", 0) + nbytes
 
     def shard(self, t: Tensor) -> Tensor:
-        """This rank's block of t's first axis, a view."""
-        rows = t.size(0) // self.world
-        return t[self.rank * rows:(self.rank + 1) * rows]
+        """Returns this rank's block of t's first axis, a view."""
+        rows = t.size(0) // self.world_size
+        return t[self.rank * rows : (self.rank + 1) * rows]
 
-    def reduce(self, name: str, how: str, grad: Tensor, room: Tensor | None = None) -> Pending:
-        """Mean over ranks: of all of `grad` (all_reduce), or of this rank's block (otherwise).
+    def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> Pending:
+        """Averages `grad` over ranks: all of it (all_reduce), or this rank's block (otherwise).
 
-        The backend adds as it sends, in grad's dtype, which rounds at every hop and may reuse `grad`. With `room`
-        (world, rows of the result, ...), of grad's dtype, the ranks' gradients are sent as they are, the same number of bytes
-        for a block, and summed here: exact to fp32, in rank order. -> grad's dtype; with `room` at least fp32.
+        The backend sums in grad's dtype, rounding at every hop, and may reuse `grad`. With `recv_buffer`
+        (world_size, rows of the result, ...), of grad's dtype, ranks send their gradients as they are, the
+        same number of bytes for a block, and the sum is fp32, in rank order. Returns grad's dtype; with
+        `recv_buffer` at least fp32.
         """
-        if self.world == 1:
+        if self.world_size == 1:
             return Pending(grad)
-        group, away = dict(group=self.group, async_op=True), grad.nbytes * (self.world - 1) // self.world
-        if room is not None and how == "all_reduce":
-            self.count("all_gather", name, grad.nbytes * (self.world - 1))
-            return Pending(room, _all_gather(room.flatten(0, 1), grad, **group), rank_order_mean)
-        if room is not None:
-            self.count("all_to_all", name, away)
-            return Pending(room, dist.all_to_all_single(room.flatten(0, 1), grad, **group), rank_order_mean)
-        if how == "all_reduce":
-            self.count("all_reduce", name, 2 * away)
-            return Pending(grad, dist.all_reduce(grad, dist.ReduceOp.AVG, **group))
-        self.count("reduce_scatter", name, away)
+        whole, others = how == "all_reduce", self.world_size - 1
+        nbytes = grad.nbytes * others // self.world_size
+        if recv_buffer is not None:
+            collective = _all_gather if whole else dist.all_to_all_single
+            self.count(
+                "all_gather" if whole else "all_to_all", name, grad.nbytes * others if whole else nbytes
+            )
+            return Pending(
+                recv_buffer, collective(recv_buffer.flatten(0, 1), grad, **self.options), rank_order_mean
+            )
+        self.count(how if whole else "reduce_scatter", name, 2 * nbytes if whole else nbytes)
+        if whole:
+            return Pending(grad, dist.all_reduce(grad, dist.ReduceOp.AVG, **self.options))
         out = torch.empty_like(self.shard(grad))
-        return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **group))
+        return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
-    def announce(self, touched: dict[str, Touched]) -> Pending:
-        """Tells every owner how many rows of each kind it will get. -> what this rank will get, (world, kinds) int64, in
-        host memory: no GPU takes part, so that it can be waited for while one computes."""
-        counts = torch.tensor([t.owners for t in touched.values()]).T.contiguous()
-        self.count("counts", " ".join(touched), counts.nbytes * (self.world - 1) // self.world)
-        got = torch.empty_like(counts)
-        return Pending(got, dist.all_to_all_single(got, counts, group=self.host, async_op=True))
+    def exchange_counts(self, touched: dict[str, TouchedRows]) -> Pending:
+        """Tells every owner how many rows of each kind it will get. Yields this rank's, (world_size, kinds)
+        int64.
 
-    def route(self, touched: dict[str, Touched], counts: Pending) -> dict[str, Route]:
-        """Sends the numbers of the rows, which tables of a kind share; `counts` from `announce`."""
-        routes = {}
-        for (kind, t), received in zip(touched.items(), counts.wait().T.tolist()):
-            numbers, got = t.rows % t.block, t.rows.new_empty(sum(received))
-            self.count("row numbers", kind, numbers.element_size() * (sum(t.owners) - t.owners[self.rank]))
-            work = dist.all_to_all_single(got, numbers, received, t.owners, group=self.group, async_op=True)
-            routes[kind] = Route(t.rows, t.owners, received, Pending(got, work))
-        return routes
+        Through host memory: the wait involves no GPU.
+        """
+        counts = torch.tensor([t.counts_per_rank for t in touched.values()]).T.contiguous()
+        self.count("counts", " ".join(touched), counts.nbytes * (self.world_size - 1) // self.world_size)
+        received = torch.empty_like(counts)
+        return Pending(
+            received, dist.all_to_all_single(received, counts, group=self.cpu_group, async_op=True)
+        )
 
-    def reduce_rows(self, name: str, grad: Tensor, route: Route, block: Tensor) -> Pending:
-        """Mean over ranks of this rank's block of a table's gradient, of which only the routed rows are read and sent, in
-        grad's dtype. `block` (N / world, ...), at least fp32 and 0, receives it."""
-        rows = grad[route.rows]
-        got = rows.new_empty((sum(route.received), *rows.shape[1:]))
-        self.count("rows", name, rows.nbytes // max(1, len(rows)) * (sum(route.sent) - route.sent[self.rank]))
-        work = dist.all_to_all_single(got, rows, route.received, route.sent, group=self.group, async_op=True)
-        return Pending(got, work, lambda values: add_rows(block, values, route))
+    def exchange_row_ids(self, touched: dict[str, TouchedRows], counts: Pending) -> dict[str, SparsePlan]:
+        """Sends the row ids, which tables of a kind share; `counts` from exchange_counts."""
+        plans = {}
+        for (kind, t), recv_counts in zip(touched.items(), counts.wait().T.tolist()):
+            ids, send_counts = t.row_ids % t.rows_per_rank, t.counts_per_rank
+            received = ids.new_empty(sum(recv_counts))
+            self.count("row ids", kind, ids.element_size() * (sum(send_counts) - send_counts[self.rank]))
+            work = dist.all_to_all_single(received, ids, recv_counts, send_counts, **self.options)
+            plans[kind] = SparsePlan(t.row_ids, send_counts, recv_counts, Pending(received, work))
+        return plans
+
+    def exchange_row_grads(self, name: str, grad: Tensor, plan: SparsePlan, shard_grad: Tensor) -> Pending:
+        """Averages this rank's block of a table's gradient over ranks, sending only touched rows, in grad's
+        dtype.
+
+        `shard_grad` (N / world_size, ...), at least fp32 and 0, receives it.
+        """
+        rows = grad[plan.row_ids]
+        received = rows.new_empty((sum(plan.recv_counts), *rows.shape[1:]))
+        sent = sum(plan.send_counts) - plan.send_counts[self.rank]
+        self.count("rows", name, rows.nbytes // max(1, len(rows)) * sent)
+        work = dist.all_to_all_single(received, rows, plan.recv_counts, plan.send_counts, **self.options)
+        return Pending(received, work, lambda row_grads: merge_row_grads(shard_grad, row_grads, plan))
 
     def gather(self, name: str, t: Tensor) -> Pending:
-        """Fills t, of which each rank has brought its own block up to date, from all ranks."""
-        if self.world == 1:
+        """Fills t, of which each rank has updated its own block, from all ranks."""
+        if self.world_size == 1:
             return Pending(t)
-        self.count("all_gather", name, t.nbytes * (self.world - 1) // self.world)
-        return Pending(t, _all_gather(t, self.shard(t), group=self.group, async_op=True))
+        self.count("all_gather", name, t.nbytes * (self.world_size - 1) // self.world_size)
+        return Pending(t, _all_gather(t, self.shard(t), **self.options))
 
     def sum(self, t: Tensor) -> Tensor:
-        if self.world > 1:
-            Pending(t, dist.all_reduce(t, group=self.group, async_op=True)).wait()
-        return t
+        return t if self.world_size == 1 else Pending(t, dist.all_reduce(t, **self.options)).wait()
 
-    def broadcast(self, t: Tensor) -> None:
-        """From rank 0, in place."""
-        if self.world > 1:
-            Pending(t, dist.broadcast(t, 0, group=self.group, async_op=True)).wait()
-
-    def collect(self, value) -> list:
-        """Every rank's value, something small, in rank order. Waits for all ranks: not for the timed loop."""
-        values = [value]
-        if self.world > 1:
-            values = [None] * self.world
-            with in_contact():
+    def all_gather_object(self, value) -> list:
+        """Returns every rank's small value, in rank order. Blocks: not for the timed loop."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            with peer_failure_guard():
                 dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def together(self, fn: Callable, *args):
-        """fn(*args) on every rank. What one rank alone finds wrong, a UserError, is raised on all."""
+    def run_on_all_ranks(self, function: Callable, *args):
+        """Returns function(*args). If it raises a UserError on any rank, all ranks raise it."""
         result, error = None, None
         try:
-            result = fn(*args)
+            result = function(*args)
         except UserError as e:
             error = str(e)
-        for said in self.collect(error):
-            if said:
-                raise UserError(said)
+        for message in self.all_gather_object(error):
+            if message:
+                raise UserError(message)
         return result
 
 
-# ======================================================================================================================
-# 10  Update rules. In place, on one shard, in the moments' dtype (fp32; fp64 for an fp64 model).
-# ======================================================================================================================
+# ============================================================================================================
+# 10  Update rules. In place, on one shard, in at least fp32. A third rule is one more entry of OPTIMIZERS.
+# ============================================================================================================
 
-def adam_update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float, betas: tuple[float, float], eps: float,
-                wd: float, ops: Ops = PLAIN) -> None:
-    """Adam (Kingma, Ba 2015, arXiv:1412.6980) as update number t (from 1), with weight decay lr^2 wd p only where it points
-    the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). eps is added to the uncorrected root.
 
-    p any float dtype, rounded once; g likewise; m, v moments of p's shape.
+class UpdateRule(NamedTuple):
+    init: Callable  # (shard, its table row, dtype of moments, the shard's first spec) -> state, by name
+    update: Callable  # (shard, gradient, state, its table row, the step's plan, config, backend), in place
+    every_step: bool  # else in steps with plan.do_adam
+
+
+def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
+    return {
+        "steps": 0,
+        "exp_avg": torch.zeros_like(p, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(p, dtype=dtype),
+    }
+
+
+def adam(
+    p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
+) -> None:
+    """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
+
+    Weight decay, lr^2 wd p, acts only where it points the way the update goes (cautious decay: Chen et al.
+    2025, arXiv:2510.12402).
     """
-    step = lr * math.sqrt(1 - betas[1] ** t) / (1 - betas[0] ** t)
-    # As vectors, so that compiled code for any length serves every parameter.
-    ops.compiled(adam_arithmetic)(p.view(-1), g.reshape(-1), m.view(-1), v.view(-1), betas, ops.number(step),
-                                  ops.number(lr * lr * wd), eps)
+    state["steps"] += 1
+    lr, t = learning_rate(cfg.adam_lr, spec, plan), state["steps"]
+    step_size = lr * math.sqrt(1 - spec.betas[1] ** t) / (1 - spec.betas[0] ** t)
+    decay = lr * lr * (cfg.adam_wd * spec.wd_mul)
+    # As vectors, so that code compiled for any length serves every parameter.
+    tensors = (t.view(-1) for t in (p, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]))
+    numbers = (backend.scalar(step_size), backend.scalar(decay), cfg.adam_eps)
+    backend.compiled(adam_update)(*tensors, spec.betas, *numbers)
 
 
-def adam_arithmetic(p: Tensor, g: Tensor, m: Tensor, v: Tensor, betas: tuple[float, float], step: float | Tensor,
-                    decay: float | Tensor, eps: float) -> None:
-    g = g.to(m.dtype)
-    m.lerp_(g, 1 - betas[0])
-    v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
-    update = step * m / (v.sqrt() + eps)
-    wide = p.to(m.dtype)
-    p.copy_(wide - update - decay * wide * (update * wide > 0))
+def adam_update(
+    p: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    betas: tuple[float, float],
+    step_size: float | Tensor,
+    decay: float | Tensor,
+    eps: float,
+) -> None:
+    grad = grad.to(exp_avg.dtype)
+    exp_avg.lerp_(grad, 1 - betas[0])
+    exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+    update = step_size * exp_avg / (exp_avg_sq.sqrt() + eps)
+    p32 = p.to(exp_avg.dtype)
+    p.copy_(p32 - update - decay * p32 * (update * p32 > 0))
 
 
-# bf16 weights would lose most updates: one in 256 is the least that they can change by. The bits below are kept beside them, in
-# the optimizer alone, so that products read 16 bits and training is that of fp32 weights (PR 190).
+# bf16 weights would lose most updates: their least change is one in 256. The optimizer keeps the 16 bits
+# below them, so that matmuls read 16 bits and training is that of fp32 weights (PR 190).
 
-def join_halves(high: Tensor, low: Tensor) -> Tensor:
-    """fp32 from its upper 16 bits, held as bf16, and its lower ones, uint16."""
+
+def merge_mantissa(high: Tensor, low: Tensor) -> Tensor:
+    """Returns fp32 from its upper 16 bits, bf16, and its lower ones, uint16."""
     high, low = (half.view(torch.int16).to(torch.int32) for half in (high, low))
     return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
 
 
-def split_halves(x: Tensor, high: Tensor, low: Tensor) -> None:
+def split_mantissa(x: Tensor, high: Tensor, low: Tensor) -> None:
     """Writes fp32 x into `high` (bf16, truncated) and `low` (uint16)."""
     bits = x.view(torch.int32)
     high.view(torch.int16).copy_(bits >> 16)
     low.view(torch.int16).copy_(bits)  # keeps the lower half
 
 
-def nesterov(g: Tensor, momentum: Tensor, new: float | Tensor) -> Tensor:
-    """The momentum that looks ahead, as Muon takes it (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon); brings
-    `momentum` up to date, of which g shall be the part `new`, 1 - mu."""
-    g = g.to(momentum.dtype)  # no lerp: compiled, it would compute with `new` on the host, and a GPU's code with the result
-    momentum.add_(new * (g - momentum))
-    return momentum + new * (g - momentum)
+def normuon_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
+    n, rows, cols = p.shape
+    cycle = spec.matrix_lr_mul or (1.0,)
+    factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
+    state = {
+        "momentum_buffer": torch.zeros_like(p, dtype=dtype),
+        "second_momentum_buffer": p.new_zeros((n, rows, 1) if rows >= cols else (n, 1, cols), dtype=dtype),
+        # On the device from the start: a copy in a step would make it wait.
+        "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
+    }
+    return state | (
+        {"mantissa": torch.zeros_like(p, dtype=torch.uint16)} if p.dtype == torch.bfloat16 else {}
+    )
 
 
-def even_out(x: Tensor, second: Tensor, beta2: float) -> Tensor:
-    """x (n, rows, cols) with its rows, or columns of wide matrices, brought to even size by their running mean squares.
+def normuon(
+    p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
+) -> None:
+    """Updates matrices p (n, rows, cols) by NorMuon (Li et al. 2025, arXiv:2510.05491).
 
-    Orthogonal updates still favour some neurons; NorMuon evens that out and keeps the update's norm (PRs 144, 168).
+    The update is Nesterov momentum, orthogonalized, then scaled to even rows (columns of wide matrices).
     """
-    wide = x.to(second.dtype)
+    momentum = backend.compiled(nesterov)(grad, state["momentum_buffer"], backend.scalar(1 - plan.momentum))
+    x = polar_express(momentum, dtype_of(cfg.muon_dtype), backend.gram)
+    x = backend.compiled(normuon_variance_reduction)(x, state["second_momentum_buffer"], cfg.muon_beta2)
+    shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
+    lr = learning_rate(cfg.muon_lr, spec, plan) * shape_mul * state["matrix_lr_mul"]
+    decay = cfg.muon_wd * spec.wd_mul * cfg.muon_lr * plan.lr_mul * lr
+    backend.compiled(muon_update)(p, state.get("mantissa"), x, lr, decay)
+
+
+def nesterov(grad: Tensor, momentum_buffer: Tensor, weight: float | Tensor) -> Tensor:
+    """Returns Muon's Nesterov momentum (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    Moves `momentum_buffer` towards grad by `weight`, 1 - mu.
+    """
+    grad = grad.to(momentum_buffer.dtype)
+    # No lerp: compiled, it would compute with `weight` on the host, and GPU code with the result.
+    momentum_buffer.add_(weight * (grad - momentum_buffer))
+    return momentum_buffer + weight * (grad - momentum_buffer)
+
+
+def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2: float) -> Tensor:
+    """Scales the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares.
+
+    Orthogonal updates still favour some neurons; NorMuon evens that out and keeps the update's norm (PRs 144,
+    168).
+    """
+    x32 = x.to(second_momentum_buffer.dtype)
     axis = -1 if x.size(-2) >= x.size(-1) else -2
-    mean = wide.square().mean(dim=axis, keepdim=True)
-    second.lerp_(mean, 1 - beta2)
-    scale = second.clamp_min(1e-10).rsqrt()
+    mean = x32.square().mean(dim=axis, keepdim=True)
+    second_momentum_buffer.lerp_(mean, 1 - beta2)
+    scale = second_momentum_buffer.clamp_min(1e-10).rsqrt()
     old = (mean.sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
     new = ((mean * scale.square()).sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
     return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
 
 
-def normuon_direction(g: Tensor, momentum: Tensor, second: Tensor, mu: float, beta2: float, polar_dtype: torch.dtype,
-                      ops: Ops = PLAIN) -> Tensor:
-    """Nesterov momentum, orthogonalised, its rows (or columns) brought to even size (NorMuon: Li et al. 2025,
-    arXiv:2510.05491). g, momentum (n, rows, cols); second (n, rows, 1), or (n, 1, cols) for wide matrices."""
-    x = polar(ops.compiled(nesterov)(g, momentum, ops.number(1 - mu)), polar_dtype, ops.gram)
-    return ops.compiled(even_out)(x, second, beta2)
-
-
-def normuon_update(p: Tensor, low: Tensor | None, x: Tensor, lr: Tensor, wd: float, ops: Ops = PLAIN) -> None:
-    """p - p [x p >= 0] wd lr - lr x, exact to fp32 for bf16 p with `low`, its lower 16 bits.
-
-    p, x, low (n, rows, cols); lr (n, 1, 1)."""
-    ops.compiled(normuon_arithmetic)(p, low, x, lr, wd * lr)
-
-
-def normuon_arithmetic(p: Tensor, low: Tensor | None, x: Tensor, lr: Tensor, decay: Tensor) -> None:
-    wide = p if low is None else join_halves(p, low)
-    x = x.to(wide.dtype)
-    new = wide - wide * (x * wide >= 0) * decay - lr * x
-    if low is None:
+def muon_update(p: Tensor, mantissa: Tensor | None, x: Tensor, lr: Tensor, decay: Tensor) -> None:
+    """p -= lr x + decay p [x p >= 0], exact to fp32 for bf16 p with its `mantissa`; lr, decay (n, 1, 1)."""
+    p32 = p if mantissa is None else merge_mantissa(p, mantissa)
+    x = x.to(p32.dtype)
+    new = p32 - p32 * (x * p32 >= 0) * decay - lr * x
+    if mantissa is None:
         p.copy_(new)
     else:
-        split_halves(new, p, low)
+        split_mantissa(new, p, mantissa)
 
 
-# ======================================================================================================================
-# 11  Optimizer. Scatter the gradients, work on what arrives, gather the parameters; knows parameters by their table row.
-# ======================================================================================================================
+OPTIMIZERS = {
+    "adam": UpdateRule(adam_init, adam, every_step=False),
+    "normuon": UpdateRule(normuon_init, normuon, every_step=True),
+}
+
+
+# ============================================================================================================
+# 11  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters.
+# ============================================================================================================
+
 
 class Optimizer:
-    """Sharded Adam and NorMuon. Gradients are launched in `scatter_order`, updates done in `work_order`; every
-    parameter's own arithmetic is the same under any order.
+    """Shards updates over ranks: scatters gradients, updates own shards (work), gathers parameters.
 
-    params: tensors by name. Gradients are sums over micro-batches, for Adam over two steps, in the parameter's dtype, and are
-    exchanged in it; within a micro-batch those of banks and tables are sums in fp32, the head's within head_chunk tokens. With
-    cfg.main_grad those of banks, head and tables lie in buffers that stay, main_grad, and these parameters cease to require
-    grad: a backward that is given `weight_grads` writes the products', `collect` the rows of tables that were touched; the
-    first write after an update overwrites, later ones add. All others are in `.grad`, which is dropped after use. Until the
-    split, a parameter tied to another, its transpose, adds its gradient to that one's and copies its values.
+    Gradients are exchanged in the order of cfg.params, updates done in cfg.work_order. A gradient is summed
+    over micro-batches (Adam: over two steps) in its parameter's dtype. Those of banks, lm_head and tables are
+    in main_grad, if cfg.main_grad: `weight_grads` take the matmuls', accumulate_row_grads the tables' touched
+    rows. The first write after an update overwrites, later ones add. All others are in .grad, dropped after
+    use. Until the untie step, a tied parameter, another's transpose, adds its gradient to that one's and
+    copies its values.
 
-    Why the order cannot matter: a parameter's update reads only its own gradient, moments and count; the sum over ranks has an
-    order of its own; what two parameters share, the tie, is added before its sum and copied after its gather, wherever
-    either stands in the orders. The ancestor of this code gave other results under other orders.
+    The order cannot matter: an update reads only its own gradient and state; the sum over ranks has an order
+    of its own; a tied gradient is added before its target's sum, a tied copy made after its target's gather.
     """
 
-    def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, ops: Ops = PLAIN):
-        self.cfg, self.params, self.exchange, self.ops = cfg, params, exchange, ops
-        self.rows = {row.name: row for row in cfg.params}
-        check_order("optimizer's parameters", tuple(params), list(self.rows))
-        self.tied = {row.name: row.tied_to for row in cfg.params if row.tied_to}
-        self.tied_copy = {host: name for name, host in self.tied.items()}
-        self.is_tied, wide = True, wide_dtype(cfg)
-        self.tensors, self.adam_steps = {}, {}  # moments and low bits, by "parameter.kind"; Adam steps, by parameter
-        self.main_grad = {}     # by parameter that is a product's weight or a table
-        self.weight_grads = {}  # by product's weight: WeightGrad, with or without main_grad
-        self.touched = {}       # by what numbers the rows of tables: Touched
-        self.counts, self.routes = None, {}    # of the step's exchange of touched rows
-        self.in_flight = {}     # by parameter: its gather, which whoever reads the parameter waits for, and takes out
-        self.blocks = {}  # by table with sparse exchange: this rank's block of the mean gradient, 0 between steps
-        self.room = {}    # for other ranks' gradients, where reduction is fp32
-        self.factors = {}  # of the learning rate, one a matrix; made once, for a copy to the GPU would make the step wait
+    def __init__(
+        self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, backend: Backend = TORCH_BACKEND
+    ):
+        self.cfg, self.params, self.exchange, self.backend = cfg, params, exchange, backend
+        self.specs = {spec.name: spec for spec in cfg.params}
+        self.tied_target = {spec.name: spec.tied_to for spec in cfg.params if spec.tied_to}
+        self.tied_copy = {target: name for name, target in self.tied_target.items()}
+        self.is_tied = True
+        # By parameter:
+        self.state = {}  # of its update rule
+        self.main_grad = {}
+        self.weight_grads = {}  # of matmuls' weights, with or without main_grad
+        self.shard_grads = {}  # with sparse exchange: this rank's block of the mean gradient, 0 between steps
+        self.recv_buffers = {}  # of other ranks' gradients, with fp32 reduction
+        self.in_flight = {}  # its gather; whoever reads the parameter waits for it, and takes it out
+        # By what indexes tables:
+        self.touched, self.sending = {}, {}  # TouchedRows: since the last Adam step; that this step sends
+        self.counts: Pending = None
+        self.sparse_plans = {}
         for name, p in params.items():
-            row, own = self.rows[name], self.own(name, p)
-            zeros = lambda shape, dtype=wide: torch.zeros(shape, dtype=dtype, device=p.device)
-            if row.in_place and cfg.main_grad:
+            spec, shard = self.specs[name], self.shard_of(name, p)
+            if cfg.main_grad and (spec.is_matmul_weight or spec.indexed_by):
                 self.main_grad[name] = torch.zeros_like(p, requires_grad=False)
             p.requires_grad_(name not in self.main_grad)
-            if row.product:
+            if spec.is_matmul_weight:
                 self.weight_grads[name] = WeightGrad(p, self.main_grad.get(name))
-            if row.exchange == "sparse" and exchange.world > 1:
-                self.blocks[name] = zeros(own.shape)
-            elif row.reduction == "fp32" and exchange.world > 1:
-                self.room[name] = torch.empty((exchange.world, *own.shape), dtype=p.dtype, device=p.device)
-            if row.optimizer == "adam":
-                self.tensors |= {f"{name}.m": zeros(own.shape), f"{name}.v": zeros(own.shape)}
-                self.adam_steps[name] = 0
-            else:
-                n, rows, cols = own.shape
-                self.tensors |= {f"{name}.momentum": zeros(own.shape),
-                                 f"{name}.second": zeros((n, rows, 1) if rows >= cols else (n, 1, cols))}
-                if p.dtype == torch.bfloat16:
-                    self.tensors[f"{name}.low"] = zeros(own.shape, torch.uint16)
-                cycle = row.matrix_lr_mul or (1.0,)
-                first = exchange.rank * n if row.sharded else 0
-                factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
-                self.factors[name] = torch.tensor(factors, dtype=wide, device=p.device).view(n, 1, 1)
+            if exchange.world_size > 1 and spec.exchange == "sparse":
+                self.shard_grads[name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
+            elif exchange.world_size > 1 and spec.reduction == "fp32":
+                self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
+            first = exchange.rank * len(shard) if spec.sharded else 0
+            self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
 
-    def whole(self, name: str, t: Tensor) -> Tensor:
-        """A parameter or its gradient as the exchange sees it: NorMuon's banks as (matrices, rows, cols)."""
-        return t if self.rows[name].optimizer == "adam" else t.view(-1, *t.shape[-2:])
+    def as_matrices(self, name: str, t: Tensor) -> Tensor:
+        """Views a bank, or its gradient, as (matrices, rows, cols); returns other parameters as they are."""
+        return t.view(-1, *t.shape[-2:]) if name in BANKS else t
 
-    def own(self, name: str, t: Tensor) -> Tensor:
-        """The part of `t` that this rank updates."""
-        whole = self.whole(name, t.detach())
-        return self.exchange.shard(whole) if self.rows[name].sharded else whole
+    def shard_of(self, name: str, t: Tensor) -> Tensor:
+        """Returns the part of `t` that this rank updates."""
+        t = self.as_matrices(name, t.detach())
+        return self.exchange.shard(t) if self.specs[name].sharded else t
 
-    def updates(self, name: str, now: StepPlan) -> bool:
-        """Whether the parameter's own update happens in this step."""
-        return (now.do_adam or self.rows[name].optimizer == "normuon") and not (self.is_tied and name in self.tied)
+    def is_due(self, name: str, plan: StepPlan) -> bool:
+        """True if this step updates the parameter; a tied one is copied instead."""
+        every_step = OPTIMIZERS[self.specs[name].optimizer].every_step
+        return (every_step or plan.do_adam) and not (self.is_tied and name in self.tied_target)
 
-    def announce(self, now: StepPlan, touched: dict[str, Touched]) -> None:
-        """Before the last micro-batch's forward: tells the owners how many rows they will get, if this step sends any."""
-        self.touched = touched
-        kinds = [self.rows[name].rows for name in self.blocks if self.updates(name, now)]
-        self.sending = {kind: touched[kind] for kind in dict.fromkeys(kinds)}
-        self.counts = self.exchange.announce(self.sending) if kinds else None
+    def exchange_counts(self, plan: StepPlan, touched: dict[str, TouchedRows]) -> None:
+        """Starts the counts' exchange, before the last micro-batch's forward, if this step sends any rows."""
+        needed = {self.specs[name].indexed_by for name in self.shard_grads if self.is_due(name, plan)}
+        self.touched, self.sending = touched, {kind: t for kind, t in touched.items() if kind in needed}
+        self.counts = self.exchange.exchange_counts(self.sending) if self.sending else None
 
-    def route(self) -> None:
-        """Between that forward and its backward: the row numbers."""
-        self.routes = self.exchange.route(self.sending, self.counts) if self.counts else {}
+    def exchange_row_ids(self) -> None:
+        """Starts the row ids' exchange, between that forward and its backward."""
+        self.sparse_plans = self.exchange.exchange_row_ids(self.sending, self.counts) if self.counts else {}
 
     @torch.no_grad()
-    def collect(self, rows: dict[str, Tensor], index: dict[str, RowIndex]) -> None:
-        """After a micro-batch's backward: what it gave is written; takes over the gradients of the rows that the model looked
-        up."""
+    def accumulate_row_grads(self, embeddings: dict[str, Tensor], index: dict[str, RowIndex]) -> None:
+        """Ends a micro-batch's backward: adds the gradients of looked-up rows to the tables' main_grad."""
         for grad in self.weight_grads.values():
-            grad.written()
+            grad.end_backward()
         for name, main_grad in self.main_grad.items():
-            if self.rows[name].rows:
-                self.ops.sum_rows(main_grad, rows[name].grad, index[self.rows[name].rows])
+            if kind := self.specs[name].indexed_by:
+                self.backend.segment_sum_rows(main_grad, embeddings[name].grad, index[kind])
 
-    def gradient(self, name: str) -> Tensor:
+    def grad_of(self, name: str) -> Tensor:
         grad = self.main_grad.get(name, self.params[name].grad)
         if grad is None:
             raise RuntimeError(f"{name} has no gradient")
         return grad
 
-    def release(self, name: str) -> None:
-        """The gradient is used up. A table's main_grad, if exchanged whole, must be 0 where the next one does not write."""
+    def zero_grad_of(self, name: str) -> None:
+        """Drops a used gradient. Zeros a table's main_grad if sent whole: a backward writes few rows."""
         self.params[name].grad = None
         if name in self.weight_grads:
-            self.weight_grads[name].fresh = True
-        if self.rows[name].rows and name in self.main_grad and name not in self.blocks:
-            if self.exchange.world > 1:
+            self.weight_grads[name].overwrite = True
+        kind = self.specs[name].indexed_by
+        if kind and name in self.main_grad and name not in self.shard_grads:
+            if self.exchange.world_size > 1:
                 self.main_grad[name].zero_()
             else:
-                self.main_grad[name].index_fill_(0, self.touched[self.rows[name].rows].rows.long(), 0)
+                self.main_grad[name].index_fill_(0, self.touched[kind].row_ids.long(), 0)
 
     @torch.no_grad()
-    def step(self, now: StepPlan) -> None:
-        self.work(now, self.scatter(now))
-        self.routes = {}
-        if now.do_adam:
+    def step(self, plan: StepPlan) -> None:
+        self.work(plan, self.scatter(plan))
+        self.sparse_plans = {}
+        if plan.do_adam:
             self.touched = {}
-        if now.split:
+        if plan.untie:
             self.untie()
 
-    def scatter(self, now: StepPlan) -> dict[str, Pending]:
+    def scatter(self, plan: StepPlan) -> dict[str, Pending]:
+        """Starts the exchange of every gradient that is due, in the order of the parameter table."""
         pending = {}
-        for name in self.cfg.scatter_order:
+        for name, spec in self.specs.items():
             if name in self.weight_grads:
-                self.weight_grads[name].run()  # while what stands before it in the order is on its way
-            if not self.updates(name, now):
+                self.weight_grads[name].flush()  # while earlier gradients are on their way
+            if not self.is_due(name, plan):
                 continue
-            grad, row = self.gradient(name), self.rows[name]
+            grad = self.grad_of(name)
             if self.is_tied and name in self.tied_copy:
-                self.add_tied(grad, self.tied_copy[name])
-            if name in self.blocks:
-                pending[name] = self.exchange.reduce_rows(name, grad, self.routes[row.rows], self.blocks[name])
+                self.add_tied_grad(grad, self.tied_copy[name])
+            if name in self.shard_grads:
+                sparse_plan, shard_grad = self.sparse_plans[spec.indexed_by], self.shard_grads[name]
+                pending[name] = self.exchange.exchange_row_grads(name, grad, sparse_plan, shard_grad)
             else:
-                pending[name] = self.exchange.reduce(name, row.exchange, self.whole(name, grad), self.room.get(name))
+                grad, recv_buffer = self.as_matrices(name, grad), self.recv_buffers.get(name)
+                pending[name] = self.exchange.reduce(name, spec.exchange, grad, recv_buffer)
         return pending
 
-    def add_tied(self, grad: Tensor, name: str) -> None:
-        """Adds the gradient of `name`, (n, m), to that of its host, (m, n); of a table, where it was touched."""
-        tied = self.gradient(name)
+    def add_tied_grad(self, grad: Tensor, name: str) -> None:
+        """Adds the gradient of `name`, (n, m), to its target's, (m, n); of a table, only touched rows."""
+        tied_grad = self.grad_of(name)
         if name in self.main_grad:
-            rows = self.touched[self.rows[name].rows].rows
-            self.ops.transpose_add(grad, tied, rows)
+            row_ids = self.touched[self.specs[name].indexed_by].row_ids
+            self.backend.transpose_add(grad, tied_grad, row_ids)
         else:
-            grad += tied.T
-        self.release(name)
+            grad += tied_grad.T
+        self.zero_grad_of(name)
 
-    def work(self, now: StepPlan, pending: dict[str, Pending]) -> None:
-        self.finish()
+    def work(self, plan: StepPlan, pending: dict[str, Pending]) -> None:
+        """Updates every parameter whose gradient was scattered, in work_order, and starts its gather."""
+        self.finish_gathers()
         for name in self.cfg.work_order:
             if name not in pending:
                 continue
-            row, own = self.rows[name], self.own(name, self.params[name])
+            spec, shard = self.specs[name], self.shard_of(name, self.params[name])
             grad = pending[name].wait()
-            self.adam(row, own, grad, now) if row.optimizer == "adam" else self.normuon(row, own, grad, now)
-            self.release(name)
-            if name in self.blocks:
-                grad.index_fill_(0, self.routes[row.rows].numbers.result.long(), 0)
-            if row.sharded:
-                self.in_flight[name] = self.exchange.gather(name, self.whole(name, self.params[name].detach()))
+            OPTIMIZERS[spec.optimizer].update(
+                shard, grad, self.state[name], spec, plan, self.cfg, self.backend
+            )
+            self.zero_grad_of(name)
+            if name in self.shard_grads:
+                grad.index_fill_(0, self.sparse_plans[spec.indexed_by].recv_row_ids.result.long(), 0)
+            if spec.sharded:
+                self.in_flight[name] = self.gather(name)
         if self.is_tied:
-            for name, host in self.tied.items():
-                if host in self.in_flight:  # the copy waits for the host's gather, and for whoever needs it
-                    copy = partial(self.ops.transpose_copy, self.params[name])
-                    self.in_flight[name] = self.in_flight[host]._replace(finish=copy)
+            for name, target in self.tied_target.items():
+                if target in pending:
+                    # The copy waits for the target's gather, and for whoever needs it.
+                    source = self.in_flight.get(target) or Pending(self.params[target].detach())
+                    copy = partial(self.backend.transpose_copy, self.params[name])
+                    self.in_flight[name] = source._replace(finish=copy)
+
+    def gather(self, name: str) -> Pending:
+        return self.exchange.gather(name, self.as_matrices(name, self.params[name].detach()))
+
+    def gather_all(self) -> None:
+        """Completes every sharded parameter from the ranks' own shards, and waits."""
+        for name, spec in self.specs.items():
+            if spec.sharded:
+                self.gather(name).wait()
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish_gathers(self) -> None:
         """Waits for all gathers that nobody has waited for."""
         while self.in_flight:
             self.in_flight.pop(next(iter(self.in_flight))).wait()
 
-    def adam(self, row: Param, p: Tensor, grad: Tensor, now: StepPlan) -> None:
-        cfg, name = self.cfg, row.name
-        self.adam_steps[name] += 1
-        adam_update(p, grad, self.tensors[f"{name}.m"], self.tensors[f"{name}.v"], self.adam_steps[name],
-                    cfg.adam_lr * now.lr_mul * row.lr_mul, row.betas, cfg.adam_eps, cfg.adam_wd * row.wd_mul, self.ops)
-
-    def normuon(self, row: Param, p: Tensor, grad: Tensor, now: StepPlan) -> None:
-        cfg, name = self.cfg, row.name
-        x = normuon_direction(grad, self.tensors[f"{name}.momentum"], self.tensors[f"{name}.second"], now.momentum,
-                              cfg.muon_beta2, dtype_of(cfg.polar_dtype), self.ops)
-        lr = cfg.muon_lr * now.lr_mul * row.lr_mul * math.sqrt(max(1, p.size(-2) / p.size(-1))) * self.factors[name]
-        normuon_update(p, self.tensors.get(f"{name}.low"), x, lr, cfg.muon_wd * row.wd_mul * cfg.muon_lr * now.lr_mul, self.ops)
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Completes every sharded parameter from the ranks' own parts, at once."""
-        for name, row in self.rows.items():
-            if row.sharded:
-                self.exchange.gather(name, self.whole(name, self.params[name].detach())).wait()
-
     def untie(self) -> None:
-        """From now on tied parameters train on their own, from their host's moments, transposed and sharded anew."""
-        for name, host in self.tied.items():
-            for kind in ("m", "v"):
-                full = torch.empty_like(self.params[host], dtype=self.tensors[f"{host}.{kind}"].dtype)
-                self.own(host, full).copy_(self.tensors[f"{host}.{kind}"])
-                full = self.exchange.gather(f"{host}.{kind}", full).wait()
-                self.tensors[f"{name}.{kind}"].copy_(self.own(name, full.T))
-            self.adam_steps[name] = self.adam_steps[host]
+        """Lets tied parameters train on their own, from their target's state, transposed and resharded."""
+        for name, target in self.tied_target.items():
+            for key, value in self.state[target].items():
+                if isinstance(value, Tensor):
+                    whole = torch.empty_like(self.params[target], dtype=value.dtype)
+                    self.shard_of(target, whole).copy_(value)
+                    if self.specs[target].sharded:
+                        whole = self.exchange.gather(f"{target}.{key}", whole).wait()
+                    value = self.state[name][key].copy_(self.shard_of(name, whole.T))
+                self.state[name][key] = value
         self.is_tied = False
 
-    def state(self) -> dict:
-        """Everything that training changes here: live tensors and numbers, by name."""
-        return {**self.tensors, **{f"{name}.steps": n for name, n in self.adam_steps.items()}, "is_tied": self.is_tied}
+    def state_dict(self) -> dict:
+        """Returns all that training changes here: live tensors and numbers, by parameter and name."""
+        return {**self.state, "is_tied": self.is_tied}
 
-    def load_state(self, state: dict) -> None:
-        for name, t in self.tensors.items():
-            t.copy_(state[name])
-        self.adam_steps = {name: state[f"{name}.steps"] for name in self.adam_steps}
-        self.is_tied = state["is_tied"]
-
-    def gradients(self) -> dict:
-        """Those that await the next Adam step: of tables the touched rows, and which they are."""
-        kept = {name: p.grad for name, p in self.params.items() if p.grad is not None}
-        for name, main_grad in self.main_grad.items():
-            if name in self.weight_grads and not self.weight_grads[name].fresh:
-                kept[name] = main_grad
-            elif self.rows[name].rows and self.touched:
-                kept[f"{name} rows"] = main_grad[self.touched[self.rows[name].rows].rows]
-        return kept | {f"touched {kind}": t.rows for kind, t in self.touched.items()}
+    def load_state_dict(self, saved: dict) -> None:
+        for name, state in self.state.items():
+            for key, value in state.items():
+                new = saved[name][key]
+                state[key] = value.copy_(new) if isinstance(value, Tensor) else new
+        self.is_tied = saved["is_tied"]
 
     @torch.no_grad()
-    def load_gradients(self, saved: dict) -> dict[str, Tensor]:
-        """From `gradients()`; with {} there are none. -> the touched rows, by what numbers them."""
-        touched = {key.removeprefix("touched "): rows for key, rows in saved.items() if key.startswith("touched ")}
-        self.touched = {}
+    def drop_grads(self) -> None:
+        """Drops all gradients, as after an Adam step."""
         for name, p in self.params.items():
-            p.grad = saved[name].to(p.device) if name in saved and name not in self.main_grad else None
-        for name, main_grad in self.main_grad.items():
-            if name in self.weight_grads:
-                self.weight_grads[name].fresh = name not in saved
-            main_grad.copy_(saved[name]) if name in saved else main_grad.zero_()
-            if f"{name} rows" in saved:
-                main_grad[touched[self.rows[name].rows]] = saved[f"{name} rows"].to(main_grad.device)
-        return touched
+            p.grad = None
+            if name in self.main_grad:
+                self.main_grad[name].zero_()
+        for grad in self.weight_grads.values():
+            grad.overwrite = True
+        self.touched = {}
 
 
-# ======================================================================================================================
+# ============================================================================================================
 # 12  Step. The one body of a training step, for warm-up and timed run alike; validation.
-# ======================================================================================================================
+# ============================================================================================================
 
-def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> Tensor:
-    """One batch and one optimizer step. -> mean loss of this rank's predictions, 0-d, on the device."""
-    now, micro_batches = batch.now, batch.micro_batches
-    model.rotary.extend(now.long)
+
+def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> dict:
+    """Trains on one batch. Returns what AsyncScalars logs: 0-d tensors on the device, by name."""
+    plan, micro_batches = batch.plan, batch.micro_batches
+    model.rotary.use_stage(plan.stage)
     model.in_flight = optimizer.in_flight
-    weights, total = tuple(weight / len(micro_batches) for weight in now.mtp), 0.0
+    weights, losses = tuple(weight / len(micro_batches) for weight in plan.mtp), []
     grads, head_grad = optimizer.weight_grads, optimizer.weight_grads["lm_head"]
     for i, micro_batch in enumerate(micro_batches):
-        micro_batch, last = micro_batch.to(model.embed.device), i == len(micro_batches) - 1
+        micro_batch, last = micro_batch.to(model.device), i == len(micro_batches) - 1
         if last:
-            optimizer.announce(now, micro_batch.touched)
-        rows = model.look_up(micro_batch, leaves=model.cfg.main_grad)
-        x = model.activations(micro_batch, now.short, now.long, rows, grads)
-        head_grad.delayed = last and model.cfg.delay_head_grad
-        loss, begin = model.head(x, micro_batch.targets, weights, head_grad, 1 / len(micro_batches))
+            optimizer.exchange_counts(plan, micro_batch.touched)
+        embeddings = model.lookup(micro_batch, leaves=model.cfg.main_grad)
+        x = model.hidden_states(micro_batch, plan.windows, embeddings, grads)
+        head_grad.delay = last and model.cfg.delay_head_grad
+        scale = 1 / len(micro_batches)
+        loss, backward_roots = model.head_loss_and_grad(x, micro_batch.targets, weights, head_grad, scale)
         if last:
-            optimizer.route()
-        torch.autograd.backward(*zip(*begin))
-        optimizer.collect(rows, micro_batch.index)
-        total = total + loss / (micro_batch.inputs.size(0) * sum(now.mtp))
-    optimizer.step(now)
-    return total
+            optimizer.exchange_row_ids()
+        torch.autograd.backward(*zip(*backward_roots))  # type: ignore[arg-type]
+        optimizer.accumulate_row_grads(embeddings, micro_batch.index)
+        losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.mtp)))
+    optimizer.step(plan)
+    return {"train_loss": sum(losses)}  # mean loss of this rank's predictions
 
 
-def validate(model: GPT, loader: ValLoader, exchange: Exchange, windows: tuple[int, int]) -> float:
-    """Mean over the slices of their mean losses: the same number however the slices are spread over ranks."""
-    losses = torch.zeros(model.cfg.val_slices, dtype=wide_dtype(model.cfg), device=model.embed.device)
+def validate(model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int]) -> float:
+    """Returns the mean over slices of their mean losses: the same however slices are spread over ranks."""
+    losses = torch.zeros(model.cfg.val_slices, dtype=acc_dtype(model.cfg), device=model.device)
     for i, batch in loader:
-        losses[i] = model.validation_loss(batch.to(losses.device), *windows)
+        losses[i] = model.token_losses(batch.to(losses.device), windows).mean()
     return exchange.sum(losses).mean().item()
 
 
-class LossWatch:
-    """Reads training losses without making the GPU wait: copied asynchronously, looked at when the copy has finished."""
+class AsyncScalars:
+    """Reads steps' scalars without stalling the GPU: starts an asynchronous copy, polls for its arrival.
 
-    def __init__(self, cfg: Config, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-        self.losses = torch.empty(cfg.steps, dtype=wide_dtype(cfg), pin_memory=self.on_gpu)
-        self.queue = []  # the step, and an event after which its loss is here
-        self.latest, self.latest_step = None, None
+    latest: by name, the newest (step, value) that has arrived.
+    """
 
-    def push(self, step: int, loss: Tensor) -> None:
-        """`loss` 0-d, of step `step`. Raises UserError once a loss that is not finite has arrived."""
-        self.losses[step].copy_(loss, non_blocking=True)
-        arrived = torch.cuda.Event() if self.on_gpu else None
-        if arrived:
+    def __init__(self):
+        self.queue, self.latest = [], {}
+
+    def push(self, step: int, scalars: dict[str, Tensor]) -> None:
+        """Starts the scalars' copy. Raises UserError once one that is not finite has arrived."""
+        values, arrived = torch.stack(list(scalars.values())), None
+        if values.is_cuda:
+            values, arrived = values.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
             arrived.record()
-        self.queue.append((step, arrived))
+        self.queue.append((step, list(scalars), values, arrived))
         self.poll()
 
     def poll(self, wait: bool = False) -> None:
         while self.queue:
-            step, arrived = self.queue[0]
+            step, names, values, arrived = self.queue[0]
             if arrived and not wait and not arrived.query():
                 return
             if arrived:
                 arrived.synchronize()
             self.queue.pop(0)
-            self.latest, self.latest_step = self.losses[step].item(), step
-            if not math.isfinite(self.latest):
-                raise UserError(f"the training loss is {self.latest} at step {step}; lower the learning rate that was raised "
-                                "last, or look at that batch")
+            for name, value in zip(names, values.tolist()):
+                self.latest[name] = step, value
+                if not math.isfinite(value):
+                    fix = "lower the learning rate that was raised last, or look at that batch"
+                    raise UserError(f"{name} is {value} at step {step}; {fix}")
 
 
-# ======================================================================================================================
-# 13  Main. Build, warm up, reset, run against the clock, sum up.
-# ======================================================================================================================
+# ============================================================================================================
+# 13  Checks. What a config must satisfy; saved models; checkpoints.
+# ============================================================================================================
+
+
+def flatten(value, path: str = "") -> dict[str, object]:
+    """Flattens nested JSON to {"layers.3.window": "long", ...}."""
+    if not isinstance(value, (dict, list)):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {k: v for key, child in items for k, v in flatten(child, f"{path}.{key}".lstrip(".")).items()}
+
+
+def config_diff(a: dict, b: dict) -> str:
+    """Names the first three differences of two JSON objects, with both values; "" if there are none."""
+    a, b = flatten(a), flatten(b)
+    changed = [f"{key} ({a.get(key)}, {b.get(key)})" for key in a | b if a.get(key) != b.get(key)]
+    return "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+
+
+def nearest(fits: Callable[[int], bool], n: int) -> str:
+    """Names up to three numbers near n that fit."""
+    found = sorted((k for k in range(1, 4 * n + 9) if fits(k)), key=lambda k: (abs(k - n), k))[:3]
+    return " or ".join(map(str, sorted(found))) or "none"
+
+
+def check_config(cfg: Config, world_size: int) -> None:
+    """Raises UserError if the tables contradict each other or `world_size` ranks cannot share the work."""
+    for broken, message in config_rules(cfg, world_size):
+        if broken:
+            raise UserError(message)
+
+
+def config_rules(cfg: Config, world_size: int):
+    """Yields (whether a rule is broken, message). Later rules may assume that earlier ones hold."""
+    names = list(param_shapes(cfg, 1))
+    for what, order in {
+        "parameter table": [spec.name for spec in cfg.params],
+        "work_order": cfg.work_order,
+    }.items():
+        wrong = sorted({name for name in [*names, *order] if name not in names or order.count(name) != 1})
+        yield wrong, f"{what}: {', '.join(wrong)}: it must name each parameter exactly once"
+    floats = ("bfloat16", "float32", "float64")
+    choices = {
+        "dtype": floats,
+        "muon_dtype": floats,
+        "attention": ("dense", "varlen", "fa3"),
+        "kernels": KERNELS,
+        "layers.attention": ("plain", "paired", None),
+        "layers.window": [n for n in cfg.val_windows if all(n in stage.windows for stage in cfg.stages)],
+        "layers.reads": ("stream", "back"),
+        "layers.saves": ("skip", "back", None),
+        "layers.adds": ("skip", None),
+        "params.optimizer": OPTIMIZERS,
+        "params.exchange": ("all_reduce", "reduce_scatter", "sparse"),
+        "params.dtype": ("model", "float32"),
+        "params.tied_to": ("", *names),
+        "params.reduction": ("backend", "fp32"),
+    }
+    may_be_0 = ["val_every", "max_docs", "bos_id", "momentum_warmup", "momentum_cooldown"]
+    may_be_0 += ["stages.steps", "layers.value", "params.wd_mul"]
+    values = json.loads(config_json(cfg))
+    values["params"] = {spec["name"]: spec for spec in values["params"]}
+    for path, value in flatten(values).items():
+        parts = path.split(".")
+        column = parts[0] if len(parts) < 3 else f"{parts[0]}.{parts[2]}"
+        allowed = choices.get(column, [value])
+        yield value not in allowed, f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}"
+        least = 1 if type(value) is int and column not in may_be_0 else 0
+        yield isinstance(value, (int, float)) and value < least, f"{path}={value} must be at least {least}"
+    for column, role in (("saves", "skip"), ("saves", "back"), ("adds", "skip")):
+        count = sum(getattr(layer, column) == role for layer in cfg.layers)
+        yield count != 1, f'layer table: exactly one layer must have {column}="{role}"'
+    for i, layer in enumerate(cfg.layers):
+        saved = {"stream", None, *(above.saves for above in cfg.layers[:i])}
+        for used in (layer.adds, layer.reads if layer.attention else None):
+            yield used not in saved, f"layers.{i} uses {used}, which no layer above it saves"
+        misplaced = layer.value is not None and not layer.attention
+        yield misplaced, f"layers.{i} has a value table, but no attention"
+        misplaced = layer.key_shift and layer.attention != "plain"
+        yield misplaced, f"layers.{i}.key_shift: only plain attention shifts keys"
+    tables = [layer.value for layer in cfg.layers if layer.value is not None]
+    misnumbered = sorted(tables) != list(range(len(tables)))
+    yield misnumbered, f"layer table: value tables are {tables}; number them 0, 1, ... and use each once"
+    odd = cfg.heads % 2 or cfg.head_dim % 4 or cfg.dim < GATE_DIM
+    shape = f"heads={cfg.heads} must be even, head_dim={cfg.head_dim} a multiple of 4"
+    yield odd, f"{shape}, their product at least {GATE_DIM}"
+    vocab = f"bos_id={cfg.bos_id} < vocab_size={cfg.vocab_size} <= padded_vocab={cfg.padded_vocab}"
+    yield not cfg.bos_id < cfg.vocab_size <= cfg.padded_vocab, f"{vocab} must hold"
+    bigrams = cfg.bigram_vocab_size
+    allowed = f"2 to {2**31 - 1}, rows are numbered in int32"
+    yield not 2 <= bigrams < 2**31, f"bigram_vocab_size={bigrams}: use {allowed}"
+    for i, stage in enumerate(cfg.stages):
+        uneven = not stage.mtp_start or len(stage.mtp_start) != len(stage.mtp_end)
+        yield uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights, at least one"
+    sizes = [stage.batch_tokens for stage in cfg.stages]
+    near = nearest(lambda n: math.gcd(*sizes) % n == 0, cfg.microbatches)
+    batches = ", ".join(map(str, sizes))
+    problem = f"microbatches={cfg.microbatches} does not divide all batches, of {batches} tokens"
+    yield math.gcd(*sizes) % cfg.microbatches, f"{problem}; use {near}, or change stages.*.batch_tokens"
+    for spec in cfg.params:
+        is_scalar = spec.name.endswith(("lambdas", "scalars"))
+        for invalid, problem in (
+            (spec.optimizer == "adam" and len(spec.betas) != 2, f"betas={spec.betas}: Adam takes two"),
+            (
+                spec.optimizer == "normuon" and spec.name not in BANKS,
+                "optimizer=normuon: only for banks of matrices",
+            ),
+            (spec.exchange == "sparse" and not spec.indexed_by, "exchange=sparse: only for tables"),
+            (
+                spec.indexed_by and OPTIMIZERS[spec.optimizer].every_step,
+                f"optimizer={spec.optimizer}: tables update in steps with do_adam only",
+            ),
+            (spec.dtype == "float32" and not is_scalar, "dtype=float32: only for lambdas and scalars"),
+        ):
+            yield invalid, f"params.{spec.name}.{problem}"
+
+    def misfit(n: int) -> str:
+        """Says what n ranks cannot share; "" if they can share all."""
+        count, shapes = num_microbatches(cfg, n), param_shapes(cfg, n)
+        remainders = {f"{count} micro-batches by {n}": count % n}
+        remainders |= {f"{size} tokens of a batch by {count} micro-batches": size % count for size in sizes}
+        tables = [spec.name for spec in cfg.params if spec.sharded and spec.name not in BANKS]
+        remainders |= {f"{shapes[name][0]} rows of {name} by {n}": shapes[name][0] % n for name in tables}
+        return next((what for what, remainder in remainders.items() if remainder), "")
+
+    why = misfit(world_size)
+    near = nearest(lambda n: not misfit(n), world_size) if why else ""
+    yield why, f"{world_size} processes cannot divide {why}; start torchrun with --nproc_per_node={near}"
+
 
 def config_json(cfg: Config, **more) -> str:
-    return json.dumps({**dataclasses.asdict(cfg), **more})
+    return json.dumps(dataclasses.asdict(cfg) | more)
 
 
 def config_from_dict(values: dict, kind=Config):
-    """The inverse of dataclasses.asdict after a trip through JSON. Raises UserError if a field is unknown or missing."""
+    """Inverts dataclasses.asdict after JSON. Raises UserError if a field is unknown or missing."""
     hints = typing.get_type_hints(kind)
     if wrong := sorted(hints.keys() ^ values.keys()):
-        raise UserError(f"a saved {kind.__name__} and this script's differ in {', '.join(wrong)}; use the script that saved it")
+        raise UserError(
+            f"a saved {kind.__name__} and this script's differ in {', '.join(wrong)}; use its own script"
+        )
 
     def value(hint, v):
         if typing.get_origin(hint) is tuple:
             return tuple(value(typing.get_args(hint)[0], x) for x in v)
         return config_from_dict(v, hint) if dataclasses.is_dataclass(hint) else v
+
     return kind(**{name: value(hint, values[name]) for name, hint in hints.items()})
 
 
 def save_model(path: str, model: GPT) -> None:
-    """Full weights without a world size's padding, rotary state, and the config as JSON."""
-    state = model.state()
+    """Saves full weights without a world size's padding, and the config as JSON."""
     shapes = param_shapes(model.cfg, 1)
-    state |= {name: p.detach()[:shapes[name][0]].cpu() for name, p in model.named_parameters()}
-    torch.save({"config": config_json(model.cfg), "state": state}, path)
+    weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
+    torch.save({"config": config_json(model.cfg), "weights": weights}, path)
 
 
 def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
-    """The model that `--save` wrote; it gives the same validation loss."""
+    """Loads the model that `--save` wrote; it gives the same validation loss."""
     saved = torch.load(path, map_location=device, weights_only=True)
     model = GPT(config_from_dict(json.loads(saved["config"])), device=device)
-    model.load_state(saved["state"])
+    model.load_state_dict(saved["weights"])
+    model.rotary.use_stage(len(model.cfg.stages) - 1)
     return model
 
 
-def host_copy(state: dict) -> dict:
-    return {name: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for name, v in state.items()}
+def training_state(model: GPT, optimizer: Optimizer) -> dict:
+    """Copies this rank's share of all that training changes, between Adam steps, to host memory."""
+    optimizer.finish_gathers()
+    shards = {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()}
+    state = {"model": shards, "optimizer": optimizer.state_dict()}
+    return map_tensors(lambda t: t.detach().to("cpu", copy=True), state)
 
 
-def snapshot(*parts) -> list[dict]:
-    """Copies, in host memory, of the parts' states."""
-    return [host_copy(part.state()) for part in parts]
-
-
-def same_state(a: dict, b: dict) -> bool:
-    def same(x, y):
-        if not isinstance(x, Tensor):
-            return x == y
-        return torch.equal(*(t.detach().cpu().contiguous().view(torch.uint8) for t in (x, y)))  # bits, NaN and -0 too
-    return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-
-
-def warm_up(cfg: Config, ranks: Ranks, data: Data, model: GPT, optimizer: Optimizer, val: ValLoader) -> None:
-    """Runs a step of every kind, so that nothing is done for the first time on the clock, and undoes all of it."""
-    before = snapshot(model, optimizer)
-    loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, ranks.device.type == "cuda")
-    plans = [plan(cfg, step) for step in warmup_steps(cfg)]
-    batches = Batches(loader, plans)
-    for now in plans:
-        model.rotary.extend(now.long)
-        for _, batch in val:
-            model.validation_loss(batch.to(ranks.device), now.short, now.long)
-            break
-        train_step(model, optimizer, batches.next())
-    batches.close()
-    for part, state in zip((model, optimizer), before):
-        part.load_state(state)
-    optimizer.load_gradients({})
-    optimizer.exchange.sent.clear()
-    for part, state in zip((model, optimizer), before):
-        assert same_state(part.state(), state), "warm-up left a trace"
-
-
-def track_of(cfg: Config, world: int) -> str:
-    """The preset's track if its task was left alone: data and its slices, validation, target, precision; else "other"."""
-    preset = PRESETS[cfg.preset]
-    task = lambda c: (c.data, c.val_slice_tokens, c.val_slices, c.target, c.dtype)
-    return cfg.track if task(cfg) == task(preset) and slices_of(cfg, world) == preset.slices else "other"
-
-
-def peak_memory(device: torch.device) -> str:
-    mib = 1 << 20
-    if device.type == "cuda":
-        return (f"peak memory allocated: {torch.cuda.max_memory_allocated(device) // mib} MiB "
-                f"reserved: {torch.cuda.max_memory_reserved(device) // mib} MiB")
-    import resource  # not on Windows, where nothing else here runs either
-    unit = 1 if sys.platform == "darwin" else 1024
-    return f"peak memory allocated: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // mib} MiB"
+@torch.no_grad()
+def restore(state: dict[str, dict], model: GPT, optimizer: Optimizer) -> None:
+    """Restores this rank's share, without gradients. Call optimizer.gather_all() afterwards."""
+    for name, p in model.named_parameters():
+        optimizer.shard_of(name, p).copy_(state["model"][name])
+    optimizer.load_state_dict(state["optimizer"])
+    optimizer.drop_grads()
 
 
 class Checkpoint(NamedTuple):
-    """A folder like RUN.checkpoint/step00000120, beside the run's log: about.json, and rank0.pt, rank1.pt ... with each
-    rank's own shards. It gets that name when all of it is written, so a folder so named is complete, whatever ended the run.
+    """A folder RUN.checkpoint/step00000120 beside the run's log: meta.json, and each rank's rank0.pt,
+    rank1.pt, ...
+
+    It is renamed to that when all of it is written, so a folder of that name is complete, whatever ended the
+    run.
     """
+
     path: Path
-    about: dict  # step, train_ms, the loader's position, script, torch; task: what must be equal to go on
+    meta: dict  # step, train_ms, the loader's position, script, torch; task: what must be equal to resume
 
     @classmethod
     def find(cls, where: str) -> "Checkpoint":
-        """The newest of a run, given by its log, its .checkpoint folder, or a folder that holds one such folder."""
+        """Finds the newest of a run, named by its log, its .checkpoint folder, or the folder of one such."""
         path = Path(where)
         runs = sorted(run for run in path.glob("*.checkpoint") if any(run.glob("step????????")))
         if not runs and path.suffix in (".checkpoint", ".txt"):
             runs = [path.with_name(path.name.split(".")[0] + ".checkpoint")]
         if len(runs) > 1:
-            raise UserError(f"--resume {where}: several runs have checkpoints there; name one: {', '.join(map(str, runs))}")
+            raise UserError(
+                f"--resume {where}: several runs have checkpoints; name one: {', '.join(map(str, runs))}"
+            )
         steps = [step for run in runs for step in run.glob("step????????")]
         if not steps:
-            raise UserError(f"--resume {where}: no checkpoint there; give the folder of the log of a run that was started with "
-                            "--checkpoint-every and did not finish")
+            raise UserError(
+                f"--resume {where}: no checkpoint there; give the log's folder of a run started with "
+                "--checkpoint-every that did not finish"
+            )
         path = max(steps)
         try:
-            about = json.loads((path / "about.json").read_text(encoding="utf-8"))
-            return cls(path, {key: about[key] for key in ("step", "train_ms", "position", "task", "script", "torch")})
+            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+            return cls(
+                path, {key: meta[key] for key in ("step", "train_ms", "position", "task", "script", "torch")}
+            )
         except OSError as e:
-            raise UserError(f"cannot read {path / 'about.json'}: {brief(e)}; is the run still going?") from None
+            raise UserError(
+                f"cannot read {path / 'meta.json'}: {first_line(e)}; is the run still going?"
+            ) from None
         except (ValueError, LookupError, TypeError) as e:
-            raise UserError(f"{path / 'about.json'} is damaged ({brief(e)}); remove {path.parent}, and start again") from None
+            fix = f"remove {path.parent}, and start again"
+            raise UserError(f"{path / 'meta.json'} is damaged ({first_line(e)}); {fix}") from None
 
-    def load(self, model: GPT, optimizer: Optimizer, exchange: Exchange) -> dict[str, Tensor]:
-        """Puts both back to where they were, gradients that await the next Adam step included. -> those rows of tables."""
-        path = self.path / f"rank{exchange.rank}.pt"
+    def load(self, model: GPT, optimizer: Optimizer, rank: int) -> None:
+        """Restores this rank's shards. Call optimizer.gather_all() afterwards."""
+        path = self.path / f"rank{rank}.pt"
         try:
             with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
                 if bad := file.testzip():
                     raise ValueError(f"checksum of {bad}")
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            if saved["rank"] != exchange.rank:
+            if saved["rank"] != rank:
                 raise ValueError(f"rank {saved['rank']}'s share")
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except OSError as e:
-            raise UserError(f"cannot read {path}: {brief(e)}; is the run still going, and do all machines see its folder?"
-                            ) from None
+            question = "is the run still going, and do all machines see its folder?"
+            raise UserError(f"cannot read {path}: {first_line(e)}; {question}") from None
         except Exception as e:  # what torch.load raises depends on the damage
-            raise UserError(f"{path} is damaged ({brief(e)}); remove {path.parents[1]}, and start again") from None
+            fix = f"remove {path.parents[1]}, and start again"
+            raise UserError(f"{path} is damaged ({first_line(e)}); {fix}") from None
         try:
-            for name, p in model.named_parameters():
-                optimizer.own(name, p.detach()).copy_(saved["model"][name])
-            model.load_state(saved["model"] | dict(model.named_parameters()))
-            optimizer.load_state(saved["optimizer"])
-            return optimizer.load_gradients(saved["gradients"])
-        except KeyError as e:  # a script may change between, but not what there is to save
-            raise UserError(f"{path} lacks {e}; go on with the script that wrote it: the run's log holds it") from None
+            restore(saved, model, optimizer)
+        except KeyError as e:  # another script may have other state
+            raise UserError(
+                f"{path} lacks {e}; resume with the script that wrote it, which the log holds"
+            ) from None
 
 
-def save_checkpoint(run: Path, about: dict, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
-    """Writes the checkpoint after `about["step"]` steps into `run`, by all ranks; then removes the one before."""
-    final, master, params = run / f"step{about['step']:08d}", exchange.rank == 0, dict(model.named_parameters())
-    partial = final.with_suffix(".partial")
+def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
+    """Writes the checkpoint after `meta["step"]` steps into `run`, from all ranks; removes the one before."""
+    final, is_master = run / f"step{meta['step']:08d}", exchange.rank == 0
+    partial_path = final.with_suffix(".partial")
 
     def write_file(name: str, write: Callable) -> None:
-        with open(partial / name, "wb") as f:
+        with open(partial_path / name, "wb") as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())
 
-    def begin():
+    def begin() -> None:
         for left in run.glob("*.partial"):
             shutil.rmtree(left)
-        partial.mkdir(parents=True)
+        partial_path.mkdir(parents=True)
 
-    def share():
-        state = {"rank": exchange.rank,
-                 "model": host_copy(model.state() | {name: optimizer.own(name, p) for name, p in params.items()}),
-                 "optimizer": host_copy(optimizer.state()),
-                 "gradients": host_copy(optimizer.gradients())}
-        for name in params:
+    def write_shard() -> None:
+        state = training_state(model, optimizer) | {"rank": exchange.rank}
+        for name in optimizer.params:
             if not state["model"][name].isfinite().all():
-                raise UserError(f"{name} is not finite after step {about['step'] - 1}, which was not saved; lower the learning "
-                                "rate that was raised last")
+                raise UserError(
+                    f"{name} is not finite after step {meta['step']}, which was not saved; lower the "
+                    "learning rate that was raised last"
+                )
         try:
-            write_file(f"rank{exchange.rank}.pt", lambda f: torch.save(state, f))
+            write_file(f"rank{exchange.rank}.pt", partial(torch.save, state))
         except RuntimeError as e:  # torch.save raises it when the disk is full
-            raise OSError(brief(e)) from None
+            raise OSError(first_line(e)) from None
 
-    def finish():
-        write_file("about.json", lambda f: f.write(json.dumps(about, indent=1).encode()))
+    def finish() -> None:
+        write_file("meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
         earlier = list(run.glob("step????????"))
-        partial.rename(final)
+        partial_path.rename(final)
         for path in earlier:
             shutil.rmtree(path.rename(path.with_suffix(".partial")))
 
-    def told(part):
+    def disk_errors(part: Callable) -> None:
         try:
             part()
         except OSError as e:
-            raise UserError(f"cannot write the checkpoint {final}: {brief(e)}; make room, in a folder that all machines see, "
-                            "and go on from the one before with --resume") from None
+            raise UserError(
+                f"cannot write the checkpoint {final}: {first_line(e)}; make room, in a folder that all "
+                "machines see, and go on from the one before with --resume"
+            ) from None
 
-    for part, takes_part in ((begin, master), (share, True), (finish, master)):
-        exchange.together(told, part if takes_part else lambda: None)
-
-
-def differing(a, b, path: str = "") -> list[str]:
-    """Dotted names of what differs between two JSON values, with both."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        pairs = [(key, a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b])]
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        pairs = [(i, x, y) for i, (x, y) in enumerate(zip(a, b))]
-    else:
-        return [] if a == b else [f"{path} ({a}, {b})"]
-    return [line for key, x, y in pairs for line in differing(x, y, f"{path}.{key}" if path else str(key))]
+    for part, takes_part in ((begin, is_master), (write_shard, True), (finish, is_master)):
+        exchange.run_on_all_ranks(disk_errors, part if takes_part else lambda: None)
 
 
-def few(differences: list[str]) -> str:
-    """The first three, in one line."""
-    return "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
+# ============================================================================================================
+# 14  Main. Command line; build, warm up, reset, train against the clock, sum up.
+# ============================================================================================================
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong options are UserErrors, of one line, with near names; help comes from one process of a machine."""
+    """Raises wrong options as UserErrors of one line; prints help from one process of a machine."""
 
     def error(self, message: str) -> typing.NoReturn:
-        if message.startswith("unrecognized arguments: "):
-            word = message.removeprefix("unrecognized arguments: ").split(" ")[0].split("=")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, n=3)
-            message = f"unknown option {word!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
         raise UserError(f"{message}; -h lists the options")
 
     def print_help(self, file=None) -> None:
@@ -2862,40 +3227,50 @@ class Parser(argparse.ArgumentParser):
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     def whole(least: int) -> Callable[[str], int]:
         def parse(text: str) -> int:
-            if not text.isdecimal() or not least <= int(text) < 2 ** 63:
+            if not text.isdecimal() or not least <= int(text) < 2**63:
                 raise argparse.ArgumentTypeError(f"give a whole number, {least} or more, not {text!r}")
             return int(text)
+
         return parse
 
     parser = Parser(
-        prog="train_gpt.py", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, one process a GPU\n"
-                    "(or a few processes without one); ./run.sh does that, and fetches the data before.",
+        prog="train_gpt.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun,\n"
+        "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
         epilog="examples:\n"
-               "  torchrun --standalone --nproc_per_node=8 train_gpt.py --name MyIdea --seed 3\n"
-               "  torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu --set stages.0.steps=50\n"
-               "settings for --set are the fields of Config; tables are reached by dots: stages.0.lr_mul,\n"
-               "params.embed.wd_mul, params.*.reduction")
-    parser.add_argument("--preset", choices=PRESETS, default="record" if torch.cuda.is_available() else "cpu",
-                        help="record: the 8-GPU configuration; cpu: a small one for any machine (default here: %(default)s)")
-    parser.add_argument("--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of the initial weights (default %(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
-                        help="change one setting; may be repeated")
-    parser.add_argument("--data", metavar="DIR", help="folder of .bin shards (default: the preset's)")
-    parser.add_argument("--save", metavar="FILE", help="write the final weights and the config there")
-    parser.add_argument("--checkpoint-every", metavar="N", type=whole(1), default=0,
-                        help="save everything beside the log after every N steps; such a run counts for no track")
-    parser.add_argument("--profile", metavar="STEP", nargs="?", type=whole(1), const=8, default=0,
-                        help="trace four steps from STEP on (default 8) into RUN.trace.json.gz beside the log, for "
-                             "ui.perfetto.dev; such a run counts for no track")
-    parser.add_argument("--check", metavar="PROCESSES", type=whole(1), default=0,
-                        help="say whether that many processes could run this here, data aside, and stop")
-    parser.add_argument("--resume", metavar="LOG_FOLDER",
-                        help="go on from the last checkpoint there, with the options of the run that wrote it; or the path "
-                             "of its log, where several runs left checkpoints")
+        "  torchrun --standalone --nproc_per_node=8 train_gpt.py --name MyIdea --seed 3\n"
+        "  torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu --set stages.0.steps=50\n"
+        "--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul,\n"
+        "stages.*.windows.long, params.embed.wd_mul, params.*.reduction",
+    )
+    add, preset = parser.add_argument, "record" if torch.cuda.is_available() else "cpu"
+    add(
+        "--preset",
+        choices=PRESETS,
+        default=preset,
+        help="the 8-GPU one, or a small one (default here: %(default)s)",
+    )
+    add("--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/")
+    add("--seed", type=whole(0), default=0, help="of the initial weights (default %(default)s)")
+    help_set = "change one setting; may be repeated"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help=help_set)
+    add("--data", metavar="DIR", help="folder of .bin shards (default: the preset's)")
+    add("--save", metavar="FILE", help="write the final weights and the config there")
+    help_every = "save everything beside the log after every N steps; such a run counts for no track"
+    add("--checkpoint-every", metavar="N", type=whole(1), default=0, help=help_every)
+    help_profile = (
+        "trace four steps from STEP on (default 8) into RUN.trace.json.gz beside the log, for "
+        "ui.perfetto.dev; such a run counts for no track"
+    )
+    add("--profile", metavar="STEP", nargs="?", type=whole(1), const=8, default=0, help=help_profile)
+    help_check = "say whether that many processes could run this here, data aside, and stop"
+    add("--check", metavar="PROCESSES", type=whole(1), default=0, help=help_check)
+    help_resume = "continue from a run's last checkpoint, with the same options: its log, or the log's folder"
+    add("--resume", metavar="LOG", help=help_resume)
     args = parser.parse_args(argv)
-    if args.name and not all(c.isalnum() or c in "_-." for c in args.name):
+    if not all(c.isalnum() or c in "_-." for c in args.name):
         parser.error(f"--name {args.name!r}: letters, digits, and . _ - only: it becomes a folder's name")
     if args.resume == "":
         parser.error("--resume: give the folder of a log")
@@ -2906,6 +3281,78 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def track_of(cfg: Config, world_size: int) -> str:
+    """Returns the preset's track if data, micro-batches, validation, target and dtype are its; else other."""
+    preset = PRESETS[cfg.preset]
+    task = ("data", "val_slice_tokens", "val_slices", "target", "dtype")
+    same = all(getattr(cfg, name) == getattr(preset, name) for name in task)
+    return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
+
+
+def peak_memory(device: torch.device) -> str:
+    mib = 1 << 20
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return f"peak memory allocated: {allocated // mib} MiB reserved: {reserved // mib} MiB"
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"peak memory allocated: {kib // 1024} MiB"
+
+
+def is_complete(log: Path) -> bool:
+    return log.read_text(encoding="utf-8", errors="replace").endswith("complete: yes\n")
+
+
+def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: Checkpoint | None) -> RunLog:
+    """Opens a run's log. Raises UserError if its record folder has a complete run with the same seed."""
+    if folder and not resumed and folder.name != "attempts":
+        for path in filter(is_complete, folder.glob(f"seed{seed}_*.txt")):
+            raise UserError(f"{path} is a complete run with this seed; choose another --seed or --name")
+    if folder and resumed:
+        run_id = first = f"{run_id}.from{resumed.meta['step']}"
+        n = 1
+        while (folder / f"{run_id}.txt").exists():
+            n += 1
+            run_id = f"{first}_{n}"
+    return RunLog(folder, steps, run_id)
+
+
+def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
+    """Returns a profiler of steps first .. first + 3 that writes to `path`; it counts calls of step()."""
+
+    def write(profiler) -> None:
+        try:
+            profiler.export_chrome_trace(str(path))
+            log.print0(f"trace: {path}; writing it was on the clock", file=False)
+        except (OSError, RuntimeError) as e:
+            raise UserError(
+                f"cannot write the trace {path}: {first_line(e)}; make room, or omit --profile"
+            ) from None
+
+    schedule = torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+
+
+def warm_up(
+    cfg: Config, env: DistEnv, data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader
+) -> None:
+    """Runs a step of every kind, so that nothing is new on the clock, and undoes all of it."""
+    before = training_state(model, optimizer)
+    loader = TrainLoader(cfg, data.train, env.rank, env.world_size, env.device.type == "cuda")
+    plans = [plan_step(cfg, step) for step in warmup_steps(cfg)]
+    batches = Prefetcher(loader, plans)
+    for plan in plans:
+        model.rotary.use_stage(plan.stage)
+        for _, batch in val:
+            model.token_losses(batch.to(env.device), plan.windows).mean()
+            break
+        train_step(model, optimizer, batches.next())
+    loader.close()
+    optimizer.finish_gathers()
+    restore(before, model, optimizer)
+    optimizer.gather_all()
+    optimizer.exchange.sent.clear()
+
+
 def run(args: argparse.Namespace, script: str) -> None:
     cfg = PRESETS[args.preset]
     for setting in args.settings:
@@ -2914,224 +3361,248 @@ def run(args: argparse.Namespace, script: str) -> None:
         cfg = replace(cfg, data=args.data)
     if args.save and (not os.access(Path(args.save).resolve().parent, os.W_OK) or Path(args.save).is_dir()):
         raise UserError(f"--save {args.save}: give a file in a folder that can be written to")
-    check_config(cfg, args.check or world_size())
+    check_config(cfg, args.check or env_world_size())
     if args.profile and args.profile + 4 > cfg.steps:
-        raise UserError(f"--profile {args.profile} traces steps {args.profile} to {args.profile + 3}, the run has steps 0 to "
-                        f"{cfg.steps - 1}; give an earlier one")
+        last = f"steps {args.profile} to {args.profile + 3}, the run has steps 0 to {cfg.steps - 1}"
+        raise UserError(f"--profile {args.profile} traces {last}; give an earlier one")
     if args.check:
-        choose_ops(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"), world=args.check)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        select_backend(cfg, device, world_size=args.check)
         if args.resume:
             Checkpoint.find(args.resume)
         print(f"{args.check} process{'' if args.check == 1 else 'es'} could run this here")
         return
 
-    ranks = start_runtime()
-    ops = choose_ops(cfg, ranks.device, world=ranks.world)
-    on_gpus = ranks.world > 1 and ranks.device.type == "cuda"
-    exchange = Exchange(ranks.rank, ranks.world, host=dist.new_group(backend="gloo", timeout=PATIENCE) if on_gpus else None)
-    data = exchange.together(find_data, cfg)
-    task = {"seed": args.seed, "processes": ranks.world, "data": data.fingerprint,
-            "config": json.loads(config_json(replace(cfg, data="")))}
-    everything = task | {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__,
-                         "--checkpoint-every": args.checkpoint_every, "--resume": args.resume, "--profile": args.profile}
-    setups = exchange.collect(everything)
+    env = init_distributed()
+    backend = select_backend(cfg, env.device, world_size=env.world_size)
+    cpu_group = None
+    if env.world_size > 1 and env.device.type == "cuda":
+        cpu_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    exchange = Exchange(env.rank, env.world_size, cpu_group=cpu_group)
+    data = exchange.run_on_all_ranks(open_dataset, cfg)
+    task = {
+        "seed": args.seed,
+        "processes": env.world_size,
+        "data": data.fingerprint,
+        "config": json.loads(config_json(replace(cfg, data=""))),
+    }
+    versions = {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__}
+    options = {
+        "--checkpoint-every": args.checkpoint_every,
+        "--resume": args.resume,
+        "--profile": args.profile,
+    }
+    setups = exchange.all_gather_object(task | versions | options)
     for rank, setup in enumerate(setups):
-        if differences := differing(setup, setups[0]):
-            raise UserError(f"rank {rank} differs from rank 0 (there, here): {few(differences)}; start all machines "
-                            "with the same script, options, torch and data")
-    exchange.together(partial(check_schedule, cfg, data.train, ranks.world) if ranks.master else lambda: None)
-    resumed = exchange.together(Checkpoint.find, args.resume) if args.resume else None
-    if resumed and (differences := differing(resumed.about["task"], task)):
-        raise UserError(f"{resumed.path} is of another run (there, here): {few(differences)}; give its options, its data "
-                        "and as many processes")
+        if diff := config_diff(setup, setups[0]):
+            fix = "start all machines with the same script, options, torch and data"
+            raise UserError(f"rank {rank} differs from rank 0 (there, here): {diff}; {fix}")
+    check = partial(check_schedule, cfg, data.train, env.world_size)
+    exchange.run_on_all_ranks(check if env.is_master else lambda: None)
+    resumed = exchange.run_on_all_ranks(Checkpoint.find, args.resume) if args.resume else None
+    if resumed and (diff := config_diff(resumed.meta["task"], task)):
+        fix = "give its options, its data and as many processes"
+        raise UserError(f"{resumed.path} is of another run (there, here): {diff}; {fix}")
 
-    track = "other" if args.checkpoint_every or args.profile or resumed else track_of(cfg, ranks.world)
+    track = "other" if args.checkpoint_every or args.profile or resumed else track_of(cfg, env.world_size)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     run_id = f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
-    folder, run_id = (resumed.path.parents[1], resumed.path.parent.stem) if resumed else exchange.collect((folder, run_id))[0]
-    with open_log(folder if ranks.master else None, run_id, cfg.steps, args.seed, resumed) as log:
-        log.write(script)
-        log.write("=" * 100)
-        for line in describe_environment(ranks) if ranks.master else []:
-            log.both(line)
-        log.both(f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; head: "
-                 f"{'fp8' if cfg.fp8 else cfg.dtype}; compiled: {'yes' if cfg.compile else 'no'}")
-        log.write("config: " + config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed))
-        slices, usual = slices_of(cfg, ranks.world), PRESETS[cfg.preset].slices
-        log.both(f"data: {data.fingerprint}"
-                 + ("" if slices == usual else f", packed in {slices} slices a batch, not {usual}: not the track's batches"))
+    folder, run_id = exchange.all_gather_object((folder, run_id))[0]
+    if resumed:
+        folder, run_id = resumed.path.parents[1], resumed.path.parent.stem
+    with open_log(folder if env.is_master else None, run_id, cfg.steps, args.seed, resumed) as log:
+        log.print0(script, console=False)
+        log.print0("=" * 100, console=False)
+        for line in describe_environment(env) if env.is_master else []:
+            log.print0(line)
+        log.print0(
+            f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; "
+            f"head: {'fp8' if cfg.fp8 else cfg.dtype}; compiled: {'yes' if cfg.compile else 'no'}"
+        )
+        logged = config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed)
+        log.print0(f"config: {logged}", console=False)
+        count, usual = num_microbatches(cfg, env.world_size), PRESETS[cfg.preset].microbatches
+        packing = f", packed in {count} micro-batches a batch, not {usual}: not the track's batches"
+        log.print0(f"data: {data.fingerprint}{'' if count == usual else packing}")
         if resumed:
-            log.both(f"resumed: {run_id} after step {resumed.about['step']}"
-                     + "".join(f"; {key} {resumed.about[key]} wrote the checkpoint, this is {everything[key]}"
-                               for key in ("script", "torch") if resumed.about[key] != everything[key]))
-        log.write("=" * 100)
+            changed = [
+                f"; {k} {resumed.meta[k]} wrote the checkpoint, this is {v}"
+                for k, v in versions.items()
+                if resumed.meta[k] != v
+            ]
+            log.print0(f"resumed: {run_id} after step {resumed.meta['step']}{''.join(changed)}")
+        log.print0("=" * 100, console=False)
 
-        def save(about: dict, model: GPT, optimizer: Optimizer) -> None:
-            about |= {"task": task, "script": everything["script"], "torch": everything["torch"]}
-            save_checkpoint(folder / f"{run_id}.checkpoint", about, model, optimizer, exchange)
+        def save(meta: dict, model: GPT, optimizer: Optimizer) -> None:
+            meta |= {"task": task, **versions}
+            save_checkpoint(folder / f"{run_id}.checkpoint", meta, model, optimizer, exchange)
 
         try:
-            with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced: that is worth most
-                profile = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log) if args.profile else None
-                model, summary = train(cfg, ranks, ops, exchange, data, args.seed, log, args.checkpoint_every, save, resumed,
-                                       partial(traced.enter_context, profile) if profile and ranks.master else None)
+            with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced
+                trace = None
+                if args.profile and env.is_master:
+                    profiler = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log)
+                    trace = partial(traced.enter_context, profiler)
+                every = args.checkpoint_every
+                model, summary = train(
+                    cfg, env, backend, exchange, data, args.seed, log, every, save, resumed, trace
+                )
         except (RuntimeError, MemoryError) as e:
-            if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(e):
+            if not isinstance(
+                e, (MemoryError, torch.OutOfMemoryError)
+            ) and "can't allocate memory" not in str(e):
                 raise
-            raise UserError(f"out of memory: {brief(e)}; use more processes, or shrink what was last made "
-                            "larger (head_chunk, tokens of a stage, the model)") from None
+            fix = "use more processes, or shrink what grew last (head_chunk, batch_tokens, the model)"
+            raise UserError(f"out of memory: {first_line(e)}; {fix}") from None
         for key, value in summary.items():
-            log.write(f"{key}: {value}")
-        log.write("complete: yes")
-    if not ranks.master:
+            log.print0(f"{key}: {value}", console=False)
+        log.print0("complete: yes", console=False)
+    if not env.is_master:
         return
     if args.save:
         try:
             save_model(args.save, model)
         except (OSError, RuntimeError) as e:
-            raise UserError(f"--save {args.save}: {brief(e)}; the run itself is complete, its log is {log.path}") from None
-    done = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
+            done = f"the run itself is complete, its log is {log.path}"
+            raise UserError(f"--save {args.save}: {first_line(e)}; {done}") from None
+    checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
     with contextlib.suppress(OSError):
-        done = done.rename(done.with_suffix(".partial"))
-    shutil.rmtree(done, ignore_errors=True)
+        checkpoint = checkpoint.rename(checkpoint.with_suffix(".partial"))
+    shutil.rmtree(checkpoint, ignore_errors=True)
     logs = Path("records", track).glob("[0-9]*/seed*.txt")
     earlier = sorted({path.parent for path in logs if path.parent != folder and is_complete(path)})
-    python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
-    per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte" if "val_loss_per_byte" in summary else ""
-    log.say(f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token{per_byte}\n"
-            f"training time    {int(summary['train_time_ms']) / 1000:.1f} s, {cfg.steps} steps, {train_tokens(cfg):,} tokens\n"
-            f"log              {log.path}\n"
-            f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}")
+    python, per_byte = Path(sys.executable), ""
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    if "val_loss_per_byte" in summary:
+        per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte"
+    seconds = int(summary["train_time_ms"]) / 1000
+    log.print0(
+        f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token{per_byte}\n"
+        f"training time    {seconds:.1f} s, {cfg.steps} steps, {train_tokens(cfg):,} tokens\n"
+        f"log              {log.path}\n"
+        f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}",
+        file=False,
+    )
 
 
-def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
-    """A profiler of steps first .. first + 3, told of every step's end by step(); it writes what it saw to `path`."""
-    def write(profiler):
-        try:
-            profiler.export_chrome_trace(str(path))
-            log.say(f"trace: {path}; writing it was on the clock")
-        except (OSError, RuntimeError) as e:
-            raise UserError(f"cannot write the trace {path}: {brief(e)}; make room, or leave --profile out") from None
-    return torch.profiler.profile(schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
-                                  on_trace_ready=write)
+def train(
+    cfg: Config,
+    env: DistEnv,
+    backend: Backend,
+    exchange: Exchange,
+    data: Dataset,
+    seed: int,
+    log: RunLog,
+    every: int = 0,
+    save: Callable | None = None,
+    resumed: Checkpoint | None = None,
+    trace: Callable | None = None,
+) -> tuple[GPT, dict]:
+    """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
 
-
-def is_complete(log: Path) -> bool:
-    return log.read_text(encoding="utf-8", errors="replace").endswith("complete: yes\n")
-
-
-def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: Checkpoint | None) -> RunLog:
-    """The log of a run that begins; refused if its record folder has a complete run with the same seed."""
-    name = run_id
-    if resumed and folder:
-        name, n = f"{run_id}.from{resumed.about['step']}", 1
-        while (folder / f"{name}.txt").exists():
-            n += 1
-            name = f"{run_id}.from{resumed.about['step']}_{n}"
-    elif folder and folder.name != "attempts":
-        for path in folder.glob(f"seed{seed}_*.txt"):
-            if is_complete(path):
-                raise UserError(f"{path} is a complete run with this seed; choose another --seed or --name")
-    return RunLog(folder, steps, name)
-
-
-def train(cfg: Config, ranks: Ranks, ops: Ops, exchange: Exchange, data: Data, seed: int, log: RunLog, every: int = 0,
-          save: Callable | None = None, resumed: Checkpoint | None = None,
-          trace: Callable | None = None) -> tuple[GPT, dict[str, object]]:
-    """Builds the model, warms up, trains against the clock. -> the trained model, and the log's closing lines.
-
-    After every `every` steps (0: never) `save(about, model, optimizer)` keeps a checkpoint; `resumed` is one to go on from;
-    `trace()` starts a profiler, which is told of every step.
+    `save(meta, model, optimizer)` keeps a checkpoint after every `every` steps (0: never); `resumed` is one
+    to go on from. `trace()` starts a profiler, whose step() ends every step.
     """
-    pin = ranks.device.type == "cuda"
-    model = GPT(cfg, ranks.world, ranks.device, seed, ops)
-    for p in model.parameters():
-        exchange.broadcast(p.data)
-    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, ops)
-    val = ValLoader(cfg, data.val, ranks.rank, ranks.world, pin)
+    pin = env.device.type == "cuda"
+    model = GPT(cfg, env.world_size, env.device, seed, backend)
+    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+    optimizer.gather_all()  # what other machines drew may differ in the last bits
+    val = ValLoader(cfg, data.val, env.rank, env.world_size, pin)
 
     # Warm up, reset.
     if cfg.warmup:
         if cfg.compile:
-            log.say("compiling, off the clock: at the first start that takes minutes")
+            log.print0("compiling, off the clock: minutes at the first start", file=False)
         began = time.perf_counter()
-        warm_up(cfg, ranks, data, model, optimizer, val)
-        log.both(f"warm-up: steps {' '.join(map(str, warmup_steps(cfg)))} took {time.perf_counter() - began:.1f} s "
-                 "and was undone")
-    first, train_ms, position, touched = 0, 0.0, (0, 0, 0), None
+        warm_up(cfg, env, data, model, optimizer, val)
+        steps = " ".join(map(str, warmup_steps(cfg)))
+        log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
+    first, train_ms, position = 0, 0.0, (0, 0, 0)
     if resumed:
-        touched = exchange.together(resumed.load, model, optimizer, exchange)
-        optimizer.gather()
-        first, train_ms, position = (resumed.about[key] for key in ("step", "train_ms", "position"))
-    watch, clock = LossWatch(cfg, ranks.device), Clock(ranks.device, train_ms)
+        exchange.run_on_all_ranks(resumed.load, model, optimizer, env.rank)
+        optimizer.gather_all()
+        first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
+    scalars, clock = AsyncScalars(), Clock(env.device, train_ms)
     gc.collect()  # what building and warm-up left behind is not collected on the clock
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     profiler = trace() if trace else None
     clock.start()
-    loader = TrainLoader(cfg, data.train, ranks.rank, ranks.world, pin, position)
-    batches = Batches(loader, (plan(cfg, step) for step in range(first, cfg.steps)), touched)
+    loader = TrainLoader(cfg, data.train, env.rank, env.world_size, pin, position)
+    batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)))
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
         if done or validates(cfg, step):
             clock.stop()
-            watch.poll(wait=True)
-            if done:
-                windows = tuple(w * cfg.window_unit for w in cfg.final_windows)
-            else:
-                now = plan(cfg, step)
-                model.rotary.extend(now.long)
-                windows = now.short, now.long
+            scalars.poll(wait=True)
+            windows = window_tokens(cfg, cfg.val_windows)
+            if not done:
+                plan = plan_step(cfg, step)
+                windows = plan.windows
+                model.rotary.use_stage(plan.stage)
             val_loss = validate(model, val, exchange, windows)
             if not math.isfinite(val_loss):
-                raise UserError(f"the validation loss is {val_loss} at step {step}; undo what was changed last, learning rates "
-                                "first")
-            log.both(f"step:{step}/{cfg.steps} val_loss:{val_loss:.4f} train_time:{clock.ms:.0f}ms "
-                     f"step_avg:{clock.ms / max(step, 1):.2f}ms")
+                fix = "undo what was changed last, learning rates first"
+                raise UserError(f"the validation loss is {val_loss} at step {step}; {fix}")
+            log.print0(
+                f"step:{step}/{cfg.steps} val_loss:{val_loss:.4f} train_time:{clock.ms:.0f}ms "
+                f"step_avg:{clock.ms / max(step, 1):.2f}ms"
+            )
             clock.start()
         if done:
             break
         batch = batches.next()
-        watch.push(step, train_step(model, optimizer, batch))
+        n = step + 1  # as the log counts
+        scalars.push(n, train_step(model, optimizer, batch))
         if profiler:
             profiler.step()
         elapsed = clock.read()
-        arrived = "" if watch.latest is None else f" train_loss:{watch.latest:.4f}@{watch.latest_step + 1}"
-        log.write(f"step:{step + 1}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / (step + 1):.2f}ms{arrived}")
-        log.progress(step + 1, watch.latest, elapsed)
-        if every and (step + 1) % every == 0 and step + 1 < cfg.steps:
+        arrived = "".join(f" {name}:{value:.4f}@{at}" for name, (at, value) in scalars.latest.items())
+        line = f"step:{n}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / n:.2f}ms{arrived}"
+        log.print0(line, console=False)
+        log.progress(n, scalars.latest.get("train_loss", (0, None))[1], elapsed)
+        if every and n % every < 2 and batch.plan.do_adam and n < cfg.steps:  # no gradients are pending then
             clock.stop()
-            watch.poll(wait=True)
-            save({"step": step + 1, "train_ms": clock.ms, "position": batch.position}, model, optimizer)
-            log.write(f"checkpoint: after step {step + 1}")
+            scalars.poll(wait=True)
+            save({"step": n, "train_ms": clock.ms, "position": batch.position}, model, optimizer)
+            log.print0(f"checkpoint: after step {n}", console=False)
             clock.start()
-    batches.close()
+    loader.close()
 
-    log.both(peak_memory(ranks.device))
-    summary = {"val_loss": f"{val_loss:.6f}", "train_time_ms": f"{clock.ms:.0f}", "steps": cfg.steps,
-               "tokens": train_tokens(cfg), "seed": seed}
+    log.print0(peak_memory(env.device))
+    summary = {
+        "val_loss": f"{val_loss:.6f}",
+        "train_time_ms": f"{clock.ms:.0f}",
+        "steps": cfg.steps,
+        "tokens": train_tokens(cfg),
+        "seed": seed,
+    }
     if resumed:
         summary["resumed_after_step"] = first
-    for what, nbytes in sorted(exchange.sent.items()):
-        summary[f"bytes sent by rank 0, {what}"] = nbytes
+    summary |= {f"bytes sent by rank 0, {what}": nbytes for what, nbytes in sorted(exchange.sent.items())}
     if data.bytes_per_token:
         summary["val_loss_per_byte"] = f"{val_loss / data.bytes_per_token:.6f}"
     return model, summary
 
 
-def first_to_say(error: UserError) -> bool:
-    """Whether this rank shall print it: of what ranks find, each in words of its own, the first is said; that contact with
-    another rank is lost, only if no rank has said anything. Known by the store that torchrun keeps for the ranks."""
+def claim_report(error: UserError) -> bool:
+    """Returns True on exactly one rank, the first to report. A PeerFailure counts only if no rank has
+    reported a cause.
+
+    Ranks meet in the store that torchrun keeps for them.
+    """
     try:
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=10))
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*address, timeout=timedelta(seconds=10))
         else:
             return True
-        earlier = store.add("said", 1) - 1
-        return earlier == 0 if isinstance(error, LostContact) else store.add("said of itself", 1) == 1
-    except RuntimeError:  # the store is gone: better said twice than not at all
+        earlier = store.add("reports", 1) - 1
+        return earlier == 0 if isinstance(error, PeerFailure) else store.add("causes", 1) == 1
+    except RuntimeError:  # the store is gone: better reported twice than not at all
         return True
 
 
@@ -3141,12 +3612,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(parse_args(argv), Path(__file__).read_text(encoding="utf-8"))
     except UserError as e:
-        if first_to_say(e):
+        if claim_report(e):
             print(f"train_gpt.py: error: {e}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end this in a traceback
-        if first_to_say(UserError("interrupted")):
+        if claim_report(UserError("interrupted")):
             print("train_gpt.py: interrupted", file=sys.stderr, flush=True)
         return 130
     if dist.is_initialized():

@@ -1,27 +1,30 @@
 #!/usr/bin/env python3
-"""Weight gradients written in place, against autograd's: memory, traffic, time.
+"""Compares weight gradients written into main_grad with autograd's: memory, traffic, time.
 
     python bench/grad_accumulation.py [--sizes cpu,quarter] [--micro-batches 1,8] [--processes 1] [--pairs 20]
 
-Claimed: with main_grad, gradients of banks, head and tables take at least 25% less memory at their peak and move fewer bytes,
-and a step does not take longer. Forms of the same training, side by side in one process, each with a model of its own:
+Claim: with main_grad, gradients of banks, head and tables take at least 25% less memory at their peak and
+move fewer bytes, and a step takes no longer. Variants of the same training, in one process, each with its own
+model:
 
-    autograd  main_grad=false: autograd adds up; one lookup a table; .grad is dropped after its use, not cleared
+    autograd  main_grad=false: autograd sums; one lookup per table; .grad is dropped after use, not cleared
     in place  main_grad=true
     delayed   main_grad=true, delay_head_grad=true
 
-Sizes: "cpu", that preset's widths; "quarter", a model with the record preset's proportions of banks, head and tables, at a
-quarter of its vocabulary and of its width. Both in fp32, tokens drawn with probabilities as 1/rank. One thread a process.
+Sizes: "cpu" has that preset's widths; "quarter" has the record preset's proportions of banks, head and
+tables, at a quarter of its vocabulary and width. Both are fp32, with one thread a process, and tokens drawn
+with probabilities as 1/rank.
 
-    peak     of memory for weight gradients in one Adam period, two steps: main_grad, and what the allocator reported, before
-             the update, of allocations of exactly the size of a weight, of a bank's used layers, or of one layer's part;
-             in brackets the peak of everything that the two steps allocate, and main_grad, updates included
-    traffic  bytes a step that operations of the backward read and write of tensors with those shapes, mean of the two steps;
-             weights, and what is made of them to multiply with, left out. Of operations by row only those rows; a view is none;
-             what an operation does inside, like clearing its result before it adds to it, is not seen
-    time     of a whole step with its update, median; the ratio is the median of the ratios of successive steps, with quartiles.
-             Turns change from step to step. Two steps go before
+    peak     memory for weight gradients in one Adam period, two steps: main_grad, and what is allocated
+             before the update with the size of a weight, of a bank's used layers, or of one layer's matrices.
+             In brackets: main_grad and all that the two steps allocate, updates included
+    traffic  bytes a step that operations of the backward read and write of tensors with those shapes: mean of
+             two steps. Not weights and scaled weights. Operations by row count only those rows, views
+             nothing. What an operation does inside is not seen, like clearing its result before it adds to it
+    time     of a whole step with its update: median. The ratio is the median of the ratios of successive
+             steps, with quartiles. The order rotates from step to step; two warm-up steps go before
 """
+
 import argparse
 import json
 import math
@@ -39,100 +42,128 @@ from typing import Any, Callable
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt as tg  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+import train_gpt as tg
+from tokenize_text import shard_header
 
-SIZES = {  # config, tokens of a micro-batch: odd ones, so that no activation has the shape of a weight
-    "cpu": (tg.CPU, 511),
-    "quarter": (replace(tg.CPU, heads=2, head_dim=96, mlp_dim=768, padded_vocab=12576, vocab_size=12565, start_token=12564,
-                        bigram_rows=5 * 12576), 255)}
-FORMS = {"autograd": dict(main_grad=False), "in place": {}, "delayed": dict(delay_head_grad=True)}
+QUARTER = replace(
+    tg.CPU,
+    heads=2,
+    head_dim=96,
+    mlp_dim=768,
+    padded_vocab=12576,
+    vocab_size=12565,
+    bos_id=12564,
+    bigram_vocab_size=5 * 12576,
+)
+# Config and tokens of a micro-batch, odd, so that no activation has the shape of a weight.
+SIZES = {"cpu": (tg.CPU, 511), "quarter": (QUARTER, 255)}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "autograd": {"main_grad": False},
+    "in place": {},
+    "delayed": {"delay_head_grad": True},
+}
+KINDS = ("banks", "head", "tables")
 LINE = "{:<8} {:>5} {:>5} {:<9} {:>6} {:>7} {:>6} {:>6} {:>6} {:>6} {:>8} {:>6} {:>12}".format
-HEAD = "\n".join((LINE("", "micro-", "proc-", "", "peak", "", "", "banks", "head", "tables", "step", "time", ""),
-                  LINE("size", "batch", "esses", "form", "MB", "(all)", "ratio", "MB", "MB", "MB", "ms", "ratio", "quartiles")))
+HEAD = "\n".join(
+    (
+        LINE(*" ,micro-,proc-, ,peak, , ,banks,head,tables,step,time, ".split(",")),
+        LINE(*"size,batch,esses,variant,MB,(all),ratio,MB,MB,MB,ms,ratio,quartiles".split(",")),
+    )
+)
 
 
-def config(size: str, micro_batches: int, world: int, form: str, folder: str) -> tg.Config:
+def config(size: str, micro_batches: int, world_size: int, variant: str, folder: str) -> tg.Config:
     cfg, T = SIZES[size]
-    slices = micro_batches * world
-    stage = replace(cfg.stages[1], steps=1000, tokens=T * slices)
-    return replace(cfg, data=folder, slices=slices, stages=(stage,), doc_slots=T, val_every=0, **FORMS[form])
+    count = micro_batches * world_size
+    stage = replace(cfg.stages[1], steps=1000, batch_tokens=T * count)
+    cfg = replace(cfg, data=folder, microbatches=count, stages=(stage,), max_docs=T, val_every=0)
+    return replace(cfg, **VARIANTS[variant])
 
 
 def write_shard(path: Path, cfg: tg.Config, count: int) -> None:
-    """Tokens with probabilities as 1/rank, a start token about every 200."""
+    """Writes tokens with probabilities as 1/rank, and bos_id at every 200th position."""
     rng = np.random.default_rng(0)
-    odds = 1 / np.arange(1, cfg.start_token + 1)
-    tokens = rng.choice(cfg.start_token, count, p=odds / odds.sum())
-    tokens[::200] = cfg.start_token
-    header = np.zeros(tg.HEADER_BYTES // 4, dtype="<i4")
-    header[:5] = tg.MAGIC, tg.VERSION, count, cfg.vocab_size, cfg.start_token
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+    odds = 1 / np.arange(1, cfg.bos_id + 1)
+    tokens = rng.choice(cfg.bos_id, count, p=odds / odds.sum())
+    tokens[::200] = cfg.bos_id
+    header = shard_header(count, cfg.vocab_size, cfg.bos_id)
+    path.write_bytes(header + tokens.astype("<u2").tobytes())
 
 
 class Training:
-    def __init__(self, cfg: tg.Config, rank: int, world: int):
-        self.model, exchange = tg.GPT(cfg, world), tg.Exchange(rank, world)
+    def __init__(self, cfg: tg.Config, rank: int, world_size: int):
+        self.model, exchange = tg.GPT(cfg, world_size), tg.Exchange(rank, world_size)
         self.optimizer = tg.Optimizer(cfg, dict(self.model.named_parameters()), exchange)
-        loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world, pin=False)
-        self.batches = tg.Batches(loader, (tg.plan(cfg, step) for step in range(cfg.steps)))
+        paths = tg.find_shards(cfg.data, "train")
+        self.loader = tg.TrainLoader(cfg, paths, rank, world_size, pin=False)
+        plans = (tg.plan_step(cfg, step) for step in range(cfg.steps))
+        self.batches = tg.Prefetcher(self.loader, plans)
 
     def step(self) -> float:
-        """One training step; seconds."""
+        """Trains on a batch. Returns the seconds."""
         batch, began = self.batches.next(), time.perf_counter()
         tg.train_step(self.model, self.optimizer, batch)
         return time.perf_counter() - began
 
     def weight_shapes(self) -> dict[tuple[int, ...], str]:
-        """Shapes in which gradients of banks, head and tables appear, a layer's own and transposed ones too."""
-        cfg, d, n, shapes = self.model.cfg, self.model.cfg.dim, len(self.model.attention_index), {}
-        layers = {"qk_bank": (n, 2 * d), "vo_bank": (2 * n, d), "mlp_bank": (2 * len(cfg.layers), cfg.mlp_dim)}
-        for row in cfg.params:
-            if not row.in_place:
+        """Returns the kind of each shape of a weight's gradient, with transposed and per-layer shapes."""
+        cfg, d, n = self.model.cfg, self.model.cfg.dim, len(self.model.attention_index)
+        layers = {
+            "qk_bank": (n, 2 * d),
+            "vo_bank": (2 * n, d),
+            "mlp_bank": (2 * len(cfg.layers), cfg.mlp_dim),
+        }
+        shapes: dict[tuple[int, ...], str] = {}
+        for spec in cfg.params:
+            if not (spec.is_matmul_weight or spec.indexed_by):
                 continue
-            shape = tuple(getattr(self.model, row.name).shape)
+            shape = tuple(getattr(self.model, spec.name).shape)
             kind, flat = "head", (shape[0], math.prod(shape[1:]))
-            if row.rows:  # sum_rows takes 768 columns at a time
-                kind = "tables"
-                shapes |= {(shape[0], min(768, flat[1] - i)): kind for i in range(0, flat[1], 768)}
-            elif row.name in layers:
-                kind, (count, rows), every = "banks", layers[row.name], math.prod(shape[:-1])
-                parts = (rows, d), (count, rows, d), (count * rows, d), (every, d), (every // rows, rows, d)
-                shapes |= dict.fromkeys(parts, kind)
+            if spec.indexed_by:
+                kind, chunk = "tables", tg.COLUMN_CHUNK  # of segment_sum_rows
+                shapes |= {(shape[0], min(chunk, flat[1] - i)): kind for i in range(0, flat[1], chunk)}
+            elif spec.name in layers:
+                kind, (count, rows), all_rows = "banks", layers[spec.name], math.prod(shape[:-1])
+                used = (rows, d), (count, rows, d), (count * rows, d)
+                shapes |= dict.fromkeys((*used, (all_rows, d), (all_rows // rows, rows, d)), kind)
             shapes |= {shape: kind, flat: kind}
-        return shapes | {shape[::-1]: kind for shape, kind in shapes.items() if len(shape) == 2 and shape[::-1] not in shapes}
+        transposed = {shape[::-1]: kind for shape, kind in shapes.items() if len(shape) == 2}
+        return transposed | shapes
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes read and written of tensors that have a weight's shape and are no weights themselves, by kind."""
+    """Counts the bytes read and written of tensors with a weight's shape, by kind, except of weights."""
 
-    def __init__(self, shapes: dict[tuple[int, ...], str], parameters: list[torch.Tensor]):
+    def __init__(self, shapes: dict[tuple[int, ...], str], parameters: list[Tensor]):
         super().__init__()
         self.shapes, self.moved = shapes, Counter()
         self.weights = {p.untyped_storage().data_ptr() for p in parameters}
-        self.operands, self.make_operand = [], tg.operand
+        self.scaled, self.original_scaled_weight = [], tg.scaled_weight
 
-    def operand(self, *args) -> torch.Tensor:
+    def scaled_weight(self, *args) -> Tensor:
         with torch._C._DisableTorchDispatch():
-            made = self.make_operand(*args)
-        self.operands.append(made)  # kept, so that nothing else comes to lie in its place
+            made = self.original_scaled_weight(*args)
+        self.scaled.append(made)  # kept alive, so that no other tensor gets its address
         self.weights.add(made.untyped_storage().data_ptr())
         return made
 
-    def run(self, fn: Callable, *args) -> Any:
-        """fn(*args), watched."""
-        tg.operand = self.operand
+    def run(self, function: Callable, *args) -> Any:
+        """Returns function(*args), and counts what it moves."""
+        setattr(tg, "scaled_weight", self.scaled_weight)
         try:
             with self:
-                return fn(*args)
+                return function(*args)
         finally:
-            tg.operand = self.make_operand
-            self.weights -= {t.untyped_storage().data_ptr() for t in self.operands}
-            self.operands.clear()
+            setattr(tg, "scaled_weight", self.original_scaled_weight)
+            self.weights -= {t.untyped_storage().data_ptr() for t in self.scaled}
+            self.scaled.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -140,155 +171,182 @@ class Traffic(TorchDispatchMode):
         if func.is_view or func in (torch.ops.aten.empty_like.default, torch.ops.aten.detach.default):
             return result
         name, schema = func._schema.name.removeprefix("aten::"), func._schema
-        named = [*zip(schema.arguments, args), *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs)]
-        if name in ("index", "index_copy_"):  # rows out of a tensor, or into it
+        if name in ("index", "index_copy_"):  # reads or writes rows of a tensor
             self.count(args[0], (result if name == "index" else args[3]).nbytes)
             return result
-        for argument, value in named:
+        keyword_arguments = [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
+        for argument, value in [*zip(schema.arguments, args), *keyword_arguments]:
             writes = argument.alias_info is not None and argument.alias_info.is_write
+            only_writes = argument.kwarg_only or name in ("copy_", "zero_", "fill_")
             for t in tree_leaves(value):
-                if isinstance(t, torch.Tensor):
-                    only = argument.kwarg_only or name in ("copy_", "zero_", "fill_")  # written without being read
-                    self.count(t, t.nbytes * (2 if writes and not only else 1))
-        for returned, value in zip(schema.returns, result if isinstance(result, (tuple, list)) else [result]):
+                self.count(t, times=2 if writes and not only_writes else 1)
+        results = result if isinstance(result, (tuple, list)) else [result]
+        for returned, value in zip(schema.returns, results):
             if returned.alias_info is None:
                 for t in tree_leaves(value):
-                    if isinstance(t, torch.Tensor):
-                        self.count(t, t.nbytes)
+                    self.count(t)
         return result
 
-    def count(self, t: torch.Tensor, nbytes: int) -> None:
-        if t.untyped_storage().data_ptr() not in self.weights and tuple(t.shape) in self.shapes:
-            self.moved[self.shapes[tuple(t.shape)]] += nbytes
+    def count(self, t: Any, nbytes: int | None = None, times: int = 1) -> None:
+        if not isinstance(t, Tensor) or tuple(t.shape) not in self.shapes:
+            return
+        if t.untyped_storage().data_ptr() not in self.weights:
+            self.moved[self.shapes[tuple(t.shape)]] += times * (t.nbytes if nbytes is None else nbytes)
 
 
-def peaks(training: Training, folder: str) -> tuple[float, float]:
-    """Peak bytes of weight gradients, and of all that two steps allocate besides main_grad; main_grad counts in both."""
+def measure_peaks(training: Training, folder: str) -> tuple[float, float]:
+    """Returns peak bytes of weight gradients, and of all that two steps allocate; both with main_grad."""
     sizes, optimizer = {math.prod(shape) * 4 for shape in training.weight_shapes()}, training.optimizer
-    original = optimizer.work
+    original_work = optimizer.work
 
-    def work(*args):
+    def recorded_work(*args):
         with torch.profiler.record_function("update"):
-            original(*args)
+            original_work(*args)
 
-    optimizer.work = work
+    setattr(optimizer, "work", recorded_work)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         training.step()
         training.step()
-    del optimizer.work
+    delattr(optimizer, "work")
     path = os.path.join(folder, f"trace{os.getpid()}.json")
     profiled.export_chrome_trace(path)
     events = json.loads(Path(path).read_text())["traceEvents"]
-    updating = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "update" and "dur" in e]
-    live, weights, everything, peak, top = {}, 0, 0, 0, 0
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["args"]["Ev Idx"]):
+    updates = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "update" and "dur" in e]
+    live, of_weights, of_all, peak, peak_of_all = {}, 0, 0, 0, 0
+    memory_events = [e for e in events if e.get("name") == "[memory]"]
+    for event in sorted(memory_events, key=lambda e: e["args"]["Ev Idx"]):
         address, nbytes = event["args"]["Addr"], event["args"]["Bytes"]
-        updates = any(start <= event["ts"] <= end for start, end in updating)
+        in_update = any(start <= event["ts"] <= end for start, end in updates)
         if nbytes > 0:
-            live[address] = nbytes, nbytes in sizes and not updates
+            live[address] = nbytes, nbytes in sizes and not in_update
+            is_weights = live[address][1]
         elif address in live:
-            nbytes = -live[address][0]
+            nbytes, is_weights = live.pop(address)
+            nbytes = -nbytes
         else:
             continue
-        of_weights = live[address][1] if nbytes > 0 else live.pop(address)[1]
-        everything += nbytes
-        weights += nbytes if of_weights else 0
-        peak, top = max(peak, weights), max(top, everything)
-    kept = sum(t.untyped_storage().nbytes() for t in optimizer.main_grad.values())
-    return peak + kept, top + kept
+        of_all += nbytes
+        of_weights += nbytes if is_weights else 0
+        peak, peak_of_all = max(peak, of_weights), max(peak_of_all, of_all)
+    main_grads = sum(t.untyped_storage().nbytes() for t in optimizer.main_grad.values())
+    return peak + main_grads, peak_of_all + main_grads
 
 
-def traffic_of(training: Training) -> dict[str, float]:
-    """Bytes of gradient traffic a step, by kind, mean of an Adam period's two."""
+def measure_traffic(training: Training) -> dict[str, float]:
+    """Returns the bytes of gradient traffic a step, by kind: the mean over an Adam period."""
     model, optimizer = training.model, training.optimizer
     traffic = Traffic(training.weight_shapes(), list(model.parameters()))
-    backward, collect, head = torch.autograd.backward, optimizer.collect, model.head
-    model.head = lambda *args: traffic.run(head, *args)
-    torch.autograd.backward = lambda *args: traffic.run(backward, *args)
-    optimizer.collect = lambda *args: traffic.run(collect, *args)
-    runs = [(grad, grad.run) for grad in optimizer.weight_grads.values()]
-    for grad, run in runs:
-        grad.run = lambda run=run: traffic.run(run)
+    backward = torch.autograd.backward
+    methods = [(model, "head_loss_and_grad"), (optimizer, "accumulate_row_grads")]
+    methods += [(grad, "flush") for grad in optimizer.weight_grads.values()]
+    for owner, name in methods:
+        method = getattr(owner, name)
+        setattr(owner, name, lambda *args, method=method: traffic.run(method, *args))
+    setattr(torch.autograd, "backward", lambda *args: traffic.run(backward, *args))
     try:
         training.step()
         training.step()
     finally:
-        torch.autograd.backward = backward
-        del optimizer.collect, model.head
-        for grad, _ in runs:
-            del grad.run
-    return {kind: traffic.moved[kind] / 2 for kind in ("banks", "head", "tables")}
+        setattr(torch.autograd, "backward", backward)
+        for owner, name in methods:
+            delattr(owner, name)
+    return {kind: traffic.moved[kind] / 2 for kind in KINDS}
 
 
-def measure(rank: int, world: int, size: str, micro_batches: int, args: argparse.Namespace, folder: str) -> None:
-    configs = {form: config(size, micro_batches, world, form, folder) for form in FORMS}
-    trainings = {form: Training(cfg, rank, world) for form, cfg in configs.items()}
-    for training in trainings.values():
-        training.step(), training.step()
-
-    times = {form: [] for form in FORMS}
-    for turn in range(args.pairs):
-        order = list(FORMS)[turn % 3:] + list(FORMS)[:turn % 3]
-        for form in order:
-            if world > 1:
+def time_steps(trainings: dict[str, Training], steps: int, world_size: int) -> dict[str, list[float]]:
+    """Returns the seconds of the slowest rank, by variant. The order rotates."""
+    times, names = {name: [] for name in trainings}, list(trainings)
+    for i in range(steps):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            if world_size > 1:
                 dist.barrier()
-            seconds = torch.tensor(trainings[form].step())
-            if world > 1:
+            seconds = torch.tensor(trainings[name].step())
+            if world_size > 1:
                 dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            times[form].append(seconds.item())
+            times[name].append(seconds.item())
+    return times
 
-    first = None
-    for form, training in trainings.items():
-        peak, top = peaks(training, folder)
-        moved = traffic_of(training)
-        first = first or peak
-        ratios = [a / b for a, b in zip(times[form], times["autograd"])]
-        low, _, high = quantiles(ratios, n=4)
-        if rank == 0:
-            print(LINE(size, micro_batches, world, form, f"{peak / 1e6:.1f}", f"({top / 1e6:.0f})", f"{peak / first:.3f}",
-                       *(f"{nbytes / 1e6:.1f}" for nbytes in moved.values()),
-                       f"{1000 * median(times[form]):.1f}", f"{median(ratios):.3f}", f"{low:.3f}..{high:.3f}"), flush=True)
+
+def measure(
+    rank: int, world_size: int, size: str, micro_batches: int, args: argparse.Namespace, folder: str
+) -> None:
+    trainings = {}
+    for variant in VARIANTS:
+        cfg = config(size, micro_batches, world_size, variant, folder)
+        trainings[variant] = Training(cfg, rank, world_size)
     for training in trainings.values():
-        training.batches.close()
+        training.step()
+        training.step()
+    times, autograd_peak = time_steps(trainings, args.pairs, world_size), None
+    for variant, training in trainings.items():
+        peak, peak_of_all = measure_peaks(training, folder)
+        moved = measure_traffic(training)
+        autograd_peak = autograd_peak or peak
+        ratios = [a / b for a, b in zip(times[variant], times["autograd"])]
+        low, _, high = quantiles(ratios, n=4)
+        columns = [f"{peak / 1e6:.1f}", f"({peak_of_all / 1e6:.0f})", f"{peak / autograd_peak:.3f}"]
+        columns += [f"{nbytes / 1e6:.1f}" for nbytes in moved.values()]
+        columns += [f"{1000 * median(times[variant]):.1f}", f"{median(ratios):.3f}", f"{low:.3f}..{high:.3f}"]
+        if rank == 0:
+            print(LINE(size, micro_batches, world_size, variant, *columns), flush=True)
+        training.loader.close()
 
 
-def work(rank: int, world: int, folder: str, args: argparse.Namespace) -> None:
+def run_rank(rank: int, world_size: int, folder: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    if world > 1:
+    if world_size > 1:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     for size in args.sizes:
         for micro_batches in args.micro_batches:
-            measure(rank, world, size, micro_batches, args, os.path.join(folder, size))
-    if world > 1:
+            measure(rank, world_size, size, micro_batches, args, os.path.join(folder, size))
+    if world_size > 1:
         dist.destroy_process_group()
 
 
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def integers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=lambda text: text.split(","), default=list(SIZES), metavar="SIZE,...")
-    parser.add_argument("--micro-batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8], metavar="N,...")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="default: %(default)s")
-    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="timed steps of each form; default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", type=names, default=list(SIZES), metavar="SIZE,...", help=f"default: {','.join(SIZES)}")
+    add("--micro-batches", type=integers, default=[1, 8], metavar="N,...", help="default: 1,8")
+    add("--processes", type=int, default=1, metavar="N", help="default: %(default)s")
+    add(
+        "--pairs", type=int, default=20, metavar="N", help="timed steps of each variant; default: %(default)s"
+    )
     args = parser.parse_args(argv)
-    if not set(args.sizes) <= set(SIZES) or min(*args.micro_batches, args.processes) < 1 or args.pairs < 2 or args.pairs % 2:
-        parser.error(f"sizes are {', '.join(SIZES)}; numbers at least 1, pairs even: every second step updates all")
-    began = time.perf_counter()
+    positive = min(*args.micro_batches, args.processes) >= 1 and args.pairs >= 2
+    if not set(args.sizes) <= set(SIZES) or not positive or args.pairs % 2:
+        sizes = ", ".join(SIZES)
+        parser.error(f"sizes are {sizes}; numbers at least 1, pairs even: every second step updates all")
+    began, world_size = time.perf_counter(), args.processes
     with tempfile.TemporaryDirectory() as folder:
         for size in args.sizes:
             os.mkdir(os.path.join(folder, size))
-            steps = args.pairs + 6
-            count = 3 * steps * max(args.micro_batches) * args.processes * (SIZES[size][1] + 1)
-            write_shard(Path(folder, size, "x_train_000000.bin"), SIZES[size][0], count)
-        print(f"torch {torch.__version__}, CPU, {os.cpu_count()} cores, {args.processes} processes of one thread\n\n{HEAD}",
-              flush=True)
-        if args.processes == 1:
-            work(0, 1, folder, args)
+            cfg, T = SIZES[size]
+            count = 3 * (args.pairs + 6) * max(args.micro_batches) * world_size * (T + 1)
+            write_shard(Path(folder, size, "x_train_000000.bin"), cfg, count)
+        machine = f"CPU, {os.cpu_count()} cores, {world_size} processes of one thread"
+        print(f"torch {torch.__version__}, {machine}\n\n{HEAD}", flush=True)
+        if world_size == 1:
+            run_rank(0, 1, folder, args)
         else:
             multiprocessing.set_forkserver_preload(["train_gpt"])
-            torch.multiprocessing.start_processes(work, (args.processes, folder, args), nprocs=args.processes,
-                                                  start_method="forkserver")
+            rank_args = world_size, folder, args
+            torch.multiprocessing.start_processes(
+                run_rank, rank_args, nprocs=world_size, start_method="forkserver"
+            )
     print(f"{time.perf_counter() - began:.0f} s in all")
 
 

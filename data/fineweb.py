@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Download FineWeb, tokenized with GPT-2's encoding: the validation shard and the first N training shards.
+"""Downloads FineWeb, tokenized with GPT-2's encoding: the validation shard and the first N training shards.
 
     python data/fineweb.py [N | all] [--out data/fineweb10B]
 
-Shards of 100M tokens (200 MB) come from the Hugging Face dataset kjj0/fineweb10B-gpt2, which has 103 for training.
-The `record` preset needs 9, the default. What is there and whole is not downloaded again, and of what broke off only
-the rest is. A shard gets its name when it is complete and its SHA-256, header, size and tokens are right; before that
-it is called NAME.<checksum>.tmp.
+Shards of 100M tokens (200 MB) come from the Hugging Face dataset kjj0/fineweb10B-gpt2, which has 103 for
+training. The `record` preset needs 9, the default. Complete shards are not downloaded again, and partial
+downloads continue. A download is named NAME.<checksum>.tmp until its SHA-256, header, size and tokens are
+verified.
 """
+
 import argparse
 import hashlib
+import io
 import os
 import sys
 import time
@@ -17,21 +19,24 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
-from tokenize_text import InputError, read_tokens
 from tqdm import tqdm
+
+from tokenize_text import UserError, read_tokens
 
 try:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import HfHubHTTPError, build_hf_headers, logging
-except ValueError as error:   # it looks at its settings when it is imported
-    sys.exit(f"fineweb.py: HF_ENDPOINT={os.environ.get('HF_ENDPOINT')}: not an address ({error}); mend or unset it")
+except ValueError as error:  # huggingface_hub reads its settings when it is imported
+    sys.exit(
+        f"fineweb.py: HF_ENDPOINT={os.environ.get('HF_ENDPOINT')}: not an address ({error}); fix or unset it"
+    )
 
 DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
-VOCABULARY = 50257
-AT_ONCE = 4
-# The hub's own errors are OSErrors; those of the HTTP client beneath it, which changes with its version, are not.
-ERRORS = (InputError, OSError, *HfHubHTTPError.__bases__)
+VOCAB_SIZE = 50257
+MAX_PARALLEL = 4
+# The hub's own errors are OSErrors. Those of its HTTP client, which depends on its version, are not.
+ERRORS: tuple[type[BaseException], ...] = (UserError, OSError, *HfHubHTTPError.__bases__)
 
 
 def shard_count(text: str) -> int:
@@ -43,85 +48,108 @@ def shard_count(text: str) -> int:
 
 
 def check(path: Path) -> None:
-    """Raises InputError unless `path` is a whole shard of GPT-2's tokens."""
+    """Raises UserError unless `path` is a complete shard of GPT-2's tokens."""
     largest = read_tokens(path).max(initial=0)
-    if largest >= VOCABULARY:
-        raise InputError(f"{path}: token {largest}, but GPT-2's are below {VOCABULARY}")
+    if largest >= VOCAB_SIZE:
+        raise UserError(f"{path}: token {largest}, but GPT-2's are below {VOCAB_SIZE}")
 
 
 def download(url: str, part: Path, size: int, name: str) -> None:
-    """Get what `part` lacks of the file at `url`, `size` bytes long.
+    """Appends to `part` what it lacks of the file at `url`, which has `size` bytes.
 
-    hf_hub_download would begin again after every stop. Two processes may do this at once: they write the same bytes to
-    the same places."""
+    hf_hub_download would start from 0 after every stop. Two processes may download one file at once: they
+    write the same bytes to the same places.
+    """
     while True:
         with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             have = file.seek(0, os.SEEK_END)
             try:
-                return http_get(url, file, resume_size=have, headers=build_hf_headers(), expected_size=size,
-                                displayed_filename=name)
+                return http_get(
+                    url,
+                    file,
+                    resume_size=have,
+                    headers=build_hf_headers(),
+                    expected_size=size,
+                    displayed_filename=name,
+                )
             except ERRORS:
-                if file.seek(0, os.SEEK_END) <= have:   # http_get tries again after some errors only, not after a reset
+                # http_get itself retries after some errors only, not after a reset.
+                if file.seek(0, os.SEEK_END) <= have:
                     raise
         time.sleep(1)
 
 
 def fetch(out: Path, name: str) -> None:
-    """Download OUT/NAME unless it is there and whole. Raises InputError if what arrives is not a whole shard."""
+    """Downloads OUT/NAME unless it is complete. Raises UserError if what arrives is not a complete shard."""
     path = out / name
     if path.exists():
         try:
             return check(path)
-        except InputError as error:
+        except UserError as error:
             tqdm.write(f"{name}: removing a broken file ({error})")
             path.unlink()
     url = hf_hub_url(DATASET, name, repo_type="dataset")
     hub = get_hf_file_metadata(url)
     if not hub.etag or not hub.size:
-        raise InputError(f"{url} answers without checksum or size, so it is not the hub; look at HF_ENDPOINT and proxies")
+        raise UserError(
+            f"{url} answers without checksum or size, so it is not the hub; look at HF_ENDPOINT and proxies"
+        )
     tag = "".join(c for c in hub.etag if c.isalnum())[:16]
-    part = out / f"{name}.{tag}.tmp"   # so that no file is completed with another one's rest
+    part = out / f"{name}.{tag}.tmp"  # so that a download never continues another version's
     for old in out.glob(f"{name}.*.tmp"):
         if old != part or old.stat().st_size > hub.size:
             old.unlink()
     try:
         download(url, part, hub.size, name)
-        # Files as large as these have their SHA-256 for an ETag, at the hub; a mirror may have something else.
-        if len(hub.etag) == 64 and hashlib.sha256(np.memmap(part, mode="r")).hexdigest() != hub.etag:
-            raise InputError("its checksum is not the hub's")
+        # The hub's ETag of so large a file is its SHA-256. A mirror's may be something else.
+        if len(hub.etag) == 64 and hashlib.sha256(np.memmap(part, mode="r").data).hexdigest() != hub.etag:
+            raise UserError("its checksum is not the hub's")
         check(part)
         os.replace(part, path)
-    except InputError as error:
+    except UserError as error:
         part.unlink()
-        raise InputError(f"{name} arrived broken, and was removed ({error})") from error
+        raise UserError(f"{name} arrived broken, and was removed ({error})") from error
     except FileNotFoundError:
         if not path.exists():
             raise
-        return check(path)   # another process that got the same shard was a little faster
+        return check(path)  # another process has just completed the same shard
     tqdm.write(f"{name}: downloaded")
 
 
 def stop(message: str, status: int) -> None:
-    """End the process now: sys.exit would wait until the other downloads are done, and what they have stays anyway."""
+    """Ends the process at once: sys.exit would wait for the other downloads. Partial files stay anyway."""
     tqdm.write(f"fineweb.py: {message} Start it again: it continues where it stopped.", file=sys.stderr)
     sys.stderr.flush()
     os._exit(status)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shards", type=shard_count, nargs="?", default=9, metavar="N",
-                        help=f"number of training shards, 0..{TRAINING_SHARDS}, or `all` (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "fineweb10B",
-                        help="folder for the shards (default: data/fineweb10B)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "shards",
+        type=shard_count,
+        nargs="?",
+        default=9,
+        metavar="N",
+        help=f"number of training shards, 0..{TRAINING_SHARDS}, or `all` (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).resolve().parent / "fineweb10B",
+        help="folder for the shards (default: data/fineweb10B)",
+    )
     args = parser.parse_args(argv)
-    sys.stdout.reconfigure(line_buffering=True)   # so that a log shows each shard when it comes
-    logging.set_verbosity_error()   # its retries say nothing that the line below does not
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # so that a log shows each shard as it arrives
+    logging.set_verbosity_error()  # of its retries; the last error is reported below
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1)]
-    pool = ThreadPoolExecutor(AT_ONCE)
+    pool = ThreadPoolExecutor(MAX_PARALLEL)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        fetch(args.out, names[0])   # alone, so that a missing network is found, and told, once
+        fetch(args.out, names[0])  # alone, so that a missing network is reported once
         for shard in as_completed([pool.submit(fetch, args.out, name) for name in names[1:]]):
             shard.result()
     except KeyboardInterrupt:

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Build the corpus that every machine has: the source of the running Python's standard library, and pydoc's topics.
+"""Builds a corpus from what every machine has: the source of Python's standard library, and pydoc's topics.
 
     python data/local_corpus.py [--out data/local]
 
-The text is the library's .py files, without tests, and each pydoc topic, under the name pydoc_data/topics/NAME. Files
-are long, and training takes only the beginning of a document; so a file is cut at blank lines into passages of about
-1 KiB, and each is a document. The SHA-256 of the file's name decides between training and validation (one file in 20);
-that of the name with the passage's number orders the documents. They are encoded as bytes, always, so that runs on
-different machines compare; Python versions differ, and a log names the data's fingerprint. Does nothing if the shards
-are there, whole, and from this Python's text.
+The text is the library's .py files, without tests, and the pydoc topics, named pydoc_data/topics/NAME.
+Training uses only the beginning of a document, so files are cut at blank lines into passages of about 1 KiB;
+each passage is a document. The SHA-256 of a file's name chooses between training and validation (one file in
+20). The SHA-256 of name and passage number orders the documents. They are always encoded as bytes, so runs on
+different machines compare. Python versions have different text; a run's log names the data's fingerprint.
+Does nothing if complete shards of this Python's text exist.
 """
+
 import argparse
 import hashlib
 import json
@@ -17,69 +18,84 @@ import platform
 import sys
 import sysconfig
 from pathlib import Path
-
 from pydoc_data.topics import topics
-from tokenize_text import Document, InputError, cut, read_header, write_shards
+
+from tokenize_text import Document, UserError, cut, read_header, write_shards
 
 VAL_ONE_IN = 20
 PASSAGE_BYTES = 1024
-# Folders and files that are not the library's text: packages, tests, and what differs between builds of one version.
+# Left out: packages, tests, and files that differ between builds of one version.
 LEFT_OUT_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
 LEFT_OUT_FILES = ("test_*.py", "*_test.py", "_sysconfigdata*.py", "sitecustomize.py", "usercustomize.py")
 
 
 def corpus(stdlib: Path) -> list[Document]:
-    """All documents, bytes as they are on disk, in order of the hash of their names and numbers."""
+    """Returns all documents, bytes as on disk, ordered by the hash of name and passage number."""
+
     def kept(path: Path) -> bool:
-        return not (any(Path(folder).match(pattern) for folder in path.parts[:-1] for pattern in LEFT_OUT_FOLDERS)
-                    or any(path.match(pattern) for pattern in LEFT_OUT_FILES)
-                    or path.as_posix() == "pydoc_data/topics.py")   # its topics are taken one by one
+        return not (
+            any(Path(folder).match(pattern) for folder in path.parts[:-1] for pattern in LEFT_OUT_FOLDERS)
+            or any(path.match(pattern) for pattern in LEFT_OUT_FILES)
+            or path.as_posix() == "pydoc_data/topics.py"  # its topics are documents of their own
+        )
 
     names = filter(kept, (path.relative_to(stdlib) for path in stdlib.rglob("*.py")))
     texts = {path.as_posix(): (stdlib / path).read_bytes() for path in names}
     texts |= {f"pydoc_data/topics/{name}": text.encode() for name, text in topics.items()}
-    parts = {f"{name}#{i}": (name, raw) for name, text in texts.items() for i, raw in enumerate(cut(text, PASSAGE_BYTES))}
-    return [Document(path=name, line=1, raw=raw, key=name)
-            for _, (name, raw) in sorted(parts.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())]
+    parts = {
+        f"{name}#{i}": (name, raw)
+        for name, text in texts.items()
+        for i, raw in enumerate(cut(text, PASSAGE_BYTES))
+    }
+    order = sorted(parts, key=lambda part: hashlib.sha256(part.encode()).digest())
+    return [Document(path=name, line=1, raw=raw, key=name) for name, raw in map(parts.__getitem__, order)]
 
 
-def source(documents: list[Document]) -> dict:
-    """What the shards are made from: equal for equal corpora."""
+def describe_source(documents: list[Document]) -> dict:
+    """Returns what identifies the corpus: Python's version, the number of documents and their hash."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(f"{document.key} {len(document.raw)}\n".encode() + document.raw)
     return {"python": platform.python_version(), "documents": len(documents), "sha256": digest.hexdigest()}
 
 
-def is_whole(out: Path, made_from: dict) -> bool:
-    """Whether `out` holds the shards of this source, as long as they were when they were written."""
+def is_complete(out: Path, source: dict) -> bool:
+    """Tells whether `out` has the shards of this source, with as many tokens as were written."""
     try:
-        noted = json.loads((out / "source.json").read_text())
+        saved = json.loads((out / "source.json").read_text())
         tokens = {path.name: read_header(path).tokens for path in sorted(out.glob("*.bin"))}
-    except (FileNotFoundError, ValueError, InputError):
+    except (FileNotFoundError, ValueError, UserError):
         return False
-    return noted == made_from | {"tokens": tokens}
+    return saved == source | {"tokens": tokens}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "local",
-                        help="folder for the shards (default: data/local)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).resolve().parent / "local",
+        help="folder for the shards (default: data/local)",
+    )
     args = parser.parse_args(argv)
     documents = corpus(Path(sysconfig.get_path("stdlib")))
-    made_from = source(documents)
-    if is_whole(args.out, made_from):
-        print(f"{args.out.name}: the text of Python {made_from['python']} is there already")
+    source = describe_source(documents)
+    if is_complete(args.out, source):
+        print(f"{args.out.name}: the text of Python {source['python']} is there already")
         return
     try:
         written = write_shards(args.out, "python", documents, "bytes", val_one_in=VAL_ONE_IN)
-    except (InputError, OSError) as error:
+    except (UserError, OSError) as error:
         sys.exit(f"local_corpus.py: {error}")
     tokens = {path.name: read_header(path).tokens for path in sorted(args.out.glob("*.bin"))}
-    (args.out / "source.json").write_text(json.dumps(made_from | {"tokens": tokens}, indent=1) + "\n")
-    print(f"{args.out.name}: {written.train.tokens:,} training tokens ({written.train.documents:,} documents), "
-          f"{written.val.tokens:,} validation tokens ({written.val.documents:,} documents), from the standard library "
-          f"of Python {made_from['python']}; {written.bad} left out that are not UTF-8")
+    (args.out / "source.json").write_text(json.dumps(source | {"tokens": tokens}, indent=1) + "\n")
+    print(
+        f"{args.out.name}: {written.train.tokens:,} training tokens ({written.train.documents:,} documents), "
+        f"{written.val.tokens:,} validation tokens ({written.val.documents:,} documents), from the standard "
+        f"library of Python {source['python']}; {written.bad} left out that are not UTF-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""Inputs of the tests that several files share: the golden numbers' fill, statistics, tiny model and batch (their words are in
-golden/README.md), and a writer of token shards."""
+"""Provides inputs that several test files share: the golden fill, statistics, model and batch; token shards.
+
+tests/golden/README.md defines the fill, the statistics, the model and the batch.
+"""
+
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +11,16 @@ import numpy as np
 import torch
 
 import train_gpt as tg
+from tokenize_text import shard_header
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden.json").read_text())
 LOW = 0xFFFFFFFF
+WORLD = 4  # ranks for which our banks are padded as the reference's are: one MLP layer of padding, no other
+WINDOWS = {"short": 16, "long": 48}  # of the golden runs, in tokens
 
 
 def hash_words(n, k):
-    """h(n, k) for an array n, as uint64 below 2^32."""
+    """Hashes an array n for stream k: uint64 below 2^32."""
     x = (n.astype(np.uint64) + (0x9E3779B9 * k & LOW)) & LOW
     x ^= x >> 16
     x = x * 0x85EBCA6B & LOW
@@ -24,9 +30,10 @@ def hash_words(n, k):
 
 
 def fill(shape, k, scale=1.0, offset=0.0):
-    """Stream k in a float32 tensor."""
+    """Returns stream k as a float32 tensor."""
     words = hash_words(np.arange(int(np.prod(shape))), k)
-    return torch.from_numpy((offset + scale * (words.astype(np.float64) / 2**31 - 1)).astype(np.float32)).view(shape)
+    values = offset + scale * (words.astype(np.float64) / 2**31 - 1)
+    return torch.from_numpy(values.astype(np.float32)).view(shape)
 
 
 def stats(t):
@@ -36,28 +43,41 @@ def stats(t):
 
 
 def distance(t, golden):
-    """Of the statistics of t from golden ones: the largest difference in units of the golden l2."""
-    own = stats(t)
-    return max(abs(own[key] - golden[key]) for key in ("sum", "l2", "wsum")) / max(golden["l2"], 1e-30)
+    """Returns the largest difference of t's statistics from golden ones, in units of the golden l2."""
+    actual = stats(t)
+    return max(abs(actual[key] - golden[key]) for key in ("sum", "l2", "wsum")) / max(golden["l2"], 1e-30)
 
 
+# fmt: off
 FILL = {  # k, scale, offset
-    "post_lambdas": (1, .20, 1.00), "x0_lambdas": (2, .20, .10), "bigram_lambdas": (3, .10, .15), "resid_lambdas": (4, .10, 1.05),
-    "scalars": (5, .40, .60), "value_embeds": (6, .50, 0), "attn_gate_bank": (7, .40, 0), "ve_gate_bank": (8, .40, 0),
-    "qk_bank": (9, .06, 0), "vo_bank": (10, .20, 0), "mlp_bank": (11, .05, 0), "smear_gate": (12, .50, 0), "skip_gate": (13, .50, 0),
-    "lm_head": (14, .30, 0), "embed": (15, .30, 0), "bigram_embed": (16, .40, 0)}
+    "post_lambdas":    (1, .20, 1.00),
+    "x0_lambdas":      (2, .20, 0.10),
+    "bigram_lambdas":  (3, .10, 0.15),
+    "resid_lambdas":   (4, .10, 1.05),
+    "scalars":         (5, .40, 0.60),
+    "value_embeds":    (6, .50, 0),
+    "attn_gate_bank":  (7, .40, 0),
+    "ve_gate_bank":    (8, .40, 0),
+    "qk_bank":         (9, .06, 0),
+    "vo_bank":        (10, .20, 0),
+    "mlp_bank":       (11, .05, 0),
+    "smear_gate":     (12, .50, 0),
+    "skip_gate":      (13, .50, 0),
+    "lm_head":        (14, .30, 0),
+    "embed":          (15, .30, 0),
+    "bigram_embed":   (16, .40, 0),
+}
+# fmt: on
 
 
 def golden_key(name):
-    """The reference's name of a parameter."""
-    return name + ".weight" if name in ("smear_gate", "skip_gate", "lm_head", "embed", "bigram_embed") else name
-
-
-WORLD = 4  # ranks for which our banks are padded as the reference's are: one MLP layer of padding, no other
+    """Returns the reference's name of a parameter."""
+    suffixed = ("smear_gate", "skip_gate", "lm_head", "embed", "bigram_embed")
+    return name + ".weight" if name in suffixed else name
 
 
 def golden_layout(name, t):
-    """Our tensor of a parameter as the reference stores it: value_embeds table after table, not token after token."""
+    """Returns our tensor as the reference stores it: value_embeds by table, not by token."""
     return t.permute(1, 0, 2).flatten(0, 1) if name == "value_embeds" else t
 
 
@@ -67,7 +87,7 @@ def our_layout(name, t, cfg):
 
 
 def parameter_stream(name, k, scale, offset, cfg):
-    """Stream k for a parameter, filled in the reference's layout, in ours."""
+    """Fills a parameter with stream k in the reference's layout, and returns it in ours."""
     shape = tg.param_shapes(cfg, WORLD)[name]
     if name == "value_embeds":
         shape = (shape[0] * shape[1], shape[2])
@@ -76,9 +96,22 @@ def parameter_stream(name, k, scale, offset, cfg):
 
 def tiny_config(dtype, **changes):
     return replace(
-        tg.RECORD, vocab_size=512, padded_vocab=512, start_token=511, bigram_rows=2560, head_dim=32, mlp_dim=768, dtype=dtype,
-        polar_dtype=dtype, window_unit=16, slices=1, val_slice_tokens=64, val_slices=1,
-        stages=tuple(replace(stage, tokens=64) for stage in tg.RECORD.stages), **changes)
+        tg.RECORD,
+        vocab_size=512,
+        padded_vocab=512,
+        bos_id=511,
+        bigram_vocab_size=2560,
+        head_dim=32,
+        mlp_dim=768,
+        dtype=dtype,
+        muon_dtype=dtype,
+        window_unit=16,
+        microbatches=1,
+        val_slice_tokens=64,
+        val_slices=1,
+        stages=tuple(replace(stage, batch_tokens=64) for stage in tg.RECORD.stages),
+        **changes,
+    )
 
 
 def fill_model(model, tied=True):
@@ -91,43 +124,47 @@ def fill_model(model, tied=True):
 
 
 def tiny_batch(rank=0):
-    """64 tokens in three documents. Its hash at position 1 happens to be the reference's too (see test_golden)."""
+    """Returns 64 tokens in three documents. At position 1 our hash happens to equal the reference's."""
     j = np.arange(65) + 1000 * rank
     tokens = (31 * j * j + 7 * j) % 500
     starts = [0, 4, 57] if rank == 0 else [0, 52, 55]
     tokens[starts] = 511
-    room = tg.Room(tiny_config("float32"), 64, 8, False)
-    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, 2560, room)
+    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, 2560, False)
 
 
-def backward(model, batch, now, rows=None, grads=None):
-    """A micro-batch forward and backward; its loss, summed over tokens. Without `grads` all by autograd."""
-    x = model.activations(batch, now.short, now.long, rows, grads)
-    loss, begin = model.head(x, batch.targets, now.mtp, (grads or {}).get("lm_head", tg.TO_AUTOGRAD))
-    torch.autograd.backward(*zip(*begin))
+def backward(model, batch, plan, embeddings=None, grads=None):
+    """Runs a micro-batch forward and backward; returns its loss, summed over tokens.
+
+    Without `grads`, autograd gets every gradient.
+    """
+    x = model.hidden_states(batch, plan.windows, embeddings, grads)
+    head_grad = (grads or {}).get("lm_head", tg.NO_MAIN_GRAD)
+    loss, backward_roots = model.head_loss_and_grad(x, batch.targets, plan.mtp, head_grad)
+    torch.autograd.backward(*zip(*backward_roots))
     return loss
 
 
-def next_batch(loader, tokens, longest):
-    """A training batch of any size, in memory of its own."""
-    T = tokens // loader.slices
-    rooms = [tg.Room(loader.cfg, T, loader.cfg.doc_slots or tg.doc_slots(T), False) for _ in range(loader.slices // loader.world)]
-    return loader.batch(tokens, longest, rooms)
-
-
-def write_shard(path, tokens, vocab_size=0, start_token=0, text_bytes=0):
-    header = np.zeros(256, dtype="<i4")
-    header[:6] = tg.MAGIC, tg.VERSION, len(tokens), vocab_size, start_token, text_bytes
-    Path(path).write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
+def write_shard(path, tokens, vocab_size=0, bos_id=0, text_bytes=0):
+    header = shard_header(len(tokens), vocab_size, bos_id, text_bytes)
+    Path(path).write_bytes(header + np.asarray(tokens, dtype="<u2").tobytes())
     return Path(path)
 
 
-def random_documents(rng, count, vocab_size, start_token, longest=200):
-    """About `count` tokens of documents of random lengths, some of them only a start token."""
+def random_documents(rng, count, vocab_size, bos_id, max_doc_len=200):
+    """Draws about `count` tokens in documents of random lengths; some hold only a BOS token."""
     tokens = rng.integers(0, vocab_size - 1, count)
-    tokens[tokens >= start_token] += 1
-    at = 0
-    while at < count:
-        tokens[at] = start_token
-        at += int(rng.integers(1, longest)) if rng.random() > 0.1 else 1
+    tokens[tokens >= bos_id] += 1
+    pos = 0
+    while pos < count:
+        tokens[pos] = bos_id
+        pos += int(rng.integers(1, max_doc_len)) if rng.random() > 0.1 else 1
     return tokens
+
+
+def same_bits(a, b):
+    """Compares two nests of dicts of tensors and numbers bit by bit, NaN and -0 too."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(value, b[key]) for key, value in a.items())
+    if isinstance(a, torch.Tensor):
+        return torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
+    return a == b

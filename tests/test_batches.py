@@ -1,4 +1,5 @@
-"""Batches built ahead: indices and sums of rows against naive programs; which memory is used and when; errors of the thread."""
+"""Tests prefetched batches: row indices and sums against naive programs, copies, errors of the thread."""
+
 import threading
 from concurrent.futures import wait
 from dataclasses import replace
@@ -8,442 +9,370 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import next_batch, random_documents, write_shard
+from golden_inputs import random_documents, write_shard
 from launch import WAIT
 
-VOCAB, START = 257, 256
+VOCAB, BOS = 257, 256
 
 
-# ------------------------------------------------------------------------------------------------------------ indices
+# ------------------------------------------------------------------------------------------------ row indices
 
-def naive_index(numbers, touched):
-    """Rows in ascending order, all positions row by row, where each row's begin, and whether it is not among `touched`."""
+
+def naive_index(row_ids, touched):
+    """Returns RowIndex's four lists for `row_ids` (T,), if the rows in `touched` were touched before."""
     positions = {}
-    for position, row in enumerate(numbers.tolist()):
+    for position, row in enumerate(row_ids.tolist()):
         positions.setdefault(row, []).append(position)
     rows = sorted(positions)
-    starts = [sum(len(positions[row]) for row in rows[:i]) for i in range(len(rows) + 1)]
-    return rows, [position for row in rows for position in positions[row]], starts, [row not in touched for row in rows]
+    perm = [position for row in rows for position in positions[row]]
+    offsets = [sum(len(positions[row]) for row in rows[:i]) for i in range(len(rows) + 1)]
+    return rows, perm, offsets, [row not in touched for row in rows]
 
 
-def room_for(T):
-    """Full of what no index has."""
-    ints = lambda n: torch.full((n,), -7, dtype=torch.int32)
-    return tg.RowIndex(ints(T), ints(T), ints(T + 1), torch.zeros(T, dtype=torch.bool))
-
-
-def check_index(index, numbers, touched):
+def check_index(index, row_ids, touched):
     assert [t.dtype for t in index] == [torch.int32, torch.int32, torch.int32, torch.bool]
-    assert tuple(t.tolist() for t in index) == naive_index(numbers, touched)
+    assert tuple(t.tolist() for t in index) == naive_index(row_ids, touched)
 
 
-def draw(kind, rows, T, rng):
-    """Row numbers of T positions, int32."""
-    if kind == "one":
-        return np.full(T, rng.integers(rows), dtype=np.int32)
-    if kind == "last":
-        return np.full(T, rows - 1, dtype=np.int32)
-    if kind == "distinct":
-        return rng.permutation(rows)[:T].astype(np.int32)
-    if kind == "skewed":  # most positions on few rows, like text
-        return (rows * rng.random(T) ** 8).astype(np.int32)
-    if kind == "folded":  # numbers that differ in one half of 16 bits only
-        return (rng.integers(0, 3, T) + 65536 * rng.integers(0, rows // 65536 + 1, T)).clip(0, rows - 1).astype(np.int32)
-    return rng.integers(0, rows, T, dtype=np.int32)
+def random_row_ids(distribution, rows, T, rng):
+    """Draws the row ids of T positions, int32."""
+    if distribution == "one":
+        row_ids = np.full(T, rng.integers(rows))
+    elif distribution == "last":
+        row_ids = np.full(T, rows - 1)
+    elif distribution == "distinct":
+        row_ids = rng.permutation(rows)[:T]
+    elif distribution == "skewed":  # most positions on few rows, as in text
+        row_ids = rows * rng.random(T) ** 8
+    elif distribution == "equal halves":  # many equal in their lower or upper 16 bits
+        row_ids = rng.integers(0, 3, T) + 65536 * rng.integers(0, rows // 65536 + 1, T)
+        row_ids = row_ids.clip(0, rows - 1)
+    else:
+        row_ids = rng.integers(0, rows, T, dtype=np.int32)
+    return row_ids.astype(np.int32)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "skewed", "distinct", "one", "last", "folded"])
+DISTRIBUTIONS = ["uniform", "skewed", "distinct", "one", "last", "equal halves"]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("rows", [2, 300, 65535, 65536, 65537, 251520])
-def test_index(rows, kind):
-    """At sizes on both sides of where one pass of the sort is enough. Positions of one row stay in the text's order."""
+def test_index(rows, distribution):
+    """Checks sizes around 2^16, above which the sort takes two passes. Within a row, positions ascend."""
     rng = np.random.default_rng(rows)
     for T in (1, 2, 37, 900):
-        numbers, marks = draw(kind, rows, T, rng), np.zeros(rows, dtype=bool)
-        room = room_for(len(numbers))
-        index = tg.index_rows(numbers, marks, room)
-        check_index(index, numbers, set())
-        assert marks.nonzero()[0].tolist() == sorted(set(numbers.tolist()))
-        assert [t.data_ptr() for t in index] == [t.data_ptr() for t in room]
+        row_ids = random_row_ids(distribution, rows, T, rng)
+        touched_mask = np.zeros(rows, dtype=bool)
+        index = tg.index_rows(row_ids, touched_mask, False)
+        check_index(index, row_ids, set())
+        assert touched_mask.nonzero()[0].tolist() == sorted(set(row_ids.tolist()))
 
 
 @pytest.mark.parametrize("rows", [50, 70000])
-def test_fresh_rows(rows):
-    """A row is fresh in the first micro-batch that touches it, and again when the marks were cleared."""
+def test_first_touch(rows):
+    """Checks that only the first micro-batch to touch a row has first_touch, until the mask is cleared."""
     rng = np.random.default_rng(1)
-    marks, seen = np.zeros(rows, dtype=bool), set()
-    room = room_for(200)
+    touched_mask, seen = np.zeros(rows, dtype=bool), set()
     for i in range(30):
         if i % 5 == 4:
-            marks[:], seen = False, set()
-        numbers = draw("skewed", rows, int(rng.integers(1, 200)), rng)
-        check_index(tg.index_rows(numbers, marks, room), numbers, seen)
-        seen |= set(numbers.tolist())
-        assert set(marks.nonzero()[0].tolist()) == seen
+            touched_mask[:], seen = False, set()
+        row_ids = random_row_ids("skewed", rows, int(rng.integers(1, 200)), rng)
+        check_index(tg.index_rows(row_ids, touched_mask, False), row_ids, seen)
+        seen |= set(row_ids.tolist())
+        assert set(touched_mask.nonzero()[0].tolist()) == seen
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_touched_rows(world):
-    rng, rows = np.random.default_rng(world), 24 * 1000
-    block = rows // world
-    cases = {"none": [], "all": range(rows), "last": [rows - 1], "first": [0], "some": rng.permutation(rows)[:500],
-             "one owner": (world // 2) * block + rng.permutation(block)[:50],
-             "edges": [edge for owner in range(world) for edge in (owner * block, (owner + 1) * block - 1)]}
-    room = torch.full((rows,), -7, dtype=torch.int32)
-    for case, numbers in cases.items():
-        numbers = sorted(map(int, numbers))
-        marks = np.zeros(rows, dtype=bool)
-        marks[numbers] = True
-        touched = tg.touched_rows(marks, world, room)
-        assert touched.rows.dtype == torch.int32 and touched.rows.tolist() == numbers, case
-        assert touched.rows.untyped_storage().data_ptr() == room.untyped_storage().data_ptr()
-        assert touched.owners == [sum(number // block == owner for number in numbers) for owner in range(world)], case
-        assert touched.block == block and all(type(n) is int for n in touched.owners)
-        assert marks.sum() == len(numbers)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_touched_rows(world_size):
+    rng, rows = np.random.default_rng(world_size), 24 * 1000
+    shard = rows // world_size
+    cases = {
+        "none": [],
+        "all": range(rows),
+        "last": [rows - 1],
+        "first": [0],
+        "some": rng.permutation(rows)[:500],
+        "one owner": (world_size // 2) * shard + rng.permutation(shard)[:50],
+        "edges": [edge for rank in range(world_size) for edge in (rank * shard, (rank + 1) * shard - 1)],
+    }
+    for case, row_ids in cases.items():
+        row_ids = sorted(map(int, row_ids))
+        touched_mask = np.zeros(rows, dtype=bool)
+        touched_mask[row_ids] = True
+        touched = tg.touched_rows(touched_mask, world_size, False)
+        assert touched.row_ids.dtype == torch.int32 and touched.row_ids.tolist() == row_ids, case
+        counts = [sum(row // shard == rank for row in row_ids) for rank in range(world_size)]
+        assert touched.counts_per_rank == counts, case
+        assert touched.rows_per_rank == shard and all(type(n) is int for n in touched.counts_per_rank)
+        assert touched_mask.sum() == len(row_ids)
 
 
-# -------------------------------------------------------------------------------------------------------- whole batches
+# ---------------------------------------------------------------------------------------------------- batches
 
-def config(folder, steps=(3, 2, 3, 3), slices=8, **changes):
-    """Stages that change at odd and even steps, with slices of 30, 60, 45 and 60 tokens."""
-    stages = [replace(stage, steps=n, tokens=slices * T, longest=longest) for stage, n, T, longest in
-              zip(tg.CPU.stages, steps, (30, 60, 45, 60), (20, 50, 50, 50))]
-    return replace(tg.CPU, data=str(folder), bigram_rows=640, slices=slices, stages=tuple(stages), **changes)
+
+def config(folder, steps=(3, 2, 3, 3), microbatches=8, **changes):
+    """Returns a config with stages that start at odd and even steps, and micro-batches of 30 to 60 tokens."""
+    stages = [
+        replace(stage, steps=n, batch_tokens=microbatches * T, max_doc_len=max_doc_len)
+        for stage, n, T, max_doc_len in zip(tg.CPU.stages, steps, (30, 60, 45, 60), (20, 50, 50, 50))
+    ]
+    changes |= dict(bigram_vocab_size=640, microbatches=microbatches, stages=tuple(stages))
+    return replace(tg.CPU, data=str(folder), **changes)
+
+
+def with_max_doc_len(cfg, max_doc_len):
+    return replace(cfg, stages=tuple(replace(stage, max_doc_len=max_doc_len) for stage in cfg.stages))
 
 
 @pytest.fixture
 def folder(tmp_path):
     rng = np.random.default_rng(4)
     for i, count in enumerate((2500, 3500, 5000)):
-        write_shard(tmp_path / f"x_train_{i:06d}.bin", random_documents(rng, count, VOCAB, START, 60), VOCAB, START)
+        tokens = random_documents(rng, count, VOCAB, BOS, 60)
+        write_shard(tmp_path / f"x_train_{i:06d}.bin", tokens, VOCAB, BOS)
     return tmp_path
 
 
-def loader_of(cfg, rank=0, world=1, position=(0, 0, 0)):
-    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world, False, position)
+def train_loader(cfg, rank=0, world_size=1, position=(0, 0, 0), pin=False):
+    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, pin, position)
 
 
 def plans_of(cfg, first=0):
-    return [tg.plan(cfg, step) for step in range(first, cfg.steps)]
+    return [tg.plan_step(cfg, step) for step in range(first, cfg.steps)]
 
 
-def numbers_of(micro_batch):
-    return {"tokens": micro_batch.inputs.numpy(), "bigrams": micro_batch.bigram.numpy()}
+def tensors_of(micro_batch):
+    """Returns all tensors of a micro-batch, its index and its touched rows."""
+    tensors = []
+    tg.map_tensors(tensors.append, vars(micro_batch))
+    return tensors
 
 
-def check_batch(batch, now, want, seen, world):
-    """`batch` is of step `now` and has `want`, micro-batches from a loader alone; `seen` are the rows touched since the last
-    Adam step, by kind, and are brought up to date."""
-    assert batch.now == now and len(batch.micro_batches) == len(want)
-    for i, (got, expected) in enumerate(zip(batch.micro_batches, want)):
-        for name in ("inputs", "targets", "bigram", "cu_seqlens"):
-            a, b = getattr(got, name), getattr(expected, name)
-            assert a.dtype == b.dtype and torch.equal(a, b), (now.step, i, name)
-        assert got.longest == expected.longest
-        assert got.index.keys() == {"tokens", "bigrams"}
-        for kind, numbers in numbers_of(expected).items():
-            check_index(got.index[kind], numbers, seen[kind])
-            seen[kind] |= set(numbers.tolist())
-        assert bool(got.touched) == (i == len(want) - 1)
+def check_batch(batch, plan, want, seen, world_size):
+    """Compares a batch with `want`, the micro-batches of a loader alone.
+
+    seen: the rows touched since the last Adam step, by what indexes the tables; updated.
+    """
+    assert batch.plan == plan and len(batch.micro_batches) == len(want)
+    for i, (actual, expected) in enumerate(zip(batch.micro_batches, want)):
+        for name in ("inputs", "targets", "bigrams", "cu_seqlens"):
+            a, b = getattr(actual, name), getattr(expected, name)
+            assert a.dtype == b.dtype and torch.equal(a, b), (plan.step, i, name)
+        assert actual.max_doc_len == expected.max_doc_len
+        assert actual.index.keys() == {"tokens", "bigrams"}
+        for kind, ids in (("tokens", expected.inputs), ("bigrams", expected.bigrams)):
+            check_index(actual.index[kind], ids.numpy(), seen[kind])
+            seen[kind] |= set(ids.tolist())
+        has_touched = plan.do_adam and i == len(want) - 1
+        assert actual.touched.keys() == (seen.keys() if has_touched else set())
     for kind, touched in batch.micro_batches[-1].touched.items():
-        assert touched.rows.tolist() == sorted(seen[kind]), (now.step, kind)
-        block = {"tokens": 264, "bigrams": 640}[kind] // world
-        assert touched.block == block
-        assert touched.owners == [sum(row // block == owner for row in seen[kind]) for owner in range(world)]
-    if now.do_adam:
+        assert touched.row_ids.tolist() == sorted(seen[kind]), (plan.step, kind)
+        shard = {"tokens": 264, "bigrams": 640}[kind] // world_size
+        counts = [sum(row // shard == rank for row in seen[kind]) for rank in range(world_size)]
+        assert touched.rows_per_rank == shard and touched.counts_per_rank == counts
+    if plan.do_adam:
         for rows in seen.values():
             rows.clear()
 
 
-def test_index_batch(folder):
-    cfg = config(folder, slices=4)
-    (*_, last) = want = next_batch(loader_of(cfg), 240, 50)
-    got = next_batch(loader_of(cfg), 240, 50)
-    seen = {"tokens": {3, 256}, "bigrams": {639, 5, 100}}
-    marks = {"tokens": np.zeros(264, dtype=bool), "bigrams": np.zeros(640, dtype=bool)}
-    for kind, rows in seen.items():
-        marks[kind][list(rows)] = True
-    assert not last.index and not last.touched
-    tg.index_batch(got, marks, 2)
-    now = tg.plan(cfg, 0)
-    check_batch(tg.Batch(now, got, (0, 0, 0)), now, want, seen, 2)
-    for kind, rows in seen.items():
-        assert set(marks[kind].nonzero()[0].tolist()) == rows
+@pytest.mark.parametrize("rank, world_size", [(0, 1), (0, 2), (1, 2), (2, 4), (7, 8)])
+def test_batches_are_the_loaders(folder, rank, world_size):
+    """Compares with a loader alone, through all stages and shards, after all batches have been built.
 
-
-@pytest.mark.parametrize("rank, world", [(0, 1), (0, 2), (1, 2), (2, 4), (7, 8)])
-def test_batches_are_the_loaders(folder, rank, world):
-    """Through all stages and shards: each as the loader makes it, still so when the next one has been built, with the rows that
-    were touched since the last Adam step, and with the loader's position behind it, not behind the one built ahead."""
+    The position is the loader's after this batch, not after the prefetched one.
+    """
     cfg = config(folder)
-    alone, seen = loader_of(cfg, rank, world), {"tokens": set(), "bigrams": set()}
-    batches = tg.Batches(loader_of(cfg, rank, world), plans_of(cfg))
+    alone, seen = train_loader(cfg, rank, world_size), {"tokens": set(), "bigrams": set()}
+    batches = tg.Prefetcher(train_loader(cfg, rank, world_size), plans_of(cfg))
     shards = set()
-    for now in plans_of(cfg):
-        want = next_batch(alone, now.tokens, now.longest)
-        batch = batches.next()
-        if batches.coming:
-            wait([batches.coming])
-        check_batch(batch, now, want, seen, world)
+    for plan, batch in [(plan, batches.next()) for plan in plans_of(cfg)]:
+        want = alone.batch(plan.batch_tokens, plan.max_doc_len)
+        check_batch(batch, plan, want, seen, world_size)
         assert batch.position == alone.position()
         shards.add(batch.position[0])
-    assert batches.coming is None and shards == {0, 1, 2}
-    batches.close()
+    assert batches.next_batch is None and shards == {0, 1, 2}
+    batches.loader.close()
     alone.close()
 
 
-@pytest.mark.parametrize("first", [1, 4, 5])
-def test_batches_go_on(folder, first):
-    """From the position and the touched rows that a run left: as if it had not been left."""
+@pytest.mark.parametrize("first", [2, 4, 6])
+def test_batches_resume(folder, first):
+    """Compares batches from the position after an Adam step with those of an uninterrupted run."""
     cfg = config(folder)
-    whole, seen = tg.Batches(loader_of(cfg), plans_of(cfg)), {"tokens": set(), "bigrams": set()}
+    uninterrupted = tg.Prefetcher(train_loader(cfg), plans_of(cfg))
     for _ in range(first):
-        batch = whole.next()
-    touched = None
-    if not batch.now.do_adam:
-        touched = {kind: t.rows.clone() for kind, t in batch.micro_batches[-1].touched.items()}
-        seen = {kind: set(rows.tolist()) for kind, rows in touched.items()}
-        assert all(seen.values())
-    alone = loader_of(cfg, position=batch.position)
-    rest = tg.Batches(loader_of(cfg, position=batch.position), iter(plans_of(cfg, first)), touched)
-    for now in plans_of(cfg, first):
-        a, b = whole.next(), rest.next()
-        check_batch(b, now, next_batch(alone, now.tokens, now.longest), seen, 1)
-        assert a.position == b.position and a.now == b.now
+        batch = uninterrupted.next()
+    assert batch.plan.do_adam
+    alone, seen = train_loader(cfg, position=batch.position), {"tokens": set(), "bigrams": set()}
+    resumed = tg.Prefetcher(train_loader(cfg, position=batch.position), iter(plans_of(cfg, first)))
+    for plan in plans_of(cfg, first):
+        a, b = uninterrupted.next(), resumed.next()
+        check_batch(b, plan, alone.batch(plan.batch_tokens, plan.max_doc_len), seen, 1)
+        assert a.position == b.position and a.plan == b.plan
         for x, y in zip(a.micro_batches, b.micro_batches):
             assert all(torch.equal(s, t) for kind in x.index for s, t in zip(x.index[kind], y.index[kind]))
         for kind, t in a.micro_batches[-1].touched.items():
-            assert torch.equal(t.rows, b.micro_batches[-1].touched[kind].rows)
-    for each in (whole, rest, alone):
-        each.close()
+            assert torch.equal(t.row_ids, b.micro_batches[-1].touched[kind].row_ids)
+    for loader in (uninterrupted.loader, resumed.loader, alone):
+        loader.close()
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
-
-def storages(batch):
-    """Addresses of all memory in which a batch lies."""
-    tensors = [t.rows for t in batch.micro_batches[-1].touched.values()]
-    for m in batch.micro_batches:
-        tensors += [m.inputs, m.targets, m.bigram, m.cu_seqlens, *(t for index in m.index.values() for t in index)]
-    return {t.untyped_storage().data_ptr() for t in tensors}
+# ----------------------------------------------------------------------------------------------------- copies
 
 
-def test_memory_is_allocated_once(folder, monkeypatch):
-    """Two sets of rooms in turn, of the largest stage's size, made before the first batch."""
-    made, of_room = [], tg.Room.__init__
-    monkeypatch.setattr(tg.Room, "__init__", lambda self, *args: (made.append(self), of_room(self, *args))[1])
+def test_all_tensors_are_copied_asynchronously(folder, monkeypatch):
+    """Checks a copy to "meta", which must not wait, and that the CPU needs none."""
     cfg = config(folder)
-    batches = tg.Batches(loader_of(cfg, 1, 2), plans_of(cfg))
-    assert len(made) == 8 and all(room.inputs.numel() == 60 for room in made)
-    rooms = {t.untyped_storage().data_ptr() for room in made for t in (
-        room.inputs, room.targets, room.bigram, room.cu_seqlens, *room.touched.values(),
-        *(t for index in room.index.values() for t in index))}
-    used = []
-    for _ in range(cfg.steps):
-        used.append(storages(batches.next()))
-        assert used[-1] <= rooms
-    batches.close()
-    assert not used[0] & used[1] and len(made) == 8
-    assert all(later == earlier for earlier, later in zip(used, used[2:]))
+    batches = tg.Prefetcher(train_loader(cfg), plans_of(cfg))
+    micro_batch = [batches.next(), batches.next()][-1].micro_batches[-1]
+    batches.loader.close()
+    assert micro_batch.to(torch.device("cpu")) is micro_batch
+    log, to = [], torch.Tensor.to
 
+    def recording_to(self, *args, **options):
+        log.append(options)
+        return to(self, *args, **options)
 
-class Copying:
-    """An event whose copy is on its way until `arrive` is called."""
-
-    def __init__(self, room):
-        self.room, self.asked, self.arrived, self.before = room, threading.Event(), threading.Event(), self.contents(room)
-
-    @staticmethod
-    def contents(room):
-        fields = [room.inputs, room.targets, room.bigram, room.cu_seqlens, *room.touched.values()]
-        return [t.clone() for t in fields + [t for index in room.index.values() for t in index]]
-
-    def unchanged(self):
-        return all(torch.equal(a, b) for a, b in zip(self.before, self.contents(self.room)))
-
-    def synchronize(self):
-        self.asked.set()
-        assert self.arrived.wait(WAIT)
-
-
-@pytest.mark.parametrize("late", [0, 3])
-def test_a_room_is_not_written_before_its_copy_has_finished(folder, late):
-    """Whichever of a batch's rooms is copied last: it keeps its contents until its event is over, then gets the next but one
-    batch's."""
-    cfg = config(folder)
-    plans, alone = plans_of(cfg), loader_of(cfg, 0, 2)
-    batches = tg.Batches(loader_of(cfg, 0, 2), plans)
-    want = [next_batch(alone, now.tokens, now.longest) for now in plans]
-    first = batches.next()
-    wait([batches.coming])
-    events = [Copying(micro_batch.room) for micro_batch in first.micro_batches]
-    for i, event in enumerate(events):
-        event.room.copied = event
-        if i != late:
-            event.arrived.set()
-    batches.next()
-    assert events[late].asked.wait(WAIT)
-    done, _ = wait([batches.coming], timeout=0.2)
-    assert not done and events[late].unchanged()
-    events[late].arrived.set()
-    wait([batches.coming])
-    assert all(event.asked.is_set() for event in events)
-    assert not any(event.unchanged() for event in events)
-    for got, expected in zip(batches.next().micro_batches, want[2]):
-        assert torch.equal(got.inputs, expected.inputs) and got.room in [event.room for event in events]
-    batches.close()
-    alone.close()
-
-
-def test_a_moved_micro_batch_leaves_an_event(folder, monkeypatch):
-    """Recorded when all copies have been started. With CUDA's event replaced, and a device that takes any copy."""
-    log = []
-
-    class Event:
-        def record(self):
-            log.append("record")
-
-    cfg = config(folder)
-    batches = tg.Batches(loader_of(cfg), plans_of(cfg))
-    micro_batch = batches.next().micro_batches[-1]
-    assert micro_batch.to(torch.device("cpu")) is micro_batch and micro_batch.room.copied is None
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    to = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **how: (log.append(how), to(self, *args, **how))[1])
+    monkeypatch.setattr(torch.Tensor, "to", recording_to)
     moved = micro_batch.to(torch.device("meta"))
-    assert isinstance(micro_batch.room.copied, Event) and moved.room is None
-    assert log == 14 * [{"non_blocking": True}] + ["record"]
-    assert moved.longest == micro_batch.longest
-    for kind, index in micro_batch.index.items():
-        assert [t.shape for t in moved.index[kind]] == [t.shape for t in index]
-        assert moved.touched[kind].owners == micro_batch.touched[kind].owners
-        assert moved.touched[kind].block == micro_batch.touched[kind].block
-        assert moved.touched[kind].rows.device.type == "meta"
-    batches.close()
+    assert log == 14 * [{"non_blocking": True}]
+    assert [(t.shape, t.dtype) for t in tensors_of(moved)] == [
+        (t.shape, t.dtype) for t in tensors_of(micro_batch)
+    ]
+    assert {t.device.type for t in tensors_of(moved)} == {"meta"}
+    assert moved.max_doc_len == micro_batch.max_doc_len
+    assert moved.index.keys() == moved.touched.keys() == {"tokens", "bigrams"}
+    for kind, touched in moved.touched.items():
+        assert touched._replace(row_ids=None) == micro_batch.touched[kind]._replace(row_ids=None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_on_a_gpu(folder):
-    """Page-locked, copied without waiting; what arrives is right although later batches follow at once."""
+    """Checks that all tensors are page-locked, and that later batches do not change copies under way."""
     cfg, device = config(folder), torch.device("cuda")
-    alone = loader_of(cfg)
-    batches = tg.Batches(tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, True), plans_of(cfg))
-    got = []
+    alone = train_loader(cfg)
+    batches = tg.Prefetcher(train_loader(cfg, pin=True), plans_of(cfg))
+    moved_batches = []
     for _ in range(cfg.steps):
         batch = batches.next()
-        for m in batch.micro_batches:
-            assert m.inputs.is_pinned() and m.targets.is_pinned() and m.index["bigrams"].order.is_pinned()
+        assert all(t.is_pinned() for m in batch.micro_batches for t in tensors_of(m))
         torch.cuda._sleep(10_000_000)
-        got.append([m.to(device) for m in batch.micro_batches])
-        assert isinstance(batch.micro_batches[0].room.copied, torch.cuda.Event)
-    batches.close()
+        moved_batches.append([m.to(device) for m in batch.micro_batches])
+    batches.loader.close()
+
+    def to_host(m):
+        return tg.MicroBatch(**tg.map_tensors(torch.Tensor.cpu, vars(m)))
+
     seen = {"tokens": set(), "bigrams": set()}
-    for now, moved in zip(plans_of(cfg), got):
-        here = [replace(m, inputs=m.inputs.cpu(), targets=m.targets.cpu(), bigram=m.bigram.cpu(), cu_seqlens=m.cu_seqlens.cpu(),
-                        index={kind: tg.RowIndex(*(t.cpu() for t in index)) for kind, index in m.index.items()},
-                        touched={kind: t._replace(rows=t.rows.cpu()) for kind, t in m.touched.items()}) for m in moved]
-        check_batch(tg.Batch(now, here, ()), now, next_batch(alone, now.tokens, now.longest), seen, 1)
+    for plan, moved in zip(plans_of(cfg), moved_batches):
+        want = alone.batch(plan.batch_tokens, plan.max_doc_len)
+        check_batch(tg.Batch(plan, list(map(to_host, moved)), ()), plan, want, seen, 1)
 
 
-# ------------------------------------------------------------------------------------------------------------- errors
+# ----------------------------------------------------------------------------------------------------- errors
+
 
 def test_too_many_documents(tmp_path):
-    """The thread's error comes when its batch is asked for, not before: the batch in use is good."""
-    write_shard(tmp_path / "x_train_000001.bin", [START] + 29 * [1] + 300 * [START], VOCAB, START)
-    cfg = config(tmp_path, slices=1, doc_slots=6)
-    batches = tg.Batches(loader_of(cfg), plans_of(replace(cfg, stages=tuple(replace(s, longest=40) for s in cfg.stages))))
+    """Checks that next() raises the thread's error for its own batch, not for the good one before."""
+    write_shard(tmp_path / "x_train_000001.bin", [BOS] + 29 * [1] + 300 * [BOS], VOCAB, BOS)
+    cfg = config(tmp_path, microbatches=1, max_docs=6)
+    batches = tg.Prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 40)))
     batch = batches.next()
-    wait([batches.coming])
-    assert batch.micro_batches[0].inputs.tolist() == [START] + 29 * [1]
-    for _ in range(2):  # and again if somebody asks again
-        with pytest.raises(tg.UserError, match="a slice of 30 tokens has 31 documents.*--set doc_slots="):
+    wait([batches.next_batch])
+    assert batch.micro_batches[0].inputs.tolist() == [BOS] + 29 * [1]
+    for _ in range(2):  # a second call raises it again
+        with pytest.raises(tg.UserError, match="of 30 tokens has 31 documents.*--set max_docs="):
             batches.next()
-    batches.close()
+    batches.loader.close()
 
 
 def test_data_run_out(tmp_path):
-    write_shard(tmp_path / "x_train_000001.bin", [START] + 80 * [1, 2], VOCAB, START)
-    cfg = config(tmp_path, slices=1)
-    plans = plans_of(replace(cfg, stages=tuple(replace(s, longest=1000) for s in cfg.stages)))
-    write_shard(tmp_path / "x_train_000002.bin", ([START] + 30 * [3]) * 2, VOCAB, START)
-    batches = tg.Batches(loader_of(cfg), plans)
+    write_shard(tmp_path / "x_train_000001.bin", [BOS] + 80 * [1, 2], VOCAB, BOS)
+    write_shard(tmp_path / "x_train_000002.bin", ([BOS] + 30 * [3]) * 2, VOCAB, BOS)
+    cfg = config(tmp_path, microbatches=1)
+    batches = tg.Prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 1000)))
     positions = [batches.next().position for _ in range(3)]
     assert positions == [(0, 1, 30), (1, 1, 60), (1, 2, 90)]
     with pytest.raises(tg.UserError, match="ran out after 90 tokens.*add training shards"):
         batches.next()
-    batches.close()
+    batches.loader.close()
 
 
 def test_a_bad_shard(tmp_path):
-    """Found by the thread that reads ahead, passed on by the one that builds ahead."""
-    write_shard(tmp_path / "x_train_000001.bin", [START] + 40 * [1], VOCAB, START)
-    write_shard(tmp_path / "x_train_000002.bin", [START] + 40 * [300], VOCAB, START)
-    cfg = config(tmp_path, slices=1)
-    batches = tg.Batches(loader_of(cfg), plans_of(replace(cfg, stages=tuple(replace(s, longest=40) for s in cfg.stages))))
+    """Checks that an error of the thread that reads shards passes through the one that builds batches."""
+    write_shard(tmp_path / "x_train_000001.bin", [BOS] + 40 * [1], VOCAB, BOS)
+    write_shard(tmp_path / "x_train_000002.bin", [BOS] + 40 * [300], VOCAB, BOS)
+    cfg = config(tmp_path, microbatches=1)
+    batches = tg.Prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 40)))
     batches.next()
     with pytest.raises(tg.UserError, match="x_train_000002.bin: token 300 is outside the vocabulary"):
         batches.next()
-    batches.close()
+    batches.loader.close()
 
 
 @pytest.mark.parametrize("when", ["building", "failed", "at the end"])
 def test_close(folder, when):
-    """Comes back, with a build under way when that is over; no thread of it stays."""
+    """Checks that close() waits for a build under way, and leaves no thread behind."""
     cfg = config(folder, steps=(1, 0, 1, 0))
-    before = set(threading.enumerate())
-    loader = loader_of(cfg)
-    began, end, build = threading.Event(), threading.Event(), loader.batch
+    threads_before = set(threading.enumerate())
+    loader = train_loader(cfg)
+    building, may_end, build = threading.Event(), threading.Event(), loader.batch
 
-    def slow(*args):
-        began.set()
-        assert end.wait(WAIT)
+    def slow_build(*args):
+        building.set()
+        assert may_end.wait(WAIT)
         if when == "failed":
             raise tg.UserError("on purpose")
         return build(*args)
-    loader.batch = slow
-    batches = tg.Batches(loader, plans_of(cfg))
-    assert began.wait(WAIT)
+
+    loader.batch = slow_build
+    batches = tg.Prefetcher(loader, plans_of(cfg))
+    assert building.wait(WAIT)
     if when == "at the end":
-        end.set()
+        may_end.set()
         for _ in range(cfg.steps):
             batches.next()
     elif when == "failed":
-        end.set()
-        wait([batches.coming])
-    closing = threading.Thread(target=batches.close, daemon=True)
+        may_end.set()
+        wait([batches.next_batch])
+    closing = threading.Thread(target=loader.close, daemon=True)
     closing.start()
     closing.join(0.1)
-    end.set()
+    may_end.set()
     closing.join(WAIT)
     assert not closing.is_alive()
-    for thread in set(threading.enumerate()) - before:
+    for thread in set(threading.enumerate()) - threads_before:
         thread.join(WAIT)
         assert not thread.is_alive()
 
 
-# -------------------------------------------------------------------------------------------------------- sums of rows
+# ----------------------------------------------------------------------------------------------- sums of rows
 
-def spread(shape, dtype, generator):
-    """Numbers over 2^-16 to 2^16, most of them twice with opposite signs: where they cancel, what stays is what the order of
-    additions and every rounding left."""
+
+def cancelling_numbers(shape, dtype, generator):
+    """Draws numbers of 2^-16 to 2^16, most of them also with the opposite sign.
+
+    Where they cancel, what remains depends on the order of additions and on every rounding.
+    """
     size = 2.0 ** torch.randint(-16, 17, shape, generator=generator)
-    numbers, half = torch.randn(shape, generator=generator, dtype=torch.float64) * size, shape[0] // 2
-    numbers[shape[0] - half:] = -numbers[torch.randperm(half, generator=generator)]
-    return numbers.to(dtype)
+    x, half = torch.randn(shape, generator=generator, dtype=torch.float64) * size, shape[0] // 2
+    x[shape[0] - half :] = -x[torch.randperm(half, generator=generator)]
+    return x.to(dtype)
 
 
 def naive_sums(out, grad, index, backwards=False, rounding="once"):
-    """Row after row, position after position, in at least fp32. The other ways are wrong."""
-    out, wide = out.clone(), torch.promote_types(out.dtype, torch.float32)
-    for i, row in enumerate(index.rows.tolist()):
-        positions = index.order[index.starts[i]:index.starts[i + 1]].tolist()
-        total = torch.zeros_like(out[row], dtype=wide)
+    """Sums row by row, position by position, in at least fp32. Non-default options are mutants."""
+    out, acc_dtype = out.clone(), torch.promote_types(out.dtype, torch.float32)
+    for i, row in enumerate(index.row_ids.tolist()):
+        positions = index.perm[index.offsets[i] : index.offsets[i + 1]].tolist()
+        total = torch.zeros_like(out[row], dtype=acc_dtype)
         for position in reversed(positions) if backwards else positions:
-            total = total + grad[position].to(wide)
+            total = total + grad[position].to(acc_dtype)
             if rounding == "every addition":
-                total = total.to(out.dtype).to(wide)
+                total = total.to(out.dtype).to(acc_dtype)
         if rounding == "twice":
-            total = total.to(out.dtype).to(wide)
-        out[row] = (total if index.fresh[i] else out[row].to(wide) + total).to(out.dtype)
+            total = total.to(out.dtype).to(acc_dtype)
+        out[row] = (total if index.first_touch[i] else out[row].to(acc_dtype) + total).to(out.dtype)
     return out
 
 
@@ -451,14 +380,15 @@ def bits(t):
     return t.contiguous().view(torch.uint8)
 
 
-def micro_batches(shape, dtype):
-    """(index, gradient) of four micro-batches between two Adam steps, twice."""
+def indices_and_grads(shape, dtype):
+    """Yields (index, gradient) of four micro-batches between two Adam steps, twice."""
     rng, g = np.random.default_rng(5), torch.Generator().manual_seed(6)
     for _ in range(2):
-        marks = np.zeros(shape[0], dtype=bool)
-        for kind, T in (("one", 60), ("skewed", 90), ("uniform", 90), ("uniform", 1)):
-            numbers = draw(kind, shape[0], T, rng)
-            yield tg.index_rows(numbers, marks, room_for(T)), spread((T, *shape[1:]), dtype, g)
+        touched_mask = np.zeros(shape[0], dtype=bool)
+        for distribution, T in (("one", 60), ("skewed", 90), ("uniform", 90), ("uniform", 1)):
+            row_ids = random_row_ids(distribution, shape[0], T, rng)
+            index = tg.index_rows(row_ids, touched_mask, False)
+            yield index, cancelling_numbers((T, *shape[1:]), dtype, g)
 
 
 SHAPES = [(40, 1), (300, 5), (30, 3, 7), (17, 769), (9, 5, 320), (70000, 2), (40, 768), (5, 1, 1)]
@@ -466,43 +396,61 @@ SHAPES = [(40, 1), (300, 5), (30, 3, 7), (17, 769), (9, 5, 320), (70000, 2), (40
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_of_rows(shape, dtype):
-    """To the bit. Before the first micro-batch the table holds NaN, which stays only where nothing touches it."""
-    got = torch.full(shape, torch.nan, dtype=dtype)
-    got[::3] = 7
-    for i, (index, grad) in enumerate(micro_batches(shape, dtype)):
-        before, kept = got.clone(), grad.clone()
-        tg.sum_rows(got, grad, index)
-        assert torch.equal(bits(got), bits(naive_sums(before, grad, index))), i
-        assert got[index.rows].isfinite().all() and torch.equal(grad, kept)
+def test_segment_sum_rows(shape, dtype):
+    """Checks all bits. The table starts as NaN, which remains only where nothing touches it."""
+    out = torch.full(shape, torch.nan, dtype=dtype)
+    out[::3] = 7
+    for i, (index, grad) in enumerate(indices_and_grads(shape, dtype)):
+        out_before, grad_before = out.clone(), grad.clone()
+        tg.segment_sum_rows(out, grad, index)
+        assert torch.equal(bits(out), bits(naive_sums(out_before, grad, index))), i
+        assert out[index.row_ids].isfinite().all() and torch.equal(grad, grad_before)
         others = torch.ones(shape[0], dtype=torch.bool)
-        others[index.rows.long()] = False
-        assert torch.equal(bits(got[others]), bits(before[others]))
+        others[index.row_ids.long()] = False
+        assert torch.equal(bits(out[others]), bits(out_before[others]))
 
 
-WRONG = [dict(backwards=True), dict(rounding="every addition"), dict(rounding="twice"), dict(fresh=True), dict(fresh=False)]
+MUTANTS = [
+    dict(backwards=True),
+    dict(rounding="every addition"),
+    dict(rounding="twice"),
+    dict(first_touch=True),
+    dict(first_touch=False),
+]
 
 
-@pytest.mark.parametrize("dtype, wrong", [(dtype, wrong) for dtype in (torch.float32, torch.bfloat16) for wrong in WRONG
-                                          if "rounding" not in wrong or dtype == torch.bfloat16], ids=str)
-def test_the_sums_tell_wrong_ones(dtype, wrong):
-    """The numbers above do show another order, another rounding, and a wrong first write."""
-    right, other = torch.zeros(30, 50, dtype=dtype), torch.zeros(30, 50, dtype=dtype)
-    seen = False
-    for index, grad in micro_batches((30, 50), dtype):
-        how = dict(wrong)
-        fresh = torch.full_like(index.fresh, how.pop("fresh")) if "fresh" in how else index.fresh
-        right, other = naive_sums(right, grad, index), naive_sums(other, grad, index._replace(fresh=fresh), **how)
-        seen |= not torch.equal(right, other)
-    assert seen
+@pytest.mark.parametrize(
+    "dtype, mutant",
+    [
+        (dtype, mutant)
+        for dtype in (torch.float32, torch.bfloat16)
+        for mutant in MUTANTS
+        if "rounding" not in mutant or dtype == torch.bfloat16
+    ],
+    ids=str,
+)
+def test_the_numbers_expose_wrong_sums(dtype, mutant):
+    """Checks that another order, another rounding, and a wrong first write change the sums."""
+    right, wrong = torch.zeros(30, 50, dtype=dtype), torch.zeros(30, 50, dtype=dtype)
+    differ = False
+    for index, grad in indices_and_grads((30, 50), dtype):
+        options, wrong_index = dict(mutant), index
+        if "first_touch" in options:
+            first_touch = torch.full_like(index.first_touch, options.pop("first_touch"))
+            wrong_index = index._replace(first_touch=first_touch)
+        right = naive_sums(right, grad, index)
+        wrong = naive_sums(wrong, grad, wrong_index, **options)
+        differ |= not torch.equal(right, wrong)
+    assert differ
 
 
-def test_sums_of_a_leaf_gradient():
-    """A gradient need not lie in one piece, as autograd may leave it."""
+def test_segment_sum_rows_of_a_strided_gradient():
+    """Checks a gradient that is not contiguous, as autograd may leave it."""
     g = torch.Generator().manual_seed(7)
-    grad = spread((5, 40, 6), torch.float32, g).transpose(0, 1)
-    numbers = draw("skewed", 20, 40, np.random.default_rng(8))
-    index, out = tg.index_rows(numbers, np.zeros(20, dtype=bool), room_for(40)), torch.zeros(20, 5, 6)
+    grad = cancelling_numbers((5, 40, 6), torch.float32, g).transpose(0, 1)
+    row_ids = random_row_ids("skewed", 20, 40, np.random.default_rng(8))
+    index = tg.index_rows(row_ids, np.zeros(20, dtype=bool), False)
+    out = torch.zeros(20, 5, 6)
     want = naive_sums(out, grad, index)
-    tg.sum_rows(out, grad, index)
+    tg.segment_sum_rows(out, grad, index)
     assert torch.equal(bits(out), bits(want))

@@ -1,5 +1,8 @@
-"""torch.compile of what stands between the products, and of the updates: the same training as without, each kind of layer and of
-update compiled once, and nothing at all after the warm-up."""
+"""Compares compiled training with plain: the code between products, and the updates.
+
+Each kind of layer and of update compiles once, and nothing compiles after the warm-up.
+"""
+
 import os
 from dataclasses import replace
 from functools import cache, partial
@@ -10,107 +13,124 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import train_gpt as tg
-from test_distributed import batches_of, build, cfg as every_layer  # noqa: F401 (a fixture)
+from test_distributed import batches_of, build, with_dtype
+from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.slow
 
-WINDOWS = (9, 33)
+WINDOWS = {"short": 9, "long": 33}
 
 
 @pytest.fixture(scope="module")
 def cfg(every_layer):  # noqa: F811
-    """A layer of each kind, and two of one kind."""
-    layers = (tg.Layer("paired", value=0, saves="skip"), tg.Layer("plain", "long", saves="back"), tg.Layer(None, adds="skip"),
-              tg.Layer("plain", value=1, reads="back"), tg.Layer("plain", value=2, reads="back"))
-    return replace(every_layer, layers=layers, slices=2)
+    """Returns a config with a layer of each kind, and two of one kind."""
+    layers = (
+        tg.Layer("paired", value=0, saves="skip"),
+        tg.Layer("plain", "long", key_shift=True, saves="back"),
+        tg.Layer(None, adds="skip"),
+        tg.Layer("plain", value=1, reads="back"),
+        tg.Layer("plain", value=2, reads="back"),
+    )
+    return replace(every_layer, layers=layers, microbatches=2)
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """compiled(cfg, ...): the forms of a compiled run, as choose_ops gives them but for arguments to torch.compile."""
-    # Torch's cache does not tell vectors of 16 numbers from those of 8: what was made under another ATEN_CPU_CAPABILITY would
-    # be compiled for this one, and compute NaN.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(default_cache_dir(), torch.backends.cpu.get_cpu_capability()))
-    def ops(cfg, **arguments):
-        return tg.PLAIN._replace(compiled=cache(partial(torch.compile, fullgraph=True, **arguments)),
-                                 number=partial(torch.tensor, dtype=tg.wide_dtype(cfg)))
+    """Returns compiled(cfg, **arguments): a compiled run's backend, with arguments for torch.compile."""
+    # Torch's cache does not distinguish vectors of 16 numbers from those of 8: code compiled under another
+    # ATEN_CPU_CAPABILITY would be used here, and compute NaN.
+    capability = torch.backends.cpu.get_cpu_capability()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(default_cache_dir(), capability))
+
+    def backend(cfg, **arguments):
+        return tg.TORCH_BACKEND._replace(
+            compiled=cache(partial(torch.compile, fullgraph=True, **arguments)),
+            scalar=partial(torch.tensor, dtype=tg.acc_dtype(cfg)),
+        )
 
     with torch._dynamo.config.patch(recompile_limit=64):
         torch._dynamo.reset()
         counters.clear()
-        yield ops
+        yield backend
         torch._dynamo.reset()
 
 
-def train(cfg, ops):
-    """-> losses, how many graphs were compiled by the end of each step, the model's state."""
-    _, exchange, model, optimizer = build(0, 1, cfg, ops=ops)
+def train(cfg, backend):
+    """Trains a run; returns losses, the number of compiled graphs after each step, the model's tensors."""
+    _, exchange, model, optimizer = build(0, 1, cfg, backend=backend)
     batches, losses, graphs = batches_of(cfg, 0, 1), [], []
-    val = tg.ValLoader(cfg, tg.find_data(cfg).val, 0, 1, False)
+    val = tg.ValLoader(cfg, tg.open_dataset(cfg).val, 0, 1, False)
     for _ in range(cfg.steps):
-        losses.append(tg.train_step(model, optimizer, batches.next()).item())
+        losses.append(tg.train_step(model, optimizer, batches.next())["train_loss"].item())
         losses.append(tg.validate(model, val, exchange, WINDOWS))
         graphs.append(counters["stats"]["unique_graphs"])
-    batches.close()
-    return losses, graphs, {name: p for name, p in model.state().items() if isinstance(p, torch.Tensor)}
+    batches.loader.close()
+    return losses, graphs, model.state_dict()
 
 
 def test_a_compiled_run_is_the_plain_run(cfg, compiled):
-    """Through all stages and the split, as torch.compile traces and differentiates it, before code is made of that. Shapes change
-    with the stages; rates, windows and momentum change with every step and compile nothing."""
-    want, none, state = train(cfg, tg.PLAIN)
-    got, graphs, compiled_state = train(cfg, compiled(cfg, backend="aot_eager"))
-    assert none == [0] * cfg.steps
-    assert got == pytest.approx(want, rel=1e-12)
-    for name, p in state.items():
-        torch.testing.assert_close(compiled_state[name], p, rtol=1e-11, atol=1e-12, msg=name)
-    # Steps 0 and 1 update banks and Adam's parameters for the first time; step 2 has another length, from then on lengths are
-    # free; embed's own update in step 7 has the shape of another table's.
+    """Trains through all stages and untying: torch.compile traces and differentiates, generates no code.
+
+    Shapes change with the stages. Rates, windows and momentum change with every step and compile nothing.
+    """
+    want, no_graphs, tensors = train(cfg, tg.TORCH_BACKEND)
+    losses, graphs, compiled_tensors = train(cfg, compiled(cfg, backend="aot_eager"))
+    assert no_graphs == [0] * cfg.steps
+    assert losses == pytest.approx(want, rel=1e-12)
+    for name, t in tensors.items():
+        torch.testing.assert_close(compiled_tensors[name], t, rtol=1e-11, atol=1e-12, msg=name)
+    # Steps 0 and 1 update banks and Adam's parameters for the first time. Step 2 has another length; from
+    # then on lengths are dynamic. embed's own update in step 7 has the shape of another table's.
     assert 0 < graphs[0] < graphs[1] < graphs[2] == graphs[-1] <= 60
 
 
-def test_machine_code(cfg, compiled):
-    """Forward and backward of a batch by torch.compile's own backend, in fp32: losses and gradients of the plain one."""
-    layers = (tg.Layer("plain", "long", value=0, saves="skip"), tg.Layer("plain", "long", value=1, saves="back", adds="skip"))
-    cfg, found = replace(cfg, dtype="float32", polar_dtype="float32", layers=layers, slices=1), []
-    for ops in (tg.PLAIN, compiled(cfg)):
-        _, _, model, optimizer = build(0, 1, cfg, ops=ops)
-        optimizer.step = lambda now: None
+def test_generated_code(cfg, compiled):
+    """Compares a batch's loss and gradients in fp32 with torch.compile's own backend, with the plain ones."""
+    layers = (
+        tg.Layer("plain", "long", key_shift=True, value=0, saves="skip"),
+        tg.Layer("plain", "long", key_shift=True, value=1, saves="back", adds="skip"),
+    )
+    cfg, results = replace(with_dtype(cfg, "float32"), layers=layers, microbatches=1), []
+    for backend in (tg.TORCH_BACKEND, compiled(cfg)):
+        _, _, model, optimizer = build(0, 1, cfg, backend=backend)
+        optimizer.step = lambda plan: None
         batches = batches_of(cfg, 0, 1)
-        loss = tg.train_step(model, optimizer, batches.next()).item()
-        batches.close()
-        found.append((loss, {name: optimizer.gradient(name) for name in optimizer.params}))
-    (want, gradients), (got, compiled_gradients) = found
-    assert got == pytest.approx(want, rel=1e-6) and counters["stats"]["unique_graphs"] > 5
-    for name, gradient in gradients.items():
-        assert (compiled_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        loss = tg.train_step(model, optimizer, batches.next())["train_loss"].item()
+        batches.loader.close()
+        results.append((loss, {name: optimizer.grad_of(name) for name in optimizer.params}))
+    (want, grads), (loss, compiled_grads) = results
+    assert loss == pytest.approx(want, rel=1e-6) and counters["stats"]["unique_graphs"] > 5
+    for name, grad in grads.items():
+        assert (compiled_grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-def test_updates_in_machine_code(compiled):
-    g, changed = torch.Generator().manual_seed(0), []
-    p, grad = (torch.randn(3, 10, 8, generator=g) for _ in range(2))
-    for ops in (tg.PLAIN, compiled(tg.CPU)):
-        adam, m, v = p.bfloat16(), torch.zeros_like(p), torch.zeros_like(p)
-        muon, momentum, second = p.clone(), torch.zeros_like(p), torch.zeros(3, 10, 1)
-        for t in (1, 2):
-            tg.adam_update(adam, grad * t, m, v, t, 0.01 / t, (0.5, 0.95), 1e-10, 0.5, ops)
-            x = tg.normuon_direction(grad * t, momentum, second, 0.85 + t / 100, 0.9, torch.float32, ops)
-            tg.normuon_update(muon, None, x, torch.full((3, 1, 1), 0.02 / t), 0.1, ops)
-        changed.append((adam.float(), m, v, muon, momentum, second))
-    for plain, own in zip(*changed):
-        assert (own - plain).norm() <= 1e-5 * plain.norm() and plain.any()
+def test_updates_in_generated_code(compiled):
+    cfg, g, results = replace(tg.CPU, muon_wd=5.0), torch.Generator().manual_seed(0), []
+    start, grad = (torch.randn(3, 10, 8, generator=g) for _ in range(2))
+    plans = [tg.plan_step(cfg, 0)._replace(lr_mul=1 / t, momentum=0.85 + t / 100) for t in (1, 2)]
+    rows = {row.name: row for row in cfg.params}
+    for backend in (tg.TORCH_BACKEND, compiled(cfg)):
+        results.append([])
+        for row, p in ((rows["embed"], start.bfloat16()), (rows["mlp_bank"], start.clone())):
+            rule = tg.OPTIMIZERS[row.optimizer]
+            state = rule.init(p, row, torch.float32, 0)
+            for t, plan in enumerate(plans, 1):
+                rule.update(p, grad * t, state, row, plan, cfg, backend)
+            results[-1] += [p.float(), *(t for t in state.values() if isinstance(t, torch.Tensor))]
+    for plain, generated in zip(*results):
+        assert (generated - plain).norm() <= 1e-5 * plain.norm() and plain.any()
 
 
-def test_low_words_compiled(compiled):
-    """bf16 weights with their lower halves, by machine code: the bits of the plain update."""
-    g = torch.Generator().manual_seed(0)
+def test_mantissas_in_generated_code(compiled):
+    """Updates bf16 weights with their mantissas: to fp32's rounding as the plain update."""
+    g, results = torch.Generator().manual_seed(0), []
     high, x = (torch.randn(2, 8, 6, generator=g).bfloat16() for _ in range(2))
-    low, lr = torch.randint(0, 65536, (2, 8, 6), generator=g).to(torch.uint16), torch.tensor([[[0.02]], [[0.04]]])
-    results = []
-    for ops in (tg.PLAIN, compiled(tg.RECORD)):
-        p, rest = high.clone(), low.clone()
-        tg.normuon_update(p, rest, x, lr, 0.1, ops)
-        results.append((p, rest))
-    (p, rest), (q, other) = results
-    difference = (tg.join_halves(p, rest) - tg.join_halves(q, other)).abs()
-    assert not torch.equal(p, high) and (difference <= 2 ** -22 * tg.join_halves(p, rest).abs()).all()  # one may fuse a product
+    low = torch.randint(0, 65536, (2, 8, 6), generator=g).to(torch.uint16)
+    lr = torch.tensor([[[0.02]], [[0.04]]])
+    for backend in (tg.TORCH_BACKEND, compiled(tg.RECORD)):
+        p, mantissa = high.clone(), low.clone()
+        backend.compiled(tg.muon_update)(p, mantissa, x, lr, 0.1 * lr)
+        assert not torch.equal(p, high)
+        results.append(tg.merge_mantissa(p, mantissa))
+    plain, generated = results
+    assert ((generated - plain).abs() <= 2**-22 * plain.abs()).all()  # one may fuse a product

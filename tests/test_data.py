@@ -1,4 +1,5 @@
-"""data/ and bench/ngram.py: what goes into shards comes out of them, and nothing is half-written."""
+"""Tests data/ and bench/ngram.py: texts survive the trip through shards, and nothing is half-written."""
+
 import fcntl
 import gzip
 import hashlib
@@ -21,15 +22,15 @@ import numpy as np
 import pytest
 import tiktoken
 
+import local_corpus
+import tokenize_text as tt
 from launch import WAIT
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "data"), str(ROOT / "bench")]
-import local_corpus  # noqa: E402
-import ngram  # noqa: E402
-import tokenize_text as tt  # noqa: E402
+sys.path.insert(0, str(ROOT / "bench"))
+import ngram
 
-START = 256
+BOS = 256
 
 
 def tokenize(out, *files, options=()):
@@ -37,28 +38,30 @@ def tokenize(out, *files, options=()):
 
 
 def documents_in(out: Path, split: str) -> list[bytes]:
-    """The texts of all shards of a split, in order."""
+    """Returns the texts of all shards of a split, in order."""
     texts = []
     for path in sorted(out.glob(f"*_{split}_*.bin")):
         tokens = tt.read_tokens(path)
-        assert tokens[0] == START, "a shard begins with a document"
-        for piece in np.split(tokens, np.flatnonzero(tokens == START))[1:]:
-            texts.append(piece[1:].astype(np.uint8).tobytes())
+        assert tokens[0] == BOS, "a shard begins with a document"
+        for document in np.split(tokens, np.flatnonzero(tokens == BOS))[1:]:
+            texts.append(document[1:].astype(np.uint8).tobytes())
     return texts
 
 
-def validates(text: bytes, one_in: int) -> bool:
+def is_validation(text: bytes, one_in: int) -> bool:
     return int(hashlib.sha256(text).hexdigest(), 16) % one_in == 0
 
 
 def text_for(split: str, one_in: int = 1000) -> str:
-    """A short text that falls to the split."""
-    return next(text for text in map(str, range(100_000)) if validates(text.encode(), one_in) == (split == "val"))
+    """Returns a short text of that split."""
+    return next(
+        text for text in map(str, range(100_000)) if is_validation(text.encode(), one_in) == (split == "val")
+    )
 
 
 @pytest.fixture
 def files(tmp_path):
-    """Six files, one of each kind, two of them gzipped, two with a byte order mark; and their documents in order."""
+    """Returns six files and their documents: one of each kind, two gzipped, two with byte order marks."""
     texts = [f"text {i}: naïve 🙂 <|endoftext|>\r\n" * (i + 1) for i in range(6)]
     folder = tmp_path / "in"
     folder.mkdir()
@@ -72,95 +75,127 @@ def files(tmp_path):
     return sorted(folder.iterdir()), [t.encode() for t in texts]
 
 
-# ---- tokenize_text.py --------------------------------------------------------------------------------------------
+# ---- tokenize_text.py --------------------------------------------------------------------------------------
+
 
 def test_round_trip_split_and_header(tmp_path, files, capsys):
     paths, texts = files
     out = tmp_path / "out"
     tokenize(out, *paths, options=["--val-one-in", "2"])
     train, val = documents_in(out, "train"), documents_in(out, "val")
-    assert train == [t for t in texts if not validates(t, 2)]
-    assert val == [t for t in texts if validates(t, 2)]
+    assert train == [t for t in texts if not is_validation(t, 2)]
+    assert val == [t for t in texts if is_validation(t, 2)]
     assert train and val
     for split, number, documents in (("train", 1, train), ("val", 0, val)):
         path = out / f"out_{split}_{number:06d}.bin"
         size = sum(map(len, documents))
         words = np.frombuffer(path.read_bytes()[:1024], "<i4")
-        assert words[:6].tolist() == [20240520, 1, size + len(documents), 257, START, size] and not words[6:].any()
+        assert words[:6].tolist() == [20240520, 1, size + len(documents), 257, BOS, size]
+        assert not words[6:].any()
         assert path.stat().st_size == 1024 + 2 * words[2]
     assert "0 bad documents (named above), 1 empty ones" in capsys.readouterr().out
     assert sorted(p.name for p in out.iterdir()) == ["out_train_000001.bin", "out_val_000000.bin"]
 
 
 def test_bytes_encoding_is_a_tiktoken_encoding_that_decodes():
-    encoding = tt.encoding_named("bytes")
+    encoding = tt.get_encoding("bytes")
     text = "".join(map(chr, list(range(0xD7FF)) + [0xFFFF, 0x10FFFF])) + " " * 1000
     ((tokens,),) = tt.encode([tt.Text(None, [text.encode()], False)], encoding)
-    assert tokens.tolist() == encoding.encode(text, disallowed_special=()) and encoding.decode(tokens.tolist()) == text
-    assert (encoding.n_vocab, encoding.eot_token) == (257, START)
+    assert tokens.tolist() == encoding.encode(text, disallowed_special=())
+    assert encoding.decode(tokens.tolist()) == text
+    assert (encoding.n_vocab, encoding.eot_token) == (257, BOS)
 
 
 def test_shards_hold_whole_documents(tmp_path):
     val = text_for("val")
     lines = [json.dumps({"text": text}) for text in [*("x" * n for n in (10, 10, 50, 5, 5, 5, 23, 1)), val]]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    written = tt.write_shards(tmp_path, "n", tt.read_documents([tmp_path / "a.jsonl"], "text"), "bytes",
-                              shard_tokens=24, val_one_in=1000)
+    written = tt.write_shards(
+        tmp_path,
+        "n",
+        tt.read_documents([tmp_path / "a.jsonl"], "text"),
+        "bytes",
+        shard_tokens=24,
+        val_one_in=1000,
+    )
     shards = sorted(tmp_path.glob("*train*.bin"))
     assert [p.name for p in shards] == [f"n_train_{i:06d}.bin" for i in range(1, 6)]
-    assert [tt.read_header(p).tokens for p in shards] == [22, 51, 18, 24, 2]   # 51: a document longer than a shard
+    # 51: a document longer than a shard.
+    assert [tt.read_header(p).tokens for p in shards] == [22, 51, 18, 24, 2]
     assert [tt.read_header(p).text_bytes for p in shards] == [20, 50, 15, 23, 1]
     assert (written.train.tokens, written.train.text_bytes, written.val.tokens) == (117, 109, 1 + len(val))
     assert documents_in(tmp_path, "val") == [val.encode()] and documents_in(tmp_path, "train")[2] == b"x" * 50
 
 
 def test_long_documents_are_cut_into_passages(tmp_path, capsys):
-    """Training takes only the beginning of a document. All passages of one fall to its own side."""
+    """All passages of a document are in its split."""
     one_in, names = 3, iter(range(10**6))
 
-    def chosen(validation, make):   # the first text that falls to that side
-        return next(parts for parts in map(make, names) if validates("".join(parts).encode(), one_in) == validation)
+    def first_of(split, make):
+        """Returns the parts of the first text of that split."""
+        return next(
+            parts
+            for parts in map(make, names)
+            if is_validation("".join(parts).encode(), one_in) == (split == "val")
+        )
 
-    # Of 422 bytes, so that two do not fit into a passage; one paragraph of 2,000 bytes; one line; one word.
-    paragraphs = chosen(True, lambda name: [f"{'naïve 🙂 ' * 30}{name + i}\n\n" for i in range(40)])
-    lines = chosen(False, lambda name: [f"{name:099d}\n"] * 20)
-    words = chosen(False, lambda name: [f"{name:09d} "] * 100)
-    faces = chosen(True, lambda name: ["🙂"] * 300 + [str(name)])
+    # Paragraphs of 422 bytes, two of which exceed a passage; a paragraph of 2,000 bytes; a line; a word.
+    paragraphs = first_of("val", lambda name: [f"{'naïve 🙂 ' * 30}{name + i}\n\n" for i in range(40)])
+    lines = first_of("train", lambda name: [f"{name:099d}\n"] * 20)
+    words = first_of("train", lambda name: [f"{name:09d} "] * 100)
+    faces = first_of("val", lambda name: ["🙂"] * 300 + [str(name)])
     texts = ["".join(parts) for parts in (paragraphs, lines, words, faces)] + ["short"]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[:3]))
     for name, text in zip(("b.py", "c.txt"), texts[3:]):
         (tmp_path / name).write_text(text, encoding="utf-8")
     files = sorted(path for path in tmp_path.iterdir() if path.is_file())
     tokenize(tmp_path / "cut", *files, options=["--val-one-in", str(one_in)])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for split in ("val", "train"):
-        mine = [text.encode() for text in texts if validates(text.encode(), one_in) == (split == "val")]
+        expected = [
+            text.encode() for text in texts if is_validation(text.encode(), one_in) == (split == "val")
+        ]
         passages = documents_in(tmp_path / "cut", split)
-        assert b"".join(passages) == b"".join(mine) and max(map(len, passages)) <= 512
-        assert [passage.decode() for passage in passages]   # no character is cut
-        assert f"{len(mine)} documents in {len(passages)} passages" in said
-    for split, whole in (("val", paragraphs[7]), ("train", "".join(lines[:5])), ("train", "".join(words[:51])),
-                         ("val", "🙂" * 128)):
-        assert whole.encode() in documents_in(tmp_path / "cut", split)
-    assert "Documents of more than 512 bytes were cut into passages; --passage-bytes 0 keeps them whole." in said
-    tokenize(tmp_path / "whole", *files, options=["--val-one-in", str(one_in), "--passage-bytes", "0"])
-    assert sorted(documents_in(tmp_path / "whole", "val") + documents_in(tmp_path / "whole", "train")) == sorted(
-        text.encode() for text in texts)
+        assert b"".join(passages) == b"".join(expected) and max(map(len, passages)) <= 512
+        assert [passage.decode() for passage in passages]  # no character is cut
+        assert f"{len(expected)} documents in {len(passages)} passages" in output
+    for split, passage in (
+        ("val", paragraphs[7]),
+        ("train", "".join(lines[:5])),
+        ("train", "".join(words[:51])),
+        ("val", "🙂" * 128),
+    ):
+        assert passage.encode() in documents_in(tmp_path / "cut", split)
+    assert "Documents above 512 bytes were cut into passages; --passage-bytes 0 cuts none." in output
+    tokenize(tmp_path / "uncut", *files, options=["--val-one-in", str(one_in), "--passage-bytes", "0"])
+    assert sorted(
+        documents_in(tmp_path / "uncut", "val") + documents_in(tmp_path / "uncut", "train")
+    ) == sorted(text.encode() for text in texts)
     assert "passages" not in capsys.readouterr().out
 
 
 def test_one_document_is_not_enough(tmp_path):
     (tmp_path / "book.txt").write_text("a paragraph\n\n" * 1000)
-    with pytest.raises(SystemExit, match="none of 1 documents fell to .* a document is never divided .* cut the file into several"):
+    with pytest.raises(
+        SystemExit,
+        match="none of 1 documents fell to .* a document is never split .* cut the file into several",
+    ):
         tokenize(tmp_path / "out", tmp_path / "book.txt")
 
 
 def test_cut():
-    paragraphs = [b"a" * 450 + b"\n\n", b"b" * 450 + b"\n \n\n", b"c" * 450 + b"\r\n\r\n", b"d" * 5000 + b"\n\n", b"e\n"]
+    paragraphs = [
+        b"a" * 450 + b"\n\n",
+        b"b" * 450 + b"\n \n\n",
+        b"c" * 450 + b"\r\n\r\n",
+        b"d" * 5000 + b"\n\n",
+        b"e\n",
+    ]
     assert tt.cut(b"".join(paragraphs), 1024) == [b"".join(paragraphs[:2]), *paragraphs[2:]]
-    assert tt.cut(b"".join(paragraphs[:4]), 1024) == [b"".join(paragraphs[:2]), *paragraphs[2:4]]   # nothing empty behind it
+    # No empty last part.
+    assert tt.cut(b"".join(paragraphs[:4]), 1024) == [b"".join(paragraphs[:2]), *paragraphs[2:4]]
     assert tt.cut(b"x", 1024) == [b"x"] and tt.cut(b"aa\nb\nccc", 4, tt.LINE_END) == [b"aa\n", b"b\n", b"ccc"]
-    assert tt.passages_of(b"aa bb ccccccc\ndd", 4) == [b"aa ", b"bb ", b"cccc", b"ccc\n", b"dd"]
+    assert tt.cut_passages(b"aa bb ccccccc\ndd", 4) == [b"aa ", b"bb ", b"cccc", b"ccc\n", b"dd"]
     raw = Path(local_corpus.__file__).read_bytes()
     assert b"".join(tt.cut(raw, 1024)) == raw
 
@@ -168,43 +203,58 @@ def test_cut():
 def bad_files(tmp_path) -> tuple[Path, Path, Path]:
     text, lines, cut = tmp_path / "bad.txt", tmp_path / "bad.jsonl", tmp_path / "cut.jsonl.gz"
     text.write_bytes(b"fine\nfine\n\xc3(\n")
-    lines.write_bytes(b'{"text": "good"}\n{"text": \n{"other": 1}\n[1]\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
-                      + b"[" * 100_000 + b"\n" + b'{"text": "good too"}')
+    lines.write_bytes(
+        b'{"text": "good"}\n{"text": \n{"other": 1}\n[1]\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
+        + b"[" * 100_000
+        + b"\n"
+        + b'{"text": "good too"}'
+    )
     cut.write_bytes(gzip.compress(b'{"text": "first"}\n' + os.urandom(100_000).hex().encode())[:60_000])
     return text, lines, cut
 
 
-def test_bad_documents_are_counted_and_named(tmp_path, capsys):
+def test_bad_documents_are_counted_and_located(tmp_path, capsys):
     out = tmp_path / "out"
     (tmp_path / "fine.txt").write_text(text_for("val"))
     tokenize(out, *bad_files(tmp_path), tmp_path / "fine.txt", options=["--val-one-in", "1000"])
     assert documents_in(out, "train") == [b"good", b"good too", b"first"]
     printed = capsys.readouterr()
-    for what in ("bad.txt:3: not UTF-8 (byte 0xc3)", "bad.jsonl:2: not JSON", "bad.jsonl:3: no text under 'text'",
-                 "bad.jsonl:4: no text", "bad.jsonl:5: half of a surrogate pair", "bad.jsonl:6: not UTF-8",
-                 "bad.jsonl:7: not JSON", "cut.jsonl.gz:2: broken gzip data"):
-        assert what in printed.err
+    for message in (
+        "bad.txt:3: not UTF-8 (byte 0xc3)",
+        "bad.jsonl:2: not JSON",
+        "bad.jsonl:3: no text under 'text'",
+        "bad.jsonl:4: no text",
+        "bad.jsonl:5: half of a surrogate pair",
+        "bad.jsonl:6: not UTF-8",
+        "bad.jsonl:7: not JSON",
+        "cut.jsonl.gz:2: broken gzip data",
+    ):
+        assert message in printed.err
     assert "Left out: 8 bad documents" in printed.out and printed.err.count("left out: ") == 8
 
 
-@pytest.mark.parametrize("which, message", [(0, "bad.txt:3: not UTF-8"), (1, "bad.jsonl:2: not JSON"), (2, ":2: broken")])
+@pytest.mark.parametrize(
+    "which, message", [(0, "bad.txt:3: not UTF-8"), (1, "bad.jsonl:2: not JSON"), (2, ":2: broken")]
+)
 def test_strict_stops_and_leaves_nothing(tmp_path, which, message):
     out = tmp_path / "out"
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         tokenize(out, bad_files(tmp_path)[which], options=["--strict", "--shard-tokens", "5"])
-    assert message in str(stopped.value) and "\n" not in str(stopped.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
     assert list(out.iterdir()) == []
 
 
 @pytest.mark.parametrize("split, missing", (("val", "training"), ("train", "validation"), (None, "training")))
-def test_a_split_without_documents_is_refused(tmp_path, capsys, split, missing):
-    """Half a corpus is of no use, and OUT stays free for another try."""
+def test_a_split_without_documents_is_an_error(tmp_path, capsys, split, missing):
+    """Nothing is written, so OUT is free for another try."""
     out = tmp_path / "out"
-    (tmp_path / "a.jsonl").write_text('{}\n{"text": ""}\n' + (json.dumps({"text": text_for(split)}) if split else ""))
-    with pytest.raises(SystemExit) as stopped:
+    (tmp_path / "a.jsonl").write_text(
+        '{}\n{"text": ""}\n' + (json.dumps({"text": text_for(split)}) if split else "")
+    )
+    with pytest.raises(SystemExit) as error:
         tokenize(out, tmp_path / "a.jsonl", options=["--val-one-in", "1000"])
-    assert str(stopped.value).startswith(f"tokenize_text.py: none of {1 if split else 0} documents fell to {missing} "
-                                         "(1 bad and 1 empty ones left out)") and "\n" not in stopped.value.code
+    message = f"none of {1 if split else 0} documents fell to {missing} (1 bad and 1 empty ones left out)"
+    assert str(error.value).startswith(f"tokenize_text.py: {message}") and "\n" not in error.value.code
     assert list(out.iterdir()) == []
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": text_for(s)}) for s in ("val", "train")))
     tokenize(out, tmp_path / "b.jsonl", options=["--val-one-in", "1000"])
@@ -215,67 +265,91 @@ def test_the_field_of_a_jsonl_is_an_option(tmp_path):
     texts = [text_for("val"), text_for("train")]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "no", "body": text}) for text in texts))
     tokenize(tmp_path / "out", tmp_path / "a.jsonl", options=["--field", "body", "--val-one-in", "1000"])
-    assert [documents_in(tmp_path / "out", split) for split in ("val", "train")] == [[text.encode()] for text in texts]
+    assert [documents_in(tmp_path / "out", split) for split in ("val", "train")] == [
+        [text.encode()] for text in texts
+    ]
 
 
 def test_defaults(tmp_path, files, monkeypatch):
-    asked = {}
+    called = {}
 
     def write_shards(out, name, documents, encoding, **options):
-        asked.update(options, encoding=encoding)
+        called.update(options, encoding=encoding)
         return tt.Written(*(tt.SplitWriter(out, name, split, None, 0) for split in ("train", "val")), 0, 0)
 
     monkeypatch.setattr(tt, "write_shards", write_shards)
     tt.main([str(tmp_path / "out"), str(files[0][0])])
-    assert asked == {"encoding": "gpt2", "shard_tokens": 100_000_000, "val_one_in": 100, "passage_bytes": 8192, "strict": False}
+    assert called == {
+        "encoding": "gpt2",
+        "shard_tokens": 100_000_000,
+        "val_one_in": 100,
+        "passage_bytes": 8192,
+        "strict": False,
+    }
 
 
 def test_round_trip_with_tokens_of_several_bytes(tmp_path, files, monkeypatch):
-    """GPT-2's own vocabulary needs a download; this one merges pieces too, and has numbers as large as GPT-2's."""
+    """GPT-2's vocabulary needs a download; this one also merges bytes, and has token ids as large."""
     ranks = {bytes([i]): i for i in range(256)} | {b"te": 256, b"xt": 50_254, b"text": 50_255}
-    encoding = tiktoken.Encoding("merging", pat_str=r"\s?\w+|\W", mergeable_ranks=ranks,
-                                 special_tokens={"<|endoftext|>": 50_256})
-    monkeypatch.setattr(tt, "encoding_named", lambda name: encoding)
+    encoding = tiktoken.Encoding(
+        "merging", pat_str=r"\s?\w+|\W", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50_256}
+    )
+    monkeypatch.setattr(tt, "get_encoding", lambda name: encoding)
     tokenize(tmp_path / "out", *files[0], options=["--val-one-in", "2"])
     for split in ("train", "val"):
-        tokens = np.concatenate([tt.read_tokens(path) for path in sorted((tmp_path / "out").glob(f"*_{split}_*"))])
-        texts = [encoding.decode_bytes(piece[1:].tolist()) for piece in np.split(tokens, np.flatnonzero(tokens == 50_256))[1:]]
-        assert texts == [t for t in files[1] if validates(t, 2) == (split == "val")] and 50_255 in tokens
+        tokens = np.concatenate(
+            [tt.read_tokens(path) for path in sorted((tmp_path / "out").glob(f"*_{split}_*"))]
+        )
+        texts = [
+            encoding.decode_bytes(document[1:].tolist())
+            for document in np.split(tokens, np.flatnonzero(tokens == 50_256))[1:]
+        ]
+        assert texts == [t for t in files[1] if is_validation(t, 2) == (split == "val")] and 50_255 in tokens
     header = tt.read_header(tmp_path / "out/out_train_000001.bin")
-    assert (header.vocabulary, header.start_token) == (50_257, 50_256)
+    assert (header.vocab_size, header.bos_id) == (50_257, 50_256)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size, times", ((1_000_000, 2000), (200_000_000, 1)))
 def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path, size, times):
-    """With many documents to do and some of them done; in the middle of a large one."""
+    """Of many documents, some of them done; and in the middle of a large document."""
     out, text = tmp_path / "out", tmp_path / "a.txt"
     text.write_text("a line of text\n" * (size // 15))
-    process = subprocess.Popen([sys.executable, ROOT / "data/tokenize_text.py", out, *[text] * times, "--encoding", "bytes"],
-                               stderr=subprocess.PIPE, text=True, start_new_session=True,
-                               # a shell's background job is started with it ignored
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "data/tokenize_text.py", out, *[text] * times, "--encoding", "bytes"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # a shell starts background jobs with SIGINT ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     end = time.monotonic() + WAIT
-    while not any(times == 1 or path.stat().st_size for path in out.glob(".unfinished-*" if times == 1 else ".unfinished-*/*")):
+    while not any(
+        times == 1 or path.stat().st_size
+        for path in out.glob(".unfinished-*" if times == 1 else ".unfinished-*/*")
+    ):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.01)
     time.sleep(0.5 if times == 1 else 0)
-    os.killpg(process.pid, signal.SIGINT)   # as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     began = time.monotonic()
     assert process.communicate(timeout=WAIT) == (None, "tokenize_text.py: interrupted; nothing was written\n")
     assert process.returncode == 130 and list(out.iterdir()) == [] and time.monotonic() < began + WAIT / 4
 
 
-def test_a_bar_on_a_terminal(tmp_path):
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))   # a terminal without columns has no bars
+def test_a_progress_bar_on_a_terminal(tmp_path):
+    master, terminal = pty.openpty()
+    # A terminal without columns has no bars.
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
     for split in ("val", "train"):
         (tmp_path / f"{split}.txt").write_text(text_for(split, 100))
-    command = [sys.executable, ROOT / "data/tokenize_text.py", tmp_path / "out", *tmp_path.glob("*.txt"), "--encoding", "bytes"]
-    subprocess.run(command, stderr=its, check=True, timeout=WAIT)
-    shown = os.read(ours, 1 << 16).decode()
+    script, files = ROOT / "data/tokenize_text.py", tmp_path.glob("*.txt")
+    command = [sys.executable, script, tmp_path / "out", *files, "--encoding", "bytes"]
+    subprocess.run(command, stderr=terminal, check=True, timeout=WAIT)
+    shown = os.read(master, 1 << 16).decode()
     assert re.search(r"tokenizing: +0%.*tokenizing: 100%", shown, re.S), shown
-    os.close(ours), os.close(its)
+    os.close(master)
+    os.close(terminal)
 
 
 def test_nothing_appears_before_everything_is_written(tmp_path):
@@ -284,42 +358,53 @@ def test_nothing_appears_before_everything_is_written(tmp_path):
         yield tt.Document("b", 1, b"y" * 2_000_000)
         assert not list(tmp_path.glob("*.bin"))
         raise RuntimeError("the machine stops here")
+
     with pytest.raises(RuntimeError):
         tt.write_shards(tmp_path, "n", documents(), "bytes", shard_tokens=1000)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_clear_refusals(tmp_path, files, capsys):
+def test_wrong_arguments(tmp_path, files, capsys):
     (tmp_path / "a.pdf").write_text("x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x_train_000001.bin").write_text("x")
-    for arguments, message in ((["out", tmp_path / "none.txt"], "no such file"), (["out", tmp_path], "a folder"),
-                               (["out", tmp_path / "a.pdf"], "unknown kind of file"),
-                               ([tmp_path / "full", files[0][0]], "already has shards"),
-                               (["out", files[0][0], "--shard-tokens", "0"], "--shard-tokens must lie")):
-        with pytest.raises(SystemExit) as stopped:
+    for arguments, message in (
+        (["out", tmp_path / "none.txt"], "no such file"),
+        (["out", tmp_path], "a folder"),
+        (["out", tmp_path / "a.pdf"], "unknown kind of file"),
+        ([tmp_path / "full", files[0][0]], "already has shards"),
+        (["out", files[0][0], "--shard-tokens", "0"], "--shard-tokens must be"),
+    ):
+        with pytest.raises(SystemExit) as error:
             tt.main(list(map(str, arguments)))
-        assert stopped.value.code == 2 and message in capsys.readouterr().err
+        assert error.value.code == 2 and message in capsys.readouterr().err
 
 
 def without_network(tmp_path) -> dict:
-    """An environment in which every download fails at once, and no cache has anything."""
+    """Returns an environment in which every download fails at once, and all caches are empty."""
     proxy = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    return os.environ | proxy | {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1",
-                                 "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "", "no_proxy": ""}
+    caches = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf")}
+    return os.environ | proxy | caches | {"HF_HUB_OFFLINE": "1", "NO_PROXY": "", "no_proxy": ""}
 
 
-@pytest.mark.parametrize("command", (["tokenize_text.py", "OUT", "FILE"], ["fineweb.py", "1", "--out", "OUT"]))
-def test_no_network_is_one_clear_line(tmp_path, files, command):
+@pytest.mark.parametrize(
+    "command", (["tokenize_text.py", "OUT", "FILE"], ["fineweb.py", "1", "--out", "OUT"])
+)
+def test_no_network_is_one_line(tmp_path, files, command):
     names = {"OUT": tmp_path / "out", "FILE": files[0][0]}
     command = [str(names.get(word, word)) for word in command]
-    ran = subprocess.run([sys.executable, ROOT / "data" / command[0], *command[1:]], env=without_network(tmp_path),
-                         capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, ROOT / "data" / command[0], *command[1:]],
+        env=without_network(tmp_path),
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 1 and not list(tmp_path.glob("out/*.bin"))
     assert len(ran.stderr.splitlines()) == 1 and ran.stderr.startswith(command[0]), ran.stderr
 
 
-# ---- local_corpus.py ---------------------------------------------------------------------------------------------
+# ---- local_corpus.py ---------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -334,8 +419,10 @@ def test_corpus_is_the_library_split_by_name(corpus):
     documents = [d for d in documents if d.raw]
     names = {d.key for d in documents}
     assert {"argparse.py", "json/decoder.py", "unittest/case.py", "pydoc_data/topics/lambda"} < names
-    assert not [n for n in names if "site-packages" in n or "test" in n.split("/")[:-1] or n == "pydoc_data/topics.py"]
-    val = [validates(d.key.encode(), 20) for d in documents]   # so all passages of a file are on one side
+    assert not [
+        n for n in names if "site-packages" in n or "test" in n.split("/")[:-1] or n == "pydoc_data/topics.py"
+    ]
+    val = [is_validation(d.key.encode(), 20) for d in documents]  # so all passages of a file are in one split
     assert documents_in(corpus, "val") == [d.raw for d, v in zip(documents, val) if v]
     assert documents_in(corpus, "train") == [d.raw for d, v in zip(documents, val) if not v]
     assert 0.02 < sum(val) / len(val) < 0.12
@@ -350,9 +437,12 @@ def test_corpus_twice_is_identical(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupted_corpus_is_one_line_and_leaves_nothing(tmp_path):
-    process = subprocess.Popen([sys.executable, ROOT / "data/local_corpus.py", "--out", tmp_path / "out"],
-                               stderr=subprocess.PIPE, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "data/local_corpus.py", "--out", tmp_path / "out"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     end = time.monotonic() + WAIT
     while not list(tmp_path.glob("out/.unfinished-*/*")):
         assert time.monotonic() < end and process.poll() is None
@@ -362,7 +452,7 @@ def test_an_interrupted_corpus_is_one_line_and_leaves_nothing(tmp_path):
     assert process.returncode == 130 and not list(tmp_path.glob("out/*"))
 
 
-def test_corpus_is_built_again_only_if_needed(tmp_path, monkeypatch, capsys):
+def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
     out, library = tmp_path / "out", tmp_path / "library"
     library.mkdir()
     (library / "a.py").write_text("pass")
@@ -374,21 +464,22 @@ def test_corpus_is_built_again_only_if_needed(tmp_path, monkeypatch, capsys):
 
     assert builds() and not builds()
     train = out / "python_train_000001.bin"
-    whole = train.read_bytes()
-    train.write_bytes(whole[:-1])
-    assert builds() and train.read_bytes() == whole
+    complete = train.read_bytes()
+    train.write_bytes(complete[:-1])
+    assert builds() and train.read_bytes() == complete
     (library / "a.py").write_text("pass\n")
     assert builds() and not builds()
 
 
-# ---- bench/ngram.py ----------------------------------------------------------------------------------------------
+# ---- bench/ngram.py ----------------------------------------------------------------------------------------
+
 
 def naive_losses(train, val, vocabulary, orders):
-    """The formula in bench/ngram.py's docstring, a token at a time."""
+    """Computes the formula in bench/ngram.py's docstring, token by token."""
     followers = defaultdict(Counter)
     for n in range(1, orders + 1):
         for i in range(n - 1, len(train)):
-            followers[tuple(train[i - n + 1:i])][train[i]] += 1
+            followers[tuple(train[i - n + 1 : i])][train[i]] += 1
 
     def p(w, h, n):
         if n == 0:
@@ -396,12 +487,15 @@ def naive_losses(train, val, vocabulary, orders):
         counts, lower = followers[h], p(w, h[1:], n - 1)
         return (counts[w] + len(counts) * lower) / (counts.total() + len(counts)) if counts else lower
 
-    return [[-math.log(p(val[i], tuple(val[max(0, i - n + 1):i]), min(n, i + 1))) for i in range(1, len(val))]
-            for n in range(1, orders + 1)]
+    return [
+        [-math.log(p(val[i], tuple(val[max(0, i - n + 1) : i]), min(n, i + 1))) for i in range(1, len(val))]
+        for n in range(1, orders + 1)
+    ]
 
 
 def test_ngram_by_hand():
-    # train a a b, val a b: p1(b) = (1 + 2/3)/(3 + 2) = 1/3; a is followed by a and b once: p2(b|a) = (1 + 2/3)/4
+    # train a a b, val a b: p1(b) = (1 + 2/3)/(3 + 2) = 1/3.
+    # a is followed by a and b once: p2(b|a) = (1 + 2/3)/4.
     losses = ngram.losses_by_order(np.array([0, 0, 1], np.uint16), np.array([0, 1], np.uint16), 3, 2)
     assert np.allclose(np.exp([-x[0] for x in losses]), [1 / 3, 5 / 12])
 
@@ -411,7 +505,7 @@ def test_ngram_equals_the_naive_model(vocabulary, orders):
     draw = random.Random(0)
     symbols = [0, 1, vocabulary - 1]
     train, val = ([draw.choice(symbols) for _ in range(n)] for n in (300, 100))
-    val[50] = vocabulary // 2                      # never seen, if the vocabulary is larger than 3
+    val[50] = vocabulary // 2  # never seen, if the vocabulary is larger than 3
     got = ngram.losses_by_order(np.array(train, np.uint16), np.array(val, np.uint16), vocabulary, orders)
     assert np.allclose(got, naive_losses(train, val, vocabulary, orders), rtol=1e-12)
 
@@ -420,26 +514,29 @@ def test_ngram_reads_shards(tmp_path, files, capsys):
     tokenize(tmp_path / "out", *files[0], options=["--val-one-in", "2"])
     ngram.main(["--data", str(tmp_path / "out"), "--orders", "2"])
     printed = capsys.readouterr().out
-    train, val = (np.concatenate([tt.read_tokens(p) for p in (tmp_path / "out").glob(f"*_{split}_*")])
-                  for split in ("train", "val"))
+    train, val = (
+        np.concatenate([tt.read_tokens(p) for p in (tmp_path / "out").glob(f"*_{split}_*")])
+        for split in ("train", "val")
+    )
     loss = np.mean(naive_losses(train.tolist(), val.tolist(), 257, 2)[1])
-    per_byte = loss * len(val) / (val != START).sum()
+    per_byte = loss * len(val) / (val != BOS).sum()
     assert f"2-gram  per token {loss:.4f}  per byte {per_byte:.4f}" in printed
     with pytest.raises(SystemExit, match="lacks training or validation shards"):
         ngram.main(["--data", str(tmp_path)])
 
 
-def test_what_the_encoding_gives_up_at_is_a_bad_document(tmp_path, monkeypatch, capsys):
-    """GPT-2's pattern does at a million spaces in a row."""
+def test_text_that_cannot_be_tokenized_is_a_bad_document(tmp_path, monkeypatch, capsys):
+    """GPT-2's regex fails at a million spaces in a row."""
+
     class GivesUp:
-        name, n_vocab, eot_token = "gives up", 257, START
+        name, n_vocab, eot_token = "gives up", 257, BOS
 
         def encode_batch(self, texts, **options):
             if any(text.isspace() for text in texts):
                 raise ValueError("stack")
             return [[0] * len(text) for text in texts]
 
-    monkeypatch.setattr(tt, "encoding_named", lambda name: GivesUp())
+    monkeypatch.setattr(tt, "get_encoding", lambda name: GivesUp())
     for name, text in (("a", text_for("train")), ("b", "   "), ("c", text_for("val"))):
         (tmp_path / f"{name}.txt").write_text(text)
     tokenize(tmp_path / "out", *sorted(tmp_path.glob("*.txt")), options=["--val-one-in", "1000"])

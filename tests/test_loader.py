@@ -1,5 +1,8 @@
-"""Data: slices against a naive program, shard switches, validation slices, what is known of the files. Their errors are in
-test_bad_input.py."""
+"""Tests the loaders against a naive program: micro-batches, shard switches, validation, facts about files.
+
+The files' errors are in test_bad_input.py.
+"""
+
 import hashlib
 import itertools
 from dataclasses import replace
@@ -9,311 +12,333 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import next_batch, random_documents, write_shard
+from golden_inputs import random_documents, write_shard
 
-VOCAB, START = 257, 256
+VOCAB, BOS = 257, 256
 
 
 def config(folder, **changes):
     return replace(tg.CPU, data=str(folder), **changes)
 
 
-def make_shards(folder, rng, counts, split="train", longest=200):
+def make_shards(folder, rng, counts, split="train", max_doc_len=200):
     folder.mkdir(exist_ok=True)
-    shards = [random_documents(rng, n, VOCAB, START, longest) for n in counts]
+    shards = [random_documents(rng, n, VOCAB, BOS, max_doc_len) for n in counts]
     for i, tokens in enumerate(shards):
-        write_shard(folder / f"x_{split}_{i:06d}.bin", tokens, VOCAB, START)
+        write_shard(folder / f"x_{split}_{i:06d}.bin", tokens, VOCAB, BOS)
     return shards
 
 
-# ------------------------------------------------------------------------------------------------------ naive oracle
+def train_loader(cfg, rank=0, world_size=1):
+    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, False)
+
+
+# ------------------------------------------------------------------------------------------ the naive program
+
 
 def naive_documents(shard):
     documents = []
     for token in shard:
-        if token == START:
+        if token == BOS:
             documents.append([])
         if documents:
             documents[-1].append(int(token))
     return documents
 
 
-def naive_slice(documents, at, T, longest):
-    """Documents in order from number `at`, each cut at `longest`, until there are T + 1 tokens; the last piece cut to fit.
-    -> tokens, start of each document in them, the next document; None when the documents do not suffice."""
+def naive_micro_batch(documents, first, T, max_doc_len):
+    """Takes documents from number `first`, each cut to max_doc_len, until there are T + 1 tokens.
+
+    Returns the tokens, each document's start in them, the next document's number; None if documents run out.
+    """
     tokens, starts = [], []
     while len(tokens) < T + 1:
-        if at == len(documents):
+        if first == len(documents):
             return None
         starts.append(len(tokens))
-        for token in documents[at][:longest]:
+        for token in documents[first][:max_doc_len]:
             if len(tokens) < T + 1:
                 tokens.append(token)
-        at += 1
-    return tokens, starts, at
+        first += 1
+    return tokens, starts, first
 
 
-def naive_batches(shards, schedule, slices):
-    """All batches of the schedule [(tokens, longest)], each a list of (tokens, starts); ends with the data."""
+def naive_batches(shards, schedule, microbatches):
+    """Yields the batches of a schedule [(batch_tokens, max_doc_len)] as lists of (tokens, starts)."""
     shards = iter([naive_documents(s) for s in shards])
-    documents, at = next(shards), 0
-    for tokens, longest in schedule:
+    documents, first = next(shards), 0
+    for batch_tokens, max_doc_len in schedule:
         while True:
-            batch, here = [], at
-            for _ in range(slices):
-                piece = naive_slice(documents, here, tokens // slices, longest)
-                if piece is None:
+            batch, at = [], first
+            for _ in range(microbatches):
+                micro_batch = naive_micro_batch(documents, at, batch_tokens // microbatches, max_doc_len)
+                if micro_batch is None:
                     break
-                batch.append(piece[:2])
-                here = piece[2]
-            if len(batch) == slices:
+                *tokens_and_starts, at = micro_batch
+                batch.append(tokens_and_starts)
+            if len(batch) == microbatches:
                 break
             try:
-                documents, at = next(shards), 0  # the whole batch starts over
+                documents, first = next(shards), 0  # the whole batch starts over
             except StopIteration:
                 return
-        at = here
+        first = at
         yield batch
 
 
-def naive_bigram(tokens, rows):
-    wrap = lambda x: (x + 2**31) % 2**32 - 2**31
-    return [rows - 1] + [(wrap(36313 * b) ^ wrap(27191 * a)) % (rows - 1) for a, b in zip(tokens, tokens[1:])]
+def naive_bigrams(tokens, rows):
+    def int32(x):
+        return (x + 2**31) % 2**32 - 2**31
+
+    pairs = zip(tokens, tokens[1:])
+    return [rows - 1] + [(int32(36313 * b) ^ int32(27191 * a)) % (rows - 1) for a, b in pairs]
 
 
 def check_micro_batch(batch, tokens, starts, cfg):
     T = len(tokens) - 1
     assert batch.inputs.tolist() == tokens[:T] and batch.targets.tolist() == tokens[1:]
-    assert (batch.inputs.dtype, batch.targets.dtype, batch.bigram.dtype, batch.cu_seqlens.dtype) == \
-        (torch.int32, torch.int64, torch.int32, torch.int32)
-    assert batch.bigram.tolist() == naive_bigram(tokens[:T], cfg.bigram_rows)
-    slots = cfg.doc_slots or tg.doc_slots(T)
-    assert batch.cu_seqlens.tolist() == starts + [T] * (slots - len(starts))
+    assert batch.inputs.dtype == batch.bigrams.dtype == batch.cu_seqlens.dtype == torch.int32
+    assert batch.targets.dtype == torch.int64
+    assert batch.bigrams.tolist() == naive_bigrams(tokens[:T], cfg.bigram_vocab_size)
+    max_docs = cfg.max_docs or tg.default_max_docs(T)
+    assert batch.cu_seqlens.tolist() == starts + [T] * (max_docs - len(starts))
 
 
-# ------------------------------------------------------------------------------------------------------------ slices
+# ---------------------------------------------------------------------------------------------- micro-batches
+
 
 @pytest.mark.parametrize("seed", range(6))
-def test_slices(tmp_path, seed):
-    """Random documents and shards, batch sizes that change; at worlds 1, 2, 4, 8 the ranks' slices are the same eight."""
+def test_micro_batches(tmp_path, seed):
+    """Checks that 1, 2, 4 and 8 ranks share the same eight micro-batches."""
     rng = np.random.default_rng(seed)
-    shards = make_shards(tmp_path, rng, rng.integers(3000, 7000, 3), longest=int(rng.integers(20, 300)))
+    shards = make_shards(tmp_path, rng, rng.integers(3000, 7000, 3), max_doc_len=int(rng.integers(20, 300)))
     cfg = config(tmp_path)
     schedule = [(int(8 * rng.integers(30, 90)), int(rng.integers(10, 250))) for _ in range(40)]
     want = list(naive_batches(shards, schedule, 8))
     assert 5 < len(want) < 40  # the data ends in this schedule, and not at once
-    loaders = {(world, rank): tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world, False)
-               for world in (1, 2, 4, 8) for rank in range(world)}
-    for (tokens, longest), batch in zip(schedule, want):
-        for (world, rank), loader in loaders.items():
-            own = next_batch(loader, tokens, longest)
-            assert len(own) == 8 // world
-            for m, micro_batch in enumerate(own):
-                assert micro_batch.longest == longest
-                check_micro_batch(micro_batch, *batch[m * world + rank], cfg)
+    ranks = [(rank, world_size) for world_size in (1, 2, 4, 8) for rank in range(world_size)]
+    loaders = {(rank, world_size): train_loader(cfg, rank, world_size) for rank, world_size in ranks}
+    for (batch_tokens, max_doc_len), batch in zip(schedule, want):
+        for (rank, world_size), loader in loaders.items():
+            micro_batches = loader.batch(batch_tokens, max_doc_len)
+            assert len(micro_batches) == 8 // world_size
+            for m, micro_batch in enumerate(micro_batches):
+                assert micro_batch.max_doc_len == max_doc_len
+                check_micro_batch(micro_batch, *batch[m * world_size + rank], cfg)
+    delivered = sum(tokens for tokens, _ in schedule[: len(want)])
     for loader in loaders.values():
-        with pytest.raises(tg.UserError, match=f"ran out after {sum(t for t, _ in schedule[:len(want)]):,} tokens.*add training shards"):
-            next_batch(loader, *schedule[len(want)])
+        with pytest.raises(tg.UserError, match=f"ran out after {delivered:,} tokens.*add training shards"):
+            loader.batch(*schedule[len(want)])
         loader.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_batches_are_counted_as_the_loader_draws_them(tmp_path, seed):
-    """As many as the naive program cuts, and the loader delivers; of documents longer than what is used of them. With more ranks
-    than slices other ones are cut."""
+def test_count_batches(tmp_path, seed):
+    """Checks the count against the naive program and the loader. Some documents are longer than max_doc_len.
+
+    Sixteen ranks, more than the micro-batches, cut other batches than one rank does.
+    """
     rng, counts = np.random.default_rng(seed), []
-    shards = make_shards(tmp_path, rng, rng.integers(9000, 15000, 3), longest=int(rng.integers(30, 900)))
-    stages = [replace(stage, steps=int(rng.integers(1, 3)), tokens=int(16 * rng.integers(10, 30)), longest=int(rng.integers(20, 400)))
-              for stage in tg.CPU.stages]
-    for more, world in itertools.product((0, 60), (1, 16)):
-        cfg = config(tmp_path, stages=(replace(stages[0], steps=stages[0].steps + more), *stages[1:]))
-        plans, paths = [tg.plan(cfg, step) for step in range(cfg.steps)], tg.find_shards(cfg.data, "train")
-        want = len(list(naive_batches(shards, [(now.tokens, now.longest) for now in plans], max(8, world))))
-        counts.append((tg.count_batches(cfg, paths, world), cfg.steps))
+    shards = make_shards(tmp_path, rng, rng.integers(9000, 15000, 3), max_doc_len=int(rng.integers(30, 900)))
+    stages = []
+    for stage in tg.CPU.stages:
+        steps, batch_tokens = int(rng.integers(1, 3)), int(16 * rng.integers(10, 30))
+        max_doc_len = int(rng.integers(20, 400))
+        stages.append(replace(stage, steps=steps, batch_tokens=batch_tokens, max_doc_len=max_doc_len))
+    for more, world_size in itertools.product((0, 60), (1, 16)):
+        longer = replace(stages[0], steps=stages[0].steps + more)
+        cfg = config(tmp_path, stages=(longer, *stages[1:]))
+        plans, paths = [tg.plan_step(cfg, s) for s in range(cfg.steps)], tg.find_shards(cfg.data, "train")
+        schedule = [(plan.batch_tokens, plan.max_doc_len) for plan in plans]
+        want = len(list(naive_batches(shards, schedule, max(8, world_size))))
+        counts.append((tg.count_batches(cfg, paths, world_size), cfg.steps))
         assert counts[-1][0] == want
-        loader = tg.TrainLoader(cfg, paths, 0, world, False)
-        for now in plans[:want]:
-            next_batch(loader, now.tokens, now.longest)
+        loader = train_loader(cfg, 0, world_size)
+        for batch_tokens, max_doc_len in schedule[:want]:
+            loader.batch(batch_tokens, max_doc_len)
         if want < cfg.steps:
-            with pytest.raises(tg.DataRanOut):
-                next_batch(loader, plans[want].tokens, plans[want].longest)
+            with pytest.raises(tg.OutOfData):
+                loader.batch(*schedule[want])
         loader.close()
     assert {count < steps for count, steps in counts} == {True, False}
 
 
 def test_counting_reads_as_far_as_the_schedule_goes(tmp_path):
-    """The shard behind that would be refused."""
+    """Checks that the last shard, which is bad, is read only by the longer schedule."""
     make_shards(tmp_path, np.random.default_rng(0), [9000, 9000])
-    write_shard(tmp_path / "x_train_000009.bin", [START] + 40 * [300], VOCAB, START)
+    write_shard(tmp_path / "x_train_000009.bin", [BOS] + 40 * [300], VOCAB, BOS)
     cfg, paths = config(tmp_path), tg.find_shards(str(tmp_path), "train")
-    short = replace(cfg, stages=tuple(replace(stage, steps=1, tokens=800) for stage in cfg.stages))
+    short = replace(cfg, stages=tuple(replace(stage, steps=1, batch_tokens=800) for stage in cfg.stages))
     assert tg.count_batches(short, paths, 1) == 4
     with pytest.raises(tg.UserError, match="token 300"):
         tg.count_batches(cfg, paths, 1)
 
 
-def test_more_ranks_than_slices_give_each_rank_one(tmp_path):
-    rng = np.random.default_rng(7)
-    shards = make_shards(tmp_path, rng, [9000])
-    cfg = config(tmp_path, slices=2)
+def test_more_ranks_than_micro_batches_give_each_rank_one(tmp_path):
+    shards = make_shards(tmp_path, np.random.default_rng(7), [9000])
+    cfg = config(tmp_path, microbatches=2)
     want = next(naive_batches(shards, [(4 * 64, 50)], 4))
     for rank in range(4):
-        (own,) = next_batch(tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, 4, False), 4 * 64, 50)
-        check_micro_batch(own, *want[rank], cfg)
+        (micro_batch,) = train_loader(cfg, rank, 4).batch(4 * 64, 50)
+        check_micro_batch(micro_batch, *want[rank], cfg)
 
 
 def test_the_next_shard_is_the_next_by_name(tmp_path):
-    """Files written out of order; a shard too short for a batch is passed over; text before the first start token is not used."""
-    cfg = config(tmp_path, slices=1)
-    document = lambda fill, n: [START] + [fill] * (n - 1)
-    write_shard(tmp_path / "x_train_000010.bin", document(3, 30) + document(4, 30), VOCAB, START)
-    write_shard(tmp_path / "x_train_000002.bin", document(2, 5), VOCAB, START)
-    write_shard(tmp_path / "x_train_000001.bin", [9] * 8 + document(1, 30), VOCAB, START)
-    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
-    assert [next_batch(loader, 20, 100)[0].inputs[-1].item() for _ in range(3)] == [1, 3, 4]
+    """Checks files written out of order. A short shard, and text before the first BOS, are skipped."""
+    cfg = config(tmp_path, microbatches=1)
+
+    def document(fill, n):
+        return [BOS] + [fill] * (n - 1)
+
+    write_shard(tmp_path / "x_train_000010.bin", document(3, 30) + document(4, 30), VOCAB, BOS)
+    write_shard(tmp_path / "x_train_000002.bin", document(2, 5), VOCAB, BOS)
+    write_shard(tmp_path / "x_train_000001.bin", [9] * 8 + document(1, 30), VOCAB, BOS)
+    loader = train_loader(cfg)
+    assert [loader.batch(20, 100)[0].inputs[-1].item() for _ in range(3)] == [1, 3, 4]
 
 
 def test_a_batch_may_end_exactly_with_its_shard(tmp_path):
-    """T + 1 tokens are enough for T, one fewer is not."""
-    cfg = config(tmp_path, slices=1)
-    for size, good in ((21, True), (20, False)):
-        write_shard(tmp_path / "x_train_000001.bin", [START] + [1] * (size - 1), VOCAB, START)
-        loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
-        if good:
-            assert next_batch(loader, 20, 100)[0].inputs.numel() == 20
+    """Checks that T inputs need T + 1 tokens, and no more."""
+    cfg = config(tmp_path, microbatches=1)
+    for size, enough in ((21, True), (20, False)):
+        write_shard(tmp_path / "x_train_000001.bin", [BOS] + [1] * (size - 1), VOCAB, BOS)
+        loader = train_loader(cfg)
+        if enough:
+            assert loader.batch(20, 100)[0].inputs.numel() == 20
         else:
             with pytest.raises(tg.UserError, match="ran out after 0 tokens"):
-                next_batch(loader, 20, 100)
+                loader.batch(20, 100)
 
 
-def test_doc_slots():
-    assert [tg.doc_slots(T) for T in (16384, 32768, 49152)] == [64, 96, 128]
-    assert [tg.doc_slots(T) for T in (1, 512, 38399, 38400, 38700, 262144)] == [128, 128, 128, 128, 256, 896]
+def test_default_max_docs():
+    assert [tg.default_max_docs(T) for T in (16384, 32768, 49152)] == [64, 96, 128]
+    others = {1: 128, 512: 128, 38399: 128, 38400: 128, 38700: 256, 262144: 896}
+    assert {T: tg.default_max_docs(T) for T in others} == others
 
 
 def test_too_many_documents(tmp_path):
-    cfg = config(tmp_path, slices=1)
-    write_shard(tmp_path / "x_train_000001.bin", [START] * 400, VOCAB, START)
-    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
-    with pytest.raises(tg.UserError, match="a slice of 200 tokens has 201 documents.*room for 127.*--set doc_slots=256"):
-        next_batch(loader, 200, 10)
-    loader = tg.TrainLoader(replace(cfg, doc_slots=256), tg.find_shards(cfg.data, "train"), 0, 1, False)
-    assert next_batch(loader, 200, 10)[0].cu_seqlens.tolist() == list(range(200)) + [200] * 56
+    cfg = config(tmp_path, microbatches=1)
+    write_shard(tmp_path / "x_train_000001.bin", [BOS] * 400, VOCAB, BOS)
+    message = "a micro-batch of 200 tokens has 201 documents.*room for 127.*--set max_docs=256"
+    with pytest.raises(tg.UserError, match=message):
+        train_loader(cfg).batch(200, 10)
+    loader = train_loader(replace(cfg, max_docs=256))
+    assert loader.batch(200, 10)[0].cu_seqlens.tolist() == list(range(200)) + [200] * 56
 
 
-def test_slots_just_suffice(tmp_path):
-    """n documents need n + 1 entries; the last of them may be empty, when only its first token, a target, is in the slice."""
-    cfg = config(tmp_path, slices=1, doc_slots=6)
-    write_shard(tmp_path / "x_train_000001.bin", [START, 1] * 40, VOCAB, START)
-    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, False)
-    assert next_batch(loader, 8, 10)[0].cu_seqlens.tolist() == [0, 2, 4, 6, 8, 8]
+def test_max_docs_just_suffices(tmp_path):
+    """Checks that n documents need n + 1 entries, even if only a target is left of the last document."""
+    cfg = config(tmp_path, microbatches=1, max_docs=6)
+    write_shard(tmp_path / "x_train_000001.bin", [BOS, 1] * 40, VOCAB, BOS)
+    loader = train_loader(cfg)
+    assert loader.batch(8, 10)[0].cu_seqlens.tolist() == [0, 2, 4, 6, 8, 8]
     with pytest.raises(tg.UserError, match="has 6 documents"):
-        next_batch(loader, 10, 10)
+        loader.batch(10, 10)
 
 
-# -------------------------------------------------------------------------------------------------------- validation
+# ------------------------------------------------------------------------------------------------- validation
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-def test_validation_slices(tmp_path, world):
-    """Consecutive, across shards; each slice on one rank, whatever the world; documents bounded at start tokens."""
-    rng = np.random.default_rng(11)
-    shards = make_shards(tmp_path, rng, [333, 40, 500], "val", longest=60)
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_validation_slices(tmp_path, world_size):
+    """Checks that slices are consecutive across shards, and each on one rank."""
+    shards = make_shards(tmp_path, np.random.default_rng(11), [333, 40, 500], "val", max_doc_len=60)
     cfg = config(tmp_path, val_slices=6, val_slice_tokens=128)
     stream, seen = [int(t) for t in np.concatenate(shards)], []
-    for rank in range(world):
-        loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world, False)
-        own = []
-        for number, batch in loader:  # each is good until the next but one
-            tokens = stream[128 * number:128 * number + 129]
-            starts = [i for i, token in enumerate(tokens[:128]) if token == START]
+    for rank in range(world_size):
+        loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size, False)
+        of_rank = []
+        for number, batch in list(loader):  # a later one does not change an earlier one
+            tokens = stream[128 * number : 128 * number + 129]
+            starts = [i for i, token in enumerate(tokens[:128]) if token == BOS]
             check_micro_batch(batch, tokens, [0] + starts, cfg)
-            assert batch.longest == max(np.diff([0, *starts, 128])) and number % world == rank
-            own.append(number)
-        assert [number for number, _ in loader] == own  # it can be run over again
-        seen += own
+            assert batch.max_doc_len == max(np.diff([0, *starts, 128])) and number % world_size == rank
+            of_rank.append(number)
+        assert [number for number, _ in loader] == of_rank  # a second pass gives the same
+        seen += of_rank
     assert sorted(seen) == list(range(6))
 
 
-# ------------------------------------------------------------------------------------------------------------- folders
+# ---------------------------------------------------------------------------------------------------- folders
+
 
 @pytest.fixture
-def folder(tmp_path):
-    """A good small folder and a config for it."""
+def small(tmp_path):
+    """Returns a config with a small, good folder of shards."""
     rng = np.random.default_rng(3)
     make_shards(tmp_path, rng, [3000, 3000])
     make_shards(tmp_path, rng, [600], "val")
-    stages = tuple(replace(stage, steps=1, tokens=800, longest=100) for stage in tg.CPU.stages)
+    stages = tuple(replace(stage, steps=1, batch_tokens=800, max_doc_len=100) for stage in tg.CPU.stages)
     return config(tmp_path, stages=stages, val_slices=2, val_slice_tokens=256)
 
 
-def test_good_data(folder):
-    data = tg.find_data(folder)
+def test_good_data(small):
+    data = tg.open_dataset(small)
     assert [p.name for p in data.train] == ["x_train_000000.bin", "x_train_000001.bin"] and len(data.val) == 1
     assert data.bytes_per_token == 0
-    assert "6000 training tokens in 2 shards, 600 for validation" in data.fingerprint and folder.data not in data.fingerprint
+    assert "6000 training tokens in 2 shards, 600 for validation" in data.fingerprint
+    assert small.data not in data.fingerprint
 
 
-def test_a_folder_with_brackets_in_its_name(folder, tmp_path):
+def test_a_folder_with_brackets_in_its_name(small, tmp_path):
     odd = tmp_path / "a[1]*"
     odd.mkdir()
     for path in tmp_path.glob("*.bin"):
         path.rename(odd / path.name)
-    assert len(tg.find_data(replace(folder, data=str(odd))).train) == 2
-
-
-def change(folder, offset, data):
-    path = next(p for p in sorted(tg.Path(folder.data).glob("*_train_000001.bin")))
-    words = bytearray(path.read_bytes())
-    words[offset:offset + len(data)] = data
-    path.write_bytes(bytes(words))
-    return path
+    assert len(tg.open_dataset(replace(small, data=str(odd))).train) == 2
 
 
 def test_a_header_without_vocabulary_means_gpt2(tmp_path):
-    tokens = [50256] + [5] * 999
     for split in ("train", "val"):
-        write_shard(tmp_path / f"x_{split}_0.bin", tokens)
-    cfg = replace(tg.RECORD, data=str(tmp_path), stages=tuple(replace(s, steps=1, tokens=80) for s in tg.RECORD.stages),
-                  val_slices=1, val_slice_tokens=100)
-    assert len(tg.find_data(cfg).train) == 1
+        write_shard(tmp_path / f"x_{split}_0.bin", [50256] + [5] * 999)
+    stages = tuple(replace(s, steps=1, batch_tokens=80) for s in tg.RECORD.stages)
+    cfg = replace(tg.RECORD, data=str(tmp_path), stages=stages, val_slices=1, val_slice_tokens=100)
+    assert len(tg.open_dataset(cfg).train) == 1
 
 
-def test_bytes_per_token(folder):
-    rng = np.random.default_rng(4)
-    path = tg.Path(folder.data) / "x_val_000001.bin"
-    write_shard(path, random_documents(rng, 400, VOCAB, START), VOCAB, START, text_bytes=900)
-    assert tg.find_data(folder).bytes_per_token == 0  # unknown of one shard: unknown
-    write_shard(tg.Path(folder.data) / "x_val_000000.bin", random_documents(rng, 600, VOCAB, START), VOCAB, START, text_bytes=1100)
-    assert tg.find_data(folder).bytes_per_token == 2.0
+def test_bytes_per_token(small):
+    rng, folder = np.random.default_rng(4), tg.Path(small.data)
+
+    def write_val(number, count, text_bytes):
+        tokens = random_documents(rng, count, VOCAB, BOS)
+        write_shard(folder / f"x_val_{number:06d}.bin", tokens, VOCAB, BOS, text_bytes=text_bytes)
+
+    write_val(1, 400, 900)
+    assert tg.open_dataset(small).bytes_per_token == 0  # unknown because one shard does not say
+    write_val(0, 600, 1100)
+    assert tg.open_dataset(small).bytes_per_token == 2.0
 
 
-# ------------------------------------------------------------------------------------------------------- fingerprint
+# ------------------------------------------------------------------------------------------------ fingerprint
 
-def test_fingerprint(folder):
-    first = tg.find_data(folder).fingerprint
-    assert tg.find_data(folder).fingerprint == first
-    seen = {first}
-    for offset in (1024, 1024 + 3001, 1024 + 5999, 24):  # first and last byte of the tokens, between them, the header
-        path = change(folder, 0, b"")
-        before = path.read_bytes()
-        change(folder, offset, bytes([before[offset] ^ 1]))
-        seen.add(tg.fingerprint_of([path]))
-        path.write_bytes(before)
-    assert len(seen) == 5
+
+def test_fingerprint(small):
+    original, hashes = tg.open_dataset(small).fingerprint, set()
+    assert tg.open_dataset(small).fingerprint == original
+    path = tg.Path(small.data) / "x_train_000001.bin"
+    contents = path.read_bytes()
+    hashes.add(tg.dataset_hash([path]))
+    # The first token, one in the middle, the last, and the header.
+    for offset in (1024, 1024 + 3001, 1024 + 5999, 24):
+        changed = bytearray(contents)
+        changed[offset] ^= 1
+        path.write_bytes(bytes(changed))
+        hashes.add(tg.dataset_hash([path]))
+    assert len(hashes) == 5
+    path.write_bytes(contents)
     path.rename(path.with_name("x_train_000009.bin"))
-    assert tg.find_data(folder).fingerprint != first
+    assert tg.open_dataset(small).fingerprint != original
 
 
-def test_fingerprint_of_a_large_file_reads_all_of_it_in_places(tmp_path):
-    """First and last bytes count whatever the size."""
-    path = tmp_path / "big.bin"
-    size = 64 * 65536 + 12345
+def test_the_fingerprint_of_a_large_file_samples_all_of_it(tmp_path):
+    """Checks that the first and the last byte count."""
+    path, size = tmp_path / "big.bin", 64 * 65536 + 12345
     data = bytearray(hashlib.sha256(b"x").digest() * (size // 32 + 1))[:size]
-    seen = set()
-    for at in (None, 0, size - 1):
-        copy = bytearray(data)
-        if at is not None:
-            copy[at] ^= 1
-        path.write_bytes(copy)
-        seen.add(tg.fingerprint_of([path]))
-    assert len(seen) == 3
+    hashes = set()
+    for offset in (None, 0, size - 1):
+        changed = bytearray(data)
+        if offset is not None:
+            changed[offset] ^= 1
+        path.write_bytes(changed)
+        hashes.add(tg.dataset_hash([path]))
+    assert len(hashes) == 3

@@ -1,9 +1,10 @@
-"""No step waits for the GPU: the whole of it on torch's "meta" device, whose tensors have shapes and no values.
+"""Tests that no training step waits for the GPU, by running all steps on torch's "meta" device.
 
-What would bring a number from the GPU to the host (item, tolist, nonzero, a tensor as a condition, a copy) cannot be done there,
-and operations that mix host and device are errors, as they are on a GPU; the layouts that FlashAttention and FP8 products
-demand are checked besides. What comes from the host comes by MicroBatch.to, from page-locked memory if there is a GPU.
+Its tensors have no values, so reading one (item, tolist, nonzero, a tensor as a condition, a copy) fails. So
+do operations that mix host and device, as on a GPU, and FlashAttention and FP8 matmuls on wrong layouts.
+Data reaches the device through MicroBatch.to, from page-locked memory if there is a GPU.
 """
+
 import math
 from dataclasses import replace
 from functools import partial
@@ -12,149 +13,197 @@ import pytest
 import torch
 
 import train_gpt as tg
-from test_distributed import batches_of, cfg as every_layer  # noqa: F401 (a fixture)
+from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(scope="module")
 def cfg(every_layer):  # noqa: F811
-    """A layer of each kind, two micro-batches: "meta" is slow."""
-    layers = (tg.Layer("paired", value=0, saves="skip"), tg.Layer("plain", "long", saves="back"), tg.Layer(None, adds="skip"),
-              tg.Layer("plain", value=1, reads="back"))
-    return replace(every_layer, layers=layers, slices=2, val_slices=1)
+    """Returns a config with a layer of each kind and two micro-batches: "meta" is slow."""
+    layers = (
+        tg.Layer("paired", value=0, saves="skip"),
+        tg.Layer("plain", "long", key_shift=True, saves="back"),
+        tg.Layer(None, adds="skip"),
+        tg.Layer("plain", value=1, reads="back"),
+    )
+    return replace(every_layer, layers=layers, microbatches=2, val_slices=1)
 
 
-class Event:
-    """Of CUDA, without it."""
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
+def prefetch(cfg, pin=False):
+    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, pin)
+    return tg.Prefetcher(loader, [tg.plan_step(cfg, step) for step in range(cfg.steps)])
 
 
-def sum_rows(out, grad, index):
-    """Meta has no segment sums."""
-    assert {t.device.type for t in (out, grad, *index)} == {"meta"} and len(grad) == len(index.order)
+def segment_sum_rows(out, grad, index):
+    """Does nothing: "meta" has no segment_reduce."""
+    assert {t.device.type for t in (out, grad, *index)} == {"meta"} and len(grad) == len(index.perm)
 
 
-def from_the_host(make, *args, **options):
-    """A tensor of numbers: for a GPU the host would wait until they are there."""
+def fail_on_device(make, *args, **options):
+    """Raises if a tensor is made of Python numbers on the GPU: the host would wait for their copy."""
     made = make(*args, **options)
     if made.device.type == "meta":
         raise RuntimeError("numbers are copied to the GPU")
     return made
 
 
-def run(cfg, monkeypatch, **ops):
-    """All steps of a run in which everything that is on a GPU lies on "meta"; the copies that it made to there."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+def train_on_meta(cfg, monkeypatch, **backend):
+    """Runs all steps, with everything that a GPU would hold on "meta"."""
     monkeypatch.setattr(tg.GPT, "initialize", lambda self, seed: None)
-    ops = tg.PLAIN._replace(sum_rows=sum_rows, **ops)
-    model = tg.GPT(cfg, 1, "meta", 0, ops)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1), ops)
-    batches = batches_of(cfg, 0, 1)
+    backend = tg.TORCH_BACKEND._replace(segment_sum_rows=segment_sum_rows, **backend)
+    model = tg.GPT(cfg, 1, "meta", 0, backend)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1), backend)
+    batches = prefetch(cfg)
     for name in ("tensor", "as_tensor"):
-        monkeypatch.setattr(torch, name, partial(from_the_host, getattr(torch, name)))
+        monkeypatch.setattr(torch, name, partial(fail_on_device, getattr(torch, name)))
     try:
         for _ in range(cfg.steps):
-            loss = tg.train_step(model, optimizer, batches.next())
+            loss = tg.train_step(model, optimizer, batches.next())["train_loss"]
             assert loss.device.type == "meta" and loss.shape == ()
     finally:
-        batches.close()
-    optimizer.finish()
-    assert not optimizer.is_tied and {t.device.type for t in optimizer.tensors.values()} == {"meta"}
-    return model, optimizer
+        batches.loader.close()
+    optimizer.finish_gathers()
+    devices = set()
+    tg.map_tensors(lambda t: devices.add(t.device.type), optimizer.state_dict())
+    assert not optimizer.is_tied and devices == {"meta"}
 
 
-FORMS = {"in place": {}, "delayed": dict(delay_head_grad=True), "autograd": dict(main_grad=False)}
+VARIANTS = {"in place": {}, "delayed": dict(delay_head_grad=True), "autograd": dict(main_grad=False)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form, fp8", [("in place", True), ("delayed", False), ("autograd", True)])
-def test_no_step_waits_for_the_gpu(cfg, monkeypatch, form, fp8):
-    """In every stage, with and without Adam, tied and not."""
-    cfg = replace(cfg, dtype="bfloat16", polar_dtype="bfloat16", head_chunk=16, **FORMS[form])
-    run(cfg, monkeypatch, fp8=fp8, attention=tg.flash_attention)
+@pytest.mark.parametrize("variant, fp8", [("in place", True), ("delayed", False), ("autograd", True)])
+def test_no_step_waits_for_the_gpu(cfg, monkeypatch, variant, fp8):
+    """Runs every stage, with and without Adam, tied and untied."""
+    cfg = replace(cfg, dtype="bfloat16", muon_dtype="bfloat16", head_chunk=16, **VARIANTS[variant])
+    train_on_meta(cfg, monkeypatch, fp8=fp8, attention=tg.flash_attention)
 
 
-CULPRITS = {
-    "reads the loss": ("GPT.head", lambda head: lambda *args: (found := head(*args))[:1] + (found[0].item(), found[1])[1:]),
-    "looks whether a gradient is finite": ("Optimizer.gradient", lambda f: lambda *args: f(*args) if f(*args).isfinite().all() else 0),
-    "sends a schedule's number as a tensor": ("normuon_update", lambda f: lambda p, low, x, lr, *rest: f(
-        p, low, x, lr * torch.tensor([1.0]), *rest)),
-    "makes a number on the GPU": ("GPT.head", lambda head: lambda self, x, *rest: (
-        torch.tensor(1.0, device=x.device), head(self, x, *rest))[1]),
-    "selects by a mask": ("adam_arithmetic", lambda f: lambda p, g, *rest: (g[g > 0], f(p, g, *rest))[1]),
+def read_loss(head):
+    def mutant(*args):
+        loss, roots = head(*args)
+        loss.item()
+        return loss, roots
+
+    return mutant
+
+
+def check_gradient(grad_of):
+    def mutant(*args):
+        grad = grad_of(*args)
+        return grad if grad.isfinite().all() else 0
+
+    return mutant
+
+
+def send_schedule(muon_update):
+    return lambda p, mantissa, x, lr, decay: muon_update(p, mantissa, x, lr * torch.tensor([1.0]), decay)
+
+
+def make_number(head):
+    def mutant(model, x, *args):
+        torch.tensor(1.0, device=x.device)
+        return head(model, x, *args)
+
+    return mutant
+
+
+def select_by_mask(adam_update):
+    def mutant(p, grad, *args):
+        grad[grad > 0]
+        return adam_update(p, grad, *args)
+
+    return mutant
+
+
+MUTANTS = {
+    "reads the loss": ("GPT.head_loss_and_grad", read_loss),
+    "checks whether a gradient is finite": ("Optimizer.grad_of", check_gradient),
+    "sends a learning rate as a tensor": ("muon_update", send_schedule),
+    "makes a number on the GPU": ("GPT.head_loss_and_grad", make_number),
+    "selects by a mask": ("adam_update", select_by_mask),
 }
 
 
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_what_waits_is_found(cfg, monkeypatch, culprit):
-    path, change = CULPRITS[culprit]
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_step_that_waits_fails(cfg, monkeypatch, mutant):
+    path, mutate = MUTANTS[mutant]
     *owner, name = path.split(".")
-    place = getattr(tg, owner[0]) if owner else tg
-    monkeypatch.setattr(place, name, change(getattr(place, name)))
-    with pytest.raises(RuntimeError):  # or a kind of it
-        run(cfg, monkeypatch)
+    owner = getattr(tg, owner[0]) if owner else tg
+    monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
+    with pytest.raises(RuntimeError):
+        train_on_meta(cfg, monkeypatch)
 
 
 @pytest.mark.slow
-def test_numbers_for_compiled_code_stay_on_the_host(cfg, monkeypatch):
-    """As 0-d tensors, which a GPU's operations take as they take a Python number."""
-    run(cfg, monkeypatch, number=lambda value: torch.tensor(value, dtype=tg.wide_dtype(cfg)))
+def test_scalars_of_compiled_code_stay_on_the_host(cfg, monkeypatch):
+    """Passes 0-d host tensors, which GPU operations accept like Python numbers."""
+    train_on_meta(cfg, monkeypatch, scalar=partial(torch.tensor, dtype=tg.acc_dtype(cfg)))
 
 
-class Copied:
-    """An event behind a copy: as CUDA's it is over if it was never recorded."""
+class GpuTensor(torch.Tensor):
+    """Fakes a tensor on a GPU, and checks that its copy does not wait."""
+
+    is_cuda = True
+
+    def to(self, device, non_blocking=False):
+        assert device == "cpu" and non_blocking
+        return self.as_subclass(torch.Tensor)
+
+
+def gpu_scalar(x):
+    return torch.tensor(x).as_subclass(GpuTensor)
+
+
+class CopyEvent:
+    """Fakes a CUDA event after a copy. Like CUDA's, it is complete if it was never recorded."""
 
     def __init__(self):
-        self.recorded = self.over = False
+        self.recorded = self.complete = False
 
     def record(self):
         self.recorded = True
 
     def query(self):
-        return self.over or not self.recorded
+        return self.complete or not self.recorded
 
     def synchronize(self):
-        self.over = True
+        self.complete = True
 
 
-def test_a_loss_is_read_when_it_has_arrived(cfg, monkeypatch):
+def test_a_loss_is_read_when_it_has_arrived(monkeypatch):
     events = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Copied()) or events[-1])
-    watch = tg.LossWatch(cfg, torch.device("cpu"))
-    watch.on_gpu = True
-    seen = []
-    for step in range(5):
-        watch.push(step, torch.tensor(float(step)))
-        if step == 2:
-            events[0].over = events[1].over = True
-            watch.poll()
-        seen.append((watch.latest, watch.latest_step))
-    assert seen == [(None, None)] * 2 + [(1.0, 1)] * 3
-    watch.poll(wait=True)
-    assert watch.latest == 4.0 and all(event.over for event in events) and not watch.queue
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(CopyEvent()) or events[-1])
+    scalars, seen = tg.AsyncScalars(), []
+    for step in range(1, 6):
+        scalars.push(step, {"train_loss": gpu_scalar(float(step))})
+        if step == 3:
+            events[0].complete = events[1].complete = True
+            scalars.poll()
+        seen.append(scalars.latest.get("train_loss"))
+    assert seen == [None] * 2 + [(2, 2.0)] * 3
+    scalars.poll(wait=True)
+    assert scalars.latest == {"train_loss": (5, 5.0)}
+    assert all(event.complete for event in events) and not scalars.queue
     for bad in (math.inf, -math.inf, math.nan):
-        watch.push(5, torch.tensor(bad))
-        with pytest.raises(tg.UserError, match=f"the training loss is {bad} at step 5"):
-            watch.poll(wait=True)
+        scalars.push(6, {"train_loss": gpu_scalar(bad)})
+        with pytest.raises(tg.UserError, match=f"train_loss is {bad} at step 6"):
+            scalars.poll(wait=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_no_step_waits_on_a_gpu(cfg):
-    """With every form of the record preset; torch says where it would have to wait."""
-    cfg = replace(cfg, heads=2, head_dim=32, dtype="bfloat16", polar_dtype="bfloat16", head_chunk=16, mlp_dim=128,
-                  kernels=tg.RECORD.kernels, attention="varlen", compile=True,
-                  fp8=torch.cuda.get_device_capability() >= (8, 9))
+    """Runs with every implementation of the record preset; torch raises where it would have to wait."""
+    has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
+    cfg = replace(
+        cfg, heads=2, head_dim=32, mlp_dim=128, head_chunk=16, dtype="bfloat16", muon_dtype="bfloat16"
+    )
+    cfg = replace(cfg, kernels=tg.RECORD.kernels, attention="varlen", compile=True, fp8=has_fp8)
     device = torch.device("cuda", 0)
-    ops = tg.choose_ops(cfg, device)
-    model = tg.GPT(cfg, 1, device, 0, ops)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1), ops)
-    for mode in ("default", "error"):  # the first time round things are compiled and allocated
-        loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, True)
-        batches = tg.Batches(loader, [tg.plan(cfg, step) for step in range(cfg.steps)])
+    backend = tg.select_backend(cfg, device)
+    model = tg.GPT(cfg, 1, device, 0, backend)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1), backend)
+    for mode in ("default", "error"):  # the first pass compiles and allocates
+        batches = prefetch(cfg, pin=True)
         for _ in range(cfg.steps):
             batch = batches.next()
             torch.cuda.set_sync_debug_mode(mode)
@@ -162,4 +211,4 @@ def test_no_step_waits_on_a_gpu(cfg):
                 tg.train_step(model, optimizer, batch)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        batches.close()
+        batches.loader.close()

@@ -1,4 +1,5 @@
-"""The command line as a user has it: real processes in an empty folder, logs line by line, errors as people see them."""
+"""Tests the command line with real processes: logs line by line, screen output, saved models, options."""
+
 import gzip
 import json
 import math
@@ -18,21 +19,29 @@ from launch import STEPS, WAIT, Launch, make_corpus, settings
 SCRIPT = Path(tg.__file__).resolve()
 
 
-def start(folder, *arguments, processes=0, script=SCRIPT):
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+def make_environment():
+    """Returns this process's environment without torchrun's variables, for one thread and no GPU."""
+    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in torchrun}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    if processes:  # torchrun leaves a folder there
-        (temporary := folder.parent / "temporary").mkdir(exist_ok=True)
-        environment["TMPDIR"] = str(temporary)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
-    return subprocess.run([sys.executable, *launcher, str(script), *arguments], cwd=folder, env=environment, text=True,
-                          capture_output=True, timeout=WAIT)
+    return environment
+
+
+def start(folder, *arguments, processes=0, script=SCRIPT):
+    """Runs the script to its end, under torchrun if `processes`."""
+    environment, launcher = make_environment(), []
+    if processes:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        environment["TMPDIR"] = str(folder.parent / "temporary")  # torchrun leaves a folder there
+        Path(environment["TMPDIR"]).mkdir(exist_ok=True)
+    command = [sys.executable, *launcher, str(script), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=WAIT)
 
 
 def run(folder, *arguments, **options):
-    """A run that must succeed. -> its screen output and its one new log."""
+    """Runs the script, which must succeed. Returns the result and its one new log."""
     before = set(folder.glob("records/**/*.txt"))
     result = start(folder, "--preset", "cpu", *arguments, **options)
     assert result.returncode == 0, result.stderr
@@ -40,8 +49,8 @@ def run(folder, *arguments, **options):
     return result, log
 
 
-def forked(folder, *arguments):
-    """Likewise, in a tenth of the time: a process that has torch loaded."""
+def run_forked(folder, *arguments):
+    """Runs the script in a fork that has torch loaded: ten times faster. Returns its output and log."""
     before = set(folder.glob("records/**/*.txt"))
     with Launch(folder, "--preset", "cpu", "--data", "corpus", *arguments) as process:
         assert process.wait() == [0], process.err
@@ -50,181 +59,205 @@ def forked(folder, *arguments):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a tiny corpus of bytes in it."""
-    folder = tmp_path_factory.mktemp("place")
+def folder(tmp_path_factory):
+    """Returns a folder with a tiny corpus of bytes."""
+    folder = tmp_path_factory.mktemp("folder")
     make_corpus(folder / "corpus")
     return folder
 
 
 @pytest.fixture(scope="module")
-def single(place, tmp_path_factory):
-    """One process of a copy of the script elsewhere, everything given by absolute paths."""
+def single(folder, tmp_path_factory):
+    """Runs one process of a copy of the script, with absolute paths in all options."""
     copy = tmp_path_factory.mktemp("elsewhere") / "my_copy.py"
     copy.write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
-    return run(place, *settings(), "--data", str(place / "corpus"), "--save", str(place / "model.pt"), "--seed", "3", script=copy)
+    options = ["--data", str(folder / "corpus"), "--save", str(folder / "model.pt"), "--seed", "3"]
+    return run(folder, *settings(), *options, script=copy)
 
 
 @pytest.fixture(scope="module")
-def double(place):
-    return run(place, *settings(), "--data", "corpus", "--save", "two.pt", "--seed", "3", "--name", "MyIdea", processes=2)
+def double(folder):
+    """Runs two processes, named."""
+    options = ["--data", "corpus", "--save", "two.pt", "--seed", "3", "--name", "MyIdea"]
+    return run(folder, *settings(), *options, processes=2)
 
 
-# --------------------------------------------------------------------------------------------------------------- logs
+# ---- logs --------------------------------------------------------------------------------------------------
 
-# A step's training loss stands behind @ and its number: on a GPU it arrives some steps late.
-STEP = re.compile(r"step:(\d+)/(\d+) (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
-                  r"(?(3)| train_loss:(\d+\.\d{4})@\1)")
+# After @ comes the step of a training loss: on a GPU it arrives some steps late.
+STEP = re.compile(
+    r"step:(\d+)/(\d+) (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+    r"(?(3)| train_loss:(\d+\.\d{4})@\1)"
+)
 
 
 def parse(log):
-    """The parts of a complete log, each line accounted for."""
+    """Splits a complete log into environment, warm-up, steps (groups of STEP) and end. Checks every line."""
     text = log.read_text(encoding="utf-8")
     source, rule = SCRIPT.read_text(encoding="utf-8"), "=" * 100
-    assert text.startswith(source + "\n" + rule + "\n")  # the script's own source, to the letter
-    environment, rest = text[len(source) + 102:].split("\n" + rule + "\n")
+    assert text.startswith(source + "\n" + rule + "\n")  # the script's own source
+    environment, rest = text[len(source) + 102 :].split("\n" + rule + "\n")
     lines = rest.splitlines()
     assert rest.endswith("\n")
     first = next(i for i, line in enumerate(lines) if line.startswith("step:"))
     last = max(i for i, line in enumerate(lines) if line.startswith("step:"))
-    steps = [STEP.fullmatch(line) for line in lines[first:last + 1]]
+    steps = [STEP.fullmatch(line) for line in lines[first : last + 1]]
     assert all(steps)
-    return environment.splitlines(), lines[:first], [m.groups() for m in steps], lines[last + 1:]
+    return environment.splitlines(), lines[:first], [m.groups() for m in steps], lines[last + 1 :]
 
 
-def closing(lines):
+def closing_block(lines):
+    """Returns the closing block's values by name."""
     pairs = [line.split(": ", 1) for line in lines]
     assert all(len(pair) == 2 for pair in pairs)
     return dict(pairs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which, world", [("single", 1), ("double", 2)])
-def test_log(which, world, request):
+@pytest.mark.parametrize("which, world_size", [("single", 1), ("double", 2)])
+def test_log(which, world_size, request):
     _, log = request.getfixturevalue(which)
     environment, warm, steps, end = parse(log)
 
-    patterns = [r"Running Python 3\.\d+\.\d+\S* on \w+ \w+",
-                rf"Running PyTorch {re.escape(torch.__version__)} compiled for CUDA \S+ on .+ with world_size {world}",
-                r"commit: (unknown|[0-9a-f]{40} \((clean|modified)\))",
-                r"attention: .+", r"config: \{.*\}",
-                r"data: [0-9a-f]{16} \(12000 training tokens in 2 shards, 1500 for validation\)"]
+    version = re.escape(torch.__version__)
+    patterns = [
+        r"Running Python 3\.\d+\.\d+\S* on \w+ \w+",
+        rf"Running PyTorch {version} compiled for CUDA \S+ on .+ with world_size {world_size}",
+        r"commit: (unknown|[0-9a-f]{40} \((clean|modified)\))",
+        r"attention: .+",
+        r"config: \{.*\}",
+        r"data: [0-9a-f]{16} \(12000 training tokens in 2 shards, 1500 for validation\)",
+    ]
     for pattern in patterns:
         assert sum(bool(re.fullmatch(pattern, line)) for line in environment) == 1, pattern
-    values = json.loads(next(line for line in environment if line.startswith("config: "))[len("config: "):])
-    assert values["seed"] == 3 and values["heads"] == 2 and values["name"] == ("MyIdea" if world == 2 else "")
+    values = json.loads(next(line for line in environment if line.startswith("config: "))[len("config: ") :])
+    assert (
+        values["seed"] == 3
+        and values["heads"] == 2
+        and values["name"] == ("MyIdea" if world_size == 2 else "")
+    )
     assert sum(stage["steps"] for stage in values["stages"]) == STEPS
 
     assert [line for line in warm if re.fullmatch(r"warm-up: .*", line)] == warm and warm
-    # Before steps 0, 3, 6, then after each step, and last the final validation.
+    # Validation before steps 0, 3 and 6 and at the end; a line after each step.
     order = [(int(step), val is not None) for step, _, val, *_ in steps]
-    assert order == [(0, True), (1, False), (2, False), (3, False), (3, True), (4, False), (5, False), (6, False), (6, True),
-                     (7, False), (8, False), (8, True)]
-    times = [int(row[3]) for row in steps]
-    assert times == sorted(times) and {row[1] for row in steps} == {str(STEPS)}
+    trained, validated = [(step, False) for step in range(1, 9)], [(step, True) for step in (0, 3, 6, 8)]
+    assert order == sorted(trained + validated)
+    times = [int(step[3]) for step in steps]
+    assert times == sorted(times) and {step[1] for step in steps} == {str(STEPS)}
     for step, _, _, total, average, _ in steps:
         assert float(average) == pytest.approx(int(total) / max(int(step), 1), abs=1)
 
     assert re.fullmatch(r"peak memory allocated: \d+ MiB( reserved: \d+ MiB)?", end[0])
     assert end[-1] == "complete: yes"
-    block = closing(end[1:])
-    assert f"{float(block['val_loss']):.4f}" == steps[-1][2] and block["steps"] == str(STEPS) and block["seed"] == "3"
+    block = closing_block(end[1:])
+    assert (
+        f"{float(block['val_loss']):.4f}" == steps[-1][2]
+        and block["steps"] == str(STEPS)
+        and block["seed"] == "3"
+    )
     assert block["tokens"] == str(2 * 8 * (24 + 32 + 48 + 48)) and int(block["train_time_ms"]) == times[-1]
-    per_byte = float(block["val_loss"]) * 1500 / tg.read_header(log.parents[3] / "corpus" / "tiny_val_000000.bin").text_bytes
+    val_shard = log.parents[3] / "corpus" / "tiny_val_000000.bin"
+    per_byte = float(block["val_loss"]) * 1500 / tg.read_header(val_shard).text_bytes
     assert float(block["val_loss_per_byte"]) == pytest.approx(per_byte, abs=2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["single", "double"])
 def test_it_learns(which, request):
-    """Eight characters: from chance over 264 columns to well below, in validation and in training."""
-    rows = parse(request.getfixturevalue(which)[1])[2]
+    """Validation and training loss fall from chance over 264 tokens: the text has eight characters."""
+    steps = parse(request.getfixturevalue(which)[1])[2]
     for column, fall in ((2, 0.5), (5, 0.2)):
-        losses = [float(row[column]) for row in rows if row[column]]
+        losses = [float(step[column]) for step in steps if step[column]]
         assert losses[0] == pytest.approx(math.log(264), abs=0.2) and losses[-1] < losses[0] - fall
 
 
 @pytest.mark.slow
-def test_worlds_agree(single, double):
-    """One process and two train the same model: fp32 rounding, in eight steps, on losses of about 4."""
-    a, b = ([float(row[2]) for row in parse(log)[2] if row[2]] for _, log in (single, double))
+def test_one_and_two_processes_agree(single, double):
+    """They train the same model, up to eight steps of fp32 rounding in losses of about 4."""
+    a, b = ([float(step[2]) for step in parse(log)[2] if step[2]] for _, log in (single, double))
     assert a == pytest.approx(b, abs=2e-3)
 
 
 @pytest.mark.slow
-def test_no_absolute_path_in_a_log(place, single):
-    """Not even where everything was given by one."""
-    rest = single[1].read_text(encoding="utf-8")[len(SCRIPT.read_text(encoding="utf-8")):]
-    assert str(place.parent) not in rest and str(SCRIPT.parent) not in rest
-    assert not re.search(r'(?<![\w.*)])/(?:[\w.-]+/)+', rest)
+def test_no_absolute_path_in_a_log(folder, single):
+    """Not even of a run with absolute paths in its options."""
+    rest = single[1].read_text(encoding="utf-8")[len(SCRIPT.read_text(encoding="utf-8")) :]
+    assert str(folder.parent) not in rest and str(SCRIPT.parent) not in rest
+    assert not re.search(r"(?<![\w.*)])/(?:[\w.-]+/)+", rest)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_terminal_gets_a_progress_bar(place):
-    """With loss, time and the time left; the lines of record stand above it, whole."""
+def test_a_terminal_gets_a_progress_bar(folder):
+    """The bar has loss, time and the time left. The log's lines appear above it, complete."""
     import fcntl
     import pty
     import struct
     import termios
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # a terminal of no size shows no bar
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    process = subprocess.Popen([sys.executable, str(SCRIPT), "--preset", "cpu", "--data", "corpus", *settings()], cwd=place,
-                               env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                               stdout=theirs, stderr=subprocess.DEVNULL)
-    os.close(theirs)
+
+    master, terminal = pty.openpty()
+    # A terminal without columns has no bars.
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    command = [sys.executable, str(SCRIPT), "--preset", "cpu", "--data", "corpus", *settings()]
+    streams = {"stdout": terminal, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=folder, env=make_environment(), **streams)
+    os.close(terminal)
     shown = b""
     try:
-        while part := os.read(ours, 65536):
+        while part := os.read(master, 65536):
             shown += part
-    except OSError:  # Linux says so when the other end has closed
+    except OSError:  # Linux raises it when the other end is closed
         pass
-    os.close(ours)
+    os.close(master)
     assert process.wait(timeout=WAIT) == 0
     text = shown.decode()
     assert re.search(rf"\d+%\|.*\| \d+/{STEPS} \[\d\d:\d\d<\S+, .*loss \d+\.\d+ time \d+\.\ds\]", text)
     lines = [re.split(r"\r", line.rstrip("\r"))[-1] for line in text.split("\n")]
     assert sum(bool(STEP.fullmatch(line.strip())) for line in lines) == 4
-    assert not re.search(rf"step \d+/{STEPS}  loss", text)  # not the plain form besides
+    assert not re.search(rf"step \d+/{STEPS}  loss", text)  # no plain progress lines
 
 
 @pytest.mark.slow
-def test_where_logs_go(place, single, double):
-    """Records of a changed task are not the preset's track; unnamed runs are attempts."""
-    assert single[1].parent == place / "records" / "other" / "attempts"
-    assert double[1].parent == place / "records" / "other" / f"{date.today()}_MyIdea"
+def test_where_logs_go(folder, single, double):
+    """Runs of a changed task are not in the preset's track; unnamed runs are attempts."""
+    assert single[1].parent == folder / "records" / "other" / "attempts"
+    assert double[1].parent == folder / "records" / "other" / f"{date.today()}_MyIdea"
     assert re.fullmatch(r"seed3_[0-9a-f]+\.txt", single[1].name)
 
 
 @pytest.mark.parametrize("preset", tg.PRESETS)
 def test_tracks(preset):
+    """A run may change the method and stay in the track, but not the task."""
     cfg = tg.PRESETS[preset]
     assert tg.track_of(cfg, 2) == {"record": "gpt2-small", "cpu": "cpu"}[preset]
-    for same in ("adam_lr=1", "stages.0.steps=7", "heads=2"):  # a method may change
-        assert tg.track_of(tg.override(cfg, same), 2) == cfg.track
-    for other in ("val_slices=1", "val_slice_tokens=8", "slices=4", "data=elsewhere", "dtype=float64", "target=9"):  # the task may not
-        assert tg.track_of(tg.override(cfg, other), 2) == "other"
-    assert tg.track_of(cfg, 8) == cfg.track and tg.track_of(cfg, 16) == "other"  # more ranks than slices cut other slices
+    for method in ("adam_lr=1", "stages.0.steps=7", "heads=2"):
+        assert tg.track_of(tg.override(cfg, method), 2) == cfg.track
+    data = ("data=elsewhere", "val_slices=1", "val_slice_tokens=8", "microbatches=4")
+    for task in (*data, "dtype=float64", "target=9"):
+        assert tg.track_of(tg.override(cfg, task), 2) == "other"
+    # More ranks than micro-batches pack other micro-batches.
+    assert tg.track_of(cfg, 8) == cfg.track and tg.track_of(cfg, 16) == "other"
 
 
 @pytest.mark.slow
-def test_screen_output_is_plain_and_says_where_the_log_is(place, single, double):
+def test_screen_output_is_plain_and_names_the_log(folder, single, double):
     for result, log in (single, double):
-        assert "\r" not in result.stdout and "\x1b" not in result.stdout and "%|" not in result.stdout + result.stderr
+        assert "\r" not in result.stdout and "\x1b" not in result.stdout
+        assert "%|" not in result.stdout + result.stderr
         assert "import argparse" not in result.stdout  # no source
         lines = result.stdout.splitlines()
-        progress = [line for line in lines if re.fullmatch(rf"step \d+/{STEPS}  loss \d+\.\d+  time \d+s  ETA \d+s", line)]
-        assert len(progress) == STEPS
+        progress = re.compile(rf"step \d+/{STEPS}  loss \d+\.\d+  time \d+s  ETA \d+s")
+        assert sum(bool(progress.fullmatch(line)) for line in lines) == STEPS
         assert len([line for line in lines if STEP.fullmatch(line)]) == 4
-        assert str(log.relative_to(place)) in result.stdout
-        loss = closing(parse(log)[3][1:])["val_loss"]
+        assert str(log.relative_to(folder)) in result.stdout
+        loss = closing_block(parse(log)[3][1:])["val_loss"]
         assert f"{float(loss):.4f} nats per token" in result.stdout and "per byte" in result.stdout
     assert single[0].stderr == ""
 
 
 def test_a_record_folder_has_a_seed_once(tmp_path):
-    """Seed 10's complete run is not seed 1's; a run that did not complete does not count."""
+    """Seed 10's complete run is not seed 1's. Incomplete runs do not count."""
     (tmp_path / "seed10_a.txt").write_text("complete: yes\n")
     (tmp_path / "seed1_a.txt").write_text("stopped: interrupted\n")
     with tg.open_log(tmp_path, "seed1_b", 8, 1, None) as log:
@@ -233,116 +266,158 @@ def test_a_record_folder_has_a_seed_once(tmp_path):
         tg.open_log(tmp_path, "seed10_b", 8, 10, None)
 
 
-def test_progress_tells_the_time_that_is_left(tmp_path, capsys):
-    """By the mean time of a step so far."""
+def test_progress_shows_the_time_left(tmp_path, capsys):
+    """It follows from the mean time of the steps so far."""
     with tg.RunLog(tmp_path, 10, "run") as log:
         log.progress(4, 2.5, 8000.0)
         log.progress(10, None, 20_500.0)
-    assert capsys.readouterr().out == "step 4/10  loss 2.500  time 8s  ETA 12s\nstep 10/10    time 20s  ETA 0s\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["step 4/10  loss 2.500  time 8s  ETA 12s", "step 10/10    time 20s  ETA 0s"]
 
 
-# ------------------------------------------------------------------------------------------------------- saved models
+# ---- saved models ------------------------------------------------------------------------------------------
 
-def validation_of(model, folder):
-    """The validation loss, from the parts of the script."""
+
+def validation_loss(model, folder):
+    """Returns a model's final validation loss, as the script computes it."""
     cfg = model.cfg
     val = tg.ValLoader(cfg, tg.find_shards(str(folder / "corpus"), "val"), 0, 1, False)
-    return tg.validate(model, val, tg.Exchange(0, 1), tuple(w * cfg.window_unit for w in cfg.final_windows))
+    return tg.validate(model, val, tg.Exchange(0, 1), tg.window_tokens(cfg, cfg.val_windows))
 
 
 @pytest.mark.slow
-def test_saved_model_gives_the_same_loss(place, single):
-    model = tg.load_model(str(place / "model.pt"))
-    block = closing(parse(single[1])[3][1:])
-    assert f"{validation_of(model, place):.6f}" == block["val_loss"]
-    # The rotary tables of the last stage: the wider final windows do not change them.
-    assert model.rotary.window == 13 * 16 and model.rotary.scale != model.cfg.attn_scale
+def test_saved_model_gives_the_same_loss(folder, single):
+    model = tg.load_model(str(folder / "model.pt"))
+    block = closing_block(parse(single[1])[3][1:])
+    assert f"{validation_loss(model, folder):.6f}" == block["val_loss"]
+    # The rotary tables are those of the last stage: the wider validation windows do not change them.
+    assert model.rotary.stage == 3 and model.rotary.scale != model.cfg.attn_scale
 
 
 @pytest.mark.slow
-def test_a_model_saved_by_two_ranks_loads_in_one(place, double):
-    assert f"{validation_of(tg.load_model(str(place / 'two.pt')), place):.4f}" == parse(double[1])[2][-1][2]
+def test_a_model_saved_by_two_ranks_loads_in_one(folder, double):
+    model = tg.load_model(str(folder / "two.pt"))
+    assert f"{validation_loss(model, folder):.4f}" == parse(double[1])[2][-1][2]
 
 
-# --------------------------------------------------------------------------------------------------------- repetition
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_digits(place, single):
-    """Whether there was a warm-up or not; and another seed others."""
-    values = lambda log: [row[2] for row in parse(log)[2] if row[2]] + [closing(parse(log)[3][1:])["val_loss"]]
-    same, other = (values(forked(place, *settings("warmup=false"), "--seed", seed)[1]) for seed in ("3", "4"))
-    assert same == values(single[1]) != other
+# ---- repetition --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_other_choices_are_other_data_and_are_named(place):
-    """Where compare.py looks for it. With val_every=0 there is only the last validation."""
-    sixteens = ["padded_vocab=272", "head_chunk=16", *(f"stages.{i}.tokens={T}" for i, T in enumerate((128, 256, 384, 384)))]
-    out, log = forked(place, *settings("slices=4", "fp8=true", "warmup=false", "val_every=0", *sixteens))
-    for line in ("\nattention: dense; kernels: none, plain torch; head: fp8; compiled: no\n",
-                 "for validation), packed in 4 slices a batch, not 8: not the track's batches\n"):
+def test_the_same_seed_gives_the_same_digits(folder, single):
+    """With and without warm-up. Another seed gives others."""
+
+    def losses(log):
+        return [step[2] for step in parse(log)[2] if step[2]] + [closing_block(parse(log)[3][1:])["val_loss"]]
+
+    logs = [run_forked(folder, *settings("warmup=false"), "--seed", seed)[1] for seed in ("3", "4")]
+    same, other = map(losses, logs)
+    assert same == losses(single[1]) != other
+
+
+@pytest.mark.slow
+def test_the_log_names_the_implementations_and_other_packing(folder):
+    """compare.py reads these lines. With val_every=0 only the final validation runs."""
+    # fp8 products need multiples of 16.
+    sizes = [f"stages.{i}.batch_tokens={T}" for i, T in enumerate((128, 256, 384, 384))]
+    sizes += ["padded_vocab=272", "head_chunk=16"]
+    out, log = run_forked(
+        folder, *settings("microbatches=4", "fp8=true", "warmup=false", "val_every=0", *sizes)
+    )
+    for line in (
+        "\nattention: dense; kernels: none, plain torch; head: fp8; compiled: no\n",
+        "for validation), packed in 4 micro-batches a batch, not 8: not the track's batches\n",
+    ):
         assert line in out and line in log.read_text(encoding="utf-8")
-    assert log.parent.parent.name == "other" and [row[0] for row in parse(log)[2] if row[2]] == [str(STEPS)]
+    assert log.parent.parent.name == "other"
+    assert [step[0] for step in parse(log)[2] if step[2]] == [str(STEPS)]
 
 
-# ------------------------------------------------------------------------------------------------------ help and errors
+# ---- help and errors ---------------------------------------------------------------------------------------
+
 
 @pytest.mark.slow
 def test_help(tmp_path):
     result = start(tmp_path, "-h")
     assert result.returncode == 0 and result.stderr == ""
-    for word in ("--preset", "--name", "--seed", "--set", "--data", "--save", "record", "cpu", "torchrun", "stages.0."):
+    for word in (
+        "--preset",
+        "--name",
+        "--seed",
+        "--set",
+        "--data",
+        "--save",
+        "record",
+        "cpu",
+        "torchrun",
+        "stages.0.",
+    ):
         assert word in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments, message", (
-    ("--preset cpu --check 2", ""),
-    ("--preset cpu --check 3", "a world of 3 processes cannot share the work: "),
-    ("--preset cpu --set adm_lr=1 --check 2", "--set adm_lr: unknown name 'adm_lr'"),
-    ("--preset record --set kernels= --check 8", "FlashAttention needs a GPU, there is none here"),
-    ("--preset cpu --resume nowhere --check 2", "--resume nowhere: no checkpoint there; "),
-    ("--preset cpu --check 0", "argument --check: give a whole number, 1 or more, not '0'")))
-def test_check_refuses_without_data_and_does_nothing_else(tmp_path, monkeypatch, capsys, arguments, message):
-    """What the config, the number of processes and the machine rule out; of data there is none here."""
+@pytest.mark.parametrize(
+    "arguments, message",
+    (
+        ("--preset cpu --check 2", ""),
+        ("--preset cpu --check 3", "3 processes cannot divide "),
+        ("--preset cpu --set adm_lr=1 --check 2", "--set adm_lr: unknown name 'adm_lr'"),
+        ("--preset record --set kernels= --check 8", "FlashAttention needs a GPU, there is none here"),
+        ("--preset cpu --resume nowhere --check 2", "--resume nowhere: no checkpoint there; "),
+        ("--preset cpu --check 0", "argument --check: give a whole number, 1 or more, not '0'"),
+    ),
+)
+def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys, arguments, message):
+    """It tests the config, the number of processes and the machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tg.main(arguments.split()) == bool(message)
     out, err = capsys.readouterr()
-    assert out == ("" if message else "2 processes could run this here\n") and err.count("\n") == bool(message)
+    assert out == ("" if message else "2 processes could run this here\n") and err.count("\n") == bool(
+        message
+    )
     assert err.startswith(f"train_gpt.py: error: {message}" if message else "")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a lost parent")
-def test_a_killed_torchrun_leaves_nothing_running(place):
-    """Its ranks hold the pipe: it ends when they are gone, long before their last step."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), "--preset", "cpu", "--data", "corpus"]
-    before = set(place.glob("records/**/*.txt"))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    process = subprocess.Popen([sys.executable, *command, *settings("warmup=false", "stages.0.steps=8")], cwd=place,
-                               env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(place.parent)},
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_a_killed_torchrun_leaves_nothing_running(folder):
+    """Its ranks hold stdout open: it is closed when they are gone, long before their last step."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(SCRIPT),
+    ]
+    command += ["--preset", "cpu", "--data", "corpus", *settings("warmup=false", "stages.0.steps=8")]
+    before = set(folder.glob("records/**/*.txt"))
+    environment = make_environment() | {"TMPDIR": str(folder.parent)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen(command, cwd=folder, env=environment, **streams)
     while not process.stdout.readline().startswith("step 4/"):
         assert process.poll() is None
     process.kill()
     assert process.communicate(timeout=WAIT)[0].count("validation loss") == 0
-    (log,) = set(place.glob("records/**/*.txt")) - before
+    (log,) = set(folder.glob("records/**/*.txt")) - before
     assert "complete: yes" not in log.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.slow
-def test_profile(place):
-    """Four steps, numbered, with their operations, beside the log; a run that was traced counts for no track."""
-    out, log = forked(place, *settings("warmup=false", "slices=2"), "--profile", "2")
+def test_profile(folder):
+    """The trace beside the log has four numbered steps with their operations. The run is in no track."""
+    out, log = run_forked(folder, *settings("warmup=false", "microbatches=2"), "--profile", "2")
     assert log.parent.parent.name == "other"
     trace = log.with_name(f"{log.stem}.trace.json.gz")
-    assert str(trace.relative_to(place)) in out
+    assert str(trace.relative_to(folder)) in out
     with gzip.open(trace, "rt") as f:
         events = json.load(f)["traceEvents"]
-    spans = {event["name"]: event for event in events if event.get("name", "").startswith("ProfilerStep#") and event["ph"] == "X"}
+    complete = [event for event in events if event.get("ph") == "X"]
+    spans = {event["name"]: event for event in complete if event["name"].startswith("ProfilerStep#")}
     assert sorted(spans) == [f"ProfilerStep#{step}" for step in range(2, 6)]
     for span in spans.values():
-        within = {event["name"] for event in events if event.get("ph") == "X" and span["ts"] <= event["ts"] < span["ts"] + span["dur"]}
+        end = span["ts"] + span["dur"]
+        within = {event["name"] for event in complete if span["ts"] <= event["ts"] < end}
         assert {"aten::mm", "MLP", "MLPBackward"} <= within
