@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""Measures the size of Python files: tokens without comments, characters, lines, long lines.
+
+    python bench/size.py [--by-function] [FILE ...]
+
+Tokens are those of Python's tokenizer, except comments, line breaks and indentation. A docstring is one
+token; from Python 3.12 on an f-string is several. --by-function adds the largest functions, methods and
+classes.
+"""
+
+import argparse
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_COLUMNS, SHOWN = 110, 20
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
+
+
+def token_lines(text: str) -> list[int]:
+    """Returns the line number of every token that counts."""
+    return [t.start[0] for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in LAYOUT]
+
+
+def measure(text: str) -> tuple[int, int, int, int]:
+    """Counts tokens, characters, lines, and lines over 110 columns."""
+    lines = text.splitlines()
+    return len(token_lines(text)), len(text), len(lines), sum(len(line) > MAX_COLUMNS for line in lines)
+
+
+def measure_definitions(text: str) -> list[tuple[int, str]]:
+    """Returns (tokens, qualified name) of functions, methods and classes, the largest first."""
+    lines, sizes = token_lines(text), []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                sizes.append((sum(first <= line <= child.end_lineno for line in lines), prefix + child.name))
+                name = f"{prefix}{child.name}."
+            visit(child, name)
+
+    visit(ast.parse(text), "")
+    return sorted(sizes, key=lambda size: (-size[0], size[1]))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help="default: train_gpt.py")
+    parser.add_argument("--by-function", action="store_true", help="list the largest definitions too")
+    args = parser.parse_args(argv)
+    for file in args.files or [str(ROOT / "train_gpt.py")]:
+        text = Path(file).read_text(encoding="utf-8")
+        tokens, characters, lines, long_lines = measure(text)
+        counts = f"{tokens} tokens, {characters} characters, {lines} lines, {long_lines} over"
+        print(f"{file}: {counts} {MAX_COLUMNS} columns")
+        for size, name in measure_definitions(text)[:SHOWN] if args.by_function else ():
+            print(f"{size:8} {name}")
+
+
+if __name__ == "__main__":
+    main()
