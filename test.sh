@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # ./test.sh [--fast | --cpus] [pytest options or tests]
 #
-# Runs the tests, on a fresh machine too; without arguments all of them, a process a core. Tests that are named run in one.
+# Runs the tests, on a fresh machine too. Without arguments: ruff, mypy and all tests, one process per core.
+# Named tests run in one process.
 #
-#   --fast   those that take less than a second: every section of the script, in a minute
-#   --cpus   the numeric ones, as on a CPU with AVX2 but no AVX-512, then as on one with neither
+#   --fast   tests that take less than a second: every section of the script, in a minute
+#   --cpus   numeric tests, as on a CPU with AVX2 but no AVX-512, then as on one with neither
 #
-# It uses the environment of run.sh, and adds to it what only the tests need.
+# It uses the environment of run.sh, and adds what only the tests need.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/run.sh"
@@ -16,13 +17,15 @@ case ${1-} in --fast|--cpus) mode=$1; shift ;; esac
 
 find_environment "$(count_gpus)"
 packages="pytest pytest-xdist scipy matplotlib"
+if [[ $#$mode == 0 ]]; then packages+=" ruff==0.17.6 mypy"; fi
 if [[ $(uname -sm) == "Linux x86_64" ]]; then
     packages+=" triton"   # torch's CPU build brings none, yet triton's interpreter runs our kernels without a GPU
 fi
 missing=$("$python" -c '
 import importlib.util, sys
 modules = {"pytest-xdist": "xdist"}
-print(*(name for name in sys.argv[1:] if not importlib.util.find_spec(modules.get(name, name))))' $packages)
+wanted = {name: modules.get(name, name.split("==")[0]) for name in sys.argv[1:]}
+print(*(name for name, module in wanted.items() if not importlib.util.find_spec(module)))' $packages)
 if [[ $missing ]]; then
     say "installing $missing"
     pip_install "$python" $missing || die "pip could not install $missing (see above); start again to retry"
@@ -45,5 +48,11 @@ case $mode in
             say "with $settings"
             ( export $settings; run_tests -q -m numeric "$@" )
         done ;;
-    *) run_tests "$@" ;;
+    *)
+        if [[ $# == 0 ]]; then
+            "$python" -m ruff format --check --quiet . || die "ruff format would change these files: run it"
+            "$python" -m ruff check . || die "ruff found the above"
+            "$python" -m mypy || die "mypy found the above"
+        fi
+        run_tests "$@" ;;
 esac
