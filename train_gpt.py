@@ -430,7 +430,7 @@ def _parse(text: str, hint, path: str):
 class StepPlan(NamedTuple):
     step: int
     stage: int
-    lr_mul: float  # of every learning rate
+    lr_mul: float  # of every learning rate, as scheduled; Param.lr_mul multiplies it
     momentum: float  # NorMuon's
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
@@ -2081,7 +2081,7 @@ class GPT(nn.Module):
         return [WeightSlice(w, i * rows, grads.get(name, NO_MAIN_GRAD)) for i, w in enumerate(matrices)]
 
     def named_scalars(self) -> dict[str, tuple[Tensor, ...]]:
-        """Splits `scalars` into 0-d tensors, by the names of SCALARS, layer by layer."""
+        """Splits `scalars` by the names of SCALARS into 0-d tensors, layer by layer."""
         values, split = self.weight("scalars").unbind(), {}
         for name, (init, per_layer) in SCALARS.items():
             n = len(init) * (len(self.cfg.layers) if per_layer else 1)
@@ -2479,7 +2479,9 @@ class Exchange:
 
 
 class UpdateRule(NamedTuple):
-    init: Callable  # (shard, its table row, dtype of moments, the shard's first spec) -> state, by name
+    """How an optimizer updates one shard. A bf16 shard needs a mantissa in its state."""
+
+    init: Callable  # (shard, its table row, dtype of moments, the shard's first row) -> state, by name
     update: Callable  # (shard, gradient, state, its table row, the step's plan, config, backend), in place
     every_step: bool  # else in steps with plan.do_adam
 
@@ -2762,7 +2764,10 @@ class Optimizer:
         self.zero_grad_of(name)
 
     def work(self, plan: StepPlan, pending: dict[str, Pending]) -> None:
-        """Updates every parameter whose gradient was scattered, in work_order, and starts its gather."""
+        """Updates every parameter whose gradient was scattered, in work_order, and starts its gather.
+
+        Mean gradients exist only here, each rank's block of them.
+        """
         self.finish_gathers()
         for name in self.cfg.work_order:
             if name not in pending:
@@ -2974,7 +2979,11 @@ def config_rules(cfg: Config, world_size: int):
         parts = path.split(".")
         column = parts[0] if len(parts) < 3 else f"{parts[0]}.{parts[2]}"
         allowed = choices.get(column, [value])
-        yield value not in allowed, f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}"
+        hint = ", or add it to windows of every stage and to val_windows" if column == "layers.window" else ""
+        yield (
+            value not in allowed,
+            f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}{hint}",
+        )
         least = 1 if type(value) is int and column not in may_be_0 else 0
         yield isinstance(value, (int, float)) and value < least, f"{path}={value} must be at least {least}"
     for column, role in (("saves", "skip"), ("saves", "back"), ("adds", "skip")):
