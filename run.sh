@@ -20,12 +20,12 @@ set -euo pipefail
 say() { echo "$(basename "$0"): $*"; }
 die() { echo "$(basename "$0"): $*" >&2; exit 1; }
 
-# From where the caller stands to where the repository is: an absolute path, or one that is right as it is.
+# Makes a path of the caller's folder one that holds in the repository's.
 from_caller() {
     if [[ $1 == /* || $caller == "$repository" ]]; then echo "$1"; else echo "$caller/$1"; fi
 }
 
-# How many GPUs there are, as nvidia-smi lists them and CUDA_VISIBLE_DEVICES lets us see them.
+# Counts the GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves visible.
 count_gpus() {
     local listed visible
     listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
@@ -36,7 +36,7 @@ count_gpus() {
     echo "$listed"
 }
 
-# suitable PYTHON GPUS: whether it can train here. The imports are real: a broken installation has version numbers too.
+# suitable PYTHON GPUS: succeeds if it can train here. Imports for real: broken installations have versions too.
 suitable() {
     "$1" - "$2" >/dev/null 2>&1 <<'PY'
 import sys
@@ -65,7 +65,7 @@ find_environment() {
     fi
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         die "$python is $("$python" -V 2>&1): Python 3.10 or newer is needed; set PYTHON to one"
-    # What was complete once and cannot train (its torch lacks CUDA, say) is not mended by installing over it.
+    # An environment that was complete and cannot train (its torch lacks CUDA, say) is not repaired in place.
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
             { [[ -e $stamp ]] && ! suitable .venv/bin/python "$gpus"; }; then
         say "making .venv with $python ($("$python" -V 2>&1))"
@@ -75,7 +75,7 @@ find_environment() {
         say "completing .venv"
     fi
     python=$PWD/.venv/bin/python
-    # torch by itself and first: left to choose, pip could bring gigabytes of another version.
+    # torch alone and first: pip could otherwise choose gigabytes of another version.
     local torch installed=''
     torch=$(grep '^torch==' requirements.txt)
     if (( gpus == 0 )); then
@@ -102,7 +102,7 @@ interpreter=${PYTHON:-python3}
 if [[ $interpreter == */* ]]; then interpreter=$(from_caller "$interpreter"); fi
 if [[ ${BASH_SOURCE[0]} != "$0" ]]; then return; fi   # test.sh reads this file for the functions above
 
-# ---- Options: --runs is ours, of the others we need to know a few -------------------------------------------------
+# ---- Options: --runs is run.sh's; of the script's it needs a few --------------------------------------------------
 
 given=$(printf ' %q' "$@")
 script=train_gpt.py
@@ -172,8 +172,8 @@ else
     cores=$(getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > processes ? cores / processes : 1 ))}
 fi
-# What the script refuses of these options, or this machine, it says now rather than after a download. Earlier records' scripts
-# cannot be asked. Caught, so that Ctrl-C shows no traceback of imports.
+# Lets the script check options and machine before a download. Scripts of earlier records lack --check. Captured, so
+# that Ctrl-C shows no traceback of imports.
 if grep -q -e '"--check"' "$script"; then
     refusal=$("$python" "$script" --preset "$preset" ${seed:+--seed "$seed"} ${args[@]+"${args[@]}"} --check "$processes" \
               2>&1 >/dev/null) || { echo "$refusal" >&2; exit 1; }
@@ -191,7 +191,7 @@ fi
 # torchrun warns, on every rank, about each unset thread count and each host name that it cannot look up.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
-# torchrun without its log, warnings and traceback: the processes say themselves what is wrong, unless they are killed.
+# torchrun without its log, warnings and traceback: the processes report errors themselves, unless they are killed.
 launcher='
 import logging, signal, sys, tempfile, threading, traceback
 
@@ -213,8 +213,8 @@ try:
     with tempfile.TemporaryDirectory() as tempfile.tempdir:  # torchrun leaves an empty folder there
         main(sys.argv[1:])
 except ChildFailedError as error:
-    # When one fails torchrun ends the others, by SIGTERM. Of those that failed in the same second or two (it has no better
-    # clock), one that was killed is the cause: the others have lost contact with it.
+    # When one fails torchrun ends the others by SIGTERM. Of those that failed within the same two seconds (its clock
+    # is no better), a killed one is the cause: the others lost their peer.
     began = min(failure.timestamp for failure in error.failures.values())
     rank, first = min(error.failures.items(), key=lambda item: (
         item[1].timestamp > began + 1, item[1].exitcode == -signal.SIGTERM, item[1].exitcode > 0))
@@ -225,8 +225,8 @@ except ChildFailedError as error:
     sys.exit(128 - first.exitcode)
 '
 
-# train ARGUMENT...: one run. It is in the background, because bash does not hear a signal before the program in the
-# foreground ends. What is in the background does not hear Ctrl-C: `stop` passes on every signal, as SIGTERM.
+# train ARGUMENT...: one run, in the background, since bash handles no signal before a foreground program ends. Ctrl-C
+# does not reach the background: `stop` passes every signal on, as SIGTERM.
 running='' stopped=''
 stop() {
     stopped=$1
@@ -234,7 +234,7 @@ stop() {
 }
 train() {
     local code=0 what
-    # Torchrun itself is to handle no signal: a second one could make it leave processes behind, and it undoes nohup.
+    # torchrun must handle no signal itself: a second one could make it leave processes behind, and it undoes nohup.
     "$python" -W ignore -c "$launcher" --standalone --nproc_per_node="$processes" --signals-to-handle= \
         "$script" --preset "$preset" "$@" ${args[@]+"${args[@]}"} &   # bash 3.2 (macOS) takes an empty array for an unset one
     running=$!
@@ -249,7 +249,7 @@ train() {
     what="training failed (exit code $code)"
     if [[ $stopped ]] || (( code == 130 || code == 143 )); then what=interrupted; fi
     echo "run.sh: $what; its log, if it began one, lacks 'complete: yes' and does not count$hint" >&2
-    if [[ $stopped ]]; then   # dies of the signal, as a loop around run.sh ends only then
+    if [[ $stopped ]]; then   # dies of the signal: a loop around run.sh ends only then
         trap - "$stopped"
         kill -s "$stopped" $$
     fi
@@ -257,11 +257,11 @@ train() {
 }
 for signal in HUP INT QUIT TERM; do trap "stop $signal" "$signal"; done
 
-# logs_of SEED: those in record folders of this name, of whatever track and day.
+# logs_of SEED: lists the logs in record folders of this name, of any track and day.
 logs_of() { compgen -G "records/*/????-??-??_$name/seed$1_*.txt" || true; }
 
-# collect BEFORE SEED: notes in `record` the folder of the log that came after BEFORE was listed. The script names it by
-# the day; a log from after midnight goes to the first one's folder.
+# collect BEFORE SEED: sets `record` to the folder of the log that was not in BEFORE. The script names it by the day; a
+# log from after midnight moves to the first one's folder.
 collect() {
     local log folder
     log=$(logs_of "$2" | grep -vxF -e "$1" | tail -n 1 || true)
