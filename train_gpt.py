@@ -205,6 +205,7 @@ class Stage:
     # al. 2024, arXiv:2404.19737).
     mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]
+    param_lr_mul: dict[str, float] = field(default_factory=dict)  # further factors, by parameter
 
 
 @dataclass(frozen=True)
@@ -385,13 +386,13 @@ def _override(node, hint, keys: list[str], text: str, path: str):
     elif is_table:
         children = {getattr(row, "name", str(i)): (row, type(row)) for i, row in enumerate(node)}
     elif isinstance(node, dict):
-        children = {name: (value, int) for name, value in node.items()}
+        children = {name: (node.get(name), typing.get_args(hint)[1]) for name in [*node, *keys[:1]]}
     elif keys:
         raise UserError(f"--set {path}: {keys[0]!r} follows a value, not a table")
     else:
         return _parse(text, hint, path)
     if not keys:
-        raise UserError(f"--set {path}: a table; add a name: {path}.{list(children)[0]}")
+        raise UserError(f"--set {path}: a table; add a name: {path}.{next(iter(children), 'NAME')}")
     if keys[0] not in children and not (is_table and keys[0] == "*"):
         near = difflib.get_close_matches(keys[0], children, n=3) or (children if len(children) <= 16 else [])
         names = f"use {', '.join(near)}" if near else "the names are the fields of Config"
@@ -431,6 +432,7 @@ class StepPlan(NamedTuple):
     step: int
     stage: int
     lr_mul: float  # of every learning rate, as scheduled; Param.lr_mul multiplies it
+    param_lr_mul: dict[str, float]  # the stage's
     momentum: float  # NorMuon's
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
@@ -468,6 +470,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         step=step,
         stage=index,
         lr_mul=lr_mul,
+        param_lr_mul=stage.param_lr_mul,
         momentum=momentum,
         windows=window_tokens(cfg, stage.windows),
         batch_tokens=stage.batch_tokens,
@@ -484,7 +487,7 @@ def window_tokens(cfg: Config, windows: dict[str, int]) -> dict[str, int]:
 
 def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
     """Returns a parameter's learning rate in a step; `base` is its optimizer's."""
-    return base * plan.lr_mul * spec.lr_mul
+    return base * plan.lr_mul * spec.lr_mul * plan.param_lr_mul.get(spec.name, 1.0)
 
 
 def warmup_steps(cfg: Config) -> list[int]:
@@ -904,7 +907,7 @@ def make_micro_batch(
 
 def index_rows(ids: np.ndarray, touched_mask: np.ndarray, pin: bool) -> RowIndex:
     """Sorts a micro-batch's positions by row `ids` (T,) int32. Sets `touched_mask` (rows,) bool."""
-    # Of 16 bits: numpy's radix sort takes a third of the time.
+    # Sorts 16 bits at a time: numpy then uses a radix sort, in a third of the time.
     perm = np.argsort(ids.astype(np.uint16), kind="stable")
     if len(touched_mask) > 1 << 16:
         perm = perm[np.argsort((ids >> 16).astype(np.uint16)[perm], kind="stable")]
@@ -1262,7 +1265,7 @@ POLAR_STEPS = (
 
 def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
     """Returns beta add + alpha x y for batches of matrices, summed in at least fp32 and rounded once."""
-    if x.is_cuda:  # tensor cores sum so
+    if x.is_cuda:  # tensor cores already accumulate in fp32
         return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
     dtype = torch.promote_types(x.dtype, torch.float32)
     return torch.baddbmm(add.to(dtype), x.to(dtype), y.to(dtype), beta=beta, alpha=alpha).to(x.dtype)
@@ -2254,7 +2257,7 @@ class GPT(nn.Module):
     def fp8_head_chunks(
         self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float
     ) -> Callable:
-        """Does the same in 8 bits, with fixed units; also returns the factors' unit.
+        """Does the same in FP8 with fixed scales; the function also returns the gradient's scale.
 
         FP8 matmuls need a column-major second factor: x, w and the gradient are kept in both layouts.
         """
@@ -2283,7 +2286,7 @@ class GPT(nn.Module):
 # 9  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
 #    a Pending is waited for where its result is first used. Counts the bytes sent.
 #
-#    The way of a table row's gradient, of bigram_embed for instance:
+#    How a table row's gradient travels, for example bigram_embed's:
 #
 #    prefetch thread   index_rows              which rows each micro-batch touches, and at which positions
 #    each backward     accumulate_row_grads    adds the positions' gradients to their rows of main_grad
@@ -2474,15 +2477,16 @@ class Exchange:
 
 
 # ============================================================================================================
-# 10  Update rules. In place, on one shard, in at least fp32. A third rule is one more entry of OPTIMIZERS.
+# 10  Update rules. In place, on one shard, in at least fp32. A third rule is init, update, and an entry of
+#     OPTIMIZERS.
 # ============================================================================================================
 
 
 class UpdateRule(NamedTuple):
     """How an optimizer updates one shard. A bf16 shard needs a mantissa in its state."""
 
-    init: Callable  # (shard, its table row, dtype of moments, the shard's first row) -> state, by name
-    update: Callable  # (shard, gradient, state, its table row, the step's plan, config, backend), in place
+    init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
+    update: Callable  # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place
     every_step: bool  # else in steps with plan.do_adam
 
 
@@ -2637,8 +2641,9 @@ class Optimizer:
     use. Until the untie step, a tied parameter, another's transpose, adds its gradient to that one's and
     copies its values.
 
-    The order cannot matter: an update reads only its own gradient and state; the sum over ranks has an order
-    of its own; a tied gradient is added before its target's sum, a tied copy made after its target's gather.
+    Neither order changes the result: an update reads only its own gradient and state; the sum over ranks has
+    an order of its own; a tied gradient is added before its target's sum, a tied copy made after its target's
+    gather.
     """
 
     def __init__(
@@ -2934,7 +2939,7 @@ def config_diff(a: dict, b: dict) -> str:
 
 def nearest(fits: Callable[[int], bool], n: int) -> str:
     """Names up to three numbers near n that fit."""
-    found = sorted((k for k in range(1, 4 * n + 9) if fits(k)), key=lambda k: (abs(k - n), k))[:3]
+    found = sorted((k for k in range(1, min(4 * n + 9, 5000)) if fits(k)), key=lambda k: (abs(k - n), k))[:3]
     return " or ".join(map(str, sorted(found))) or "none"
 
 
@@ -2961,7 +2966,7 @@ def config_rules(cfg: Config, world_size: int):
         "attention": ("dense", "varlen", "fa3"),
         "kernels": KERNELS,
         "layers.attention": ("plain", "paired", None),
-        "layers.window": [n for n in cfg.val_windows if all(n in stage.windows for stage in cfg.stages)],
+        "layers.window": list(cfg.val_windows),
         "layers.reads": ("stream", "back"),
         "layers.saves": ("skip", "back", None),
         "layers.adds": ("skip", None),
@@ -3009,6 +3014,10 @@ def config_rules(cfg: Config, world_size: int):
     allowed = f"2 to {2**31 - 1}, rows are numbered in int32"
     yield not 2 <= bigrams < 2**31, f"bigram_vocab_size={bigrams}: use {allowed}"
     for i, stage in enumerate(cfg.stages):
+        differ = ", ".join(sorted(set(stage.windows) ^ set(cfg.val_windows)))
+        yield differ, f"stages.{i}.windows and val_windows differ in {differ}: name the same windows"
+        unknown = ", ".join(set(stage.param_lr_mul) - set(names))
+        yield unknown, f"stages.{i}.param_lr_mul: unknown {unknown}; use names of the parameter table"
         uneven = not stage.mtp_start or len(stage.mtp_start) != len(stage.mtp_end)
         yield uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights, at least one"
     sizes = [stage.batch_tokens for stage in cfg.stages]
@@ -3019,7 +3028,10 @@ def config_rules(cfg: Config, world_size: int):
     for spec in cfg.params:
         is_scalar = spec.name.endswith(("lambdas", "scalars"))
         for invalid, problem in (
-            (spec.optimizer == "adam" and len(spec.betas) != 2, f"betas={spec.betas}: Adam takes two"),
+            (
+                spec.optimizer == "adam" and (len(spec.betas) != 2 or max(spec.betas) >= 1),
+                f"betas={spec.betas}: Adam takes two below 1",
+            ),
             (
                 spec.optimizer == "normuon" and spec.name not in BANKS,
                 "optimizer=normuon: only for banks of matrices",

@@ -40,6 +40,7 @@ OVERRIDES = [
     ("kernels=",                     lambda c: c.kernels,                     ()),
     ("stages.0.steps=10",            lambda c: c.stages[0].steps,             10),
     ("stages.0.windows.long=5",      lambda c: c.stages[0].windows,           {"short": 1, "long": 5}),
+    ("stages.0.param_lr_mul.embed=.5", lambda c: c.stages[0].param_lr_mul,    {"embed": 0.5}),
     ("stages.3.mtp_start=1,0.5",     lambda c: c.stages[3].mtp_start,         (1.0, 0.5)),
     ("stages.1.mtp_end=1",           lambda c: c.stages[1].mtp_end,           (1.0,)),
     ("stages.*.steps=7",             lambda c: [s.steps for s in c.stages],   [7, 7, 7, 7]),
@@ -97,6 +98,23 @@ def test_world_sizes_that_cannot_share_the_work(preset, world_size, near):
     for n in near.split(" or "):
         assert re.search(rf"\b{n}\b", str(error.value).split("--nproc_per_node=")[1])
         tg.check_config(tg.PRESETS[preset], int(n))  # the advice is right
+
+
+def test_a_new_window_needs_no_edit():
+    """Three settings give a layer a window of its own."""
+    settings = ("stages.*.windows.mid=4", "val_windows.mid=8", "layers.4.window=mid")
+    cfg = functools.reduce(tg.override, settings, tg.CPU)
+    tg.check_config(cfg, 2)
+    assert tg.plan_step(cfg, 0).windows == {"short": 48, "long": 144, "mid": 64}
+
+
+def test_learning_rate_of_one_bank_in_one_stage():
+    cfg = tg.override(tg.CPU, "stages.1.param_lr_mul.qk_bank=3")
+    plans = [tg.plan_step(cfg, step) for step in (139, 140, 280)]
+    for spec in cfg.params:
+        rates = [tg.learning_rate(0.5, spec, plan) for plan in plans]
+        factors = [rate / (0.5 * plan.lr_mul * spec.lr_mul) for rate, plan in zip(rates, plans)]
+        assert factors == pytest.approx([1, 3 if spec.name == "qk_bank" else 1, 1])
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------
