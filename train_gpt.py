@@ -131,11 +131,8 @@ SCALARS = {
 }
 
 BANKS = ("qk_bank", "vo_bank", "mlp_bank")  # stacks of matrices
-INDEXED_BY = {
-    "value_embeds": "tokens",
-    "bigram_embed": "bigrams",
-    "embed": "tokens",
-}  # tables: what selects their rows
+# Tables: what selects their rows.
+INDEXED_BY = {"value_embeds": "tokens", "bigram_embed": "bigrams", "embed": "tokens"}
 
 
 @dataclass(frozen=True)
@@ -222,9 +219,7 @@ class Config:
     val_every: int = 250  # steps; 0: only at the end
     # the model
     vocab_size: int = 50257
-    padded_vocab: int = (
-        50304  # rows of the embedding tables, columns of the head; padding rows train like others
-    )
+    padded_vocab: int = 50304  # rows of embedding tables, columns of the head; padding trains like the rest
     bos_id: int = 50256
     bigram_vocab_size: int = 5 * 50304
     heads: int = 6
@@ -232,9 +227,8 @@ class Config:
     mlp_dim: int = 3072
     layers: tuple[Layer, ...] = LAYERS
     window_unit: int = 128
-    val_windows: dict[str, int] = field(
-        default_factory=lambda: {"short": 6, "long": 20}
-    )  # at the final validation
+    # At the final validation.
+    val_windows: dict[str, int] = field(default_factory=lambda: {"short": 6, "long": 20})
     attn_scale: float = 0.1  # of the softmax before any window grows
     dtype: str = "bfloat16"  # weights and activations: bfloat16, float32, float64
     # The schedule. Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
@@ -555,9 +549,8 @@ def init_distributed() -> DistEnv:
     """Reads torchrun's environment and joins the process group. Without torchrun: one rank, no group."""
     world_size, rank = env_world_size(), int(os.environ.get("RANK", 0))
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG: a killed torchrun would leave its ranks running
+        # PR_SET_PDEATHSIG: a killed torchrun would leave its ranks running.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     device = torch.device("cpu")
     options: dict = {}
     if torch.cuda.is_available():
@@ -1507,8 +1500,9 @@ GRAM_TILES = {size: dict(BLOCK=size, BLOCK_K=64, num_warps=size // 16, num_stage
 RELU_SQUARE_TILES = {
     "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
     "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
+    # 128 columns: with 256 the compiler spills registers.
     "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4),
-}  # 256 columns spill
+}
 LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
 TRANSPOSE_TILES = dict(BLOCK=64, num_warps=4)
 
@@ -1762,10 +1756,9 @@ class WeightGrad:
     def accumulate(
         self, start: int, a: Tensor, b: Tensor, scale: Tensor | None = None, first: bool = True
     ) -> Tensor | None:
-        """Takes the gradient of the weight's rows from `start`, as factors for `write_grad`. Returns
-        autograd's part.
+        """Takes the gradient of the weight's rows from `start`, as factors for `write_grad`.
 
-        first=False: this backward has given these rows before.
+        first=False: this backward has given these rows before. Returns what autograd gets.
         """
         if self.delay:
             self.delayed.append((start, a, b, self.overwrite and first, scale))
@@ -1917,7 +1910,7 @@ class Rotary:
 
 
 # The code between matmuls: pure functions, each compiled by itself. They differ only by a layer's kind, so
-# all layers together take few compilations. Products, FlashAttention and kernels are called uncompiled.
+# all layers together take few compilations. Matmuls, FlashAttention and kernels are called uncompiled.
 
 
 def embed_and_smear(
@@ -2031,9 +2024,8 @@ class GPT(nn.Module):
         length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
         attending = [i for i, layer in enumerate(cfg.layers) if layer.attention]
-        self.attention_index = {
-            layer: n for n, layer in enumerate(attending)
-        }  # a layer's place in attention's banks
+        # A layer's place in attention's banks.
+        self.attention_index = {layer: n for n, layer in enumerate(attending)}
         self.initialize(seed)
 
     @torch.no_grad()
@@ -2166,10 +2158,10 @@ class GPT(nn.Module):
         gate: Tensor,
         seq: tuple[Tensor, int, int],
     ) -> Tensor:
-        """Runs layer i's attention on h (T, d), with weights scales[0] * qkv (3d, d) and scales[1] * out (d,
-        d).
+        """Runs layer i's attention on h (T, d), with weights scales[0] * qkv and scales[1] * out.
 
-        value (T, d); ve_gate and gate (H, GATE_DIM); seq: cu_seqlens, longest document, window.
+        qkv (3d, d), out (d, d); value (T, d); ve_gate and gate (H, GATE_DIM); seq: cu_seqlens, longest
+        document, window.
         """
         T, layer, heads, compiled = len(h), self.cfg.layers[i], self.cfg.heads, self.backend.compiled
         paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
@@ -2180,11 +2172,10 @@ class GPT(nn.Module):
         return linear(y, scales[1], [out])
 
     def lookup(self, batch: MicroBatch, leaves: bool = False) -> dict[str, Tensor]:
-        """Returns the tables' rows at a micro-batch's positions, by table: (T, d), of value_embeds (T,
-        tables, d).
+        """Returns the tables' rows at a micro-batch's positions, by table.
 
-        leaves=True: the looked-up rows are autograd leaves. leaves=False: autograd builds a dense gradient of
-        the table.
+        They are (T, d), of value_embeds (T, tables, d). leaves=True: the looked-up rows are autograd leaves.
+        leaves=False: autograd builds a dense gradient of the table.
         """
         ids, embeddings = {"tokens": batch.inputs, "bigrams": batch.bigrams}, {}
         for spec in self.cfg.params:
@@ -2215,12 +2206,11 @@ class GPT(nn.Module):
         grad: WeightGrad = NO_MAIN_GRAD,
         grad_scale: float = 1.0,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Runs the head's forward and backward at once, `head_chunk` tokens at a time, for x (T, d), targets
-        (T,) int64.
+        """Runs the head's forward and backward at once, `head_chunk` tokens at a time.
 
-        Memory holds one chunk's logits and their gradient at a time (a delayed matmul keeps the gradients).
-        lm_head's gradient goes to `grad`. `grad_scale`, which `weights` contain already, sets the unit of FP8
-        gradients.
+        x (T, d); targets (T,) int64. Memory holds one chunk's logits and their gradient at a time (a delayed
+        matmul keeps the gradients). lm_head's gradient goes to `grad`. `grad_scale`, which `weights` contain
+        already, sets the unit of FP8 gradients.
 
         Returns the multi-token loss summed over tokens, 0-d, at least fp32; and the roots of the remaining
         backward, tensors with their gradients: x, and one for lm_head if autograd gets its gradient.
@@ -2350,17 +2340,15 @@ def merge_row_grads(shard_grad: Tensor, row_grads: Tensor, plan: SparsePlan) -> 
     row_ids = plan.recv_row_ids.wait()
     for ids, part in zip(row_ids.split(plan.recv_counts), row_grads.split(plan.recv_counts)):
         shard_grad.index_add_(0, ids, part.to(shard_grad.dtype))
-    return shard_grad.div_(
-        len(plan.recv_counts)
-    )  # all of it: received rows repeat, and finding distinct ones costs more
+    # All of it: received rows repeat, and finding the distinct ones costs more.
+    return shard_grad.div_(len(plan.recv_counts))
 
 
 class Exchange:
-    """Collectives of one process group; with one rank they do nothing. All ranks call in one order, from one
-    thread.
+    """Collectives of one process group; with one rank they do nothing.
 
-    sent: bytes this rank has sent, by kind and parameter, assuming rings for the backend's reductions and
-    gathers.
+    Every rank must make the same calls in the same order, from one thread. sent: bytes this rank has sent, by
+    kind and parameter, assuming rings for the backend's reductions and gathers.
     """
 
     def __init__(
@@ -2409,10 +2397,9 @@ class Exchange:
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
     def exchange_counts(self, touched: dict[str, TouchedRows]) -> Pending:
-        """Tells every owner how many rows of each kind it will get. Yields this rank's, (world_size, kinds)
-        int64.
+        """Tells every owner how many rows of each kind it will get; through host memory, so no GPU waits.
 
-        Through host memory: the wait involves no GPU.
+        Returns this rank's counts, (world_size, kinds) int64.
         """
         counts = torch.tensor([t.counts_per_rank for t in touched.values()]).T.contiguous()
         self.count("counts", " ".join(touched), counts.nbytes * (self.world_size - 1) // self.world_size)
@@ -2433,10 +2420,10 @@ class Exchange:
         return plans
 
     def exchange_row_grads(self, name: str, grad: Tensor, plan: SparsePlan, shard_grad: Tensor) -> Pending:
-        """Averages this rank's block of a table's gradient over ranks, sending only touched rows, in grad's
-        dtype.
+        """Averages this rank's block of a table's gradient over ranks.
 
-        `shard_grad` (N / world_size, ...), at least fp32 and 0, receives it.
+        Sends only touched rows, in grad's dtype. `shard_grad` (N / world_size, ...), at least fp32 and 0,
+        receives it.
         """
         rows = grad[plan.row_ids]
         received = rows.new_empty((sum(plan.recv_counts), *rows.shape[1:]))
@@ -2511,7 +2498,7 @@ def adam(
     step_size = lr * math.sqrt(1 - spec.betas[1] ** t) / (1 - spec.betas[0] ** t)
     decay = lr * lr * (cfg.adam_wd * spec.wd_mul)
     # As vectors, so that code compiled for any length serves every parameter.
-    tensors = (t.view(-1) for t in (p, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]))
+    tensors = (x.view(-1) for x in (p, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]))
     numbers = (backend.scalar(step_size), backend.scalar(decay), cfg.adam_eps)
     backend.compiled(adam_update)(*tensors, spec.betas, *numbers)
 
@@ -2894,15 +2881,15 @@ class AsyncScalars:
         self.queue, self.latest = [], {}
 
     def push(self, step: int, scalars: dict[str, Tensor]) -> None:
-        """Starts the scalars' copy. Raises UserError once one that is not finite has arrived."""
+        """Starts the scalars' copy."""
         values, arrived = torch.stack(list(scalars.values())), None
         if values.is_cuda:
             values, arrived = values.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
             arrived.record()
         self.queue.append((step, list(scalars), values, arrived))
-        self.poll()
 
     def poll(self, wait: bool = False) -> None:
+        """Takes what has arrived. Raises UserError if it is not finite."""
         while self.queue:
             step, names, values, arrived = self.queue[0]
             if arrived and not wait and not arrived.query():
@@ -3366,7 +3353,7 @@ def warm_up(
         for _, batch in val:
             model.token_losses(batch.to(env.device), plan.windows).mean()
             break
-        train_step(model, optimizer, batches.next())
+        AsyncScalars().push(plan.step, train_step(model, optimizer, batches.next()))
     loader.close()
     optimizer.finish_gathers()
     restore(before, model, optimizer)
@@ -3576,6 +3563,7 @@ def train(
         batch = batches.next()
         n = step + 1  # as the log counts
         scalars.push(n, train_step(model, optimizer, batch))
+        scalars.poll()
         if profiler:
             profiler.step()
         elapsed = clock.read()

@@ -32,7 +32,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -43,8 +42,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "data"))
-from tokenize_text import UserError, read_header, read_tokens  # noqa: E402
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "data")]
+from tokenize_text import UserError, read_header, read_tokens
+from train_gpt import DistEnv, describe_environment
 
 WARMUP = 0.05  # of the steps
 FINAL_RATE = 0.1  # of the peak rate
@@ -180,20 +180,6 @@ def check(args: argparse.Namespace, train_count: int, val_count: int) -> None:
         raise UserError("--lr must be a positive number, and --val-every and --seed not be negative")
 
 
-def environment() -> list[str]:
-    """Lists what the run runs on, as train_gpt.py's log does."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    device = (names or [platform.machine()])[0]
-    threads = f"({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
-    build = f"{torch.__version__} compiled for CUDA {torch.version.cuda}"
-    return [
-        f"Running Python {platform.python_version()} on {platform.system()} {platform.machine()}",
-        f"Running PyTorch {build} on {device} {threads} with world_size 1",
-    ]
-
-
 def train(args: argparse.Namespace) -> None:
     """Builds the model, train it against the clock, and write the log."""
     train_tokens, vocabulary = read_split(args.data, "train")
@@ -208,7 +194,8 @@ def train(args: argparse.Namespace) -> None:
 
     log = Log(args.log)
     log.write(Path(__file__).read_text(encoding="utf-8") + "=" * 100, screen=False)
-    for line in [*environment(), f"parameters: {parameters:,}"]:
+    environment = describe_environment(DistEnv(0, 1, torch.device("cpu")))
+    for line in [*environment, f"parameters: {parameters:,}"]:
         log.write(line)
     config = {**vars(args), "data": args.data.name, "log": None, "parameters": parameters, "target": TARGET}
     log.write("config: " + json.dumps(config) + "\n" + "=" * 100, screen=False)

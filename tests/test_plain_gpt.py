@@ -1,0 +1,54 @@
+"""Tests bench/plain_gpt.py and bench/loss_curves.py: validation, the log, the picture of README.md."""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "records")]
+import compare
+import loss_curves
+import plain_gpt
+
+from golden_inputs import random_documents, write_shard
+
+
+@pytest.mark.parametrize("context, count", [(8, 40), (4, 402), (6, 300)])
+def test_every_target_is_validated_once(context, count):
+    tokens = torch.arange(count + 1)
+
+    def losses(inputs, targets, reduction):
+        assert reduction == "none" and torch.equal(inputs + 1, targets) and inputs.size(1) == context
+        return 2.0 ** (-targets.flatten().double() % 50)
+
+    expected = (2.0 ** (-tokens[1:].double() % 50)).mean().item()
+    assert plain_gpt.validate(losses, tokens, context) == pytest.approx(expected, rel=1e-12)
+
+
+def test_rate():
+    rates = [plain_gpt.rate(step, 100, 2.0) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0]) and max(rates) == 2.0
+    assert rates[5:] == sorted(rates[5:], reverse=True) and rates[-1] == pytest.approx(0.2, abs=0.002)
+
+
+@pytest.mark.slow
+def test_a_run_learns_and_its_log_can_be_compared_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain_gpt.os, "cpu_count", lambda: 1)
+    rng = np.random.default_rng(1)
+    for split, count in (("train", 6000), ("val", 300)):
+        tokens = random_documents(rng, count, 257, 256)
+        tokens = np.where(tokens < 256, 97 + np.arange(count) % 5, 256)
+        write_shard(tmp_path / f"x_{split}_000001.bin", tokens, 257, 256)
+    options = "--steps 30 --batch-tokens 128 --lr 1e-2 --layers 1 --width 32 --heads 2 --context 16"
+    options += f" --val-every 10 --val-tokens 256 --data {tmp_path} --log {tmp_path}/log.txt"
+    plain_gpt.main(options.split())
+    (group,), errors = compare.read_groups([f"plain={tmp_path}/log.txt"], None)
+    assert group.counted[0].closed  # by "complete: yes"
+    assert not errors and [step for step, *_ in compare.mean_curve(group)] == [10, 20, 30]
+    assert group.counted[0].curve[-1][1] < 1.5 < math.log(257)  # the loss of uniform guesses
+    loss_curves.main([f"plain={tmp_path}/log.txt", "--line", "4-gram=1.5", "--out", f"{tmp_path}/x.png"])
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
