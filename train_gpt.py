@@ -253,9 +253,9 @@ class Config:
     # optimizers
     params: tuple[Param, ...] = PARAMS
     # fmt: off
-    work_order: tuple[str, ...] = (  # updates happen in this order
+    work_order: tuple[str, ...] = (  # updates and gathers happen in this order
         "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas",
-        "bigram_lambdas", "resid_lambdas", "value_embeds", "bigram_embed", "lm_head", "embed", *BANKS,
+        "bigram_lambdas", "resid_lambdas", "bigram_embed", "lm_head", "embed", "value_embeds", *BANKS,
     )
     # fmt: on
     adam_lr: float = 0.008
@@ -268,10 +268,15 @@ class Config:
     # the run
     warmup: bool = True  # rehearse every stage off the clock, then reset
     main_grad: bool = True  # gradients of banks, head and tables are written in place; false: autograd sums
+    flat_adam: bool = True  # the small parameters of a dtype are updated as one, with the first in work_order
     delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
     head_chunk: int = 8192  # tokens whose logits exist at once; the head's gradient is rounded once per chunk
     # Operations done in Triton.
-    kernels: tuple[str, ...] = ("gram", "relu_square", "softcap_loss", "segment_sum_rows", "transpose")
+    # fmt: off
+    kernels: tuple[str, ...] = (
+        "gram", "relu_square", "softcap_loss", "scaled_grad", "segment_sum_rows", "transpose",
+    )
+    # fmt: on
     attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     compile: bool = True  # torch.compile the code between matmuls, and the updates
@@ -525,10 +530,13 @@ class PeerFailure(UserError):
 
 @contextlib.contextmanager
 def peer_failure_guard():
-    """Wraps blocking collectives: any RuntimeError except OutOfMemoryError means that a peer died."""
+    """Wraps blocking collectives: a RuntimeError means that a peer died, unless it is this GPU's own.
+
+    A GPU reports a failed kernel at any later call: that error is raised as it is.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as e:
         raise PeerFailure(
@@ -554,12 +562,11 @@ def init_distributed() -> DistEnv:
     device = torch.device("cpu")
     options: dict = {}
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if local > gpus:
-            raise UserError(
-                f"{local} processes for {gpus} GPUs; start torchrun with --nproc_per_node={gpus} or fewer"
-            )
+        device, gpus = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.cuda.device_count()
+        if device.index >= gpus:  # torchrun --virtual-local-rank shows each process one GPU, its 0th
+            processes = os.environ.get("LOCAL_WORLD_SIZE", device.index + 1)
+            fix = f"start torchrun with --nproc_per_node={gpus} or fewer"
+            raise UserError(f"{processes} processes for {gpus} GPUs; {fix}")
         torch.cuda.set_device(device)
         # Split-K matmuls, too, sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -844,16 +851,6 @@ def table_sizes(cfg: Config) -> dict[str, int]:
     return {spec.indexed_by: param_shapes(cfg, 1)[spec.name][0] for spec in cfg.params if spec.indexed_by}
 
 
-def host_tensor(values: np.ndarray, dtype: torch.dtype, pin: bool) -> Tensor:
-    """Copies an array into a new tensor, page-locked if `pin`.
-
-    torch reuses page-locked memory when no tensor holds it and the asynchronous copies from it are done.
-    """
-    t = torch.empty(len(values), dtype=dtype, pin_memory=pin)
-    t.numpy()[:] = values
-    return t
-
-
 def map_tensors(function: Callable[[Tensor], Tensor], x):
     """Applies a function to every tensor in a nest of dicts and NamedTuples."""
     if isinstance(x, dict):
@@ -872,16 +869,35 @@ class MicroBatch:
     max_doc_len: int  # bound on a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
     touched: dict[str, TouchedRows] = field(default_factory=dict)  # before an Adam step, in the last one
+    buffer: Tensor = None  # uint8: holds all of these, once packed
+
+    def pack(self, pin: bool) -> "MicroBatch":
+        """Moves all tensors into one host buffer, page-locked if `pin`, for a single copy to a GPU.
+
+        torch reuses page-locked memory when no tensor holds it and the asynchronous copies from it are done.
+        """
+        sizes = []
+        map_tensors(lambda t: sizes.append(padded(t.nbytes, 16)), vars(self))
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
+        parts = iter(buffer.split(sizes))
+        packed = map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).copy_(t), vars(self))
+        return MicroBatch(**packed | {"buffer": buffer})
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Starts asynchronous copies to a GPU."""
+        """Starts an asynchronous copy to a GPU, if packed."""
         if device.type == "cpu":
             return self
-        return MicroBatch(**map_tensors(lambda t: t.to(device, non_blocking=True), vars(self)))
+        buffer = self.buffer.to(device, non_blocking=True)
+
+        def moved(t: Tensor) -> Tensor:
+            start = t.storage_offset() * t.element_size()
+            return buffer[start : start + t.nbytes].view(t.dtype)
+
+        return MicroBatch(**map_tensors(moved, vars(self)))
 
 
 def make_micro_batch(
-    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, bigram_rows: int, pin: bool
+    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, bigram_rows: int
 ) -> MicroBatch:
     """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
     T = len(tokens) - 1
@@ -890,15 +906,14 @@ def make_micro_batch(
             f"a micro-batch of {T} tokens has {len(ends) + 1} documents, cu_seqlens room for {max_docs - 1}; "
             f"use --set max_docs={padded(len(ends) + 2, 128)}"
         )
-    inputs, targets = host_tensor(tokens[:-1], torch.int32, pin), host_tensor(tokens[1:], torch.int64, pin)
-    bigrams = torch.empty(T, dtype=torch.int32, pin_memory=pin)
+    inputs, targets = (torch.from_numpy(ids.astype(np.int32)) for ids in (tokens[:-1], tokens[1:]))
+    bigrams, cu_seqlens = torch.empty_like(inputs), torch.full((max_docs,), T, dtype=torch.int32)
     bigram_index(inputs.numpy(), bigram_rows, bigrams.numpy())
-    bounds = np.full(max_docs, T)
-    bounds[: len(ends) + 1] = 0, *ends
-    return MicroBatch(inputs, targets, bigrams, host_tensor(bounds, torch.int32, pin), max_doc_len)
+    cu_seqlens.numpy()[: len(ends) + 1] = 0, *ends
+    return MicroBatch(inputs, targets.long(), bigrams, cu_seqlens, max_doc_len)
 
 
-def index_rows(ids: np.ndarray, touched_mask: np.ndarray, pin: bool) -> RowIndex:
+def index_rows(ids: np.ndarray, touched_mask: np.ndarray) -> RowIndex:
     """Sorts a micro-batch's positions by row `ids` (T,) int32. Sets `touched_mask` (rows,) bool."""
     # Sorts 16 bits at a time: numpy then uses a radix sort, in a third of the time.
     perm = np.argsort(ids.astype(np.uint16), kind="stable")
@@ -907,20 +922,23 @@ def index_rows(ids: np.ndarray, touched_mask: np.ndarray, pin: bool) -> RowIndex
     sorted_ids = ids[perm]
     first = np.flatnonzero(np.concatenate(([True], sorted_ids[1:] != sorted_ids[:-1])))
     row_ids = sorted_ids[first]
-    index = RowIndex(
-        host_tensor(row_ids, torch.int32, pin),
-        host_tensor(perm, torch.int32, pin),
-        host_tensor(np.append(first, len(ids)), torch.int32, pin),
-        host_tensor(~touched_mask[row_ids], torch.bool, pin),
+    index = (
+        row_ids,
+        perm.astype(np.int32),
+        np.append(first, len(ids)).astype(np.int32),
+        ~touched_mask[row_ids],
     )
     touched_mask[row_ids] = True
-    return index
+    return RowIndex(*map(torch.from_numpy, index))
 
 
-def touched_rows(touched_mask: np.ndarray, world_size: int, pin: bool) -> TouchedRows:
-    row_ids, rows_per_rank = np.flatnonzero(touched_mask), len(touched_mask) // world_size
+def touched_rows(touched_mask: np.ndarray, world_size: int) -> TouchedRows:
+    row_ids, rows_per_rank = np.flatnonzero(touched_mask).astype(np.int32), len(touched_mask) // world_size
     counts = np.diff(np.searchsorted(row_ids, np.arange(world_size + 1) * rows_per_rank)).tolist()
-    return TouchedRows(host_tensor(row_ids, torch.int32, pin), counts, rows_per_rank)
+    return TouchedRows(torch.from_numpy(row_ids), counts, rows_per_rank)
+
+
+FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
 
 
 class OutOfData(UserError):
@@ -948,11 +966,19 @@ class TrainLoader:
         self.cfg, self.rank, self.world_size, self.pin = cfg, rank, world_size, pin
         self.microbatches = num_microbatches(cfg, world_size)
         self.paths = list(paths)
-        self.threads = ThreadPoolExecutor(2)  # one reads the next shard, one builds the next batch
-        shard, document, self.delivered = position  # delivered: tokens, over all ranks
-        self.upcoming = self._read(shard)
-        self._open(shard)
-        self.document = document
+        # One thread reads the next shard, one builds the next batch. A new thread's GPU is 0: pinning memory
+        # there would make every rank a context on it.
+        use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None
+        self.threads = ThreadPoolExecutor(2, initializer=use_gpu)
+        self.opened, self.document, self.delivered = position  # delivered: tokens, over all ranks
+        self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
+        self.is_partial = not any(position) and read_header(self.paths[0]).tokens > FIRST_READ
+        if self.is_partial:
+            # A run starts on the clock: with the documents that end within the first tokens.
+            tokens, starts = read_shard(self.paths[0], cfg.vocab_size, cfg.bos_id, FIRST_READ)
+            self.shard = Shard(tokens[: starts[-1] if len(starts) else 0], starts[:-1])
+        else:
+            self._open()
 
     def position(self) -> tuple[int, int, int]:
         """Returns where the next batch begins: shard number, document number, tokens delivered before."""
@@ -963,12 +989,11 @@ class TrainLoader:
             return None
         return self.threads.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.bos_id)
 
-    def _open(self, i: int) -> None:
+    def _open(self) -> None:
+        """Opens the shard that is being read: all of the present one, or the next."""
         if self.upcoming is None:
             raise OutOfData(f"training data ran out after {self.delivered:,} tokens; add training shards")
-        self.opened, self.shard, self.upcoming = i, self.upcoming.result(), self._read(i + 1)
-        self.document = 0
-        self.ends = {}  # max_doc_len -> running total of document lengths
+        self.shard, self.upcoming, self.ends = self.upcoming.result(), self._read(self.opened + 1), {}
 
     def close(self) -> None:
         self.threads.shutdown(cancel_futures=True)
@@ -990,7 +1015,10 @@ class TrainLoader:
     def advance(self, batch_tokens: int, max_doc_len: int) -> list[tuple[int, int]]:
         """Skips a batch. Returns each micro-batch's first document and the one after its last."""
         while (cuts := self._cut(batch_tokens // self.microbatches, max_doc_len)) is None:
-            self._open(self.opened + 1)
+            if not self.is_partial:
+                self.opened, self.document = self.opened + 1, 0
+            self._open()
+            self.is_partial = False
         self.document = cuts[-1][1]
         self.delivered += batch_tokens
         return cuts
@@ -1004,7 +1032,7 @@ class TrainLoader:
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
             doc_ends = ends[first + 1 : last] - ends[first]
-            options = (max_doc_len, max_docs, self.cfg.bigram_vocab_size, self.pin)
+            options = (max_doc_len, max_docs, self.cfg.bigram_vocab_size)
             micro_batches.append(make_micro_batch(tokens, doc_ends, *options))
         return micro_batches
 
@@ -1072,11 +1100,11 @@ class Prefetcher:
         for batch in micro_batches:
             ids = {"tokens": batch.inputs.numpy(), "bigrams": batch.bigrams.numpy()}
             for kind, mask in self.touched_mask.items():
-                batch.index[kind] = index_rows(ids[kind], mask, loader.pin)
+                batch.index[kind] = index_rows(ids[kind], mask)
         for kind, mask in self.touched_mask.items() if plan.do_adam else ():
-            batch.touched[kind] = touched_rows(mask, loader.world_size, loader.pin)
+            batch.touched[kind] = touched_rows(mask, loader.world_size)
             mask[:] = False
-        return Batch(plan, micro_batches, loader.position())
+        return Batch(plan, [batch.pack(loader.pin) for batch in micro_batches], loader.position())
 
     def next(self) -> Batch:
         batch = self.next_batch.result()
@@ -1105,7 +1133,7 @@ class ValLoader:
             tokens = self.tokens[i * T : (i + 1) * T + 1]
             starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
             max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-            yield i, make_micro_batch(tokens, starts, max_doc_len, self.max_docs, rows, self.pin)
+            yield i, make_micro_batch(tokens, starts, max_doc_len, self.max_docs, rows).pack(self.pin)
 
 
 # ============================================================================================================
@@ -1226,6 +1254,17 @@ def to_fp8(x: Tensor, scale_inv: float, dtype: torch.dtype) -> Tensor:
     fp8_max = torch.finfo(dtype).max
     x = (x.float() / scale_inv).clamp(-fp8_max, fp8_max)
     return x.to(dtype, memory_format=torch.contiguous_format)
+
+
+def scaled_grad(
+    out: Tensor, dots: Tensor, product: Tensor, scale: Tensor, w: Tensor, overwrite: bool
+) -> None:
+    """out = scale * product; += unless `overwrite`. dots (rows,), in scale's dtype, gets product . w by rows.
+
+    out, product, w (rows, cols), scale 0-d. Each result is rounded once; `out` may be `product`.
+    """
+    torch.sum(product.to(scale.dtype) * w, dim=1, out=dots)
+    torch.mul(product, scale, out=out) if overwrite else out.addcmul_(product, scale)
 
 
 COLUMN_CHUNK = 768  # columns of a table summed at once, so that no temporary has a table's size
@@ -1450,6 +1489,24 @@ if triton is not None:
             tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
 
     @triton.jit
+    def scaled_grad_kernel(
+        out, dots, product, scale, w, columns, OVERWRITE: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """Scales a row into `out`, and sums its products with w."""
+        row, dot = tl.program_id(0).to(tl.int64) * columns, tl.zeros((BLOCK,), tl.float32)
+        factor = tl.load(scale)
+        for start in range(0, columns, BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            mask, offs = offs < columns, row + offs
+            x = tl.load(product + offs, mask=mask, other=0.0).to(tl.float32)
+            dot += x * tl.load(w + offs, mask=mask, other=0.0).to(tl.float32)
+            x *= factor
+            if not OVERWRITE:
+                x += tl.load(out + offs, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out + offs, x.to(out.dtype.element_ty), mask=mask)
+        tl.store(dots + tl.program_id(0), tl.sum(dot))
+
+    @triton.jit
     def segment_sum_rows_kernel(
         out,
         grad,
@@ -1503,8 +1560,8 @@ RELU_SQUARE_TILES = {
     # 128 columns: with 256 the compiler spills registers.
     "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4),
 }
-LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
-TRANSPOSE_TILES = dict(BLOCK=64, num_warps=4)
+LOSS_TILES, SCALED_GRAD_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, num_warps=1)
+SEGMENT_SUM_TILES, TRANSPOSE_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2), dict(BLOCK=64, num_warps=4)
 
 
 def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
@@ -1546,6 +1603,13 @@ def triton_softcap_loss(
     return losses, grad
 
 
+def triton_scaled_grad(
+    out: Tensor, dots: Tensor, product: Tensor, scale: Tensor, w: Tensor, overwrite: bool
+) -> None:
+    (rows, columns), tensors = product.shape, (out, dots, product, scale, w)
+    scaled_grad_kernel[(rows,)](*tensors, columns, OVERWRITE=overwrite, **SCALED_GRAD_TILES)
+
+
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
     out, grad = out.view(out.size(0), -1), grad.flatten(1)
     grid = (len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"]))
@@ -1572,6 +1636,7 @@ class Backend(NamedTuple):
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
     softcap_loss: Callable = softcap_loss
+    scaled_grad: Callable = scaled_grad
     segment_sum_rows: Callable = segment_sum_rows
     transpose_copy: Callable = transpose_copy
     transpose_add: Callable = transpose_add
@@ -1586,6 +1651,7 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     "gram": {"gram": triton_gram},
     "relu_square": {"relu_square": triton_relu_square, "relu_square_grad": triton_relu_square},
     "softcap_loss": {"softcap_loss": triton_softcap_loss},
+    "scaled_grad": {"scaled_grad": triton_scaled_grad},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
     "transpose": {"transpose_copy": triton_transpose, "transpose_add": triton_transpose},
 }
@@ -1710,28 +1776,33 @@ def select_backend(
     )
 
 
-def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Returns scale a b in `dtype`, for fp8 a (n, k), row-major, b (k, m), column-major, scale 0-d fp32."""
-    return torch._scaled_mm(a, b, scale, torch.ones_like(scale), out_dtype=dtype, use_fast_accum=fast)
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, out: Tensor, fast: bool = False) -> Tensor:
+    """Writes scale a b to `out`, for fp8 a (n, k), row-major, b (k, m), column-major, scale 0-d fp32."""
+    one = constant(1.0, a.device)
+    return torch._scaled_mm(a, b, scale, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
+@cache
+def constant(value: float, device: torch.device) -> Tensor:
+    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
+    return torch.full((), value, device=device)
 
 
 def write_grad(
-    main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool, scale: Tensor | None = None
+    out: Tensor, a: Tensor, b: Tensor | None, overwrite: bool, scale: Tensor | None = None
 ) -> None:
-    """main_grad.view(-1, cols)[start:start + rows] = a.T @ b (a * b if b is 0-d); += unless `overwrite`.
+    """out = a^T b (a without b); += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
 
-    a (T, rows), b (T, cols); or a (rows, cols), b 0-d of any float dtype. Rounded once, the sum included. fp8
-    a and b, both column-major: scale a^T b, through an fp32 temporary.
+    fp8 a and b, both column-major: scale a^T b; added through an fp32 temporary.
     """
-    rows = a.size(1) if b.dim() else a.size(0)
-    out = main_grad.view(-1, main_grad.size(-1))[start : start + rows]
-    if a.element_size() == 1:
-        product = fp8_matmul(a.T, b, scale, torch.float32)
-        out.copy_(product) if overwrite else out.add_(product)
-    elif b.dim():
+    if b is None:
+        out.copy_(a) if overwrite else out.add_(a)
+    elif a.element_size() > 1:
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
+    elif overwrite:
+        fp8_matmul(a.T, b, scale, out)
     else:
-        torch.mul(a, b, out=out) if overwrite else out.addcmul_(a, b)
+        out.add_(fp8_matmul(a.T, b, scale, torch.empty_like(out, dtype=torch.float32)))
 
 
 class WeightGrad:
@@ -1763,13 +1834,37 @@ class WeightGrad:
         if self.delay:
             self.delayed.append((start, a, b, self.overwrite and first, scale))
         elif self.main_grad is None:
-            return a.T @ b if b.dim() else a * b
+            return a.T @ b
         else:
-            write_grad(self.main_grad, start, a, b, self.overwrite and first, scale)
+            write_grad(self.rows(start, a.size(1)), a, b, self.overwrite and first, scale)
+        return self.for_autograd(a.size(1), b)
+
+    def accumulate_scaled(
+        self, start: int, dots: Tensor, product: Tensor, scale: Tensor, w: Tensor, backend: Backend
+    ) -> Tensor | None:
+        """Takes scale * product, (rows, cols), the gradient of w's rows from `start`. Fills `dots` (rows,).
+
+        Uses the product's memory if not main_grad's. Returns what autograd gets.
+        """
+        in_place = self.main_grad is not None and not self.delay
+        out = self.rows(start, len(product)) if in_place else product
+        backend.scaled_grad(out, dots, product, scale, w, self.overwrite or not in_place)
+        if self.delay:
+            self.delayed.append((start, product, None, self.overwrite, None))
+        elif not in_place:
+            return product
+        return self.for_autograd(len(product), product)
+
+    def rows(self, start: int, count: int, of: Tensor | None = None) -> Tensor:
+        """Returns rows of main_grad, or `of`, as one matrix."""
+        return (self.main_grad if of is None else of).flatten(0, -2)[start : start + count]
+
+    def for_autograd(self, count: int, like: Tensor) -> Tensor | None:
+        """Returns an uninitialized gradient of `count` rows if the weight's hooks wait for one."""
         if self.main_grad is None or not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
-        return a.new_empty(a.size(1), b.size(1)) if b.dim() else torch.empty_like(a)
+        return like.new_empty(count, like.size(1))
 
     def end_backward(self) -> None:
         self.overwrite = False
@@ -1783,7 +1878,8 @@ class WeightGrad:
                 self.weight.grad = torch.zeros_like(self.weight)
             out = self.weight.grad
         for start, a, b, overwrite, scale in self.delayed:
-            write_grad(out, start, a, b, overwrite and out is self.main_grad, scale)
+            rows = self.rows(start, len(a) if b is None else a.size(1), out)
+            write_grad(rows, a, b, overwrite and out is self.main_grad, scale)
         self.delayed.clear()
 
 
@@ -1802,34 +1898,33 @@ class WeightSlice(NamedTuple):
     grad: WeightGrad = NO_MAIN_GRAD
 
 
-def scaled_weight(scale: Tensor, weights: list[Tensor]) -> Tensor:
+def scaled_weight(scale: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
     """Returns scale * the weights, stacked by rows, rounded to their dtype."""
     return scale * (torch.cat(weights) if len(weights) > 1 else weights[0])
 
 
 class Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, scale, grad_slots, *weights):
-        ctx.grad_slots = grad_slots
-        ctx.save_for_backward(h, scale, *weights)
-        return F.linear(h, scaled_weight(scale, weights))
+    def forward(ctx, h, scale, backend, grad_slots, *weights):
+        scaled = scaled_weight(scale, weights)
+        ctx.backend, ctx.grad_slots = backend, grad_slots
+        ctx.save_for_backward(h, scale, scaled, *weights)
+        return F.linear(h, scaled)
 
     @staticmethod
     def backward(ctx, dy):
-        h, scale, *weights = ctx.saved_tensors
-        dscale, grads = 0, []
-        for (start, grad), w, dy_part in zip(
-            ctx.grad_slots, weights, dy.split([len(w) for w in weights], dim=1)
-        ):
-            product = dy_part.T @ h  # the scaled weight's gradient; main_grad gets it times the scale
-            dscale = dscale + (product.to(scale.dtype) * w).sum()
-            grads.append(grad.accumulate(start, product, scale))
-        return dy @ scaled_weight(scale, weights), dscale, None, *grads
+        h, scale, scaled, *weights = ctx.saved_tensors
+        product = dy.T @ h  # the scaled weights' gradient
+        dots, sizes, grads = scale.new_empty(len(product)), [len(w) for w in weights], []
+        for (start, grad), w, *parts in zip(ctx.grad_slots, weights, dots.split(sizes), product.split(sizes)):
+            grads.append(grad.accumulate_scaled(start, *parts, scale, w, ctx.backend))
+        return dy @ scaled, dots.sum(), None, None, *grads
 
 
-def linear(h: Tensor, scale: Tensor, slices: list[WeightSlice]) -> Tensor:
+def linear(h: Tensor, scale: Tensor, slices: list[WeightSlice], backend: Backend = TORCH_BACKEND) -> Tensor:
     """Returns h (T, cols) @ scaled_weight^T. scale: 0-d, at least fp32, as is its gradient's sum."""
-    return Linear.apply(h, scale, tuple((s.start, s.grad) for s in slices), *(s.w for s in slices))
+    slots = tuple((s.start, s.grad) for s in slices)
+    return Linear.apply(h, scale, backend, slots, *(s.w for s in slices))
 
 
 class MLP(torch.autograd.Function):
@@ -2087,16 +2182,17 @@ class GPT(nn.Module):
         self,
         batch: MicroBatch,
         windows: dict[str, int],
-        embeddings: dict[str, Tensor] | None = None,
         grads: dict[str, WeightGrad] | None = None,
+        leaves: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
-        windows: tokens, by name. embeddings: from lookup(). The backward gives the banks' gradients to
-        `grads`, or to autograd where it has no entry.
+        windows: tokens, by name. The backward gives the banks' gradients to `grads`, or to autograd where it
+        has no entry; the tables' to their looked-up rows, if lookup() is to add these to `leaves`.
         """
-        embeddings, grads = embeddings or self.lookup(batch), grads or {}
-        embed, bigram = embeddings["embed"], embeddings["bigram_embed"]
+        grads = grads or {}
+        # Each where it is first used: the tables' gathers end one after the other.
+        bigram, embed = (self.lookup(name, batch, leaves) for name in ("bigram_embed", "embed"))
         sequences = {
             "plain": (batch.cu_seqlens, batch.max_doc_len),
             "paired": (2 * batch.cu_seqlens, 2 * batch.max_doc_len),  # two rows a token
@@ -2110,7 +2206,7 @@ class GPT(nn.Module):
         x0, x, h = compiled(embed_and_smear)(embed, bigram, smear, self.smear_gate, bigram_lambda[0])
         qk = self.unbind_bank("qk_bank", 2 * cfg.dim, n, grads)
         vo = self.unbind_bank("vo_bank", cfg.dim, 2 * n, grads)
-        values, mlps, saved = embeddings["value_embeds"].unbind(1), None, {}
+        values, mlps, saved = None, None, {}
         for i, layer in enumerate(cfg.layers):
             if layer.adds:
                 x, h = compiled(add_skip)(x, x0, saved[layer.adds], skip, self.skip_gate)
@@ -2118,6 +2214,7 @@ class GPT(nn.Module):
                 m = self.attention_index[i]
                 value, ve_gate = None, None
                 if layer.value is not None:
+                    values = values or self.lookup("value_embeds", batch, leaves).unbind(1)
                     value, ve_gate = values[layer.value], ve_gates[layer.value]
                 h = h if layer.reads == "stream" else saved["normed back"]
                 scales = scalars["attn_scales"][2 * i : 2 * i + 2]
@@ -2165,26 +2262,25 @@ class GPT(nn.Module):
         """
         T, layer, heads, compiled = len(h), self.cfg.layers[i], self.cfg.heads, self.backend.compiled
         paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
-        product = linear(h, scales[0], qkv)
+        product = linear(h, scales[0], qkv, self.backend)
         q, k, v = compiled(qkv_to_heads)(product, h, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
         y = self.backend.attention(q, k, v, *seq, self.rotary.scale)
         y = compiled(apply_attn_gate)(y.view(T, heads, -1), h, gate)
-        return linear(y, scales[1], [out])
+        return linear(y, scales[1], [out], self.backend)
 
-    def lookup(self, batch: MicroBatch, leaves: bool = False) -> dict[str, Tensor]:
-        """Returns the tables' rows at a micro-batch's positions, by table.
+    def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None = None) -> Tensor:
+        """Returns a table's rows at a micro-batch's positions, (T, d), of value_embeds (T, tables, d).
 
-        They are (T, d), of value_embeds (T, tables, d). leaves=True: the looked-up rows are autograd leaves.
-        leaves=False: autograd builds a dense gradient of the table.
+        They are autograd leaves, and added to `leaves`, if that is given. Else autograd builds a dense
+        gradient of the table.
         """
-        ids, embeddings = {"tokens": batch.inputs, "bigrams": batch.bigrams}, {}
-        for spec in self.cfg.params:
-            if spec.indexed_by:
-                table = self.weight(spec.name)
-                found = F.embedding(ids[spec.indexed_by], (table.detach() if leaves else table).flatten(1))
-                found = found.unflatten(1, table.shape[1:])
-                embeddings[spec.name] = found.requires_grad_() if leaves else found
-        return embeddings
+        table = self.weight(name)
+        ids = batch.inputs if INDEXED_BY[name] == "tokens" else batch.bigrams
+        found = F.embedding(ids, (table if leaves is None else table.detach()).flatten(1))
+        found = found.unflatten(1, table.shape[1:])
+        if leaves is not None:
+            leaves[name] = found.requires_grad_()
+        return found
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
@@ -2205,12 +2301,13 @@ class GPT(nn.Module):
         weights: tuple[float, ...],
         grad: WeightGrad = NO_MAIN_GRAD,
         grad_scale: float = 1.0,
+        converted: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Runs the head's forward and backward at once, `head_chunk` tokens at a time.
 
         x (T, d); targets (T,) int64. Memory holds one chunk's logits and their gradient at a time (a delayed
         matmul keeps the gradients). lm_head's gradient goes to `grad`. `grad_scale`, which `weights` contain
-        already, sets the unit of FP8 gradients.
+        already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call.
 
         Returns the multi-token loss summed over tokens, 0-d, at least fp32; and the roots of the remaining
         backward, tensors with their gradients: x, and one for lm_head if autograd gets its gradient.
@@ -2219,22 +2316,25 @@ class GPT(nn.Module):
         w = self.weight("lm_head")
         with torch.no_grad():
             head_grad = WeightGrad(None, torch.empty_like(w)) if to_autograd else grad
-            dx, loss = torch.empty_like(x), torch.zeros((), dtype=acc_dtype(self.cfg), device=x.device)
-            chunks = self.fp8_head_chunks if self.backend.fp8 else self.head_chunks
-            chunk = chunks(x.detach(), w, weights, grad_scale)
+            dx, losses = torch.empty_like(x), []
+            if self.backend.fp8:
+                converted = [] if converted is None else converted
+                chunk = self.fp8_head_chunks(x.detach(), w, weights, grad_scale, converted)
+            else:
+                chunk = self.head_chunks(x.detach(), w, weights)
             for i in range(0, x.size(0), n):
-                losses, *grad_factors = chunk(
+                part_losses, *grad_factors = chunk(
                     slice(i, i + n), targets[i : i + n + len(weights) - 1], dx[i : i + n]
                 )
-                loss += losses.sum()
+                losses.append(part_losses)
                 returned = head_grad.accumulate(0, *grad_factors, first=i == 0)  # type: ignore[misc]
         for_autograd = [head_grad.main_grad if to_autograd else returned]
         backward_roots = [(x, dx)]
         if w.requires_grad and for_autograd[0] is not None:
             backward_roots.append((InjectGrad.apply(w, for_autograd), w.new_ones(())))
-        return loss, backward_roots
+        return torch.cat(losses).sum(), backward_roots
 
-    def head_chunks(self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float) -> Callable:
+    def head_chunks(self, x: Tensor, w: Tensor, weights: tuple[float, ...]) -> Callable:
         """Returns a function of a chunk that writes dx, and returns losses and w's gradient factors."""
 
         def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -2245,7 +2345,7 @@ class GPT(nn.Module):
         return chunk
 
     def fp8_head_chunks(
-        self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float
+        self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float, converted: list[Tensor]
     ) -> Callable:
         """Does the same in FP8 with fixed scales; the function also returns the gradient's scale.
 
@@ -2259,14 +2359,18 @@ class GPT(nn.Module):
         unit = FP8_GRAD * grad_scale
         to_e4m3 = partial(self.backend.compiled(to_fp8), dtype=torch.float8_e4m3fn)
         units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
-        forward_scale, dx_scale, dw_scale = (torch.full((), u, device=x.device) for u in units)
-        x8, w8 = to_e4m3(x, FP8_X), to_e4m3(w, FP8_W)
-        xt8, wt8 = transposed(x8), transposed(w8)
+        forward_scale, dx_scale, dw_scale = (constant(u, x.device) for u in units)
+        x8 = to_e4m3(x, FP8_X)
+        xt8 = transposed(x8)
+        if not converted:
+            converted += [w8 := to_e4m3(w, FP8_W), transposed(w8)]
+        w8, wt8 = converted
 
         def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            logits = fp8_matmul(x8[part], wt8.T, forward_scale, torch.bfloat16, fast=True)
+            logits = x.new_empty(len(dx), w.size(1), dtype=torch.bfloat16)
+            fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
             losses, grad = self.backend.softcap_loss(logits, targets, weights, unit)
-            dx.copy_(fp8_matmul(grad, w8.T, dx_scale, dx.dtype))
+            fp8_matmul(grad, w8.T, dx_scale, dx)
             return losses, xt8[:, part].T, transposed(grad).T, dw_scale
 
         return chunk
@@ -2337,9 +2441,9 @@ def merge_row_grads(shard_grad: Tensor, row_grads: Tensor, plan: SparsePlan) -> 
     row_grads (sum(recv_counts), ...) are added in rank order, to the bits of rank_order_mean. A sender's rows
     are distinct, so no two additions collide.
     """
-    row_ids = plan.recv_row_ids.wait()
+    row_ids, row_grads = plan.recv_row_ids.wait(), row_grads.to(shard_grad.dtype)
     for ids, part in zip(row_ids.split(plan.recv_counts), row_grads.split(plan.recv_counts)):
-        shard_grad.index_add_(0, ids, part.to(shard_grad.dtype))
+        shard_grad.index_add_(0, ids, part)
     # All of it: received rows repeat, and finding the distinct ones costs more.
     return shard_grad.div_(len(plan.recv_counts))
 
@@ -2475,6 +2579,24 @@ class UpdateRule(NamedTuple):
     init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
     update: Callable  # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place
     every_step: bool  # else in steps with plan.do_adam
+    # (FlatGroup, its gradients, states, Params, plan, cfg, backend): does the same for all of a group
+    update_flat: Callable | None = None
+
+
+class FlatGroup(NamedTuple):
+    """The small parameters of a dtype, updated as one vector of n numbers: a launch costs as much as all."""
+
+    names: list[str]
+    p: Tensor  # (n,); the parameters are views of it
+    state: dict[str, Tensor]  # (n,) each; the tensors of their states are views of them
+    members: Tensor  # (len(names), n): 1 for the numbers of each parameter, else 0
+
+
+def flatten_tensors(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Copies tensors into one vector. Returns it, and its views with their shapes."""
+    flat = torch.cat([t.detach().flatten() for t in tensors])
+    parts = flat.split([t.numel() for t in tensors])
+    return flat, [part.view(t.shape) for part, t in zip(parts, tensors)]
 
 
 def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
@@ -2485,6 +2607,14 @@ def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     }
 
 
+def adam_numbers(state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend) -> tuple:
+    """Counts a step. Returns 1 - beta1, beta2, 1 - beta2, the step size and the decay."""
+    state["steps"] += 1
+    (beta1, beta2), lr, t = spec.betas, learning_rate(cfg.adam_lr, spec, plan), state["steps"]
+    step_size = backend.scalar(lr * math.sqrt(1 - beta2**t) / (1 - beta1**t))
+    return 1 - beta1, beta2, 1 - beta2, step_size, backend.scalar(lr * lr * (cfg.adam_wd * spec.wd_mul))
+
+
 def adam(
     p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
 ) -> None:
@@ -2493,14 +2623,38 @@ def adam(
     Weight decay, lr^2 wd p, acts only where it points the way the update goes (cautious decay: Chen et al.
     2025, arXiv:2510.12402).
     """
-    state["steps"] += 1
-    lr, t = learning_rate(cfg.adam_lr, spec, plan), state["steps"]
-    step_size = lr * math.sqrt(1 - spec.betas[1] ** t) / (1 - spec.betas[0] ** t)
-    decay = lr * lr * (cfg.adam_wd * spec.wd_mul)
     # As vectors, so that code compiled for any length serves every parameter.
     tensors = (x.view(-1) for x in (p, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]))
-    numbers = (backend.scalar(step_size), backend.scalar(decay), cfg.adam_eps)
-    backend.compiled(adam_update)(*tensors, spec.betas, *numbers)
+    numbers = adam_numbers(state, spec, plan, cfg, backend)
+    backend.compiled(adam_update)(*tensors, cfg.adam_eps, *numbers)
+
+
+def adam_flat(
+    group: FlatGroup,
+    grads: list[Tensor],
+    states: list[dict],
+    specs: list[Param],
+    plan: StepPlan,
+    cfg: Config,
+    backend: Backend,
+) -> None:
+    numbers = [adam_numbers(state, spec, plan, cfg, backend) for state, spec in zip(states, specs)]
+    moments = group.state["exp_avg"], group.state["exp_avg_sq"]
+    backend.compiled(adam_flat_update)(group.p, grads, *moments, cfg.adam_eps, group.members, numbers)
+
+
+def adam_flat_update(
+    p: Tensor,
+    grads: list[Tensor],
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    eps: float,
+    members: Tensor,
+    numbers: list[tuple],
+) -> None:
+    """Calls adam_update with each parameter's numbers at its places; to the bits of a call for each."""
+    spread = (sum(x * at for x, at in zip(xs, members)) for xs in zip(*numbers))
+    adam_update(p, torch.cat([grad.flatten() for grad in grads]), exp_avg, exp_avg_sq, eps, *spread)
 
 
 def adam_update(
@@ -2508,14 +2662,16 @@ def adam_update(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    betas: tuple[float, float],
+    eps: float,
+    weight1: float | Tensor,
+    beta2: float | Tensor,
+    weight2: float | Tensor,
     step_size: float | Tensor,
     decay: float | Tensor,
-    eps: float,
 ) -> None:
     grad = grad.to(exp_avg.dtype)
-    exp_avg.lerp_(grad, 1 - betas[0])
-    exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+    exp_avg.lerp_(grad, weight1)
+    exp_avg_sq.mul_(beta2).addcmul_(weight2 * grad, grad)
     update = step_size * exp_avg / (exp_avg_sq.sqrt() + eps)
     p32 = p.to(exp_avg.dtype)
     p.copy_(p32 - update - decay * p32 * (update * p32 > 0))
@@ -2564,9 +2720,10 @@ def normuon(
     x = polar_express(momentum, dtype_of(cfg.muon_dtype), backend.gram)
     x = backend.compiled(normuon_variance_reduction)(x, state["second_momentum_buffer"], cfg.muon_beta2)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
-    lr = learning_rate(cfg.muon_lr, spec, plan) * shape_mul * state["matrix_lr_mul"]
-    decay = cfg.muon_wd * spec.wd_mul * cfg.muon_lr * plan.lr_mul * lr
-    backend.compiled(muon_update)(p, state.get("mantissa"), x, lr, decay)
+    lr = learning_rate(cfg.muon_lr, spec, plan) * shape_mul
+    decay = cfg.muon_wd * spec.wd_mul * cfg.muon_lr * plan.lr_mul
+    numbers = (backend.scalar(lr), backend.scalar(decay))
+    backend.compiled(muon_update)(p, state.get("mantissa"), x, state["matrix_lr_mul"], *numbers)
 
 
 def nesterov(grad: Tensor, momentum_buffer: Tensor, weight: float | Tensor) -> Tensor:
@@ -2596,11 +2753,22 @@ def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2:
     return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
 
 
-def muon_update(p: Tensor, mantissa: Tensor | None, x: Tensor, lr: Tensor, decay: Tensor) -> None:
-    """p -= lr x + decay p [x p >= 0], exact to fp32 for bf16 p with its `mantissa`; lr, decay (n, 1, 1)."""
+def muon_update(
+    p: Tensor,
+    mantissa: Tensor | None,
+    x: Tensor,
+    lr_mul: Tensor,
+    lr: float | Tensor,
+    decay: float | Tensor,
+) -> None:
+    """p -= r x + decay r p [x p >= 0] with r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
+
+    lr_mul (n, 1, 1).
+    """
+    lr = lr * lr_mul
     p32 = p if mantissa is None else merge_mantissa(p, mantissa)
     x = x.to(p32.dtype)
-    new = p32 - p32 * (x * p32 >= 0) * decay - lr * x
+    new = p32 - p32 * (x * p32 >= 0) * (decay * lr) - lr * x
     if mantissa is None:
         p.copy_(new)
     else:
@@ -2608,7 +2776,7 @@ def muon_update(p: Tensor, mantissa: Tensor | None, x: Tensor, lr: Tensor, decay
 
 
 OPTIMIZERS = {
-    "adam": UpdateRule(adam_init, adam, every_step=False),
+    "adam": UpdateRule(adam_init, adam, every_step=False, update_flat=adam_flat),
     "normuon": UpdateRule(normuon_init, normuon, every_step=True),
 }
 
@@ -2665,6 +2833,32 @@ class Optimizer:
                 self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
             first = exchange.rank * len(shard) if spec.sharded else 0
             self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
+        # In work_order, what is updated together, by rule and dtype; alone, by name.
+        self.work_units = {}
+        for name in cfg.work_order:
+            spec = self.specs[name]
+            small = not (spec.sharded or spec.indexed_by or spec.is_matmul_weight)
+            flat = cfg.flat_adam and small and OPTIMIZERS[spec.optimizer].update_flat
+            unit = (spec.optimizer, params[name].dtype) if flat else name
+            self.work_units.setdefault(unit, []).append(name)
+        self.flat_groups = {
+            names[0]: self.flatten_group(names) for names in self.work_units.values() if len(names) > 1
+        }
+
+    def flatten_group(self, names: list[str]) -> FlatGroup:
+        """Moves parameters and their states into vectors."""
+        flat, views = flatten_tensors([self.params[name] for name in names])
+        for name, view in zip(names, views):
+            self.params[name].data = view
+        state = {key: x for key, x in self.state[names[0]].items() if isinstance(x, Tensor)}
+        for key in state:
+            state[key], views = flatten_tensors([self.state[name][key] for name in names])
+            for name, view in zip(names, views):
+                self.state[name][key] = view
+        sizes = torch.tensor([self.params[name].numel() for name in names])
+        member = torch.arange(len(names)).repeat_interleave(sizes)
+        members = F.one_hot(member).T.to(flat.device, acc_dtype(self.cfg), copy=True).contiguous()
+        return FlatGroup(names, flat, state, members)
 
     def as_matrices(self, name: str, t: Tensor) -> Tensor:
         """Views a bank, or its gradient, as (matrices, rows, cols); returns other parameters as they are."""
@@ -2691,13 +2885,13 @@ class Optimizer:
         self.sparse_plans = self.exchange.exchange_row_ids(self.sending, self.counts) if self.counts else {}
 
     @torch.no_grad()
-    def accumulate_row_grads(self, embeddings: dict[str, Tensor], index: dict[str, RowIndex]) -> None:
-        """Ends a micro-batch's backward: adds the gradients of looked-up rows to the tables' main_grad."""
+    def accumulate_row_grads(self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex]) -> None:
+        """Ends a micro-batch's backward: adds the looked-up rows' gradients to the tables' main_grad."""
         for grad in self.weight_grads.values():
             grad.end_backward()
         for name, main_grad in self.main_grad.items():
             if kind := self.specs[name].indexed_by:
-                self.backend.segment_sum_rows(main_grad, embeddings[name].grad, index[kind])
+                self.backend.segment_sum_rows(main_grad, leaves[name].grad, index[kind])
 
     def grad_of(self, name: str) -> Tensor:
         grad = self.main_grad.get(name, self.params[name].grad)
@@ -2761,18 +2955,24 @@ class Optimizer:
         Mean gradients exist only here, each rank's block of them.
         """
         self.finish_gathers()
-        for name in self.cfg.work_order:
+        for names in self.work_units.values():
+            name = names[0]
             if name not in pending:
                 continue
-            spec, shard = self.specs[name], self.shard_of(name, self.params[name])
-            grad = pending[name].wait()
-            OPTIMIZERS[spec.optimizer].update(
-                shard, grad, self.state[name], spec, plan, self.cfg, self.backend
-            )
-            self.zero_grad_of(name)
+            grads, specs = [pending[name].wait() for name in names], [self.specs[name] for name in names]
+            states, rule = [self.state[name] for name in names], OPTIMIZERS[specs[0].optimizer]
+            if name in self.flat_groups:
+                group = self.flat_groups[name]
+                rule.update_flat(group, grads, states, specs, plan, self.cfg, self.backend)
+            else:
+                shard = self.shard_of(name, self.params[name])
+                rule.update(shard, grads[0], states[0], specs[0], plan, self.cfg, self.backend)
+            for name in names:
+                self.zero_grad_of(name)
             if name in self.shard_grads:
-                grad.index_fill_(0, self.sparse_plans[spec.indexed_by].recv_row_ids.result.long(), 0)
-            if spec.sharded:
+                row_ids = self.sparse_plans[specs[0].indexed_by].recv_row_ids.result
+                grads[0].index_fill_(0, row_ids.long(), 0)
+            if specs[0].sharded:
                 self.in_flight[name] = self.gather(name)
         if self.is_tied:
             for name, target in self.tied_target.items():
@@ -2844,23 +3044,25 @@ def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> dict:
     model.rotary.use_stage(plan.stage)
     model.in_flight = optimizer.in_flight
     weights, losses = tuple(weight / len(micro_batches) for weight in plan.mtp), []
-    grads, head_grad = optimizer.weight_grads, optimizer.weight_grads["lm_head"]
+    grads, head_grad, fp8_head = optimizer.weight_grads, optimizer.weight_grads["lm_head"], []
     for i, micro_batch in enumerate(micro_batches):
         micro_batch, last = micro_batch.to(model.device), i == len(micro_batches) - 1
         if last:
             optimizer.exchange_counts(plan, micro_batch.touched)
-        embeddings = model.lookup(micro_batch, leaves=model.cfg.main_grad)
-        x = model.hidden_states(micro_batch, plan.windows, embeddings, grads)
+        leaves = {} if model.cfg.main_grad else None
+        x = model.hidden_states(micro_batch, plan.windows, grads, leaves)
         head_grad.delay = last and model.cfg.delay_head_grad
         scale = 1 / len(micro_batches)
-        loss, backward_roots = model.head_loss_and_grad(x, micro_batch.targets, weights, head_grad, scale)
+        loss, backward_roots = model.head_loss_and_grad(
+            x, micro_batch.targets, weights, head_grad, scale, fp8_head
+        )
         if last:
             optimizer.exchange_row_ids()
         torch.autograd.backward(*zip(*backward_roots))  # type: ignore[arg-type]
-        optimizer.accumulate_row_grads(embeddings, micro_batch.index)
+        optimizer.accumulate_row_grads(leaves, micro_batch.index)
         losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.mtp)))
     optimizer.step(plan)
-    return {"train_loss": sum(losses)}  # mean loss of this rank's predictions
+    return {"train_loss": sum(losses[1:], losses[0])}  # mean loss of this rank's predictions
 
 
 def validate(model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int]) -> float:
@@ -3532,7 +3734,8 @@ def train(
         optimizer.gather_all()
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
     scalars, clock = AsyncScalars(), Clock(env.device, train_ms)
-    gc.collect()  # what building and warm-up left behind is not collected on the clock
+    gc.collect()  # what building and warm-up left behind is not collected on the clock,
+    gc.freeze()  # nor searched again
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     profiler = trace() if trace else None
@@ -3578,6 +3781,7 @@ def train(
             log.print0(f"checkpoint: after step {n}", console=False)
             clock.start()
     loader.close()
+    gc.unfreeze()
 
     log.print0(peak_memory(env.device))
     summary = {

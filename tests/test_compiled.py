@@ -129,7 +129,7 @@ def test_mantissas_in_generated_code(compiled):
     lr = torch.tensor([[[0.02]], [[0.04]]])
     for backend in (tg.TORCH_BACKEND, compiled(tg.RECORD)):
         p, mantissa = high.clone(), low.clone()
-        backend.compiled(tg.muon_update)(p, mantissa, x, lr, 0.1 * lr)
+        backend.compiled(tg.muon_update)(p, mantissa, x, lr, torch.tensor(1.0), torch.tensor(0.1))
         assert not torch.equal(p, high)
         results.append(tg.merge_mantissa(p, mantissa))
     plain, generated = results

@@ -286,7 +286,7 @@ def optimize(rank, world_size, cfg, optimizer_class, steps, orders):
             plan, touched = tg.plan_step(cfg, step), {}
             if plan.do_adam:
                 for kind, mask in masks.items():
-                    touched[kind] = tg.touched_rows(mask.numpy(), world_size, False)
+                    touched[kind] = tg.touched_rows(mask.numpy(), world_size)
             optimizer.exchange_counts(plan, touched)
             optimizer.exchange_row_ids()
             optimizer.step(plan)
@@ -495,8 +495,8 @@ def train_bf16(rank, world_size, cfg):
             factors = torch.ones(n, 1, 1)
             if name == "mlp_bank":  # proj matrices, the odd ones, at twice the rate
                 factors[(rank * n + 1) % 2 :: 2] = 2
-            lr = cfg.muon_lr * plan.lr_mul * max(1, rows / cols) ** 0.5 * factors
-            tg.muon_update(copies[name], None, x, lr, cfg.muon_wd * cfg.muon_lr * plan.lr_mul * lr)
+            lr = cfg.muon_lr * plan.lr_mul * max(1, rows / cols) ** 0.5
+            tg.muon_update(copies[name], None, x, factors, lr, cfg.muon_wd * cfg.muon_lr * plan.lr_mul)
         optimizer.step(plan)
         optimizer.finish_gathers()
         for name in banks:

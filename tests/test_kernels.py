@@ -343,7 +343,7 @@ def test_softcap_loss_in_fp8_saturates(interpreted, guarded):
 def row_index(row_ids, N, seed):
     """Builds the index of positions with these row ids; about half of the rows were touched before."""
     touched_mask = torch.rand(N, generator=generator(seed)).numpy() < 0.5
-    return tg.index_rows(row_ids.to(torch.int32).numpy(), touched_mask, False)
+    return tg.index_rows(row_ids.to(torch.int32).numpy(), touched_mask)
 
 
 def check_segment_sum_rows(interpreted, row_ids, N, shape, seed, dtype=torch.float32, layout=lambda t: t):

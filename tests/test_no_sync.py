@@ -96,7 +96,9 @@ def check_gradient(grad_of):
 
 
 def send_schedule(muon_update):
-    return lambda p, mantissa, x, lr, decay: muon_update(p, mantissa, x, lr * torch.tensor([1.0]), decay)
+    return lambda p, mantissa, x, lr_mul, *args: muon_update(
+        p, mantissa, x, lr_mul * torch.tensor([1.0]), *args
+    )
 
 
 def make_number(head):

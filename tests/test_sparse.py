@@ -170,7 +170,7 @@ def compare(rank, world_size, dtype, merge):
         patch.setattr(tg, "merge_row_grads", MERGES[merge])
         for i in range(len(CASES)):
             masks, grads = draw(rank, world_size, dtype, i)
-            touched = {kind: tg.touched_rows(mask.numpy(), world_size, False) for kind, mask in masks.items()}
+            touched = {kind: tg.touched_rows(mask.numpy(), world_size) for kind, mask in masks.items()}
             counts = sparse.exchange_counts(touched)
             plans, pending = sparse.exchange_row_ids(touched, counts), {}
             for name, (kind, _) in ROW_SHAPES.items():
