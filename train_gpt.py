@@ -61,7 +61,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Callable, Iterable, NamedTuple
+from typing import Callable, Iterable, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -1257,14 +1257,15 @@ def to_fp8(x: Tensor, scale_inv: float, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_grad(
-    out: Tensor, dots: Tensor, product: Tensor, scale: Tensor, w: Tensor, overwrite: bool
+    out: Tensor, dots: Tensor, product: Tensor, scales: Tensor, w: Tensor, overwrite: bool
 ) -> None:
-    """out = scale * product; += unless `overwrite`. dots (rows,), in scale's dtype, gets product . w by rows.
+    """out = scales * product; += unless `overwrite`. dots = product . w, by rows, in at least fp32.
 
-    out, product, w (rows, cols), scale 0-d. Each result is rounded once; `out` may be `product`.
+    out, product, w (n, rows, cols); dots (n, rows); scales (n,). Each result is rounded once.
     """
-    torch.sum(product.to(scale.dtype) * w, dim=1, out=dots)
-    torch.mul(product, scale, out=out) if overwrite else out.addcmul_(product, scale)
+    torch.sum(product.to(dots.dtype) * w, dim=-1, out=dots)
+    scales = scales[:, None, None]
+    torch.mul(product, scales, out=out) if overwrite else out.addcmul_(product, scales)
 
 
 COLUMN_CHUNK = 768  # columns of a table summed at once, so that no temporary has a table's size
@@ -1490,21 +1491,32 @@ if triton is not None:
 
     @triton.jit
     def scaled_grad_kernel(
-        out, dots, product, scale, w, columns, OVERWRITE: tl.constexpr, BLOCK: tl.constexpr
+        out,
+        dots,
+        product,
+        scales,
+        w,
+        columns,
+        out_n,
+        dots_n,
+        product_n,
+        w_n,
+        OVERWRITE: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
-        """Scales a row into `out`, and sums its products with w."""
-        row, dot = tl.program_id(0).to(tl.int64) * columns, tl.zeros((BLOCK,), tl.float32)
-        factor = tl.load(scale)
+        """Scales a row of a matrix into `out`, and sums its products with w."""
+        row, n, dot = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.zeros((BLOCK,), tl.float32)
+        scale = tl.load(scales + n).to(tl.float32)
         for start in range(0, columns, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            mask, offs = offs < columns, row + offs
-            x = tl.load(product + offs, mask=mask, other=0.0).to(tl.float32)
-            dot += x * tl.load(w + offs, mask=mask, other=0.0).to(tl.float32)
-            x *= factor
+            cols = start + tl.arange(0, BLOCK)
+            mask, offs = cols < columns, row * columns + cols
+            x = tl.load(product + n * product_n + offs, mask=mask, other=0.0).to(tl.float32)
+            dot += x * tl.load(w + n * w_n + offs, mask=mask, other=0.0).to(tl.float32)
+            x *= scale
             if not OVERWRITE:
-                x += tl.load(out + offs, mask=mask, other=0.0).to(tl.float32)
-            tl.store(out + offs, x.to(out.dtype.element_ty), mask=mask)
-        tl.store(dots + tl.program_id(0), tl.sum(dot))
+                x += tl.load(out + n * out_n + offs, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out + n * out_n + offs, x.to(out.dtype.element_ty), mask=mask)
+        tl.store(dots + n * dots_n + row, tl.sum(dot))
 
     @triton.jit
     def segment_sum_rows_kernel(
@@ -1604,10 +1616,11 @@ def triton_softcap_loss(
 
 
 def triton_scaled_grad(
-    out: Tensor, dots: Tensor, product: Tensor, scale: Tensor, w: Tensor, overwrite: bool
+    out: Tensor, dots: Tensor, product: Tensor, scales: Tensor, w: Tensor, overwrite: bool
 ) -> None:
-    (rows, columns), tensors = product.shape, (out, dots, product, scale, w)
-    scaled_grad_kernel[(rows,)](*tensors, columns, OVERWRITE=overwrite, **SCALED_GRAD_TILES)
+    (n, rows, columns), tensors = product.shape, (out, dots, product, scales, w)
+    strides = (t.stride(0) for t in (out, dots, product, w))
+    scaled_grad_kernel[(rows, n)](*tensors, columns, *strides, OVERWRITE=overwrite, **SCALED_GRAD_TILES)
 
 
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
@@ -1825,46 +1838,48 @@ class WeightGrad:
         self.overwrite, self.delay, self.delayed = True, False, []
 
     def accumulate(
-        self, start: int, a: Tensor, b: Tensor, scale: Tensor | None = None, first: bool = True
+        self,
+        part: Callable[[Tensor], Tensor],
+        a: Tensor,
+        b: Tensor | None = None,
+        scale: Tensor | None = None,
+        first: bool = True,
     ) -> Tensor | None:
-        """Takes the gradient of the weight's rows from `start`, as factors for `write_grad`.
+        """Takes the gradient of a part of the weight, as factors for `write_grad`.
 
-        first=False: this backward has given these rows before. Returns what autograd gets.
+        part(t) is a view of t, which has the weight's shape. first=False: this backward has given the part
+        before. Returns what autograd gets.
         """
         if self.delay:
-            self.delayed.append((start, a, b, self.overwrite and first, scale))
+            self.delayed.append((part, a, b, self.overwrite and first, scale))
         elif self.main_grad is None:
-            return a.T @ b
+            return a if b is None else a.T @ b
         else:
-            write_grad(self.rows(start, a.size(1)), a, b, self.overwrite and first, scale)
-        return self.for_autograd(a.size(1), b)
+            write_grad(part(self.main_grad), a, b, self.overwrite and first, scale)
+        return self.for_autograd(part)
 
     def accumulate_scaled(
-        self, start: int, dots: Tensor, product: Tensor, scale: Tensor, w: Tensor, backend: Backend
+        self,
+        part: Callable[[Tensor], Tensor],
+        dots: Tensor,
+        product: Tensor,
+        scales: Tensor,
+        w: Tensor,
+        backend: Backend,
     ) -> Tensor | None:
-        """Takes scale * product, (rows, cols), the gradient of w's rows from `start`. Fills `dots` (rows,).
+        """Takes scales * product, the gradient of a part w of the weight, as backend.scaled_grad does."""
+        if self.main_grad is None or self.delay:
+            backend.scaled_grad(out := torch.empty_like(product), dots, product, scales, w, True)
+            return self.accumulate(part, out)
+        backend.scaled_grad(part(self.main_grad), dots, product, scales, w, self.overwrite)
+        return self.for_autograd(part)
 
-        Uses the product's memory if not main_grad's. Returns what autograd gets.
-        """
-        in_place = self.main_grad is not None and not self.delay
-        out = self.rows(start, len(product)) if in_place else product
-        backend.scaled_grad(out, dots, product, scale, w, self.overwrite or not in_place)
-        if self.delay:
-            self.delayed.append((start, product, None, self.overwrite, None))
-        elif not in_place:
-            return product
-        return self.for_autograd(len(product), product)
-
-    def rows(self, start: int, count: int, of: Tensor | None = None) -> Tensor:
-        """Returns rows of main_grad, or `of`, as one matrix."""
-        return (self.main_grad if of is None else of).flatten(0, -2)[start : start + count]
-
-    def for_autograd(self, count: int, like: Tensor) -> Tensor | None:
-        """Returns an uninitialized gradient of `count` rows if the weight's hooks wait for one."""
+    def for_autograd(self, part: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Returns an uninitialized gradient of a part if the weight's hooks wait for one."""
         if self.main_grad is None or not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
-        return like.new_empty(count, like.size(1))
+        return torch.empty_like(part(self.main_grad))
 
     def end_backward(self) -> None:
         self.overwrite = False
@@ -1877,9 +1892,8 @@ class WeightGrad:
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
             out = self.weight.grad
-        for start, a, b, overwrite, scale in self.delayed:
-            rows = self.rows(start, len(a) if b is None else a.size(1), out)
-            write_grad(rows, a, b, overwrite and out is self.main_grad, scale)
+        for part, a, b, overwrite, scale in self.delayed:
+            write_grad(part(out), a, b, overwrite and out is self.main_grad, scale)
         self.delayed.clear()
 
 
@@ -1890,63 +1904,79 @@ NO_MAIN_GRAD = WeightGrad()
 FP8_X, FP8_W, FP8_GRAD = 100 / 448, 1.6 / 448, 0.75 / 448
 
 
-class WeightSlice(NamedTuple):
-    """A matmul's weight: some rows of a bank, or all of a parameter."""
+def whole(bank: Tensor) -> Tensor:
+    return bank
 
-    w: Tensor  # (rows, cols)
-    start: int = 0  # first row in the bank, viewed as one matrix
+
+def bank_part(bank: Tensor, shape: tuple[int, ...], index: int | tuple) -> Tensor:
+    """Views the first rows of a bank in `shape`, and takes [index]."""
+    return bank.flatten(0, -2)[: math.prod(shape[:-1])].view(shape)[index]
+
+
+class WeightSlice(NamedTuple):
+    """Weights of matmuls: a part of a bank, or all of a parameter."""
+
+    w: Tensor  # (rows, cols); or (n, rows, cols), one a layer
+    part: Callable[[Tensor], Tensor] = whole  # gives this view of the bank, and of its main_grad
     grad: WeightGrad = NO_MAIN_GRAD
 
 
-def scaled_weight(scale: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-    """Returns scale * the weights, stacked by rows, rounded to their dtype."""
-    return scale * (torch.cat(weights) if len(weights) > 1 else weights[0])
-
-
-class Linear(torch.autograd.Function):
+class ScaledWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, scale, backend, grad_slots, *weights):
-        scaled = scaled_weight(scale, weights)
-        ctx.backend, ctx.grad_slots = backend, grad_slots
-        ctx.save_for_backward(h, scale, scaled, *weights)
-        return F.linear(h, scaled)
+    def forward(ctx, scales, backend, slots, qk, v, out):
+        ctx.backend, ctx.slots, ctx.dtype = backend, slots, scales.dtype
+        qkv, d = qk.new_empty(len(qk), 3 * v.size(1), v.size(2)), v.size(1)
+        ctx.save_for_backward(scales := scales.to(qk.dtype), qk, v, out)
+        first, last = scales[:, :, None, None]
+        torch.mul(first, qk, out=qkv[:, : 2 * d])
+        torch.mul(first, v, out=qkv[:, 2 * d :])
+        return qkv, last * out
 
     @staticmethod
-    def backward(ctx, dy):
-        h, scale, scaled, *weights = ctx.saved_tensors
-        product = dy.T @ h  # the scaled weights' gradient
-        dots, sizes, grads = scale.new_empty(len(product)), [len(w) for w in weights], []
-        for (start, grad), w, *parts in zip(ctx.grad_slots, weights, dots.split(sizes), product.split(sizes)):
-            grads.append(grad.accumulate_scaled(start, *parts, scale, w, ctx.backend))
-        return dy @ scaled, dots.sum(), None, None, *grads
+    def backward(ctx, dqkv, dout):
+        scales, *weights = ctx.saved_tensors
+        n, d, _ = dout.shape
+        dots, grads = dout.new_empty(n, 4 * d, dtype=ctx.dtype), []
+        products = dqkv[:, : 2 * d], dqkv[:, 2 * d :], dout
+        dot_parts, scales = dots.split((2 * d, d, d), dim=1), (scales[0], scales[0], scales[1])
+        for (part, grad), *factors in zip(ctx.slots, dot_parts, products, scales, weights):
+            grads.append(grad.accumulate_scaled(part, *factors, ctx.backend))
+        dscales = torch.stack([dots[:, : 3 * d].sum(1), dots[:, 3 * d :].sum(1)])
+        return dscales, None, None, *grads
 
 
-def linear(h: Tensor, scale: Tensor, slices: list[WeightSlice], backend: Backend = TORCH_BACKEND) -> Tensor:
-    """Returns h (T, cols) @ scaled_weight^T. scale: 0-d, at least fp32, as is its gradient's sum."""
-    slots = tuple((s.start, s.grad) for s in slices)
-    return Linear.apply(h, scale, backend, slots, *(s.w for s in slices))
+def scaled_weights(
+    scales: Tensor, qk: WeightSlice, v: WeightSlice, out: WeightSlice, backend: Backend = TORCH_BACKEND
+) -> tuple[Tensor, Tensor]:
+    """Returns scales[0] * qk and v, stacked by rows, (n, 3d, d); and scales[1] * out, (n, d, d).
+
+    scales (2, n), at least fp32, as are their gradients' sums, rounded to the weights' dtype. qk (n, 2d, d);
+    v, out (n, d, d).
+    """
+    slots = tuple((weights.part, weights.grad) for weights in (qk, v, out))
+    return ScaledWeights.apply(scales, backend, slots, qk.w, v.w, out.w)
 
 
 class MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, grad_slots, backend, fc, proj):
+    def forward(ctx, h, slots, backend, fc, proj):
         r, square = backend.relu_square(h, fc)
-        ctx.grad_slots, ctx.backend = grad_slots, backend
+        ctx.slots, ctx.backend = slots, backend
         ctx.save_for_backward(h, r, fc, proj)
         return square @ proj
 
     @staticmethod
     def backward(ctx, dy):
         h, r, fc, proj = ctx.saved_tensors
-        (fc_start, fc_grad), (proj_start, proj_grad) = ctx.grad_slots
+        (fc_part, fc_grad), (proj_part, proj_grad) = ctx.slots
         da, square = ctx.backend.relu_square_grad(dy, proj, r)
-        dproj = proj_grad.accumulate(proj_start, square, dy)
-        return da @ fc, None, None, fc_grad.accumulate(fc_start, da, h), dproj
+        dproj = proj_grad.accumulate(proj_part, square, dy)
+        return da @ fc, None, None, fc_grad.accumulate(fc_part, da, h), dproj
 
 
 def mlp(h: Tensor, fc: WeightSlice, proj: WeightSlice, backend: Backend = TORCH_BACKEND) -> Tensor:
     """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d)."""
-    return MLP.apply(h, ((fc.start, fc.grad), (proj.start, proj.grad)), backend, fc.w, proj.w)
+    return MLP.apply(h, ((fc.part, fc.grad), (proj.part, proj.grad)), backend, fc.w, proj.w)
 
 
 class InjectGrad(torch.autograd.Function):
@@ -2004,8 +2034,8 @@ class Rotary:
         self.cos, self.sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
 
 
-# The code between matmuls: pure functions, each compiled by itself. They differ only by a layer's kind, so
-# all layers together take few compilations. Matmuls, FlashAttention and kernels are called uncompiled.
+# The code between kernels: pure functions, each compiled by itself. They differ only by a layer's kind, so
+# all layers together take few compilations. MLPs, FlashAttention and kernels are called uncompiled.
 
 
 def embed_and_smear(
@@ -2044,8 +2074,8 @@ def mix_residual(scales: list[Tensor], tensors: list[Tensor], normed: bool) -> t
 
 
 def qkv_to_heads(
-    qkv: Tensor,
     h: Tensor,
+    weight: Tensor,
     value: Tensor | None,
     ve_gate: Tensor | None,
     cos: Tensor,
@@ -2054,13 +2084,13 @@ def qkv_to_heads(
     paired: bool,
     key_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits a layer's QKV matmul (T, 3d) of its input h (T, d) into q, k, v.
+    """Makes q, k, v of a layer's input h (T, d) and weight (3d, d).
 
     Returns them (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4); value, of value_embeds, (T, d).
     """
     T, d = h.shape
     D = d // heads
-    q, k, v = qkv.view(T, 3, heads, D).unbind(1)
+    q, k, v = F.linear(h, weight).view(T, 3, heads, D).unbind(1)
     # Bounds scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
     q, k = norm(q), norm(k)
     if value is not None:
@@ -2082,12 +2112,13 @@ def qkv_to_heads(
     return q, shift_keys(k) if key_shift else k, v
 
 
-def apply_attn_gate(y: Tensor, h: Tensor, gate: Tensor) -> Tensor:
-    """Multiplies each head of attention's output y (T, H, D) by its gate of h (T, d). Returns (T, d).
+def attention_output(y: Tensor, h: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies each head of y (T, H, D) by its gate of h (T, d), then all by weight^T (d, d): (T, d).
 
     A head with nothing to say can shut, instead of attending to a first token as a sink (PR 117).
     """
-    return (y * torch.sigmoid(F.linear(h[:, :GATE_DIM], gate))[:, :, None]).flatten(1)
+    gated = y * torch.sigmoid(F.linear(h[:, :GATE_DIM], gate))[:, :, None]
+    return F.linear(gated.flatten(1), weight)
 
 
 def final_norm(x: Tensor, back: Tensor, backout: Tensor) -> Tensor:
@@ -2161,14 +2192,31 @@ class GPT(nn.Module):
                 self.in_flight.pop(name).wait()
         return getattr(self, name)
 
-    def unbind_bank(
-        self, name: str, rows: int, count: int, grads: dict[str, WeightGrad]
-    ) -> list[WeightSlice]:
-        """Returns the first `count` matrices, of `rows` rows, of a bank."""
-        # One unbind per bank: autograd then assembles its gradient once. Of slices it would sum whole banks.
-        bank = self.weight(name).view(-1, self.cfg.dim)[: count * rows]
-        matrices = bank.view(count, rows, self.cfg.dim).unbind()
-        return [WeightSlice(w, i * rows, grads.get(name, NO_MAIN_GRAD)) for i, w in enumerate(matrices)]
+    def bank_slice(
+        self, name: str, shape: tuple[int, ...], index: tuple, grads: dict[str, WeightGrad]
+    ) -> WeightSlice:
+        """Returns a part of a bank, as bank_part does."""
+        part = partial(bank_part, shape=shape, index=index)
+        return WeightSlice(part(self.weight(name)), part, grads.get(name, NO_MAIN_GRAD))
+
+    def mlp_weights(self, grads: dict[str, WeightGrad]) -> list[WeightSlice]:
+        """Returns the layers' fc and proj matrices (F, d), in turn."""
+        # One unbind: autograd then assembles the bank's gradient once. Of slices it would sum whole banks.
+        shape = (2 * len(self.cfg.layers), self.cfg.mlp_dim, self.cfg.dim)
+        bank, _, grad = self.bank_slice("mlp_bank", shape, (), grads)
+        parts = (partial(bank_part, shape=shape, index=i) for i in range(shape[0]))
+        return [WeightSlice(w, part, grad) for w, part in zip(bank.unbind(), parts)]
+
+    def attention_weights(
+        self, scales: Sequence[Tensor], grads: dict[str, WeightGrad]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Returns the scaled weights, QKV (3d, d) and output (d, d), of each layer with attention."""
+        d, n = self.cfg.dim, len(self.attention_index)
+        qk = self.bank_slice("qk_bank", (n, 2 * d, d), (), grads)
+        v, out = (self.bank_slice("vo_bank", (n, 2, d, d), (slice(n), i), grads) for i in range(2))
+        scale_rows = torch.stack([scales[2 * i + k] for k in range(2) for i in self.attention_index])
+        weights = scaled_weights(scale_rows.view(2, n), qk, v, out, self.backend)
+        return list(zip(*(w.unbind() for w in weights)))
 
     def named_scalars(self) -> dict[str, tuple[Tensor, ...]]:
         """Splits `scalars` by the names of SCALARS into 0-d tensors, layer by layer."""
@@ -2202,10 +2250,9 @@ class GPT(nn.Module):
         lambdas = map(self.weight, ("post_lambdas", "resid_lambdas", "x0_lambdas", "bigram_lambdas"))
         post, resid, x0_lambda, bigram_lambda = (t.to(embed.dtype).flatten().unbind() for t in lambdas)
         attn_gates, ve_gates = (self.weight(name).unbind() for name in ("attn_gate_bank", "ve_gate_bank"))
-        n, (smear,), (skip,) = len(self.attention_index), scalars["smear"], scalars["skip"]
+        (smear,), (skip,) = scalars["smear"], scalars["skip"]
         x0, x, h = compiled(embed_and_smear)(embed, bigram, smear, self.smear_gate, bigram_lambda[0])
-        qk = self.unbind_bank("qk_bank", 2 * cfg.dim, n, grads)
-        vo = self.unbind_bank("vo_bank", cfg.dim, 2 * n, grads)
+        weights = self.attention_weights(scalars["attn_scales"], grads)
         values, mlps, saved = None, None, {}
         for i, layer in enumerate(cfg.layers):
             if layer.adds:
@@ -2217,17 +2264,15 @@ class GPT(nn.Module):
                     values = values or self.lookup("value_embeds", batch, leaves).unbind(1)
                     value, ve_gate = values[layer.value], ve_gates[layer.value]
                 h = h if layer.reads == "stream" else saved["normed back"]
-                scales = scalars["attn_scales"][2 * i : 2 * i + 2]
-                qkv, out = [qk[m], vo[2 * m]], vo[2 * m + 1]
                 seq = (*sequences[layer.attention], windows[layer.window])
-                y = self.attention(i, h, value, ve_gate, qkv, out, scales, attn_gates[m], seq)
+                y = self.attention(i, h, *weights[m], attn_gates[m], seq, value, ve_gate)
                 mix, tensors = [resid[2 * i], post[2 * i], x0_lambda[i]], [x, y, x0]
                 if i > 0:  # layer 0's share of the bigram is in x already
                     mix.append(bigram_lambda[i])
                     tensors.append(bigram)
                 x, h = compiled(mix_residual)(mix, tensors, True)
             # Here, not above: of all gathers the MLPs' ends last.
-            mlps = mlps or self.unbind_bank("mlp_bank", cfg.mlp_dim, 2 * L, grads)
+            mlps = mlps or self.mlp_weights(grads)
             y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1])
             after = cfg.layers[i + 1] if i + 1 < L else None
             read_next = after and not after.adds and (after.reads == "stream" or not after.attention)
@@ -2247,26 +2292,22 @@ class GPT(nn.Module):
         self,
         i: int,
         h: Tensor,
-        value: Tensor | None,
-        ve_gate: Tensor | None,
-        qkv: list[WeightSlice],
-        out: WeightSlice,
-        scales: tuple[Tensor, ...],
+        qkv: Tensor,
+        out: Tensor,
         gate: Tensor,
         seq: tuple[Tensor, int, int],
+        value: Tensor | None,
+        ve_gate: Tensor | None,
     ) -> Tensor:
-        """Runs layer i's attention on h (T, d), with weights scales[0] * qkv and scales[1] * out.
+        """Runs layer i's attention on h (T, d), with weights qkv (3d, d) and out (d, d).
 
-        qkv (3d, d), out (d, d); value (T, d); ve_gate and gate (H, GATE_DIM); seq: cu_seqlens, longest
-        document, window.
+        gate and ve_gate (H, GATE_DIM); seq: cu_seqlens, longest document, window; value (T, d).
         """
         T, layer, heads, compiled = len(h), self.cfg.layers[i], self.cfg.heads, self.backend.compiled
         paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
-        product = linear(h, scales[0], qkv, self.backend)
-        q, k, v = compiled(qkv_to_heads)(product, h, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
+        q, k, v = compiled(qkv_to_heads)(h, qkv, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
         y = self.backend.attention(q, k, v, *seq, self.rotary.scale)
-        y = compiled(apply_attn_gate)(y.view(T, heads, -1), h, gate)
-        return linear(y, scales[1], [out], self.backend)
+        return compiled(attention_output)(y.view(T, heads, -1), h, gate, out)
 
     def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None = None) -> Tensor:
         """Returns a table's rows at a micro-batch's positions, (T, d), of value_embeds (T, tables, d).
@@ -2327,7 +2368,7 @@ class GPT(nn.Module):
                     slice(i, i + n), targets[i : i + n + len(weights) - 1], dx[i : i + n]
                 )
                 losses.append(part_losses)
-                returned = head_grad.accumulate(0, *grad_factors, first=i == 0)  # type: ignore[misc]
+                returned = head_grad.accumulate(whole, *grad_factors, first=i == 0)  # type: ignore[misc]
         for_autograd = [head_grad.main_grad if to_autograd else returned]
         backward_roots = [(x, dx)]
         if w.requires_grad and for_autograd[0] is not None:
