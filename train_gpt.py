@@ -1782,6 +1782,7 @@ def select_backend(
     chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}
     if cfg.compile:
         torch._dynamo.config.recompile_limit = 64  # 8 by default, but one function serves all kinds of layers
+        torch._inductor.config.size_asserts = False  # of every argument in every call; guards check them too
         chosen["compiled"] = cache(partial(torch.compile, fullgraph=True))
         chosen["scalar"] = partial(torch.tensor, dtype=acc_dtype(cfg))
     return Backend(
@@ -2112,13 +2113,15 @@ def qkv_to_heads(
     return q, shift_keys(k) if key_shift else k, v
 
 
-def attention_output(y: Tensor, h: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies each head of y (T, H, D) by its gate of h (T, d), then all by weight^T (d, d): (T, d).
+def attention_output(
+    y: Tensor, h: Tensor, gate: Tensor, weight: Tensor, scales: list[Tensor], x: Tensor, inputs: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Gates the heads y (T, H, D) by h (T, d), multiplies by weight^T (d, d), mixes with x and `inputs`.
 
     A head with nothing to say can shut, instead of attending to a first token as a sink (PR 117).
     """
     gated = y * torch.sigmoid(F.linear(h[:, :GATE_DIM], gate))[:, :, None]
-    return F.linear(gated.flatten(1), weight)
+    return mix_residual(scales, [x, F.linear(gated.flatten(1), weight), *inputs], True)
 
 
 def final_norm(x: Tensor, back: Tensor, backout: Tensor) -> Tensor:
@@ -2265,12 +2268,13 @@ class GPT(nn.Module):
                     value, ve_gate = values[layer.value], ve_gates[layer.value]
                 h = h if layer.reads == "stream" else saved["normed back"]
                 seq = (*sequences[layer.attention], windows[layer.window])
-                y = self.attention(i, h, *weights[m], attn_gates[m], seq, value, ve_gate)
-                mix, tensors = [resid[2 * i], post[2 * i], x0_lambda[i]], [x, y, x0]
+                qkv, out = weights[m]
+                y = self.attention(i, h, qkv, seq, value, ve_gate)
+                mix, inputs = [resid[2 * i], post[2 * i], x0_lambda[i]], [x0]
                 if i > 0:  # layer 0's share of the bigram is in x already
                     mix.append(bigram_lambda[i])
-                    tensors.append(bigram)
-                x, h = compiled(mix_residual)(mix, tensors, True)
+                    inputs.append(bigram)
+                x, h = compiled(attention_output)(y, h, attn_gates[m], out, mix, x, inputs)
             # Here, not above: of all gathers the MLPs' ends last.
             mlps = mlps or self.mlp_weights(grads)
             y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1])
@@ -2293,21 +2297,18 @@ class GPT(nn.Module):
         i: int,
         h: Tensor,
         qkv: Tensor,
-        out: Tensor,
-        gate: Tensor,
         seq: tuple[Tensor, int, int],
-        value: Tensor | None,
-        ve_gate: Tensor | None,
+        value: Tensor | None = None,
+        ve_gate: Tensor | None = None,
     ) -> Tensor:
-        """Runs layer i's attention on h (T, d), with weights qkv (3d, d) and out (d, d).
+        """Runs layer i's attention on h (T, d), with the weight qkv (3d, d). Returns its heads (T, H, D).
 
-        gate and ve_gate (H, GATE_DIM); seq: cu_seqlens, longest document, window; value (T, d).
+        seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
         """
         T, layer, heads, compiled = len(h), self.cfg.layers[i], self.cfg.heads, self.backend.compiled
         paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
         q, k, v = compiled(qkv_to_heads)(h, qkv, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
-        y = self.backend.attention(q, k, v, *seq, self.rotary.scale)
-        return compiled(attention_output)(y.view(T, heads, -1), h, gate, out)
+        return self.backend.attention(q, k, v, *seq, self.rotary.scale).view(T, heads, -1)
 
     def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None = None) -> Tensor:
         """Returns a table's rows at a micro-batch's positions, (T, d), of value_embeds (T, tables, d).
