@@ -2621,24 +2621,9 @@ class UpdateRule(NamedTuple):
     init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
     update: Callable  # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place
     every_step: bool  # else in steps with plan.do_adam
-    # (FlatGroup, its gradients, states, Params, plan, cfg, backend): does the same for all of a group
-    update_flat: Callable | None = None
-
-
-class FlatGroup(NamedTuple):
-    """The small parameters of a dtype, updated as one vector of n numbers: a launch costs as much as all."""
-
-    names: list[str]
-    p: Tensor  # (n,); the parameters are views of it
-    state: dict[str, Tensor]  # (n,) each; the tensors of their states are views of them
-    members: Tensor  # (len(names), n): 1 for the numbers of each parameter, else 0
-
-
-def flatten_tensors(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Copies tensors into one vector. Returns it, and its views with their shapes."""
-    flat = torch.cat([t.detach().flatten() for t in tensors])
-    parts = flat.split([t.numel() for t in tensors])
-    return flat, [part.view(t.shape) for part, t in zip(parts, tensors)]
+    # Takes lists of gradients and Params: the small parameters of a dtype are one vector. state["members"]
+    # (parameters, n) is 1 where each has its numbers, else 0.
+    flat: bool = False
 
 
 def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
@@ -2649,68 +2634,48 @@ def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     }
 
 
-def adam_numbers(state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend) -> tuple:
-    """Counts a step. Returns 1 - beta1, beta2, 1 - beta2, the step size and the decay."""
-    state["steps"] += 1
-    (beta1, beta2), lr, t = spec.betas, learning_rate(cfg.adam_lr, spec, plan), state["steps"]
-    step_size = backend.scalar(lr * math.sqrt(1 - beta2**t) / (1 - beta1**t))
-    return 1 - beta1, beta2, 1 - beta2, step_size, backend.scalar(lr * lr * (cfg.adam_wd * spec.wd_mul))
-
-
 def adam(
-    p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
+    p: Tensor,
+    grads: list[Tensor],
+    state: dict,
+    specs: list[Param],
+    plan: StepPlan,
+    cfg: Config,
+    backend: Backend,
 ) -> None:
     """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
 
     Weight decay, lr^2 wd p, acts only where it points the way the update goes (cautious decay: Chen et al.
     2025, arXiv:2510.12402).
     """
+    t = state["steps"] = state["steps"] + 1
+    numbers = []
+    for spec in specs:
+        (beta1, beta2), lr = spec.betas, learning_rate(cfg.adam_lr, spec, plan)
+        step_size = backend.scalar(lr * math.sqrt(1 - beta2**t) / (1 - beta1**t))
+        decay = backend.scalar(lr * lr * (cfg.adam_wd * spec.wd_mul))
+        numbers.append((1 - beta1, beta2, 1 - beta2, step_size, decay))
     # As vectors, so that code compiled for any length serves every parameter.
-    tensors = (x.view(-1) for x in (p, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]))
-    numbers = adam_numbers(state, spec, plan, cfg, backend)
-    backend.compiled(adam_update)(*tensors, cfg.adam_eps, *numbers)
-
-
-def adam_flat(
-    group: FlatGroup,
-    grads: list[Tensor],
-    states: list[dict],
-    specs: list[Param],
-    plan: StepPlan,
-    cfg: Config,
-    backend: Backend,
-) -> None:
-    numbers = [adam_numbers(state, spec, plan, cfg, backend) for state, spec in zip(states, specs)]
-    moments = group.state["exp_avg"], group.state["exp_avg_sq"]
-    backend.compiled(adam_flat_update)(group.p, grads, *moments, cfg.adam_eps, group.members, numbers)
-
-
-def adam_flat_update(
-    p: Tensor,
-    grads: list[Tensor],
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    eps: float,
-    members: Tensor,
-    numbers: list[tuple],
-) -> None:
-    """Calls adam_update with each parameter's numbers at its places; to the bits of a call for each."""
-    spread = (sum(x * at for x, at in zip(xs, members)) for xs in zip(*numbers))
-    adam_update(p, torch.cat([grad.flatten() for grad in grads]), exp_avg, exp_avg_sq, eps, *spread)
+    tensors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
+    grads = [grad.flatten() for grad in grads]
+    backend.compiled(adam_update)(*tensors, grads, numbers, state.get("members"), cfg.adam_eps)
 
 
 def adam_update(
     p: Tensor,
-    grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    grads: list[Tensor],
+    numbers: list[tuple],
+    members: Tensor | None,
     eps: float,
-    weight1: float | Tensor,
-    beta2: float | Tensor,
-    weight2: float | Tensor,
-    step_size: float | Tensor,
-    decay: float | Tensor,
 ) -> None:
+    """Updates one parameter; or several, with `members`, each by its own numbers, to the same bits."""
+    grad, spread = grads[0], numbers[0]
+    if members is not None:
+        grad = torch.cat(grads)
+        spread = tuple(sum(x * at for x, at in zip(xs, members)) for xs in zip(*numbers))
+    weight1, beta2, weight2, step_size, decay = spread
     grad = grad.to(exp_avg.dtype)
     exp_avg.lerp_(grad, weight1)
     exp_avg_sq.mul_(beta2).addcmul_(weight2 * grad, grad)
@@ -2818,7 +2783,7 @@ def muon_update(
 
 
 OPTIMIZERS = {
-    "adam": UpdateRule(adam_init, adam, every_step=False, update_flat=adam_flat),
+    "adam": UpdateRule(adam_init, adam, every_step=False, flat=True),
     "normuon": UpdateRule(normuon_init, normuon, every_step=True),
 }
 
@@ -2852,7 +2817,6 @@ class Optimizer:
         self.tied_copy = {target: name for name, target in self.tied_target.items()}
         self.is_tied = True
         # By parameter:
-        self.state = {}  # of its update rule
         self.main_grad = {}
         self.weight_grads = {}  # of matmuls' weights, with or without main_grad
         self.shard_grads = {}  # with sparse exchange: this rank's block of the mean gradient, 0 between steps
@@ -2873,34 +2837,32 @@ class Optimizer:
                 self.shard_grads[name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
             elif exchange.world_size > 1 and spec.reduction == "fp32":
                 self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
-            first = exchange.rank * len(shard) if spec.sharded else 0
-            self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
-        # In work_order, what is updated together, by rule and dtype; alone, by name.
-        self.work_units = {}
+        # By the first name in work_order: the names that are updated as one; their shard; its rule's state.
+        self.groups, self.shards, self.state = {}, {}, {}
+        groups = {}
         for name in cfg.work_order:
             spec = self.specs[name]
             small = not (spec.sharded or spec.indexed_by or spec.is_matmul_weight)
-            flat = cfg.flat_adam and small and OPTIMIZERS[spec.optimizer].update_flat
-            unit = (spec.optimizer, params[name].dtype) if flat else name
-            self.work_units.setdefault(unit, []).append(name)
-        self.flat_groups = {
-            names[0]: self.flatten_group(names) for names in self.work_units.values() if len(names) > 1
-        }
+            flat = cfg.flat_adam and small and OPTIMIZERS[spec.optimizer].flat
+            groups.setdefault((spec.optimizer, params[name].dtype) if flat else name, []).append(name)
+        for name, *others in groups.values():
+            self.add_group(name, [name, *others])
 
-    def flatten_group(self, names: list[str]) -> FlatGroup:
-        """Moves parameters and their states into vectors."""
-        flat, views = flatten_tensors([self.params[name] for name in names])
-        for name, view in zip(names, views):
-            self.params[name].data = view
-        state = {key: x for key, x in self.state[names[0]].items() if isinstance(x, Tensor)}
-        for key in state:
-            state[key], views = flatten_tensors([self.state[name][key] for name in names])
-            for name, view in zip(names, views):
-                self.state[name][key] = view
-        sizes = torch.tensor([self.params[name].numel() for name in names])
-        member = torch.arange(len(names)).repeat_interleave(sizes)
-        members = F.one_hot(member).T.to(flat.device, acc_dtype(self.cfg), copy=True).contiguous()
-        return FlatGroup(names, flat, state, members)
+    def add_group(self, first: str, names: list[str]) -> None:
+        """Moves the parameters, if several, into one vector, of which they are views; makes the state."""
+        spec, members = self.specs[first], [self.params[name] for name in names]
+        shard = self.shard_of(first, members[0])
+        if len(names) > 1:
+            sizes = [p.numel() for p in members]
+            shard = torch.cat([p.detach().flatten() for p in members])
+            for p, part in zip(members, shard.split(sizes)):
+                p.data = part.view(p.shape)
+        row, dtype = self.exchange.rank * len(shard) if spec.sharded else 0, acc_dtype(self.cfg)
+        state = OPTIMIZERS[spec.optimizer].init(shard, spec, dtype, row)
+        if len(names) > 1:
+            owners = torch.arange(len(names)).repeat_interleave(torch.tensor(sizes))
+            state["members"] = F.one_hot(owners).T.to(shard.device, dtype)
+        self.groups[first], self.shards[first], self.state[first] = names, shard, state
 
     def as_matrices(self, name: str, t: Tensor) -> Tensor:
         """Views a bank, or its gradient, as (matrices, rows, cols); returns other parameters as they are."""
@@ -2997,20 +2959,15 @@ class Optimizer:
         Mean gradients exist only here, each rank's block of them.
         """
         self.finish_gathers()
-        for names in self.work_units.values():
-            name = names[0]
+        for name, names in self.groups.items():
             if name not in pending:
                 continue
             grads, specs = [pending[name].wait() for name in names], [self.specs[name] for name in names]
-            states, rule = [self.state[name] for name in names], OPTIMIZERS[specs[0].optimizer]
-            if name in self.flat_groups:
-                group = self.flat_groups[name]
-                rule.update_flat(group, grads, states, specs, plan, self.cfg, self.backend)
-            else:
-                shard = self.shard_of(name, self.params[name])
-                rule.update(shard, grads[0], states[0], specs[0], plan, self.cfg, self.backend)
-            for name in names:
-                self.zero_grad_of(name)
+            rule, state = OPTIMIZERS[specs[0].optimizer], self.state[name]
+            grad, spec = (grads, specs) if rule.flat else (grads[0], specs[0])
+            rule.update(self.shards[name], grad, state, spec, plan, self.cfg, self.backend)
+            for member in names:
+                self.zero_grad_of(member)
             if name in self.shard_grads:
                 row_ids = self.sparse_plans[specs[0].indexed_by].recv_row_ids.result
                 grads[0].index_fill_(0, row_ids.long(), 0)

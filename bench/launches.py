@@ -20,7 +20,6 @@ A compiled call's kernels are counted in Inductor's code for a GPU; --no-inducto
 faster.
 """
 
-import argparse
 import contextlib
 import sys
 import tempfile
@@ -36,8 +35,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-import train_gpt as tg
 from step_time import SingleRankExchange, synthetic_shard
+
+import train_gpt as tg
 
 # Operations that only make or view tensors.
 NO_LAUNCH = set(

@@ -251,9 +251,9 @@ class LeaksState(tg.Optimizer):
     def work(self, plan, pending):
         rule = tg.OPTIMIZERS["adam"]
 
-        def update(p, grad, *args):
-            rule.update(p, grad * (1 + 0.01 * self.last_norm), *args)
-            self.last_norm = grad.norm().clamp_max(1)
+        def update(p, grads, *args):
+            rule.update(p, [grad * (1 + 0.01 * self.last_norm) for grad in grads], *args)
+            self.last_norm = grads[0].norm().clamp_max(1)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(tg.OPTIMIZERS, "adam", rule._replace(update=update))
