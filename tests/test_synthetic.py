@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
+import fineweb
 import synthetic
 import train_gpt as tg
 from launch import WAIT, Launch, settings
@@ -212,6 +214,23 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
 
 
 # ---- Training on it ----------------------------------------------------------------------------------------
+
+
+def test_the_command_that_fineweb_names_needs_neither_torch_nor_the_script(tmp_path):
+    python, script, out = shlex.split(re.search("'(python [^']*)'", fineweb.WITHOUT_NETWORK)[1])
+    assert python == "python" and f"./run.sh --data {out}" in fineweb.WITHOUT_NETWORK
+    forbid = (
+        "import runpy, sys\n"
+        "sys.modules |= dict.fromkeys(('torch', 'train_gpt'))\n"  # importing them fails
+        "sys.path.insert(0, sys.argv[1].rpartition('/')[0])\n"
+        "del sys.argv[0]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", forbid, SCRIPT.parent.parent / script, out]
+    subprocess.run(
+        [*command, "--train-tokens", "10", "--val-tokens", "10"], cwd=tmp_path, check=True, timeout=WAIT
+    )
+    assert sorted(contents(tmp_path / out)) == [TRAIN, VAL]
 
 
 @pytest.mark.slow
