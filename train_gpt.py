@@ -253,9 +253,9 @@ class Config:
     # optimizers
     params: tuple[Param, ...] = PARAMS
     # fmt: off
-    work_order: tuple[str, ...] = (  # updates and gathers happen in this order
+    work_order: tuple[str, ...] = (  # of updates and gathers: as the next forward first reads them
         "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas",
-        "bigram_lambdas", "resid_lambdas", "bigram_embed", "lm_head", "embed", "value_embeds", *BANKS,
+        "bigram_lambdas", "resid_lambdas", "bigram_embed", "lm_head", "embed", *BANKS, "value_embeds",
     )
     # fmt: on
     adam_lr: float = 0.008
@@ -2837,7 +2837,7 @@ class Optimizer:
                 self.shard_grads[name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
             elif exchange.world_size > 1 and spec.reduction == "fp32":
                 self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
-        # By the first name in work_order: the names that are updated as one; their shard; its rule's state.
+        # By the first name, in work_order: the names that are updated as one; their shard; its rule's state.
         self.groups, self.shards, self.state = {}, {}, {}
         groups = {}
         for name in cfg.work_order:
@@ -2845,12 +2845,13 @@ class Optimizer:
             small = not (spec.sharded or spec.indexed_by or spec.is_matmul_weight)
             flat = cfg.flat_adam and small and OPTIMIZERS[spec.optimizer].flat
             groups.setdefault((spec.optimizer, params[name].dtype) if flat else name, []).append(name)
-        for name, *others in groups.values():
-            self.add_group(name, [name, *others])
+        for names in groups.values():
+            self.add_group(sorted(names))
 
-    def add_group(self, first: str, names: list[str]) -> None:
+    def add_group(self, names: list[str]) -> None:
         """Moves the parameters, if several, into one vector, of which they are views; makes the state."""
-        spec, members = self.specs[first], [self.params[name] for name in names]
+        first, members = names[0], [self.params[name] for name in names]
+        spec = self.specs[first]
         shard = self.shard_of(first, members[0])
         if len(names) > 1:
             sizes = [p.numel() for p in members]
