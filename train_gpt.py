@@ -974,9 +974,9 @@ class TrainLoader:
         self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
         self.is_partial = not any(position) and read_header(self.paths[0]).tokens > FIRST_READ
         if self.is_partial:
-            # A run starts on the clock: with the documents that end within the first tokens.
-            tokens, starts = read_shard(self.paths[0], cfg.vocab_size, cfg.bos_id, FIRST_READ)
-            self.shard = Shard(tokens[: starts[-1] if len(starts) else 0], starts[:-1])
+            # A run starts on the clock. A batch that needs more of the last document takes it from the whole
+            # shard.
+            self.shard = read_shard(self.paths[0], cfg.vocab_size, cfg.bos_id, FIRST_READ)
         else:
             self._open()
 

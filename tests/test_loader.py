@@ -203,10 +203,8 @@ def test_the_next_shard_is_the_next_by_name(tmp_path):
 def test_a_runs_first_batches_need_only_the_first_tokens(tmp_path, monkeypatch, first_read):
     """Checks batches that begin while a thread reads the rest of the first shard: they are the same."""
     shards, schedule = make_shards(tmp_path, np.random.default_rng(3), [9000, 4000]), [(8 * 64, 50)] * 20
-    want, early = list(naive_batches(shards, schedule, 8)), list(shards[0][:first_read])
-    while early and early.pop() != BOS:  # its last document is cut
-        pass
-    at_once = len(list(naive_batches([early], schedule, 8)))
+    want = list(naive_batches(shards, schedule, 8))
+    at_once = len(list(naive_batches([shards[0][:first_read]], schedule, 8)))
     monkeypatch.setattr(tg, "FIRST_READ", first_read)
     may_read, read_shard = threading.Event(), tg.read_shard
 
@@ -224,6 +222,19 @@ def test_a_runs_first_batches_need_only_the_first_tokens(tmp_path, monkeypatch, 
         positions.append(loader.position())
     assert at_once == {1: 0, 60: 0, 1500: 1, 5000: 3}[first_read] and positions[-1][0] == 1
     assert positions == list(naive_positions(tmp_path, schedule[0], len(want)))
+
+
+def test_the_first_tokens_may_end_in_any_document(tmp_path, monkeypatch):
+    shards, schedule = make_shards(tmp_path, np.random.default_rng(4), [3000]), [(8 * 20, 1000)] * 20
+    want = list(naive_batches(shards, schedule, 8))
+    for first_read in range(2, 900, 11):
+        monkeypatch.setattr(tg, "FIRST_READ", first_read)
+        loader = train_loader(config(tmp_path))
+        assert loader.is_partial and len(loader.shard.tokens) <= first_read
+        for micro_batches in want[:2]:
+            for got, expected in zip(loader.batch(*schedule[0]), micro_batches, strict=True):
+                check_micro_batch(got, *expected, loader.cfg)
+        loader.close()
 
 
 def naive_positions(folder, batch, count):
