@@ -3,30 +3,28 @@
 
     python bench/launches.py [--preset record|cpu] [--set NAME=VALUE ...] [--stage 0] [--ranks 8]
 
-Runs two steps of rank 0, the second with Adam, at the preset's real shapes on torch's "meta" device. Nothing
+Runs two steps of rank 0, the second with Adam, at the preset's real shapes on torch's "meta" device: nothing
 is computed. Collectives return at once.
 
-    launches     GPU kernels, copies and fills: those of the next three columns
-    eager        by operations of torch, called one by one. FlashAttention's forward counts 2 (it fills its
+    launches     kernels, copies and fills on the GPU: the next three columns
+    eager        of operations of torch, called one by one. FlashAttention's forward counts 2 (it fills its
                  random state), its backward 3; baddbmm 2 (it copies what it adds to)
-    triton       by the script's own kernels
-    inductor     by compiled code
+    triton       of the script's own kernels
+    inductor     of compiled code, as torch.compile generates it for an H100; with its matmuls
     calls        of compiled code, forward or backward
-    dispatches   operations of torch on the host, with views, without those inside compiled code
+    dispatches   operations of torch on the host, views too, without those inside compiled code
     functions    of torch.autograd.Function, forward or backward
-    collectives  of NCCL
-
-A compiled call's kernels are counted in Inductor's code for a GPU; --no-inductor omits them, which is
-faster.
+    collectives  of NCCL and gloo
 """
 
+import argparse
 import contextlib
 import sys
 import tempfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
 from step_time import SingleRankExchange, synthetic_shard
 
 import train_gpt as tg
@@ -233,13 +231,21 @@ def on_gpu(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tens
     return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
 
 
-def count_steps(cfg: tg.Config, stage: int, world_size: int) -> list[tuple[Counter, Counter, Counter]]:
-    """Counts two steps of rank 0 of `world_size` in a stage; the second updates Adam's parameters."""
-    counts = Counts()
-    backend, exchange = make_backend(cfg, counts), CountingExchange(world_size, counts)
+class Step(NamedTuple):
+    """Counts of one step, by (phase, name)."""
+
+    columns: Counter
+    operations: Counter  # eager launches by operation
+    calls: Counter  # compiled calls by function and direction
+
+
+def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, counts: Counts) -> list[Step]:
+    """Runs steps of rank 0 of `world_size` in a stage. Returns the third and the fourth, which updates Adam's."""
+    steps = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         stack.enter_context(patched(tg.GPT, initialize=lambda self, seed: None))
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
+        exchange = CountingExchange(world_size, counts)
         optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
         optimizer.is_tied = stage < 2
         paths, _ = synthetic_shard(folder, cfg, [stage], 6)
@@ -247,7 +253,7 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> list[tuple[Count
         stack.callback(loader.close)
         start = cfg.stage_starts[stage]
         plans = [tg.plan_step(cfg, start + i)._replace(do_adam=i % 2 == 1, untie=False) for i in range(4)]
-        batches, results = tg.Prefetcher(loader, plans), []
+        batches = tg.Prefetcher(loader, plans)
         phases = {
             (tg.MicroBatch, "to"): "copies",
             (tg.GPT, "hidden_states"): "forward",
@@ -257,15 +263,26 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> list[tuple[Count
             (tg.Optimizer, "step"): "optimizer",
         }
         for (owner, name), phase in phases.items():
-            change = counts.in_phase(phase, getattr(owner, name))
-            stack.enter_context(patched(owner, **{name: change}))
+            stack.enter_context(patched(owner, **{name: counts.in_phase(phase, getattr(owner, name))}))
         stack.enter_context(count_functions(counts))
         stack.enter_context(patched(torch, _scaled_mm=scaled_mm_out))
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
-        for _ in plans:  # the first two steps only fill what later ones find
+        for _ in plans:
             batch = batches.next()
-            counts.counts, counts.eager, counts.calls = Counter(), Counter(), Counter()
-            with counts:
+            counts.begin_step()
+            with counts.mode():
                 tg.train_step(model, optimizer, batch)
-            results.append((counts.counts, counts.eager, counts.calls))
-    return results[2:]
+            steps.append(counts.end_step())
+    return steps[2:]
+
+
+def count_steps(cfg: tg.Config, stage: int, world_size: int) -> list[Step]:
+    """Counts a step without Adam, and one with it."""
+    counts = Counts()
+    steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)
+    if cfg.compile:
+        generated = GeneratedCounts()
+        backend = make_backend(cfg, generated)._replace(compiled=generated.code.compiled)
+        for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)):
+            step.columns.update(inside.columns)
+    return steps
