@@ -1,0 +1,657 @@
+"""Makes the code that a GPU would run, on a machine without one. tests/test_gpu_code.py starts it:
+
+    python tests/gpu_code.py inductor OUT.json   what Inductor generates for every function that is compiled
+    python tests/gpu_code.py triton OUT.json     what Triton compiles in the warm-up, and what after it
+    python tests/gpu_code.py dynamo OUT.json     what torch.compile traces in the warm-up, and what after it
+
+Each part needs its own process: what it replaces in torch and Triton stays replaced.
+
+"inductor" and "triton" run the record preset's warm-up and steps at full size on torch's "meta" device. Its
+tensors have shapes, strides and addresses, but no values. "dynamo" trains a small run on the CPU.
+"""
+
+import ast
+import contextlib
+import copy
+import ctypes
+import functools
+import gc
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "bench")]
+
+from step_time import SingleRankExchange
+
+import train_gpt as tg
+from golden_inputs import random_documents, write_shard
+
+CUDA, META = torch.device("cuda", 0), torch.device("meta")
+H100 = types.SimpleNamespace(
+    name="NVIDIA H100",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+)
+# As Triton's driver names them; clocks in kHz. Inductor judges by them whether a matmul is worth padding.
+H100_IN_TRITON = {
+    "multiprocessor_count": 132,
+    "max_shared_mem": 227 << 10,
+    "max_num_regs": 65536,
+    "sm_clock_rate": 1980000,
+    "mem_clock_rate": 2619000,
+    "mem_bus_width": 5120,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A GPU that is not there
+# ------------------------------------------------------------------------------------------------------------
+
+
+def fake_gpu():
+    """Shows Triton an H100, on which it launches nothing; "meta" tensors look like those on the GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    class Driver(CudaDriver):
+        def __init__(self):
+            self.utils = types.SimpleNamespace(get_device_properties=lambda device: H100_IN_TRITON)
+            self.get_current_device = lambda: 0
+            self.get_current_stream = lambda device: 0
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+    tg.triton.runtime.driver.set_active(Driver())
+    torch.cuda.get_device_properties = lambda *device: H100
+    torch.cuda.get_device_capability = lambda *device: (9, 0)
+    torch.Tensor.is_cuda = property(lambda t: t.device.type in ("cuda", "meta"))
+    tg.triton.knobs.runtime.jit_cache_hook = lambda **options: True
+
+
+def fake_gpu_for_inductor():
+    """Lets Inductor generate code for the H100 of fake_gpu(), and stops it where it would load that code."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    def answer(owner, wrap, **answers):
+        for name, value in answers.items():
+            setattr(owner, name, wrap(lambda *args, value=value: value))
+
+    def plain(gm, example_inputs):
+        return compile_fx(gm, example_inputs, inner_compile=lambda gm, inputs, **options: boxed(gm.forward))
+
+    def stop(graph):
+        code = graph.codegen()[0]
+        raise Generated(getattr(code, "value", code))
+
+    add_device_guard()
+    config.fx_graph_cache = functorch_config.enable_autograd_cache = False
+    config.compile_threads = 1
+    answer(
+        CudaInterface,
+        staticmethod,
+        is_available=True,
+        current_device=0,
+        get_device_properties=H100,
+        get_compute_capability=90,
+        is_triton_capable=True,
+        raise_if_triton_unavailable=None,
+    )
+    answer(CudaInterface.Worker, staticmethod, get_device_properties=H100)
+    # Inductor traces its patterns once, on a GPU if torch.cuda names one; there they would need a real one.
+    for device in ("cpu", "meta"):
+        torch.compile(lambda x: x + 1, backend=plain)(torch.ones(2, device=device))
+    torch._dynamo.reset()
+    torch.version.cuda = torch.version.cuda or "13.0"
+    answer(
+        torch.cuda,
+        lambda function: function,
+        is_available=True,
+        device_count=1,
+        current_device=0,
+        get_device_name=H100.name,
+        get_rng_state=torch.zeros(16, dtype=torch.uint8),
+        set_rng_state=None,
+        _lazy_init=None,
+        device=contextlib.nullcontext(),
+    )
+    GraphLowering.compile_to_module = stop
+
+
+class Launches:
+    """Records what Triton would compile for a launch, by kernel and specialization.
+
+    variants: by (kernel, key), the phase in which it was needed first.
+    """
+
+    def __init__(self):
+        self.variants, self.phase = {}, "none"
+        tg.triton.knobs.runtime.jit_cache_hook = self.record
+
+    def record(self, *, key, fn, **options):
+        self.variants.setdefault((fn.name, str(key)), self.phase)
+        return True  # Triton then neither compiles nor launches
+
+    def after(self, warm_up):
+        """Returns "kernel: phase" of all that was not needed in phase `warm_up` first."""
+        return sorted({f"{name}: {phase}" for (name, _), phase in self.variants.items() if phase != warm_up})
+
+
+def add_device_guard():
+    """Registers a device guard for CUDA that does nothing, which copies between fake tensors look up.
+
+    A CUDA build of torch has one to register if it finds no GPU; a CPU build lacks the call.
+    """
+    if torch.backends.cuda.is_built():
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    source = """
+        #include <c10/core/impl/DeviceGuardImplInterface.h>
+        using Guard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
+        static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard());
+    """
+    folder, torch_folder = tempfile.mkdtemp(), Path(torch.__file__).parent
+    library = f"{folder}/guard.so"
+    options = ["-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", "-x", "c++", "-", "-o", library]
+    command = [cpp_compiler(), *options, f"-L{torch_folder}/lib", "-lc10"]
+    subprocess.run(command, input=source, text=True, check=True)
+    ctypes.CDLL(library)
+    shutil.rmtree(folder)
+
+
+def cpp_compiler():
+    return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+
+
+class Generated(BaseException):
+    """Ends Inductor where it would load the code. It catches every Exception."""
+
+
+def boxed(function):
+    """Returns a function of a list, which it empties, as AOTAutograd calls compiled code."""
+
+    def call(args):
+        values = list(args)
+        args.clear()
+        return function(*values)
+
+    call._boxed_call = True
+    return call
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The record preset's run, without values
+# ------------------------------------------------------------------------------------------------------------
+
+
+def write_data(folder, cfg, train, val):
+    """Writes a shard of `train` tokens and one of `val`; returns them as a run's data."""
+    rng, paths = np.random.default_rng(0), []
+    longest = max(stage.max_doc_len for stage in cfg.stages)
+    for split, count in (("train", train), ("val", val)):
+        tokens = random_documents(rng, count, cfg.vocab_size, cfg.bos_id, longest)
+        paths.append(write_shard(f"{folder}/x_{split}_000000.bin", tokens, cfg.vocab_size, cfg.bos_id))
+    return tg.Dataset(paths[:1], paths[1:], 0.0, "")
+
+
+class DistinctRows(tg.TrainLoader):
+    """Gives batches that touch exactly `rows` rows of each table; None: as many as the text does."""
+
+    rows = None
+
+    def batch(self, *args):
+        micro_batches = super().batch(*args)
+        for batch in micro_batches if self.rows else ():
+            for ids in (batch.inputs, batch.bigrams):
+                ids.copy_(torch.arange(len(ids)) % self.rows)
+        return micro_batches
+
+
+def scaled_mm(*args, out=None, scaled_mm=torch._scaled_mm, **options):
+    """Does torch._scaled_mm with `out`, which "meta" has without it only."""
+    new = scaled_mm(*args, **options)
+    assert out is None or (out.shape, out.dtype, out.stride()) == (new.shape, new.dtype, new.stride())
+    return new if out is None else out
+
+
+class MetaRun:
+    """Runs the steps of rank 0 of `world_size`, with everything that a GPU would hold on "meta"."""
+
+    def __init__(self, cfg, world_size, compiled):
+        torch._scaled_mm = scaled_mm
+        tg.GPT.initialize = lambda self, seed: None
+        tg.training_state = lambda *args: None  # nothing to keep: there are no values
+        tg.restore = lambda *args: None
+        tg.AsyncScalars = lambda: types.SimpleNamespace(push=lambda *args: None)
+        self.cfg, self.world_size = replace(cfg, val_slices=1), world_size
+        backend = tg.select_backend(self.cfg, CUDA, (9, 0), world_size)._replace(compiled=compiled)
+        self.model = tg.GPT(self.cfg, world_size, META, 0, backend)
+        exchange = (SingleRankExchange if world_size > 1 else tg.Exchange)(0, world_size)
+        params = dict(self.model.named_parameters())
+        self.optimizer = tg.Optimizer(self.cfg, params, exchange, backend)
+        self.folder = tempfile.TemporaryDirectory()
+        count = 20 * max(stage.batch_tokens for stage in self.cfg.stages)
+        self.data = write_data(self.folder.name, self.cfg, count, self.cfg.val_slice_tokens + 1)
+        self.val = tg.ValLoader(self.cfg, self.data.val, 0, world_size, False)
+
+    def warm_up(self):
+        env = tg.DistEnv(0, self.world_size, META)
+        tg.warm_up(self.cfg, env, self.data, self.model, self.optimizer, self.val)
+
+    def train(self, steps, rows=None):
+        """Runs steps; the first must be even, since no rows may have been touched before."""
+        loader = DistinctRows(self.cfg, self.data.train, 0, self.world_size, False)
+        loader.rows = rows
+        batches = tg.Prefetcher(loader, [tg.plan_step(self.cfg, step) for step in steps])
+        for _ in steps:
+            tg.train_step(self.model, self.optimizer, batches.next())
+        loader.close()
+
+    def head(self, plan):
+        """Runs a micro-batch's head, whose loss weights change with every step."""
+        count = tg.num_microbatches(self.cfg, self.world_size)
+        T, count = plan.batch_tokens // count, count // self.world_size
+        x = torch.empty(T, self.cfg.dim, dtype=tg.dtype_of(self.cfg.dtype), device=META)
+        targets = torch.empty(T, dtype=torch.int64, device=META)
+        weights, grad = tuple(w / count for w in plan.mtp), self.optimizer.weight_grads["lm_head"]
+        self.model.head_loss_and_grad(x, targets, weights, grad, 1 / count)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Inductor
+# ------------------------------------------------------------------------------------------------------------
+
+
+def map_devices(graph, device_of):
+    """Replaces each node's `device` argument by device_of(node, device)."""
+    for node in graph.nodes:
+        if isinstance(device := node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": device_of(node, device)}
+
+
+def moved(t, mode):
+    """Returns a fake tensor on the GPU for one on "meta", with its strides and offset; others as they are."""
+    if not isinstance(t, torch.Tensor) or t.device != META:
+        return t
+    size, stride, offset = t.size(), t.stride(), t.storage_offset()
+    with mode:
+        if offset == 0:
+            return torch.empty_strided(size, stride, dtype=t.dtype, device=CUDA)
+        end = offset + sum((n - 1) * step for n, step in zip(size, stride)) + 1
+        return torch.empty(end, dtype=t.dtype, device=CUDA).as_strided(size, stride, offset)
+
+
+def move_to_gpu(graph):
+    """Moves the results of a graph's nodes from "meta" to the GPU; a pass before Inductor's own.
+
+    Its passes compute constants where `device` says, so that is the CPU until they have run.
+    """
+    from torch._dynamo.utils import detect_fake_mode
+
+    map_devices(graph, lambda node, device: torch.device("cpu") if device == META else device)
+    for node in graph.nodes:
+        values = node.meta.get("val")
+        if mode := detect_fake_mode(torch.utils._pytree.tree_leaves(values)):
+            node.meta["val"] = torch.utils._pytree.tree_map(lambda t: moved(t, mode), values)
+
+
+def called(code):
+    """Returns code's calls by name, its kernels' sources by name, and the inputs that should be aligned."""
+    tree = ast.parse(code)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    sources = {
+        call.args[0].value: call.args[1].value
+        for call in calls
+        if ast.unparse(call.func) == "async_compile.triton"
+    }
+    (main,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call"]
+    calls = [node for node in ast.walk(main) if isinstance(node, ast.Call)]
+    aligned = [call.args[0].id for call in calls if ast.unparse(call.func) == "copy_if_misaligned"]
+    return Counter(ast.unparse(call.func) for call in calls), sources, aligned
+
+
+# What generated code calls on the host, and what it needs no launch for.
+HOST_CALLS = re.compile(
+    r"args\.clear|\w+\.size|assert_\w+|copy_if_misaligned|empty_strided_cuda|reinterpret_tensor"
+    r"|get_raw_stream|torch\.cuda\._DeviceGuard|torch\.cuda\.set_device"
+)
+
+
+class GeneratedCode:
+    """Collects the code that Inductor generates for the functions of `compiled`, and what their runs launch.
+
+    graphs: of each, the kernels and other calls of one run, and by phase its runs and copies of inputs that
+    are not aligned.
+    """
+
+    def __init__(self):
+        self.functions, self.graphs, self.phase = [], [], "none"
+        self.compiled = functools.cache(self.compile)
+
+    def compile(self, function):
+        self.functions.append(function.__name__)
+        backend = functools.partial(self.backend, function.__name__)
+        return torch.compile(function, fullgraph=True, backend=backend)
+
+    def backend(self, function, gm, example_inputs):
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(joint_custom_pre_pass=move_to_gpu):
+            return compile_fx(gm, example_inputs, inner_compile=functools.partial(self.generate, function))
+
+    def generate(self, function, gm, example_inputs, **options):
+        """Generates a graph's code for a GPU. Returns a function that runs the graph on "meta"."""
+        from torch._dynamo.utils import detect_fake_mode
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        mode, on_meta = detect_fake_mode(example_inputs), copy.deepcopy(gm)
+        map_devices(gm.graph, lambda node, device: node.meta["val"].device)
+        map_devices(on_meta.graph, lambda node, device: META if node.meta["val"].device == CUDA else device)
+        on_meta.recompile()
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        try:
+            compile_fx_inner(gm, [moved(t, mode) for t in example_inputs], **options)
+        except Generated as generated:
+            code = generated.args[0]
+        calls, sources, aligned = called(code)
+        launched = {name: n for name, n in calls.items() if not HOST_CALLS.fullmatch(name)}
+        reads = [name.removesuffix(".item") for name in launched if name.endswith(".item")]
+        on_host = {node.name for node in inputs if getattr(node.meta["val"], "device", None) != CUDA}
+        kernels = {name: launched.pop(f"{name}.run") for name in sources if f"{name}.run" in launched}
+        graph = {
+            "function": function,
+            "backward": options.get("is_backward", False),
+            "kernels": kernels,
+            "sources": sources,
+            "others": {name: n for name, n in launched.items() if not name.endswith(".item")},
+            "reads": sorted(set(reads) - on_host),
+            "runs": Counter(),
+            "copies": Counter(),
+        }
+        self.graphs.append(graph)
+        positions = [i for i, node in enumerate(inputs) if node.name in aligned]
+
+        def run(*args):
+            graph["runs"][self.phase] += 1
+            graph["copies"][self.phase] += sum(args[i].data_ptr() % 16 > 0 for i in positions)
+            return on_meta.forward(*args)
+
+        return boxed(run)
+
+
+def resource_usage(cubin, folder):
+    """Returns a kernel's registers, and bytes of stack and local memory, from cuobjdump; None without it."""
+    tool = Path(tg.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return None
+    (file := Path(folder, "kernel.cubin")).write_bytes(cubin)
+    usage = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+
+
+def compile_kernels(graphs):
+    """Compiles each distinct Triton kernel of generated code, in all variants that Inductor would time.
+
+    Returns, for each: its name, what uses it, the error or the resources of its variants.
+    """
+    binaries, triton_compile = [], tg.triton.compile
+    results: dict[str, dict] = {}
+
+    def record(*args, **options):
+        binaries.append(triton_compile(*args, **options))
+        return binaries[-1]
+
+    tg.triton.compile = record
+    with tempfile.TemporaryDirectory() as folder:
+        for graph in graphs:
+            for name, source in graph.pop("sources").items():
+                source = source.replace(name, "triton_")
+                if source in results:
+                    continue
+                results[source] = {"name": name, "function": graph["function"], "error": "", "usage": []}
+                path = Path(folder, f"kernel{len(results)}.py")
+                path.write_text(source)
+                spec = importlib.util.spec_from_file_location(path.stem, path)
+                module = importlib.util.module_from_spec(spec)
+                binaries.clear()
+                try:
+                    spec.loader.exec_module(module)
+                    for config in module.triton_.configs:
+                        module.triton_._precompile_config(config)
+                except Exception as e:  # whatever the compiler raises is the result
+                    results[source]["error"] = f"{type(e).__name__}: {e}"
+                results[source]["usage"] = [resource_usage(b.asm["cubin"], folder) for b in binaries]
+    tg.triton.compile = triton_compile
+    return list(results.values())
+
+
+def falls_back(x):
+    return x.sort(dim=0)[0] + 1
+
+
+def computes_on_host(x, weight):
+    return x.mul_(weight.exp())
+
+
+def assumes_alignment(x):
+    return x + 1
+
+
+def inductor_part():
+    """Generates the code of what 8 ranks' warm-up compiles, and of functions that are bad for a GPU."""
+    fake_gpu()
+    fake_gpu_for_inductor()
+    code = GeneratedCode()
+
+    def in_phase(function, phase_of):
+        def call(*args):
+            code.phase = phase_of(*args)
+            return function(*args)
+
+        return call
+
+    tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch: f"step {batch.plan.step}")
+    tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
+    MetaRun(tg.RECORD, 8, code.compiled).warm_up()
+    bad = GeneratedCode()
+    bad.compiled(falls_back)(torch.empty(4096, 8, device=META))
+    x = torch.empty(4097, device=META)
+    bad.compiled(computes_on_host)(x, torch.tensor(0.5))
+    bad.compiled(assumes_alignment)(x[:-1])
+    bad.compiled(assumes_alignment)(x[1:])
+    kernels = compile_kernels(code.graphs)
+    for graph in bad.graphs:
+        del graph["sources"]
+    return {"functions": code.functions, "graphs": code.graphs, "kernels": kernels, "bad": bad.graphs}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Triton
+# ------------------------------------------------------------------------------------------------------------
+
+
+if tg.triton is not None:
+
+    @tg.triton.jit
+    def store_kernel(out, value):
+        tg.tl.store(out, value)
+
+
+def triton_part():
+    """Runs the warm-up, then steps of every stage, then the head of all steps, whose weights differ.
+
+    As 8 ranks and as 1, which has two of its eight micro-batches, and a tenth of the heads.
+    """
+    fake_gpu()
+    report = {"kernels": [name for name in vars(tg) if name.endswith("_kernel")], "variants": {}, "late": {}}
+    one_rank = replace(
+        tg.RECORD,
+        microbatches=2,
+        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in tg.RECORD.stages),
+    )
+    for cfg, world_size in ((tg.RECORD, 8), (one_rank, 1)):
+        seen, where = Launches(), "8 ranks" if world_size > 1 else "1 rank"
+        run = MetaRun(cfg, world_size, lambda function: function)
+        seen.phase = "warm-up"
+        run.warm_up()
+        run.optimizer.is_tied = True  # as warm_up restores it, were there values
+        for stage, start in enumerate(cfg.stage_starts):
+            middle = (start + cfg.stages[stage].steps // 2) // 2 * 2
+            if start > tg.untie_step(cfg):
+                run.optimizer.is_tied = False
+            for rows in (None, 1, 16) if world_size > 1 and stage in (0, 3) else (None,):
+                seen.phase = f"steps {middle} and {middle + 1}" + (f", {rows} rows" if rows else "")
+                run.train([middle, middle + 1], rows)
+        plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
+        plans = list({(plan.batch_tokens, plan.mtp): plan for plan in plans}.values())
+        for plan in plans if world_size > 1 else plans[::10]:
+            seen.phase = f"head of step {plan.step}"
+            run.head(plan)
+        report["variants"][where] = dict(Counter(name for name, _ in seen.variants))
+        report["late"][where] = seen.after("warm-up")
+
+    x = torch.empty(64, device=META)
+    bad = {"a number that 16 divides": (x, 32), "a number that is 1": (x, 1), "an address": (x[1:], 33)}
+    for what, args in bad.items():
+        seen = Launches()
+        seen.phase = "warm-up"
+        store_kernel[(1,)](x, 33)
+        seen.phase = what
+        store_kernel[(1,)](*args)
+        report["late"][what] = seen.after("warm-up")
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Dynamo
+# ------------------------------------------------------------------------------------------------------------
+
+
+class AloneExchange(SingleRankExchange):
+    """Stands in for the other ranks with copies of this one's blocks."""
+
+    def gather(self, name, t):
+        for block in t.view(self.world_size, -1, *t.shape[1:]):
+            block.copy_(self.shard(t))
+        return tg.Pending(t)
+
+    def sum(self, t):
+        return t
+
+
+def graphs_of_a_run(cfg, world_size, traced=lambda name: True):
+    """Trains a run's rank 0 on the CPU. Returns each function's number of graphs: in the warm-up, after it.
+
+    Compiles, with AOTAutograd but without generated code, the functions whose name is `traced`.
+    """
+    from torch._dynamo.backends.debugging import aot_eager
+
+    graphs = {"warm-up": Counter(), "after": Counter()}
+    phase = "warm-up"
+
+    def compile(function):
+        def backend(gm, example_inputs):
+            graphs[phase][function.__name__] += 1
+            return aot_eager(gm, example_inputs)
+
+        if not traced(function.__name__):
+            return function
+        return torch.compile(function, fullgraph=True, backend=backend)
+
+    def warm_up(*args):
+        nonlocal phase
+        tg_warm_up(*args)
+        phase = "after"
+
+    tg_warm_up, tg.warm_up = tg.warm_up, warm_up
+    backend = tg.select_backend(cfg, torch.device("cpu"))
+    backend = backend._replace(compiled=functools.cache(compile))
+    env = tg.DistEnv(0, world_size, torch.device("cpu"))
+    exchange = (AloneExchange if world_size > 1 else tg.Exchange)(0, world_size)
+    torch._dynamo.reset()
+    with tg.RunLog(None, cfg.steps, "") as log, contextlib.redirect_stdout(None):
+        tg.train(cfg, env, backend, exchange, tg.open_dataset(cfg), 0, log)
+    tg.warm_up = tg_warm_up
+    return graphs
+
+
+def dynamo_part():
+    """Trains the record preset's layers, at small widths, in all stages; then after too short a warm-up."""
+    sizes = ((4, 48, 32), (4, 80, 64), (4, 112, 64), (2, 112, 64))  # steps, T (unlike any width), max_doc_len
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = replace(
+            tg.RECORD,
+            data=folder,
+            vocab_size=257,
+            padded_vocab=272,
+            bos_id=256,
+            bigram_vocab_size=512,
+            heads=2,
+            head_dim=16,
+            mlp_dim=64,
+            window_unit=4,
+            head_chunk=64,
+            max_docs=128,
+            val_slices=8,
+            val_slice_tokens=256,
+            val_every=3,
+            momentum_warmup=3,
+            momentum_cooldown=2,
+            kernels=(),
+            attention="dense",
+            stages=tuple(
+                replace(stage, steps=steps, batch_tokens=8 * T, max_doc_len=longest)
+                for stage, (steps, T, longest) in zip(tg.RECORD.stages, sizes)
+            ),
+        )
+        write_data(folder, cfg, 50000, 8 * 256 + 1)
+        report = {"8 ranks": graphs_of_a_run(cfg, 8)}
+        # One rank's layers are those of eight; its updates differ, in shapes and dtypes.
+        layers = (
+            tg.Layer("plain", saves="skip"),
+            tg.Layer(None, adds="skip", saves="back"),
+            tg.Layer("paired", value=0, reads="back"),
+        )
+        stages = tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in cfg.stages)
+        one_rank = replace(cfg, layers=layers, microbatches=2, stages=stages)
+        report["1 rank"] = graphs_of_a_run(one_rank, 1)
+        tg.warmup_steps = lambda cfg: [0, 1]  # other lengths come later, and embed's own update
+        traced = ("to_fp8", "adam_update")
+        report["too short a warm-up"] = graphs_of_a_run(cfg, 8, lambda name: name in traced)
+    return report
+
+
+PARTS = {"inductor": inductor_part, "triton": triton_part, "dynamo": dynamo_part}
+
+
+def main(part, out):
+    torch.set_num_threads(1)
+    gc.disable()  # compilers allocate much and free little
+    Path(out).write_text(json.dumps(PARTS[part](), indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
