@@ -19,6 +19,7 @@ is computed. Collectives return at once.
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import tempfile
 from collections import Counter
@@ -35,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
 from step_time import SingleRankExchange, synthetic_shard
 
+import gpu_code
 import train_gpt as tg
 
 # Operations that only make or view tensors.
@@ -45,23 +47,39 @@ NO_LAUNCH = set(
 )
 SCALED_MM = torch._scaled_mm
 LAUNCHES = {"_varlen_attn": 2, "_varlen_attn_backward": 3, "baddbmm": 2}
-PHASES = "copies", "forward", "head", "backward", "rows", "optimizer"
+PHASES = "copies", "forward", "head", "backward", "rows", "optimizer", "other"
 COLUMNS = "launches", "eager", "triton", "inductor", "calls", "dispatches", "functions", "collectives"
 LINE = ("{:<12}" + "{:>12}" * len(COLUMNS)).format
 
 
+class Step(NamedTuple):
+    """Counts of a step."""
+
+    columns: Counter  # by (phase, column)
+    operations: Counter  # eager launches, by (phase, operation)
+
+
 class Counts(TorchDispatchMode):
-    """Counts by (phase, column), while not paused."""
+    """Counts what runs on "meta", except while paused. Compiled functions count as calls."""
 
     def __init__(self):
         super().__init__()
-        self.counts, self.phase, self.is_paused = Counter(), "", False
-        self.eager: Counter = Counter()  # eager launches, by (phase, operation)
-        self.calls: Counter = Counter()  # compiled calls, by (phase, function, direction)
+        self.phase, self.is_paused = "other", False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.step = Step(Counter(), Counter())
+
+    def end_step(self) -> Step:
+        return self.step
+
+    def watch(self) -> contextlib.AbstractContextManager:
+        """Returns a context in which torch's operations are counted."""
+        return self
 
     def add(self, column: str, n: int = 1) -> None:
         if not self.is_paused:
-            self.counts[self.phase, column] += n
+            self.step.columns[self.phase, column] += n
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, out = function._schema.name.split("::")[1], function(*args, **(kwargs or {}))
@@ -69,7 +87,7 @@ class Counts(TorchDispatchMode):
         on_device = any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(out))
         if on_device and name not in NO_LAUNCH and not self.is_paused:
             self.add("eager", LAUNCHES.get(name, 1))
-            self.eager[self.phase, name] += LAUNCHES.get(name, 1)
+            self.step.operations[self.phase, name] += LAUNCHES.get(name, 1)
         return out
 
     @contextlib.contextmanager
@@ -109,15 +127,11 @@ class Counts(TorchDispatchMode):
             leaves, spec = tree_flatten((args, kwargs))
             if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in leaves):
                 return CompiledCall.apply(self, function, spec, *leaves)
-            self.add_call(function, "forward")
+            self.add("calls")
             with self.paused():
                 return function(*args, **kwargs)
 
         return call
-
-    def add_call(self, function: Callable, direction: str) -> None:
-        self.add("calls")
-        self.calls[self.phase, function.__name__, direction] += 1
 
 
 class CompiledCall(torch.autograd.Function):
@@ -125,8 +139,8 @@ class CompiledCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, counts: Counts, function: Callable, spec, *leaves):
-        counts.add_call(function, "forward")
-        ctx.counts, ctx.function = counts, function
+        counts.add("calls")
+        ctx.counts = counts
         with counts.paused(), torch.enable_grad():
             ctx.inputs = [
                 x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves
@@ -141,7 +155,7 @@ class CompiledCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        ctx.counts.add_call(ctx.function, "backward")
+        ctx.counts.add("calls")
         wanted = [x for x in ctx.inputs if isinstance(x, Tensor) and x.requires_grad]
         with ctx.counts.paused():
             outs, grads = zip(*((x, g) for x, g in zip(ctx.outs, grads) if g is not None))
@@ -231,16 +245,51 @@ def on_gpu(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tens
     return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
 
 
-class Step(NamedTuple):
-    """Counts of one step, by (phase, name)."""
+class GeneratedCounts(Counts):
+    """Counts what compiled functions launch, in the code that torch.compile generates for an H100."""
 
-    columns: Counter
-    operations: Counter  # eager launches by operation
-    calls: Counter  # compiled calls by function and direction
+    def __init__(self):
+        super().__init__()
+        gpu_code.fake_gpu()
+        gpu_code.fake_gpu_for_inductor()
+        self.code = gpu_code.GeneratedCode()
+
+    def watch(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()  # torch.compile compiles nothing inside a TorchDispatchMode
+
+    def add(self, column: str, n: int = 1) -> None:
+        pass
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        for graph in self.code.graphs if hasattr(self, "code") else ():
+            graph["runs"].clear()
+
+    def end_step(self) -> Step:
+        for graph in self.code.graphs:
+            launches = sum(graph["kernels"].values()) + sum(graph["others"].values())
+            for phase, runs in graph["runs"].items():
+                self.step.columns[phase, "inductor"] += runs * launches
+        return self.step
+
+    def in_phase(self, phase: str, function: Callable) -> Callable:
+        inner = super().in_phase(phase, function)
+
+        def call(*args, **kwargs):
+            before, self.code.phase = self.code.phase, phase
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.code.phase = before
+
+        return call
 
 
 def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, counts: Counts) -> list[Step]:
-    """Runs steps of rank 0 of `world_size` in a stage. Returns the third and the fourth, which updates Adam's."""
+    """Runs four steps of rank 0 of `world_size` in a stage, every second with Adam. Returns the last two.
+
+    As in a run, validation comes first: compiled code is then for any length from the first step on.
+    """
     steps = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         stack.enter_context(patched(tg.GPT, initialize=lambda self, seed: None))
@@ -267,10 +316,13 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
         stack.enter_context(count_functions(counts))
         stack.enter_context(patched(torch, _scaled_mm=scaled_mm_out))
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
+        one_slice = dataclasses.replace(cfg, val_slices=1)
+        for _, val_batch in tg.ValLoader(one_slice, paths, 0, 1, False):
+            model.token_losses(val_batch.to(model.device), plans[0].windows)
         for _ in plans:
             batch = batches.next()
             counts.begin_step()
-            with counts.mode():
+            with counts.watch():
                 tg.train_step(model, optimizer, batch)
             steps.append(counts.end_step())
     return steps[2:]
@@ -281,8 +333,57 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> list[Step]:
     counts = Counts()
     steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)
     if cfg.compile:
+        torch._dynamo.config.recompile_limit = 64
         generated = GeneratedCounts()
         backend = make_backend(cfg, generated)._replace(compiled=generated.code.compiled)
         for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)):
             step.columns.update(inside.columns)
+    for step in steps:
+        for (phase, column), n in list(step.columns.items()):
+            if column in ("eager", "triton", "inductor"):
+                step.columns[phase, "launches"] += n
     return steps
+
+
+def print_step(name: str, step: Step, details: bool) -> None:
+    print(LINE(name, *COLUMNS))
+    for phase in (*PHASES, "all"):
+        chosen = PHASES if phase == "all" else (phase,)
+        print(LINE(phase, *(sum(step.columns[p, column] for p in chosen) for column in COLUMNS)))
+        if details and phase != "all":
+            names = Counter({name: n for (p, name), n in step.operations.items() if p == phase})
+            print("            " + ", ".join(f"{n} {name}" for name, n in names.most_common()))
+    print(flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = tg.Parser(
+        prog="launches.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--preset", choices=tg.PRESETS, default="record")
+    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
+    add("--stage", type=int, default=0)
+    add("--ranks", type=int, default=8)
+    add("--operations", action="store_true", help="list the eager launches by operation")
+    try:
+        args = parser.parse_args(argv)
+        cfg = tg.PRESETS[args.preset]
+        for setting in args.settings:
+            cfg = tg.override(cfg, setting)
+        tg.check_config(cfg, args.ranks)
+        if not 0 <= args.stage < len(cfg.stages) or not cfg.stages[args.stage].steps:
+            raise tg.UserError(f"--stage {args.stage}: name a stage with steps, 0 to {len(cfg.stages) - 1}")
+        for name, step in zip(("no Adam", "with Adam"), count_steps(cfg, args.stage, args.ranks)):
+            print_step(name, step, args.operations)
+    except tg.UserError as e:
+        print(f"launches.py: error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
