@@ -96,6 +96,15 @@ def first_line(error: Exception) -> str:
     )
 
 
+@contextlib.contextmanager
+def explain(problem: str, fix: str, *kinds: type[Exception]):
+    """Turns errors of these kinds into a UserError: the problem, the error's own reason, what to do."""
+    try:
+        yield
+    except kinds as e:
+        raise UserError(f"{problem}: {first_line(e)}; {fix}") from None
+
+
 @dataclass(frozen=True)
 class Layer:
     attention: str | None = "plain"  # paired: two heads share one stream of twice the length. None: MLP only
@@ -617,31 +626,23 @@ class RunLog:
         self.file, self.steps = None, steps
         self.bar: tqdm = None
         if folder is not None:
-            try:
+            fix = "remove what is in its way, or make the folder writable"
+            with explain(f"cannot write the log {self.path}", fix, OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 self.file = open(self.path, "x", buffering=1, encoding="utf-8")
-            except OSError as e:
-                raise self._error(e, "remove what is in its way, or make the folder writable") from None
-
-    def _error(self, e: OSError, fix: str) -> UserError:
-        return UserError(f"cannot write the log {self.path}: {e.strerror}; {fix}")
 
     def print0(self, text: str, console: bool = True, file: bool = True) -> None:
         """Prints a line from rank 0 to the screen, to the log file, or to both."""
         if not self.file:
             return
-        try:
-            if file:
+        if file:
+            fix = "it holds the run up to here; make room and start again"
+            with explain(f"cannot write the log {self.path}", fix, OSError):
                 self.file.write(text + "\n")
-        except OSError as e:
-            raise self._error(e, "it holds the run up to here; make room and start again") from None
-        try:
-            if console:
+        if console:
+            with explain("cannot write to the screen", "send the output to a file", OSError):
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
-        except OSError as e:
-            sys.stdout = open(os.devnull, "w")  # or Python complains again when it flushes at exit
-            raise UserError(f"cannot write to the screen: {e.strerror}; send the output to a file") from None
 
     def progress(self, step: int, loss: float | None, train_ms: float) -> None:
         """Shows that `step` steps are done: a bar on a terminal, else a line every twentieth of the run."""
@@ -723,10 +724,8 @@ class Header(NamedTuple):
 
 def read_header(path: Path) -> Header:
     """Checks magic, version and length of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
-    try:
+    with explain(str(path), "download or build the data again", OSError):
         words, size = np.fromfile(path, dtype="<i4", count=256), path.stat().st_size
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}; download or build the data again") from None
     rebuild = "delete it, and download or build it again"
     if len(words) < 256 or words[0] != MAGIC:
         raise UserError(f"{path}: not a token shard (its first word is not {MAGIC}); {rebuild}")
@@ -3385,18 +3384,16 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
             shutil.rmtree(left)
         partial_path.mkdir(parents=True)
 
+    state = training_state(model, optimizer) | {"rank": exchange.rank}
+
     def write_shard() -> None:
-        state = training_state(model, optimizer) | {"rank": exchange.rank}
         for name in optimizer.params:
             if not state["model"][name].isfinite().all():
                 raise UserError(
                     f"{name} is not finite after step {meta['step']}, which was not saved; lower the "
                     "learning rate that was raised last"
                 )
-        try:
-            write_file(f"rank{exchange.rank}.pt", partial(torch.save, state))
-        except RuntimeError as e:  # torch.save raises it when the disk is full
-            raise OSError(first_line(e)) from None
+        write_file(f"rank{exchange.rank}.pt", partial(torch.save, state))
 
     def finish() -> None:
         write_file("meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
@@ -3405,17 +3402,11 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
         for path in earlier:
             shutil.rmtree(path.rename(path.with_suffix(".partial")))
 
-    def disk_errors(part: Callable) -> None:
-        try:
-            part()
-        except OSError as e:
-            raise UserError(
-                f"cannot write the checkpoint {final}: {first_line(e)}; make room, in a folder that all "
-                "machines see, and go on from the one before with --resume"
-            ) from None
-
+    fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
+    # torch.save raises RuntimeError when the disk is full.
+    guard = explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError)
     for part, takes_part in ((begin, is_master), (write_shard, True), (finish, is_master)):
-        exchange.run_on_all_ranks(disk_errors, part if takes_part else lambda: None)
+        exchange.run_on_all_ranks(guard(part) if takes_part else lambda: None)
 
 
 # ============================================================================================================
@@ -3530,13 +3521,9 @@ def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
     """Returns a profiler of steps first .. first + 3 that writes to `path`; it counts calls of step()."""
 
     def write(profiler) -> None:
-        try:
+        with explain(f"cannot write the trace {path}", "make room, or omit --profile", OSError, RuntimeError):
             profiler.export_chrome_trace(str(path))
-            log.print0(f"trace: {path}; writing it was on the clock", file=False)
-        except (OSError, RuntimeError) as e:
-            raise UserError(
-                f"cannot write the trace {path}: {first_line(e)}; make room, or omit --profile"
-            ) from None
+        log.print0(f"trace: {path}; writing it was on the clock", file=False)
 
     schedule = torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
@@ -3670,11 +3657,9 @@ def run(args: argparse.Namespace, script: str) -> None:
     if not env.is_master:
         return
     if args.save:
-        try:
+        done = f"the run itself is complete, its log is {log.path}"
+        with explain(f"--save {args.save}", done, OSError, RuntimeError):
             save_model(args.save, model)
-        except (OSError, RuntimeError) as e:
-            done = f"the run itself is complete, its log is {log.path}"
-            raise UserError(f"--save {args.save}: {first_line(e)}; {done}") from None
     checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
     with contextlib.suppress(OSError):
         checkpoint = checkpoint.rename(checkpoint.with_suffix(".partial"))
