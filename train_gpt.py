@@ -371,64 +371,71 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def override(cfg, setting: str):
+def config_from_dict(values: dict, kind=Config):
+    """Inverts dataclasses.asdict after JSON. Raises UserError if a field is unknown or missing."""
+    hints = typing.get_type_hints(kind)
+    if wrong := sorted(hints.keys() ^ values.keys()):
+        raise UserError(
+            f"a saved {kind.__name__} and this script's differ in {', '.join(wrong)}; use its own script"
+        )
+
+    def value(hint, v):
+        if typing.get_origin(hint) is tuple:
+            return tuple(value(typing.get_args(hint)[0], x) for x in v)
+        return config_from_dict(v, hint) if dataclasses.is_dataclass(hint) else v
+
+    return kind(**{name: value(hint, values[name]) for name, hint in hints.items()})
+
+
+def settings(values: dict, kind: type, path: tuple[str, ...] = ()):
+    """Yields (path, the dict that holds it, its type) of every setting in the dataclasses.asdict of a `kind`.
+
+    A path is ("stages", "0", "steps"): dots in --set. It ends in * where any name may stand.
+    """
+    for name, hint in typing.get_type_hints(kind).items():
+        args = typing.get_args(hint)
+        if args and dataclasses.is_dataclass(args[0]):
+            for i, row in enumerate(values[name]):
+                yield from settings(row, args[0], (*path, name, row.get("name", str(i))))
+        elif typing.get_origin(hint) is dict:
+            yield (*path, name, "*"), values[name], args[1]
+        else:
+            yield (*path, name), values, hint
+
+
+def override(cfg: Config, setting: str) -> Config:
     """Returns `cfg` with one "name=value" applied.
 
     Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
     stages.*.windows.long=9, params.embed.lr_mul=2.
     """
-    path, eq, text = setting.partition("=")
+    name, eq, text = setting.partition("=")
     if not eq:
         raise UserError(f"--set {setting}: write name=value")
-    if path in ("preset", "track"):
-        raise UserError(f"--set {path}: it follows from --preset")
-    return _override(cfg, Config, path.split("."), text, path)
+    if name in ("preset", "track"):
+        raise UserError(f"--set {name}: it follows from --preset")
+    values, keys, found = dataclasses.asdict(cfg), name.split("."), False
+    known = list(settings(values, Config))
+    for path, holder, hint in known:
+        if len(path) == len(keys) and all(a == b or "*" in (a, b) for a, b in zip(path, keys)):
+            holder[keys[-1]], found = parse(text, hint, name), True
+    if not found:
+        near = difflib.get_close_matches(name, [".".join(path) for path, *_ in known])
+        raise UserError(f"--set {name}: unknown; use {', '.join(near) or 'the fields of Config'}")
+    return config_from_dict(values)
 
 
-def _override(node, hint, keys: list[str], text: str, path: str):
-    is_table = isinstance(node, tuple) and node and dataclasses.is_dataclass(node[0])
-    if dataclasses.is_dataclass(node):
-        children = {
-            name: (getattr(node, name), kind) for name, kind in typing.get_type_hints(type(node)).items()
-        }
-    elif is_table:
-        children = {getattr(row, "name", str(i)): (row, type(row)) for i, row in enumerate(node)}
-    elif isinstance(node, dict):
-        children = {name: (node.get(name), typing.get_args(hint)[1]) for name in [*node, *keys[:1]]}
-    elif keys:
-        raise UserError(f"--set {path}: {keys[0]!r} follows a value, not a table")
-    else:
-        return _parse(text, hint, path)
-    if not keys:
-        raise UserError(f"--set {path}: a table; add a name: {path}.{next(iter(children), 'NAME')}")
-    if keys[0] not in children and not (is_table and keys[0] == "*"):
-        near = difflib.get_close_matches(keys[0], children, n=3) or (children if len(children) <= 16 else [])
-        names = f"use {', '.join(near)}" if near else "the names are the fields of Config"
-        raise UserError(f"--set {path}: unknown name {keys[0]!r}; {names}")
-    chosen = children if keys[0] == "*" else [keys[0]]
-    new = {name: _override(*children[name], keys[1:], text, path) for name in chosen}
-    if is_table:
-        return tuple(new.get(name, row) for name, (row, _) in children.items())
-    return node | new if isinstance(node, dict) else replace(node, **new)
-
-
-def _parse(text: str, hint, path: str):
+def parse(text: str, hint, name: str):
     """Parses a bool, int, float, str, a tuple of one of these, or one of these or None, as `hint` says."""
     args = typing.get_args(hint)
     if type(None) in args:
-        return None if text.lower() == "none" else _parse(text, args[0], path)
+        return None if text.lower() == "none" else parse(text, args[0], name)
     if typing.get_origin(hint) is tuple:
-        return tuple(_parse(part, args[0], path) for part in text.split(",") if part)
+        return tuple(parse(part, args[0], name) for part in text.split(",") if part)
     try:
-        if hint is bool:
-            return {"true": True, "false": False}[text.lower()]
-        value = hint(text)
-        if hint is float and not math.isfinite(value):
-            raise ValueError
-        return value
+        return {"true": True, "false": False}[text.lower()] if hint is bool else hint(text)
     except (ValueError, KeyError):
-        kind = {bool: "true or false", int: "a whole number", float: "a finite number"}[hint]
-        raise UserError(f"--set {path}={text}: {path} takes {kind}") from None
+        raise UserError(f"--set {name}={text}: {name} takes a value of type {hint.__name__}") from None
 
 
 # ============================================================================================================
@@ -3178,7 +3185,8 @@ def config_rules(cfg: Config, world_size: int):
             f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}{hint}",
         )
         least = 1 if type(value) is int and column not in may_be_0 else 0
-        yield isinstance(value, (int, float)) and value < least, f"{path}={value} must be at least {least}"
+        outside = isinstance(value, (int, float)) and not least <= value < math.inf
+        yield outside, f"{path}={value} must be finite, and at least {least}"
     for column, role in (("saves", "skip"), ("saves", "back"), ("adds", "skip")):
         count = sum(getattr(layer, column) == role for layer in cfg.layers)
         yield count != 1, f'layer table: exactly one layer must have {column}="{role}"'
@@ -3249,22 +3257,6 @@ def config_rules(cfg: Config, world_size: int):
 
 def config_json(cfg: Config, **more) -> str:
     return json.dumps(dataclasses.asdict(cfg) | more)
-
-
-def config_from_dict(values: dict, kind=Config):
-    """Inverts dataclasses.asdict after JSON. Raises UserError if a field is unknown or missing."""
-    hints = typing.get_type_hints(kind)
-    if wrong := sorted(hints.keys() ^ values.keys()):
-        raise UserError(
-            f"a saved {kind.__name__} and this script's differ in {', '.join(wrong)}; use its own script"
-        )
-
-    def value(hint, v):
-        if typing.get_origin(hint) is tuple:
-            return tuple(value(typing.get_args(hint)[0], x) for x in v)
-        return config_from_dict(v, hint) if dataclasses.is_dataclass(hint) else v
-
-    return kind(**{name: value(hint, values[name]) for name, hint in hints.items()})
 
 
 def save_model(path: str, model: GPT) -> None:

@@ -152,7 +152,7 @@ def test_own_data(cpu, tmp_path, capsys):
     (["--kernels"], "Triton kernels cannot be timed on a CPU"),
     (["--set", "attention=varlen"], "FlashAttention needs a GPU"),
     (["--against", "kernels=gram"], "the kernels need"),
-    (["--set", "headz=2"], "unknown name 'headz'; use heads"),
+    (["--set", "headz=2"], "unknown; use heads"),
     (["--set", "padded_vocab=260"], "8 processes cannot divide 260 rows"),
     (["--stages", "0,7"], "name stages with steps"),
     (["--stages", "3"], "name stages with steps"),
