@@ -387,7 +387,7 @@ def config_from_dict(values: dict, kind=Config):
     return kind(**{name: value(hint, values[name]) for name, hint in hints.items()})
 
 
-def settings(values: dict, kind: type, path: tuple[str, ...] = ()):
+def settings(values: dict, kind, path: tuple[str, ...] = ()):
     """Yields (path, the dict that holds it, its type) of every setting in the dataclasses.asdict of a `kind`.
 
     A path is ("stages", "0", "steps"): dots in --set. It ends in * where any name may stand.
@@ -3129,13 +3129,7 @@ def config_diff(a: dict, b: dict) -> str:
     """Names the first three differences of two JSON objects, with both values; "" if there are none."""
     a, b = flatten(a), flatten(b)
     changed = [f"{key} ({a.get(key)}, {b.get(key)})" for key in a | b if a.get(key) != b.get(key)]
-    return "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
-
-
-def nearest(fits: Callable[[int], bool], n: int) -> str:
-    """Names up to three numbers near n that fit."""
-    found = sorted((k for k in range(1, min(4 * n + 9, 5000)) if fits(k)), key=lambda k: (abs(k - n), k))[:3]
-    return " or ".join(map(str, sorted(found))) or "none"
+    return "; ".join(changed[:3])
 
 
 def check_config(cfg: Config, world_size: int) -> None:
@@ -3147,12 +3141,9 @@ def check_config(cfg: Config, world_size: int) -> None:
 
 def config_rules(cfg: Config, world_size: int):
     """Yields (whether a rule is broken, message). Later rules may assume that earlier ones hold."""
-    names = list(param_shapes(cfg, 1))
-    for what, order in {
-        "parameter table": [spec.name for spec in cfg.params],
-        "work_order": cfg.work_order,
-    }.items():
-        wrong = sorted({name for name in [*names, *order] if name not in names or order.count(name) != 1})
+    names, n = list(param_shapes(cfg, 1)), world_size
+    for what, order in ("parameter table", [p.name for p in cfg.params]), ("work_order", cfg.work_order):
+        wrong = sorted(name for name in {*names, *order} if order.count(name) != names.count(name))
         yield wrong, f"{what}: {', '.join(wrong)}: it must name each parameter exactly once"
     floats = ("bfloat16", "float32", "float64")
     choices = {
@@ -3179,11 +3170,7 @@ def config_rules(cfg: Config, world_size: int):
         parts = path.split(".")
         column = parts[0] if len(parts) < 3 else f"{parts[0]}.{parts[2]}"
         allowed = choices.get(column, [value])
-        hint = ", or add it to windows of every stage and to val_windows" if column == "layers.window" else ""
-        yield (
-            value not in allowed,
-            f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}{hint}",
-        )
+        yield value not in allowed, f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}"
         least = 1 if type(value) is int and column not in may_be_0 else 0
         outside = isinstance(value, (int, float)) and not least <= value < math.inf
         yield outside, f"{path}={value} must be finite, and at least {least}"
@@ -3194,21 +3181,22 @@ def config_rules(cfg: Config, world_size: int):
         saved = {"stream", None, *(above.saves for above in cfg.layers[:i])}
         for used in (layer.adds, layer.reads if layer.attention else None):
             yield used not in saved, f"layers.{i} uses {used}, which no layer above it saves"
-        misplaced = layer.value is not None and not layer.attention
-        yield misplaced, f"layers.{i} has a value table, but no attention"
-        misplaced = layer.key_shift and layer.attention != "plain"
-        yield misplaced, f"layers.{i}.key_shift: only plain attention shifts keys"
+        useless = layer.value is not None and not layer.attention
+        yield useless, f"layers.{i} has a value table, but no attention"
+        useless = layer.key_shift and layer.attention != "plain"
+        yield useless, f"layers.{i}.key_shift: only plain attention shifts keys"
     tables = [layer.value for layer in cfg.layers if layer.value is not None]
     misnumbered = sorted(tables) != list(range(len(tables)))
     yield misnumbered, f"layer table: value tables are {tables}; number them 0, 1, ... and use each once"
-    odd = cfg.heads % 2 or cfg.head_dim % 4 or cfg.dim < GATE_DIM
     shape = f"heads={cfg.heads} must be even, head_dim={cfg.head_dim} a multiple of 4"
+    odd = cfg.heads % 2 or cfg.head_dim % 4 or cfg.dim < GATE_DIM
     yield odd, f"{shape}, their product at least {GATE_DIM}"
     vocab = f"bos_id={cfg.bos_id} < vocab_size={cfg.vocab_size} <= padded_vocab={cfg.padded_vocab}"
     yield not cfg.bos_id < cfg.vocab_size <= cfg.padded_vocab, f"{vocab} must hold"
-    bigrams = cfg.bigram_vocab_size
-    allowed = f"2 to {2**31 - 1}, rows are numbered in int32"
-    yield not 2 <= bigrams < 2**31, f"bigram_vocab_size={bigrams}: use {allowed}"
+    rows = cfg.bigram_vocab_size
+    yield not 2 <= rows < 2**31, f"bigram_vocab_size={rows}: use 2 to 2147483647, rows are numbered in int32"
+    count, shapes = num_microbatches(cfg, n), param_shapes(cfg, n)
+    yield count % n, f"{n} processes cannot share {count} micro-batches; change one of these numbers"
     for i, stage in enumerate(cfg.stages):
         differ = ", ".join(sorted(set(stage.windows) ^ set(cfg.val_windows)))
         yield differ, f"stages.{i}.windows and val_windows differ in {differ}: name the same windows"
@@ -3216,43 +3204,21 @@ def config_rules(cfg: Config, world_size: int):
         yield unknown, f"stages.{i}.param_lr_mul: unknown {unknown}; use names of the parameter table"
         uneven = not stage.mtp_start or len(stage.mtp_start) != len(stage.mtp_end)
         yield uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights, at least one"
-    sizes = [stage.batch_tokens for stage in cfg.stages]
-    near = nearest(lambda n: math.gcd(*sizes) % n == 0, cfg.microbatches)
-    batches = ", ".join(map(str, sizes))
-    problem = f"microbatches={cfg.microbatches} does not divide all batches, of {batches} tokens"
-    yield math.gcd(*sizes) % cfg.microbatches, f"{problem}; use {near}, or change stages.*.batch_tokens"
+        rest, what = stage.batch_tokens % count, f"{stage.batch_tokens} tokens of a batch"
+        yield rest, f"stages.{i}: {what} do not divide into {count} micro-batches, at least one a process"
     for spec in cfg.params:
-        is_scalar = spec.name.endswith(("lambdas", "scalars"))
-        for invalid, problem in (
-            (
-                spec.optimizer == "adam" and (len(spec.betas) != 2 or max(spec.betas) >= 1),
-                f"betas={spec.betas}: Adam takes two below 1",
-            ),
-            (
-                spec.optimizer == "normuon" and spec.name not in BANKS,
-                "optimizer=normuon: only for banks of matrices",
-            ),
-            (spec.exchange == "sparse" and not spec.indexed_by, "exchange=sparse: only for tables"),
-            (
-                spec.indexed_by and OPTIMIZERS[spec.optimizer].every_step,
-                f"optimizer={spec.optimizer}: tables update in steps with do_adam only",
-            ),
-            (spec.dtype == "float32" and not is_scalar, "dtype=float32: only for lambdas and scalars"),
-        ):
-            yield invalid, f"params.{spec.name}.{problem}"
-
-    def misfit(n: int) -> str:
-        """Says what n ranks cannot share; "" if they can share all."""
-        count, shapes = num_microbatches(cfg, n), param_shapes(cfg, n)
-        remainders = {f"{count} micro-batches by {n}": count % n}
-        remainders |= {f"{size} tokens of a batch by {count} micro-batches": size % count for size in sizes}
-        tables = [spec.name for spec in cfg.params if spec.sharded and spec.name not in BANKS]
-        remainders |= {f"{shapes[name][0]} rows of {name} by {n}": shapes[name][0] % n for name in tables}
-        return next((what for what, remainder in remainders.items() if remainder), "")
-
-    why = misfit(world_size)
-    near = nearest(lambda n: not misfit(n), world_size) if why else ""
-    yield why, f"{world_size} processes cannot divide {why}; start torchrun with --nproc_per_node={near}"
+        at, rows = f"params.{spec.name}", shapes[spec.name][0]
+        bad_betas = spec.optimizer == "adam" and (len(spec.betas) != 2 or max(spec.betas) >= 1)
+        yield bad_betas, f"{at}.betas={spec.betas}: Adam takes two below 1"
+        no_bank = spec.optimizer == "normuon" and spec.name not in BANKS
+        yield no_bank, f"{at}.optimizer=normuon: only for banks of matrices"
+        yield spec.exchange == "sparse" and not spec.indexed_by, f"{at}.exchange=sparse: only for tables"
+        too_often = spec.indexed_by and OPTIMIZERS[spec.optimizer].every_step
+        yield too_often, f"{at}.optimizer={spec.optimizer}: tables update in steps with do_adam only"
+        no_scalar = not spec.name.endswith(("lambdas", "scalars"))
+        yield spec.dtype == "float32" and no_scalar, f"{at}.dtype=float32: only for lambdas and scalars"
+        rest = spec.sharded and spec.name not in BANKS and rows % n
+        yield rest, f"{n} processes cannot share {rows} rows of {spec.name}; change one of these numbers"
 
 
 def config_json(cfg: Config, **more) -> str:

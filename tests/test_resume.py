@@ -463,7 +463,7 @@ def test_config_diff():
     three = "seed (1, 1); config.rows.0.beta.1 (0.95, 0.99); config.rows.1.lr (2.0, 2.5)"
     assert tg.config_diff(base, again) == three
     again["config"] |= {"layers": 3, "more": 4}
-    assert tg.config_diff(base, again) == f"{three}; and 2 more"
+    assert tg.config_diff(base, again) == three  # the first three
     assert tg.config_diff({"a": 1}, {"b": 2}) == "a (1, None); b (None, 2)"
     assert tg.config_diff({"a": {"x": 1}}, {"a": None}) == "a.x (1, None)"
     assert tg.config_diff({"a": [1, 2]}, {"a": [1]}) == "a.1 (2, None)"

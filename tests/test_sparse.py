@@ -356,7 +356,7 @@ def test_a_table_of_any_size(cfg):
     cfg = replace(cfg, bigram_vocab_size=321)
     tg.check_config(cfg, 1)
     tg.check_config(tg.override(cfg, "params.bigram_embed.exchange=all_reduce"), 2)
-    with pytest.raises(tg.UserError, match="cannot divide 321 rows of bigram_embed"):
+    with pytest.raises(tg.UserError, match="cannot share 321 rows of bigram_embed"):
         tg.check_config(cfg, 2)
 
 

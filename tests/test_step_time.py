@@ -153,7 +153,7 @@ def test_own_data(cpu, tmp_path, capsys):
     (["--set", "attention=varlen"], "FlashAttention needs a GPU"),
     (["--against", "kernels=gram"], "the kernels need"),
     (["--set", "headz=2"], "unknown; use heads"),
-    (["--set", "padded_vocab=260"], "8 processes cannot divide 260 rows"),
+    (["--set", "padded_vocab=260"], "8 processes cannot share 260 rows"),
     (["--stages", "0,7"], "name stages with steps"),
     (["--stages", "3"], "name stages with steps"),
     (["--steps", "3"], "Adam updates every second step"),
