@@ -754,7 +754,8 @@ def find_shards(folder: str, split: str) -> list[Path]:
     if not paths:
         raise UserError(
             f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record), "
-            "data/local_corpus.py (cpu) or data/tokenize_text.py (your text), or use another --data"
+            "data/local_corpus.py (cpu), data/tokenize_text.py (your text) or data/synthetic.py (random "
+            "tokens), or use another --data"
         )
     return paths
 
@@ -3170,7 +3171,9 @@ def config_rules(cfg: Config, world_size: int):
         parts = path.split(".")
         column = parts[0] if len(parts) < 3 else f"{parts[0]}.{parts[2]}"
         allowed = choices.get(column, [value])
-        yield value not in allowed, f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}"
+        hint = ", or add it to windows of every stage and to val_windows" if column == "layers.window" else ""
+        use = ", ".join(str(a) or "nothing" for a in allowed)
+        yield value not in allowed, f"{path}={value}: use {use}{hint}"
         least = 1 if type(value) is int and column not in may_be_0 else 0
         outside = isinstance(value, (int, float)) and not least <= value < math.inf
         yield outside, f"{path}={value} must be finite, and at least {least}"

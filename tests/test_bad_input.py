@@ -171,8 +171,8 @@ REBUILD = "delete it, and download or build it again"
 NOT_A_SHARD = f"not a token shard (its first word is not 20240520); {REBUILD}"
 OUTSIDE = ("token 300 is outside the vocabulary of 257; the file is damaged or made with another tokenizer: "
            "build it again")
-NO_SHARDS = ("make them with data/fineweb.py (record), data/local_corpus.py (cpu) or "
-             "data/tokenize_text.py (your text), or use another --data")
+NO_SHARDS = ("make them with data/fineweb.py (record), data/local_corpus.py (cpu), data/tokenize_text.py "
+             "(your text) or data/synthetic.py (random tokens), or use another --data")
 CANNOT_FIT = ("the training documents, of which at most 40 tokens each are used, give {have} of the "
               "schedule's {need} batches, <n> tokens; add text or cut long documents into passages as "
               "data/tokenize_text.py does")
@@ -293,7 +293,7 @@ CASES = [
         ("muon_dtype=int8", FLOATS),
         ("attention=sparse", "dense, varlen, fa3"),
         ("layers.0.attention=piared", "plain, paired, None"),
-        ("layers.1.window=wide", "short, long"),
+        ("layers.1.window=wide", "short, long, or add it to windows of every stage and to val_windows"),
         ("layers.0.reads=bakc", "stream, back"),
         ("params.scalars.optimizer=sgd", "adam, normuon"),
         ("params.scalars.exchange=reduce", "all_reduce, reduce_scatter, sparse"),
@@ -303,7 +303,8 @@ CASES = [
     Case("another rate for an unknown parameter", "--set stages.1.param_lr_mul.qk=2",
          "stages.1.param_lr_mul: unknown qk; use names of the parameter table"),
     Case("an unknown kernel", "--set kernels=gram,transpse",
-         "kernels.1=transpse: use gram, relu_square, softcap_loss, segment_sum_rows, transpose"),
+         "kernels.1=transpse: use gram, relu_square, softcap_loss, scaled_grad, segment_sum_rows, "
+         "transpose"),
     *[Case(f"outside: {setting}", f"--set {setting}", f"{setting} must be finite, and at least {least}")
       for setting, least in (
         ("head_chunk=0", 1), ("max_docs=-5", 0), ("stages.1.steps=-1", 0), ("microbatches=0", 1),
