@@ -32,7 +32,7 @@ Times each stage's steps in one process, synchronizing with the device before an
 
 A stage repeats its own steps. From the third stage on embed and lm_head are untied, as after the untie step.
 Each line starts from initial weights. Without --data and shards in the preset's folder, tokens are synthetic:
-probabilities as 1/rank, document lengths log-normal with median 400 and sigma 1.05 (mean 694), like web text.
+those of data/synthetic.py, with the frequencies and document lengths of web text.
 
 --kernels times each kernel that the config names, and FlashAttention forward and backward, against plain
 torch, interleaved; medians of 20. TFLOP/s are the kernel's, for plain torch's products: gram does half of
@@ -62,10 +62,10 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import train_gpt as tg
+from synthetic import draw_documents
 from tokenize_text import shard_header
 
 SETUPS = {"one GPU": 1, "one rank of 8": 8}  # world sizes
-MEDIAN_LENGTH, SIGMA = 400, 1.05  # of synthetic documents
 LINE = (
     "{:<7} {:>7} {:>8} {:>17} {:>8} {:>8} {:>8} {:>6} {:>9} {:>6} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
 )
@@ -499,22 +499,20 @@ def time_kernels(variant: Variant, stages: list[int], paths: list[Path], device:
 
 def synthetic_shard(folder: str, cfg: tg.Config, stages: list[int], steps: int) -> tuple[list[Path], str]:
     """Writes random tokens, enough for `steps` steps of each stage. Returns the paths and a summary."""
-    rng, words, cut = np.random.default_rng(0), cfg.bos_id, min(cfg.stages[s].max_doc_len for s in stages)
+    cut = min(cfg.stages[s].max_doc_len for s in stages)
     microbatches = max(8, cfg.microbatches)
     # Every micro-batch may drop the rest of a document.
     largest = max(cfg.stages[s].batch_tokens + microbatches * cfg.stages[s].max_doc_len for s in stages)
-    need, parts = largest * steps + cfg.val_slice_tokens, []
-    while sum(np.minimum(part, cut).sum() for part in parts) <= need:
-        parts.append(np.maximum(2, rng.lognormal(math.log(MEDIAN_LENGTH), SIGMA, 512)).astype(np.int64))
-    lengths = np.concatenate(parts)
-    cumulative = np.cumsum(1 / np.arange(1, words + 1))
-    uniform = cumulative[-1] * rng.random(lengths.sum())
-    tokens = np.searchsorted(cumulative, uniform, side="right").clip(max=words - 1)
-    tokens[np.cumsum(lengths) - lengths] = cfg.bos_id
-    header = shard_header(len(tokens), cfg.vocab_size, cfg.bos_id)
+    need, parts, documents = largest * steps + cfg.val_slice_tokens, [], 0
+    for tokens, lengths in draw_documents(cfg.bos_id, seed=0):
+        parts.append(tokens)
+        need, documents = need - np.minimum(lengths, cut).sum(), documents + len(lengths)
+        if need < 0:
+            break
+    tokens = np.concatenate(parts)
     path = Path(folder, "synthetic_train_000000.bin")
-    path.write_bytes(header + tokens.astype("<u2").tobytes())
-    return [path], f"data: {len(tokens):,} synthetic tokens in {len(lengths):,} documents"
+    path.write_bytes(shard_header(len(tokens), cfg.vocab_size, cfg.bos_id) + tokens.astype("<u2").tobytes())
+    return [path], f"data: {len(tokens):,} synthetic tokens in {documents:,} documents"
 
 
 def make_variants(args: argparse.Namespace, device: torch.device) -> list[Variant]:
