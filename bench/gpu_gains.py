@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Callable, Iterator
 
@@ -95,33 +95,17 @@ def varlen_overhead(setup: Setup) -> Iterator[Row]:
 
 
 def static_lengths(setup: Setup) -> Iterator[Row]:
-    """Compares compiled code for any length with code for one length, forward and backward."""
-    cfg, T = setup.cfg, tokens_of(setup.cfg)
-    d, H, D = cfg.dim, cfg.heads, cfg.head_dim
-    h, gate = setup.rand(T, d), setup.rand(H, tg.GATE_DIM).requires_grad_()
-    cos, sin = (setup.rand(2 * T, D // 4) for _ in range(2))
-    qkv, x, y = (setup.rand(T, n * d).requires_grad_() for n in (3, 1, 1))
-    heads, scales = setup.rand(T, H, D).requires_grad_(), [setup.rand(1)[0] for _ in range(2)]
-    pieces: list[
-        tuple[int, Callable, tuple, tuple]
-    ] = [  # (how often in a micro-batch, function, args, inputs)
-        (4, tg.qkv_to_heads, (qkv, h, None, None, cos, sin, H, True, False), (qkv,)),
-        (21, tg.mix_residual, (scales, [x, y], True), (x, y)),
-        (10, tg.apply_attn_gate, (heads, h, gate), (heads, gate)),
-    ]
-    saved, details = 0.0, []
-    for count, function, args, inputs in pieces:
-
-        def both_ways(compiled: Callable, args=args, inputs=inputs) -> None:
-            outputs = compiled(*args)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            torch.autograd.grad(outputs, inputs, outputs)
-
-        forms = [partial(both_ways, setup.compile(function, dynamic=dynamic)) for dynamic in (True, False)]
-        any_ms, one_ms = st.timed(forms, setup.device, 20)
-        saved += count * (any_ms - one_ms)
-        details.append(f"{function.__name__} {any_ms:.3f} to {one_ms:.3f}")
-    yield gain(setup, "code for one length", "torch.compile(dynamic=False)", ", ".join(details), saved)
+    """Compares the device's time of steps compiled for any length with steps compiled for their length."""
+    cfg, times = setup.cfg, []
+    if setup.on_gpu and not cfg.compile:
+        return
+    any_length = tg.select_backend(cfg, setup.device)
+    for backend in (any_length, any_length._replace(compiled=cache(partial(setup.compile, dynamic=False)))):
+        with setup.training(cfg, 0, 8, 6, backend) as training:
+            training.warm_up(4)
+            times.append(setup.device_ms(training))
+    details = f"device {times[0]:.2f} ms, for one length {times[1]:.2f} ms"
+    yield gain(setup, "code for one length", "torch.compile(dynamic=False)", details, times[0] - times[1])
 
 
 def residual_adds(setup: Setup) -> Iterator[Row]:

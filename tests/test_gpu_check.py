@@ -77,12 +77,12 @@ def test_everything_runs_without_a_gpu(tmp_path):
 # They are pickled by name, for a process of their own.
 
 
-def pass_check(setup, *args):
-    yield Row("it runs", seen=str(setup.device), ok=True)
+def pass_check(setup):
+    yield Row("it runs", seen=str(os.getpid()), ok=True)
 
 
 def raise_error(setup):
-    yield Row("before the error", ok=True)
+    yield Row("before the error", seen=str(os.getpid()), ok=True)
     raise ValueError("a bad number. With details")
 
 
@@ -92,12 +92,12 @@ def kill_process(setup):
 
 
 def hang(setup):
-    yield Row("before it hangs", ok=True)
+    yield Row("before it hangs", seen=str(os.getpid()), ok=True)
     time.sleep(WAIT)
 
 
 def lose_context(setup):
-    yield Row("before the fault", ok=True)
+    yield Row("before the fault", seen=str(os.getpid()), ok=True)
     setup.is_lost = lambda: True
 
 
@@ -138,6 +138,9 @@ def test_a_failure_costs_only_its_own_rows(tmp_path):
         ("nccl", "hangs", False),
         ("run", "it runs", True),
     ]
+    # A new process after each check that breaks one, and only then.
+    first, before_error, before_fault, before_hanging, last = (row.seen for row in rows if row.ok)
+    assert first == before_error and len({first, before_fault, before_hanging, last}) == 4
     failed = [row for row in rows if row.ok is False]
     assert [row.seen for row in failed] == [
         "ValueError: a bad number",
