@@ -13,6 +13,8 @@ Times each stage's steps in one process, synchronizing with the device before an
 
     pair      two successive steps, an Adam period: NorMuon updates after both, Adam after the second
     ms        half a pair: median over pairs, with quartiles; "first", "second": medians of a pair's steps
+    host      median ms until train_step has returned, while the GPU may still compute. Close to ms: the
+              GPU waits for launches. On a CPU it is ms
     wait      median ms of waiting for the prefetched batch; not in ms
     tokens/s  tokens of this process / ms
     keys      keys that a query sees, in its window and document: mean over batches and attention layers
@@ -64,8 +66,12 @@ from synthetic import draw_documents
 from tokenize_text import shard_header
 
 SETUPS = {"one GPU": 1, "one rank of 8": 8}  # world sizes
-LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>8} {:>6} {:>9} {:>6} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
-COLUMNS = "variant,tokens,ms,quartiles,first,second,wait,tokens/s,keys,MFLOP,MFU,MiB,first s,ratio,quartiles"
+LINE = (
+    "{:<7} {:>7} {:>8} {:>17} {:>8} {:>8} {:>8} {:>6} {:>9} {:>6} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
+)
+COLUMNS = (
+    "variant,tokens,ms,quartiles,first,second,host,wait,tokens/s,keys,MFLOP,MFU,MiB,first s,ratio,quartiles"
+)
 HEAD = LINE(*COLUMNS.split(","))
 KERNEL_LINE = "{:<18} {:<40} {:>9} {:>9} {:>7} {:>8} {:<7}".format
 
@@ -190,7 +196,8 @@ class Training:
 
     def reset(self) -> None:
         """Drops all measurements."""
-        self.ms, self.waits, self.keys, self.tokens, self.peak, self.losses = [], [], [], 0, 0, []
+        self.ms, self.host, self.waits, self.keys, self.losses = [], [], [], [], []
+        self.tokens, self.peak = 0, 0
 
     def validate(self) -> None:
         """Runs a validation forward, on training tokens."""
@@ -223,6 +230,7 @@ class Training:
         self.synchronize()
         ready = time.perf_counter()
         scalars = tg.train_step(self.model, self.optimizer, batch)
+        self.host.append(1000 * (time.perf_counter() - ready))
         self.synchronize()
         self.ms.append(1000 * (time.perf_counter() - ready))
         self.waits.append(1000 * (ready - began))
@@ -254,7 +262,7 @@ class Training:
         if self is not base:
             down, middle, up = np.quantile(self.pairs() / base.pairs(), (0.25, 0.5, 0.75))
             ratio = f"{middle:.3f}", f"{down:.3f}..{up:.3f}"
-        medians = (f"{median(times):.2f}" for times in (self.ms[::2], self.ms[1::2], self.waits))
+        medians = (f"{median(times):.2f}" for times in (self.ms[::2], self.ms[1::2], self.host, self.waits))
         line = LINE(
             self.variant.name,
             tokens,
