@@ -35,6 +35,7 @@ layers, V the padded vocabulary.
 """
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -3682,6 +3683,7 @@ def train(
     scalars, clock = AsyncScalars(), Clock(env.device, train_ms)
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
+    atexit.register(gc.unfreeze)  # if this fails: some libraries report what they find frozen as leaks
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     profiler = trace() if trace else None

@@ -34,10 +34,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
-from step_time import SingleRankExchange, synthetic_shard
-
 import gpu_code
 import train_gpt as tg
+from step_time import SingleRankExchange, synthetic_shard
 
 # Operations that only make or view tensors.
 NO_LAUNCH = set(

@@ -426,6 +426,16 @@ def stage_cases(
         yield KernelCase("softcap_loss", f"{n} x {V}, {K} targets, {out_dtype}", run, nbytes=nbytes)
     del logits
 
+    layers = sum(layer.attention is not None for layer in cfg.layers)
+    product, w, out = (rand(layers, rows * d, d) for rows in (3, 2, 2))
+    dots, scales = torch.empty(layers, 4 * d, dtype=tg.acc_dtype(cfg), device=device), rand(layers)
+    tensors = out, dots[:, : 2 * d], product[:, : 2 * d], scales, w
+    for overwrite, moved in ((True, 3), (False, 4)):
+        shapes = f"{layers} x {2 * d} x {d}, {'overwrites' if overwrite else 'adds'}"
+        run = call_operation("scaled_grad", *tensors, overwrite)
+        yield KernelCase("scaled_grad", shapes, run, nbytes=moved * w.nbytes)
+    del product, w, out, tensors
+
     for spec in cfg.params:
         if spec.name in ("value_embeds", "bigram_embed"):
             shape, index = tg.param_shapes(cfg, 1)[spec.name], batch.index[spec.indexed_by]
