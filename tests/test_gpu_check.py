@@ -21,6 +21,7 @@ BENCH = Path(tg.__file__).resolve().parent / "bench"
 sys.path.insert(0, str(BENCH))
 import check_runner
 import gpu_check
+import gpu_exchange
 import gpu_gains
 import step_time
 from check_runner import Check, Row
@@ -47,7 +48,7 @@ def rows_in(folder):
 @pytest.mark.slow
 def test_everything_runs_without_a_gpu(tmp_path):
     command = [sys.executable, str(BENCH / "gpu_check.py"), "--out", "answers"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3 * WAIT)
     rows = rows_in(tmp_path / "answers")
     assert done.returncode == 0, [row.line() for row in rows if row.ok is False]
     assert "no GPU: nothing of the above says anything about one" in done.stdout
@@ -274,7 +275,7 @@ ALL = tg.RECORD.kernels
         ([row(name, ok=True, ms=(1.0, 2.0)) for name in (*ALL, "fp8", "attention")], {}),
         ([row("gram", ok=True), row("gram", ok=False)], {"kernels": [k for k in ALL if k != "gram"]}),
         # Times of several shapes add up; 3% are noise.
-        ([row("gram", ms=(1.0, 2.0)), row("gram", ms=(3.0, 2.1))], {}),
+        ([row("gram", ms=(1.0, 2.0)), row("gram", ms=(3.1, 2.0))], {}),
         ([row("gram", ms=(1.0, 2.0)), row("gram", ms=(3.2, 1.9))], {"kernels": [*ALL[1:]]}),
         ([row("kernels", ms=(5.0, 4.0))], {"kernels": []}),
         ([row("attention", ok=False)], {"attention": ["dense"]}),
@@ -291,7 +292,7 @@ ALL = tg.RECORD.kernels
             [row(form="", ok=False), row(form=gpu_check.PLAIN, ok=True), row(form="fp8=false", ok=True)],
             {"fp8": ["false"]},
         ),
-        ([row(form="", ok=False), row(form="fp8=false", ok=False)], {}),
+        ([row("gram", ok=True), row(form="", ok=False), row(form="fp8=false", ok=False)], {}),
         ([row(form="", ok=True), row(form="fp8=false", ok=True)], {}),
     ],
 )
@@ -427,7 +428,7 @@ class KeepsOwn(tg.Exchange):
 
 def wrong_calls(rank, world_size, kind):
     exchange = kind(rank, world_size)
-    calls = gpu_check.exchange_calls(exchange, CPU)
+    calls = gpu_exchange.exchange_calls(exchange, CPU)
     return [name for name, result, wanted in calls if not torch.equal(result, wanted)]
 
 
