@@ -110,7 +110,7 @@ def static_lengths(setup: Setup) -> Iterator[Row]:
 
 def residual_adds(setup: Setup) -> Iterator[Row]:
     """Times the additions by which autograd sums the gradients of x0 and of the bigram rows."""
-    T, count = tokens_of(setup.cfg), 38
+    T, count = tokens_of(setup.cfg), 33  # by bench/launches.py --operations
     a, b = setup.rand(T, setup.cfg.dim), setup.rand(T, setup.cfg.dim)
     (ms,) = st.timed([lambda: [a + b for _ in range(count)]], setup.device, 20)
     details = f"half of {count} additions, at {3 * a.nbytes * count / ms / 1e6:.0f} GB/s"
