@@ -59,6 +59,7 @@ class Check:
     judges: dict[str, Any] = field(default_factory=dict)  # `feature` or `form` of its row if it fails
     limit: float = 300  # seconds; then it hangs
     need: float = 2  # seconds; with less time left it is not started
+    fresh: bool = False  # needs a process in which nothing has run
 
 
 LIBC = ctypes.CDLL(None)
@@ -83,6 +84,8 @@ def serve(pipe, make_setup: Callable) -> None:
     Sends True when it has started; of each check the rows, then True, or False if the process ends.
     """
     os.setsid()  # so that it can be killed with all that it starts
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)  # this is one process, whatever started the call
     end_with_parent()
     pipe.send(True)
     setup = None
@@ -141,7 +144,7 @@ class Worker:
         for kill in (os.killpg, os.kill):  # the process alone, if it has not got its group yet
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.process.pid, signal.SIGKILL)
-        self.process.join()
+        self.process.join(10)  # a process that waits for the driver cannot be killed
 
 
 def run_checks(checks: Sequence[Check], seconds: float, make_setup: Callable) -> Iterator[Row]:
@@ -154,6 +157,9 @@ def run_checks(checks: Sequence[Check], seconds: float, make_setup: Callable) ->
                 reason = f"{UNCHECKED}{max(0, left):.0f} s left, it needs {check.need:.0f}"
                 yield Row(check.name, seen=reason, step=check.step)
                 continue
+            if worker and check.fresh:
+                worker.stop()
+                worker = None
             worker = worker or Worker(make_setup)
             limits = (check.limit, f"no end after {check.limit:.0f} s"), (left, TIME_IS_OVER)
             for row in worker.run(check, *min(limits)):
@@ -178,6 +184,7 @@ class Report:
             self.file = open(out / "rows.jsonl", "a", buffering=1, encoding="utf-8")
         except OSError as e:
             raise tg.UserError(f"--out {out}: {e.strerror}; name a folder that can be written to") from None
+        self.file.write(json.dumps({"call": sys.argv[1:], "began": time.strftime("%F %T")}) + "\n")
         print(HEAD, flush=True)
 
     def add(self, row: Row) -> None:
@@ -196,7 +203,8 @@ class Report:
         unchecked = [row.what for row in self.rows if row.unchecked]
         lines = [HEAD, *(row.line() for row in self.rows), ""]
         lines += [f"not checked: {', '.join(unchecked) or 'nothing'}"]
-        lines += [f"FAILED: {', '.join(failed) or 'nothing'}" + (", see errors.txt" if failed else "")]
+        hint = ", see errors.txt" if any(row.details for row in self.rows) else ""
+        lines += [f"FAILED: {', '.join(failed) or 'nothing'}{hint}"]
         text = "\n".join(lines + closing) + "\n"
         print(f"\n{text}", end="", flush=True)
         (self.out / "summary.txt").write_text(text, encoding="utf-8")

@@ -9,9 +9,9 @@
               that may not wait for the GPU; compiled graphs after the warm-up; the same step twice
     nccl      every call of Exchange, on all GPUs; on two or more, sparse against dense (gpu_exchange.py)
     times     host and device ms of each stage's step, each kernel against plain torch and measured ceilings
-    gains     what planned changes of the script would save (gpu_gains.py)
     run       train_gpt.py for 12 steps a stage on synthetic tokens, with a trace; again with plain settings
     tests     pytest's tests that need a GPU
+    gains     what planned changes of the script would save (gpu_gains.py)
 
 Prints each row as soon as it is known. OUT gets the rows (rows.jsonl), tracebacks (errors.txt), the machine's
 description (environment.txt), the runs' logs, a trace for ui.perfetto.dev, and the closing table with the
@@ -466,6 +466,8 @@ def gradients(setup: Setup, form: str) -> Iterator[Row]:
     loss, exact_loss, errors = plain if form == PLAIN else errors_of(setup, cfg)
     sizes = {name: math.prod(shape) for name, shape in tg.param_shapes(cfg, 1).items()}
     bounds = {name: (4 if sizes[name] < FEW else 1.5) * e + SLACK[cfg.fp8] for name, e in plain[2].items()}
+    if setup.on_gpu:  # tiny sizes have larger errors
+        bounds = {name: min(bound, 0.5) for name, bound in bounds.items()}
     ratios = {name: error / bounds[name] for name, error in errors.items()}
     worst = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name])
     ok = ratios[worst] <= 1 and median(plain[2].values()) < 0.1 and abs(loss - exact_loss) < 0.01
@@ -668,11 +670,17 @@ def timed_run(setup: Setup, name: str, settings: str) -> Iterator[Row]:
         return float(re.findall(pattern, text, re.M)[-1])
 
     val_loss, ms = last(r"^val_loss: (.+)$"), last(r"^train_time_ms: (.+)$") / cfg.steps
-    before = setup.made.get("val_loss")
-    setup.made["val_loss"] = val_loss
-    expected, ok = "completes", True
-    if before is not None:
-        expected, ok = f"val_loss {before:.4f} +- 0.01", abs(val_loss - before) <= 0.01
+    kept, uniform = setup.out / "run_val_loss.txt", math.log(cfg.vocab_size)
+    expected, ok = f"val_loss < {uniform:.2f}, of a uniform guess", val_loss < uniform
+    if name == "run":
+        kept.write_text(str(val_loss))
+    elif kept.exists():
+        # After few steps: other roundings move it by some thousandths, a wrong update by far more.
+        before = float(kept.read_text())
+        expected, ok = f"val_loss {before:.4f} +- 0.02", abs(val_loss - before) <= 0.02
+        kept.unlink()
+    else:
+        expected, ok = "compares with the first run", None
     seen = f"val_loss {val_loss:.4f}, {ms:.1f} ms a step, warm-up {last(r'took (.+) s and was'):.0f} s"
     what = f"{name.replace('_', ' ')}: {cfg.steps} steps, {ranks} process(es)"
     yield Row(what, expected, seen, ok, numbers={"val_loss": val_loss, "ms": ms})
@@ -703,16 +711,16 @@ CHECKS = [
     *(Check("steps", f"gradients: {FORMS[form]}", gradients, (form,), {"form": form}, 900) for form in FORMS),
     Check("steps", "the same step twice", same_step_twice, limit=900),
     *(Check("steps", f"no wait in stage {s}", no_wait, (s, n), limit=900) for s, n in ((0, 8), (2, 1))),
-    Check("steps", "compiled graphs", graphs, (), {"feature": "compile"}, 900),
+    Check("steps", "compiled graphs", graphs, (), {"feature": "compile"}, 900, fresh=True),
     Check("nccl", "exchange", exchanges),
     Check("times", "ceilings", ceilings),
     *(Check("times", f"stage {s}, {name}", stage_times, (s, name), limit=900) for s, name in STAGES),
     *(Check("times", f"steps without {name}", feature_times, (name,), limit=900) for name in TIMED_FEATURES),
     *(Check("times", f"times of {name}", kernel_times, (name,), {"feature": name}) for name in KERNELS),
-    *(Check("gains", function.__name__, function, limit=limit) for function, limit in GAINS.items()),
     Check("run", "run", timed_run, ("run", ""), limit=900, need=30),
     Check("run", "plain run", timed_run, ("plain_run", PLAIN_RUN), limit=600, need=30),
     Check("tests", "pytest", gpu_tests, limit=400, need=30),
+    *(Check("gains", function.__name__, function, limit=limit) for function, limit in GAINS.items()),
 ]
 
 
@@ -748,8 +756,32 @@ def closing(rows: list[Row]) -> list[str]:
         return ["no GPU: nothing of the above says anything about one"]
     judged = {row.feature for row in rows if row.ok is not None or row.ms}
     unknown = [feature for feature in FEATURES if feature not in judged]
+    forms = [row.ok for row in rows if row.form is not None and row.ok is not None]
+    unknown += [] if forms else ["whole steps"]
+    unknown += [step for step in ("nccl", "run") if not any(row.step == step and row.ok for row in rows)]
     lines = [f"not judged: {', '.join(unknown)}"] if unknown else []
-    return [*lines, f"settings for this card: {choose_settings(rows) or 'the preset as it is'}"]
+    if forms and not any(forms):
+        return [*lines, "settings for this card: none: whole steps are wrong with all that were tried"]
+    failed = sorted({row.step for row in rows if row.ok is False and row.step in ("nccl", "run")})
+    although = f", although {' and '.join(failed)} FAILED" if failed else ""
+    return [*lines, f"settings for this card: {choose_settings(rows) or 'the preset as it is'}{although}"]
+
+
+def refuse_unusable_gpus() -> None:
+    """Raises UserError if there are GPUs that torch cannot use: the tiny run on the CPU would hide it."""
+    if torch.cuda.is_available() or not shutil.which("nvidia-smi"):
+        return
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("GPU ")
+    if not listed or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return
+    try:
+        torch.cuda.init()
+        reason = "no reason given"
+    except (RuntimeError, AssertionError) as e:
+        reason = tg.first_line(e)
+    software = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}"
+    fix = "install a torch for this driver; CUDA_VISIBLE_DEVICES= tries this program without a GPU"
+    raise tg.UserError(f"nvidia-smi lists {listed} GPUs, but {software}, cannot use them ({reason}); {fix}")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -772,11 +804,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
     try:
         args = parse_args(argv)
+        refuse_unusable_gpus()
         report = Report(args.out.resolve())
     except tg.UserError as e:
         print(f"gpu_check.py: error: {e}", file=sys.stderr, flush=True)
         return 1
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the table comes whatever ends it
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the table comes whatever ends it
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         # The environment goes first, always: the settings depend on it.
         chosen = [check for check in checks if check.step in args.steps or check is checks[0]]

@@ -4,7 +4,7 @@
     python bench/launches.py [--preset record|cpu] [--set NAME=VALUE ...] [--stage 0] [--ranks 8]
 
 Runs two steps of rank 0, the second with Adam, at the preset's real shapes on torch's "meta" device: nothing
-is computed. Collectives return at once.
+is computed. Collectives return at once. Takes a minute or two, to generate code.
 
     launches     kernels, copies and fills on the GPU: the next three columns
     eager        of operations of torch, called one by one. FlashAttention's forward counts 2 (it fills its
@@ -14,7 +14,9 @@ is computed. Collectives return at once.
     calls        of compiled code, forward or backward
     dispatches   operations of torch on the host, views too, without those inside compiled code
     functions    of torch.autograd.Function, forward or backward
-    collectives  of NCCL and gloo
+    collectives  of NCCL and gloo; their own kernels are not among the launches
+
+These counts are no measurement: a library's operation may launch more than one kernel.
 """
 
 import argparse
@@ -373,6 +375,8 @@ def main(argv: list[str] | None = None) -> int:
         cfg = tg.PRESETS[args.preset]
         for setting in args.settings:
             cfg = tg.override(cfg, setting)
+        if args.ranks < 1:
+            raise tg.UserError(f"--ranks {args.ranks}: give 1 or more")
         tg.check_config(cfg, args.ranks)
         if not 0 <= args.stage < len(cfg.stages) or not cfg.stages[args.stage].steps:
             raise tg.UserError(f"--stage {args.stage}: name a stage with steps, 0 to {len(cfg.stages) - 1}")

@@ -386,7 +386,8 @@ def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[KernelCase]:
             *bank, rows, cols = tg.param_shapes(cfg, world_size)[spec.name]
             n = math.prod(bank) // (world_size if spec.sharded else 1)
             x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.muon_dtype))
-            x = (x.mT if rows > cols else x) / math.sqrt(rows * cols)
+            # Of spectral norm about 1, as there: both terms of the second product then count.
+            x = (x.mT if rows > cols else x) / (math.sqrt(rows) + math.sqrt(cols))
             (_, M, K), A, name = x.shape, tg.gram(x), f"{spec.name} of {world_size}: {n}"
             run = call_operation("gram", x)
             yield KernelCase("gram", f"{name} x {M} x {K}", run, flops=2 * n * M * M * K)

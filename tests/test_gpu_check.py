@@ -42,7 +42,9 @@ def setup(tmp_path, monkeypatch):
 
 
 def rows_in(folder):
-    return [Row(**json.loads(line)) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    begin, *lines = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
+    assert begin.keys() == {"call", "began"}
+    return [Row(**line) for line in lines]
 
 
 @pytest.mark.slow
@@ -159,7 +161,9 @@ HANGING = [Check("start", "first", pass_check), Check("run", "hangs", hang), Che
 def wait_for_rows(process, folder, count):
     """Waits until the call has written `count` rows."""
     end = time.monotonic() + WAIT
-    while not (folder / "rows.jsonl").exists() or len(rows_in(folder)) < count:
+    while (
+        not (folder / "rows.jsonl").exists() or len((folder / "rows.jsonl").read_text().splitlines()) <= count
+    ):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.05)
 
@@ -306,12 +310,61 @@ def test_chosen_settings(rows, want):
 def test_closing_lines():
     machine = Row("machine", numbers={"gpus": 1})
     features = [row(name, ok=True) for name in gpu_check.FEATURES]
-    assert gpu_check.closing([machine, *features]) == ["settings for this card: the preset as it is"]
-    lines = gpu_check.closing([machine, *features[1:], row("fp8", ms=(2.0, 1.0))])
+    nccl, run = (Row(step, ok=True, step=step) for step in ("nccl", "run"))
+    good = [Row("form", form="", ok=True), nccl, run]
+    assert gpu_check.closing([machine, *features, *good]) == ["settings for this card: the preset as it is"]
+    lines = gpu_check.closing([machine, *features[1:], row("fp8", ms=(2.0, 1.0)), *good])
     assert lines == [f"not judged: {gpu_check.FEATURES[0]}", "settings for this card: --set fp8=false"]
+    lines = gpu_check.closing([machine, *features, good[0], nccl, replace(run, ok=False)])
+    assert lines == ["not judged: run", "settings for this card: the preset as it is, although run FAILED"]
+    lines = gpu_check.closing([machine, *features, replace(good[0], ok=False), nccl, run])
+    assert lines == ["settings for this card: none: whole steps are wrong with all that were tried"]
+    lines = gpu_check.closing([machine, *features])
+    assert lines[0] == "not judged: whole steps, nccl, run"
     assert gpu_check.closing([replace(machine, numbers={"gpus": 0})]) == [
         "no GPU: nothing of the above says anything about one"
     ]
+
+
+def test_gpus_that_torch_cannot_use(tmp_path, monkeypatch, capsys):
+    """Refuses at once: the tiny run on the CPU would find nothing wrong."""
+    (fake := tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: H100'\necho 'GPU 1: H100'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_check.main(["--out", str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nvidia-smi lists 2 GPUs, but torch" in line and "install a torch for this driver" in line
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    gpu_check.refuse_unusable_gpus()
+
+
+def test_a_fresh_process(tmp_path):
+    checks = [
+        Check("start", "first", report_pid),
+        Check("run", "same", report_pid),
+        Check("run", "fresh", report_pid, fresh=True),
+    ]
+    first, same, fresh = (r.seen for r in check_runner.run_checks(checks, 100, FakeSetup))
+    assert first == same != fresh
+
+
+class FakeSetup:
+    """Offers what check_runner needs."""
+
+    def enter(self, step):
+        pass
+
+    def is_lost(self):
+        return False
+
+    def excuse(self, error):
+        return ""
+
+
+def report_pid(setup):
+    yield Row("pid", seen=str(os.getpid()))
 
 
 # ------------------------------------------------------------------------------ what the checks must notice
@@ -361,6 +414,18 @@ def test_compare_notices_wrong_kernels(cases):
             mutant = off_by(wrong.get(case.operation, 1.02))(operation)
         error, bound = gpu_check.compare(case, tg.TORCH_BACKEND._replace(**{case.operation: mutant}))
         assert not error <= bound, case[:2]
+
+
+@pytest.mark.parametrize("beta, alpha", [(0, 1), (1, 0)])
+def test_compare_notices_a_gram_without_one_term(cases, beta, alpha):
+    def mutant(x, add=None, b=0.0, a=1.0):
+        return tg.gram(x, add, b, a) if add is None else tg.gram(x, add, beta * b, alpha * a)
+
+    sums = [case for case in cases if case.operation == "gram" and case.shapes.endswith("+")]
+    assert len(sums) == 6
+    for case in sums:
+        error, bound = gpu_check.compare(case, tg.TORCH_BACKEND._replace(gram=mutant))
+        assert error > 10 * bound, case.shapes
 
 
 def nan_in_grad(*args):
