@@ -35,6 +35,7 @@ layers, V the padded vocabulary.
 """
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -61,7 +62,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Callable, Iterable, NamedTuple
+from typing import Callable, Iterable, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -94,6 +95,15 @@ def first_line(error: Exception) -> str:
     return next(
         (sentence for sentence in sentences if sentence and "==" not in sentence), type(error).__name__
     )
+
+
+@contextlib.contextmanager
+def explain(problem: str, fix: str, *kinds: type[Exception]):
+    """Turns errors of these kinds into a UserError: the problem, the error's own reason, what to do."""
+    try:
+        yield
+    except kinds as e:
+        raise UserError(f"{problem}: {first_line(e)}; {fix}") from None
 
 
 @dataclass(frozen=True)
@@ -253,9 +263,9 @@ class Config:
     # optimizers
     params: tuple[Param, ...] = PARAMS
     # fmt: off
-    work_order: tuple[str, ...] = (  # updates happen in this order
+    work_order: tuple[str, ...] = (  # of updates and gathers: as the next forward first reads them
         "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas",
-        "bigram_lambdas", "resid_lambdas", "value_embeds", "bigram_embed", "lm_head", "embed", *BANKS,
+        "bigram_lambdas", "resid_lambdas", "bigram_embed", "lm_head", "embed", *BANKS, "value_embeds",
     )
     # fmt: on
     adam_lr: float = 0.008
@@ -268,10 +278,15 @@ class Config:
     # the run
     warmup: bool = True  # rehearse every stage off the clock, then reset
     main_grad: bool = True  # gradients of banks, head and tables are written in place; false: autograd sums
+    flat_adam: bool = True  # the small parameters of a dtype are updated as one, with the first in work_order
     delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
     head_chunk: int = 8192  # tokens whose logits exist at once; the head's gradient is rounded once per chunk
     # Operations done in Triton.
-    kernels: tuple[str, ...] = ("gram", "relu_square", "softcap_loss", "segment_sum_rows", "transpose")
+    # fmt: off
+    kernels: tuple[str, ...] = (
+        "gram", "relu_square", "softcap_loss", "scaled_grad", "segment_sum_rows", "transpose",
+    )
+    # fmt: on
     attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     compile: bool = True  # torch.compile the code between matmuls, and the updates
@@ -357,64 +372,71 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def override(cfg, setting: str):
+def config_from_dict(values: dict, kind=Config):
+    """Inverts dataclasses.asdict after JSON. Raises UserError if a field is unknown or missing."""
+    hints = typing.get_type_hints(kind)
+    if wrong := sorted(hints.keys() ^ values.keys()):
+        raise UserError(
+            f"a saved {kind.__name__} and this script's differ in {', '.join(wrong)}; use its own script"
+        )
+
+    def value(hint, v):
+        if typing.get_origin(hint) is tuple:
+            return tuple(value(typing.get_args(hint)[0], x) for x in v)
+        return config_from_dict(v, hint) if dataclasses.is_dataclass(hint) else v
+
+    return kind(**{name: value(hint, values[name]) for name, hint in hints.items()})
+
+
+def settings(values: dict, kind, path: tuple[str, ...] = ()):
+    """Yields (path, the dict that holds it, its type) of every setting in the dataclasses.asdict of a `kind`.
+
+    A path is ("stages", "0", "steps"): dots in --set. It ends in * where any name may stand.
+    """
+    for name, hint in typing.get_type_hints(kind).items():
+        args = typing.get_args(hint)
+        if args and dataclasses.is_dataclass(args[0]):
+            for i, row in enumerate(values[name]):
+                yield from settings(row, args[0], (*path, name, row.get("name", str(i))))
+        elif typing.get_origin(hint) is dict:
+            yield (*path, name, "*"), values[name], args[1]
+        else:
+            yield (*path, name), values, hint
+
+
+def override(cfg: Config, setting: str) -> Config:
     """Returns `cfg` with one "name=value" applied.
 
     Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
     stages.*.windows.long=9, params.embed.lr_mul=2.
     """
-    path, eq, text = setting.partition("=")
+    name, eq, text = setting.partition("=")
     if not eq:
         raise UserError(f"--set {setting}: write name=value")
-    if path in ("preset", "track"):
-        raise UserError(f"--set {path}: it follows from --preset")
-    return _override(cfg, Config, path.split("."), text, path)
+    if name in ("preset", "track"):
+        raise UserError(f"--set {name}: it follows from --preset")
+    values, keys, found = dataclasses.asdict(cfg), name.split("."), False
+    known = list(settings(values, Config))
+    for path, holder, hint in known:
+        if len(path) == len(keys) and all(a == b or "*" in (a, b) for a, b in zip(path, keys)):
+            holder[keys[-1]], found = parse(text, hint, name), True
+    if not found:
+        near = difflib.get_close_matches(name, [".".join(path) for path, *_ in known])
+        raise UserError(f"--set {name}: unknown; use {', '.join(near) or 'the fields of Config'}")
+    return config_from_dict(values)
 
 
-def _override(node, hint, keys: list[str], text: str, path: str):
-    is_table = isinstance(node, tuple) and node and dataclasses.is_dataclass(node[0])
-    if dataclasses.is_dataclass(node):
-        children = {
-            name: (getattr(node, name), kind) for name, kind in typing.get_type_hints(type(node)).items()
-        }
-    elif is_table:
-        children = {getattr(row, "name", str(i)): (row, type(row)) for i, row in enumerate(node)}
-    elif isinstance(node, dict):
-        children = {name: (node.get(name), typing.get_args(hint)[1]) for name in [*node, *keys[:1]]}
-    elif keys:
-        raise UserError(f"--set {path}: {keys[0]!r} follows a value, not a table")
-    else:
-        return _parse(text, hint, path)
-    if not keys:
-        raise UserError(f"--set {path}: a table; add a name: {path}.{next(iter(children), 'NAME')}")
-    if keys[0] not in children and not (is_table and keys[0] == "*"):
-        near = difflib.get_close_matches(keys[0], children, n=3) or (children if len(children) <= 16 else [])
-        names = f"use {', '.join(near)}" if near else "the names are the fields of Config"
-        raise UserError(f"--set {path}: unknown name {keys[0]!r}; {names}")
-    chosen = children if keys[0] == "*" else [keys[0]]
-    new = {name: _override(*children[name], keys[1:], text, path) for name in chosen}
-    if is_table:
-        return tuple(new.get(name, row) for name, (row, _) in children.items())
-    return node | new if isinstance(node, dict) else replace(node, **new)
-
-
-def _parse(text: str, hint, path: str):
+def parse(text: str, hint, name: str):
     """Parses a bool, int, float, str, a tuple of one of these, or one of these or None, as `hint` says."""
     args = typing.get_args(hint)
     if type(None) in args:
-        return None if text.lower() == "none" else _parse(text, args[0], path)
+        return None if text.lower() == "none" else parse(text, args[0], name)
     if typing.get_origin(hint) is tuple:
-        return tuple(_parse(part, args[0], path) for part in text.split(",") if part)
+        return tuple(parse(part, args[0], name) for part in text.split(",") if part)
     try:
-        if hint is bool:
-            return {"true": True, "false": False}[text.lower()]
-        value = hint(text)
-        if hint is float and not math.isfinite(value):
-            raise ValueError
-        return value
+        return {"true": True, "false": False}[text.lower()] if hint is bool else hint(text)
     except (ValueError, KeyError):
-        kind = {bool: "true or false", int: "a whole number", float: "a finite number"}[hint]
-        raise UserError(f"--set {path}={text}: {path} takes {kind}") from None
+        raise UserError(f"--set {name}={text}: {name} takes a value of type {hint.__name__}") from None
 
 
 # ============================================================================================================
@@ -525,10 +547,13 @@ class PeerFailure(UserError):
 
 @contextlib.contextmanager
 def peer_failure_guard():
-    """Wraps blocking collectives: any RuntimeError except OutOfMemoryError means that a peer died."""
+    """Wraps blocking collectives: a RuntimeError means that a peer died, unless it is this GPU's own.
+
+    A GPU reports a failed kernel at any later call: that error is raised as it is.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as e:
         raise PeerFailure(
@@ -554,12 +579,11 @@ def init_distributed() -> DistEnv:
     device = torch.device("cpu")
     options: dict = {}
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if local > gpus:
-            raise UserError(
-                f"{local} processes for {gpus} GPUs; start torchrun with --nproc_per_node={gpus} or fewer"
-            )
+        device, gpus = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.cuda.device_count()
+        if device.index >= gpus:  # torchrun --virtual-local-rank shows each process one GPU, its 0th
+            processes = os.environ.get("LOCAL_WORLD_SIZE", device.index + 1)
+            fix = f"start torchrun with --nproc_per_node={gpus} or fewer"
+            raise UserError(f"{processes} processes for {gpus} GPUs; {fix}")
         torch.cuda.set_device(device)
         # Split-K matmuls, too, sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -610,31 +634,23 @@ class RunLog:
         self.file, self.steps = None, steps
         self.bar: tqdm = None
         if folder is not None:
-            try:
+            fix = "remove what is in its way, or make the folder writable"
+            with explain(f"cannot write the log {self.path}", fix, OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 self.file = open(self.path, "x", buffering=1, encoding="utf-8")
-            except OSError as e:
-                raise self._error(e, "remove what is in its way, or make the folder writable") from None
-
-    def _error(self, e: OSError, fix: str) -> UserError:
-        return UserError(f"cannot write the log {self.path}: {e.strerror}; {fix}")
 
     def print0(self, text: str, console: bool = True, file: bool = True) -> None:
         """Prints a line from rank 0 to the screen, to the log file, or to both."""
         if not self.file:
             return
-        try:
-            if file:
+        if file:
+            fix = "it holds the run up to here; make room and start again"
+            with explain(f"cannot write the log {self.path}", fix, OSError):
                 self.file.write(text + "\n")
-        except OSError as e:
-            raise self._error(e, "it holds the run up to here; make room and start again") from None
-        try:
-            if console:
+        if console:
+            with explain("cannot write to the screen", "send the output to a file", OSError):
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
-        except OSError as e:
-            sys.stdout = open(os.devnull, "w")  # or Python complains again when it flushes at exit
-            raise UserError(f"cannot write to the screen: {e.strerror}; send the output to a file") from None
 
     def progress(self, step: int, loss: float | None, train_ms: float) -> None:
         """Shows that `step` steps are done: a bar on a terminal, else a line every twentieth of the run."""
@@ -716,10 +732,8 @@ class Header(NamedTuple):
 
 def read_header(path: Path) -> Header:
     """Checks magic, version and length of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
-    try:
+    with explain(str(path), "download or build the data again", OSError):
         words, size = np.fromfile(path, dtype="<i4", count=256), path.stat().st_size
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}; download or build the data again") from None
     rebuild = "delete it, and download or build it again"
     if len(words) < 256 or words[0] != MAGIC:
         raise UserError(f"{path}: not a token shard (its first word is not {MAGIC}); {rebuild}")
@@ -741,7 +755,8 @@ def find_shards(folder: str, split: str) -> list[Path]:
     if not paths:
         raise UserError(
             f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record), "
-            "data/local_corpus.py (cpu) or data/tokenize_text.py (your text), or use another --data"
+            "data/local_corpus.py (cpu), data/tokenize_text.py (your text) or data/synthetic.py (random "
+            "tokens), or use another --data"
         )
     return paths
 
@@ -844,16 +859,6 @@ def table_sizes(cfg: Config) -> dict[str, int]:
     return {spec.indexed_by: param_shapes(cfg, 1)[spec.name][0] for spec in cfg.params if spec.indexed_by}
 
 
-def host_tensor(values: np.ndarray, dtype: torch.dtype, pin: bool) -> Tensor:
-    """Copies an array into a new tensor, page-locked if `pin`.
-
-    torch reuses page-locked memory when no tensor holds it and the asynchronous copies from it are done.
-    """
-    t = torch.empty(len(values), dtype=dtype, pin_memory=pin)
-    t.numpy()[:] = values
-    return t
-
-
 def map_tensors(function: Callable[[Tensor], Tensor], x):
     """Applies a function to every tensor in a nest of dicts and NamedTuples."""
     if isinstance(x, dict):
@@ -872,16 +877,35 @@ class MicroBatch:
     max_doc_len: int  # bound on a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
     touched: dict[str, TouchedRows] = field(default_factory=dict)  # before an Adam step, in the last one
+    buffer: Tensor = None  # uint8: holds all of these, once packed
+
+    def pack(self, pin: bool) -> "MicroBatch":
+        """Moves all tensors into one host buffer, page-locked if `pin`, for a single copy to a GPU.
+
+        torch reuses page-locked memory when no tensor holds it and the asynchronous copies from it are done.
+        """
+        sizes = []
+        map_tensors(lambda t: sizes.append(padded(t.nbytes, 16)), vars(self))
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
+        parts = iter(buffer.split(sizes))
+        packed = map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).copy_(t), vars(self))
+        return MicroBatch(**packed | {"buffer": buffer})
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Starts asynchronous copies to a GPU."""
+        """Starts an asynchronous copy to a GPU, if packed."""
         if device.type == "cpu":
             return self
-        return MicroBatch(**map_tensors(lambda t: t.to(device, non_blocking=True), vars(self)))
+        buffer = self.buffer.to(device, non_blocking=True)
+
+        def moved(t: Tensor) -> Tensor:
+            start = t.storage_offset() * t.element_size()
+            return buffer[start : start + t.nbytes].view(t.dtype)
+
+        return MicroBatch(**map_tensors(moved, vars(self)))
 
 
 def make_micro_batch(
-    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, bigram_rows: int, pin: bool
+    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, bigram_rows: int
 ) -> MicroBatch:
     """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
     T = len(tokens) - 1
@@ -890,15 +914,14 @@ def make_micro_batch(
             f"a micro-batch of {T} tokens has {len(ends) + 1} documents, cu_seqlens room for {max_docs - 1}; "
             f"use --set max_docs={padded(len(ends) + 2, 128)}"
         )
-    inputs, targets = host_tensor(tokens[:-1], torch.int32, pin), host_tensor(tokens[1:], torch.int64, pin)
-    bigrams = torch.empty(T, dtype=torch.int32, pin_memory=pin)
+    inputs, targets = (torch.from_numpy(ids.astype(np.int32)) for ids in (tokens[:-1], tokens[1:]))
+    bigrams, cu_seqlens = torch.empty_like(inputs), torch.full((max_docs,), T, dtype=torch.int32)
     bigram_index(inputs.numpy(), bigram_rows, bigrams.numpy())
-    bounds = np.full(max_docs, T)
-    bounds[: len(ends) + 1] = 0, *ends
-    return MicroBatch(inputs, targets, bigrams, host_tensor(bounds, torch.int32, pin), max_doc_len)
+    cu_seqlens.numpy()[: len(ends) + 1] = 0, *ends
+    return MicroBatch(inputs, targets.long(), bigrams, cu_seqlens, max_doc_len)
 
 
-def index_rows(ids: np.ndarray, touched_mask: np.ndarray, pin: bool) -> RowIndex:
+def index_rows(ids: np.ndarray, touched_mask: np.ndarray) -> RowIndex:
     """Sorts a micro-batch's positions by row `ids` (T,) int32. Sets `touched_mask` (rows,) bool."""
     # Sorts 16 bits at a time: numpy then uses a radix sort, in a third of the time.
     perm = np.argsort(ids.astype(np.uint16), kind="stable")
@@ -907,20 +930,23 @@ def index_rows(ids: np.ndarray, touched_mask: np.ndarray, pin: bool) -> RowIndex
     sorted_ids = ids[perm]
     first = np.flatnonzero(np.concatenate(([True], sorted_ids[1:] != sorted_ids[:-1])))
     row_ids = sorted_ids[first]
-    index = RowIndex(
-        host_tensor(row_ids, torch.int32, pin),
-        host_tensor(perm, torch.int32, pin),
-        host_tensor(np.append(first, len(ids)), torch.int32, pin),
-        host_tensor(~touched_mask[row_ids], torch.bool, pin),
+    index = (
+        row_ids,
+        perm.astype(np.int32),
+        np.append(first, len(ids)).astype(np.int32),
+        ~touched_mask[row_ids],
     )
     touched_mask[row_ids] = True
-    return index
+    return RowIndex(*map(torch.from_numpy, index))
 
 
-def touched_rows(touched_mask: np.ndarray, world_size: int, pin: bool) -> TouchedRows:
-    row_ids, rows_per_rank = np.flatnonzero(touched_mask), len(touched_mask) // world_size
+def touched_rows(touched_mask: np.ndarray, world_size: int) -> TouchedRows:
+    row_ids, rows_per_rank = np.flatnonzero(touched_mask).astype(np.int32), len(touched_mask) // world_size
     counts = np.diff(np.searchsorted(row_ids, np.arange(world_size + 1) * rows_per_rank)).tolist()
-    return TouchedRows(host_tensor(row_ids, torch.int32, pin), counts, rows_per_rank)
+    return TouchedRows(torch.from_numpy(row_ids), counts, rows_per_rank)
+
+
+FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
 
 
 class OutOfData(UserError):
@@ -948,11 +974,19 @@ class TrainLoader:
         self.cfg, self.rank, self.world_size, self.pin = cfg, rank, world_size, pin
         self.microbatches = num_microbatches(cfg, world_size)
         self.paths = list(paths)
-        self.threads = ThreadPoolExecutor(2)  # one reads the next shard, one builds the next batch
-        shard, document, self.delivered = position  # delivered: tokens, over all ranks
-        self.upcoming = self._read(shard)
-        self._open(shard)
-        self.document = document
+        # One thread reads the next shard, one builds the next batch. A new thread's GPU is 0: pinning memory
+        # there would make every rank a context on it.
+        use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None
+        self.threads = ThreadPoolExecutor(2, initializer=use_gpu)
+        self.opened, self.document, self.delivered = position  # delivered: tokens, over all ranks
+        self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
+        self.is_partial = not any(position) and read_header(self.paths[0]).tokens > FIRST_READ
+        if self.is_partial:
+            # A run starts on the clock. A batch that needs more of the last document takes it from the whole
+            # shard.
+            self.shard = read_shard(self.paths[0], cfg.vocab_size, cfg.bos_id, FIRST_READ)
+        else:
+            self._open()
 
     def position(self) -> tuple[int, int, int]:
         """Returns where the next batch begins: shard number, document number, tokens delivered before."""
@@ -963,12 +997,11 @@ class TrainLoader:
             return None
         return self.threads.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.bos_id)
 
-    def _open(self, i: int) -> None:
+    def _open(self) -> None:
+        """Opens the shard that is being read: all of the present one, or the next."""
         if self.upcoming is None:
             raise OutOfData(f"training data ran out after {self.delivered:,} tokens; add training shards")
-        self.opened, self.shard, self.upcoming = i, self.upcoming.result(), self._read(i + 1)
-        self.document = 0
-        self.ends = {}  # max_doc_len -> running total of document lengths
+        self.shard, self.upcoming, self.ends = self.upcoming.result(), self._read(self.opened + 1), {}
 
     def close(self) -> None:
         self.threads.shutdown(cancel_futures=True)
@@ -990,7 +1023,10 @@ class TrainLoader:
     def advance(self, batch_tokens: int, max_doc_len: int) -> list[tuple[int, int]]:
         """Skips a batch. Returns each micro-batch's first document and the one after its last."""
         while (cuts := self._cut(batch_tokens // self.microbatches, max_doc_len)) is None:
-            self._open(self.opened + 1)
+            if not self.is_partial:
+                self.opened, self.document = self.opened + 1, 0
+            self._open()
+            self.is_partial = False
         self.document = cuts[-1][1]
         self.delivered += batch_tokens
         return cuts
@@ -1004,7 +1040,7 @@ class TrainLoader:
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
             doc_ends = ends[first + 1 : last] - ends[first]
-            options = (max_doc_len, max_docs, self.cfg.bigram_vocab_size, self.pin)
+            options = (max_doc_len, max_docs, self.cfg.bigram_vocab_size)
             micro_batches.append(make_micro_batch(tokens, doc_ends, *options))
         return micro_batches
 
@@ -1072,11 +1108,11 @@ class Prefetcher:
         for batch in micro_batches:
             ids = {"tokens": batch.inputs.numpy(), "bigrams": batch.bigrams.numpy()}
             for kind, mask in self.touched_mask.items():
-                batch.index[kind] = index_rows(ids[kind], mask, loader.pin)
+                batch.index[kind] = index_rows(ids[kind], mask)
         for kind, mask in self.touched_mask.items() if plan.do_adam else ():
-            batch.touched[kind] = touched_rows(mask, loader.world_size, loader.pin)
+            batch.touched[kind] = touched_rows(mask, loader.world_size)
             mask[:] = False
-        return Batch(plan, micro_batches, loader.position())
+        return Batch(plan, [batch.pack(loader.pin) for batch in micro_batches], loader.position())
 
     def next(self) -> Batch:
         batch = self.next_batch.result()
@@ -1105,7 +1141,7 @@ class ValLoader:
             tokens = self.tokens[i * T : (i + 1) * T + 1]
             starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
             max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-            yield i, make_micro_batch(tokens, starts, max_doc_len, self.max_docs, rows, self.pin)
+            yield i, make_micro_batch(tokens, starts, max_doc_len, self.max_docs, rows).pack(self.pin)
 
 
 # ============================================================================================================
@@ -1226,6 +1262,18 @@ def to_fp8(x: Tensor, scale_inv: float, dtype: torch.dtype) -> Tensor:
     fp8_max = torch.finfo(dtype).max
     x = (x.float() / scale_inv).clamp(-fp8_max, fp8_max)
     return x.to(dtype, memory_format=torch.contiguous_format)
+
+
+def scaled_grad(
+    out: Tensor, dots: Tensor, product: Tensor, scales: Tensor, w: Tensor, overwrite: bool
+) -> None:
+    """out = scales * product; += unless `overwrite`. dots = product . w, by rows, in at least fp32.
+
+    out, product, w (n, rows, cols); dots (n, rows); scales (n,). Each result is rounded once.
+    """
+    torch.sum(product.to(dots.dtype) * w, dim=-1, out=dots)
+    scales = scales[:, None, None]
+    torch.mul(product, scales, out=out) if overwrite else out.addcmul_(product, scales)
 
 
 COLUMN_CHUNK = 768  # columns of a table summed at once, so that no temporary has a table's size
@@ -1450,6 +1498,35 @@ if triton is not None:
             tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
 
     @triton.jit
+    def scaled_grad_kernel(
+        out,
+        dots,
+        product,
+        scales,
+        w,
+        columns,
+        out_n,
+        dots_n,
+        product_n,
+        w_n,
+        OVERWRITE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Scales a row of a matrix into `out`, and sums its products with w."""
+        row, n, dot = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.zeros((BLOCK,), tl.float32)
+        scale = tl.load(scales + n).to(tl.float32)
+        for start in range(0, columns, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            mask, offs = cols < columns, row * columns + cols
+            x = tl.load(product + n * product_n + offs, mask=mask, other=0.0).to(tl.float32)
+            dot += x * tl.load(w + n * w_n + offs, mask=mask, other=0.0).to(tl.float32)
+            x *= scale
+            if not OVERWRITE:
+                x += tl.load(out + n * out_n + offs, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out + n * out_n + offs, x.to(out.dtype.element_ty), mask=mask)
+        tl.store(dots + n * dots_n + row, tl.sum(dot))
+
+    @triton.jit
     def segment_sum_rows_kernel(
         out,
         grad,
@@ -1503,8 +1580,8 @@ RELU_SQUARE_TILES = {
     # 128 columns: with 256 the compiler spills registers.
     "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4),
 }
-LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
-TRANSPOSE_TILES = dict(BLOCK=64, num_warps=4)
+LOSS_TILES, SCALED_GRAD_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, num_warps=1)
+SEGMENT_SUM_TILES, TRANSPOSE_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2), dict(BLOCK=64, num_warps=4)
 
 
 def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
@@ -1546,6 +1623,14 @@ def triton_softcap_loss(
     return losses, grad
 
 
+def triton_scaled_grad(
+    out: Tensor, dots: Tensor, product: Tensor, scales: Tensor, w: Tensor, overwrite: bool
+) -> None:
+    (n, rows, columns), tensors = product.shape, (out, dots, product, scales, w)
+    strides = (t.stride(0) for t in (out, dots, product, w))
+    scaled_grad_kernel[(rows, n)](*tensors, columns, *strides, OVERWRITE=overwrite, **SCALED_GRAD_TILES)
+
+
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
     out, grad = out.view(out.size(0), -1), grad.flatten(1)
     grid = (len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"]))
@@ -1572,6 +1657,7 @@ class Backend(NamedTuple):
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
     softcap_loss: Callable = softcap_loss
+    scaled_grad: Callable = scaled_grad
     segment_sum_rows: Callable = segment_sum_rows
     transpose_copy: Callable = transpose_copy
     transpose_add: Callable = transpose_add
@@ -1586,6 +1672,7 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     "gram": {"gram": triton_gram},
     "relu_square": {"relu_square": triton_relu_square, "relu_square_grad": triton_relu_square},
     "softcap_loss": {"softcap_loss": triton_softcap_loss},
+    "scaled_grad": {"scaled_grad": triton_scaled_grad},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
     "transpose": {"transpose_copy": triton_transpose, "transpose_add": triton_transpose},
 }
@@ -1703,6 +1790,7 @@ def select_backend(
     chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}
     if cfg.compile:
         torch._dynamo.config.recompile_limit = 64  # 8 by default, but one function serves all kinds of layers
+        torch._inductor.config.size_asserts = False  # of every argument in every call; guards check them too
         chosen["compiled"] = cache(partial(torch.compile, fullgraph=True))
         chosen["scalar"] = partial(torch.tensor, dtype=acc_dtype(cfg))
     return Backend(
@@ -1710,28 +1798,33 @@ def select_backend(
     )
 
 
-def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Returns scale a b in `dtype`, for fp8 a (n, k), row-major, b (k, m), column-major, scale 0-d fp32."""
-    return torch._scaled_mm(a, b, scale, torch.ones_like(scale), out_dtype=dtype, use_fast_accum=fast)
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, out: Tensor, fast: bool = False) -> Tensor:
+    """Writes scale a b to `out`, for fp8 a (n, k), row-major, b (k, m), column-major, scale 0-d fp32."""
+    one = constant(1.0, a.device)
+    return torch._scaled_mm(a, b, scale, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
+@cache
+def constant(value: float, device: torch.device) -> Tensor:
+    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
+    return torch.full((), value, device=device)
 
 
 def write_grad(
-    main_grad: Tensor, start: int, a: Tensor, b: Tensor, overwrite: bool, scale: Tensor | None = None
+    out: Tensor, a: Tensor, b: Tensor | None, overwrite: bool, scale: Tensor | None = None
 ) -> None:
-    """main_grad.view(-1, cols)[start:start + rows] = a.T @ b (a * b if b is 0-d); += unless `overwrite`.
+    """out = a^T b (a without b); += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
 
-    a (T, rows), b (T, cols); or a (rows, cols), b 0-d of any float dtype. Rounded once, the sum included. fp8
-    a and b, both column-major: scale a^T b, through an fp32 temporary.
+    fp8 a and b, both column-major: scale a^T b; added through an fp32 temporary.
     """
-    rows = a.size(1) if b.dim() else a.size(0)
-    out = main_grad.view(-1, main_grad.size(-1))[start : start + rows]
-    if a.element_size() == 1:
-        product = fp8_matmul(a.T, b, scale, torch.float32)
-        out.copy_(product) if overwrite else out.add_(product)
-    elif b.dim():
+    if b is None:
+        out.copy_(a) if overwrite else out.add_(a)
+    elif a.element_size() > 1:
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
+    elif overwrite:
+        fp8_matmul(a.T, b, scale, out)
     else:
-        torch.mul(a, b, out=out) if overwrite else out.addcmul_(a, b)
+        out.add_(fp8_matmul(a.T, b, scale, torch.empty_like(out, dtype=torch.float32)))
 
 
 class WeightGrad:
@@ -1754,22 +1847,48 @@ class WeightGrad:
         self.overwrite, self.delay, self.delayed = True, False, []
 
     def accumulate(
-        self, start: int, a: Tensor, b: Tensor, scale: Tensor | None = None, first: bool = True
+        self,
+        part: Callable[[Tensor], Tensor],
+        a: Tensor,
+        b: Tensor | None = None,
+        scale: Tensor | None = None,
+        first: bool = True,
     ) -> Tensor | None:
-        """Takes the gradient of the weight's rows from `start`, as factors for `write_grad`.
+        """Takes the gradient of a part of the weight, as factors for `write_grad`.
 
-        first=False: this backward has given these rows before. Returns what autograd gets.
+        part(t) is a view of t, which has the weight's shape. first=False: this backward has given the part
+        before. Returns what autograd gets.
         """
         if self.delay:
-            self.delayed.append((start, a, b, self.overwrite and first, scale))
+            self.delayed.append((part, a, b, self.overwrite and first, scale))
         elif self.main_grad is None:
-            return a.T @ b if b.dim() else a * b
+            return a if b is None else a.T @ b
         else:
-            write_grad(self.main_grad, start, a, b, self.overwrite and first, scale)
+            write_grad(part(self.main_grad), a, b, self.overwrite and first, scale)
+        return self.for_autograd(part)
+
+    def accumulate_scaled(
+        self,
+        part: Callable[[Tensor], Tensor],
+        dots: Tensor,
+        product: Tensor,
+        scales: Tensor,
+        w: Tensor,
+        backend: Backend,
+    ) -> Tensor | None:
+        """Takes scales * product, the gradient of a part w of the weight, as backend.scaled_grad does."""
+        if self.main_grad is None or self.delay:
+            backend.scaled_grad(out := torch.empty_like(product), dots, product, scales, w, True)
+            return self.accumulate(part, out)
+        backend.scaled_grad(part(self.main_grad), dots, product, scales, w, self.overwrite)
+        return self.for_autograd(part)
+
+    def for_autograd(self, part: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Returns an uninitialized gradient of a part if the weight's hooks wait for one."""
         if self.main_grad is None or not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
-        return a.new_empty(a.size(1), b.size(1)) if b.dim() else torch.empty_like(a)
+        return torch.empty_like(part(self.main_grad))
 
     def end_backward(self) -> None:
         self.overwrite = False
@@ -1782,8 +1901,8 @@ class WeightGrad:
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
             out = self.weight.grad
-        for start, a, b, overwrite, scale in self.delayed:
-            write_grad(out, start, a, b, overwrite and out is self.main_grad, scale)
+        for part, a, b, overwrite, scale in self.delayed:
+            write_grad(part(out), a, b, overwrite and out is self.main_grad, scale)
         self.delayed.clear()
 
 
@@ -1794,64 +1913,79 @@ NO_MAIN_GRAD = WeightGrad()
 FP8_X, FP8_W, FP8_GRAD = 100 / 448, 1.6 / 448, 0.75 / 448
 
 
-class WeightSlice(NamedTuple):
-    """A matmul's weight: some rows of a bank, or all of a parameter."""
+def whole(bank: Tensor) -> Tensor:
+    return bank
 
-    w: Tensor  # (rows, cols)
-    start: int = 0  # first row in the bank, viewed as one matrix
+
+def bank_part(bank: Tensor, shape: tuple[int, ...], index: int | tuple) -> Tensor:
+    """Views the first rows of a bank in `shape`, and takes [index]."""
+    return bank.flatten(0, -2)[: math.prod(shape[:-1])].view(shape)[index]
+
+
+class WeightSlice(NamedTuple):
+    """Weights of matmuls: a part of a bank, or all of a parameter."""
+
+    w: Tensor  # (rows, cols); or (n, rows, cols), one a layer
+    part: Callable[[Tensor], Tensor] = whole  # gives this view of the bank, and of its main_grad
     grad: WeightGrad = NO_MAIN_GRAD
 
 
-def scaled_weight(scale: Tensor, weights: list[Tensor]) -> Tensor:
-    """Returns scale * the weights, stacked by rows, rounded to their dtype."""
-    return scale * (torch.cat(weights) if len(weights) > 1 else weights[0])
-
-
-class Linear(torch.autograd.Function):
+class ScaledWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, scale, grad_slots, *weights):
-        ctx.grad_slots = grad_slots
-        ctx.save_for_backward(h, scale, *weights)
-        return F.linear(h, scaled_weight(scale, weights))
+    def forward(ctx, scales, backend, slots, qk, v, out):
+        ctx.backend, ctx.slots, ctx.dtype = backend, slots, scales.dtype
+        qkv, d = qk.new_empty(len(qk), 3 * v.size(1), v.size(2)), v.size(1)
+        ctx.save_for_backward(scales := scales.to(qk.dtype), qk, v, out)
+        first, last = scales[:, :, None, None]
+        torch.mul(first, qk, out=qkv[:, : 2 * d])
+        torch.mul(first, v, out=qkv[:, 2 * d :])
+        return qkv, last * out
 
     @staticmethod
-    def backward(ctx, dy):
-        h, scale, *weights = ctx.saved_tensors
-        dscale, grads = 0, []
-        for (start, grad), w, dy_part in zip(
-            ctx.grad_slots, weights, dy.split([len(w) for w in weights], dim=1)
-        ):
-            product = dy_part.T @ h  # the scaled weight's gradient; main_grad gets it times the scale
-            dscale = dscale + (product.to(scale.dtype) * w).sum()
-            grads.append(grad.accumulate(start, product, scale))
-        return dy @ scaled_weight(scale, weights), dscale, None, *grads
+    def backward(ctx, dqkv, dout):
+        scales, *weights = ctx.saved_tensors
+        n, d, _ = dout.shape
+        dots, grads = dout.new_empty(n, 4 * d, dtype=ctx.dtype), []
+        products = dqkv[:, : 2 * d], dqkv[:, 2 * d :], dout
+        dot_parts, scales = dots.split((2 * d, d, d), dim=1), (scales[0], scales[0], scales[1])
+        for (part, grad), *factors in zip(ctx.slots, dot_parts, products, scales, weights):
+            grads.append(grad.accumulate_scaled(part, *factors, ctx.backend))
+        dscales = torch.stack([dots[:, : 3 * d].sum(1), dots[:, 3 * d :].sum(1)])
+        return dscales, None, None, *grads
 
 
-def linear(h: Tensor, scale: Tensor, slices: list[WeightSlice]) -> Tensor:
-    """Returns h (T, cols) @ scaled_weight^T. scale: 0-d, at least fp32, as is its gradient's sum."""
-    return Linear.apply(h, scale, tuple((s.start, s.grad) for s in slices), *(s.w for s in slices))
+def scaled_weights(
+    scales: Tensor, qk: WeightSlice, v: WeightSlice, out: WeightSlice, backend: Backend = TORCH_BACKEND
+) -> tuple[Tensor, Tensor]:
+    """Returns scales[0] * qk and v, stacked by rows, (n, 3d, d); and scales[1] * out, (n, d, d).
+
+    scales (2, n), at least fp32, as are their gradients' sums, rounded to the weights' dtype. qk (n, 2d, d);
+    v, out (n, d, d).
+    """
+    slots = tuple((weights.part, weights.grad) for weights in (qk, v, out))
+    return ScaledWeights.apply(scales, backend, slots, qk.w, v.w, out.w)
 
 
 class MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, grad_slots, backend, fc, proj):
+    def forward(ctx, h, slots, backend, fc, proj):
         r, square = backend.relu_square(h, fc)
-        ctx.grad_slots, ctx.backend = grad_slots, backend
+        ctx.slots, ctx.backend = slots, backend
         ctx.save_for_backward(h, r, fc, proj)
         return square @ proj
 
     @staticmethod
     def backward(ctx, dy):
         h, r, fc, proj = ctx.saved_tensors
-        (fc_start, fc_grad), (proj_start, proj_grad) = ctx.grad_slots
+        (fc_part, fc_grad), (proj_part, proj_grad) = ctx.slots
         da, square = ctx.backend.relu_square_grad(dy, proj, r)
-        dproj = proj_grad.accumulate(proj_start, square, dy)
-        return da @ fc, None, None, fc_grad.accumulate(fc_start, da, h), dproj
+        dproj = proj_grad.accumulate(proj_part, square, dy)
+        return da @ fc, None, None, fc_grad.accumulate(fc_part, da, h), dproj
 
 
 def mlp(h: Tensor, fc: WeightSlice, proj: WeightSlice, backend: Backend = TORCH_BACKEND) -> Tensor:
     """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d)."""
-    return MLP.apply(h, ((fc.start, fc.grad), (proj.start, proj.grad)), backend, fc.w, proj.w)
+    return MLP.apply(h, ((fc.part, fc.grad), (proj.part, proj.grad)), backend, fc.w, proj.w)
 
 
 class InjectGrad(torch.autograd.Function):
@@ -1909,8 +2043,8 @@ class Rotary:
         self.cos, self.sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
 
 
-# The code between matmuls: pure functions, each compiled by itself. They differ only by a layer's kind, so
-# all layers together take few compilations. Matmuls, FlashAttention and kernels are called uncompiled.
+# The code between kernels: pure functions, each compiled by itself. They differ only by a layer's kind, so
+# all layers together take few compilations. MLPs, FlashAttention and kernels are called uncompiled.
 
 
 def embed_and_smear(
@@ -1949,8 +2083,8 @@ def mix_residual(scales: list[Tensor], tensors: list[Tensor], normed: bool) -> t
 
 
 def qkv_to_heads(
-    qkv: Tensor,
     h: Tensor,
+    weight: Tensor,
     value: Tensor | None,
     ve_gate: Tensor | None,
     cos: Tensor,
@@ -1959,13 +2093,13 @@ def qkv_to_heads(
     paired: bool,
     key_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits a layer's QKV matmul (T, 3d) of its input h (T, d) into q, k, v.
+    """Makes q, k, v of a layer's input h (T, d) and weight (3d, d).
 
     Returns them (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4); value, of value_embeds, (T, d).
     """
     T, d = h.shape
     D = d // heads
-    q, k, v = qkv.view(T, 3, heads, D).unbind(1)
+    q, k, v = F.linear(h, weight).view(T, 3, heads, D).unbind(1)
     # Bounds scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
     q, k = norm(q), norm(k)
     if value is not None:
@@ -1987,12 +2121,15 @@ def qkv_to_heads(
     return q, shift_keys(k) if key_shift else k, v
 
 
-def apply_attn_gate(y: Tensor, h: Tensor, gate: Tensor) -> Tensor:
-    """Multiplies each head of attention's output y (T, H, D) by its gate of h (T, d). Returns (T, d).
+def attention_output(
+    y: Tensor, h: Tensor, gate: Tensor, weight: Tensor, scales: list[Tensor], x: Tensor, inputs: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Gates the heads y (T, H, D) by h (T, d), multiplies by weight^T (d, d), mixes with x and `inputs`.
 
     A head with nothing to say can shut, instead of attending to a first token as a sink (PR 117).
     """
-    return (y * torch.sigmoid(F.linear(h[:, :GATE_DIM], gate))[:, :, None]).flatten(1)
+    gated = y * torch.sigmoid(F.linear(h[:, :GATE_DIM], gate))[:, :, None]
+    return mix_residual(scales, [x, F.linear(gated.flatten(1), weight), *inputs], True)
 
 
 def final_norm(x: Tensor, back: Tensor, backout: Tensor) -> Tensor:
@@ -2066,14 +2203,31 @@ class GPT(nn.Module):
                 self.in_flight.pop(name).wait()
         return getattr(self, name)
 
-    def unbind_bank(
-        self, name: str, rows: int, count: int, grads: dict[str, WeightGrad]
-    ) -> list[WeightSlice]:
-        """Returns the first `count` matrices, of `rows` rows, of a bank."""
-        # One unbind per bank: autograd then assembles its gradient once. Of slices it would sum whole banks.
-        bank = self.weight(name).view(-1, self.cfg.dim)[: count * rows]
-        matrices = bank.view(count, rows, self.cfg.dim).unbind()
-        return [WeightSlice(w, i * rows, grads.get(name, NO_MAIN_GRAD)) for i, w in enumerate(matrices)]
+    def bank_slice(
+        self, name: str, shape: tuple[int, ...], index: tuple, grads: dict[str, WeightGrad]
+    ) -> WeightSlice:
+        """Returns a part of a bank, as bank_part does."""
+        part = partial(bank_part, shape=shape, index=index)
+        return WeightSlice(part(self.weight(name)), part, grads.get(name, NO_MAIN_GRAD))
+
+    def mlp_weights(self, grads: dict[str, WeightGrad]) -> list[WeightSlice]:
+        """Returns the layers' fc and proj matrices (F, d), in turn."""
+        # One unbind: autograd then assembles the bank's gradient once. Of slices it would sum whole banks.
+        shape = (2 * len(self.cfg.layers), self.cfg.mlp_dim, self.cfg.dim)
+        bank, _, grad = self.bank_slice("mlp_bank", shape, (), grads)
+        parts = (partial(bank_part, shape=shape, index=i) for i in range(shape[0]))
+        return [WeightSlice(w, part, grad) for w, part in zip(bank.unbind(), parts)]
+
+    def attention_weights(
+        self, scales: Sequence[Tensor], grads: dict[str, WeightGrad]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Returns the scaled weights, QKV (3d, d) and output (d, d), of each layer with attention."""
+        d, n = self.cfg.dim, len(self.attention_index)
+        qk = self.bank_slice("qk_bank", (n, 2 * d, d), (), grads)
+        v, out = (self.bank_slice("vo_bank", (n, 2, d, d), (slice(n), i), grads) for i in range(2))
+        scale_rows = torch.stack([scales[2 * i + k] for k in range(2) for i in self.attention_index])
+        weights = scaled_weights(scale_rows.view(2, n), qk, v, out, self.backend)
+        return list(zip(*(w.unbind() for w in weights)))
 
     def named_scalars(self) -> dict[str, tuple[Tensor, ...]]:
         """Splits `scalars` by the names of SCALARS into 0-d tensors, layer by layer."""
@@ -2087,16 +2241,17 @@ class GPT(nn.Module):
         self,
         batch: MicroBatch,
         windows: dict[str, int],
-        embeddings: dict[str, Tensor] | None = None,
         grads: dict[str, WeightGrad] | None = None,
+        leaves: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
-        windows: tokens, by name. embeddings: from lookup(). The backward gives the banks' gradients to
-        `grads`, or to autograd where it has no entry.
+        windows: tokens, by name. The backward gives the banks' gradients to `grads`, or to autograd where it
+        has no entry; the tables' to their looked-up rows, if lookup() is to add these to `leaves`.
         """
-        embeddings, grads = embeddings or self.lookup(batch), grads or {}
-        embed, bigram = embeddings["embed"], embeddings["bigram_embed"]
+        grads = grads or {}
+        # Each where it is first used: the tables' gathers end one after the other.
+        bigram, embed = (self.lookup(name, batch, leaves) for name in ("bigram_embed", "embed"))
         sequences = {
             "plain": (batch.cu_seqlens, batch.max_doc_len),
             "paired": (2 * batch.cu_seqlens, 2 * batch.max_doc_len),  # two rows a token
@@ -2106,11 +2261,10 @@ class GPT(nn.Module):
         lambdas = map(self.weight, ("post_lambdas", "resid_lambdas", "x0_lambdas", "bigram_lambdas"))
         post, resid, x0_lambda, bigram_lambda = (t.to(embed.dtype).flatten().unbind() for t in lambdas)
         attn_gates, ve_gates = (self.weight(name).unbind() for name in ("attn_gate_bank", "ve_gate_bank"))
-        n, (smear,), (skip,) = len(self.attention_index), scalars["smear"], scalars["skip"]
+        (smear,), (skip,) = scalars["smear"], scalars["skip"]
         x0, x, h = compiled(embed_and_smear)(embed, bigram, smear, self.smear_gate, bigram_lambda[0])
-        qk = self.unbind_bank("qk_bank", 2 * cfg.dim, n, grads)
-        vo = self.unbind_bank("vo_bank", cfg.dim, 2 * n, grads)
-        values, mlps, saved = embeddings["value_embeds"].unbind(1), None, {}
+        weights = self.attention_weights(scalars["attn_scales"], grads)
+        values, mlps, saved = None, None, {}
         for i, layer in enumerate(cfg.layers):
             if layer.adds:
                 x, h = compiled(add_skip)(x, x0, saved[layer.adds], skip, self.skip_gate)
@@ -2118,19 +2272,19 @@ class GPT(nn.Module):
                 m = self.attention_index[i]
                 value, ve_gate = None, None
                 if layer.value is not None:
+                    values = values or self.lookup("value_embeds", batch, leaves).unbind(1)
                     value, ve_gate = values[layer.value], ve_gates[layer.value]
                 h = h if layer.reads == "stream" else saved["normed back"]
-                scales = scalars["attn_scales"][2 * i : 2 * i + 2]
-                qkv, out = [qk[m], vo[2 * m]], vo[2 * m + 1]
                 seq = (*sequences[layer.attention], windows[layer.window])
-                y = self.attention(i, h, value, ve_gate, qkv, out, scales, attn_gates[m], seq)
-                mix, tensors = [resid[2 * i], post[2 * i], x0_lambda[i]], [x, y, x0]
+                qkv, out = weights[m]
+                y = self.attention(i, h, qkv, seq, value, ve_gate)
+                mix, inputs = [resid[2 * i], post[2 * i], x0_lambda[i]], [x0]
                 if i > 0:  # layer 0's share of the bigram is in x already
                     mix.append(bigram_lambda[i])
-                    tensors.append(bigram)
-                x, h = compiled(mix_residual)(mix, tensors, True)
+                    inputs.append(bigram)
+                x, h = compiled(attention_output)(y, h, attn_gates[m], out, mix, x, inputs)
             # Here, not above: of all gathers the MLPs' ends last.
-            mlps = mlps or self.unbind_bank("mlp_bank", cfg.mlp_dim, 2 * L, grads)
+            mlps = mlps or self.mlp_weights(grads)
             y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1])
             after = cfg.layers[i + 1] if i + 1 < L else None
             read_next = after and not after.adds and (after.reads == "stream" or not after.attention)
@@ -2150,41 +2304,33 @@ class GPT(nn.Module):
         self,
         i: int,
         h: Tensor,
-        value: Tensor | None,
-        ve_gate: Tensor | None,
-        qkv: list[WeightSlice],
-        out: WeightSlice,
-        scales: tuple[Tensor, ...],
-        gate: Tensor,
+        qkv: Tensor,
         seq: tuple[Tensor, int, int],
+        value: Tensor | None = None,
+        ve_gate: Tensor | None = None,
     ) -> Tensor:
-        """Runs layer i's attention on h (T, d), with weights scales[0] * qkv and scales[1] * out.
+        """Runs layer i's attention on h (T, d), with the weight qkv (3d, d). Returns its heads (T, H, D).
 
-        qkv (3d, d), out (d, d); value (T, d); ve_gate and gate (H, GATE_DIM); seq: cu_seqlens, longest
-        document, window.
+        seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
         """
         T, layer, heads, compiled = len(h), self.cfg.layers[i], self.cfg.heads, self.backend.compiled
         paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
-        product = linear(h, scales[0], qkv)
-        q, k, v = compiled(qkv_to_heads)(product, h, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
-        y = self.backend.attention(q, k, v, *seq, self.rotary.scale)
-        y = compiled(apply_attn_gate)(y.view(T, heads, -1), h, gate)
-        return linear(y, scales[1], [out])
+        q, k, v = compiled(qkv_to_heads)(h, qkv, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
+        return self.backend.attention(q, k, v, *seq, self.rotary.scale).view(T, heads, -1)
 
-    def lookup(self, batch: MicroBatch, leaves: bool = False) -> dict[str, Tensor]:
-        """Returns the tables' rows at a micro-batch's positions, by table.
+    def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None = None) -> Tensor:
+        """Returns a table's rows at a micro-batch's positions, (T, d), of value_embeds (T, tables, d).
 
-        They are (T, d), of value_embeds (T, tables, d). leaves=True: the looked-up rows are autograd leaves.
-        leaves=False: autograd builds a dense gradient of the table.
+        They are autograd leaves, and added to `leaves`, if that is given. Else autograd builds a dense
+        gradient of the table.
         """
-        ids, embeddings = {"tokens": batch.inputs, "bigrams": batch.bigrams}, {}
-        for spec in self.cfg.params:
-            if spec.indexed_by:
-                table = self.weight(spec.name)
-                found = F.embedding(ids[spec.indexed_by], (table.detach() if leaves else table).flatten(1))
-                found = found.unflatten(1, table.shape[1:])
-                embeddings[spec.name] = found.requires_grad_() if leaves else found
-        return embeddings
+        table = self.weight(name)
+        ids = batch.inputs if INDEXED_BY[name] == "tokens" else batch.bigrams
+        found = F.embedding(ids, (table if leaves is None else table.detach()).flatten(1))
+        found = found.unflatten(1, table.shape[1:])
+        if leaves is not None:
+            leaves[name] = found.requires_grad_()
+        return found
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
@@ -2205,12 +2351,13 @@ class GPT(nn.Module):
         weights: tuple[float, ...],
         grad: WeightGrad = NO_MAIN_GRAD,
         grad_scale: float = 1.0,
+        converted: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Runs the head's forward and backward at once, `head_chunk` tokens at a time.
 
         x (T, d); targets (T,) int64. Memory holds one chunk's logits and their gradient at a time (a delayed
         matmul keeps the gradients). lm_head's gradient goes to `grad`. `grad_scale`, which `weights` contain
-        already, sets the unit of FP8 gradients.
+        already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call.
 
         Returns the multi-token loss summed over tokens, 0-d, at least fp32; and the roots of the remaining
         backward, tensors with their gradients: x, and one for lm_head if autograd gets its gradient.
@@ -2219,22 +2366,25 @@ class GPT(nn.Module):
         w = self.weight("lm_head")
         with torch.no_grad():
             head_grad = WeightGrad(None, torch.empty_like(w)) if to_autograd else grad
-            dx, loss = torch.empty_like(x), torch.zeros((), dtype=acc_dtype(self.cfg), device=x.device)
-            chunks = self.fp8_head_chunks if self.backend.fp8 else self.head_chunks
-            chunk = chunks(x.detach(), w, weights, grad_scale)
+            dx, losses = torch.empty_like(x), []
+            if self.backend.fp8:
+                converted = [] if converted is None else converted
+                chunk = self.fp8_head_chunks(x.detach(), w, weights, grad_scale, converted)
+            else:
+                chunk = self.head_chunks(x.detach(), w, weights)
             for i in range(0, x.size(0), n):
-                losses, *grad_factors = chunk(
+                part_losses, *grad_factors = chunk(
                     slice(i, i + n), targets[i : i + n + len(weights) - 1], dx[i : i + n]
                 )
-                loss += losses.sum()
-                returned = head_grad.accumulate(0, *grad_factors, first=i == 0)  # type: ignore[misc]
+                losses.append(part_losses)
+                returned = head_grad.accumulate(whole, *grad_factors, first=i == 0)  # type: ignore[misc]
         for_autograd = [head_grad.main_grad if to_autograd else returned]
         backward_roots = [(x, dx)]
         if w.requires_grad and for_autograd[0] is not None:
             backward_roots.append((InjectGrad.apply(w, for_autograd), w.new_ones(())))
-        return loss, backward_roots
+        return torch.cat(losses).sum(), backward_roots
 
-    def head_chunks(self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float) -> Callable:
+    def head_chunks(self, x: Tensor, w: Tensor, weights: tuple[float, ...]) -> Callable:
         """Returns a function of a chunk that writes dx, and returns losses and w's gradient factors."""
 
         def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -2245,7 +2395,7 @@ class GPT(nn.Module):
         return chunk
 
     def fp8_head_chunks(
-        self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float
+        self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float, converted: list[Tensor]
     ) -> Callable:
         """Does the same in FP8 with fixed scales; the function also returns the gradient's scale.
 
@@ -2259,14 +2409,18 @@ class GPT(nn.Module):
         unit = FP8_GRAD * grad_scale
         to_e4m3 = partial(self.backend.compiled(to_fp8), dtype=torch.float8_e4m3fn)
         units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
-        forward_scale, dx_scale, dw_scale = (torch.full((), u, device=x.device) for u in units)
-        x8, w8 = to_e4m3(x, FP8_X), to_e4m3(w, FP8_W)
-        xt8, wt8 = transposed(x8), transposed(w8)
+        forward_scale, dx_scale, dw_scale = (constant(u, x.device) for u in units)
+        x8 = to_e4m3(x, FP8_X)
+        xt8 = transposed(x8)
+        if not converted:
+            converted += [w8 := to_e4m3(w, FP8_W), transposed(w8)]
+        w8, wt8 = converted
 
         def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            logits = fp8_matmul(x8[part], wt8.T, forward_scale, torch.bfloat16, fast=True)
+            logits = x.new_empty(len(dx), w.size(1), dtype=torch.bfloat16)
+            fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
             losses, grad = self.backend.softcap_loss(logits, targets, weights, unit)
-            dx.copy_(fp8_matmul(grad, w8.T, dx_scale, dx.dtype))
+            fp8_matmul(grad, w8.T, dx_scale, dx)
             return losses, xt8[:, part].T, transposed(grad).T, dw_scale
 
         return chunk
@@ -2337,9 +2491,9 @@ def merge_row_grads(shard_grad: Tensor, row_grads: Tensor, plan: SparsePlan) -> 
     row_grads (sum(recv_counts), ...) are added in rank order, to the bits of rank_order_mean. A sender's rows
     are distinct, so no two additions collide.
     """
-    row_ids = plan.recv_row_ids.wait()
+    row_ids, row_grads = plan.recv_row_ids.wait(), row_grads.to(shard_grad.dtype)
     for ids, part in zip(row_ids.split(plan.recv_counts), row_grads.split(plan.recv_counts)):
-        shard_grad.index_add_(0, ids, part.to(shard_grad.dtype))
+        shard_grad.index_add_(0, ids, part)
     # All of it: received rows repeat, and finding the distinct ones costs more.
     return shard_grad.div_(len(plan.recv_counts))
 
@@ -2475,6 +2629,9 @@ class UpdateRule(NamedTuple):
     init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
     update: Callable  # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place
     every_step: bool  # else in steps with plan.do_adam
+    # Takes lists of gradients and Params: the small parameters of a dtype are one vector. state["members"]
+    # (parameters, n) is 1 where each has its numbers, else 0.
+    flat: bool = False
 
 
 def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
@@ -2486,36 +2643,50 @@ def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
 
 
 def adam(
-    p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
+    p: Tensor,
+    grads: list[Tensor],
+    state: dict,
+    specs: list[Param],
+    plan: StepPlan,
+    cfg: Config,
+    backend: Backend,
 ) -> None:
     """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
 
     Weight decay, lr^2 wd p, acts only where it points the way the update goes (cautious decay: Chen et al.
     2025, arXiv:2510.12402).
     """
-    state["steps"] += 1
-    lr, t = learning_rate(cfg.adam_lr, spec, plan), state["steps"]
-    step_size = lr * math.sqrt(1 - spec.betas[1] ** t) / (1 - spec.betas[0] ** t)
-    decay = lr * lr * (cfg.adam_wd * spec.wd_mul)
+    t = state["steps"] = state["steps"] + 1
+    numbers = []
+    for spec in specs:
+        (beta1, beta2), lr = spec.betas, learning_rate(cfg.adam_lr, spec, plan)
+        step_size = backend.scalar(lr * math.sqrt(1 - beta2**t) / (1 - beta1**t))
+        decay = backend.scalar(lr * lr * (cfg.adam_wd * spec.wd_mul))
+        numbers.append((1 - beta1, beta2, 1 - beta2, step_size, decay))
     # As vectors, so that code compiled for any length serves every parameter.
-    tensors = (x.view(-1) for x in (p, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]))
-    numbers = (backend.scalar(step_size), backend.scalar(decay), cfg.adam_eps)
-    backend.compiled(adam_update)(*tensors, spec.betas, *numbers)
+    tensors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
+    grads = [grad.flatten() for grad in grads]
+    backend.compiled(adam_update)(*tensors, grads, numbers, state.get("members"), cfg.adam_eps)
 
 
 def adam_update(
     p: Tensor,
-    grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    betas: tuple[float, float],
-    step_size: float | Tensor,
-    decay: float | Tensor,
+    grads: list[Tensor],
+    numbers: list[tuple],
+    members: Tensor | None,
     eps: float,
 ) -> None:
+    """Updates one parameter; or several, with `members`, each by its own numbers, to the same bits."""
+    grad, spread = grads[0], numbers[0]
+    if members is not None:
+        grad = torch.cat(grads)
+        spread = tuple(sum(x * at for x, at in zip(xs, members)) for xs in zip(*numbers))
+    weight1, beta2, weight2, step_size, decay = spread
     grad = grad.to(exp_avg.dtype)
-    exp_avg.lerp_(grad, 1 - betas[0])
-    exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+    exp_avg.lerp_(grad, weight1)
+    exp_avg_sq.mul_(beta2).addcmul_(weight2 * grad, grad)
     update = step_size * exp_avg / (exp_avg_sq.sqrt() + eps)
     p32 = p.to(exp_avg.dtype)
     p.copy_(p32 - update - decay * p32 * (update * p32 > 0))
@@ -2564,9 +2735,10 @@ def normuon(
     x = polar_express(momentum, dtype_of(cfg.muon_dtype), backend.gram)
     x = backend.compiled(normuon_variance_reduction)(x, state["second_momentum_buffer"], cfg.muon_beta2)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
-    lr = learning_rate(cfg.muon_lr, spec, plan) * shape_mul * state["matrix_lr_mul"]
-    decay = cfg.muon_wd * spec.wd_mul * cfg.muon_lr * plan.lr_mul * lr
-    backend.compiled(muon_update)(p, state.get("mantissa"), x, lr, decay)
+    lr = learning_rate(cfg.muon_lr, spec, plan) * shape_mul
+    decay = cfg.muon_wd * spec.wd_mul * cfg.muon_lr * plan.lr_mul
+    numbers = (backend.scalar(lr), backend.scalar(decay))
+    backend.compiled(muon_update)(p, state.get("mantissa"), x, state["matrix_lr_mul"], *numbers)
 
 
 def nesterov(grad: Tensor, momentum_buffer: Tensor, weight: float | Tensor) -> Tensor:
@@ -2596,11 +2768,22 @@ def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2:
     return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
 
 
-def muon_update(p: Tensor, mantissa: Tensor | None, x: Tensor, lr: Tensor, decay: Tensor) -> None:
-    """p -= lr x + decay p [x p >= 0], exact to fp32 for bf16 p with its `mantissa`; lr, decay (n, 1, 1)."""
+def muon_update(
+    p: Tensor,
+    mantissa: Tensor | None,
+    x: Tensor,
+    lr_mul: Tensor,
+    lr: float | Tensor,
+    decay: float | Tensor,
+) -> None:
+    """p -= r x + decay r p [x p >= 0] with r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
+
+    lr_mul (n, 1, 1).
+    """
+    lr = lr * lr_mul
     p32 = p if mantissa is None else merge_mantissa(p, mantissa)
     x = x.to(p32.dtype)
-    new = p32 - p32 * (x * p32 >= 0) * decay - lr * x
+    new = p32 - p32 * (x * p32 >= 0) * (decay * lr) - lr * x
     if mantissa is None:
         p.copy_(new)
     else:
@@ -2608,7 +2791,7 @@ def muon_update(p: Tensor, mantissa: Tensor | None, x: Tensor, lr: Tensor, decay
 
 
 OPTIMIZERS = {
-    "adam": UpdateRule(adam_init, adam, every_step=False),
+    "adam": UpdateRule(adam_init, adam, every_step=False, flat=True),
     "normuon": UpdateRule(normuon_init, normuon, every_step=True),
 }
 
@@ -2642,7 +2825,6 @@ class Optimizer:
         self.tied_copy = {target: name for name, target in self.tied_target.items()}
         self.is_tied = True
         # By parameter:
-        self.state = {}  # of its update rule
         self.main_grad = {}
         self.weight_grads = {}  # of matmuls' weights, with or without main_grad
         self.shard_grads = {}  # with sparse exchange: this rank's block of the mean gradient, 0 between steps
@@ -2663,8 +2845,33 @@ class Optimizer:
                 self.shard_grads[name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
             elif exchange.world_size > 1 and spec.reduction == "fp32":
                 self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
-            first = exchange.rank * len(shard) if spec.sharded else 0
-            self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
+        # By the first name, in work_order: the names that are updated as one; their shard; its rule's state.
+        self.groups, self.shards, self.state = {}, {}, {}
+        groups = {}
+        for name in cfg.work_order:
+            spec = self.specs[name]
+            small = not (spec.sharded or spec.indexed_by or spec.is_matmul_weight)
+            flat = cfg.flat_adam and small and OPTIMIZERS[spec.optimizer].flat
+            groups.setdefault((spec.optimizer, params[name].dtype) if flat else name, []).append(name)
+        for names in groups.values():
+            self.add_group(sorted(names))
+
+    def add_group(self, names: list[str]) -> None:
+        """Moves the parameters, if several, into one vector, of which they are views; makes the state."""
+        first, members = names[0], [self.params[name] for name in names]
+        spec = self.specs[first]
+        shard = self.shard_of(first, members[0])
+        if len(names) > 1:
+            sizes = [p.numel() for p in members]
+            shard = torch.cat([p.detach().flatten() for p in members])
+            for p, part in zip(members, shard.split(sizes)):
+                p.data = part.view(p.shape)
+        row, dtype = self.exchange.rank * len(shard) if spec.sharded else 0, acc_dtype(self.cfg)
+        state = OPTIMIZERS[spec.optimizer].init(shard, spec, dtype, row)
+        if len(names) > 1:
+            owners = torch.arange(len(names)).repeat_interleave(torch.tensor(sizes))
+            state["members"] = F.one_hot(owners).T.to(shard.device, dtype)
+        self.groups[first], self.shards[first], self.state[first] = names, shard, state
 
     def as_matrices(self, name: str, t: Tensor) -> Tensor:
         """Views a bank, or its gradient, as (matrices, rows, cols); returns other parameters as they are."""
@@ -2691,13 +2898,13 @@ class Optimizer:
         self.sparse_plans = self.exchange.exchange_row_ids(self.sending, self.counts) if self.counts else {}
 
     @torch.no_grad()
-    def accumulate_row_grads(self, embeddings: dict[str, Tensor], index: dict[str, RowIndex]) -> None:
-        """Ends a micro-batch's backward: adds the gradients of looked-up rows to the tables' main_grad."""
+    def accumulate_row_grads(self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex]) -> None:
+        """Ends a micro-batch's backward: adds the looked-up rows' gradients to the tables' main_grad."""
         for grad in self.weight_grads.values():
             grad.end_backward()
         for name, main_grad in self.main_grad.items():
             if kind := self.specs[name].indexed_by:
-                self.backend.segment_sum_rows(main_grad, embeddings[name].grad, index[kind])
+                self.backend.segment_sum_rows(main_grad, leaves[name].grad, index[kind])
 
     def grad_of(self, name: str) -> Tensor:
         grad = self.main_grad.get(name, self.params[name].grad)
@@ -2761,18 +2968,19 @@ class Optimizer:
         Mean gradients exist only here, each rank's block of them.
         """
         self.finish_gathers()
-        for name in self.cfg.work_order:
+        for name, names in self.groups.items():
             if name not in pending:
                 continue
-            spec, shard = self.specs[name], self.shard_of(name, self.params[name])
-            grad = pending[name].wait()
-            OPTIMIZERS[spec.optimizer].update(
-                shard, grad, self.state[name], spec, plan, self.cfg, self.backend
-            )
-            self.zero_grad_of(name)
+            grads, specs = [pending[name].wait() for name in names], [self.specs[name] for name in names]
+            rule, state = OPTIMIZERS[specs[0].optimizer], self.state[name]
+            grad, spec = (grads, specs) if rule.flat else (grads[0], specs[0])
+            rule.update(self.shards[name], grad, state, spec, plan, self.cfg, self.backend)
+            for member in names:
+                self.zero_grad_of(member)
             if name in self.shard_grads:
-                grad.index_fill_(0, self.sparse_plans[spec.indexed_by].recv_row_ids.result.long(), 0)
-            if spec.sharded:
+                row_ids = self.sparse_plans[specs[0].indexed_by].recv_row_ids.result
+                grads[0].index_fill_(0, row_ids.long(), 0)
+            if specs[0].sharded:
                 self.in_flight[name] = self.gather(name)
         if self.is_tied:
             for name, target in self.tied_target.items():
@@ -2844,23 +3052,25 @@ def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> dict:
     model.rotary.use_stage(plan.stage)
     model.in_flight = optimizer.in_flight
     weights, losses = tuple(weight / len(micro_batches) for weight in plan.mtp), []
-    grads, head_grad = optimizer.weight_grads, optimizer.weight_grads["lm_head"]
+    grads, head_grad, fp8_head = optimizer.weight_grads, optimizer.weight_grads["lm_head"], []
     for i, micro_batch in enumerate(micro_batches):
         micro_batch, last = micro_batch.to(model.device), i == len(micro_batches) - 1
         if last:
             optimizer.exchange_counts(plan, micro_batch.touched)
-        embeddings = model.lookup(micro_batch, leaves=model.cfg.main_grad)
-        x = model.hidden_states(micro_batch, plan.windows, embeddings, grads)
+        leaves = {} if model.cfg.main_grad else None
+        x = model.hidden_states(micro_batch, plan.windows, grads, leaves)
         head_grad.delay = last and model.cfg.delay_head_grad
         scale = 1 / len(micro_batches)
-        loss, backward_roots = model.head_loss_and_grad(x, micro_batch.targets, weights, head_grad, scale)
+        loss, backward_roots = model.head_loss_and_grad(
+            x, micro_batch.targets, weights, head_grad, scale, fp8_head
+        )
         if last:
             optimizer.exchange_row_ids()
         torch.autograd.backward(*zip(*backward_roots))  # type: ignore[arg-type]
-        optimizer.accumulate_row_grads(embeddings, micro_batch.index)
+        optimizer.accumulate_row_grads(leaves, micro_batch.index)
         losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.mtp)))
     optimizer.step(plan)
-    return {"train_loss": sum(losses)}  # mean loss of this rank's predictions
+    return {"train_loss": sum(losses[1:], losses[0])}  # mean loss of this rank's predictions
 
 
 def validate(model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int]) -> float:
@@ -2921,13 +3131,7 @@ def config_diff(a: dict, b: dict) -> str:
     """Names the first three differences of two JSON objects, with both values; "" if there are none."""
     a, b = flatten(a), flatten(b)
     changed = [f"{key} ({a.get(key)}, {b.get(key)})" for key in a | b if a.get(key) != b.get(key)]
-    return "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
-
-
-def nearest(fits: Callable[[int], bool], n: int) -> str:
-    """Names up to three numbers near n that fit."""
-    found = sorted((k for k in range(1, min(4 * n + 9, 5000)) if fits(k)), key=lambda k: (abs(k - n), k))[:3]
-    return " or ".join(map(str, sorted(found))) or "none"
+    return "; ".join(changed[:3])
 
 
 def check_config(cfg: Config, world_size: int) -> None:
@@ -2939,12 +3143,9 @@ def check_config(cfg: Config, world_size: int) -> None:
 
 def config_rules(cfg: Config, world_size: int):
     """Yields (whether a rule is broken, message). Later rules may assume that earlier ones hold."""
-    names = list(param_shapes(cfg, 1))
-    for what, order in {
-        "parameter table": [spec.name for spec in cfg.params],
-        "work_order": cfg.work_order,
-    }.items():
-        wrong = sorted({name for name in [*names, *order] if name not in names or order.count(name) != 1})
+    names, n = list(param_shapes(cfg, 1)), world_size
+    for what, order in ("parameter table", [p.name for p in cfg.params]), ("work_order", cfg.work_order):
+        wrong = sorted(name for name in {*names, *order} if order.count(name) != names.count(name))
         yield wrong, f"{what}: {', '.join(wrong)}: it must name each parameter exactly once"
     floats = ("bfloat16", "float32", "float64")
     choices = {
@@ -2972,12 +3173,11 @@ def config_rules(cfg: Config, world_size: int):
         column = parts[0] if len(parts) < 3 else f"{parts[0]}.{parts[2]}"
         allowed = choices.get(column, [value])
         hint = ", or add it to windows of every stage and to val_windows" if column == "layers.window" else ""
-        yield (
-            value not in allowed,
-            f"{path}={value}: use {', '.join(str(a) or 'nothing' for a in allowed)}{hint}",
-        )
+        use = ", ".join(str(a) or "nothing" for a in allowed)
+        yield value not in allowed, f"{path}={value}: use {use}{hint}"
         least = 1 if type(value) is int and column not in may_be_0 else 0
-        yield isinstance(value, (int, float)) and value < least, f"{path}={value} must be at least {least}"
+        outside = isinstance(value, (int, float)) and not least <= value < math.inf
+        yield outside, f"{path}={value} must be finite, and at least {least}"
     for column, role in (("saves", "skip"), ("saves", "back"), ("adds", "skip")):
         count = sum(getattr(layer, column) == role for layer in cfg.layers)
         yield count != 1, f'layer table: exactly one layer must have {column}="{role}"'
@@ -2985,21 +3185,22 @@ def config_rules(cfg: Config, world_size: int):
         saved = {"stream", None, *(above.saves for above in cfg.layers[:i])}
         for used in (layer.adds, layer.reads if layer.attention else None):
             yield used not in saved, f"layers.{i} uses {used}, which no layer above it saves"
-        misplaced = layer.value is not None and not layer.attention
-        yield misplaced, f"layers.{i} has a value table, but no attention"
-        misplaced = layer.key_shift and layer.attention != "plain"
-        yield misplaced, f"layers.{i}.key_shift: only plain attention shifts keys"
+        useless = layer.value is not None and not layer.attention
+        yield useless, f"layers.{i} has a value table, but no attention"
+        useless = layer.key_shift and layer.attention != "plain"
+        yield useless, f"layers.{i}.key_shift: only plain attention shifts keys"
     tables = [layer.value for layer in cfg.layers if layer.value is not None]
     misnumbered = sorted(tables) != list(range(len(tables)))
     yield misnumbered, f"layer table: value tables are {tables}; number them 0, 1, ... and use each once"
-    odd = cfg.heads % 2 or cfg.head_dim % 4 or cfg.dim < GATE_DIM
     shape = f"heads={cfg.heads} must be even, head_dim={cfg.head_dim} a multiple of 4"
+    odd = cfg.heads % 2 or cfg.head_dim % 4 or cfg.dim < GATE_DIM
     yield odd, f"{shape}, their product at least {GATE_DIM}"
     vocab = f"bos_id={cfg.bos_id} < vocab_size={cfg.vocab_size} <= padded_vocab={cfg.padded_vocab}"
     yield not cfg.bos_id < cfg.vocab_size <= cfg.padded_vocab, f"{vocab} must hold"
-    bigrams = cfg.bigram_vocab_size
-    allowed = f"2 to {2**31 - 1}, rows are numbered in int32"
-    yield not 2 <= bigrams < 2**31, f"bigram_vocab_size={bigrams}: use {allowed}"
+    rows = cfg.bigram_vocab_size
+    yield not 2 <= rows < 2**31, f"bigram_vocab_size={rows}: use 2 to 2147483647, rows are numbered in int32"
+    count, shapes = num_microbatches(cfg, n), param_shapes(cfg, n)
+    yield count % n, f"{n} processes cannot share {count} micro-batches; change one of these numbers"
     for i, stage in enumerate(cfg.stages):
         differ = ", ".join(sorted(set(stage.windows) ^ set(cfg.val_windows)))
         yield differ, f"stages.{i}.windows and val_windows differ in {differ}: name the same windows"
@@ -3007,63 +3208,25 @@ def config_rules(cfg: Config, world_size: int):
         yield unknown, f"stages.{i}.param_lr_mul: unknown {unknown}; use names of the parameter table"
         uneven = not stage.mtp_start or len(stage.mtp_start) != len(stage.mtp_end)
         yield uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights, at least one"
-    sizes = [stage.batch_tokens for stage in cfg.stages]
-    near = nearest(lambda n: math.gcd(*sizes) % n == 0, cfg.microbatches)
-    batches = ", ".join(map(str, sizes))
-    problem = f"microbatches={cfg.microbatches} does not divide all batches, of {batches} tokens"
-    yield math.gcd(*sizes) % cfg.microbatches, f"{problem}; use {near}, or change stages.*.batch_tokens"
+        rest, what = stage.batch_tokens % count, f"{stage.batch_tokens} tokens of a batch"
+        yield rest, f"stages.{i}: {what} do not divide into {count} micro-batches, at least one a process"
     for spec in cfg.params:
-        is_scalar = spec.name.endswith(("lambdas", "scalars"))
-        for invalid, problem in (
-            (
-                spec.optimizer == "adam" and (len(spec.betas) != 2 or max(spec.betas) >= 1),
-                f"betas={spec.betas}: Adam takes two below 1",
-            ),
-            (
-                spec.optimizer == "normuon" and spec.name not in BANKS,
-                "optimizer=normuon: only for banks of matrices",
-            ),
-            (spec.exchange == "sparse" and not spec.indexed_by, "exchange=sparse: only for tables"),
-            (
-                spec.indexed_by and OPTIMIZERS[spec.optimizer].every_step,
-                f"optimizer={spec.optimizer}: tables update in steps with do_adam only",
-            ),
-            (spec.dtype == "float32" and not is_scalar, "dtype=float32: only for lambdas and scalars"),
-        ):
-            yield invalid, f"params.{spec.name}.{problem}"
-
-    def misfit(n: int) -> str:
-        """Says what n ranks cannot share; "" if they can share all."""
-        count, shapes = num_microbatches(cfg, n), param_shapes(cfg, n)
-        remainders = {f"{count} micro-batches by {n}": count % n}
-        remainders |= {f"{size} tokens of a batch by {count} micro-batches": size % count for size in sizes}
-        tables = [spec.name for spec in cfg.params if spec.sharded and spec.name not in BANKS]
-        remainders |= {f"{shapes[name][0]} rows of {name} by {n}": shapes[name][0] % n for name in tables}
-        return next((what for what, remainder in remainders.items() if remainder), "")
-
-    why = misfit(world_size)
-    near = nearest(lambda n: not misfit(n), world_size) if why else ""
-    yield why, f"{world_size} processes cannot divide {why}; start torchrun with --nproc_per_node={near}"
+        at, rows = f"params.{spec.name}", shapes[spec.name][0]
+        bad_betas = spec.optimizer == "adam" and (len(spec.betas) != 2 or max(spec.betas) >= 1)
+        yield bad_betas, f"{at}.betas={spec.betas}: Adam takes two below 1"
+        no_bank = spec.optimizer == "normuon" and spec.name not in BANKS
+        yield no_bank, f"{at}.optimizer=normuon: only for banks of matrices"
+        yield spec.exchange == "sparse" and not spec.indexed_by, f"{at}.exchange=sparse: only for tables"
+        too_often = spec.indexed_by and OPTIMIZERS[spec.optimizer].every_step
+        yield too_often, f"{at}.optimizer={spec.optimizer}: tables update in steps with do_adam only"
+        no_scalar = not spec.name.endswith(("lambdas", "scalars"))
+        yield spec.dtype == "float32" and no_scalar, f"{at}.dtype=float32: only for lambdas and scalars"
+        rest = spec.sharded and spec.name not in BANKS and rows % n
+        yield rest, f"{n} processes cannot share {rows} rows of {spec.name}; change one of these numbers"
 
 
 def config_json(cfg: Config, **more) -> str:
     return json.dumps(dataclasses.asdict(cfg) | more)
-
-
-def config_from_dict(values: dict, kind=Config):
-    """Inverts dataclasses.asdict after JSON. Raises UserError if a field is unknown or missing."""
-    hints = typing.get_type_hints(kind)
-    if wrong := sorted(hints.keys() ^ values.keys()):
-        raise UserError(
-            f"a saved {kind.__name__} and this script's differ in {', '.join(wrong)}; use its own script"
-        )
-
-    def value(hint, v):
-        if typing.get_origin(hint) is tuple:
-            return tuple(value(typing.get_args(hint)[0], x) for x in v)
-        return config_from_dict(v, hint) if dataclasses.is_dataclass(hint) else v
-
-    return kind(**{name: value(hint, values[name]) for name, hint in hints.items()})
 
 
 def save_model(path: str, model: GPT) -> None:
@@ -3183,18 +3346,16 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
             shutil.rmtree(left)
         partial_path.mkdir(parents=True)
 
+    state = training_state(model, optimizer) | {"rank": exchange.rank}
+
     def write_shard() -> None:
-        state = training_state(model, optimizer) | {"rank": exchange.rank}
         for name in optimizer.params:
             if not state["model"][name].isfinite().all():
                 raise UserError(
                     f"{name} is not finite after step {meta['step']}, which was not saved; lower the "
                     "learning rate that was raised last"
                 )
-        try:
-            write_file(f"rank{exchange.rank}.pt", partial(torch.save, state))
-        except RuntimeError as e:  # torch.save raises it when the disk is full
-            raise OSError(first_line(e)) from None
+        write_file(f"rank{exchange.rank}.pt", partial(torch.save, state))
 
     def finish() -> None:
         write_file("meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
@@ -3203,17 +3364,11 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
         for path in earlier:
             shutil.rmtree(path.rename(path.with_suffix(".partial")))
 
-    def disk_errors(part: Callable) -> None:
-        try:
-            part()
-        except OSError as e:
-            raise UserError(
-                f"cannot write the checkpoint {final}: {first_line(e)}; make room, in a folder that all "
-                "machines see, and go on from the one before with --resume"
-            ) from None
-
+    fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
+    # torch.save raises RuntimeError when the disk is full.
+    guard = explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError)
     for part, takes_part in ((begin, is_master), (write_shard, True), (finish, is_master)):
-        exchange.run_on_all_ranks(disk_errors, part if takes_part else lambda: None)
+        exchange.run_on_all_ranks(guard(part) if takes_part else lambda: None)
 
 
 # ============================================================================================================
@@ -3328,13 +3483,9 @@ def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
     """Returns a profiler of steps first .. first + 3 that writes to `path`; it counts calls of step()."""
 
     def write(profiler) -> None:
-        try:
+        with explain(f"cannot write the trace {path}", "make room, or omit --profile", OSError, RuntimeError):
             profiler.export_chrome_trace(str(path))
-            log.print0(f"trace: {path}; writing it was on the clock", file=False)
-        except (OSError, RuntimeError) as e:
-            raise UserError(
-                f"cannot write the trace {path}: {first_line(e)}; make room, or omit --profile"
-            ) from None
+        log.print0(f"trace: {path}; writing it was on the clock", file=False)
 
     schedule = torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
@@ -3468,11 +3619,9 @@ def run(args: argparse.Namespace, script: str) -> None:
     if not env.is_master:
         return
     if args.save:
-        try:
+        done = f"the run itself is complete, its log is {log.path}"
+        with explain(f"--save {args.save}", done, OSError, RuntimeError):
             save_model(args.save, model)
-        except (OSError, RuntimeError) as e:
-            done = f"the run itself is complete, its log is {log.path}"
-            raise UserError(f"--save {args.save}: {first_line(e)}; {done}") from None
     checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
     with contextlib.suppress(OSError):
         checkpoint = checkpoint.rename(checkpoint.with_suffix(".partial"))
@@ -3532,7 +3681,9 @@ def train(
         optimizer.gather_all()
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
     scalars, clock = AsyncScalars(), Clock(env.device, train_ms)
-    gc.collect()  # what building and warm-up left behind is not collected on the clock
+    gc.collect()  # what building and warm-up left behind is not collected on the clock,
+    gc.freeze()  # nor searched again
+    atexit.register(gc.unfreeze)  # if this fails: some libraries report what they find frozen as leaks
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     profiler = trace() if trace else None
@@ -3578,6 +3729,7 @@ def train(
             log.print0(f"checkpoint: after step {n}", console=False)
             clock.start()
     loader.close()
+    gc.unfreeze()
 
     log.print0(peak_memory(env.device))
     summary = {

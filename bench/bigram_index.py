@@ -69,9 +69,9 @@ def time_ours(tokens: np.ndarray, touched_mask: dict[str, np.ndarray]) -> tuple[
     tg.bigram_index(tokens, len(touched_mask["bigrams"]), bigrams)
     times.append(time.perf_counter())
     for kind, ids in (("bigrams", bigrams), ("tokens", tokens)):
-        indices.append(tg.index_rows(ids, touched_mask[kind], False))
+        indices.append(tg.index_rows(ids, touched_mask[kind]))
         times.append(time.perf_counter())
-        tg.touched_rows(touched_mask[kind], 8, False)
+        tg.touched_rows(touched_mask[kind], 8)
         touched_mask[kind][:] = False
         times.append(time.perf_counter())
     return intervals(times), indices[0]

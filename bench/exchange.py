@@ -45,9 +45,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bigram_index import word_pieces
-
 import train_gpt as tg
+from bigram_index import word_pieces
 from tokenize_text import shard_header
 
 CFG = replace(tg.RECORD, max_docs=4096)  # the corpus has more documents in a micro-batch than FineWeb

@@ -145,23 +145,23 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.shapes, self.moved = shapes, Counter()
         self.weights = {p.untyped_storage().data_ptr() for p in parameters}
-        self.scaled, self.original_scaled_weight = [], tg.scaled_weight
+        self.scaled, self.original_scaled_weights = [], tg.scaled_weights
 
-    def scaled_weight(self, *args) -> Tensor:
+    def scaled_weights(self, *args) -> tuple[Tensor, Tensor]:
         with torch._C._DisableTorchDispatch():
-            made = self.original_scaled_weight(*args)
-        self.scaled.append(made)  # kept alive, so that no other tensor gets its address
-        self.weights.add(made.untyped_storage().data_ptr())
+            made = self.original_scaled_weights(*args)
+        self.scaled += made  # kept alive, so that no other tensor gets their addresses
+        self.weights |= {t.untyped_storage().data_ptr() for t in made}
         return made
 
     def run(self, function: Callable, *args) -> Any:
         """Returns function(*args), and counts what it moves."""
-        setattr(tg, "scaled_weight", self.scaled_weight)
+        setattr(tg, "scaled_weights", self.scaled_weights)
         try:
             with self:
                 return function(*args)
         finally:
-            setattr(tg, "scaled_weight", self.original_scaled_weight)
+            setattr(tg, "scaled_weights", self.original_scaled_weights)
             self.weights -= {t.untyped_storage().data_ptr() for t in self.scaled}
             self.scaled.clear()
 

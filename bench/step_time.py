@@ -13,6 +13,8 @@ Times each stage's steps in one process, synchronizing with the device before an
 
     pair      two successive steps, an Adam period: NorMuon updates after both, Adam after the second
     ms        half a pair: median over pairs, with quartiles; "first", "second": medians of a pair's steps
+    host      median ms until train_step has returned, while the GPU may still compute. Close to ms: the
+              GPU waits for launches. On a CPU it is ms
     wait      median ms of waiting for the prefetched batch; not in ms
     tokens/s  tokens of this process / ms
     keys      keys that a query sees, in its window and document: mean over batches and attention layers
@@ -30,7 +32,7 @@ Times each stage's steps in one process, synchronizing with the device before an
 
 A stage repeats its own steps. From the third stage on embed and lm_head are untied, as after the untie step.
 Each line starts from initial weights. Without --data and shards in the preset's folder, tokens are synthetic:
-probabilities as 1/rank, document lengths log-normal with median 400 and sigma 1.05 (mean 694), like web text.
+those of data/synthetic.py, with the frequencies and document lengths of web text.
 
 --kernels times each kernel that the config names, and FlashAttention forward and backward, against plain
 torch, interleaved; medians of 20. TFLOP/s are the kernel's, for plain torch's products: gram does half of
@@ -60,12 +62,16 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import train_gpt as tg
+from synthetic import draw_documents
 from tokenize_text import shard_header
 
 SETUPS = {"one GPU": 1, "one rank of 8": 8}  # world sizes
-MEDIAN_LENGTH, SIGMA = 400, 1.05  # of synthetic documents
-LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>8} {:>6} {:>9} {:>6} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
-COLUMNS = "variant,tokens,ms,quartiles,first,second,wait,tokens/s,keys,MFLOP,MFU,MiB,first s,ratio,quartiles"
+LINE = (
+    "{:<7} {:>7} {:>8} {:>17} {:>8} {:>8} {:>8} {:>6} {:>9} {:>6} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
+)
+COLUMNS = (
+    "variant,tokens,ms,quartiles,first,second,host,wait,tokens/s,keys,MFLOP,MFU,MiB,first s,ratio,quartiles"
+)
 HEAD = LINE(*COLUMNS.split(","))
 KERNEL_LINE = "{:<18} {:<40} {:>9} {:>9} {:>7} {:>8} {:<7}".format
 
@@ -190,7 +196,8 @@ class Training:
 
     def reset(self) -> None:
         """Drops all measurements."""
-        self.ms, self.waits, self.keys, self.tokens, self.peak, self.losses = [], [], [], 0, 0, []
+        self.ms, self.host, self.waits, self.keys, self.losses = [], [], [], [], []
+        self.tokens, self.peak = 0, 0
 
     def validate(self) -> None:
         """Runs a validation forward, on training tokens."""
@@ -223,6 +230,7 @@ class Training:
         self.synchronize()
         ready = time.perf_counter()
         scalars = tg.train_step(self.model, self.optimizer, batch)
+        self.host.append(1000 * (time.perf_counter() - ready))
         self.synchronize()
         self.ms.append(1000 * (time.perf_counter() - ready))
         self.waits.append(1000 * (ready - began))
@@ -254,7 +262,7 @@ class Training:
         if self is not base:
             down, middle, up = np.quantile(self.pairs() / base.pairs(), (0.25, 0.5, 0.75))
             ratio = f"{middle:.3f}", f"{down:.3f}..{up:.3f}"
-        medians = (f"{median(times):.2f}" for times in (self.ms[::2], self.ms[1::2], self.waits))
+        medians = (f"{median(times):.2f}" for times in (self.ms[::2], self.ms[1::2], self.host, self.waits))
         line = LINE(
             self.variant.name,
             tokens,
@@ -418,6 +426,16 @@ def stage_cases(
         yield KernelCase("softcap_loss", f"{n} x {V}, {K} targets, {out_dtype}", run, nbytes=nbytes)
     del logits
 
+    layers = sum(layer.attention is not None for layer in cfg.layers)
+    product, w, out = (rand(layers, rows * d, d) for rows in (3, 2, 2))
+    dots, scales = torch.empty(layers, 4 * d, dtype=tg.acc_dtype(cfg), device=device), rand(layers)
+    tensors = out, dots[:, : 2 * d], product[:, : 2 * d], scales, w
+    for overwrite, moved in ((True, 3), (False, 4)):
+        shapes = f"{layers} x {2 * d} x {d}, {'overwrites' if overwrite else 'adds'}"
+        run = call_operation("scaled_grad", *tensors, overwrite)
+        yield KernelCase("scaled_grad", shapes, run, nbytes=moved * w.nbytes)
+    del product, w, out, tensors
+
     for spec in cfg.params:
         if spec.name in ("value_embeds", "bigram_embed"):
             shape, index = tg.param_shapes(cfg, 1)[spec.name], batch.index[spec.indexed_by]
@@ -491,22 +509,20 @@ def time_kernels(variant: Variant, stages: list[int], paths: list[Path], device:
 
 def synthetic_shard(folder: str, cfg: tg.Config, stages: list[int], steps: int) -> tuple[list[Path], str]:
     """Writes random tokens, enough for `steps` steps of each stage. Returns the paths and a summary."""
-    rng, words, cut = np.random.default_rng(0), cfg.bos_id, min(cfg.stages[s].max_doc_len for s in stages)
+    cut = min(cfg.stages[s].max_doc_len for s in stages)
     microbatches = max(8, cfg.microbatches)
     # Every micro-batch may drop the rest of a document.
     largest = max(cfg.stages[s].batch_tokens + microbatches * cfg.stages[s].max_doc_len for s in stages)
-    need, parts = largest * steps + cfg.val_slice_tokens, []
-    while sum(np.minimum(part, cut).sum() for part in parts) <= need:
-        parts.append(np.maximum(2, rng.lognormal(math.log(MEDIAN_LENGTH), SIGMA, 512)).astype(np.int64))
-    lengths = np.concatenate(parts)
-    cumulative = np.cumsum(1 / np.arange(1, words + 1))
-    uniform = cumulative[-1] * rng.random(lengths.sum())
-    tokens = np.searchsorted(cumulative, uniform, side="right").clip(max=words - 1)
-    tokens[np.cumsum(lengths) - lengths] = cfg.bos_id
-    header = shard_header(len(tokens), cfg.vocab_size, cfg.bos_id)
+    need, parts, documents = largest * steps + cfg.val_slice_tokens, [], 0
+    for tokens, lengths in draw_documents(cfg.bos_id, seed=0):
+        parts.append(tokens)
+        need, documents = need - np.minimum(lengths, cut).sum(), documents + len(lengths)
+        if need < 0:
+            break
+    tokens = np.concatenate(parts)
     path = Path(folder, "synthetic_train_000000.bin")
-    path.write_bytes(header + tokens.astype("<u2").tobytes())
-    return [path], f"data: {len(tokens):,} synthetic tokens in {len(lengths):,} documents"
+    path.write_bytes(shard_header(len(tokens), cfg.vocab_size, cfg.bos_id) + tokens.astype("<u2").tobytes())
+    return [path], f"data: {len(tokens):,} synthetic tokens in {documents:,} documents"
 
 
 def make_variants(args: argparse.Namespace, device: torch.device) -> list[Variant]:

@@ -6,7 +6,7 @@
 Shards of 100M tokens (200 MB) come from the Hugging Face dataset kjj0/fineweb10B-gpt2, which has 103 for
 training. The `record` preset needs 9, the default. Complete shards are not downloaded again, and partial
 downloads continue. A download is named NAME.<checksum>.tmp until its SHA-256, header, size and tokens are
-verified.
+verified. data/synthetic.py makes shards without a network, to time and try out the preset.
 """
 
 import argparse
@@ -35,6 +35,10 @@ except ValueError as error:  # huggingface_hub reads its settings when it is imp
 DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
 VOCAB_SIZE = 50257
 MAX_PARALLEL = 4
+WITHOUT_NETWORK = (
+    "fineweb.py: without it: 'python data/synthetic.py data/synthetic' makes tokens without meaning, for "
+    "timing and trying out; './run.sh --data data/synthetic' trains on them"
+)
 # The hub's own errors are OSErrors. Those of its HTTP client, which depends on its version, are not.
 ERRORS: tuple[type[BaseException], ...] = (UserError, OSError, *HfHubHTTPError.__bases__)
 
@@ -116,9 +120,10 @@ def fetch(out: Path, name: str) -> None:
     tqdm.write(f"{name}: downloaded")
 
 
-def stop(message: str, status: int) -> None:
+def stop(status: int, message: str, *more: str) -> None:
     """Ends the process at once: sys.exit would wait for the other downloads. Partial files stay anyway."""
-    tqdm.write(f"fineweb.py: {message} Start it again: it continues where it stopped.", file=sys.stderr)
+    lines = f"fineweb.py: {message} Start it again: it continues where it stopped.", *more
+    tqdm.write("\n".join(lines), file=sys.stderr)
     sys.stderr.flush()
     os._exit(status)
 
@@ -153,10 +158,10 @@ def main(argv: list[str] | None = None) -> None:
         for shard in as_completed([pool.submit(fetch, args.out, name) for name in names[1:]]):
             shard.result()
     except KeyboardInterrupt:
-        stop("interrupted.", 130)
+        stop(130, "interrupted.")
     except ERRORS as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        stop(f"cannot get {DATASET}: {reason}.", 1)
+        stop(1, f"cannot get {DATASET}: {reason}.", WITHOUT_NETWORK)
     print(f"{args.out.name}: validation shard and {args.shards} training shards are there")
 
 

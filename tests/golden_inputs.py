@@ -129,15 +129,15 @@ def tiny_batch(rank=0):
     tokens = (31 * j * j + 7 * j) % 500
     starts = [0, 4, 57] if rank == 0 else [0, 52, 55]
     tokens[starts] = 511
-    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, 2560, False)
+    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, 2560)
 
 
-def backward(model, batch, plan, embeddings=None, grads=None):
+def backward(model, batch, plan, grads=None, leaves=None):
     """Runs a micro-batch forward and backward; returns its loss, summed over tokens.
 
     Without `grads`, autograd gets every gradient.
     """
-    x = model.hidden_states(batch, plan.windows, embeddings, grads)
+    x = model.hidden_states(batch, plan.windows, grads, leaves)
     head_grad = (grads or {}).get("lm_head", tg.NO_MAIN_GRAD)
     loss, backward_roots = model.head_loss_and_grad(x, batch.targets, plan.mtp, head_grad)
     torch.autograd.backward(*zip(*backward_roots))

@@ -34,10 +34,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "bench")]
 
-from step_time import SingleRankExchange
-
 import train_gpt as tg
 from golden_inputs import random_documents, write_shard
+from step_time import SingleRankExchange
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 H100 = types.SimpleNamespace(

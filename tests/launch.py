@@ -5,6 +5,7 @@ status. The processes are forks of one that has torch loaded, so a start takes a
 happens in one rank, at a given call of a given function.
 """
 
+import contextlib
 import errno
 import functools
 import io
@@ -77,7 +78,8 @@ def _rank(folder, arguments, environment, output, fault):
     if fault:
         fault()
     status = tg.main(arguments)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(status)
 
 

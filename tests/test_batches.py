@@ -63,7 +63,7 @@ def test_index(rows, distribution):
     for T in (1, 2, 37, 900):
         row_ids = random_row_ids(distribution, rows, T, rng)
         touched_mask = np.zeros(rows, dtype=bool)
-        index = tg.index_rows(row_ids, touched_mask, False)
+        index = tg.index_rows(row_ids, touched_mask)
         check_index(index, row_ids, set())
         assert touched_mask.nonzero()[0].tolist() == sorted(set(row_ids.tolist()))
 
@@ -77,7 +77,7 @@ def test_first_touch(rows):
         if i % 5 == 4:
             touched_mask[:], seen = False, set()
         row_ids = random_row_ids("skewed", rows, int(rng.integers(1, 200)), rng)
-        check_index(tg.index_rows(row_ids, touched_mask, False), row_ids, seen)
+        check_index(tg.index_rows(row_ids, touched_mask), row_ids, seen)
         seen |= set(row_ids.tolist())
         assert set(touched_mask.nonzero()[0].tolist()) == seen
 
@@ -99,7 +99,7 @@ def test_touched_rows(world_size):
         row_ids = sorted(map(int, row_ids))
         touched_mask = np.zeros(rows, dtype=bool)
         touched_mask[row_ids] = True
-        touched = tg.touched_rows(touched_mask, world_size, False)
+        touched = tg.touched_rows(touched_mask, world_size)
         assert touched.row_ids.dtype == torch.int32 and touched.row_ids.tolist() == row_ids, case
         counts = [sum(row // shard == rank for row in row_ids) for rank in range(world_size)]
         assert touched.counts_per_rank == counts, case
@@ -235,7 +235,7 @@ def test_all_tensors_are_copied_asynchronously(folder, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "to", recording_to)
     moved = micro_batch.to(torch.device("meta"))
-    assert log == 14 * [{"non_blocking": True}]
+    assert log == [{"non_blocking": True}]
     assert [(t.shape, t.dtype) for t in tensors_of(moved)] == [
         (t.shape, t.dtype) for t in tensors_of(micro_batch)
     ]
@@ -387,7 +387,7 @@ def indices_and_grads(shape, dtype):
         touched_mask = np.zeros(shape[0], dtype=bool)
         for distribution, T in (("one", 60), ("skewed", 90), ("uniform", 90), ("uniform", 1)):
             row_ids = random_row_ids(distribution, shape[0], T, rng)
-            index = tg.index_rows(row_ids, touched_mask, False)
+            index = tg.index_rows(row_ids, touched_mask)
             yield index, cancelling_numbers((T, *shape[1:]), dtype, g)
 
 
@@ -449,7 +449,7 @@ def test_segment_sum_rows_of_a_strided_gradient():
     g = torch.Generator().manual_seed(7)
     grad = cancelling_numbers((5, 40, 6), torch.float32, g).transpose(0, 1)
     row_ids = random_row_ids("skewed", 20, 40, np.random.default_rng(8))
-    index = tg.index_rows(row_ids, np.zeros(20, dtype=bool), False)
+    index = tg.index_rows(row_ids, np.zeros(20, dtype=bool))
     out = torch.zeros(20, 5, 6)
     want = naive_sums(out, grad, index)
     tg.segment_sum_rows(out, grad, index)

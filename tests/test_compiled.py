@@ -115,7 +115,8 @@ def test_updates_in_generated_code(compiled):
             rule = tg.OPTIMIZERS[row.optimizer]
             state = rule.init(p, row, torch.float32, 0)
             for t, plan in enumerate(plans, 1):
-                rule.update(p, grad * t, state, row, plan, cfg, backend)
+                factors = ([grad * t], state, [row]) if rule.flat else (grad * t, state, row)
+                rule.update(p, *factors, plan, cfg, backend)
             results[-1] += [p.float(), *(t for t in state.values() if isinstance(t, torch.Tensor))]
     for plain, generated in zip(*results):
         assert (generated - plain).norm() <= 1e-5 * plain.norm() and plain.any()
@@ -129,7 +130,7 @@ def test_mantissas_in_generated_code(compiled):
     lr = torch.tensor([[[0.02]], [[0.04]]])
     for backend in (tg.TORCH_BACKEND, compiled(tg.RECORD)):
         p, mantissa = high.clone(), low.clone()
-        backend.compiled(tg.muon_update)(p, mantissa, x, lr, 0.1 * lr)
+        backend.compiled(tg.muon_update)(p, mantissa, x, lr, torch.tensor(1.0), torch.tensor(0.1))
         assert not torch.equal(p, high)
         results.append(tg.merge_mantissa(p, mantissa))
     plain, generated = results

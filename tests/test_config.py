@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -87,17 +86,11 @@ def test_presets_are_valid(preset):
     assert cfg.layers == tg.LAYERS
 
 
-@pytest.mark.parametrize(
-    "preset, world_size, near",
-    [("record", 3, "2 or 4"), ("record", 6, "4 or 8"), ("cpu", 5, "4 or 8"), ("cpu", 3, "2 or 4")],
-)
-def test_world_sizes_that_cannot_share_the_work(preset, world_size, near):
-    with pytest.raises(tg.UserError) as error:
+@pytest.mark.parametrize("preset", tg.PRESETS)
+@pytest.mark.parametrize("world_size", [3, 5, 6, 7])
+def test_world_sizes_that_cannot_share_the_work(preset, world_size):
+    with pytest.raises(tg.UserError, match=f"^{world_size} processes cannot share 8 micro-batches; "):
         tg.check_config(tg.PRESETS[preset], world_size)
-    assert str(error.value).startswith(f"{world_size} processes cannot divide ")
-    for n in near.split(" or "):
-        assert re.search(rf"\b{n}\b", str(error.value).split("--nproc_per_node=")[1])
-        tg.check_config(tg.PRESETS[preset], int(n))  # the advice is right
 
 
 def test_a_new_window_needs_no_edit():

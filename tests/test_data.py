@@ -390,7 +390,8 @@ def without_network(tmp_path) -> dict:
 @pytest.mark.parametrize(
     "command", (["tokenize_text.py", "OUT", "FILE"], ["fineweb.py", "1", "--out", "OUT"])
 )
-def test_no_network_is_one_line(tmp_path, files, command):
+def test_no_network_is_a_short_error(tmp_path, files, command):
+    """One line; with FineWeb, one more about data that needs no network."""
     names = {"OUT": tmp_path / "out", "FILE": files[0][0]}
     command = [str(names.get(word, word)) for word in command]
     ran = subprocess.run(
@@ -400,7 +401,9 @@ def test_no_network_is_one_line(tmp_path, files, command):
         text=True,
     )
     assert ran.returncode == 1 and not list(tmp_path.glob("out/*.bin"))
-    assert len(ran.stderr.splitlines()) == 1 and ran.stderr.startswith(command[0]), ran.stderr
+    first, *more = ran.stderr.splitlines()
+    assert first.startswith(command[0]) and len(more) == (command[0] == "fineweb.py"), ran.stderr
+    assert all("python data/synthetic.py data/synthetic" in line for line in more), ran.stderr
 
 
 # ---- local_corpus.py ---------------------------------------------------------------------------------------

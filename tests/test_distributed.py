@@ -233,6 +233,37 @@ def test_orders_do_not_matter(workers, cfg):
         assert same_on_all_ranks(results)["digests"] == want["digests"], orders
 
 
+@pytest.mark.numeric
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_small_parameters_are_updated_alike_alone_and_as_one(cfg, dtype):
+    """Checks bits of parameters and moments over a run, with other rates and decays for each."""
+    cfg = with_dtype(cfg, dtype)
+    for name, spec in {spec.name: spec for spec in cfg.params}.items():
+        if not (spec.sharded or spec.indexed_by):
+            cfg = tg.override(cfg, f"params.{name}.wd_mul={len(name) % 3}")
+    finals = []
+    for flat in (False, True):
+        _, _, model, optimizer = build(0, 1, replace(cfg, flat_adam=flat))
+        batches = batches_of(cfg, 0, 1)
+        for _ in range(cfg.steps):
+            tg.train_step(model, optimizer, batches.next())
+        batches.loader.close()
+        moments = {}
+        for first, names in optimizer.groups.items():
+            sizes = [optimizer.shard_of(name, optimizer.params[name]).numel() for name in names]
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in optimizer.state[first]:
+                    parts = optimizer.state[first][key].flatten().split(sizes)
+                    moments |= {f"{name}.{key}": part.clone() for name, part in zip(names, parts)}
+        finals.append((dict(model.named_parameters()), moments))
+        groups = sorted(len(names) for names in optimizer.groups.values())
+        assert groups == ([1] * 16 if not flat else [1] * 7 + ([4, 5] if dtype == "bfloat16" else [9]))
+    (want, want_moments), (found, moments) = finals
+    assert moments.keys() == want_moments.keys() and len(moments) == 26
+    for name, t in [*want.items(), *want_moments.items()]:
+        assert torch.equal(t, (found | moments)[name]), name
+
+
 class TiesLate(tg.Optimizer):
     """Drops embed's gradient if lm_head's was scattered before: a mutant that depends on the order."""
 
@@ -251,9 +282,9 @@ class LeaksState(tg.Optimizer):
     def work(self, plan, pending):
         rule = tg.OPTIMIZERS["adam"]
 
-        def update(p, grad, *args):
-            rule.update(p, grad * (1 + 0.01 * self.last_norm), *args)
-            self.last_norm = grad.norm().clamp_max(1)
+        def update(p, grads, *args):
+            rule.update(p, [grad * (1 + 0.01 * self.last_norm) for grad in grads], *args)
+            self.last_norm = grads[0].norm().clamp_max(1)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(tg.OPTIMIZERS, "adam", rule._replace(update=update))
@@ -286,7 +317,7 @@ def optimize(rank, world_size, cfg, optimizer_class, steps, orders):
             plan, touched = tg.plan_step(cfg, step), {}
             if plan.do_adam:
                 for kind, mask in masks.items():
-                    touched[kind] = tg.touched_rows(mask.numpy(), world_size, False)
+                    touched[kind] = tg.touched_rows(mask.numpy(), world_size)
             optimizer.exchange_counts(plan, touched)
             optimizer.exchange_row_ids()
             optimizer.step(plan)
@@ -421,7 +452,8 @@ def test_shards_of_the_record_configuration(world_size):
         optimizer = tg.Optimizer(with_reduction(cfg, "fp32"), params, tg.Exchange(rank, world_size))
         for name, p in params.items():
             shard, full = optimizer.shard_of(name, p), optimizer.as_matrices(name, p)
-            row, state = optimizer.specs[name], optimizer.state[name]
+            row, group = optimizer.specs[name], next(g for g in optimizer.groups.values() if name in g)
+            state = optimizer.state[group[0]]
             if row.sharded:
                 assert len(shard) * world_size == len(full)
                 assert shard.storage_offset() == rank * shard.numel()
@@ -432,7 +464,10 @@ def test_shards_of_the_record_configuration(world_size):
                 assert optimizer.shard_grads[name].dtype == torch.float32
             else:
                 assert optimizer.recv_buffers[name].shape == (world_size, *shard.shape)
-            if row.optimizer == "adam":
+            if len(group) > 1:
+                assert state["exp_avg"].shape == state["exp_avg_sq"].shape == state["members"][0].shape
+                assert state["members"][group.index(name)].numel() == sum(params[m].numel() for m in group)
+            elif row.optimizer == "adam":
                 assert state.keys() == {"steps", "exp_avg", "exp_avg_sq"}
                 assert state["exp_avg"].shape == state["exp_avg_sq"].shape == shard.shape
             else:
@@ -495,8 +530,8 @@ def train_bf16(rank, world_size, cfg):
             factors = torch.ones(n, 1, 1)
             if name == "mlp_bank":  # proj matrices, the odd ones, at twice the rate
                 factors[(rank * n + 1) % 2 :: 2] = 2
-            lr = cfg.muon_lr * plan.lr_mul * max(1, rows / cols) ** 0.5 * factors
-            tg.muon_update(copies[name], None, x, lr, cfg.muon_wd * cfg.muon_lr * plan.lr_mul * lr)
+            lr = cfg.muon_lr * plan.lr_mul * max(1, rows / cols) ** 0.5
+            tg.muon_update(copies[name], None, x, factors, lr, cfg.muon_wd * cfg.muon_lr * plan.lr_mul)
         optimizer.step(plan)
         optimizer.finish_gathers()
         for name in banks:
@@ -705,9 +740,9 @@ def test_fp8_gradients_are_in_units_of_a_micro_batchs_share(cfg, monkeypatch):
     _, _, model, optimizer = build(0, 1, cfg)
     scales, head_loss_and_grad = [], tg.GPT.head_loss_and_grad
 
-    def record(self, x, targets, weights, grad, grad_scale):
+    def record(self, x, targets, weights, grad, grad_scale, *more):
         scales.append((grad_scale, weights))
-        return head_loss_and_grad(self, x, targets, weights, grad, grad_scale)
+        return head_loss_and_grad(self, x, targets, weights, grad, grad_scale, *more)
 
     monkeypatch.setattr(tg.GPT, "head_loss_and_grad", record)
     batches = batches_of(cfg, 0, 1)
@@ -740,12 +775,56 @@ def test_gather_all_waits(cfg, monkeypatch):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def test_an_error_of_this_gpu_is_raised_as_it_is():
+    """Checks that only other RuntimeErrors of a collective mean that a peer died."""
+
+    class FailingWork:
+        def __init__(self, error):
+            self.error = error
+
+        def wait(self):
+            raise self.error
+
+    for error in (
+        torch.cuda.AcceleratorError("CUDA error: an illegal memory access"),
+        torch.OutOfMemoryError("no"),
+    ):
+        with pytest.raises(type(error)) as raised:
+            tg.Pending(torch.zeros(1), FailingWork(error)).wait()
+        assert raised.value is error
+    with pytest.raises(tg.PeerFailure, match="killed or failed .Connection closed."):
+        tg.Pending(torch.zeros(1), FailingWork(RuntimeError("Connection closed"))).wait()
+
+
+@pytest.mark.parametrize(
+    "local_rank, gpus, valid", [(0, 1, True), (1, 1, False), (7, 8, True), (8, 8, False)]
+)
+def test_a_rank_needs_a_gpu_of_its_own(monkeypatch, local_rank, gpus, valid):
+    """Checks eight processes; torchrun --virtual-local-rank shows each one GPU, its 0th."""
+    chosen = []
+    for name, value in {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 8, "WORLD_SIZE": 1, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    try:
+        if valid:
+            assert tg.init_distributed().device == torch.device("cuda", local_rank) == chosen[0]
+        else:
+            with pytest.raises(tg.UserError, match=f"8 processes for {gpus} GPUs; .*--nproc_per_node={gpus}"):
+                tg.init_distributed()
+    finally:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
+
+
 @pytest.mark.slow
 def test_gathers_are_waited_for_where_they_are_first_needed(cfg, monkeypatch):
     """Makes a parameter NaN until its gather is waited for.
 
-    No gather is waited for in the step that starts it. The next step needs the tables first, then layer 0's
-    matrices, the head last.
+    No gather is waited for in the step that starts it. The next step needs two tables first (embed is
+    lm_head's copy until it is untied), then layer 0's matrices, then layer 1's values.
     """
     want, waited, orders = train(0, 1, cfg), [], []
 
@@ -764,8 +843,8 @@ def test_gathers_are_waited_for_where_they_are_first_needed(cfg, monkeypatch):
     assert run["losses"] == want["losses"] and run["val"] == want["val"]
     for name, p in want["final"].items():
         assert run["final"][name].tolist() == p.tolist(), name
-    banks, tables = ["qk_bank", "vo_bank", "mlp_bank"], ["bigram_embed", "value_embeds", "lm_head"]
+    banks = ["qk_bank", "vo_bank", "mlp_bank"]
     moments = ["lm_head.exp_avg", "lm_head.exp_avg_sq"]  # on untying
-    every = [*tables, *banks]
+    every = ["bigram_embed", "lm_head", *banks, "value_embeds"]
     assert orders == [[], banks, every, banks, every, [*banks, *moments], every, banks]
     assert train(0, 1, cfg)["digests"] == want["digests"]

@@ -84,11 +84,17 @@ def contents(out) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-def one_line(error: str) -> str:
-    """Checks that an error is one line with the fix."""
+def first_line(error: str) -> str:
+    """Returns the first line of an error, which has the fix. One more tells how to do without a network.
+
+    An interrupt has only the first.
+    """
+    first, *more = error.splitlines(keepends=True)
     hint = "Start it again: it continues where it stopped"
-    assert re.fullmatch(rf"fineweb\.py: [^\n]*\. {hint}\.\n", error), error
-    return error
+    assert re.fullmatch(rf"fineweb\.py: [^\n]*\. {hint}\.\n", first), error
+    interrupted = first.startswith("fineweb.py: interrupted.")
+    assert more == ([] if interrupted else [f"{fineweb.WITHOUT_NETWORK}\n"]), error
+    return first
 
 
 # ---- Complete and broken files -----------------------------------------------------------------------------
@@ -155,14 +161,14 @@ def test_broken_shards_are_replaced(hub, tmp_path):
 @pytest.mark.parametrize("kind", ("magic", "short", "token"))
 def test_a_broken_download_is_removed(hub, tmp_path, kind):
     hub.files[VAL], message = BROKEN[kind]
-    error = one_line(fetch(hub, tmp_path, 0, status=1)[1])
+    error = first_line(fetch(hub, tmp_path, 0, status=1)[1])
     assert f"{VAL} arrived broken, and was removed" in error and message in error
     assert contents(tmp_path) == {}
 
 
 def test_a_download_must_have_the_checksum(hub, tmp_path):
     hub.etags[VAL] = "0" * 64
-    assert "its checksum is not the hub's" in one_line(fetch(hub, tmp_path, 0, status=1)[1])
+    assert "its checksum is not the hub's" in first_line(fetch(hub, tmp_path, 0, status=1)[1])
     assert contents(tmp_path) == {}
     hub.etags[VAL] = "of another kind"
     fetch(hub, tmp_path, 0)
@@ -207,7 +213,7 @@ def test_a_stopped_download_continues_where_it_stopped(hub, tmp_path, number):
     process.send_signal(number)
     printed, error = process.communicate(timeout=WAIT)  # though no more arrives
     if number == signal.SIGINT:
-        assert process.returncode == 130 and "interrupted" in one_line(error)
+        assert process.returncode == 130 and "interrupted" in first_line(error)
     else:
         assert process.returncode == -number and error == ""
     assert printed == f"{VAL}: downloaded\n"
@@ -226,7 +232,7 @@ def test_a_reset_connection_is_resumed_if_anything_arrived(hub, tmp_path):
     assert contents(tmp_path) == hub.files
     (tmp_path / VAL).unlink()
     hub.breaks[VAL] = [(100, "reset")]
-    assert "reset" in one_line(fetch(hub, tmp_path, 0, status=1)[1]).lower()
+    assert "reset" in first_line(fetch(hub, tmp_path, 0, status=1)[1]).lower()
 
 
 def partial_path(out, name: str, body: bytes) -> Path:
@@ -254,7 +260,7 @@ def test_a_partial_file_that_is_too_long_is_not_continued(hub, tmp_path):
 def test_a_damaged_partial_file_is_detected(hub, tmp_path):
     """As after a power cut: the length is right, the tokens are not."""
     partial_path(tmp_path, VAL, hub.files[VAL]).write_bytes(hub.files[VAL][:-2] + b"\1")
-    assert "its checksum is not the hub's" in one_line(fetch(hub, tmp_path, 0, status=1)[1])
+    assert "its checksum is not the hub's" in first_line(fetch(hub, tmp_path, 0, status=1)[1])
     assert contents(tmp_path) == {} and hub.requests == [(VAL, f"bytes={len(hub.files[VAL]) - 1}-")]
 
 
@@ -263,7 +269,7 @@ def test_one_failure_ends_all_downloads(hub, tmp_path):
     del hub.files[TRAIN[1]]
     hub.breaks[TRAIN[0]], hub.breaks[TRAIN[2]] = [(4, "hold")], [(4, "hold")]
     (tmp_path / TRAIN[1]).write_bytes(BROKEN["short"][0])  # is removed first
-    error = one_line(fetch(hub, tmp_path, 3, status=1)[1])
+    error = first_line(fetch(hub, tmp_path, 3, status=1)[1])
     assert "404" in error and TRAIN[1] in error
     assert [name for name in contents(tmp_path) if name.endswith(".bin")] == [VAL]
 
@@ -274,7 +280,7 @@ def test_one_failure_ends_all_downloads(hub, tmp_path):
 def test_no_server(hub, tmp_path):
     hub.server.server_close()
     hub.server.shutdown()
-    assert "refused" in one_line(fetch(hub, tmp_path, status=1)[1])
+    assert "refused" in first_line(fetch(hub, tmp_path, status=1)[1])
     assert contents(tmp_path) == {}
 
 
@@ -289,13 +295,13 @@ def test_an_invalid_endpoint(hub, tmp_path):
 
 def test_a_login_page_is_not_the_hub(hub, tmp_path):
     hub.etags[VAL] = None
-    assert "is not the hub" in one_line(fetch(hub, tmp_path, status=1)[1])
+    assert "is not the hub" in first_line(fetch(hub, tmp_path, status=1)[1])
     assert hub.requests == [] and contents(tmp_path) == {}
 
 
 def test_a_folder_that_cannot_be_created(hub, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert "exists" in one_line(fetch(hub, tmp_path / "file", status=1)[1])
+    assert "exists" in first_line(fetch(hub, tmp_path / "file", status=1)[1])
 
 
 def test_bars_on_a_terminal(hub, tmp_path):

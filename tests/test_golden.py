@@ -287,12 +287,12 @@ def test_cautious_update(case):
     want = golden["cautious_update_fp32"]
     assert want["lr"] == pytest.approx(lr) and want["wd"] == pytest.approx(wd)
     p = fill(shape, k + 3000, 0.1)
-    tg.muon_update(p, None, x, lr, wd * lr)
+    tg.muon_update(p, None, x, torch.ones(()), lr, wd)
     assert p.flatten().tolist() == pytest.approx(want["p_after"], abs=2e-8)  # two ulps of 0.1
 
     p, mantissa = fill(shape, k + 3000, 0.1).bfloat16(), torch.zeros(shape, dtype=torch.uint16)
     for words in golden["cautious_update_mantissa_3_repeats"]:
-        tg.muon_update(p, mantissa, x, lr, wd * lr)
+        tg.muon_update(p, mantissa, x, torch.ones(()), lr, wd)
         want = (np.array(words["p_bf16_bits"]) << 16) + np.array(words["mantissa"])
         assert merged_words(p, mantissa).tolist() == want.tolist()  # bit for bit: both as one 32-bit number
 
@@ -309,9 +309,8 @@ class Recorder(tg.GPT):
     """Keeps activations: x0, each layer's attention output and its stream before and after the MLP."""
 
     def attention(self, i, *args):
-        y = super().attention(i, *args)
-        self.seen[f"attn_out{i}"] = y
-        return y
+        self.attended = i
+        return super().attention(i, *args)
 
     def mlp(self, i, h, fc, proj):
         y = super().mlp(i, h, fc, proj)
@@ -324,11 +323,11 @@ class Recorder(tg.GPT):
 @pytest.fixture
 def recorded(monkeypatch):
     """Returns a function that builds a tiny model whose `seen` holds its activations by golden name."""
-    norm, embed_and_smear = tg.norm, tg.embed_and_smear
+    norm, embed_and_smear, mix_residual = tg.norm, tg.embed_and_smear, tg.mix_residual
 
     def build(dtype):
         model = fill_model(Recorder(tiny_config(dtype), WORLD))
-        model.normed, model.seen = [], {}
+        model.normed, model.seen, model.attended = [], {}, None
 
         def record_norm(x):
             model.normed.append(x)
@@ -339,6 +338,12 @@ def recorded(monkeypatch):
             model.seen["x0"] = out[0]
             return out
 
+        def record_output(scales, tensors, normed):
+            if model.attended is not None:  # the first mix after attention
+                model.seen[f"attn_out{model.attended}"], model.attended = tensors[1], None
+            return mix_residual(scales, tensors, normed)
+
+        monkeypatch.setattr(tg, "mix_residual", record_output)
         monkeypatch.setattr(tg, "norm", record_norm)
         monkeypatch.setattr(tg, "embed_and_smear", record_x0)
         with torch.no_grad():
@@ -470,12 +475,11 @@ def optimizer_run(cfg, steps, untie_at=None):
     for i in range(steps):
         changes = {"lr_mul": 1.0, "momentum": 0.85 + 0.1 * i / 300, "untie": i == untie_at}
         plan = tg.plan_step(cfg, i)._replace(windows=WINDOWS, mtp=MTP3, **changes)
-        index = {kind: tg.index_rows(ids[kind], mask, False) for kind, mask in masks.items()}
-        touched = {kind: tg.touched_rows(mask, 1, False) for kind, mask in masks.items() if plan.do_adam}
+        index = {kind: tg.index_rows(ids[kind], mask) for kind, mask in masks.items()}
+        touched = {kind: tg.touched_rows(mask, 1) for kind, mask in masks.items() if plan.do_adam}
         optimizer.exchange_counts(plan, touched)
-        embeddings = model.lookup(batch, leaves=True)
-        loss = backward(model, batch, plan, embeddings, optimizer.weight_grads)
-        optimizer.accumulate_row_grads(embeddings, index)
+        loss = backward(model, batch, plan, optimizer.weight_grads, leaves := {})
+        optimizer.accumulate_row_grads(leaves, index)
         optimizer.step(plan)
         optimizer.finish_gathers()
         if plan.do_adam:

@@ -53,7 +53,7 @@ def test_the_number_of_touched_rows_does_not_recompile():
     """
     pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
     kernels = {name: kernel for name, kernel in vars(tg).items() if name.endswith("_kernel")}
-    assert len(kernels) == 5
+    assert len(kernels) == len(tg.KERNELS) == 6
     not_specialized = {(name, p.name) for name, k in kernels.items() for p in k.params if p.do_not_specialize}
     assert not_specialized == {("transpose_kernel", "count")}
 
@@ -100,6 +100,12 @@ def kernel_cases():
         call = functools.partial(tg.triton_softcap_loss, meta(chunk, V), targets, weights, scale_inv)
         name = f"softcap_loss {len(weights)} {'e5m2' if scale_inv else 'bf16'}"
         cases[name] = "softcap_loss_kernel", None, call
+    for overwrite in (True, False):
+        dots, product = meta(10, 4 * d, dtype=torch.float32)[:, : 2 * d], meta(10, 3 * d, d)[:, : 2 * d]
+        tensors = meta(10, 2 * d, d), dots, product, meta(10), meta(10, 2 * d, d)
+        name = f"scaled_grad {'overwrites' if overwrite else 'adds'}"
+        call = functools.partial(tg.triton_scaled_grad, *tensors, overwrite)
+        cases[name] = "scaled_grad_kernel", None, call
     call = functools.partial(tg.triton_segment_sum_rows, meta(V, 5, d), meta(T, 5, d), meta_index(T, 4000))
     cases["segment_sum_rows"] = "segment_sum_rows_kernel", None, call
     call = functools.partial(tg.triton_transpose, meta(V, d), meta(d, V))

@@ -5,6 +5,7 @@ The files' errors are in test_bad_input.py.
 
 import hashlib
 import itertools
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import random_documents, write_shard
+from launch import WAIT
 
 VOCAB, BOS = 257, 256
 
@@ -195,6 +197,70 @@ def test_the_next_shard_is_the_next_by_name(tmp_path):
     write_shard(tmp_path / "x_train_000001.bin", [9] * 8 + document(1, 30), VOCAB, BOS)
     loader = train_loader(cfg)
     assert [loader.batch(20, 100)[0].inputs[-1].item() for _ in range(3)] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("first_read", [1, 60, 1500, 5000])
+def test_a_runs_first_batches_need_only_the_first_tokens(tmp_path, monkeypatch, first_read):
+    """Checks batches that begin while a thread reads the rest of the first shard: they are the same."""
+    shards, schedule = make_shards(tmp_path, np.random.default_rng(3), [9000, 4000]), [(8 * 64, 50)] * 20
+    want = list(naive_batches(shards, schedule, 8))
+    at_once = len(list(naive_batches([shards[0][:first_read]], schedule, 8)))
+    monkeypatch.setattr(tg, "FIRST_READ", first_read)
+    may_read, read_shard = threading.Event(), tg.read_shard
+
+    def slow_read(path, vocab_size, bos_id, count=-1):
+        assert count in (-1, first_read) and (count == first_read or may_read.wait(WAIT))
+        return read_shard(path, vocab_size, bos_id, count)
+
+    monkeypatch.setattr(tg, "read_shard", slow_read)
+    loader, positions = train_loader(config(tmp_path)), []
+    for i, micro_batches in enumerate(want):
+        if i == at_once:
+            may_read.set()
+        for got, expected in zip(loader.batch(*schedule[0]), micro_batches, strict=True):
+            check_micro_batch(got, *expected, loader.cfg)
+        positions.append(loader.position())
+    assert at_once == {1: 0, 60: 0, 1500: 1, 5000: 3}[first_read] and positions[-1][0] == 1
+    assert positions == list(naive_positions(tmp_path, schedule[0], len(want)))
+
+
+def test_the_first_tokens_may_end_in_any_document(tmp_path, monkeypatch):
+    shards, schedule = make_shards(tmp_path, np.random.default_rng(4), [3000]), [(8 * 20, 1000)] * 20
+    want = list(naive_batches(shards, schedule, 8))
+    for first_read in range(2, 900, 11):
+        monkeypatch.setattr(tg, "FIRST_READ", first_read)
+        loader = train_loader(config(tmp_path))
+        assert loader.is_partial and len(loader.shard.tokens) <= first_read
+        for micro_batches in want[:2]:
+            for got, expected in zip(loader.batch(*schedule[0]), micro_batches, strict=True):
+                check_micro_batch(got, *expected, loader.cfg)
+        loader.close()
+
+
+def naive_positions(folder, batch, count):
+    """Yields the positions of a loader that has opened all of its first shard."""
+    loader = train_loader(config(folder))
+    loader._open()
+    loader.is_partial = False
+    for _ in range(count):
+        loader.advance(*batch)
+        yield loader.position()
+
+
+def test_the_loaders_threads_use_its_gpu(tmp_path, monkeypatch):
+    """Checks both threads: a new one's GPU would be the first, where pinning memory takes 500 MB a rank."""
+    make_shards(tmp_path, np.random.default_rng(0), [900])
+    calls = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append((gpu, threading.get_ident())))
+    paths = tg.find_shards(str(tmp_path), "train")
+    loader = tg.TrainLoader(config(tmp_path), paths, 0, 1, pin=True)
+    both = threading.Barrier(2)
+    for task in [loader.threads.submit(both.wait, WAIT) for _ in range(2)]:
+        task.result()
+    loader.close()
+    assert [gpu for gpu, _ in calls] == [3, 3]
+    assert len({ident for _, ident in calls} - {threading.get_ident()}) == 2
 
 
 def test_a_batch_may_end_exactly_with_its_shard(tmp_path):

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811 (fixtures are imported)
 
+import functools
 import importlib.util
 import math
 import re
@@ -38,17 +39,22 @@ def randn(*shape, seed):
 # Each operation with one weight under test: its forward and backward through `grad`, and in plain torch.
 
 
-def run_linear(x, w, grad):
-    scale = torch.tensor(0.7, dtype=x.dtype, requires_grad=True)
-    tg.linear(x, scale, [tg.WeightSlice(w, 0, grad)]).square().sum().backward()
+def run_scaled(x, w, grad):
+    def part(t):
+        return t.view(1, 6, 6)
+
+    scales, slices = torch.tensor([[1.0], [0.7]], dtype=x.dtype, requires_grad=True), [QK, V]
+    slices = [tg.WeightSlice(other) for other in slices] + [tg.WeightSlice(part(w), part, grad)]
+    _, out = tg.scaled_weights(scales, *slices)
+    (x @ out[0].T).square().sum().backward()
 
 
-def plain_linear(x, w):
+def plain_scaled(x, w):
     (x @ (0.7 * w).T).square().sum().backward()
 
 
 def run_fc(x, w, grad):
-    tg.mlp(x, tg.WeightSlice(w, 0, grad), tg.WeightSlice(OTHER)).square().sum().backward()
+    tg.mlp(x, tg.WeightSlice(w, grad=grad), tg.WeightSlice(OTHER)).square().sum().backward()
 
 
 def plain_fc(x, w):
@@ -56,7 +62,7 @@ def plain_fc(x, w):
 
 
 def run_proj(x, w, grad):
-    tg.mlp(x, tg.WeightSlice(OTHER), tg.WeightSlice(w, 0, grad)).square().sum().backward()
+    tg.mlp(x, tg.WeightSlice(OTHER), tg.WeightSlice(w, grad=grad)).square().sum().backward()
 
 
 def plain_proj(x, w):
@@ -79,10 +85,10 @@ def plain_head(x, w):
     (-logp[rows, TARGETS].sum() - 0.5 * logp[rows[:-1], TARGETS[1:]].sum()).backward()
 
 
-OTHER = randn(8, 6, seed=1)
+OTHER, QK, V = randn(8, 6, seed=1), randn(1, 12, 6, seed=3), randn(1, 6, 6, seed=4)
 TARGETS = torch.tensor([3, 0, 7, 7, 2])
 OPERATIONS = {
-    "linear": (run_linear, plain_linear, (8, 6)),
+    "scaled": (run_scaled, plain_scaled, (6, 6)),
     "fc": (run_fc, plain_fc, (8, 6)),
     "proj": (run_proj, plain_proj, (8, 6)),
     "head": (run_head, plain_head, (6, 8)),
@@ -105,7 +111,12 @@ class RecordingWeightGrad(tg.WeightGrad):
     returned = None
 
     def accumulate(self, *args, **kwargs):
-        grad = super().accumulate(*args, **kwargs)
+        return self.record(super().accumulate(*args, **kwargs))
+
+    def accumulate_scaled(self, *args):
+        return self.record(super().accumulate_scaled(*args))
+
+    def record(self, grad):
         self.returned = None if grad is None else grad.data_ptr()
         return grad
 
@@ -166,8 +177,8 @@ def test_contract_fails_for(mutant, monkeypatch):
         grad = accumulate(self, *args, **kwargs)
         return grad if grad is None or self.main_grad is None else self.main_grad.view(grad.shape)
 
-    def write(main_grad, start, a, b, overwrite, scale):
-        write_grad(main_grad, start, a, b, mutant == "always overwrites", scale)
+    def write(out, a, b, overwrite, scale):
+        write_grad(out, a, b, mutant == "always overwrites", scale)
 
     if mutant == "view":
         monkeypatch.setattr(tg.WeightGrad, "accumulate", return_view)
@@ -195,49 +206,55 @@ def test_a_view_of_main_grad_counts_twice():
     torch.testing.assert_close(w.grad, sums[0] + sums[1], **NEAR)  # the first micro-batch's twice
 
 
-def test_slices_of_a_bank():
-    """Multiplies by two slices as one weight, under one scale: each gradient lands on its own rows."""
-    a, b = randn(3, 4, 6, seed=1), randn(2, 2, 3, 6, seed=2)
-    scale = torch.tensor(-1.3, dtype=torch.float64, requires_grad=True)
-    grads = [tg.WeightGrad(bank, torch.full_like(bank, 9.0)) for bank in (a, b)]
-    slices = [tg.WeightSlice(a[1], 4, grads[0]), tg.WeightSlice(b[1, 0], 6, grads[1])]
-    twins = [bank.clone().requires_grad_() for bank in (a, b)]
-    twin_scale, h = scale.detach().clone().requires_grad_(), randn(5, 6, seed=3).requires_grad_()
+def test_scaled_weights_of_banks():
+    """Scales two layers' weights, of banks with padding: each gradient lands on its own matrices."""
+    qk, vo = randn(9, 4, 6, seed=1), randn(6, 6, 6, seed=2)  # of three layers' room
+    scales = torch.tensor([[-1.3, 0.4], [0.7, 2.0]], dtype=torch.float64, requires_grad=True)
+    grads = [tg.WeightGrad(bank, torch.full_like(bank, 9.0)) for bank in (qk, vo)]
+    parts = [((2, 12, 6), ()), ((2, 2, 6, 6), (slice(2), 0)), ((2, 2, 6, 6), (slice(2), 1))]
+    parts = [functools.partial(tg.bank_part, shape=shape, index=index) for shape, index in parts]
+    slices = [
+        tg.WeightSlice(part(b), part, g)
+        for part, b, g in zip(parts, (qk, vo, vo), (grads[0], *grads[1:] * 2))
+    ]
+    twins = [bank.clone().requires_grad_() for bank in (qk, vo)]
+    twin_scales = scales.detach().clone().requires_grad_()
     for i in range(2):
-        dy = randn(5, 7, seed=4 + i)
-        twin_weight = twin_scale * torch.cat([twins[0][1], twins[1][1, 0]])
-        (h.detach() @ twin_weight.T * dy).sum().backward()
-        (tg.linear(h, scale, slices) * dy).sum().backward()
+        qkv, out = tg.scaled_weights(scales, *slices)
+        loss = twin_loss = 0
+        for m in range(2):
+            dqkv, dout = randn(18, 6, seed=4 + 2 * i + m), randn(6, 6, seed=14 + 2 * i + m)
+            twin_qkv = twin_scales[0, m] * torch.cat([twins[0].view(-1, 12, 6)[m], twins[1][2 * m]])
+            torch.testing.assert_close(qkv[m], twin_qkv, **NEAR)
+            loss = loss + (qkv[m] * dqkv).sum() + (out[m] * dout).sum()
+            twin_out = twin_scales[1, m] * twins[1][2 * m + 1]
+            twin_loss = twin_loss + (twin_qkv * dqkv).sum() + (twin_out * dout).sum()
+        loss.backward()
+        twin_loss.backward()
         for grad in grads:
             grad.end_backward()
-    torch.testing.assert_close(scale.grad, twin_scale.grad, **NEAR)
-    for grad, twin, rows in zip(grads, twins, (slice(4, 8), slice(6, 9))):
-        want = torch.full_like(twin, 9.0).view(-1, 6)  # rows of other layers stay
-        want[rows] = twin.grad.view(-1, 6)[rows]
-        torch.testing.assert_close(grad.main_grad.view(-1, 6), want, **NEAR)
+    torch.testing.assert_close(scales.grad, twin_scales.grad, **NEAR)
+    for grad, twin, used in zip(grads, twins, (6, 4)):
+        want = torch.cat([twin.grad[:used], torch.full_like(twin[used:], 9.0)])  # padding stays
+        torch.testing.assert_close(grad.main_grad, want, **NEAR)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_write_grad(dtype, overwrite):
-    """Writes a product, or a scaled gradient, to some rows; a product that is added is rounded once."""
-    a, b, old = (
-        randn(70, 5, seed=1).to(dtype),
-        randn(70, 4, seed=2).to(dtype),
-        randn(3, 6, 4, seed=3).to(dtype),
-    )
-    product = a.double().T @ b.double()
-    factors = [(a, b, 1), (product.to(dtype), torch.tensor(-0.3), 2)]  # the latter's first is rounded before
-    for first, second, roundings in factors:
-        main_grad = old.clone()
-        tg.write_grad(main_grad, 7, first, second, overwrite)
-        flat, before = main_grad.view(-1, 4), old.view(-1, 4)
-        scale = 1 if second.dim() else second.double()
-        want = product * scale + (0 if overwrite else before[7:12].double())
-        inside = 40 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # the product's sum
-        allowed = (roundings * torch.finfo(dtype).eps / 2 + inside) * want.abs().max()
-        assert (flat[7:12].double() - want).abs().max() <= allowed
-        assert torch.equal(flat[:7], before[:7]) and torch.equal(flat[12:], before[12:])
+    """Writes a product to some rows, or adds it: rounded once."""
+    a, b = randn(70, 5, seed=1).to(dtype), randn(70, 4, seed=2).to(dtype)
+    old = randn(3, 6, 4, seed=3).to(dtype)
+    grad = tg.WeightGrad(old, old.clone())
+    grad.overwrite = overwrite
+    assert grad.accumulate(lambda t: t.view(-1, 4)[7:12], a, b) is None
+    flat, before = grad.main_grad.view(-1, 4), old.view(-1, 4)
+    want = a.double().T @ b.double() + (0 if overwrite else before[7:12].double())
+    inside = 40 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # the product's sum
+    assert (flat[7:12].double() - want).abs().max() <= (
+        torch.finfo(dtype).eps / 2 + inside
+    ) * want.abs().max()
+    assert torch.equal(flat[:7], before[:7]) and torch.equal(flat[12:], before[12:])
 
 
 def test_a_second_copy_of_the_script_can_be_imported():
@@ -250,7 +267,7 @@ def test_a_second_copy_of_the_script_can_be_imported():
         for module in (tg, copy):
             x, w = randn(5, 6, seed=1).requires_grad_(), randn(8, 6, seed=2)
             grad = module.WeightGrad(w, torch.zeros_like(w))
-            module.mlp(x, module.WeightSlice(w, 0, grad), module.WeightSlice(OTHER)).sum().backward()
+            module.mlp(x, module.WeightSlice(w, grad=grad), module.WeightSlice(OTHER)).sum().backward()
             grads.append(grad.main_grad)
         assert grads[0].any() and torch.equal(*grads)
     finally:
@@ -369,10 +386,10 @@ def record_scatter(rank, world_size, cfg):
 
         return recording
 
-    def record_head(main_grad, *args):
-        if main_grad is optimizer.weight_grads["lm_head"].main_grad:
+    def record_head(out, *args):
+        if out.data_ptr() == optimizer.weight_grads["lm_head"].main_grad.data_ptr():
             events.append("head's product")
-        write_grad(main_grad, *args)
+        write_grad(out, *args)
 
     exchange.reduce = record(None, exchange.reduce)  # by parameter
     optimizer.scatter = record("scatter", optimizer.scatter)
@@ -469,12 +486,12 @@ def test_nothing_as_large_as_a_bank_is_allocated_or_cleared(cfg, variant):
         tg.train_step(model, optimizer, batch)
     batches.loader.close()
     allocated, large = recorder.allocated, large_shapes(cfg)
-    assert (3 * cfg.dim, cfg.dim) in allocated and (
-        20,
-        70,
-    ) in allocated  # scaled weights, and a chunk's logits
+    assert (20, 70) in allocated  # a chunk's logits
     if variant.startswith("in place"):
-        assert not large & (allocated | recorder.cleared)
+        # The scaled weights of all attention layers are made at once, and so are their gradients.
+        scaled = {(10, rows * cfg.dim, cfg.dim) for rows in (1, 2, 3)}
+        assert (10, 3 * cfg.dim, cfg.dim) in allocated
+        assert not (large - scaled) & (allocated | recorder.cleared)
     else:
         shapes = tg.param_shapes(cfg, 1)
         assert {shapes[name] for name in ("qk_bank", "vo_bank", "bigram_embed", "embed")} <= allocated

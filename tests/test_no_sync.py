@@ -46,8 +46,19 @@ def fail_on_device(make, *args, **options):
     return made
 
 
+def scaled_mm(*args, out, **options):
+    """Checks layouts, dtypes and sizes: "meta" has no torch._scaled_mm that writes to `out`."""
+    made = SCALED_MM(*args, **options)
+    assert (made.shape, made.dtype, made.stride()) == (out.shape, out.dtype, out.stride())
+    return out
+
+
+SCALED_MM = torch._scaled_mm
+
+
 def train_on_meta(cfg, monkeypatch, **backend):
     """Runs all steps, with everything that a GPU would hold on "meta"."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(tg.GPT, "initialize", lambda self, seed: None)
     backend = tg.TORCH_BACKEND._replace(segment_sum_rows=segment_sum_rows, **backend)
     model = tg.GPT(cfg, 1, "meta", 0, backend)
@@ -96,7 +107,9 @@ def check_gradient(grad_of):
 
 
 def send_schedule(muon_update):
-    return lambda p, mantissa, x, lr, decay: muon_update(p, mantissa, x, lr * torch.tensor([1.0]), decay)
+    return lambda p, mantissa, x, lr_mul, *args: muon_update(
+        p, mantissa, x, lr_mul * torch.tensor([1.0]), *args
+    )
 
 
 def make_number(head):
@@ -108,9 +121,9 @@ def make_number(head):
 
 
 def select_by_mask(adam_update):
-    def mutant(p, grad, *args):
-        grad[grad > 0]
-        return adam_update(p, grad, *args)
+    def mutant(p, *args):
+        p[p > 0]
+        return adam_update(p, *args)
 
     return mutant
 

@@ -11,9 +11,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "records")]
 import compare
+
 import loss_curves
 import plain_gpt
-
 from golden_inputs import random_documents, write_shard
 
 

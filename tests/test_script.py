@@ -360,8 +360,8 @@ def test_help(tmp_path):
     "arguments, message",
     (
         ("--preset cpu --check 2", ""),
-        ("--preset cpu --check 3", "3 processes cannot divide "),
-        ("--preset cpu --set adm_lr=1 --check 2", "--set adm_lr: unknown name 'adm_lr'"),
+        ("--preset cpu --check 3", "3 processes cannot share 8 micro-batches"),
+        ("--preset cpu --set adm_lr=1 --check 2", "--set adm_lr: unknown; use adam_lr, "),
         ("--preset record --set kernels= --check 8", "FlashAttention needs a GPU, there is none here"),
         ("--preset cpu --resume nowhere --check 2", "--resume nowhere: no checkpoint there; "),
         ("--preset cpu --check 0", "argument --check: give a whole number, 1 or more, not '0'"),

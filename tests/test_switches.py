@@ -35,7 +35,7 @@ def cfg(every_layer):  # noqa: F811
     sizes = zip(every_layer.stages, (64, 128, 96, 96))
     stages = tuple(replace(stage, steps=1, batch_tokens=tokens) for stage, tokens in sizes)
     cfg = replace(dense(with_dtype(every_layer, "float32")), layers=layers, stages=stages, microbatches=2)
-    return replace(cfg, attention="dense", head_chunk=16, main_grad=False)
+    return replace(cfg, attention="dense", head_chunk=16, main_grad=False, flat_adam=False)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def pickled(function, *args):
 ROUNDING, FP8 = (1e-5, 2e-2), (1e-2, None)
 SWITCHES = {
     "main_grad": (["main_grad=true"], ROUNDING),
+    "flat_adam": (["flat_adam=true"], ROUNDING),
     "delay_head_grad": (["delay_head_grad=true"], ROUNDING),
     "reduction": (["params.*.reduction=fp32"], ROUNDING),
     "sparse value_embeds": (["main_grad=true", "params.value_embeds.exchange=sparse"], ROUNDING),
@@ -128,6 +129,15 @@ def test_every_switch_of_the_config_is_here():
     tried = {
         setting.split("=")[0].split(".")[-1] for settings, _ in SWITCHES.values() for setting in settings
     }
-    switches = {"main_grad", "delay_head_grad", "reduction", "exchange", "kernels", "fp8", "compile"}
+    switches = {
+        "main_grad",
+        "flat_adam",
+        "delay_head_grad",
+        "reduction",
+        "exchange",
+        "kernels",
+        "fp8",
+        "compile",
+    }
     booleans = {field for field, value in vars(tg.RECORD).items() if isinstance(value, bool)}
     assert tried == switches and booleans - {"warmup"} <= switches

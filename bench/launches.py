@@ -1,0 +1,388 @@
+#!/usr/bin/env python3
+"""Counts what a training step launches on a GPU and dispatches on the host, phase by phase, without a GPU.
+
+    python bench/launches.py [--preset record|cpu] [--set NAME=VALUE ...] [--stage 0] [--ranks 8]
+
+Runs two steps of rank 0, the second with Adam, at the preset's real shapes on torch's "meta" device: nothing
+is computed. Collectives return at once.
+
+    launches     kernels, copies and fills on the GPU: the next three columns
+    eager        of operations of torch, called one by one. FlashAttention's forward counts 2 (it fills its
+                 random state), its backward 3; baddbmm 2 (it copies what it adds to)
+    triton       of the script's own kernels
+    inductor     of compiled code, as torch.compile generates it for an H100; with its matmuls
+    calls        of compiled code, forward or backward
+    dispatches   operations of torch on the host, views too, without those inside compiled code
+    functions    of torch.autograd.Function, forward or backward
+    collectives  of NCCL and gloo
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Iterator, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
+import gpu_code
+import train_gpt as tg
+from step_time import SingleRankExchange, synthetic_shard
+
+# Operations that only make or view tensors.
+NO_LAUNCH = set(
+    "_reshape_alias _unsafe_view alias as_strided detach diagonal empty empty_like empty_strided expand "
+    "lift_fresh new_empty new_empty_strided permute reshape select slice split split_with_sizes squeeze t "
+    "transpose unbind unsqueeze view".split()
+)
+SCALED_MM = torch._scaled_mm
+LAUNCHES = {"_varlen_attn": 2, "_varlen_attn_backward": 3, "baddbmm": 2}
+PHASES = "copies", "forward", "head", "backward", "rows", "optimizer", "other"
+COLUMNS = "launches", "eager", "triton", "inductor", "calls", "dispatches", "functions", "collectives"
+LINE = ("{:<12}" + "{:>12}" * len(COLUMNS)).format
+
+
+class Step(NamedTuple):
+    """Counts of a step."""
+
+    columns: Counter  # by (phase, column)
+    operations: Counter  # eager launches, by (phase, operation)
+
+
+class Counts(TorchDispatchMode):
+    """Counts what runs on "meta", except while paused. Compiled functions count as calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase, self.is_paused = "other", False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.step = Step(Counter(), Counter())
+
+    def end_step(self) -> Step:
+        return self.step
+
+    def watch(self) -> contextlib.AbstractContextManager:
+        """Returns a context in which torch's operations are counted."""
+        return self
+
+    def add(self, column: str, n: int = 1) -> None:
+        if not self.is_paused:
+            self.step.columns[self.phase, column] += n
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, out = function._schema.name.split("::")[1], function(*args, **(kwargs or {}))
+        self.add("dispatches")
+        on_device = any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(out))
+        if on_device and name not in NO_LAUNCH and not self.is_paused:
+            self.add("eager", LAUNCHES.get(name, 1))
+            self.step.operations[self.phase, name] += LAUNCHES.get(name, 1)
+        return out
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def in_phase(self, phase: str, function: Callable) -> Callable:
+        """Wraps a function: what it launches counts in that phase."""
+
+        def call(*args, **kwargs):
+            before, self.phase = self.phase, phase
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.phase = before
+
+        return call
+
+    def as_kernel(self, plain: Callable) -> Callable:
+        """Wraps an operation as one launch of a Triton kernel."""
+
+        def call(*args):
+            self.add("triton")
+            with self.paused():
+                return plain(*args)
+
+        return call
+
+    def as_compiled(self, function: Callable) -> Callable:
+        """Wraps a function as torch.compile would: one call forward, one backward."""
+
+        def call(*args, **kwargs):
+            leaves, spec = tree_flatten((args, kwargs))
+            if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in leaves):
+                return CompiledCall.apply(self, function, spec, *leaves)
+            self.add("calls")
+            with self.paused():
+                return function(*args, **kwargs)
+
+        return call
+
+
+class CompiledCall(torch.autograd.Function):
+    """Computes a function and its derivative, as two calls."""
+
+    @staticmethod
+    def forward(ctx, counts: Counts, function: Callable, spec, *leaves):
+        counts.add("calls")
+        ctx.counts = counts
+        with counts.paused(), torch.enable_grad():
+            ctx.inputs = [
+                x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves
+            ]
+            args, kwargs = tree_unflatten(ctx.inputs, spec)
+            out = function(*args, **kwargs)
+        outs = out if isinstance(out, tuple) else (out,)
+        ctx.outs = outs
+        ctx.set_materialize_grads(False)
+        detached = [None if x is None else x.detach() for x in outs]
+        return tuple(detached) if isinstance(out, tuple) else detached[0]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.counts.add("calls")
+        wanted = [x for x in ctx.inputs if isinstance(x, Tensor) and x.requires_grad]
+        with ctx.counts.paused():
+            outs, grads = zip(*((x, g) for x, g in zip(ctx.outs, grads) if g is not None))
+            found = iter(torch.autograd.grad(outs, wanted, grads, allow_unused=True))
+        grads = (next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in ctx.inputs)
+        return None, None, None, *grads
+
+
+class CountingExchange(SingleRankExchange):
+    """Exchanges as one rank of several, alone, and counts collectives."""
+
+    def __init__(self, world_size: int, counts: Counts):
+        super().__init__(0, world_size)
+        self.counts = counts
+
+    def reduce(self, *args, **kwargs) -> tg.Pending:
+        self.counts.add("collectives")
+        return super().reduce(*args, **kwargs)
+
+    def exchange_row_ids(self, touched, counts) -> dict[str, tg.SparsePlan]:
+        self.counts.add("collectives", len(touched))
+        return super().exchange_row_ids(touched, counts)
+
+    def exchange_row_grads(self, *args) -> tg.Pending:
+        self.counts.add("collectives")
+        return super().exchange_row_grads(*args)
+
+    def gather(self, name: str, t: Tensor) -> tg.Pending:
+        self.counts.add("collectives")
+        return super().gather(name, t)
+
+
+def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
+    """Returns the config's implementations, each of which counts itself and runs on "meta"."""
+    chosen: dict[str, Any] = {
+        name: counts.as_kernel(getattr(tg, name)) for kernel in cfg.kernels for name in tg.KERNELS[kernel]
+    }
+    if "segment_sum_rows" in chosen:  # "meta" has no segment_reduce
+        chosen["segment_sum_rows"] = counts.as_kernel(lambda *args: None)
+    if cfg.attention != "dense":
+        chosen["attention"] = tg.flash_attention
+    if cfg.compile:
+        chosen |= {"compiled": counts.as_compiled, "scalar": partial(torch.tensor, dtype=tg.acc_dtype(cfg))}
+    return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
+
+
+def scaled_mm_out(*args, out: Tensor, **kwargs) -> Tensor:
+    """Does torch._scaled_mm with `out`, which "meta" has without it only."""
+    new = SCALED_MM(*args, **kwargs)
+    assert (new.shape, new.dtype) == (out.shape, out.dtype) and out.is_contiguous()
+    return out
+
+
+@contextlib.contextmanager
+def patched(owner: Any, **changes) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in changes}
+    for name, value in changes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def count_functions(counts: Counts) -> contextlib.ExitStack:
+    """Counts the script's autograd Functions while the returned context is open."""
+    stack = contextlib.ExitStack()
+
+    def counting(function: Callable) -> Callable:
+        def call(*args):
+            counts.add("functions")
+            return function(*args)
+
+        return call
+
+    for function in vars(tg).values():
+        if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+            names = "forward", "backward"
+            changes = {name: staticmethod(counting(getattr(function, name))) for name in names}
+            stack.enter_context(patched(function, **changes))
+    return stack
+
+
+def on_gpu(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
+    """Does train_gpt.py's baddbmm_fp32 as on a GPU."""
+    return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
+
+
+class GeneratedCounts(Counts):
+    """Counts what compiled functions launch, in the code that torch.compile generates for an H100."""
+
+    def __init__(self):
+        super().__init__()
+        gpu_code.fake_gpu()
+        gpu_code.fake_gpu_for_inductor()
+        self.code = gpu_code.GeneratedCode()
+
+    def watch(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()  # torch.compile compiles nothing inside a TorchDispatchMode
+
+    def add(self, column: str, n: int = 1) -> None:
+        pass
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        for graph in self.code.graphs if hasattr(self, "code") else ():
+            graph["runs"].clear()
+
+    def end_step(self) -> Step:
+        for graph in self.code.graphs:
+            launches = sum(graph["kernels"].values()) + sum(graph["others"].values())
+            for phase, runs in graph["runs"].items():
+                self.step.columns[phase, "inductor"] += runs * launches
+        return self.step
+
+    def in_phase(self, phase: str, function: Callable) -> Callable:
+        inner = super().in_phase(phase, function)
+
+        def call(*args, **kwargs):
+            before, self.code.phase = self.code.phase, phase
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.code.phase = before
+
+        return call
+
+
+def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, counts: Counts) -> list[Step]:
+    """Runs four steps of rank 0 of `world_size` in a stage, every second with Adam. Returns the last two.
+
+    As in a run, validation comes first: compiled code is then for any length from the first step on.
+    """
+    steps = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        stack.enter_context(patched(tg.GPT, initialize=lambda self, seed: None))
+        model = tg.GPT(cfg, world_size, "meta", 0, backend)
+        exchange = CountingExchange(world_size, counts)
+        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+        optimizer.is_tied = stage < 2
+        paths, _ = synthetic_shard(folder, cfg, [stage], 6)
+        loader = tg.TrainLoader(cfg, paths, 0, world_size, False)
+        stack.callback(loader.close)
+        start = cfg.stage_starts[stage]
+        plans = [tg.plan_step(cfg, start + i)._replace(do_adam=i % 2 == 1, untie=False) for i in range(4)]
+        batches = tg.Prefetcher(loader, plans)
+        phases = {
+            (tg.MicroBatch, "to"): "copies",
+            (tg.GPT, "hidden_states"): "forward",
+            (tg.GPT, "head_loss_and_grad"): "head",
+            (torch.autograd, "backward"): "backward",
+            (tg.Optimizer, "accumulate_row_grads"): "rows",
+            (tg.Optimizer, "step"): "optimizer",
+        }
+        for (owner, name), phase in phases.items():
+            stack.enter_context(patched(owner, **{name: counts.in_phase(phase, getattr(owner, name))}))
+        stack.enter_context(count_functions(counts))
+        stack.enter_context(patched(torch, _scaled_mm=scaled_mm_out))
+        stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
+        one_slice = dataclasses.replace(cfg, val_slices=1)
+        for _, val_batch in tg.ValLoader(one_slice, paths, 0, 1, False):
+            model.token_losses(val_batch.to(model.device), plans[0].windows)
+        for _ in plans:
+            batch = batches.next()
+            counts.begin_step()
+            with counts.watch():
+                tg.train_step(model, optimizer, batch)
+            steps.append(counts.end_step())
+    return steps[2:]
+
+
+def count_steps(cfg: tg.Config, stage: int, world_size: int) -> list[Step]:
+    """Counts a step without Adam, and one with it."""
+    counts = Counts()
+    steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)
+    if cfg.compile:
+        torch._dynamo.config.recompile_limit = 64
+        generated = GeneratedCounts()
+        backend = make_backend(cfg, generated)._replace(compiled=generated.code.compiled)
+        for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)):
+            step.columns.update(inside.columns)
+    for step in steps:
+        for (phase, column), n in list(step.columns.items()):
+            if column in ("eager", "triton", "inductor"):
+                step.columns[phase, "launches"] += n
+    return steps
+
+
+def print_step(name: str, step: Step, details: bool) -> None:
+    print(LINE(name, *COLUMNS))
+    for phase in (*PHASES, "all"):
+        chosen = PHASES if phase == "all" else (phase,)
+        print(LINE(phase, *(sum(step.columns[p, column] for p in chosen) for column in COLUMNS)))
+        if details and phase != "all":
+            names = Counter({name: n for (p, name), n in step.operations.items() if p == phase})
+            print("            " + ", ".join(f"{n} {name}" for name, n in names.most_common()))
+    print(flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = tg.Parser(
+        prog="launches.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--preset", choices=tg.PRESETS, default="record")
+    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
+    add("--stage", type=int, default=0)
+    add("--ranks", type=int, default=8)
+    add("--operations", action="store_true", help="list the eager launches by operation")
+    try:
+        args = parser.parse_args(argv)
+        cfg = tg.PRESETS[args.preset]
+        for setting in args.settings:
+            cfg = tg.override(cfg, setting)
+        tg.check_config(cfg, args.ranks)
+        if not 0 <= args.stage < len(cfg.stages) or not cfg.stages[args.stage].steps:
+            raise tg.UserError(f"--stage {args.stage}: name a stage with steps, 0 to {len(cfg.stages) - 1}")
+        for name, step in zip(("no Adam", "with Adam"), count_steps(cfg, args.stage, args.ranks)):
+            print_step(name, step, args.operations)
+    except tg.UserError as e:
+        print(f"launches.py: error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Writes shards of random tokens for the `record` preset, for timing and trying out without FineWeb.
+
+    python data/synthetic.py data/synthetic [--train-tokens N] [--val-tokens N] [--vocab-size N]
+    ./run.sh --data data/synthetic
+
+Like web text, but without meaning: document lengths are log-normal with median 400 and sigma 1.05 (mean 693),
+token k has probability proportional to 1/(k + 1), and a BOS, the vocabulary's last token, begins a document.
+Tokens are independent, so no model's loss gets below their entropy: 7.57 nats per token at the default size.
+
+The default is enough for all of the preset's steps: 6 training shards of 100M tokens, 1.2 GB, in seconds. A
+shard's name and vocabulary determine its tokens. Complete shards are not written again. Folders of a preset's
+own data are refused, so runs on these tokens belong to the track `other`.
+"""
+
+import argparse
+import functools
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+from tqdm import tqdm
+
+from tokenize_text import SHARD_TOKENS, Header, UserError, read_header, shard_header
+
+HERE = Path(__file__).resolve().parent
+PRESET_FOLDERS = ("fineweb10B", "local")  # in data/
+# The record preset's schedule uses up 481M tokens, since it cuts long documents; its validation 10,485,761.
+TRAIN_TOKENS, VAL_TOKENS = 600_000_000, 10_500_000
+VOCAB_SIZE = 50257  # GPT-2's
+MEDIAN_LENGTH, SIGMA = 400, 1.05  # of documents, in tokens with BOS
+RESOLUTION = 1 << 24  # entries of the table of tokens; the rarest of GPT-2's has 29
+
+
+@functools.lru_cache(1)
+def token_table(words: int) -> np.ndarray:
+    """Returns (RESOLUTION,) uint16, in which token k < words has a share proportional to 1/(k + 1)."""
+    cumulative = np.cumsum(1 / np.arange(1, words + 1))
+    ends = np.rint(RESOLUTION * cumulative / cumulative[-1]).astype(np.int64)
+    return np.repeat(np.arange(words, dtype=np.uint16), np.diff(ends, prepend=0))
+
+
+def draw_documents(bos_id: int, seed: int | list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields 512 documents at a time, without end: their tokens (n,) uint16, and lengths (512,) int64.
+
+    A document is BOS, then at least one token below it. Bounded memory: n is about 355,000.
+    """
+    rng, table = np.random.default_rng(seed), token_table(bos_id)
+    while True:
+        lengths = np.maximum(2, rng.lognormal(math.log(MEDIAN_LENGTH), SIGMA, 512)).astype(np.int64)
+        # A table lookup takes a ninth of the time of a binary search in cumulative probabilities.
+        tokens = table[rng.integers(RESOLUTION, size=lengths.sum(), dtype=np.uint32)]
+        tokens[np.cumsum(lengths) - lengths] = bos_id
+        yield tokens, lengths
+
+
+def write_shards(
+    out: Path, train_tokens: int = TRAIN_TOKENS, val_tokens: int = VAL_TOKENS, vocab_size: int = VOCAB_SIZE
+) -> list[str]:
+    """Writes OUT/synthetic_{train,val}_<number>.bin, of SHARD_TOKENS tokens each, and the rest in the last.
+
+    Returns the names of those written: complete ones are left as they are. A shard appears when it is
+    complete. Its last document is cut where the shard ends. Raises UserError for numbers out of range, a
+    preset's own folder, or a folder with other shards.
+    """
+    if train_tokens < 1 or val_tokens < 1:
+        raise UserError("--train-tokens and --val-tokens must be at least 1: training needs both splits")
+    if not 2 <= vocab_size <= 1 << 16:
+        raise UserError(f"--vocab-size {vocab_size}: must be 2 to 65536, since a shard's tokens are uint16")
+    if out.resolve() in [HERE / folder for folder in PRESET_FOLDERS]:
+        raise UserError(f"{out} is for a preset's own data; choose another folder, such as data/synthetic")
+    headers = {}
+    for split, total, first in ("train", train_tokens, 1), ("val", val_tokens, 0):
+        for i, begin in enumerate(range(0, total, SHARD_TOKENS), first):
+            name = f"synthetic_{split}_{i:06d}.bin"
+            headers[name] = Header(min(SHARD_TOKENS, total - begin), vocab_size, vocab_size - 1, 0)
+    for path in sorted(out.glob("*.bin")):
+        if path.name not in headers:
+            raise UserError(
+                f"{path}: not a shard that these options give, but training would read it too; remove it, or "
+                "choose another folder"
+            )
+
+    out.mkdir(parents=True, exist_ok=True)
+
+    def is_complete(name: str) -> bool:
+        try:
+            return read_header(out / name) == headers[name]
+        except (FileNotFoundError, UserError):
+            return False
+
+    missing = [name for name in headers if not is_complete(name)]
+    total = sum(headers[name].tokens for name in missing)
+    with (
+        tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=out) as folder,
+        tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, desc="writing") as bar,
+    ):
+        for name in missing:
+            left = headers[name].tokens
+            with open(Path(folder, name), "wb") as file:
+                file.write(shard_header(*headers[name]))
+                for tokens, _ in draw_documents(vocab_size - 1, list(name.encode())):
+                    tokens = tokens[:left]
+                    file.write(tokens.astype("<u2").data)
+                    bar.update(len(tokens))
+                    left -= len(tokens)
+                    if not left:
+                        break
+            os.replace(Path(folder, name), out / name)
+    return missing
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, metavar="DIR", help="folder for the shards, such as data/synthetic")
+    for option, default in (
+        ("--train-tokens", TRAIN_TOKENS),
+        ("--val-tokens", VAL_TOKENS),
+        ("--vocab-size", VOCAB_SIZE),
+    ):
+        parser.add_argument(option, type=int, default=default, metavar="N", help="default: %(default)s")
+    args = parser.parse_args(argv)
+    try:
+        written = write_shards(args.out, args.train_tokens, args.val_tokens, args.vocab_size)
+    except (UserError, OSError) as error:
+        sys.exit(f"synthetic.py: {error}")
+    except KeyboardInterrupt:
+        print("synthetic.py: interrupted; start it again: complete shards stay", file=sys.stderr)
+        sys.exit(130)
+    counts = f"{args.train_tokens:,} training tokens, {args.val_tokens:,} validation tokens"
+    print(f"{args.out}: {counts}, without meaning; shards written now: {len(written)}")
+
+
+if __name__ == "__main__":
+    main()

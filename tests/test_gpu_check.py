@@ -1,0 +1,488 @@
+"""Tests bench/gpu_check.py without a GPU: its run at tiny sizes, what it notices, and what stops it."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gpt as tg
+from launch import WAIT
+
+BENCH = Path(tg.__file__).resolve().parent / "bench"
+sys.path.insert(0, str(BENCH))
+import check_runner
+import gpu_check
+import gpu_exchange
+import gpu_gains
+import step_time
+from check_runner import Check, Row
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "draw_once", lambda: None)
+    return gpu_check.Setup(tmp_path, tmp_path)
+
+
+def rows_in(folder):
+    return [Row(**json.loads(line)) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_everything_runs_without_a_gpu(tmp_path):
+    command = [sys.executable, str(BENCH / "gpu_check.py"), "--out", "answers"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3 * WAIT)
+    rows = rows_in(tmp_path / "answers")
+    assert done.returncode == 0, [row.line() for row in rows if row.ok is False]
+    assert "no GPU: nothing of the above says anything about one" in done.stdout
+    assert {row.step for row in rows} == {check.step for check in gpu_check.CHECKS}
+    unchecked = {row.what for row in rows if row.unchecked}
+    assert unchecked >= {*tg.KERNELS, "attention", "fp8", "compile", "FlashAttention-3", "pytest"}
+    for row in rows:
+        assert done.stdout.count(row.line()) == 2, row.line()  # as it came, and in the table
+        assert row.ok is not None or row.unchecked or row.seen
+    compared = {row.what.split()[0] for row in rows if row.step == "kernels"}
+    assert compared == {operation for kernel in tg.KERNELS.values() for operation in kernel} | {
+        "attention",
+        "fp8",
+    }
+    sizes = [row.numbers["errors"] for row in rows if row.form is not None]
+    assert len(sizes) == 2 and all(errors.keys() == tg.param_shapes(tg.CPU, 1).keys() for errors in sizes)
+    names = {path.name for path in (tmp_path / "answers").iterdir()}
+    assert names == {
+        *("rows.jsonl", "environment.txt", "summary.txt"),
+        *("run.txt", "run.trace.json.gz", "plain_run.txt"),
+    }
+    assert (tmp_path / "answers/plain_run.txt").read_text().endswith("complete: yes\n")
+
+
+# ------------------------------------------------------------------------------- checks that fail, and time
+
+# They are pickled by name, for a process of their own.
+
+
+def pass_check(setup):
+    yield Row("it runs", seen=str(os.getpid()), ok=True)
+
+
+def raise_error(setup):
+    yield Row("before the error", seen=str(os.getpid()), ok=True)
+    raise ValueError("a bad number. With details")
+
+
+def kill_process(setup):
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield
+
+
+def hang(setup):
+    yield Row("before it hangs", seen=str(os.getpid()), ok=True)
+    time.sleep(WAIT)
+
+
+def lose_context(setup):
+    yield Row("before the fault", seen=str(os.getpid()), ok=True)
+    setup.is_lost = lambda: True
+
+
+def main_of(checks, out, *arguments):
+    """Runs gpu_check's command line on these checks, in a process of its own."""
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}; import gpu_check, test_gpu_check as t;"
+        f"sys.exit(gpu_check.main({['--out', str(out), *arguments]!r}, t.{checks}))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+FAILING = [
+    Check("start", "first", pass_check),
+    Check("kernels", "raises", raise_error, (), {"feature": "gram"}),
+    Check("kernels", "dies", kill_process, (), {"form": ""}),
+    Check("kernels", "loses its context", lose_context),
+    Check("steps", "left out", pass_check),
+    Check("nccl", "hangs", hang, limit=2),
+    Check("run", "last", pass_check),
+]
+
+
+@pytest.mark.slow
+def test_a_failure_costs_only_its_own_rows(tmp_path):
+    process = main_of("FAILING", tmp_path, "--only", "kernels,nccl,run")
+    out = process.communicate(timeout=WAIT)[0]
+    assert process.returncode == 1
+    rows = rows_in(tmp_path)
+    seen = [(row.step, row.what, row.ok) for row in rows]
+    assert seen == [
+        ("start", "it runs", True),
+        ("kernels", "before the error", True),
+        ("kernels", "raises", False),
+        ("kernels", "dies", False),
+        ("kernels", "before the fault", True),
+        ("nccl", "before it hangs", True),
+        ("nccl", "hangs", False),
+        ("run", "it runs", True),
+    ]
+    # A new process after each check that breaks one, and only then.
+    first, before_error, before_fault, before_hanging, last = (row.seen for row in rows if row.ok)
+    assert first == before_error and len({first, before_fault, before_hanging, last}) == 4
+    failed = [row for row in rows if row.ok is False]
+    assert [row.seen for row in failed] == [
+        "ValueError: a bad number",
+        "its process ended with status -9",
+        "no end after 2 s",
+    ]
+    assert [(row.feature, row.form) for row in failed] == [("gram", None), ("", ""), ("", None)]
+    assert "FAILED: raises, dies, hangs, see errors.txt" in out
+    assert "in raise_error" in (tmp_path / "errors.txt").read_text()
+
+
+HANGING = [Check("start", "first", pass_check), Check("run", "hangs", hang), Check("run", "last", pass_check)]
+
+
+def wait_for_rows(process, folder, count):
+    """Waits until the call has written `count` rows."""
+    end = time.monotonic() + WAIT
+    while not (folder / "rows.jsonl").exists() or len(rows_in(folder)) < count:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
+def test_a_killed_call_has_what_it_saw(tmp_path, number):
+    process = main_of("HANGING", tmp_path)
+    wait_for_rows(process, tmp_path, 2)
+    process.send_signal(number)
+    out = process.communicate(timeout=WAIT)[0]
+    assert [row.what for row in rows_in(tmp_path)][:2] == ["it runs", "before it hangs"]
+    assert "before it hangs" in out
+    if number == signal.SIGTERM:
+        assert process.returncode == 1 and "FAILED: this call" in out
+        assert (tmp_path / "summary.txt").read_text().count("before it hangs") == 1
+    else:
+        assert process.returncode == -9
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+CLOCK = Clock()
+
+
+class SlowWorker:
+    """Stands in for Worker: a check takes 60 seconds, or until it is stopped."""
+
+    usable = True
+
+    def __init__(self, make_setup):
+        pass
+
+    def run(self, check, seconds, why):
+        CLOCK.now += min(60, seconds)
+        yield Row(check.name, seen="done" if seconds >= 60 else why)
+
+    def stop(self):
+        pass
+
+
+def test_time_limits(monkeypatch):
+    monkeypatch.setattr(check_runner, "Worker", SlowWorker)
+    monkeypatch.setattr(check_runner, "time", CLOCK)
+    names = {
+        "first": {},
+        "hangs": {"limit": 5},
+        "large": {"need": 200},
+        "second": {},
+        "third": {},
+        "last": {},
+    }
+    checks = [Check("run", name, pass_check, **options) for name, options in names.items()]
+    rows = list(check_runner.run_checks(checks, 150, None))
+    assert {row.what: row.seen for row in rows} == {
+        "first": "done",
+        "hangs": "no end after 5 s",
+        "large": "not checked: 85 s left, it needs 200",
+        "second": "done",
+        "third": "stopped: the time is over",
+        "last": "not checked: 0 s left, it needs 2",
+    }
+    assert [row.what for row in rows if row.unchecked] == ["large", "third", "last"]
+
+
+class BrokenWorker(SlowWorker):
+    usable = False
+
+
+def test_it_ends_where_nothing_can_run(monkeypatch):
+    monkeypatch.setattr(check_runner, "Worker", BrokenWorker)
+    checks = [Check("start", "first", pass_check), Check("run", "last", pass_check)]
+    assert [row.what for row in check_runner.run_checks(checks, 100, None)] == ["first"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--only", "kernels,what"], "name steps of start,kernels,steps,"),
+        (["--only", ""], "name steps of start,"),
+        (["--minutes", "0"], "give a positive number"),
+        (["--minutes", "nan"], "give a positive number"),
+        (["--minutes", "soon"], "invalid float value: 'soon'"),
+        (["--what"], "unrecognized arguments: --what"),
+        (["--out", __file__], "name a folder that can be written to"),
+    ],
+)
+def test_errors_are_one_line(capsys, arguments, message):
+    assert gpu_check.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("gpu_check.py: error: ") and message in err and err.count("\n") == 1
+    assert not out
+
+
+# ------------------------------------------------------------------------------------- the chosen settings
+
+
+def row(feature="", ok=None, ms=(), **more):
+    return Row("x", feature=feature, ok=ok, ms=ms, **more)
+
+
+ALL = tg.RECORD.kernels
+
+
+@pytest.mark.parametrize(
+    "rows, want",
+    [
+        ([row(name, ok=True, ms=(1.0, 2.0)) for name in (*ALL, "fp8", "attention")], {}),
+        ([row("gram", ok=True), row("gram", ok=False)], {"kernels": [k for k in ALL if k != "gram"]}),
+        # Times of several shapes add up; 3% are noise.
+        ([row("gram", ms=(1.0, 2.0)), row("gram", ms=(3.1, 2.0))], {}),
+        ([row("gram", ms=(1.0, 2.0)), row("gram", ms=(3.2, 1.9))], {"kernels": [*ALL[1:]]}),
+        ([row("kernels", ms=(5.0, 4.0))], {"kernels": []}),
+        ([row("attention", ok=False)], {"attention": ["dense"]}),
+        ([row("fa3", ok=True, ms=(1.0, 2.0))], {"attention": ["fa3"]}),
+        ([row("fa3", ok=True, ms=(2.1, 2.0))], {}),
+        ([row("fa3", ok=False, ms=(1.0, 2.0))], {}),
+        ([row("attention", ok=False), row("fa3", ok=True, ms=(1.0, 2.0))], {"attention": ["dense"]}),
+        ([row("fp8", ms=(9.0, 8.0))], {"fp8": ["false"]}),
+        ([row("compile", ok=False)], {"compile": ["false"]}),
+        # What the machine lacks.
+        ([row(off="fp8=false"), row(off="kernels=")], {"kernels": [], "fp8": ["false"]}),
+        # The whole step failed: the passing settings that change the least.
+        (
+            [row(form="", ok=False), row(form=gpu_check.PLAIN, ok=True), row(form="fp8=false", ok=True)],
+            {"fp8": ["false"]},
+        ),
+        ([row("gram", ok=True), row(form="", ok=False), row(form="fp8=false", ok=False)], {}),
+        ([row(form="", ok=True), row(form="fp8=false", ok=True)], {}),
+    ],
+)
+def test_chosen_settings(rows, want):
+    settings = gpu_check.choose_settings(rows)
+    assert settings == " ".join(f"--set {name}={','.join(values)}" for name, values in want.items())
+    for setting in settings.split()[1::2]:
+        tg.override(tg.RECORD, setting)
+
+
+def test_closing_lines():
+    machine = Row("machine", numbers={"gpus": 1})
+    features = [row(name, ok=True) for name in gpu_check.FEATURES]
+    assert gpu_check.closing([machine, *features]) == ["settings for this card: the preset as it is"]
+    lines = gpu_check.closing([machine, *features[1:], row("fp8", ms=(2.0, 1.0))])
+    assert lines == [f"not judged: {gpu_check.FEATURES[0]}", "settings for this card: --set fp8=false"]
+    assert gpu_check.closing([replace(machine, numbers={"gpus": 0})]) == [
+        "no GPU: nothing of the above says anything about one"
+    ]
+
+
+# ------------------------------------------------------------------------------ what the checks must notice
+
+
+def off_by(factor):
+    """Returns a mutant of an operation: its first result, or what it changed in place, times a factor."""
+
+    def mutate(operation):
+        def mutant(*args):
+            result = operation(*args)
+            out = args[0] if result is None else result[0] if isinstance(result, tuple) else result
+            out.mul_(factor)
+            return result
+
+        return mutant
+
+    return mutate
+
+
+def next_row(operation):
+    """Returns a mutant that writes to the next row of a table."""
+    return lambda out, grad, index: operation(out.roll(-1, 0), grad, index) or out.roll_(1, 0)
+
+
+@pytest.fixture
+def cases(setup):
+    cfg = replace(setup.cfg, kernels=tuple(tg.KERNELS), attention="varlen")
+    return list(step_time.kernel_cases(cfg, [0], setup.paths, CPU))
+
+
+def test_compare_accepts_plain_torch(cases):
+    for case in cases:
+        error, bound = gpu_check.compare(case, tg.TORCH_BACKEND)
+        assert error <= bound, case[:2]
+
+
+def test_compare_notices_wrong_kernels(cases):
+    wrong = {"transpose_copy": 1 + 2**-7, "attention": 1.05}
+    for case in cases:
+        operation = getattr(tg.TORCH_BACKEND, case.operation)
+        if case.operation.startswith("transpose_copy") and "float8" in case.shapes:
+            mutant = lambda out, x, operation=operation: operation(out, x.flip(0))  # noqa: E731
+        elif case.operation == "attention":
+            mutant = lambda *args, operation=operation: operation(*args) * 1.05  # noqa: E731
+        else:
+            mutant = off_by(wrong.get(case.operation, 1.02))(operation)
+        error, bound = gpu_check.compare(case, tg.TORCH_BACKEND._replace(**{case.operation: mutant}))
+        assert not error <= bound, case[:2]
+
+
+def nan_in_grad(*args):
+    losses, grad = tg.softcap_loss(*args)
+    grad[-1, 0] = math.nan
+    return losses, grad
+
+
+def other_row(out, grad, index):
+    """Sums rows into the table's last row too, which no position touches."""
+    tg.segment_sum_rows(out, grad, index)
+    out[-1] += 1
+
+
+def test_compare_notices_one_wrong_number(cases):
+    mutants = {"softcap_loss": nan_in_grad, "segment_sum_rows": other_row}
+    for case in cases:
+        if case.operation in mutants:
+            backend = tg.TORCH_BACKEND._replace(**{case.operation: mutants[case.operation]})
+            error, bound = gpu_check.compare(case, backend)
+            assert not error <= bound, case[:2]
+
+
+def test_gradients_notice_a_wrong_form(setup, monkeypatch):
+    (plain,) = gpu_check.gradients(setup, gpu_check.PLAIN)
+    assert plain.ok and plain.numbers["errors"].keys() == tg.param_shapes(tg.CPU, 1).keys()
+    backward = tg.MLP.backward
+    monkeypatch.setattr(tg.MLP, "backward", staticmethod(lambda ctx, dy: backward(ctx, 1.3 * dy)))
+    (wrong,) = gpu_check.gradients(setup, "compile=false")
+    assert wrong.ok is False and wrong.numbers["errors"]["mlp_bank"] > 0.2
+
+
+def test_a_step_that_is_not_the_same_again(setup, monkeypatch):
+    (same,) = gpu_check.same_step_twice(setup)
+    assert same.ok and same.seen.endswith("other gradients: none")
+    norm = tg.final_norm
+    monkeypatch.setattr(tg, "final_norm", lambda *args: norm(*args) * (1 + 0.1 * torch.rand(())))
+    (other,) = gpu_check.same_step_twice(setup)
+    assert other.ok is False and "lm_head" in other.seen
+
+
+@pytest.mark.slow
+def test_new_graphs_are_noticed(setup, monkeypatch):
+    step = tg.train_step
+
+    def compiling_step(model, optimizer, batch):
+        gpu_check.counters["stats"]["unique_graphs"] += batch.plan.step == 5
+        return step(model, optimizer, batch)
+
+    monkeypatch.setattr(tg, "train_step", compiling_step)  # once in the warm-up, once after it
+    (graphs,) = gpu_check.graphs(setup)
+    assert graphs.ok is False and graphs.seen.startswith("1 more than")
+
+
+class KeepsOwn(tg.Exchange):
+    """Forgets to gather, and to average touched rows."""
+
+    def gather(self, name, t):
+        return tg.Pending(t)
+
+    def exchange_row_grads(self, name, grad, plan, shard_grad):
+        pending = super().exchange_row_grads(name, grad, plan, shard_grad)
+        return pending._replace(finish=lambda rows: pending.finish(rows) * len(plan.send_counts))
+
+
+def wrong_calls(rank, world_size, kind):
+    exchange = kind(rank, world_size)
+    calls = gpu_exchange.exchange_calls(exchange, CPU)
+    return [name for name, result, wanted in calls if not torch.equal(result, wanted)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_exchange_calls(workers, world_size):
+    assert workers(world_size, wrong_calls, tg.Exchange) == [[]] * world_size
+    wrong = workers(world_size, wrong_calls, KeepsOwn)
+    if world_size == 1:
+        assert wrong == [[]]
+    else:
+        for dtype in ("bfloat16", "float32"):
+            for name in ("gather {}", "sparse {}, uneven", "sparse {}, one rank empty"):
+                assert name.format(dtype) in wrong[0] + wrong[-1]
+
+
+def test_a_drawn_model_is_the_same_again(monkeypatch):
+    monkeypatch.setattr(tg.GPT, "initialize", tg.GPT.initialize)  # restores it
+    cfg = gpu_check.with_settings(tg.CPU, gpu_check.TINY)
+    want = {world_size: tg.GPT(cfg, world_size, seed=3).state_dict() for world_size in (1, 8)}
+    gpu_check.draw_once()
+    for world_size in (1, 8, 1):
+        model = tg.GPT(cfg, world_size, seed=3)
+        for name, p in model.named_parameters():
+            assert torch.equal(p, want[world_size][name]), name
+        torch.nn.init.zeros_(model.lm_head)
+    other = tg.GPT(cfg, seed=4)
+    assert not torch.equal(other.qk_bank, want[1]["qk_bank"])
+
+
+def test_flash_attention_as_a_function():
+    """Calls aten's operations on "meta" tensors, which checks their arguments and gives shapes."""
+    q, k, v = (torch.randn(64, 2, 32, device="meta", requires_grad=True) for _ in range(3))
+    ends = torch.zeros(4, dtype=torch.int32, device="meta")
+    y = gpu_gains.DirectFlash.apply(q, k, v, ends, 40, 16, 0.1)
+    grads = torch.autograd.grad(y, (q, k, v), torch.empty_like(y))
+    assert [t.shape for t in (y, *grads)] == [q.shape] * 4
+
+
+def test_small_cards_are_excused(setup):
+    error = torch.OutOfMemoryError("no")
+    assert setup.excuse(error) == "" and setup.excuse(ValueError()) == ""
+    setup.memory = 24e9
+    assert setup.excuse(error) == "out of this card's 24 GB" and setup.excuse(ValueError()) == ""
+
+
+def test_failed_programs_say_why(tmp_path):
+    gpu_check.call(["-c", "print(1)"], tmp_path)
+    with pytest.raises(RuntimeError, match="^status 3: the reason\nbefore\nthe reason$"):
+        gpu_check.call(["-c", "print('before\\nthe reason'); raise SystemExit(3)"], tmp_path)
+
+
+def test_gains_count_the_host_and_say_what_to_do(setup):
+    setup.on_gpu = True
+    gain = partial(gpu_gains.gain, setup, "a change", "change it", "details")
+    assert gain(0.31).seen == "0.31 ms: do it (details)"
+    assert gain(0.29).seen == "0.29 ms: leave it (details)"

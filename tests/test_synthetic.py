@@ -1,0 +1,283 @@
+"""Tests data/synthetic.py: what it draws, writes and refuses, and that the record preset can train on it."""
+
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+import fineweb
+import synthetic
+import train_gpt as tg
+from launch import WAIT, Launch, settings
+from tokenize_text import Header, read_header, read_tokens
+
+SCRIPT = Path(synthetic.__file__).resolve()
+VAL, TRAIN = "synthetic_val_000000.bin", "synthetic_train_000001.bin"
+
+
+def contents(out) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
+
+def error_of(*arguments) -> str:
+    """Returns the error of main(), which must be one line."""
+    with pytest.raises(SystemExit) as error:
+        synthetic.main(list(map(str, arguments)))
+    assert re.fullmatch(r"synthetic\.py: [^\n]+", error.value.code)
+    return error.value.code
+
+
+# ---- What is drawn -----------------------------------------------------------------------------------------
+
+
+def assert_frequency(count, n, p, what):
+    """Checks a binomial count: within four standard deviations of its mean, and the table's resolution."""
+    assert abs(count - n * p) < 4 * (n * p * (1 - p)) ** 0.5 + n / synthetic.RESOLUTION, (what, count, n * p)
+
+
+@pytest.mark.parametrize("words", (50256, 256, 1))
+def test_token_k_is_drawn_in_proportion_to_its_rank(words):
+    drawn = list(islice(synthetic.draw_documents(words, 1), 12))
+    counts = np.bincount(np.concatenate([tokens for tokens, _ in drawn]), minlength=words + 1)
+    assert len(counts) == words + 1 and counts[words] == 12 * 512
+    n, p = counts[:words].sum(), 1 / np.arange(1, words + 1)
+    p /= p.sum()
+    for k in range(min(words, 100)):
+        assert_frequency(counts[k], n, p[k], k)
+    for begin in 2 ** np.arange(17):
+        group = slice(begin - 1, 2 * begin - 1)  # ranks begin to 2 * begin - 1
+        assert_frequency(counts[:words][group].sum(), n, p[group].sum(), group)
+
+
+def test_the_table_has_every_token_of_gpt2():
+    counts = np.bincount(synthetic.token_table(50256))
+    p = 1 / np.arange(1, 50257)
+    p /= p.sum()
+    assert len(counts) == 50256 and counts.sum() == synthetic.RESOLUTION
+    assert np.abs(counts - synthetic.RESOLUTION * p).max() <= 1
+    assert f"{-(p * np.log(p)).sum():.2f} nats per token" in synthetic.__doc__
+
+
+def test_document_lengths_are_log_normal():
+    drawn = list(islice(synthetic.draw_documents(50256, 2), 80))
+    for tokens, lengths in drawn:
+        starts = np.flatnonzero(tokens == 50256)
+        assert np.array_equal(np.diff(starts, append=len(tokens)), lengths) and starts[0] == 0
+    lengths = np.concatenate([lengths for _, lengths in drawn])
+    logarithm = NormalDist(np.log(400), 1.05)
+    for length in (40, 100, 200, 400, 800, 1600, 4000):
+        below = (lengths < length).sum()  # a rounded down length is below it if the length is
+        assert_frequency(below, len(lengths), logarithm.cdf(np.log(length)), length)
+
+
+def test_no_document_is_only_a_bos(monkeypatch):
+    monkeypatch.setattr(synthetic, "MEDIAN_LENGTH", 1)
+    tokens, lengths = next(synthetic.draw_documents(50256, 2))
+    assert lengths.min() == 2 and len(tokens) == lengths.sum()
+
+
+def test_the_seed_determines_the_documents():
+    first, again, other = (next(synthetic.draw_documents(256, seed))[0] for seed in (3, 3, [3, 1]))
+    assert np.array_equal(first, again) and not np.array_equal(first[:100], other[:100])
+
+
+# ---- What is written ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(synthetic, "SHARD_TOKENS", 500_000)
+
+
+def test_shards(small_shards, tmp_path, capsys):
+    out = tmp_path / "deep" / "out"
+    arguments = ["--train-tokens", "1_100_000", "--val-tokens", "500_000", "--vocab-size", "301"]
+    synthetic.main([str(out), *arguments])
+    assert capsys.readouterr() == (
+        f"{out}: 1,100,000 training tokens, 500,000 validation tokens, without meaning; "
+        "shards written now: 4\n",
+        "",
+    )
+    sizes = {f"synthetic_train_{i:06d}.bin": n for i, n in ((1, 500_000), (2, 500_000), (3, 100_000))}
+    assert {p.name: read_header(p) for p in out.iterdir()} == {
+        name: Header(tokens, 301, 300, 0) for name, tokens in (sizes | {VAL: 500_000}).items()
+    }
+    shards = [read_tokens(path) for path in sorted(out.iterdir())]
+    for i, shard in enumerate(shards):
+        assert shard[0] == 300 and shard.max() == 300 and 400 < (shard == 300).sum() * 5e5 / len(shard) < 1200
+        assert all(not np.array_equal(shard[:1000], other[:1000]) for other in shards[:i])
+    again = tmp_path / "again"
+    synthetic.write_shards(again, 700_000, 300_000, 301)
+    for name, size in ((TRAIN, 500_000), ("synthetic_train_000002.bin", 200_000), (VAL, 300_000)):
+        assert np.array_equal(read_tokens(again / name), read_tokens(out / name)[:size])
+
+
+def test_only_missing_and_broken_shards_are_written(small_shards, tmp_path):
+    assert len(synthetic.write_shards(tmp_path, 1_000_000, 1000)) == 3
+    complete, names = contents(tmp_path), sorted(path.name for path in tmp_path.iterdir())
+    assert synthetic.write_shards(tmp_path, 1_000_000, 1000) == []
+    (tmp_path / VAL).write_bytes(complete[VAL][:-2])
+    (tmp_path / TRAIN).unlink()
+    assert sorted(synthetic.write_shards(tmp_path, 1_000_000, 1000)) == [TRAIN, VAL]
+    assert contents(tmp_path) == complete
+    assert synthetic.write_shards(tmp_path, 1_000_000, 2000) == [VAL]
+    assert sorted(synthetic.write_shards(tmp_path, 1_000_000, 2000, 301)) == names
+    assert read_header(tmp_path / TRAIN).vocab_size == 301
+
+
+def test_memory_does_not_grow_with_a_shard(tmp_path):
+    synthetic.token_table(50256)
+    tracemalloc.start()
+    synthetic.write_shards(tmp_path, 10_000_000, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 << 20  # the shard has 20 MB
+
+
+def test_bad_input(tmp_path):
+    out = tmp_path / "out"
+    assert "must be at least 1" in error_of(out, "--train-tokens", "0")
+    assert "must be at least 1" in error_of(out, "--val-tokens", "-5")
+    for size in (1, 65537):
+        assert f"--vocab-size {size}: must be 2 to 65536" in error_of(out, "--vocab-size", size)
+    assert not out.exists()
+    (tmp_path / "file").write_text("mine")
+    small = "--train-tokens", "10", "--val-tokens", "10"
+    assert "exists" in error_of(tmp_path / "file", *small)
+    out.mkdir()
+    for name in ("fineweb_train_000001.bin", "synthetic_train_000002.bin"):
+        (out / name).write_bytes(b"mine")
+        assert f"{out / name}: not a shard that these options give" in error_of(out, *small)
+        assert contents(out) == {name: b"mine"}
+        (out / name).unlink()
+
+
+@pytest.mark.parametrize("vocab_size", (2, 65536))
+def test_the_smallest_and_the_largest_vocabulary(tmp_path, vocab_size):
+    synthetic.write_shards(tmp_path, 1000, 1, vocab_size)
+    tokens = read_tokens(tmp_path / TRAIN)
+    assert tokens[0] == tokens.max() == vocab_size - 1 and tokens[1] < vocab_size - 1
+
+
+@pytest.mark.slow
+def test_an_interrupt_is_one_line_and_leaves_complete_shards(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, tmp_path / "out"],
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell starts background jobs with SIGINT ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        end = time.monotonic() + WAIT
+        while not (list(tmp_path.glob("out/*.bin")) and list(tmp_path.glob("out/.unfinished-*/*"))):
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        error = "synthetic.py: interrupted; start it again: complete shards stay\n"
+        assert process.communicate(timeout=WAIT) == (None, error) and process.returncode == 130
+    finally:
+        process.kill()
+    shards = sorted((tmp_path / "out").iterdir())
+    assert [path.name for path in shards] == [
+        f"synthetic_train_{i:06d}.bin" for i in range(1, len(shards) + 1)
+    ]
+    assert shards and all(read_header(path).tokens == 100_000_000 for path in shards)
+    shutil.rmtree(tmp_path / "out")  # some 200 MB
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    command = [sys.executable, SCRIPT, tmp_path, "--train-tokens", "1_000_000", "--val-tokens", "10"]
+    limit = 1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    assert ran.returncode == 1 and re.fullmatch(r"synthetic\.py: .*File too large\n", ran.stderr), ran.stderr
+    assert contents(tmp_path) == {}
+
+
+# ---- Training on it ----------------------------------------------------------------------------------------
+
+
+def test_the_command_that_fineweb_names_needs_neither_torch_nor_the_script(tmp_path):
+    python, script, out = shlex.split(re.search("'(python [^']*)'", fineweb.WITHOUT_NETWORK)[1])
+    assert python == "python" and f"./run.sh --data {out}" in fineweb.WITHOUT_NETWORK
+    forbid = (
+        "import runpy, sys\n"
+        "sys.modules |= dict.fromkeys(('torch', 'train_gpt'))\n"  # importing them fails
+        "sys.path.insert(0, sys.argv[1].rpartition('/')[0])\n"
+        "del sys.argv[0]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", forbid, SCRIPT.parent.parent / script, out]
+    subprocess.run(
+        [*command, "--train-tokens", "10", "--val-tokens", "10"], cwd=tmp_path, check=True, timeout=WAIT
+    )
+    assert sorted(contents(tmp_path / out)) == [TRAIN, VAL]
+
+
+@pytest.mark.slow
+def test_the_default_is_enough_for_the_record_preset(tmp_path):
+    """Checks the whole validation, and a thirtieth of the schedule on a thirtieth of the training tokens."""
+    synthetic.write_shards(tmp_path, synthetic.TRAIN_TOKENS // 30)
+    stages = tuple(replace(stage, steps=stage.steps // 30) for stage in tg.RECORD.stages)
+    cfg = replace(tg.RECORD, data=str(tmp_path), stages=stages)
+    data = tg.open_dataset(cfg)
+    assert data.bytes_per_token == 0 and f"{synthetic.VAL_TOKENS} for validation" in data.fingerprint
+    tg.check_schedule(cfg, data.train, 8)
+    loader = tg.TrainLoader(cfg, data.train, 0, 1, False)
+    try:
+        for stage in stages:
+            micro_batches = loader.batch(stage.batch_tokens, stage.max_doc_len)
+            assert len(micro_batches) == 8
+            for m in micro_batches:
+                starts = m.cu_seqlens.unique()[:-1]
+                assert np.array_equal(np.flatnonzero(m.inputs == cfg.bos_id), starts)
+                assert m.cu_seqlens.diff().max() <= stage.max_doc_len
+            documents = sum((m.inputs == cfg.bos_id).sum().item() for m in micro_batches)
+            assert 400 < stage.batch_tokens / documents < 800
+    finally:
+        loader.close()
+    slices = list(tg.ValLoader(cfg, data.val, 0, 1, False))
+    assert len(slices) == cfg.val_slices and all(len(m.inputs) == cfg.val_slice_tokens for _, m in slices)
+
+
+def test_a_run_on_it_is_of_no_presets_track(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "HERE", tmp_path)
+    small = "--train-tokens", "10", "--val-tokens", "10"
+    for preset in tg.PRESETS.values():
+        folder = tmp_path / Path(preset.data).name
+        assert Path(preset.data).parent == Path("data")
+        assert "is for a preset's own data" in error_of(folder, *small) and not folder.exists()
+        assert "is for a preset's own data" in error_of(os.path.relpath(folder), *small)
+        assert tg.track_of(preset, 8) == preset.track
+        assert tg.track_of(replace(preset, data="data/synthetic"), 8) == "other"
+
+
+@pytest.mark.slow
+def test_the_script_trains_on_it(tmp_path):
+    synthetic.write_shards(tmp_path / "data/synthetic", 200_000, 2000, 257)
+    arguments = ["--preset", "cpu", "--data", "data/synthetic", *settings()]
+    with Launch(tmp_path, *arguments, world_size=2) as run:
+        assert run.wait() == [0, 0], run.err
+    (log,) = (tmp_path / "records").rglob("*.txt")
+    assert log.parent == tmp_path / "records/other/attempts"
+    text = log.read_text()
+    assert "complete: yes" in text and "data/synthetic" in text and "per byte" not in run.out
