@@ -270,8 +270,8 @@ class MetaRun:
 
     def head(self, plan):
         """Runs a micro-batch's head, whose loss weights change with every step."""
-        count = tg.num_microbatches(self.cfg, self.world_size)
-        T, count = plan.batch_tokens // count, count // self.world_size
+        T = plan.batch_tokens // tg.num_microbatches(self.cfg, self.world_size)
+        count = tg.num_microbatches(self.cfg, self.world_size) // self.world_size
         x = torch.empty(T, self.cfg.dim, dtype=tg.dtype_of(self.cfg.dtype), device=META)
         targets = torch.empty(T, dtype=torch.int64, device=META)
         weights, grad = tuple(w / count for w in plan.mtp), self.optimizer.weight_grads["lm_head"]
@@ -516,11 +516,9 @@ def triton_part():
         run = MetaRun(cfg, world_size, lambda function: function)
         seen.phase = "warm-up"
         run.warm_up()
-        run.optimizer.is_tied = True  # as warm_up restores it, were there values
         for stage, start in enumerate(cfg.stage_starts):
             middle = (start + cfg.stages[stage].steps // 2) // 2 * 2
-            if start > tg.untie_step(cfg):
-                run.optimizer.is_tied = False
+            run.optimizer.is_tied = middle <= tg.untie_step(cfg)
             for rows in (None, 1, 16) if world_size > 1 and stage in (0, 3) else (None,):
                 seen.phase = f"steps {middle} and {middle + 1}" + (f", {rows} rows" if rows else "")
                 run.train([middle, middle + 1], rows)
@@ -561,8 +559,8 @@ class AloneExchange(SingleRankExchange):
         return t
 
 
-def graphs_of_a_run(cfg, world_size, traced=lambda name: True):
-    """Trains a run's rank 0 on the CPU. Returns each function's number of graphs: in the warm-up, after it.
+def graphs_of_a_run(cfg, traced=lambda name: True):
+    """Trains as rank 0 of 8 on the CPU. Returns each function's number of graphs: in the warm-up, after it.
 
     Compiles, with AOTAutograd but without generated code, the functions whose name is `traced`.
     """
@@ -588,17 +586,16 @@ def graphs_of_a_run(cfg, world_size, traced=lambda name: True):
     tg_warm_up, tg.warm_up = tg.warm_up, warm_up
     backend = tg.select_backend(cfg, torch.device("cpu"))
     backend = backend._replace(compiled=functools.cache(compile))
-    env = tg.DistEnv(0, world_size, torch.device("cpu"))
-    exchange = (AloneExchange if world_size > 1 else tg.Exchange)(0, world_size)
+    env, data = tg.DistEnv(0, 8, torch.device("cpu")), tg.open_dataset(cfg)
     torch._dynamo.reset()
-    with tg.RunLog(None, cfg.steps, "") as log, contextlib.redirect_stdout(None):
-        tg.train(cfg, env, backend, exchange, tg.open_dataset(cfg), 0, log)
+    with tg.RunLog(None, cfg.steps, "") as log:
+        tg.train(cfg, env, backend, AloneExchange(0, 8), data, 0, log)
     tg.warm_up = tg_warm_up
     return graphs
 
 
 def dynamo_part():
-    """Trains the record preset's layers, at small widths, in all stages; then after too short a warm-up."""
+    """Trains the record preset's layers, at small widths, in all stages; again, after too short a warm-up."""
     sizes = ((4, 48, 32), (4, 80, 64), (4, 112, 64), (2, 112, 64))  # steps, T (unlike any width), max_doc_len
     with tempfile.TemporaryDirectory() as folder:
         cfg = replace(
@@ -627,20 +624,11 @@ def dynamo_part():
             ),
         )
         write_data(folder, cfg, 50000, 8 * 256 + 1)
-        report = {"8 ranks": graphs_of_a_run(cfg, 8)}
-        # One rank's layers are those of eight; its updates differ, in shapes and dtypes.
-        layers = (
-            tg.Layer("plain", saves="skip"),
-            tg.Layer(None, adds="skip", saves="back"),
-            tg.Layer("paired", value=0, reads="back"),
-        )
-        stages = tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in cfg.stages)
-        one_rank = replace(cfg, layers=layers, microbatches=2, stages=stages)
-        report["1 rank"] = graphs_of_a_run(one_rank, 1)
+        whole = graphs_of_a_run(cfg)
         tg.warmup_steps = lambda cfg: [0, 1]  # other lengths come later, and embed's own update
         traced = ("to_fp8", "adam_update")
-        report["too short a warm-up"] = graphs_of_a_run(cfg, 8, lambda name: name in traced)
-    return report
+        short = graphs_of_a_run(cfg, lambda name: name in traced)
+    return {"whole": whole, "short": short}
 
 
 PARTS = {"inductor": inductor_part, "triton": triton_part, "dynamo": dynamo_part}
