@@ -35,7 +35,6 @@ layers, V the padded vocabulary.
 """
 
 import argparse
-import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -54,6 +53,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import typing
 import uuid
 import zipfile
@@ -289,7 +289,7 @@ class Config:
     # fmt: on
     attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     fp8: bool = True  # the head's matmuls in 8 bits, in training
-    compile: bool = True  # torch.compile the code between matmuls, and the updates
+    compile: bool = True  # torch.compile the code between kernels, and the updates
 
     @property
     def dim(self) -> int:
@@ -388,7 +388,7 @@ def config_from_dict(values: dict, kind=Config):
     return kind(**{name: value(hint, values[name]) for name, hint in hints.items()})
 
 
-def settings(values: dict, kind, path: tuple[str, ...] = ()):
+def setting_paths(values: dict, kind, path: tuple[str, ...] = ()):
     """Yields (path, the dict that holds it, its type) of every setting in the dataclasses.asdict of a `kind`.
 
     A path is ("stages", "0", "steps"): dots in --set. It ends in * where any name may stand.
@@ -397,7 +397,7 @@ def settings(values: dict, kind, path: tuple[str, ...] = ()):
         args = typing.get_args(hint)
         if args and dataclasses.is_dataclass(args[0]):
             for i, row in enumerate(values[name]):
-                yield from settings(row, args[0], (*path, name, row.get("name", str(i))))
+                yield from setting_paths(row, args[0], (*path, name, row.get("name", str(i))))
         elif typing.get_origin(hint) is dict:
             yield (*path, name, "*"), values[name], args[1]
         else:
@@ -416,9 +416,10 @@ def override(cfg: Config, setting: str) -> Config:
     if name in ("preset", "track"):
         raise UserError(f"--set {name}: it follows from --preset")
     values, keys, found = dataclasses.asdict(cfg), name.split("."), False
-    known = list(settings(values, Config))
+    known = list(setting_paths(values, Config))
     for path, holder, hint in known:
-        if len(path) == len(keys) and all(a == b or "*" in (a, b) for a, b in zip(path, keys)):
+        alike = len(path) == len(keys) and all(a == b or "*" in (a, b) for a, b in zip(path, keys))
+        if alike and keys[-1] != "*":
             holder[keys[-1]], found = parse(text, hint, name), True
     if not found:
         near = difflib.get_close_matches(name, [".".join(path) for path, *_ in known])
@@ -436,7 +437,8 @@ def parse(text: str, hint, name: str):
     try:
         return {"true": True, "false": False}[text.lower()] if hint is bool else hint(text)
     except (ValueError, KeyError):
-        raise UserError(f"--set {name}={text}: {name} takes a value of type {hint.__name__}") from None
+        kind = "true or false" if hint is bool else f"a value of type {hint.__name__}"
+        raise UserError(f"--set {name}={text}: {name} takes {kind}") from None
 
 
 # ============================================================================================================
@@ -880,7 +882,7 @@ class MicroBatch:
     buffer: Tensor = None  # uint8: holds all of these, once packed
 
     def pack(self, pin: bool) -> "MicroBatch":
-        """Moves all tensors into one host buffer, page-locked if `pin`, for a single copy to a GPU.
+        """Copies all tensors into one host buffer, page-locked if `pin`, for a single copy to a GPU.
 
         torch reuses page-locked memory when no tensor holds it and the asynchronous copies from it are done.
         """
@@ -892,7 +894,7 @@ class MicroBatch:
         return MicroBatch(**packed | {"buffer": buffer})
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Starts an asynchronous copy to a GPU, if packed."""
+        """Returns it on `device`, by one asynchronous copy to a GPU; it must be packed."""
         if device.type == "cpu":
             return self
         buffer = self.buffer.to(device, non_blocking=True)
@@ -980,7 +982,7 @@ class TrainLoader:
         self.threads = ThreadPoolExecutor(2, initializer=use_gpu)
         self.opened, self.document, self.delivered = position  # delivered: tokens, over all ranks
         self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
-        self.is_partial = not any(position) and read_header(self.paths[0]).tokens > FIRST_READ
+        self.is_partial = not any(position)
         if self.is_partial:
             # A run starts on the clock. A batch that needs more of the last document takes it from the whole
             # shard.
@@ -1269,7 +1271,8 @@ def scaled_grad(
 ) -> None:
     """out = scales * product; += unless `overwrite`. dots = product . w, by rows, in at least fp32.
 
-    out, product, w (n, rows, cols); dots (n, rows); scales (n,). Each result is rounded once.
+    out, product, w (n, rows, cols), each matrix contiguous; dots (n, rows); scales (n,). Each result is
+    rounded once.
     """
     torch.sum(product.to(dots.dtype) * w, dim=-1, out=dots)
     scales = scales[:, None, None]
@@ -1790,7 +1793,7 @@ def select_backend(
     chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}
     if cfg.compile:
         torch._dynamo.config.recompile_limit = 64  # 8 by default, but one function serves all kinds of layers
-        torch._inductor.config.size_asserts = False  # of every argument in every call; guards check them too
+        torch._inductor.config.size_asserts = False  # in every call; guards and AOTAutograd check sizes
         chosen["compiled"] = cache(partial(torch.compile, fullgraph=True))
         chosen["scalar"] = partial(torch.tensor, dtype=acc_dtype(cfg))
     return Backend(
@@ -1837,7 +1840,7 @@ class WeightGrad:
         a buffer    either   yes (it becomes True)                a new tensor, for the weight's hooks
 
     main_grad has the weight's shape and dtype, and persists. `overwrite` holds from an optimizer step to the
-    end of the next backward: every row in use must be given in every backward, once. The caller reports each
+    end of the next backward: every part in use must be given in every backward, once. The caller reports each
     end_backward(). The new tensor is uninitialized, for a hook to drop. A view of main_grad would count
     twice: autograd adds it.
     """
@@ -1917,11 +1920,6 @@ def whole(bank: Tensor) -> Tensor:
     return bank
 
 
-def bank_part(bank: Tensor, shape: tuple[int, ...], index: int | tuple) -> Tensor:
-    """Views the first rows of a bank in `shape`, and takes [index]."""
-    return bank.flatten(0, -2)[: math.prod(shape[:-1])].view(shape)[index]
-
-
 class WeightSlice(NamedTuple):
     """Weights of matmuls: a part of a bank, or all of a parameter."""
 
@@ -1932,24 +1930,21 @@ class WeightSlice(NamedTuple):
 
 class ScaledWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scales, backend, slots, qk, v, out):
-        ctx.backend, ctx.slots, ctx.dtype = backend, slots, scales.dtype
-        qkv, d = qk.new_empty(len(qk), 3 * v.size(1), v.size(2)), v.size(1)
+    def forward(ctx, scales, backend, slices, qk, v, out):
+        ctx.backend, ctx.slices, ctx.dtype = backend, slices, scales.dtype
         ctx.save_for_backward(scales := scales.to(qk.dtype), qk, v, out)
         first, last = scales[:, :, None, None]
-        torch.mul(first, qk, out=qkv[:, : 2 * d])
-        torch.mul(first, v, out=qkv[:, 2 * d :])
-        return qkv, last * out
+        return first * torch.cat([qk, v], dim=1), last * out
 
     @staticmethod
     def backward(ctx, dqkv, dout):
         scales, *weights = ctx.saved_tensors
-        n, d, _ = dout.shape
+        dqkv, dout, (n, d, _) = dqkv.contiguous(), dout.contiguous(), dout.shape
         dots, grads = dout.new_empty(n, 4 * d, dtype=ctx.dtype), []
         products = dqkv[:, : 2 * d], dqkv[:, 2 * d :], dout
         dot_parts, scales = dots.split((2 * d, d, d), dim=1), (scales[0], scales[0], scales[1])
-        for (part, grad), *factors in zip(ctx.slots, dot_parts, products, scales, weights):
-            grads.append(grad.accumulate_scaled(part, *factors, ctx.backend))
+        for weight, *factors in zip(ctx.slices, dot_parts, products, scales, weights):
+            grads.append(weight.grad.accumulate_scaled(weight.part, *factors, ctx.backend))
         dscales = torch.stack([dots[:, : 3 * d].sum(1), dots[:, 3 * d :].sum(1)])
         return dscales, None, None, *grads
 
@@ -1959,33 +1954,32 @@ def scaled_weights(
 ) -> tuple[Tensor, Tensor]:
     """Returns scales[0] * qk and v, stacked by rows, (n, 3d, d); and scales[1] * out, (n, d, d).
 
-    scales (2, n), at least fp32, as are their gradients' sums, rounded to the weights' dtype. qk (n, 2d, d);
-    v, out (n, d, d).
+    scales (2, n), at least fp32, as are their gradients' sums, rounded to the weights' dtype; with main_grad
+    they must require a gradient. qk (n, 2d, d); v, out (n, d, d).
     """
-    slots = tuple((weights.part, weights.grad) for weights in (qk, v, out))
-    return ScaledWeights.apply(scales, backend, slots, qk.w, v.w, out.w)
+    return ScaledWeights.apply(scales, backend, (qk, v, out), qk.w, v.w, out.w)
 
 
 class MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, slots, backend, fc, proj):
+    def forward(ctx, h, slices, backend, fc, proj):
         r, square = backend.relu_square(h, fc)
-        ctx.slots, ctx.backend = slots, backend
+        ctx.slices, ctx.backend = slices, backend
         ctx.save_for_backward(h, r, fc, proj)
         return square @ proj
 
     @staticmethod
     def backward(ctx, dy):
         h, r, fc, proj = ctx.saved_tensors
-        (fc_part, fc_grad), (proj_part, proj_grad) = ctx.slots
+        to_fc, to_proj = ctx.slices
         da, square = ctx.backend.relu_square_grad(dy, proj, r)
-        dproj = proj_grad.accumulate(proj_part, square, dy)
-        return da @ fc, None, None, fc_grad.accumulate(fc_part, da, h), dproj
+        dproj = to_proj.grad.accumulate(to_proj.part, square, dy)
+        return da @ fc, None, None, to_fc.grad.accumulate(to_fc.part, da, h), dproj
 
 
 def mlp(h: Tensor, fc: WeightSlice, proj: WeightSlice, backend: Backend = TORCH_BACKEND) -> Tensor:
     """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d)."""
-    return MLP.apply(h, ((fc.part, fc.grad), (proj.part, proj.grad)), backend, fc.w, proj.w)
+    return MLP.apply(h, (fc, proj), backend, fc.w, proj.w)
 
 
 class InjectGrad(torch.autograd.Function):
@@ -2203,28 +2197,25 @@ class GPT(nn.Module):
                 self.in_flight.pop(name).wait()
         return getattr(self, name)
 
-    def bank_slice(
-        self, name: str, shape: tuple[int, ...], index: tuple, grads: dict[str, WeightGrad]
-    ) -> WeightSlice:
-        """Returns a part of a bank, as bank_part does."""
-        part = partial(bank_part, shape=shape, index=index)
+    def bank_slice(self, name: str, part: Callable, grads: dict[str, WeightGrad]) -> WeightSlice:
         return WeightSlice(part(self.weight(name)), part, grads.get(name, NO_MAIN_GRAD))
 
     def mlp_weights(self, grads: dict[str, WeightGrad]) -> list[WeightSlice]:
         """Returns the layers' fc and proj matrices (F, d), in turn."""
         # One unbind: autograd then assembles the bank's gradient once. Of slices it would sum whole banks.
-        shape = (2 * len(self.cfg.layers), self.cfg.mlp_dim, self.cfg.dim)
-        bank, _, grad = self.bank_slice("mlp_bank", shape, (), grads)
-        parts = (partial(bank_part, shape=shape, index=i) for i in range(shape[0]))
-        return [WeightSlice(w, part, grad) for w, part in zip(bank.unbind(), parts)]
+        matrices, _, grad = self.bank_slice("mlp_bank", lambda bank: bank.flatten(0, 1), grads)
+        parts = (lambda bank, i=i: bank[i // 2, i % 2] for i in range(len(matrices)))
+        return [WeightSlice(w, part, grad) for w, part in zip(matrices.unbind(), parts)]
 
     def attention_weights(
         self, scales: Sequence[Tensor], grads: dict[str, WeightGrad]
     ) -> list[tuple[Tensor, Tensor]]:
         """Returns the scaled weights, QKV (3d, d) and output (d, d), of each layer with attention."""
         d, n = self.cfg.dim, len(self.attention_index)
-        qk = self.bank_slice("qk_bank", (n, 2 * d, d), (), grads)
-        v, out = (self.bank_slice("vo_bank", (n, 2, d, d), (slice(n), i), grads) for i in range(2))
+        rows = 2 * n * d  # without padding
+        qk = self.bank_slice("qk_bank", lambda bank: bank.view(-1, d)[:rows].view(n, 2 * d, d), grads)
+        vo = (lambda bank, i=i: bank[i : 2 * n : 2] for i in range(2))
+        v, out = (self.bank_slice("vo_bank", part, grads) for part in vo)
         scale_rows = torch.stack([scales[2 * i + k] for k in range(2) for i in self.attention_index])
         weights = scaled_weights(scale_rows.view(2, n), qk, v, out, self.backend)
         return list(zip(*(w.unbind() for w in weights)))
@@ -2247,7 +2238,7 @@ class GPT(nn.Module):
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
         windows: tokens, by name. The backward gives the banks' gradients to `grads`, or to autograd where it
-        has no entry; the tables' to their looked-up rows, if lookup() is to add these to `leaves`.
+        has no entry. With `leaves`, the tables' gradients stay on the looked-up rows, put there by name.
         """
         grads = grads or {}
         # Each where it is first used: the tables' gathers end one after the other.
@@ -2283,7 +2274,7 @@ class GPT(nn.Module):
                     mix.append(bigram_lambda[i])
                     inputs.append(bigram)
                 x, h = compiled(attention_output)(y, h, attn_gates[m], out, mix, x, inputs)
-            # Here, not above: of all gathers the MLPs' ends last.
+            # Here, not above: its gather is one of the last.
             mlps = mlps or self.mlp_weights(grads)
             y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1])
             after = cfg.layers[i + 1] if i + 1 < L else None
@@ -2627,10 +2618,11 @@ class UpdateRule(NamedTuple):
     """How an optimizer updates one shard. A bf16 shard needs a mantissa in its state."""
 
     init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
-    update: Callable  # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place
+    # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place. With `flat` it
+    # takes lists of gradients and Params: the small parameters of a dtype are one vector, in which each has
+    # its numbers where its row of state["members"] (parameters, n) is 1, not 0.
+    update: Callable
     every_step: bool  # else in steps with plan.do_adam
-    # Takes lists of gradients and Params: the small parameters of a dtype are one vector. state["members"]
-    # (parameters, n) is 1 where each has its numbers, else 0.
     flat: bool = False
 
 
@@ -2861,17 +2853,15 @@ class Optimizer:
         first, members = names[0], [self.params[name] for name in names]
         spec = self.specs[first]
         shard = self.shard_of(first, members[0])
+        dtype, state = acc_dtype(self.cfg), {}
         if len(names) > 1:
-            sizes = [p.numel() for p in members]
-            shard = torch.cat([p.detach().flatten() for p in members])
-            for p, part in zip(members, shard.split(sizes)):
-                p.data = part.view(p.shape)
-        row, dtype = self.exchange.rank * len(shard) if spec.sharded else 0, acc_dtype(self.cfg)
-        state = OPTIMIZERS[spec.optimizer].init(shard, spec, dtype, row)
-        if len(names) > 1:
-            owners = torch.arange(len(names)).repeat_interleave(torch.tensor(sizes))
-            state["members"] = F.one_hot(owners).T.to(shard.device, dtype)
-        self.groups[first], self.shards[first], self.state[first] = names, shard, state
+            shard = nn.utils.parameters_to_vector(members).detach()
+            nn.utils.vector_to_parameters(shard, members)
+            rows = torch.block_diag(*(torch.ones(1, p.numel()) for p in members))
+            state["members"] = rows.to(shard.device, dtype)
+        row = self.exchange.rank * len(shard) if spec.sharded else 0
+        self.state[first] = state | OPTIMIZERS[spec.optimizer].init(shard, spec, dtype, row)
+        self.groups[first], self.shards[first] = names, shard
 
     def as_matrices(self, name: str, t: Tensor) -> Tensor:
         """Views a bank, or its gradient, as (matrices, rows, cols); returns other parameters as they are."""
@@ -2971,7 +2961,8 @@ class Optimizer:
         for name, names in self.groups.items():
             if name not in pending:
                 continue
-            grads, specs = [pending[name].wait() for name in names], [self.specs[name] for name in names]
+            grads = [pending[member].wait() for member in names]
+            specs = [self.specs[member] for member in names]
             rule, state = OPTIMIZERS[specs[0].optimizer], self.state[name]
             grad, spec = (grads, specs) if rule.flat else (grads[0], specs[0])
             rule.update(self.shards[name], grad, state, spec, plan, self.cfg, self.backend)
@@ -3161,7 +3152,7 @@ def config_rules(cfg: Config, world_size: int):
         "params.optimizer": OPTIMIZERS,
         "params.exchange": ("all_reduce", "reduce_scatter", "sparse"),
         "params.dtype": ("model", "float32"),
-        "params.tied_to": ("", *names),
+        "params.tied_to": ("", "lm_head"),
         "params.reduction": ("backend", "fp32"),
     }
     may_be_0 = ["val_every", "max_docs", "bos_id", "momentum_warmup", "momentum_cooldown"]
@@ -3192,6 +3183,7 @@ def config_rules(cfg: Config, world_size: int):
     tables = [layer.value for layer in cfg.layers if layer.value is not None]
     misnumbered = sorted(tables) != list(range(len(tables)))
     yield misnumbered, f"layer table: value tables are {tables}; number them 0, 1, ... and use each once"
+    yield not tables, "layer table: no layer has a value table; give one value=0"
     shape = f"heads={cfg.heads} must be even, head_dim={cfg.head_dim} a multiple of 4"
     odd = cfg.heads % 2 or cfg.head_dim % 4 or cfg.dim < GATE_DIM
     yield odd, f"{shape}, their product at least {GATE_DIM}"
@@ -3683,7 +3675,6 @@ def train(
     scalars, clock = AsyncScalars(), Clock(env.device, train_ms)
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
-    atexit.register(gc.unfreeze)  # if this fails: some libraries report what they find frozen as leaks
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     profiler = trace() if trace else None
@@ -3787,7 +3778,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
     if status:  # at once: what is left of this process may wait for ranks that no longer answer
         with contextlib.suppress(OSError):
             sys.stdout.flush()
