@@ -280,12 +280,13 @@ CASES = [
         ("stages.9.steps=1", "stages.9.steps: unknown; use stages.3.steps, stages.2.steps, stages.1.steps"),
         ("stages.0=1", "stages.0: unknown; use stages.0.steps, stages.0.lr_mul, stages.0.mtp_end"),
         ("stages.1.param_lr_mul=2", "stages.1.param_lr_mul: unknown; use stages.1.param_lr_mul.*, <others>"),
+        ("params.embed.*=2", "params.embed.*: unknown; use params.embed.<others>"),
         ("val_windows=3,4", "val_windows: unknown; use val_windows.*"),
         ("adam_lr.x=1", "adam_lr.x: unknown; use adam_lr, adam_wd"),
         ("microbatches=1.5", "microbatches=1.5: microbatches takes a value of type int"),
         ("val_windows.long=b", "val_windows.long=b: val_windows.long takes a value of type int"),
         ("params.embed.betas=.9,b", "params.embed.betas=b: params.embed.betas takes a value of type float"),
-        ("warmup=maybe", "warmup=maybe: warmup takes a value of type bool"))],
+        ("warmup=maybe", "warmup=maybe: warmup takes true or false"))],
     # a config that contradicts itself
     *[Case(f"an unknown choice: {setting}", f"--set {setting}", f"{setting}: use {choices}")
       for setting, choices in (
@@ -297,7 +298,10 @@ CASES = [
         ("layers.0.reads=bakc", "stream, back"),
         ("params.scalars.optimizer=sgd", "adam, normuon"),
         ("params.scalars.exchange=reduce", "all_reduce, reduce_scatter, sparse"),
+        ("params.x0_lambdas.tied_to=bigram_lambdas", "nothing, lm_head"),
         ("params.scalars.reduction=fp16", "backend, fp32"))],
+    Case("no value table", "--set layers.*.value=none",
+         "layer table: no layer has a value table; give one value=0"),
     Case("a window that validation lacks", "--set stages.*.windows.wide=1",
          "stages.0.windows and val_windows differ in wide: name the same windows"),
     Case("another rate for an unknown parameter", "--set stages.1.param_lr_mul.qk=2",
