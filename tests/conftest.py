@@ -1,5 +1,6 @@
 """Fixtures of all tests: the script on the path, one thread, and pools of real processes as ranks."""
 
+import gc
 import os
 import pickle
 import sys
@@ -97,6 +98,13 @@ class Pool:
                 process.kill()
                 process.join()
         self.folder.cleanup()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unfreeze():
+    """Undoes gc.freeze() of runs that failed in this process: Triton would report leaks at exit."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

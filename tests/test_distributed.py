@@ -233,6 +233,7 @@ def test_orders_do_not_matter(workers, cfg):
         assert same_on_all_ranks(results)["digests"] == want["digests"], orders
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_small_parameters_are_updated_alike_alone_and_as_one(cfg, dtype):

@@ -340,6 +340,7 @@ def test_gpus_that_torch_cannot_use(tmp_path, monkeypatch, capsys):
     gpu_check.refuse_unusable_gpus()
 
 
+@pytest.mark.slow
 def test_a_fresh_process(tmp_path):
     checks = [
         Check("start", "first", report_pid),
