@@ -46,7 +46,6 @@ NO_LAUNCH = set(
     "lift_fresh new_empty new_empty_strided permute reshape select slice split split_with_sizes squeeze t "
     "transpose unbind unsqueeze view".split()
 )
-SCALED_MM = torch._scaled_mm
 LAUNCHES = {"_varlen_attn": 2, "_varlen_attn_backward": 3, "baddbmm": 2}
 PHASES = "copies", "forward", "head", "backward", "rows", "optimizer", "other"
 COLUMNS = "launches", "eager", "triton", "inductor", "calls", "dispatches", "functions", "collectives"
@@ -203,13 +202,6 @@ def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
 
 
-def scaled_mm_out(*args, out: Tensor, **kwargs) -> Tensor:
-    """Does torch._scaled_mm with `out`, which "meta" has without it only."""
-    new = SCALED_MM(*args, **kwargs)
-    assert (new.shape, new.dtype) == (out.shape, out.dtype) and out.is_contiguous()
-    return out
-
-
 @contextlib.contextmanager
 def patched(owner: Any, **changes) -> Iterator[None]:
     before = {name: getattr(owner, name) for name in changes}
@@ -315,7 +307,7 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
         for (owner, name), phase in phases.items():
             stack.enter_context(patched(owner, **{name: counts.in_phase(phase, getattr(owner, name))}))
         stack.enter_context(count_functions(counts))
-        stack.enter_context(patched(torch, _scaled_mm=scaled_mm_out))
+        stack.enter_context(patched(torch, _scaled_mm=gpu_code.scaled_mm))
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
         one_slice = dataclasses.replace(cfg, val_slices=1)
         for _, val_batch in tg.ValLoader(one_slice, paths, 0, 1, False):

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 
+import gpu_code
 import train_gpt as tg
 from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
 
@@ -46,19 +47,9 @@ def fail_on_device(make, *args, **options):
     return made
 
 
-def scaled_mm(*args, out, **options):
-    """Checks layouts, dtypes and sizes: "meta" has no torch._scaled_mm that writes to `out`."""
-    made = SCALED_MM(*args, **options)
-    assert (made.shape, made.dtype, made.stride()) == (out.shape, out.dtype, out.stride())
-    return out
-
-
-SCALED_MM = torch._scaled_mm
-
-
 def train_on_meta(cfg, monkeypatch, **backend):
     """Runs all steps, with everything that a GPU would hold on "meta"."""
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", gpu_code.scaled_mm)
     monkeypatch.setattr(tg.GPT, "initialize", lambda self, seed: None)
     backend = tg.TORCH_BACKEND._replace(segment_sum_rows=segment_sum_rows, **backend)
     model = tg.GPT(cfg, 1, "meta", 0, backend)
