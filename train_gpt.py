@@ -23,10 +23,11 @@ Sections; each uses only what is above it
     8  Model        rotary tables, the blocks, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam and NorMuon on one shard
-    11 Optimizer    scatter, work, gather, in explicit orders
-    12 Step         train_step, validate, scalars that leave the device asynchronously
-    13 Checks       what a config must satisfy; saved models; checkpoints
-    14 Main         command line, warm-up, the timed loop
+    11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
+    12 Optimizer    scatter, work, gather, in explicit orders
+    13 Step         train_step, validate, scalars that leave the device asynchronously
+    14 Checks       what a config must satisfy; memory; saved models; checkpoints
+    15 Main         command line, warm-up, the timed loop
 
 The algorithm follows the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt, commit 2c702746).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
@@ -57,7 +58,8 @@ import traceback
 import typing
 import uuid
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cache, partial
@@ -201,6 +203,26 @@ PARAMS = (  # gradients are exchanged in this order
 
 
 @dataclass(frozen=True)
+class Ngrams:
+    """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
+
+    orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
+    hashes: int = 1  # of each order
+    rows: int = 1 << 23  # of each order and hash
+    width: int = 768  # columns, at most the model's width: rows are added to the stream's first channels
+    dtype: str = "float32"
+    placement: str = "sharded"  # row r on rank r % world_size: there on the device, or in host memory (host)
+    rule: str = "adagrad"  # of the updates: row-wise Adagrad
+    lr: float = 1.0
+    prefetch: bool = True  # rows of the next step that this one does not change are fetched during it
+
+    @property
+    def ranges(self) -> int:
+        """Returns the rows that a position reads: one of each order and hash."""
+        return len(self.orders) * self.hashes
+
+
+@dataclass(frozen=True)
 class Stage:
     steps: int
     batch_tokens: int  # over all ranks and micro-batches
@@ -232,6 +254,7 @@ class Config:
     padded_vocab: int = 50304  # rows of embedding tables, columns of the head; padding trains like the rest
     bos_id: int = 50256
     bigram_vocab_size: int = 5 * 50304
+    ngrams: Ngrams = Ngrams()
     heads: int = 6
     head_dim: int = 128
     mlp_dim: int = 3072
@@ -284,7 +307,8 @@ class Config:
     # Operations done in Triton.
     # fmt: off
     kernels: tuple[str, ...] = (
-        "gram", "relu_square", "softcap_loss", "scaled_grad", "segment_sum_rows", "transpose",
+        "gram", "relu_square", "softcap_loss", "scaled_grad", "segment_sum_rows", "transpose", "gather_rows",
+        "adagrad_rows",
     )
     # fmt: on
     attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
@@ -314,8 +338,9 @@ WINDOWS = [stage.windows for stage in RECORD.stages]  # for the names that a row
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
-    window_unit=16, attn_scale=0.3, dtype="float32", muon_dtype="float32", momentum_warmup=125,
-    momentum_cooldown=20, kernels=(), attention="dense", fp8=False, compile=False,
+    ngrams=Ngrams(rows=16384, width=64), window_unit=16, attn_scale=0.3, dtype="float32",
+    muon_dtype="float32", momentum_warmup=125, momentum_cooldown=20, kernels=(), attention="dense", fp8=False,
+    compile=False,
     stages=(
         Stage(140, 2048,  512, WINDOWS[0] | {"short": 3, "long": 9}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage(140, 4096, 1024, WINDOWS[1] | {"short": 4, "long": 10}, 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -348,11 +373,14 @@ GATE_DIM = 12  # channels that a gate looks at
 
 
 def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns every parameter's shape. Padding lets each of `world_size` ranks own equally many matrices."""
+    """Returns every parameter's shape. Padding lets each of `world_size` ranks own equally many matrices.
+
+    An n-gram table is none of them, and takes the place of bigram_embed.
+    """
     d, V, L = cfg.dim, cfg.padded_vocab, len(cfg.layers)
     attention = sum(layer.attention is not None for layer in cfg.layers)
     tables = sum(layer.value is not None for layer in cfg.layers)
-    return {
+    shapes = {
         "scalars": (sum(len(init) * (L if per_layer else 1) for init, per_layer in SCALARS.values()),),
         "smear_gate": (1, GATE_DIM),
         "skip_gate": (1, GATE_DIM),
@@ -370,6 +398,14 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
         "vo_bank": (padded(attention * 2, world_size), d, d),
         "mlp_bank": (padded(2 * L, math.lcm(2, world_size)) // 2, 2, cfg.mlp_dim, d),
     }
+    return {
+        name: shape for name, shape in shapes.items() if not (cfg.ngrams.orders and name == "bigram_embed")
+    }
+
+
+def used_params(cfg: Config) -> list[Param]:
+    """Returns the parameter table's rows, without those of parameters that this model lacks."""
+    return [spec for spec in cfg.params if spec.name in param_shapes(cfg, 1)]
 
 
 def config_from_dict(values: dict, kind=Config):
@@ -395,7 +431,9 @@ def setting_paths(values: dict, kind, path: tuple[str, ...] = ()):
     """
     for name, hint in typing.get_type_hints(kind).items():
         args = typing.get_args(hint)
-        if args and dataclasses.is_dataclass(args[0]):
+        if dataclasses.is_dataclass(hint):
+            yield from setting_paths(values[name], hint, (*path, name))
+        elif args and dataclasses.is_dataclass(args[0]):
             for i, row in enumerate(values[name]):
                 yield from setting_paths(row, args[0], (*path, name, row.get("name", str(i))))
         elif typing.get_origin(hint) is dict:
@@ -834,31 +872,81 @@ def bigram_index(tokens: np.ndarray, rows: int, out: np.ndarray) -> None:
     out[1:] = ((np.int32(36313) * tokens[1:]) ^ (np.int32(27191) * tokens[:-1])) % np.int32(rows - 1)
 
 
+MIX = np.uint32(0x9E3779B1)  # odd: 2^32 over the golden ratio
+
+
+def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams) -> np.ndarray:
+    """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, by ranges.
+
+    A range belongs to one order and hash. Its last row serves the first n - 1 positions. The hash is a
+    polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It
+    crosses document starts, as bigram_index does.
+    """
+    T, size = len(tokens), ngrams.rows
+    words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
+    rows = np.empty((ngrams.ranges, T), np.int32)
+    for n in range(1, max(ngrams.orders) + 1):
+        mixed[n - 1 :] += words[: max(0, T - n + 1)]
+        mixed *= MIX
+        for seed in range(ngrams.hashes) if n in ngrams.orders else ():
+            h = mixed + np.uint32(seed * int(MIX) % 2**32)
+            h ^= h >> np.uint32(16)
+            h *= np.uint32(0x85EBCA6B)
+            h ^= h >> np.uint32(13)
+            h *= np.uint32(0xC2B2AE35)
+            h ^= h >> np.uint32(16)
+            h %= np.uint32(size - 1)
+            h[: n - 1] = size - 1
+            i = ngrams.orders.index(n) * ngrams.hashes + seed
+            np.add(h, np.uint32(i * size), out=rows[i].view(np.uint32))
+    return rows
+
+
 def default_max_docs(tokens: int) -> int:
     """Returns the entries of cu_seqlens for a micro-batch of `tokens`: fixed, so that shapes never change."""
     return {16384: 64, 32768: 96, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
 class RowIndex(NamedTuple):
-    """The n distinct rows of a table that a micro-batch touches, and its T positions sorted by row."""
+    """The n distinct rows of a table that a micro-batch touches, and its positions sorted by row.
 
-    row_ids: Tensor  # (n,) int32, ascending
+    A position of an n-gram table stands once for each of its rows.
+    """
+
+    row_ids: Tensor  # (n,) int32; ascending until places replace an n-gram table's rows
     perm: Tensor  # (T,) int32: positions by row, those of one row in the text's order
     offsets: Tensor  # (n + 1,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of row_ids[i]
-    first_touch: Tensor  # (n,) bool: no earlier micro-batch since the last Adam step touched the row
+    first_touch: Tensor  # (n,) bool: no earlier micro-batch since the last update touched the row
 
 
-class TouchedRows(NamedTuple):
-    """The rows of a table that this rank has touched since the last Adam step."""
+class Transfer(NamedTuple):
+    """An exchange of rows in which every rank sends to every rank."""
 
-    row_ids: Tensor  # (k,) int32, ascending
-    counts_per_rank: list[int]  # how many of them each rank owns
-    rows_per_rank: int  # of the table
+    rows: Tensor  # (sum(send_counts),) int32: which rows this rank sends, by receiver
+    send_counts: list[int]
+    recv_counts: list[int]
 
 
-def table_sizes(cfg: Config) -> dict[str, int]:
-    """Returns the rows of the tables that tokens index, and of those that bigrams index."""
-    return {spec.indexed_by: param_shapes(cfg, 1)[spec.name][0] for spec in cfg.params if spec.indexed_by}
+class RowPlan(NamedTuple):
+    """How the rows of a table that ranks have touched since its last update travel (diagram: section 9)."""
+
+    grads: Transfer  # rows of main_grad, to their owners
+    sums: RowIndex  # how an owner sums what arrives; of n-grams, its row_ids are places in `owned`
+    owned: Tensor  # (n,) int32: the rows of this rank's block that any rank has touched
+    # N-grams: rows for who asked; early and late. In host memory, rows are places in `owned`.
+    fetches: dict[str, Transfer] = {}
+    # N-grams: where the last rows of `owned`, touched in the step before too, were in its `owned`.
+    kept_from: Tensor | None = None
+
+
+def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int, int]:
+    """Returns the most rows of the n-gram table that a step touches on a rank, and that a rank owns; the
+    rows of a rank's block.
+    """
+    n, count = cfg.ngrams, num_microbatches(cfg, world_size)
+    tokens = max(stage.batch_tokens for stage in cfg.stages) // count * (count // world_size)
+    touched, block = n.ranges * min(tokens, n.rows), padded(n.ranges * n.rows, world_size) // world_size
+    return touched, world_size * min(touched, block), block
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], x):
@@ -870,44 +958,61 @@ def map_tensors(function: Callable[[Tensor], Tensor], x):
     return function(x) if isinstance(x, Tensor) else x
 
 
+def pack(nest: dict, pin: bool) -> dict:
+    """Copies all tensors of a nest into one host buffer, its entry "buffer", page-locked if `pin`.
+
+    One copy then takes it to a GPU. torch reuses page-locked memory when no tensor holds it and the
+    asynchronous copies from it are done.
+    """
+    sizes: list[int] = []
+    map_tensors(lambda t: sizes.append(padded(t.nbytes, 16)), nest)
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
+    parts = iter(buffer.split(sizes))
+    return map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest) | {
+        "buffer": buffer
+    }
+
+
+def move(packed: dict, device: torch.device) -> dict:
+    """Returns a packed nest on `device`, by one asynchronous copy to a GPU."""
+    if device.type == "cpu":
+        return packed
+    buffer = packed["buffer"].to(device, non_blocking=True)
+
+    def moved(t: Tensor) -> Tensor:
+        start = t.storage_offset() * t.element_size()
+        return buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
+
+    return map_tensors(moved, packed)
+
+
 @dataclass
 class MicroBatch:
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
-    bigrams: Tensor  # (T,) int32: rows of bigram_embed
+    bigrams: Tensor | None  # (T,) int32: rows of bigram_embed
+    ngrams: Tensor | None  # (K, T) int32: rows of the n-gram table; later, their places among the fetched
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, then T
     max_doc_len: int  # bound on a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
-    touched: dict[str, TouchedRows] = field(default_factory=dict)  # before an Adam step, in the last one
-    buffer: Tensor = None  # uint8: holds all of these, once packed
+    ngram_rows: Tensor | None = None  # (n,) int32, ascending, outside training: the rows to fetch
+    buffer: Tensor | None = None  # uint8: holds all of these, once packed
 
     def pack(self, pin: bool) -> "MicroBatch":
-        """Copies all tensors into one host buffer, page-locked if `pin`, for a single copy to a GPU.
-
-        torch reuses page-locked memory when no tensor holds it and the asynchronous copies from it are done.
-        """
-        sizes = []
-        map_tensors(lambda t: sizes.append(padded(t.nbytes, 16)), vars(self))
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
-        parts = iter(buffer.split(sizes))
-        packed = map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).copy_(t), vars(self))
-        return MicroBatch(**packed | {"buffer": buffer})
+        return MicroBatch(**pack(vars(self), pin))
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Returns it on `device`, by one asynchronous copy to a GPU; it must be packed."""
-        if device.type == "cpu":
-            return self
-        buffer = self.buffer.to(device, non_blocking=True)
+        """Returns it on `device`; it must be packed."""
+        return MicroBatch(**move(vars(self), device))
 
-        def moved(t: Tensor) -> Tensor:
-            start = t.storage_offset() * t.element_size()
-            return buffer[start : start + t.nbytes].view(t.dtype)
-
-        return MicroBatch(**map_tensors(moved, vars(self)))
+    def row_ids(self) -> dict[str, np.ndarray]:
+        """Returns the rows of tables that positions read, by what indexes the tables."""
+        ids = {"tokens": self.inputs, "bigrams": self.bigrams, "ngrams": self.ngrams}
+        return {kind: t.numpy() for kind, t in ids.items() if t is not None}
 
 
 def make_micro_batch(
-    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, bigram_rows: int
+    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, cfg: Config
 ) -> MicroBatch:
     """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
     T = len(tokens) - 1
@@ -917,35 +1022,64 @@ def make_micro_batch(
             f"use --set max_docs={padded(len(ends) + 2, 128)}"
         )
     inputs, targets = (torch.from_numpy(ids.astype(np.int32)) for ids in (tokens[:-1], tokens[1:]))
-    bigrams, cu_seqlens = torch.empty_like(inputs), torch.full((max_docs,), T, dtype=torch.int32)
-    bigram_index(inputs.numpy(), bigram_rows, bigrams.numpy())
+    bigrams, ngrams, cu_seqlens = None, None, torch.full((max_docs,), T, dtype=torch.int32)
+    if cfg.ngrams.orders:
+        ngrams = torch.from_numpy(hash_ngrams(inputs.numpy(), cfg.ngrams))
+    else:
+        bigrams = torch.empty_like(inputs)
+        bigram_index(inputs.numpy(), cfg.bigram_vocab_size, bigrams.numpy())
     cu_seqlens.numpy()[: len(ends) + 1] = 0, *ends
-    return MicroBatch(inputs, targets.long(), bigrams, cu_seqlens, max_doc_len)
+    return MicroBatch(inputs, targets.long(), bigrams, ngrams, cu_seqlens, max_doc_len)
 
 
-def index_rows(ids: np.ndarray, touched_mask: np.ndarray) -> RowIndex:
-    """Sorts a micro-batch's positions by row `ids` (T,) int32. Sets `touched_mask` (rows,) bool."""
+def int32(numbers: np.ndarray) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int32, copy=False))
+
+
+def sort_by_row(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns RowIndex's row_ids, perm and offsets of row `ids` (T,) int32."""
     # Sorts 16 bits at a time: numpy then uses a radix sort, in a third of the time.
     perm = np.argsort(ids.astype(np.uint16), kind="stable")
-    if len(touched_mask) > 1 << 16:
+    if len(ids) and ids.max() >= 1 << 16:
         perm = perm[np.argsort((ids >> 16).astype(np.uint16)[perm], kind="stable")]
     sorted_ids = ids[perm]
-    first = np.flatnonzero(np.concatenate(([True], sorted_ids[1:] != sorted_ids[:-1])))
-    row_ids = sorted_ids[first]
-    index = (
-        row_ids,
-        perm.astype(np.int32),
-        np.append(first, len(ids)).astype(np.int32),
-        ~touched_mask[row_ids],
-    )
-    touched_mask[row_ids] = True
-    return RowIndex(*map(torch.from_numpy, index))
+    first = np.flatnonzero(np.append(True, sorted_ids[1:] != sorted_ids[:-1])[: len(ids)])
+    return sorted_ids[first], perm.astype(np.int32), np.append(first, len(ids)).astype(np.int32)
 
 
-def touched_rows(touched_mask: np.ndarray, world_size: int) -> TouchedRows:
-    row_ids, rows_per_rank = np.flatnonzero(touched_mask).astype(np.int32), len(touched_mask) // world_size
-    counts = np.diff(np.searchsorted(row_ids, np.arange(world_size + 1) * rows_per_rank)).tolist()
-    return TouchedRows(torch.from_numpy(row_ids), counts, rows_per_rank)
+def merge_rows(*lists: np.ndarray) -> np.ndarray:
+    """Returns the distinct numbers of ascending lists, ascending."""
+    merged = np.sort(np.concatenate(lists), kind="stable")  # which finds the lists, and merges them
+    return merged[np.append(True, merged[1:] != merged[:-1])[: len(merged)]]
+
+
+def is_in(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Returns for each of the `ids` whether it is among `rows`; both ascend."""
+    return np.append(rows, -1)[np.searchsorted(rows, ids)] == ids
+
+
+NO_ROWS = np.empty(0, np.int32)
+
+
+def index_rows(ids: np.ndarray, touched: np.ndarray = NO_ROWS) -> RowIndex:
+    """Sorts a micro-batch's positions by row `ids`, (T,) or, with ranges that ascend, (K, T) int32.
+
+    touched: rows that earlier micro-batches since the last update have touched, ascending.
+    """
+    ranges = np.atleast_2d(ids)
+    row_ids, perm, offsets = map(list, zip(*map(sort_by_row, ranges)))
+    starts = [part[:-1] + k * ranges.shape[1] for k, part in enumerate(offsets)]
+    rows = np.concatenate(row_ids)
+    parts = rows, np.concatenate(perm), np.append(np.concatenate(starts), ids.size).astype(np.int32)
+    return RowIndex(*map(torch.from_numpy, (*parts, ~is_in(touched, rows))))
+
+
+def place_rows(ids: Tensor, index: RowIndex, places: np.ndarray) -> Tensor:
+    """Returns `ids` (K, T) with index.row_ids[i] replaced by places[i]."""
+    placed = np.empty(ids.shape, np.int32)
+    by_row = np.repeat(places.astype(np.int32), np.diff(index.offsets.numpy()))
+    np.put_along_axis(placed, index.perm.numpy().reshape(ids.shape), by_row.reshape(ids.shape), axis=1)
+    return torch.from_numpy(placed)
 
 
 FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
@@ -976,10 +1110,10 @@ class TrainLoader:
         self.cfg, self.rank, self.world_size, self.pin = cfg, rank, world_size, pin
         self.microbatches = num_microbatches(cfg, world_size)
         self.paths = list(paths)
-        # One thread reads the next shard, one builds the next batch. A new thread's GPU is 0: pinning memory
-        # there would make every rank a context on it.
+        # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0:
+        # pinning memory there would make every rank a context on it.
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None
-        self.threads = ThreadPoolExecutor(2, initializer=use_gpu)
+        self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
         self.opened, self.document, self.delivered = position  # delivered: tokens, over all ranks
         self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
         self.is_partial = not any(position)
@@ -997,7 +1131,7 @@ class TrainLoader:
     def _read(self, i: int):
         if i >= len(self.paths):
             return None
-        return self.threads.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.bos_id)
+        return self.reader.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.bos_id)
 
     def _open(self) -> None:
         """Opens the shard that is being read: all of the present one, or the next."""
@@ -1006,7 +1140,8 @@ class TrainLoader:
         self.shard, self.upcoming, self.ends = self.upcoming.result(), self._read(self.opened + 1), {}
 
     def close(self) -> None:
-        self.threads.shutdown(cancel_futures=True)
+        self.builder.shutdown()  # not cancelled: other ranks may be building the same batch with this one
+        self.reader.shutdown(cancel_futures=True)
 
     def _cut(self, T: int, max_doc_len: int) -> list[tuple[int, int]] | None:
         """Returns each micro-batch's first document and the one after its last; None at a shard's end."""
@@ -1042,8 +1177,7 @@ class TrainLoader:
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
             doc_ends = ends[first + 1 : last] - ends[first]
-            options = (max_doc_len, max_docs, self.cfg.bigram_vocab_size)
-            micro_batches.append(make_micro_batch(tokens, doc_ends, *options))
+            micro_batches.append(make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg))
         return micro_batches
 
 
@@ -1086,40 +1220,109 @@ def check_schedule(cfg: Config, paths: list[Path], world_size: int) -> None:
 class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
-    position: tuple[int, int, int]  # of the loader, after it
+    position: tuple[int, ...]  # of the loader, after it
+    rows: dict  # packed RowPlans of the tables that this step updates, by what indexes them
 
 
 class Prefetcher:
-    """Builds the planned steps' batches, each on a thread while the one before it is used.
+    """Builds the planned steps' batches on a thread, two ahead of the one in use.
 
-    The first plan must be step 0 or follow an Adam step: no rows may have been touched since.
+    With it, ranks tell each other by `exchange`, used by nothing else, which rows they touch. The first plan
+    must be step 0 or follow an Adam step: no rows may have been touched since.
     """
 
-    def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan]):
-        self.loader, self.plans = loader, iter(plans)
-        self.touched_mask = {kind: np.zeros(n, dtype=bool) for kind, n in table_sizes(loader.cfg).items()}
+    def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
+        self.loader, self.plans, self.exchange = loader, iter(plans), exchange
+        shapes = param_shapes(loader.cfg, 1)
+        tables = [spec for spec in used_params(loader.cfg) if spec.indexed_by]
+        self.table_rows = {spec.indexed_by: shapes[spec.name][0] for spec in tables}
+        self.is_sparse = {spec.indexed_by for spec in tables if spec.exchange == "sparse"} | {"ngrams"}
+        self.touched: dict[str, np.ndarray] = {}  # by what indexes tables: rows since their last update
+        # This rank's rows of n-grams in the batch before, ascending, and their places in RowPlan.owned.
+        self.before: tuple[np.ndarray, np.ndarray] = NO_ROWS, NO_ROWS
+        self.queue: list[Future] = []
+        self._submit()
         self._submit()
 
     def _submit(self) -> None:
-        plan = next(self.plans, None)
-        self.next_batch = self.loader.threads.submit(self._build, plan) if plan else None
-
-    def _build(self, plan: StepPlan) -> Batch:
-        loader = self.loader
-        micro_batches = loader.batch(plan.batch_tokens, plan.max_doc_len)
-        for batch in micro_batches:
-            ids = {"tokens": batch.inputs.numpy(), "bigrams": batch.bigrams.numpy()}
-            for kind, mask in self.touched_mask.items():
-                batch.index[kind] = index_rows(ids[kind], mask)
-        for kind, mask in self.touched_mask.items() if plan.do_adam else ():
-            batch.touched[kind] = touched_rows(mask, loader.world_size)
-            mask[:] = False
-        return Batch(plan, [batch.pack(loader.pin) for batch in micro_batches], loader.position())
+        if plan := next(self.plans, None):
+            self.queue.append(self.loader.builder.submit(self._build, plan))
 
     def next(self) -> Batch:
-        batch = self.next_batch.result()
+        batch = self.queue.pop(0).result()
         self._submit()
         return batch
+
+    def peek(self) -> Batch | None:
+        """Returns the batch that next() will return; None after the last."""
+        return self.queue[0].result() if self.queue else None
+
+    def _build(self, plan: StepPlan) -> Batch:
+        micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len)
+        for batch in micro_batches:
+            for kind, ids in batch.row_ids().items():
+                touched = self.touched.get(kind, NO_ROWS)
+                batch.index[kind] = index_rows(ids, touched)
+                self.touched[kind] = merge_rows(touched, batch.index[kind].row_ids.numpy())
+        plans = self._plan_rows([kind for kind in self.touched if plan.do_adam or kind == "ngrams"])
+        if "ngrams" in plans:
+            plans["ngrams"] = self._plan_fetches(plans["ngrams"], micro_batches)
+        packed = [batch.pack(self.loader.pin) for batch in micro_batches]
+        return Batch(plan, packed, self.loader.position(), pack(plans, self.loader.pin))
+
+    def _plan_rows(self, kinds: list[str]) -> dict[str, RowPlan]:
+        """Tells the owners which of their rows are touched, for tables that are updated now."""
+        asked, counts = {}, {}
+        for kind in kinds:
+            rows, n = self.touched.pop(kind), self.exchange.world_size if kind in self.is_sparse else 1
+            owner, place = (rows % n, rows // n)
+            if kind != "ngrams":
+                owner, place = np.divmod(rows, self.table_rows[kind] // n)
+            by_owner = np.argsort(owner.astype(np.uint16), kind="stable")
+            asked[kind] = rows[by_owner], place[by_owner]
+            counts[kind] = np.bincount(owner, minlength=n).tolist()
+        sparse = {kind: (asked[kind][1], counts[kind]) for kind in kinds if kind in self.is_sparse}
+        received, plans = self.exchange.send_ids(sparse), {}
+        for kind, (rows, place) in asked.items():
+            ids, recv_counts = received.get(kind, (place, counts[kind]))
+            sums = index_rows(ids)
+            plans[kind] = RowPlan(Transfer(int32(rows), counts[kind], recv_counts), sums, sums.row_ids)
+        return plans
+
+    def _plan_fetches(self, plan: RowPlan, micro_batches: list[MicroBatch]) -> RowPlan:
+        """Plans the fetch of rows of n-grams, and numbers them in the micro-batches as they will arrive.
+
+        Tells who asked for a row of this rank's whether it comes late: the step before changes it.
+        """
+        (rows, send_counts, recv_counts), (before, places_before) = plan.grads, self.before
+        ngrams, n, owned = self.loader.cfg.ngrams, self.exchange.world_size, plan.owned.numpy()
+        is_kept = is_in(before, owned)
+        by_place = np.argsort(is_kept, kind="stable")
+        places, arrival = np.argsort(by_place), np.empty(len(rows), np.int32)
+        kept_from = places_before[np.searchsorted(before, owned[is_kept])]
+        self.before = owned, places
+        asked = np.empty(sum(recv_counts), np.int32)  # indices of `owned`
+        asked[plan.sums.perm.numpy()] = np.repeat(np.arange(len(owned)), plan.sums.offsets.diff().numpy())
+        is_late = (is_kept[asked] if ngrams.prefetch else np.ones(len(asked))).astype(np.uint8)
+        comes_late = self.exchange.send_numbers("late marks", "ngrams", is_late, recv_counts, send_counts)
+        fetches = {}
+        for name, flag in ("early", 0), ("late", 1):
+            sent = (places if ngrams.placement == "host" else owned)[asked[is_late == flag]]
+            to, by = (
+                np.bincount(np.repeat(np.arange(n), counts)[flags == flag], minlength=n).tolist()
+                for flags, counts in ((is_late, recv_counts), (comes_late, send_counts))
+            )
+            fetches[name] = Transfer(int32(sent), to, by)
+        # Early rows arrive before late ones, each sorted by owner.
+        arrival[np.argsort(comes_late, kind="stable")] = np.arange(len(rows))
+        by_row = np.argsort(rows.numpy(), kind="stable")
+        for batch in micro_batches:
+            index = batch.index["ngrams"]
+            at = arrival[by_row[np.searchsorted(rows.numpy()[by_row], index.row_ids.numpy())]]
+            batch.ngrams = place_rows(batch.ngrams, index, at)
+            batch.index["ngrams"] = index._replace(row_ids=int32(at))
+        grads, sums = plan.grads._replace(rows=int32(arrival)), plan.sums._replace(row_ids=int32(places))
+        return RowPlan(grads, sums, int32(owned[by_place]), fetches, int32(kept_from))
 
 
 class ValLoader:
@@ -1138,12 +1341,17 @@ class ValLoader:
 
     def __iter__(self):
         """Yields (slice number, micro-batch)."""
-        T, rows = self.cfg.val_slice_tokens, self.cfg.bigram_vocab_size
+        T = self.cfg.val_slice_tokens
         for i in range(self.rank, self.cfg.val_slices, self.world_size):
             tokens = self.tokens[i * T : (i + 1) * T + 1]
             starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
             max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-            yield i, make_micro_batch(tokens, starts, max_doc_len, self.max_docs, rows).pack(self.pin)
+            batch = make_micro_batch(tokens, starts, max_doc_len, self.max_docs, self.cfg)
+            if batch.ngrams is not None:
+                index = index_rows(batch.ngrams.numpy())
+                batch.ngram_rows = index.row_ids
+                batch.ngrams = place_rows(batch.ngrams, index, np.arange(len(index.row_ids)))
+            yield i, batch.pack(self.pin)
 
 
 # ============================================================================================================
@@ -1295,6 +1503,32 @@ def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
         sums = torch.segment_reduce(grad_part, "sum", lengths=lengths, unsafe=True)
         sums = torch.where(index.first_touch[:, None], sums, part[ids].to(dtype) + sums)
         part.index_copy_(0, ids.long(), sums.to(out.dtype))
+
+
+def gather_rows(out: Tensor, table: Tensor, ids: Tensor) -> None:
+    """Writes the sums of rows ids[:, i] of `table` (N, w), for ids (K, n) int32, to out[i], (n, w).
+
+    They are summed in order, in at least fp32, and rounded once.
+    """
+    total = torch.zeros_like(out, dtype=torch.promote_types(table.dtype, torch.float32))
+    for rows in ids:
+        total += table[rows]
+    out.copy_(total)
+
+
+ADAGRAD_EPS = 1e-10
+
+
+def adagrad_rows(table: Tensor, squares: Tensor, rows: Tensor, grads: Tensor, lr: float) -> None:
+    """Updates distinct `rows` (n,) int32 of `table` (N, w) by row-wise Adagrad, from grads (n, w).
+
+    squares (N,), at least fp32, like the arithmetic, sums the gradients' mean squares by row (Duchi et al.
+    2011, jmlr.org/papers/v12/duchi11a.html; by row: FBGEMM, arXiv:2101.05615).
+    """
+    total = squares[rows] + grads.square().mean(-1)
+    squares.index_copy_(0, rows.long(), total)
+    new = table[rows].to(grads.dtype) - lr * grads / (total.sqrt() + ADAGRAD_EPS)[:, None]
+    table.index_copy_(0, rows.long(), new.to(table.dtype))
 
 
 # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02.
@@ -1573,6 +1807,31 @@ if triton is not None:
             tile = total.to(out.dtype.element_ty)
         tl.store(out_ptrs, tile, mask=mask)
 
+    @triton.jit(do_not_specialize=["n"])
+    def gather_rows_kernel(
+        out, table, ids, n, columns, table_stride, RANGES: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """Sums a chunk of RANGES rows, in order."""
+        i, cols = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for k in tl.static_range(RANGES):
+            row = tl.load(ids + k * n.to(tl.int64) + i).to(tl.int64)
+            total += tl.load(table + row * table_stride + cols, mask=cols < columns, other=0.0).to(tl.float32)
+        out_ptrs = out + i.to(tl.int64) * columns + cols
+        tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
+
+    @triton.jit
+    def adagrad_rows_kernel(table, squares, rows, grads, lr, columns, EPS: tl.constexpr, BLOCK: tl.constexpr):
+        """Updates a row, and its sum of squares."""
+        i, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+        row, mask = tl.load(rows + i).to(tl.int64), cols < columns
+        g = tl.load(grads + i * columns + cols, mask=mask, other=0.0)
+        total = tl.load(squares + row) + tl.sum(g * g) / columns
+        tl.store(squares + row, total)
+        table += row * columns + cols
+        new = tl.load(table, mask=mask).to(tl.float32) - lr * g / (tl.sqrt_rn(total) + EPS)
+        tl.store(table, new.to(table.dtype.element_ty), mask=mask)
+
 
 # Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
 # GPUs, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
@@ -1635,6 +1894,8 @@ def triton_scaled_grad(
 
 
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
+    if not len(index.row_ids):
+        return
     out, grad = out.view(out.size(0), -1), grad.flatten(1)
     grid = (len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"]))
     first_touch = index.first_touch.view(torch.uint8)
@@ -1652,6 +1913,22 @@ def triton_transpose(out: Tensor, x: Tensor, row_ids: Tensor | None = None) -> N
     transpose_kernel[grid](out, x, row_ids, count, n, m, *strides, ADD=add, **TRANSPOSE_TILES)
 
 
+def triton_gather_rows(out: Tensor, table: Tensor, ids: Tensor) -> None:
+    (K, n), columns, tiles = ids.shape, table.size(1), SEGMENT_SUM_TILES["BLOCK"]
+    if n:
+        grid = (n, triton.cdiv(columns, tiles))
+        gather_rows_kernel[grid](
+            out, table, ids, n, columns, table.stride(0), RANGES=K, BLOCK=tiles, num_warps=2
+        )
+
+
+def triton_adagrad_rows(table: Tensor, squares: Tensor, rows: Tensor, grads: Tensor, lr: float) -> None:
+    if len(rows):
+        block = triton.next_power_of_2(columns := table.size(1))
+        options = {"EPS": ADAGRAD_EPS, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
+        adagrad_rows_kernel[(len(rows),)](table, squares, rows, grads, lr, columns, **options)
+
+
 class Backend(NamedTuple):
     """A run's implementations of the operations of section 6."""
 
@@ -1664,6 +1941,8 @@ class Backend(NamedTuple):
     segment_sum_rows: Callable = segment_sum_rows
     transpose_copy: Callable = transpose_copy
     transpose_add: Callable = transpose_add
+    gather_rows: Callable = gather_rows
+    adagrad_rows: Callable = adagrad_rows
     compiled: Callable = lambda function: function
     scalar: Callable = float  # wraps what changes by step, so that compiled code does not recompile
     fp8: bool = False
@@ -1678,6 +1957,8 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     "scaled_grad": {"scaled_grad": triton_scaled_grad},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
     "transpose": {"transpose_copy": triton_transpose, "transpose_add": triton_transpose},
+    "gather_rows": {"gather_rows": triton_gather_rows},
+    "adagrad_rows": {"adagrad_rows": triton_adagrad_rows},
 }
 
 
@@ -2145,8 +2426,9 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
         self.in_flight = {}  # by parameter, a gather of the optimizer's to wait for before use
+        self.ngrams: typing.Any = None  # an NgramTable or NgramFile: where rows of n-grams come from
         shapes = param_shapes(cfg, world_size)
-        for spec in cfg.params:
+        for spec in used_params(cfg):
             dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
             self.register_parameter(
                 spec.name, nn.Parameter(torch.zeros(shapes[spec.name], dtype=dtype, device=device))
@@ -2239,10 +2521,15 @@ class GPT(nn.Module):
 
         windows: tokens, by name. The backward gives the banks' gradients to `grads`, or to autograd where it
         has no entry. With `leaves`, the tables' gradients stay on the looked-up rows, put there by name.
+        Without `grads`, outside training, rows of n-grams are fetched first.
         """
-        grads = grads or {}
         # Each where it is first used: the tables' gathers end one after the other.
-        bigram, embed = (self.lookup(name, batch, leaves) for name in ("bigram_embed", "embed"))
+        if self.cfg.ngrams.orders:
+            rows = self.ngrams.fetch(batch.ngram_rows) if grads is None else self.ngrams.arrived()
+            bigram = self.lookup_ngrams(rows, batch, leaves)
+        else:
+            bigram = self.lookup("bigram_embed", batch, leaves)
+        grads, embed = grads or {}, self.lookup("embed", batch, leaves)
         sequences = {
             "plain": (batch.cu_seqlens, batch.max_doc_len),
             "paired": (2 * batch.cu_seqlens, 2 * batch.max_doc_len),  # two rows a token
@@ -2322,6 +2609,19 @@ class GPT(nn.Module):
         if leaves is not None:
             leaves[name] = found.requires_grad_()
         return found
+
+    def lookup_ngrams(self, rows: Tensor, batch: MicroBatch, leaves: dict[str, Tensor] | None) -> Tensor:
+        """Returns the sums (T, d) of what each position reads of the fetched `rows`; as lookup does."""
+        w, dtype = self.cfg.ngrams.width, dtype_of(self.cfg.dtype)
+        if rows.requires_grad:
+            parts = [F.embedding(ids, rows).to(acc_dtype(self.cfg)) for ids in batch.ngrams]
+            found = sum(parts[1:], parts[0]).to(dtype)
+        else:
+            found = rows.new_empty(batch.ngrams.size(1), w, dtype=dtype)
+            self.backend.gather_rows(found, rows, batch.ngrams)
+        if leaves is not None:
+            leaves["ngrams"] = found.requires_grad_()
+        return F.pad(found, (0, self.cfg.dim - w))
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
@@ -2424,22 +2724,21 @@ class GPT(nn.Module):
 #    How a table row's gradient travels, for example bigram_embed's:
 #
 #    prefetch thread   index_rows              which rows each micro-batch touches, and at which positions
+#                      send_ids                tells every owner which of its rows are touched
 #    each backward     accumulate_row_grads    adds the positions' gradients to their rows of main_grad
-#    last micro-batch  exchange_counts         before its forward: how many rows each owner will get
-#                      exchange_row_ids        before its backward: which rows
-#    scatter           exchange_row_grads      the rows themselves, as they are
-#    work              merge_row_grads         the owner sums in fp32, in rank order; then Adam; then zeroing
+#    scatter           send_rows               the touched rows of main_grad, as they are
+#    work              mean_rows               the owner sums in fp32, in rank order; then Adam; then zeroing
 #
 #        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
 #                           rank 0 touched 0, 3         rank 1 touched 1, 3
-#        counts             1 row for rank 1            1 row for rank 0
 #        row ids            3      ------->             <------- 1
 #        row gradients      g0[3]  ------->             <------- g1[1]
 #        mean               row 0 = g0[0] / 2           row 2 = 0
 #                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
 #
-#    These are the bits of the dense exchange with reduction=fp32, at any number of ranks.
+#    These are the bits of the dense exchange with reduction=fp32, at any number of ranks. Section 11 says
+#    what is added for the rows of n-grams, of which no rank has them all.
 # ============================================================================================================
 
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
@@ -2467,26 +2766,13 @@ def rank_order_mean(parts: Tensor) -> Tensor:
     return total.div_(len(parts))
 
 
-class SparsePlan(NamedTuple):
-    """Which rows of a table this rank sends to each rank, and receives from each."""
+def mean_rows(out: Tensor, row_grads: Tensor, plan: RowPlan, backend: Backend) -> Tensor:
+    """Fills rows of `out` with the mean over ranks of row_grads (sum(recv_counts), ...), and returns it.
 
-    row_ids: Tensor  # (k,) int32, ascending, so by owner
-    send_counts: list[int]
-    recv_counts: list[int]
-    recv_row_ids: Pending  # (sum(recv_counts),) int32, within this rank's block, by sender
-
-
-def merge_row_grads(shard_grad: Tensor, row_grads: Tensor, plan: SparsePlan) -> Tensor:
-    """Fills `shard_grad` (N / world_size, ...), 0 before, with the mean over ranks of the received rows.
-
-    row_grads (sum(recv_counts), ...) are added in rank order, to the bits of rank_order_mean. A sender's rows
-    are distinct, so no two additions collide.
+    Rows are summed in rank order, to the bits of rank_order_mean, in `out`'s dtype, at least fp32.
     """
-    row_ids, row_grads = plan.recv_row_ids.wait(), row_grads.to(shard_grad.dtype)
-    for ids, part in zip(row_ids.split(plan.recv_counts), row_grads.split(plan.recv_counts)):
-        shard_grad.index_add_(0, ids, part)
-    # All of it: received rows repeat, and finding the distinct ones costs more.
-    return shard_grad.div_(len(plan.recv_counts))
+    backend.segment_sum_rows(out, row_grads, plan.sums)
+    return out.div_(len(plan.grads.recv_counts))
 
 
 class Exchange:
@@ -2501,10 +2787,10 @@ class Exchange:
         rank: int,
         world_size: int,
         group: dist.ProcessGroup | None = None,
-        cpu_group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
     ):
         self.rank, self.world_size, self.group, self.sent = rank, world_size, group, {}
-        self.cpu_group = cpu_group or group
+        self.device = device  # where the group's tensors must be
         self.options: dict = {"group": group, "async_op": True}
 
     def count(self, kind: str, name: str, nbytes: int) -> None:
@@ -2541,41 +2827,48 @@ class Exchange:
         out = torch.empty_like(self.shard(grad))
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
-    def exchange_counts(self, touched: dict[str, TouchedRows]) -> Pending:
-        """Tells every owner how many rows of each kind it will get; through host memory, so no GPU waits.
+    def send_numbers(
+        self, kind: str, name: str, numbers: np.ndarray, send_counts: list[int], recv_counts: list[int]
+    ) -> np.ndarray:
+        """Sends numbers, by receiver, to all ranks; returns what they send here, by sender. Blocks."""
+        if self.world_size == 1:
+            return numbers
+        t = torch.from_numpy(numbers).to(self.device)
+        others = len(t) - send_counts[self.rank]
+        self.count(kind, name, t.nbytes // max(1, len(t)) * others)
+        received = t.new_empty((sum(recv_counts), *t.shape[1:]))
+        with peer_failure_guard():
+            dist.all_to_all_single(received, t, recv_counts, send_counts, group=self.group)
+        return received.cpu().numpy()
 
-        Returns this rank's counts, (world_size, kinds) int64.
+    def send_ids(
+        self, requests: dict[str, tuple[np.ndarray, list[int]]]
+    ) -> dict[str, tuple[np.ndarray, list[int]]]:
+        """Sends each kind's row ids (n,) int32, sorted by receiver; returns those sent here, by sender.
+
+        Each comes with its counts by rank. Blocks.
         """
-        counts = torch.tensor([t.counts_per_rank for t in touched.values()]).T.contiguous()
-        self.count("counts", " ".join(touched), counts.nbytes * (self.world_size - 1) // self.world_size)
-        received = torch.empty_like(counts)
-        return Pending(
-            received, dist.all_to_all_single(received, counts, group=self.cpu_group, async_op=True)
-        )
+        if self.world_size == 1 or not requests:
+            return requests
+        ones, name = [1] * self.world_size, " ".join(requests)
+        counts = np.array([send_counts for _, send_counts in requests.values()]).T.copy()
+        counts = self.send_numbers("counts", name, counts, ones, ones).T.tolist()
+        return {
+            kind: (self.send_numbers("row ids", kind, ids, send_counts, recv_counts), recv_counts)
+            for (kind, (ids, send_counts)), recv_counts in zip(requests.items(), counts)
+        }
 
-    def exchange_row_ids(self, touched: dict[str, TouchedRows], counts: Pending) -> dict[str, SparsePlan]:
-        """Sends the row ids, which tables of a kind share; `counts` from exchange_counts."""
-        plans = {}
-        for (kind, t), recv_counts in zip(touched.items(), counts.wait().T.tolist()):
-            ids, send_counts = t.row_ids % t.rows_per_rank, t.counts_per_rank
-            received = ids.new_empty(sum(recv_counts))
-            self.count("row ids", kind, ids.element_size() * (sum(send_counts) - send_counts[self.rank]))
-            work = dist.all_to_all_single(received, ids, recv_counts, send_counts, **self.options)
-            plans[kind] = SparsePlan(t.row_ids, send_counts, recv_counts, Pending(received, work))
-        return plans
-
-    def exchange_row_grads(self, name: str, grad: Tensor, plan: SparsePlan, shard_grad: Tensor) -> Pending:
-        """Averages this rank's block of a table's gradient over ranks.
-
-        Sends only touched rows, in grad's dtype. `shard_grad` (N / world_size, ...), at least fp32 and 0,
-        receives it.
-        """
-        rows = grad[plan.row_ids]
-        received = rows.new_empty((sum(plan.recv_counts), *rows.shape[1:]))
-        sent = sum(plan.send_counts) - plan.send_counts[self.rank]
-        self.count("rows", name, rows.nbytes // max(1, len(rows)) * sent)
-        work = dist.all_to_all_single(received, rows, plan.recv_counts, plan.send_counts, **self.options)
-        return Pending(received, work, lambda row_grads: merge_row_grads(shard_grad, row_grads, plan))
+    def send_rows(
+        self, kind: str, name: str, rows: Tensor, transfer: Transfer, out: Tensor | None = None
+    ) -> Pending:
+        """Sends rows (sum(send_counts), ...), by receiver; returns those sent here, by sender, in `out`."""
+        if self.world_size == 1:
+            return Pending(rows)
+        _, send_counts, recv_counts = transfer
+        out = rows.new_empty((sum(recv_counts), *rows.shape[1:])) if out is None else out
+        sent = sum(send_counts) - send_counts[self.rank]
+        self.count(kind, name, rows.nbytes // max(1, len(rows)) * sent)
+        return Pending(out, dist.all_to_all_single(out, rows, recv_counts, send_counts, **self.options))
 
     def gather(self, name: str, t: Tensor) -> Pending:
         """Fills t, of which each rank has updated its own block, from all ranks."""
@@ -2788,8 +3081,279 @@ OPTIMIZERS = {
 }
 
 
+ROW_RULES = ("adagrad",)
+
+
 # ============================================================================================================
-# 11  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters.
+# 11  Tables. N-gram memory: a table of any size, whose cost follows the rows that a step touches.
+#
+#    The way of a row of step s. On the left what the prefetch thread does, while steps s - 2 and s - 1 train;
+#    on the right the main thread, from top to bottom:
+#
+#    index  hash_ngrams, index_rows          s - 1   last forward
+#    ids    send_ids: asker -> owner,                early rows of s, which s - 1 does not touch: to askers
+#           rank r % world_size for row r            backward, gradient rows, update of rows
+#    late   send_numbers: owner -> asker,            late rows of s, just updated: to askers
+#           does step s - 1 touch it?        s       forwards: lookup_ngrams sums rows of `compact`
+#                                                    last forward; early rows of s + 1
+#                                                    backward: accumulate_row_grads, to a compact main_grad
+#                                                    gradient rows: to owners, first of the scatter
+#                                                    update: owners' mean in rank order, and the rule
+#                                                    late rows of s + 1
+#
+#    No other work or memory has the table's size. A forward reads rows as they are after the update of the
+#    step before, whether they came early or late. Sharded rows, and fetching ahead without staleness, are
+#    from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large
+#    in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+# ============================================================================================================
+
+CHUNK_BYTES = 1 << 26  # of a table that are copied, checked or sent at once, outside training
+
+
+class NgramTable:
+    """This rank's rows of the table of n-grams, r % world_size == rank, and buffers for what a step touches.
+
+    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Rows start at 0.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        exchange: Exchange,
+        device: torch.device,
+        backend: Backend,
+    ):
+        n = self.cfg = cfg.ngrams
+        self.exchange, self.backend, self.device = exchange, backend, device
+        self.rows, (touched, owned, block) = n.ranges * n.rows, ngram_bounds(cfg, exchange.world_size)
+        make = partial(torch.zeros, dtype=dtype_of(n.dtype), device=device)
+        received = owned if exchange.world_size > 1 else 0
+        self.compact, self.main_grad, self.sent_grads = (make(touched, n.width) for _ in range(3))
+        self.sent, self.received = make(received, n.width), make(received, n.width)
+        self.sums = torch.zeros(min(owned, block), n.width, dtype=acc_dtype(cfg), device=device)
+        self.compact.requires_grad_(not cfg.main_grad)
+        self.pending: list[Pending] = []  # fetches of the rows in `compact`
+        self.journal: list | None = None  # of updates, to undo
+        # Of the step whose rows are in `compact`; of the next, while its rows are fetched.
+        self.plan: RowPlan = None
+        self.next_plan: RowPlan = None
+        self.make_block(block, acc_dtype(cfg), self.device)
+
+    def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
+        self.squares = torch.zeros(rows, dtype=dtype, device=device)
+
+    def begin(self, batch: Batch) -> None:
+        """Fetches all rows of a step, if the one before has not."""
+        if self.plan is None:
+            self.fetch_early(batch)
+            self.fetch_late()
+
+    def fetch_early(self, batch: Batch | None) -> None:
+        """Starts to fetch those rows of the next step, if there is one, that this step does not change."""
+        if batch is not None:
+            self.next_plan = move(batch.rows, self.device)["ngrams"]
+            self.read(batch.rows["ngrams"])
+            self._fetch("early", 0, 0)
+
+    def fetch_late(self) -> None:
+        """Starts to fetch the others, after their update. The next step begins."""
+        early = self.next_plan.fetches["early"]
+        self._fetch("late", len(early.rows), sum(early.recv_counts))
+        self.plan, self.next_plan = self.next_plan, None
+
+    def _fetch(self, part: str, sent: int, received: int) -> None:
+        transfer = self.next_plan.fetches[part]
+        out = self.compact.detach()[received : received + sum(transfer.recv_counts)]
+        rows = self.sent[sent : sent + len(transfer.rows)] if self.exchange.world_size > 1 else out
+        self.backend.gather_rows(rows, self.next_table(), transfer.rows[None])
+        self.pending.append(self.exchange.send_rows(f"{part} rows", "ngrams", rows, transfer, out))
+
+    def read(self, plan: RowPlan) -> None:
+        """Prepares next_table(), by the next step's plan in host memory."""
+
+    def next_table(self) -> Tensor:
+        """Returns where the next step's Transfers find rows."""
+        return self.block
+
+    def arrived(self) -> Tensor:
+        """Returns the rows that the present step reads, after their arrival."""
+        while self.pending:
+            self.pending.pop(0).wait()
+        return self.compact
+
+    def send_grads(self) -> Pending:
+        """Starts the return of the step's gradient rows; the result is their mean, by place in plan.owned."""
+        plan, grad = self.plan, self.main_grad if self.compact.grad is None else self.compact.grad
+        rows, owned = plan.grads.rows, self.sums[: len(plan.owned)]
+        sent = self.sent_grads[: len(rows)]
+        self.backend.gather_rows(sent, grad, rows[None])
+        self.compact.grad = None
+        received = self.received[: sum(plan.grads.recv_counts)]
+        pending = self.exchange.send_rows("gradient rows", "ngrams", sent, plan.grads, received)
+        return pending._replace(finish=lambda rows: mean_rows(owned, rows, plan, self.backend))
+
+    def touched(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Returns the rows to update, and the tensors of rows and state that have them."""
+        return self.plan.owned, (self.block, self.squares)
+
+    def update(self, grads: Tensor, plan: StepPlan) -> None:
+        """Updates the rows that any rank has touched, from the result of send_grads()."""
+        self.apply_rule(grads, self.cfg.lr * plan.lr_mul)
+        self.plan = None
+        if self.next_plan:
+            self.fetch_late()
+
+    def apply_rule(self, grads: Tensor, lr: float) -> None:
+        rows, tables = self.touched()
+        if self.journal is not None:
+            self.journal.append([self.plan.owned.cpu(), *(t[rows].cpu() for t in tables)])
+        self.backend.adagrad_rows(*tables, rows, grads, lr)
+
+    def undo(self) -> None:
+        """Undoes the updates in the journal, and ends it."""
+        self.finish()
+        for rows, *values in reversed(self.journal):
+            for t, value in zip((self.block, self.squares), values):
+                t[rows.to(t.device)] = value.to(t.device)
+        self.journal = None
+
+    def finish(self) -> None:
+        """Ends what is under way, so that the block holds every row's present values."""
+        self.arrived()
+
+    @torch.no_grad()
+    def fetch(self, row_ids: Tensor | None) -> Tensor:
+        """Returns rows (n,), ascending, of the table, outside training; None: no rows. Waits for the device.
+
+        All ranks must call it as often.
+        """
+        self.finish()
+        ids, n = NO_ROWS if row_ids is None else row_ids.cpu().numpy(), self.exchange.world_size
+        order = np.argsort(ids % n, kind="stable")
+        counts = np.bincount(ids % n, minlength=n).tolist()
+        asked, ask_counts = self.exchange.send_ids({"ngrams": ((ids // n)[order], counts)})["ngrams"]
+        rows = self.block[torch.from_numpy(asked).to(self.block.device)].to(self.device)
+        transfer = Transfer(rows, ask_counts, counts)
+        received = self.exchange.send_rows("rows outside training", "ngrams", rows, transfer).wait()
+        return received[torch.from_numpy(np.argsort(order)).to(self.device)]
+
+    def parts(self) -> Iterable[Tensor]:
+        """Yields views of the block and its state, of at most CHUNK_BYTES each."""
+        for t in self.block, self.squares:
+            yield from t.split(max(1, CHUNK_BYTES // t[0].nbytes))
+
+    def write(self, file) -> None:
+        """Writes this rank's rows and state, each part with its checksum. Raises UserError if not finite."""
+        self.finish()
+        for part in self.parts():
+            if not part.isfinite().all():
+                raise UserError("the n-gram table is not finite, and was not saved; lower ngrams.lr")
+            data = as_bytes(part)
+            file.write(data)
+            file.write(zlib.crc32(data).to_bytes(4, "little"))
+
+    def load(self, file) -> None:
+        """Reads what `write` has written. Raises ValueError if it is damaged."""
+        for part in self.parts():
+            data = bytearray(file.read(part.nbytes))
+            if len(data) < part.nbytes or zlib.crc32(data) != int.from_bytes(file.read(4), "little"):
+                raise ValueError("checksum of the n-gram table")
+            part.copy_(torch.frombuffer(data, dtype=part.dtype).view(part.shape))
+
+    def save(self, file) -> None:
+        """Writes all rows in order to rank 0's `file`. All ranks must call it."""
+        step = CHUNK_BYTES // self.block[0].nbytes
+        for start in range(0, self.rows, step):
+            ids = torch.arange(start, min(start + step, self.rows), dtype=torch.int32)
+            rows = self.fetch(ids if self.exchange.rank == 0 else None)
+            file.write(as_bytes(rows))
+
+
+def make_ngram_table(
+    cfg: Config, exchange: Exchange, device: torch.device, backend: Backend = TORCH_BACKEND
+) -> NgramTable | None:
+    kind = {"sharded": NgramTable, "host": HostTable}[cfg.ngrams.placement]
+    return kind(cfg, exchange, device, backend) if cfg.ngrams.orders else None
+
+
+def as_bytes(t: Tensor) -> bytes:
+    return t.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class HostTable(NgramTable):
+    """Keeps the rows and their state in host memory, and on the device what a step touches: `work`.
+
+    The rule runs there. Rows that the step before has touched are copied from its `work`, others read through
+    staging buffers, page-locked for a GPU, after what the step before that has updated is written back. For
+    that alone this thread waits for the device, with a forward launched: no step reads a stale row.
+    """
+
+    def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().make_block(rows, dtype, torch.device("meta" if device.type == "meta" else "cpu"))
+        on_gpu, tables = device.type == "cuda", (self.block, self.squares)
+        for t in tables if on_gpu else ():  # pin_memory=True would round up to a power of two
+            if error := int(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0)):
+                fix = "raise ulimit -l, or use --set ngrams.placement=sharded"
+                raise UserError(f"cannot page-lock {t.nbytes:,} bytes for n-grams: CUDA error {error}; {fix}")
+
+        def make(on: torch.device, **options) -> list[Tensor]:
+            return [t.new_zeros((len(self.sums), *t.shape[1:]), device=on, **options) for t in tables]
+
+        self.work, self.next_work = make(device), make(device)
+        self.staged, self.updated = (make(self.block.device, pin_memory=on_gpu) for _ in range(2))
+        self.copied = torch.cuda.Event() if on_gpu else None  # after the last copy from or to these two
+        self.unwritten: Tensor | None = None  # rows in `updated`
+
+    def write_back(self) -> None:
+        if self.copied:
+            self.copied.synchronize()
+        if self.unwritten is not None:
+            for t, values in zip((self.block, self.squares), self.updated):
+                t.index_copy_(0, self.unwritten.long(), values[: len(self.unwritten)])
+            self.unwritten = None
+
+    def read(self, plan: RowPlan) -> None:
+        self.write_back()
+        n, self.next_owned = len(plan.owned) - len(plan.kept_from), plan.owned
+        for t, staged, work in zip((self.block, self.squares), self.staged, self.next_work):
+            torch.index_select(t, 0, plan.owned[:n], out=staged[:n])
+            work[:n].copy_(staged[:n], non_blocking=True)
+        if self.copied:
+            self.copied.record()
+
+    def fetch_late(self) -> None:
+        kept_from, self.owned = self.next_plan.kept_from, self.next_owned
+        for work, before in zip(self.next_work, self.work):
+            n = len(self.owned)
+            torch.index_select(before, 0, kept_from, out=work[n - len(kept_from) : n])
+        super().fetch_late()
+        self.work, self.next_work = self.next_work, self.work
+
+    def next_table(self) -> Tensor:
+        return self.next_work[0]
+
+    def touched(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        rows = torch.arange(len(self.owned), dtype=torch.int32, device=self.device)
+        return rows, (self.work[0], self.work[1])
+
+    def apply_rule(self, grads: Tensor, lr: float) -> None:
+        if self.unwritten is not None:  # nothing has been read since
+            self.write_back()
+        super().apply_rule(grads, lr)
+        for updated, work in zip(self.updated, self.work):
+            updated[: len(self.owned)].copy_(work[: len(self.owned)], non_blocking=True)
+        self.unwritten = self.owned
+        if self.copied:
+            self.copied.record()
+
+    def finish(self) -> None:
+        super().finish()
+        self.write_back()
+
+
+# ============================================================================================================
+# 12  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters.
 # ============================================================================================================
 
 
@@ -2812,8 +3376,9 @@ class Optimizer:
         self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, backend: Backend = TORCH_BACKEND
     ):
         self.cfg, self.params, self.exchange, self.backend = cfg, params, exchange, backend
-        self.specs = {spec.name: spec for spec in cfg.params}
-        self.tied_target = {spec.name: spec.tied_to for spec in cfg.params if spec.tied_to}
+        self.device = next(iter(params.values())).device
+        self.specs = {spec.name: spec for spec in used_params(cfg)}
+        self.tied_target = {name: spec.tied_to for name, spec in self.specs.items() if spec.tied_to}
         self.tied_copy = {target: name for name, target in self.tied_target.items()}
         self.is_tied = True
         # By parameter:
@@ -2822,10 +3387,7 @@ class Optimizer:
         self.shard_grads = {}  # with sparse exchange: this rank's block of the mean gradient, 0 between steps
         self.recv_buffers = {}  # of other ranks' gradients, with fp32 reduction
         self.in_flight = {}  # its gather; whoever reads the parameter waits for it, and takes it out
-        # By what indexes tables:
-        self.touched, self.sending = {}, {}  # TouchedRows: since the last Adam step; that this step sends
-        self.counts: Pending = None
-        self.sparse_plans = {}
+        self.rows: dict[str, RowPlan] = {}  # of this step, by what indexes tables
         for name, p in params.items():
             spec, shard = self.specs[name], self.shard_of(name, p)
             if cfg.main_grad and (spec.is_matmul_weight or spec.indexed_by):
@@ -2840,13 +3402,14 @@ class Optimizer:
         # By the first name, in work_order: the names that are updated as one; their shard; its rule's state.
         self.groups, self.shards, self.state = {}, {}, {}
         groups = {}
-        for name in cfg.work_order:
+        for name in (name for name in cfg.work_order if name in self.specs):
             spec = self.specs[name]
             small = not (spec.sharded or spec.indexed_by or spec.is_matmul_weight)
             flat = cfg.flat_adam and small and OPTIMIZERS[spec.optimizer].flat
             groups.setdefault((spec.optimizer, params[name].dtype) if flat else name, []).append(name)
         for names in groups.values():
             self.add_group(sorted(names))
+        self.ngrams = make_ngram_table(cfg, exchange, self.device, backend)
 
     def add_group(self, names: list[str]) -> None:
         """Moves the parameters, if several, into one vector, of which they are views; makes the state."""
@@ -2877,15 +3440,12 @@ class Optimizer:
         every_step = OPTIMIZERS[self.specs[name].optimizer].every_step
         return (every_step or plan.do_adam) and not (self.is_tied and name in self.tied_target)
 
-    def exchange_counts(self, plan: StepPlan, touched: dict[str, TouchedRows]) -> None:
-        """Starts the counts' exchange, before the last micro-batch's forward, if this step sends any rows."""
-        needed = {self.specs[name].indexed_by for name in self.shard_grads if self.is_due(name, plan)}
-        self.touched, self.sending = touched, {kind: t for kind, t in touched.items() if kind in needed}
-        self.counts = self.exchange.exchange_counts(self.sending) if self.sending else None
-
-    def exchange_row_ids(self) -> None:
-        """Starts the row ids' exchange, between that forward and its backward."""
-        self.sparse_plans = self.exchange.exchange_row_ids(self.sending, self.counts) if self.counts else {}
+    @torch.no_grad()
+    def begin(self, batch: Batch) -> None:
+        """Begins a step: takes its plans of rows."""
+        self.rows = move(batch.rows, self.device)
+        if self.ngrams:
+            self.ngrams.begin(batch)
 
     @torch.no_grad()
     def accumulate_row_grads(self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex]) -> None:
@@ -2895,6 +3455,8 @@ class Optimizer:
         for name, main_grad in self.main_grad.items():
             if kind := self.specs[name].indexed_by:
                 self.backend.segment_sum_rows(main_grad, leaves[name].grad, index[kind])
+        if self.ngrams and leaves is not None:
+            self.backend.segment_sum_rows(self.ngrams.main_grad, leaves["ngrams"].grad, index["ngrams"])
 
     def grad_of(self, name: str) -> Tensor:
         grad = self.main_grad.get(name, self.params[name].grad)
@@ -2912,20 +3474,18 @@ class Optimizer:
             if self.exchange.world_size > 1:
                 self.main_grad[name].zero_()
             else:
-                self.main_grad[name].index_fill_(0, self.touched[kind].row_ids.long(), 0)
+                self.main_grad[name].index_fill_(0, self.rows[kind].grads.rows.long(), 0)
 
     @torch.no_grad()
     def step(self, plan: StepPlan) -> None:
         self.work(plan, self.scatter(plan))
-        self.sparse_plans = {}
-        if plan.do_adam:
-            self.touched = {}
+        self.rows = {}
         if plan.untie:
             self.untie()
 
     def scatter(self, plan: StepPlan) -> dict[str, Pending]:
-        """Starts the exchange of every gradient that is due, in the order of the parameter table."""
-        pending = {}
+        """Starts the exchange of every gradient that is due: n-grams', then in the order of the table."""
+        pending = {"ngrams": self.ngrams.send_grads()} if self.ngrams else {}
         for name, spec in self.specs.items():
             if name in self.weight_grads:
                 self.weight_grads[name].flush()  # while earlier gradients are on their way
@@ -2935,8 +3495,10 @@ class Optimizer:
             if self.is_tied and name in self.tied_copy:
                 self.add_tied_grad(grad, self.tied_copy[name])
             if name in self.shard_grads:
-                sparse_plan, shard_grad = self.sparse_plans[spec.indexed_by], self.shard_grads[name]
-                pending[name] = self.exchange.exchange_row_grads(name, grad, sparse_plan, shard_grad)
+                rows, out = self.rows[spec.indexed_by], self.shard_grads[name]
+                arriving = self.exchange.send_rows("rows", name, grad[rows.grads.rows], rows.grads)
+                finish = partial(mean_rows, out, plan=rows, backend=self.backend)
+                pending[name] = arriving._replace(finish=finish)
             else:
                 grad, recv_buffer = self.as_matrices(name, grad), self.recv_buffers.get(name)
                 pending[name] = self.exchange.reduce(name, spec.exchange, grad, recv_buffer)
@@ -2946,18 +3508,20 @@ class Optimizer:
         """Adds the gradient of `name`, (n, m), to its target's, (m, n); of a table, only touched rows."""
         tied_grad = self.grad_of(name)
         if name in self.main_grad:
-            row_ids = self.touched[self.specs[name].indexed_by].row_ids
+            row_ids = self.rows[self.specs[name].indexed_by].grads.rows
             self.backend.transpose_add(grad, tied_grad, row_ids)
         else:
             grad += tied_grad.T
         self.zero_grad_of(name)
 
     def work(self, plan: StepPlan, pending: dict[str, Pending]) -> None:
-        """Updates every parameter whose gradient was scattered, in work_order, and starts its gather.
+        """Updates what has a scattered gradient: rows of n-grams, then parameters in work_order and a gather.
 
         Mean gradients exist only here, each rank's block of them.
         """
         self.finish_gathers()
+        if self.ngrams:
+            self.ngrams.update(pending["ngrams"].wait(), plan)
         for name, names in self.groups.items():
             if name not in pending:
                 continue
@@ -2969,8 +3533,7 @@ class Optimizer:
             for member in names:
                 self.zero_grad_of(member)
             if name in self.shard_grads:
-                row_ids = self.sparse_plans[specs[0].indexed_by].recv_row_ids.result
-                grads[0].index_fill_(0, row_ids.long(), 0)
+                grads[0].index_fill_(0, self.rows[specs[0].indexed_by].owned.long(), 0)
             if specs[0].sharded:
                 self.in_flight[name] = self.gather(name)
         if self.is_tied:
@@ -3029,25 +3592,31 @@ class Optimizer:
                 self.main_grad[name].zero_()
         for grad in self.weight_grads.values():
             grad.overwrite = True
-        self.touched = {}
+        self.rows = {}
+        if self.ngrams:
+            self.ngrams.plan = None
 
 
 # ============================================================================================================
-# 12  Step. The one body of a training step, for warm-up and timed run alike; validation.
+# 13  Step. The one body of a training step, for warm-up and timed run alike; validation.
 # ============================================================================================================
 
 
-def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> dict:
-    """Trains on one batch. Returns what AsyncScalars logs: 0-d tensors on the device, by name."""
+def train_step(
+    model: GPT, optimizer: Optimizer, batch: Batch, following: Callable[[], Batch | None] = lambda: None
+) -> dict:
+    """Trains on one batch. Returns what AsyncScalars logs: 0-d tensors on the device, by name.
+
+    `following()` is the next batch, whose rows of n-grams are fetched already; None after the last.
+    """
     plan, micro_batches = batch.plan, batch.micro_batches
     model.rotary.use_stage(plan.stage)
-    model.in_flight = optimizer.in_flight
+    model.in_flight, model.ngrams = optimizer.in_flight, optimizer.ngrams
+    optimizer.begin(batch)
     weights, losses = tuple(weight / len(micro_batches) for weight in plan.mtp), []
     grads, head_grad, fp8_head = optimizer.weight_grads, optimizer.weight_grads["lm_head"], []
     for i, micro_batch in enumerate(micro_batches):
         micro_batch, last = micro_batch.to(model.device), i == len(micro_batches) - 1
-        if last:
-            optimizer.exchange_counts(plan, micro_batch.touched)
         leaves = {} if model.cfg.main_grad else None
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves)
         head_grad.delay = last and model.cfg.delay_head_grad
@@ -3055,8 +3624,8 @@ def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> dict:
         loss, backward_roots = model.head_loss_and_grad(
             x, micro_batch.targets, weights, head_grad, scale, fp8_head
         )
-        if last:
-            optimizer.exchange_row_ids()
+        if last and optimizer.ngrams:
+            optimizer.ngrams.fetch_early(following())
         torch.autograd.backward(*zip(*backward_roots))  # type: ignore[arg-type]
         optimizer.accumulate_row_grads(leaves, micro_batch.index)
         losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.mtp)))
@@ -3064,11 +3633,20 @@ def train_step(model: GPT, optimizer: Optimizer, batch: Batch) -> dict:
     return {"train_loss": sum(losses[1:], losses[0])}  # mean loss of this rank's predictions
 
 
-def validate(model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int]) -> float:
-    """Returns the mean over slices of their mean losses: the same however slices are spread over ranks."""
-    losses = torch.zeros(model.cfg.val_slices, dtype=acc_dtype(model.cfg), device=model.device)
-    for i, batch in loader:
-        losses[i] = model.token_losses(batch.to(losses.device), windows).mean()
+def validate(
+    model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int], slices: int | None = None
+) -> float:
+    """Returns the mean over slices of their mean losses: the same however slices are spread over ranks.
+
+    slices: the first so many only.
+    """
+    slices, own = slices or model.cfg.val_slices, iter(loader)
+    losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
+    for i in range(exchange.rank, padded(slices, exchange.world_size), exchange.world_size):
+        if i < slices:
+            losses[i] = model.token_losses(next(own)[1].to(losses.device), windows).mean()
+        elif model.ngrams:
+            model.ngrams.fetch(None)
     return exchange.sum(losses).mean().item()
 
 
@@ -3106,7 +3684,7 @@ class AsyncScalars:
 
 
 # ============================================================================================================
-# 13  Checks. What a config must satisfy; saved models; checkpoints.
+# 14  Checks. What a config must satisfy; saved models; checkpoints.
 # ============================================================================================================
 
 
@@ -3134,7 +3712,7 @@ def check_config(cfg: Config, world_size: int) -> None:
 
 def config_rules(cfg: Config, world_size: int):
     """Yields (whether a rule is broken, message). Later rules may assume that earlier ones hold."""
-    names, n = list(param_shapes(cfg, 1)), world_size
+    names, n = list(param_shapes(replace(cfg, ngrams=Ngrams()), 1)), world_size
     for what, order in ("parameter table", [p.name for p in cfg.params]), ("work_order", cfg.work_order):
         wrong = sorted(name for name in {*names, *order} if order.count(name) != names.count(name))
         yield wrong, f"{what}: {', '.join(wrong)}: it must name each parameter exactly once"
@@ -3149,6 +3727,9 @@ def config_rules(cfg: Config, world_size: int):
         "layers.reads": ("stream", "back"),
         "layers.saves": ("skip", "back", None),
         "layers.adds": ("skip", None),
+        "ngrams.dtype": floats,
+        "ngrams.placement": ("sharded", "host"),
+        "ngrams.rule": ROW_RULES,
         "params.optimizer": OPTIMIZERS,
         "params.exchange": ("all_reduce", "reduce_scatter", "sparse"),
         "params.dtype": ("model", "float32"),
@@ -3161,7 +3742,7 @@ def config_rules(cfg: Config, world_size: int):
     values["params"] = {spec["name"]: spec for spec in values["params"]}
     for path, value in flatten(values).items():
         parts = path.split(".")
-        column = parts[0] if len(parts) < 3 else f"{parts[0]}.{parts[2]}"
+        column = path if len(parts) < 3 else f"{parts[0]}.{parts[2]}"
         allowed = choices.get(column, [value])
         hint = ", or add it to windows of every stage and to val_windows" if column == "layers.window" else ""
         use = ", ".join(str(a) or "nothing" for a in allowed)
@@ -3191,6 +3772,17 @@ def config_rules(cfg: Config, world_size: int):
     yield not cfg.bos_id < cfg.vocab_size <= cfg.padded_vocab, f"{vocab} must hold"
     rows = cfg.bigram_vocab_size
     yield not 2 <= rows < 2**31, f"bigram_vocab_size={rows}: use 2 to 2147483647, rows are numbered in int32"
+    table = cfg.ngrams
+    repeated = len(set(table.orders)) < len(table.orders) or min(table.orders, default=2) < 2
+    yield repeated, f"ngrams.orders={','.join(map(str, table.orders))}: use different numbers from 2 on"
+    rows = table.ranges * table.rows
+    yield table.rows < 3, f"ngrams.rows={table.rows}: use 3 or more"
+    yield (
+        rows >= 2**31,
+        f"ngrams: {rows:,} rows of all orders and hashes; use fewer than 2147483648, for int32",
+    )
+    wide = table.orders and table.width > cfg.dim
+    yield wide, f"ngrams.width={table.width} is above the model's width; use at most {cfg.dim}"
     count, shapes = num_microbatches(cfg, n), param_shapes(cfg, n)
     yield count % n, f"{n} processes cannot share {count} micro-batches; change one of these numbers"
     for i, stage in enumerate(cfg.stages):
@@ -3202,7 +3794,7 @@ def config_rules(cfg: Config, world_size: int):
         yield uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights, at least one"
         rest, what = stage.batch_tokens % count, f"{stage.batch_tokens} tokens of a batch"
         yield rest, f"stages.{i}: {what} do not divide into {count} micro-batches, at least one a process"
-    for spec in cfg.params:
+    for spec in used_params(cfg):
         at, rows = f"params.{spec.name}", shapes[spec.name][0]
         bad_betas = spec.optimizer == "adam" and (len(spec.betas) != 2 or max(spec.betas) >= 1)
         yield bad_betas, f"{at}.betas={spec.betas}: Adam takes two below 1"
@@ -3221,11 +3813,76 @@ def config_json(cfg: Config, **more) -> str:
     return json.dumps(dataclasses.asdict(cfg) | more)
 
 
+CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+
+
+def available_memory() -> float:
+    """Returns the bytes of memory free on this machine, at most its cgroup's limit; inf where unknown."""
+    free = math.inf
+    with contextlib.suppress(OSError):
+        words = Path("/proc/meminfo").read_text().split()
+        free = 1024 * int(words[words.index("MemAvailable:") + 1])
+    for path in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such cgroup; no limit: "max"
+            free = min(free, int(Path(path).read_text()))
+    return free
+
+
+def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> str:
+    """Returns a line on the n-gram table. Raises UserError if this machine cannot hold its ranks' parts."""
+    n, table = cfg.ngrams, make_ngram_table(cfg, Exchange(0, world_size), torch.device("meta"))
+    if table is None:
+        return ""
+    nested = [value if isinstance(value, list) else [value] for value in vars(table).values()]
+    total = sum(t.nbytes for values in nested for t in values if isinstance(t, Tensor))
+    rows = table.block.nbytes + table.squares.nbytes
+    on_gpu = 0 if device.type == "cpu" else total if n.placement == "sharded" else total - rows
+    shape = f"{table.rows:,} rows x {n.width} {n.dtype}"
+    needs = [("memory", total - on_gpu, available_memory() // local_ranks)]
+    if on_gpu:
+        needs.append(("GPU memory", on_gpu, torch.cuda.mem_get_info(device)[0]))
+    for what, need, have in needs:
+        if need > have:
+            fix = "use more machines, or lower ngrams.rows or ngrams.width"
+            raise UserError(
+                f"a process's part of the n-gram table ({shape}) needs {need:,} bytes of {what}, "
+                f"it has {have:,}; {fix}"
+            )
+    orders = ",".join(map(str, n.orders))
+    return (
+        f"n-grams: orders {orders}, hashes {n.hashes}, {shape}, {n.placement}, {n.rule}; "
+        f"{rows:,} bytes a process, and {total - rows:,} for the rows that a step touches"
+    )
+
+
 def save_model(path: str, model: GPT) -> None:
-    """Saves full weights without a world size's padding, and the config as JSON."""
-    shapes = param_shapes(model.cfg, 1)
-    weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
-    torch.save({"config": config_json(model.cfg), "weights": weights}, path)
+    """Saves full weights without a world size's padding, and the config as JSON.
+
+    All ranks must call it; rank 0 writes, also the n-gram table beside it: its rows in order, nothing else.
+    """
+    shapes, ngrams = param_shapes(model.cfg, 1), model.ngrams
+    is_master = not ngrams or ngrams.exchange.rank == 0
+    if ngrams:
+        with open(f"{path}.ngrams" if is_master else os.devnull, "wb") as file:
+            ngrams.save(file)
+    if is_master:
+        weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
+        torch.save({"config": config_json(model.cfg), "weights": weights}, path)
+
+
+class NgramFile:
+    """The table of n-grams of a saved model, mapped: a fetch reads the rows asked for."""
+
+    def __init__(self, path: str, cfg: Ngrams, device: torch.device | str):
+        self.dtype, self.device, shape = dtype_of(cfg.dtype), device, (cfg.ranges * cfg.rows, cfg.width)
+        with explain(
+            f"cannot read {path}", "keep it beside the model it was saved with", OSError, ValueError
+        ):
+            self.rows = np.memmap(path, np.uint8, "r", shape=(shape[0], shape[1] * self.dtype.itemsize))
+
+    def fetch(self, row_ids: Tensor) -> Tensor:
+        """Returns rows (n,) of the table, (n, width)."""
+        return torch.from_numpy(self.rows[row_ids.cpu().numpy()]).view(self.dtype).to(self.device)
 
 
 def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
@@ -3234,6 +3891,8 @@ def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
     model = GPT(config_from_dict(json.loads(saved["config"])), device=device)
     model.load_state_dict(saved["weights"])
     model.rotary.use_stage(len(model.cfg.stages) - 1)
+    if model.cfg.ngrams.orders:
+        model.ngrams = NgramFile(f"{path}.ngrams", model.cfg.ngrams, device)
     return model
 
 
@@ -3300,6 +3959,9 @@ class Checkpoint(NamedTuple):
         """Restores this rank's shards. Call optimizer.gather_all() afterwards."""
         path = self.path / f"rank{rank}.pt"
         try:
+            if optimizer.ngrams:
+                with open(path.with_suffix(".ngrams"), "rb") as table:
+                    optimizer.ngrams.load(table)
             with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
                 if bad := file.testzip():
                     raise ValueError(f"checksum of {bad}")
@@ -3348,6 +4010,8 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
                     "learning rate that was raised last"
                 )
         write_file(f"rank{exchange.rank}.pt", partial(torch.save, state))
+        if optimizer.ngrams:
+            write_file(f"rank{exchange.rank}.ngrams", optimizer.ngrams.write)
 
     def finish() -> None:
         write_file("meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
@@ -3364,7 +4028,7 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
 
 
 # ============================================================================================================
-# 14  Main. Command line; build, warm up, reset, train against the clock, sum up.
+# 15  Main. Command line; build, warm up, reset, train against the clock, sum up.
 # ============================================================================================================
 
 
@@ -3484,24 +4148,33 @@ def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
 
 
 def warm_up(
-    cfg: Config, env: DistEnv, data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader
+    cfg: Config,
+    env: DistEnv,
+    data: Dataset,
+    model: GPT,
+    optimizer: Optimizer,
+    val: ValLoader,
+    prefetch: Exchange,
 ) -> None:
     """Runs a step of every kind, so that nothing is new on the clock, and undoes all of it."""
     before = training_state(model, optimizer)
+    if optimizer.ngrams:
+        optimizer.ngrams.journal = []
     loader = TrainLoader(cfg, data.train, env.rank, env.world_size, env.device.type == "cuda")
     plans = [plan_step(cfg, step) for step in warmup_steps(cfg)]
-    batches = Prefetcher(loader, plans)
+    batches, one_round = Prefetcher(loader, plans, prefetch), min(cfg.val_slices, env.world_size)
     for plan in plans:
         model.rotary.use_stage(plan.stage)
-        for _, batch in val:
-            model.token_losses(batch.to(env.device), plan.windows).mean()
-            break
-        AsyncScalars().push(plan.step, train_step(model, optimizer, batches.next()))
+        validate(model, val, optimizer.exchange, plan.windows, one_round)
+        AsyncScalars().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
     loader.close()
     optimizer.finish_gathers()
+    if optimizer.ngrams:
+        optimizer.ngrams.undo()
     restore(before, model, optimizer)
     optimizer.gather_all()
     optimizer.exchange.sent.clear()
+    prefetch.sent.clear()
 
 
 def run(args: argparse.Namespace, script: str) -> None:
@@ -3519,17 +4192,21 @@ def run(args: argparse.Namespace, script: str) -> None:
     if args.check:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         select_backend(cfg, device, world_size=args.check)
+        ngrams = check_ngram_memory(cfg, args.check, device, args.check)
         if args.resume:
             Checkpoint.find(args.resume)
-        print(f"{args.check} process{'' if args.check == 1 else 'es'} could run this here")
+        print(f"{args.check} process{'' if args.check == 1 else 'es'} could run this here", ngrams, sep="\n")
         return
 
     env = init_distributed()
     backend = select_backend(cfg, env.device, world_size=env.world_size)
-    cpu_group = None
-    if env.world_size > 1 and env.device.type == "cuda":
-        cpu_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    exchange = Exchange(env.rank, env.world_size, cpu_group=cpu_group)
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if env.world_size > 1 else None
+    exchange, prefetch = (
+        Exchange(env.rank, env.world_size, device=env.device),
+        Exchange(env.rank, env.world_size, group),
+    )
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ngrams = exchange.run_on_all_ranks(check_ngram_memory, cfg, env.world_size, env.device, local)
     data = exchange.run_on_all_ranks(open_dataset, cfg)
     task = {
         "seed": args.seed,
@@ -3575,6 +4252,8 @@ def run(args: argparse.Namespace, script: str) -> None:
         count, usual = num_microbatches(cfg, env.world_size), PRESETS[cfg.preset].microbatches
         packing = f", packed in {count} micro-batches a batch, not {usual}: not the track's batches"
         log.print0(f"data: {data.fingerprint}{'' if count == usual else packing}")
+        if ngrams:
+            log.print0(ngrams)
         if resumed:
             changed = [
                 f"; {k} {resumed.meta[k]} wrote the checkpoint, this is {v}"
@@ -3596,7 +4275,7 @@ def run(args: argparse.Namespace, script: str) -> None:
                     trace = partial(traced.enter_context, profiler)
                 every = args.checkpoint_every
                 model, summary = train(
-                    cfg, env, backend, exchange, data, args.seed, log, every, save, resumed, trace
+                    cfg, env, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, trace
                 )
         except (RuntimeError, MemoryError) as e:
             if not isinstance(
@@ -3608,12 +4287,12 @@ def run(args: argparse.Namespace, script: str) -> None:
         for key, value in summary.items():
             log.print0(f"{key}: {value}", console=False)
         log.print0("complete: yes", console=False)
-    if not env.is_master:
-        return
     if args.save:
         done = f"the run itself is complete, its log is {log.path}"
         with explain(f"--save {args.save}", done, OSError, RuntimeError):
             save_model(args.save, model)
+    if not env.is_master:
+        return
     checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
     with contextlib.suppress(OSError):
         checkpoint = checkpoint.rename(checkpoint.with_suffix(".partial"))
@@ -3640,6 +4319,7 @@ def train(
     env: DistEnv,
     backend: Backend,
     exchange: Exchange,
+    prefetch: Exchange,
     data: Dataset,
     seed: int,
     log: RunLog,
@@ -3650,13 +4330,15 @@ def train(
 ) -> tuple[GPT, dict]:
     """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
 
-    `save(meta, model, optimizer)` keeps a checkpoint after every `every` steps (0: never); `resumed` is one
-    to go on from. `trace()` starts a profiler, whose step() ends every step.
+    `prefetch` is for the thread that builds batches. `save(meta, model, optimizer)` keeps a checkpoint after
+    every `every` steps (0: never); `resumed` is one to go on from. `trace()` starts a profiler, whose step()
+    ends every step.
     """
     pin = env.device.type == "cuda"
     model = GPT(cfg, env.world_size, env.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
+    model.ngrams = optimizer.ngrams
     val = ValLoader(cfg, data.val, env.rank, env.world_size, pin)
 
     # Warm up, reset.
@@ -3664,7 +4346,7 @@ def train(
         if cfg.compile:
             log.print0("compiling, off the clock: minutes at the first start", file=False)
         began = time.perf_counter()
-        warm_up(cfg, env, data, model, optimizer, val)
+        warm_up(cfg, env, data, model, optimizer, val, prefetch)
         steps = " ".join(map(str, warmup_steps(cfg)))
         log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0, 0)
@@ -3680,7 +4362,7 @@ def train(
     profiler = trace() if trace else None
     clock.start()
     loader = TrainLoader(cfg, data.train, env.rank, env.world_size, pin, position)
-    batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)))
+    batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), prefetch)
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
         if done or validates(cfg, step):
@@ -3704,7 +4386,7 @@ def train(
             break
         batch = batches.next()
         n = step + 1  # as the log counts
-        scalars.push(n, train_step(model, optimizer, batch))
+        scalars.push(n, train_step(model, optimizer, batch, batches.peek))
         scalars.poll()
         if profiler:
             profiler.step()
@@ -3732,7 +4414,8 @@ def train(
     }
     if resumed:
         summary["resumed_after_step"] = first
-    summary |= {f"bytes sent by rank 0, {what}": nbytes for what, nbytes in sorted(exchange.sent.items())}
+    sent = exchange.sent | prefetch.sent  # of kinds of their own
+    summary |= {f"bytes sent by rank 0, {what}": nbytes for what, nbytes in sorted(sent.items())}
     if data.bytes_per_token:
         summary["val_loss_per_byte"] = f"{val_loss / data.bytes_per_token:.6f}"
     return model, summary
