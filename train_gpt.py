@@ -991,11 +991,10 @@ class MicroBatch:
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
     bigrams: Tensor | None  # (T,) int32: rows of bigram_embed
-    ngrams: Tensor | None  # (K, T) int32: rows of the n-gram table; later, their places among the fetched
+    ngrams: Tensor | None  # (K, T) int32: rows of the n-gram table; in training, of what a step fetches of it
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, then T
     max_doc_len: int  # bound on a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
-    ngram_rows: Tensor | None = None  # (n,) int32, ascending, outside training: the rows to fetch
     buffer: Tensor | None = None  # uint8: holds all of these, once packed
 
     def pack(self, pin: bool) -> "MicroBatch":
@@ -1072,14 +1071,6 @@ def index_rows(ids: np.ndarray, touched: np.ndarray = NO_ROWS) -> RowIndex:
     rows = np.concatenate(row_ids)
     parts = rows, np.concatenate(perm), np.append(np.concatenate(starts), ids.size).astype(np.int32)
     return RowIndex(*map(torch.from_numpy, (*parts, ~is_in(touched, rows))))
-
-
-def place_rows(ids: Tensor, index: RowIndex, places: np.ndarray) -> Tensor:
-    """Returns `ids` (K, T) with index.row_ids[i] replaced by places[i]."""
-    placed = np.empty(ids.shape, np.int32)
-    by_row = np.repeat(places.astype(np.int32), np.diff(index.offsets.numpy()))
-    np.put_along_axis(placed, index.perm.numpy().reshape(ids.shape), by_row.reshape(ids.shape), axis=1)
-    return torch.from_numpy(placed)
 
 
 FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
@@ -1317,9 +1308,12 @@ class Prefetcher:
         arrival[np.argsort(comes_late, kind="stable")] = np.arange(len(rows))
         by_row = np.argsort(rows.numpy(), kind="stable")
         for batch in micro_batches:
-            index = batch.index["ngrams"]
+            index, positions = batch.index["ngrams"], batch.ngrams.numpy()
             at = arrival[by_row[np.searchsorted(rows.numpy()[by_row], index.row_ids.numpy())]]
-            batch.ngrams = place_rows(batch.ngrams, index, at)
+            perm, sorted_at = index.perm.numpy(), np.repeat(at, index.offsets.diff().numpy())
+            np.put_along_axis(
+                positions, perm.reshape(positions.shape), sorted_at.reshape(positions.shape), axis=1
+            )
             batch.index["ngrams"] = index._replace(row_ids=int32(at))
         grads, sums = plan.grads._replace(rows=int32(arrival)), plan.sums._replace(row_ids=int32(places))
         return RowPlan(grads, sums, int32(owned[by_place]), fetches, int32(kept_from))
@@ -1347,10 +1341,6 @@ class ValLoader:
             starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
             max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
             batch = make_micro_batch(tokens, starts, max_doc_len, self.max_docs, self.cfg)
-            if batch.ngrams is not None:
-                index = index_rows(batch.ngrams.numpy())
-                batch.ngram_rows = index.row_ids
-                batch.ngrams = place_rows(batch.ngrams, index, np.arange(len(index.row_ids)))
             yield i, batch.pack(self.pin)
 
 
@@ -2524,11 +2514,13 @@ class GPT(nn.Module):
         Without `grads`, outside training, rows of n-grams are fetched first.
         """
         # Each where it is first used: the tables' gathers end one after the other.
-        if self.cfg.ngrams.orders:
-            rows = self.ngrams.fetch(batch.ngram_rows) if grads is None else self.ngrams.arrived()
-            bigram = self.lookup_ngrams(rows, batch, leaves)
-        else:
+        if not self.cfg.ngrams.orders:
             bigram = self.lookup("bigram_embed", batch, leaves)
+        elif grads is None:
+            row_ids, places = batch.ngrams.unique(return_inverse=True)
+            bigram = self.lookup_ngrams(self.ngrams.fetch(row_ids), places, leaves)
+        else:
+            bigram = self.lookup_ngrams(self.ngrams.arrived(), batch.ngrams, leaves)
         grads, embed = grads or {}, self.lookup("embed", batch, leaves)
         sequences = {
             "plain": (batch.cu_seqlens, batch.max_doc_len),
@@ -2610,18 +2602,18 @@ class GPT(nn.Module):
             leaves[name] = found.requires_grad_()
         return found
 
-    def lookup_ngrams(self, rows: Tensor, batch: MicroBatch, leaves: dict[str, Tensor] | None) -> Tensor:
-        """Returns the sums (T, d) of what each position reads of the fetched `rows`; as lookup does."""
-        w, dtype = self.cfg.ngrams.width, dtype_of(self.cfg.dtype)
+    def lookup_ngrams(self, rows: Tensor, ids: Tensor, leaves: dict[str, Tensor] | None) -> Tensor:
+        """Returns the sums (T, d) of rows[ids[:, t]], padded with zeros, for ids (K, T); as lookup does."""
         if rows.requires_grad:
-            parts = [F.embedding(ids, rows).to(acc_dtype(self.cfg)) for ids in batch.ngrams]
-            found = sum(parts[1:], parts[0]).to(dtype)
+            parts = [F.embedding(part, rows).to(acc_dtype(self.cfg)) for part in ids]
+            found = sum(parts[1:], parts[0]).to(dtype_of(self.cfg.dtype))
         else:
-            found = rows.new_empty(batch.ngrams.size(1), w, dtype=dtype)
-            self.backend.gather_rows(found, rows, batch.ngrams)
+            found = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
+            self.backend.gather_rows(found, rows, ids)
         if leaves is not None:
             leaves["ngrams"] = found.requires_grad_()
-        return F.pad(found, (0, self.cfg.dim - w))
+        missing = self.cfg.dim - rows.size(1)
+        return F.pad(found, (0, missing)) if missing else found
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
