@@ -1500,8 +1500,8 @@ def gather_rows(out: Tensor, table: Tensor, ids: Tensor) -> None:
 
     They are summed in order, in at least fp32, and rounded once.
     """
-    total = torch.zeros_like(out, dtype=torch.promote_types(table.dtype, torch.float32))
-    for rows in ids:
+    total = table[ids[0]].to(torch.promote_types(table.dtype, torch.float32))
+    for rows in ids[1:]:
         total += table[rows]
     out.copy_(total)
 
@@ -2823,15 +2823,8 @@ class Exchange:
         self, kind: str, name: str, numbers: np.ndarray, send_counts: list[int], recv_counts: list[int]
     ) -> np.ndarray:
         """Sends numbers, by receiver, to all ranks; returns what they send here, by sender. Blocks."""
-        if self.world_size == 1:
-            return numbers
         t = torch.from_numpy(numbers).to(self.device)
-        others = len(t) - send_counts[self.rank]
-        self.count(kind, name, t.nbytes // max(1, len(t)) * others)
-        received = t.new_empty((sum(recv_counts), *t.shape[1:]))
-        with peer_failure_guard():
-            dist.all_to_all_single(received, t, recv_counts, send_counts, group=self.group)
-        return received.cpu().numpy()
+        return self.send_rows(kind, name, t, Transfer(t, send_counts, recv_counts)).wait().cpu().numpy()
 
     def send_ids(
         self, requests: dict[str, tuple[np.ndarray, list[int]]]
@@ -3073,7 +3066,7 @@ OPTIMIZERS = {
 }
 
 
-ROW_RULES = ("adagrad",)
+ROW_RULES = {"adagrad": "adagrad_rows"}  # of an n-gram table: operations of the backend
 
 
 # ============================================================================================================
@@ -3108,13 +3101,7 @@ class NgramTable:
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Rows start at 0.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        exchange: Exchange,
-        device: torch.device,
-        backend: Backend,
-    ):
+    def __init__(self, cfg: Config, exchange: Exchange, device: torch.device, backend: Backend):
         n = self.cfg = cfg.ngrams
         self.exchange, self.backend, self.device = exchange, backend, device
         self.rows, (touched, owned, block) = n.ranges * n.rows, ngram_bounds(cfg, exchange.world_size)
@@ -3200,7 +3187,7 @@ class NgramTable:
         rows, tables = self.touched()
         if self.journal is not None:
             self.journal.append([self.plan.owned.cpu(), *(t[rows].cpu() for t in tables)])
-        self.backend.adagrad_rows(*tables, rows, grads, lr)
+        getattr(self.backend, ROW_RULES[self.cfg.rule])(*tables, rows, grads, lr)
 
     def undo(self) -> None:
         """Undoes the updates in the journal, and ends it."""
@@ -3260,13 +3247,6 @@ class NgramTable:
             ids = torch.arange(start, min(start + step, self.rows), dtype=torch.int32)
             rows = self.fetch(ids if self.exchange.rank == 0 else None)
             file.write(as_bytes(rows))
-
-
-def make_ngram_table(
-    cfg: Config, exchange: Exchange, device: torch.device, backend: Backend = TORCH_BACKEND
-) -> NgramTable | None:
-    kind = {"sharded": NgramTable, "host": HostTable}[cfg.ngrams.placement]
-    return kind(cfg, exchange, device, backend) if cfg.ngrams.orders else None
 
 
 def as_bytes(t: Tensor) -> bytes:
@@ -3344,6 +3324,9 @@ class HostTable(NgramTable):
         self.write_back()
 
 
+TABLES = {"sharded": NgramTable, "host": HostTable}  # by Ngrams.placement
+
+
 # ============================================================================================================
 # 12  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters.
 # ============================================================================================================
@@ -3401,7 +3384,8 @@ class Optimizer:
             groups.setdefault((spec.optimizer, params[name].dtype) if flat else name, []).append(name)
         for names in groups.values():
             self.add_group(sorted(names))
-        self.ngrams = make_ngram_table(cfg, exchange, self.device, backend)
+        table = TABLES[cfg.ngrams.placement]
+        self.ngrams = table(cfg, exchange, self.device, backend) if cfg.ngrams.orders else None
 
     def add_group(self, names: list[str]) -> None:
         """Moves the parameters, if several, into one vector, of which they are views; makes the state."""
@@ -3720,7 +3704,7 @@ def config_rules(cfg: Config, world_size: int):
         "layers.saves": ("skip", "back", None),
         "layers.adds": ("skip", None),
         "ngrams.dtype": floats,
-        "ngrams.placement": ("sharded", "host"),
+        "ngrams.placement": TABLES,
         "ngrams.rule": ROW_RULES,
         "params.optimizer": OPTIMIZERS,
         "params.exchange": ("all_reduce", "reduce_scatter", "sparse"),
@@ -3822,9 +3806,10 @@ def available_memory() -> float:
 
 def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> str:
     """Returns a line on the n-gram table. Raises UserError if this machine cannot hold its ranks' parts."""
-    n, table = cfg.ngrams, make_ngram_table(cfg, Exchange(0, world_size), torch.device("meta"))
-    if table is None:
+    n = cfg.ngrams
+    if not n.orders:
         return ""
+    table = TABLES[n.placement](cfg, Exchange(0, world_size), torch.device("meta"), TORCH_BACKEND)
     nested = [value if isinstance(value, list) else [value] for value in vars(table).values()]
     total = sum(t.nbytes for values in nested for t in values if isinstance(t, Tensor))
     rows = table.block.nbytes + table.squares.nbytes
