@@ -2605,7 +2605,8 @@ class GPT(nn.Module):
     def lookup_ngrams(self, rows: Tensor, ids: Tensor, leaves: dict[str, Tensor] | None) -> Tensor:
         """Returns the sums (T, d) of rows[ids[:, t]], padded with zeros, for ids (K, T); as lookup does."""
         if rows.requires_grad:
-            parts = [F.embedding(part, rows).to(acc_dtype(self.cfg)) for part in ids]
+            dtype = torch.promote_types(rows.dtype, torch.float32)
+            parts = [F.embedding(part, rows).to(dtype) for part in ids]
             found = sum(parts[1:], parts[0]).to(dtype_of(self.cfg.dtype))
         else:
             found = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
@@ -3234,6 +3235,7 @@ class NgramTable:
 
     def load(self, file) -> None:
         """Reads what `write` has written. Raises ValueError if it is damaged."""
+        self.finish()
         for part in self.parts():
             data = bytearray(file.read(part.nbytes))
             if len(data) < part.nbytes or zlib.crc32(data) != int.from_bytes(file.read(4), "little"):
@@ -3815,7 +3817,7 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     rows = table.block.nbytes + table.squares.nbytes
     on_gpu = 0 if device.type == "cpu" else total if n.placement == "sharded" else total - rows
     shape = f"{table.rows:,} rows x {n.width} {n.dtype}"
-    needs = [("memory", total - on_gpu, available_memory() // local_ranks)]
+    needs = [("memory", total - on_gpu, available_memory() / local_ranks)]
     if on_gpu:
         needs.append(("GPU memory", on_gpu, torch.cuda.mem_get_info(device)[0]))
     for what, need, have in needs:
@@ -3823,7 +3825,7 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
             fix = "use more machines, or lower ngrams.rows or ngrams.width"
             raise UserError(
                 f"a process's part of the n-gram table ({shape}) needs {need:,} bytes of {what}, "
-                f"it has {have:,}; {fix}"
+                f"it has {have:,.0f}; {fix}"
             )
     orders = ",".join(map(str, n.orders))
     return (
@@ -4172,7 +4174,9 @@ def run(args: argparse.Namespace, script: str) -> None:
         ngrams = check_ngram_memory(cfg, args.check, device, args.check)
         if args.resume:
             Checkpoint.find(args.resume)
-        print(f"{args.check} process{'' if args.check == 1 else 'es'} could run this here", ngrams, sep="\n")
+        print(f"{args.check} process{'' if args.check == 1 else 'es'} could run this here")
+        if ngrams:
+            print(ngrams)
         return
 
     env = init_distributed()
