@@ -1,10 +1,8 @@
-"""Trains tables of n-grams: the bits of a whole table on every rank, memory, warm-up; the rule's arithmetic."""
+"""Trains tables of n-grams: the bits of a whole table on every rank; warm-up, memory."""
 
 import contextlib
 import hashlib
 import itertools
-import json
-import math
 import random
 import tracemalloc
 from dataclasses import replace
@@ -40,7 +38,7 @@ def cfg(tmp_path_factory):
     return replace(cfg, padded_vocab=64, bigram_vocab_size=320, microbatches=8, stages=stages)
 
 
-# -------------------------------------------------------------- the reference: all rows and state on every rank
+# ------------------------------------------------------------ the reference: all rows and state on every rank
 
 
 class WholeTable:
@@ -199,6 +197,9 @@ def train(rank, world_size, cfg, placement, warm=False):
         model, optimizer = build(rank, world_size, cfg)
         prefetch, data = prefetch_exchange(rank, world_size), tg.open_dataset(cfg)
         val = tg.ValLoader(cfg, data.val, rank, world_size, False)
+        if warm:
+            env = tg.DistEnv(rank, world_size, torch.device("cpu"))
+            tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
         loader, losses, digests = tg.TrainLoader(cfg, data.train, rank, world_size, False), [], []
         batches = tg.Prefetcher(loader, [tg.plan_step(cfg, step) for step in range(cfg.steps)], prefetch)
         for _ in range(cfg.steps):
@@ -212,11 +213,11 @@ def train(rank, world_size, cfg, placement, warm=False):
 
 
 def train_all(rank, world_size, variants):
-    """Trains runs of (config, placement), one after the other."""
+    """Trains runs of (config, placement and whether to warm up), one after the other."""
     return [train(rank, world_size, *variant) for variant in variants]
 
 
-def results_of(results, cfg, placement):
+def results_of(results, cfg, placement, warm=False):
     """Joins the ranks' results of one run."""
     losses, digests, tables = zip(*results)
     assert all(each == digests[0] for each in digests)
@@ -283,11 +284,11 @@ def test_placements_are_the_reference(workers, cfg, world_size, per_rank, main_g
 )
 def test_placements_are_the_reference_in_every_dtype(workers, cfg, model, table):
     variants = []
-    for main_grad in True, False:
+    for main_grad in (True, False) if model == "float64" else (True,):
         each = replace(with_dtypes(cfg, model, table), main_grad=main_grad, microbatches=4)
         variants += [(each, placement) for placement in ("whole", "sharded", "host")]
     results = run_variants(workers, 2, variants)
-    for i in range(0, 6, 3):
+    for i in range(0, len(variants), 3):
         assert results[i][2][0].dtype == tg.dtype_of(table)
         assert_same(results[i + 1], results[i], variants[i + 1])
         assert_same(results[i + 2], results[i], variants[i + 2])
@@ -316,3 +317,165 @@ def test_world_size_does_not_matter(workers, cfg, dtype):
         assert np.mean(got[0], axis=0) == pytest.approx(single[0][0], rel=bound)
         for ours, want in zip(got[2], single[2]):
             assert ((ours - want).norm() / want.norm()).item() < bound
+
+
+# ---------------------------------------------------------------------------------------------------- warm-up
+
+
+def warm_up_and_look(rank, world_size, cfg, start):
+    """Returns whether warm_up leaves everything as it was; the table's part before; what is fetched after."""
+    model, optimizer = build(rank, world_size, cfg, start)
+    table, prefetch, data = optimizer.ngrams, prefetch_exchange(rank, world_size), tg.open_dataset(cfg)
+    val = tg.ValLoader(cfg, data.val, rank, world_size, False)
+    before = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)
+    changes, adagrad_rows = [], table.backend.adagrad_rows
+
+    def record(*args):
+        changes.append(len(args[2]))
+        adagrad_rows(*args)
+
+    table.backend = table.backend._replace(adagrad_rows=record)
+    env = tg.DistEnv(rank, world_size, torch.device("cpu"))
+    tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
+    after = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)
+    same = [same_bits(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(before, after)]
+    left = table.plan, table.next_plan, table.journal, table.pending
+    return same, left, changes, before[0], table.fetch(torch.arange(table.rows, dtype=torch.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("placement", ["sharded", "host"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_warm_up_leaves_no_trace(workers, cfg, world_size, placement, start):
+    """Checks a table of zeros and one of other values, with rows that several steps change."""
+    cfg = tg.override(cfg, f"ngrams.placement={placement}")
+    results = workers(world_size, warm_up_and_look, cfg, start)
+    whole, squares = join([result[3] for result in results], cfg.ngrams.ranges * cfg.ngrams.rows)
+    assert whole.any() == squares.any() == start
+    for same, left, changes, _, fetched in results:
+        assert same == [True, True] and left == (None, None, None, [])
+        assert len(changes) == len(tg.warmup_steps(cfg)) and sum(changes) > len(whole) / world_size
+        assert same_bits(fetched, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["sharded", "host"])
+def test_training_after_warm_up_is_training(workers, cfg, placement):
+    """Compares the bits of runs with and without warm-up; buffers are not new then."""
+    variants = [(cfg, placement, False), (cfg, placement, True)]
+    cold, warm = run_variants(workers, 2, variants)
+    assert_same(warm, cold, placement)
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+
+
+class Storages(TorchDispatchMode):
+    """Finds the torch storages of `limit` bytes or more that an operation makes or returns."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit, self.large = limit, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() >= self.limit:
+                self.large.setdefault(t.untyped_storage().data_ptr(), f"{func}: {tuple(t.shape)} {t.dtype}")
+        return out
+
+
+class Memory:
+    """Watches phases of a run, on all threads: torch's storages, the peak of Python's and NumPy's memory."""
+
+    def __init__(self, limit):
+        self.limit, self.known, self.peaks, self.found = limit, set(), {}, {}
+
+    @contextlib.contextmanager
+    def phase(self, name):
+        mode, build = Storages(self.limit), tg.Prefetcher._build
+
+        def watched(prefetcher, plan):  # a mode belongs to one thread
+            with mode:
+                return build(prefetcher, plan)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tg.Prefetcher, "_build", watched)
+            tracemalloc.reset_peak()
+            start = tracemalloc.get_traced_memory()[0]
+            with mode:
+                yield
+            self.peaks[name] = tracemalloc.get_traced_memory()[1] - start
+        self.found[name] = [what for place, what in mode.large.items() if place not in self.known]
+
+
+def live(rank, world_size, cfg, folder, limit):
+    """Runs all that a table goes through; returns what has `limit` bytes or more, and peaks, by phase."""
+    memory, prefetch = Memory(limit), prefetch_exchange(rank, world_size)
+    data, env = tg.open_dataset(cfg), tg.DistEnv(rank, world_size, torch.device("cpu"))
+    with memory.phase("build"):
+        model, optimizer = build(rank, world_size, cfg, start=False)
+    own = {t.untyped_storage().data_ptr() for t in tensors_of(optimizer.ngrams)}
+    built, memory.known = len(memory.found["build"]), own
+    exchange, windows = optimizer.exchange, tg.window_tokens(cfg, cfg.val_windows)
+    with memory.phase("warm-up"):
+        val = tg.ValLoader(cfg, data.val, rank, world_size, False)
+        tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
+    with memory.phase("training"):
+        loader = tg.TrainLoader(cfg, data.train, rank, world_size, False)
+        batches = tg.Prefetcher(loader, [tg.plan_step(cfg, step) for step in range(cfg.steps)], prefetch)
+        for _ in range(cfg.steps):
+            tg.train_step(model, optimizer, batches.next(), batches.peek)
+        loader.close()
+    with memory.phase("validation"):
+        loss = tg.validate(model, val, exchange, windows)
+    with memory.phase("checkpoint"):
+        meta = dict(step=cfg.steps, train_ms=0.0, position=[0, 0, 0], task={}, script="", torch="")
+        tg.save_checkpoint(folder / "x.checkpoint", meta, model, optimizer, exchange)
+    with memory.phase("resume"):
+        tg.Checkpoint.find(str(folder)).load(model, optimizer, rank)
+        optimizer.gather_all()
+    with memory.phase("save"):
+        tg.save_model(str(folder / "model.pt"), model)
+        exchange.all_gather_object(None)  # rank 0 has written it
+    with memory.phase("load"):
+        loaded = tg.load_model(str(folder / "model.pt"))
+        val = tg.ValLoader(cfg, data.val, 0, 1, False)
+        loss_loaded = tg.validate(loaded, val, tg.Exchange(0, 1), windows)
+    return built, memory.found, memory.peaks, (loss, loss_loaded)
+
+
+def live_twice(rank, world_size, cfg, large, folder, limit):
+    """Runs a small table first, so that what is imported or made once is there; watches the large one."""
+    tracemalloc.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            # Constants, but more than `limit`.
+            patch.setattr(tg, "CHUNK_BYTES", 1 << 18)
+            patch.setattr(tg, "FIRST_READ", 1 << 12)
+            live(rank, world_size, cfg, folder / "small", limit)
+            return live(rank, world_size, large, folder / "large", limit)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size, placement", [(1, "sharded"), (1, "host"), (2, "sharded"), (2, "host")])
+def test_nothing_has_the_tables_size(workers, cfg, tmp_path, world_size, placement):
+    """Checks that after its rows and their state nothing is made of a byte for each row or more.
+
+    NumPy's arrays count together, with all of Python's memory, on all threads.
+    """
+    N = 1 << 22
+    table = dict(orders=(2, 3), hashes=1, width=4, placement=placement)
+    cfg = replace(cfg, ngrams=replace(cfg.ngrams, **table))
+    large = tg.override(cfg, f"ngrams.rows={N // 2}")
+    for size in "small", "large":
+        (tmp_path / size).mkdir()
+    limit = N // world_size
+    for built, found, peaks, losses in workers(world_size, live_twice, cfg, large, tmp_path, limit):
+        assert built == 2, found["build"]
+        assert not any(found[name] for name in found if name != "build"), found
+        assert max(peaks.values()) < limit, peaks
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
