@@ -66,7 +66,7 @@ class WholeTable:
         return self.table
 
     def fetch(self, row_ids):
-        return self.table.detach()
+        return None if row_ids is None else self.table.detach()[row_ids.long()]
 
     def finish(self):
         pass
@@ -100,11 +100,10 @@ class WholeTable:
             self.table.copy_((self.table.to(grads.dtype) - step).to(self.dtype))
 
 
-def look_up_whole(model, table, batch, leaves):
-    """Replaces GPT.lookup_ngrams: hashes the tokens again, and reads a whole table."""
-    cfg, acc_dtype = model.cfg, tg.acc_dtype(model.cfg)
-    ids = torch.from_numpy(tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams)).long()
-    dtype = acc_dtype if table.requires_grad else torch.promote_types(table.dtype, torch.float32)
+def look_up_whole(model, table, ids, leaves):
+    """Replaces GPT.lookup_ngrams: sums rows in plain torch, and keeps what is looked up."""
+    cfg, ids = model.cfg, ids.long()
+    dtype = tg.acc_dtype(cfg) if table.requires_grad else torch.promote_types(table.dtype, torch.float32)
     found = F.embedding(ids[0], table).to(dtype)
     for row in ids[1:]:
         found = found + F.embedding(row, table).to(dtype)
@@ -115,16 +114,24 @@ def look_up_whole(model, table, batch, leaves):
     return F.pad(found, (0, cfg.dim - cfg.ngrams.width))
 
 
+hidden_states = tg.GPT.hidden_states
+
+
+def hidden_states_whole(model, batch, *more):
+    """Hashes the tokens again: in training, a batch has places among what is fetched."""
+    ids = torch.from_numpy(tg.hash_ngrams(batch.inputs.numpy(), model.cfg.ngrams))
+    return hidden_states(model, replace(batch, ngrams=ids), *more)
+
+
 @contextlib.contextmanager
 def placed(cfg, placement):
     """Yields the config with this placement, or, for "whole", while the reference is in place."""
     with pytest.MonkeyPatch.context() as patch:
         if placement == "whole":
-            patch.setattr(tg, "make_ngram_table", WholeTable)
+            patch.setitem(tg.TABLES, "whole", WholeTable)
             patch.setattr(tg.GPT, "lookup_ngrams", look_up_whole)
-            yield cfg
-        else:
-            yield tg.override(cfg, f"ngrams.placement={placement}")
+            patch.setattr(tg.GPT, "hidden_states", hidden_states_whole)
+        yield tg.override(cfg, f"ngrams.placement={placement}")
 
 
 # ------------------------------------------------------------------------------------------------- whole runs

@@ -226,18 +226,6 @@ def test_is_in():
             assert tg.is_in(known, ids[:0]).tolist() == []
 
 
-def test_place_rows():
-    """Replaces every row by a number of its own."""
-    rng, ngrams = np.random.default_rng(7), tg.Ngrams((2, 3), 2, 40_000)
-    ids = tg.hash_ngrams(rng.integers(0, 20, 500), ngrams)
-    index = tg.index_rows(ids)
-    places = rng.permutation(len(index.row_ids))
-    place = dict(zip(index.row_ids.tolist(), places.tolist()))
-    placed = tg.place_rows(torch.from_numpy(ids), index, places)
-    assert placed.dtype == torch.int32
-    assert placed.tolist() == [[place[i] for i in row] for row in ids.tolist()]
-
-
 # ------------------------------------------------------------------------------------------------- the plans
 
 
@@ -450,11 +438,10 @@ def test_packed_micro_batches_keep_their_rows(folder):
     batch = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg)
     assert batch.bigrams is None and batch.ngrams.shape == (cfg.ngrams.ranges, 37)
     batch.index["ngrams"] = tg.index_rows(batch.ngrams.numpy())
-    batch.ngram_rows = batch.index["ngrams"].row_ids
     want, packed = tensors_of(vars(batch)), batch.pack(False)
     for each in packed, packed.to(Elsewhere("cpu")):
         assert same_bits(tensors_of(vars(each)), want)
-        inside = [each.ngrams, each.ngram_rows, *each.index["ngrams"], each.inputs]
+        inside = [each.ngrams, *each.index["ngrams"], each.inputs]
         assert {t.untyped_storage().data_ptr() for t in inside} == {each.buffer.untyped_storage().data_ptr()}
     assert batch.ngrams.untyped_storage().data_ptr() != packed.ngrams.untyped_storage().data_ptr()
 
@@ -474,8 +461,7 @@ def test_validation_reads_the_same_rows(folder, world_size):
         for i, batch in tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size, False):
             want = tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams)
             assert batch.bigrams is None and not batch.index
-            assert batch.ngram_rows.tolist() == sorted(set(want.ravel().tolist()))
-            assert (batch.ngram_rows[batch.ngrams.long()].numpy() == want).all()
+            assert (batch.ngrams.numpy() == want).all()
             slices.append(i)
     assert sorted(slices) == list(range(cfg.val_slices))
 
