@@ -63,10 +63,10 @@ class WholeTable:
         pass
 
     def arrived(self):
-        return self.table
+        pass
 
     def fetch(self, row_ids):
-        return None if row_ids is None else self.table.detach()[row_ids.long()]
+        pass
 
     def finish(self):
         pass
@@ -100,10 +100,20 @@ class WholeTable:
             self.table.copy_((self.table.to(grads.dtype) - step).to(self.dtype))
 
 
-def look_up_whole(model, table, ids, leaves):
-    """Replaces GPT.lookup_ngrams: sums rows in plain torch, and keeps what is looked up."""
-    cfg, ids = model.cfg, ids.long()
-    dtype = tg.acc_dtype(cfg) if table.requires_grad else torch.promote_types(table.dtype, torch.float32)
+hidden_states = tg.GPT.hidden_states
+
+
+def hidden_states_whole(model, batch, *more):
+    """Hashes the tokens again: in training, a batch has places among what is fetched."""
+    model.whole_ids = torch.from_numpy(tg.hash_ngrams(batch.inputs.numpy(), model.cfg.ngrams)).long()
+    return hidden_states(model, batch, *more)
+
+
+def look_up_whole(model, rows, ids, leaves):
+    """Replaces GPT.lookup_ngrams: sums rows of the whole table in plain torch, and keeps what it returns."""
+    cfg, ids, table = model.cfg, model.whole_ids, model.ngrams.table
+    by_autograd = table.requires_grad and torch.is_grad_enabled()
+    dtype = tg.acc_dtype(cfg) if by_autograd else torch.promote_types(table.dtype, torch.float32)
     found = F.embedding(ids[0], table).to(dtype)
     for row in ids[1:]:
         found = found + F.embedding(row, table).to(dtype)
@@ -112,15 +122,6 @@ def look_up_whole(model, table, ids, leaves):
         leaves["ngrams"] = found.requires_grad_()
         model.ngrams.looked_up.append((ids, found))
     return F.pad(found, (0, cfg.dim - cfg.ngrams.width))
-
-
-hidden_states = tg.GPT.hidden_states
-
-
-def hidden_states_whole(model, batch, *more):
-    """Hashes the tokens again: in training, a batch has places among what is fetched."""
-    ids = torch.from_numpy(tg.hash_ngrams(batch.inputs.numpy(), model.cfg.ngrams))
-    return hidden_states(model, replace(batch, ngrams=ids), *more)
 
 
 @contextlib.contextmanager
