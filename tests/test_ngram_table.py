@@ -376,6 +376,36 @@ def test_training_after_warm_up_is_training(workers, cfg, placement):
     assert_same(warm, cold, placement)
 
 
+# ---------------------------------------------------------------------------------------- going back mid-run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["sharded", "host"])
+def test_a_checkpoint_loads_while_rows_are_under_way(cfg, tmp_path, placement):
+    """Goes back from step 5 to step 2, and trains on as before: no row of the steps undone comes back."""
+    cfg = tg.override(cfg, f"ngrams.placement={placement}")
+    (model, optimizer), exchange = build(0, 1, cfg), tg.Exchange(0, 1)
+    paths, position = tg.find_shards(cfg.data, "train"), (0, 0, 0)
+    runs = []
+    for first, last in (0, 2), (2, 5), (2, cfg.steps):
+        if runs:
+            tg.Checkpoint.find(str(tmp_path)).load(model, optimizer, 0)
+            optimizer.gather_all()
+        loader, losses = tg.TrainLoader(cfg, paths, 0, 1, False, position), []
+        plans = [tg.plan_step(cfg, step) for step in range(first, cfg.steps)]
+        batches = tg.Prefetcher(loader, plans, exchange)
+        for _ in range(first, last):
+            batch = batches.next()
+            losses.append(tg.train_step(model, optimizer, batch, batches.peek)["train_loss"].item())
+        loader.close()
+        runs.append(losses)
+        if not first:
+            position = batch.position
+            meta = dict(step=last, train_ms=0.0, position=position, task={}, script="", torch="")
+            tg.save_checkpoint(tmp_path / "x.checkpoint", meta, model, optimizer, exchange)
+    assert runs[2][:3] == runs[1] and optimizer.ngrams.plan is None
+
+
 # ----------------------------------------------------------------------------------------------------- memory
 
 
