@@ -1,0 +1,519 @@
+"""Trains tables of n-grams: the bits of a whole table on every rank; warm-up, memory."""
+
+import contextlib
+import hashlib
+import itertools
+import random
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train_gpt as tg
+from golden_inputs import same_bits
+from test_ngrams import ngram_config
+
+GROUPS = {}  # by process: the group for prefetching, made once, on all ranks
+
+
+def prefetch_exchange(rank, world_size):
+    if not GROUPS and world_size > 1:
+        GROUPS["prefetch"] = dist.new_group(backend="gloo")
+    return tg.Exchange(rank, world_size, GROUPS.get("prefetch"))
+
+
+@pytest.fixture(scope="module")
+def cfg(tmp_path_factory):
+    """Returns test_ngrams' config for 1, 2, 4 and 8 ranks."""
+    cfg = ngram_config(tmp_path_factory.mktemp("shards"), rows=301)
+    stages = tuple(
+        replace(stage, batch_tokens=tokens) for stage, tokens in zip(cfg.stages, (96, 128, 192, 192))
+    )
+    return replace(cfg, padded_vocab=64, bigram_vocab_size=320, microbatches=8, stages=stages)
+
+
+# ------------------------------------------------------------ the reference: all rows and state on every rank
+
+
+class WholeTable:
+    """Reads and updates a whole table, and sums whole gradients over ranks: no row is sent or planned.
+
+    A micro-batch's gradient is rounded once, to the table's dtype; with main_grad=false it is autograd's.
+    """
+
+    def __init__(self, cfg, exchange, device, backend):
+        n = self.cfg = cfg.ngrams
+        self.exchange, self.dtype, self.acc_dtype = exchange, tg.dtype_of(n.dtype), tg.acc_dtype(cfg)
+        self.table = torch.zeros(n.ranges * n.rows, n.width, dtype=self.dtype)
+        self.squares = torch.zeros(len(self.table), dtype=self.acc_dtype)
+        self.table.requires_grad_(not cfg.main_grad)
+        self.main_grad = torch.zeros(tg.ngram_bounds(cfg, exchange.world_size)[0], n.width)  # never read
+        self.looked_up = []
+
+    def begin(self, batch):
+        assert not self.looked_up
+
+    def fetch_early(self, batch):
+        pass
+
+    def arrived(self):
+        pass
+
+    def fetch(self, row_ids):
+        pass
+
+    def finish(self):
+        pass
+
+    def local_grad(self):
+        """Returns the gradient of this rank's micro-batches, for all rows."""
+        if self.table.requires_grad:
+            grad, self.table.grad = self.table.grad, None
+            return grad
+        grad, dtype = torch.zeros_like(self.table), torch.promote_types(self.dtype, torch.float32)
+        for ids, leaf in self.looked_up:
+            sums = torch.zeros_like(self.table, dtype=dtype)
+            for row in ids:
+                sums.index_add_(0, row, leaf.grad.to(dtype))
+            grad = (grad.to(dtype) + sums).to(self.dtype)
+        return grad
+
+    def send_grads(self):
+        grad, n = self.local_grad(), self.exchange.world_size
+        self.looked_up, parts = [], [torch.empty_like(grad) for _ in range(n)]
+        dist.all_gather(parts, grad)
+        total, every_row = torch.zeros_like(grad, dtype=self.acc_dtype), torch.arange(len(grad))
+        for part in parts:
+            total.index_add_(0, every_row, part.to(self.acc_dtype))
+        return tg.Pending(total / n)
+
+    def update(self, grads, plan):
+        self.squares += (grads * grads).mean(-1)
+        step = self.cfg.lr * plan.lr_mul * grads / (self.squares.sqrt() + 1e-10)[:, None]
+        with torch.no_grad():
+            self.table.copy_((self.table.to(grads.dtype) - step).to(self.dtype))
+
+
+hidden_states = tg.GPT.hidden_states
+
+
+def hidden_states_whole(model, batch, *more):
+    """Hashes the tokens again: in training, a batch has places among what is fetched."""
+    model.whole_ids = torch.from_numpy(tg.hash_ngrams(batch.inputs.numpy(), model.cfg.ngrams)).long()
+    return hidden_states(model, batch, *more)
+
+
+def look_up_whole(model, rows, ids, leaves):
+    """Replaces GPT.lookup_ngrams: sums rows of the whole table in plain torch, and keeps what it returns."""
+    cfg, ids, table = model.cfg, model.whole_ids, model.ngrams.table
+    by_autograd = table.requires_grad and torch.is_grad_enabled()
+    dtype = tg.acc_dtype(cfg) if by_autograd else torch.promote_types(table.dtype, torch.float32)
+    found = F.embedding(ids[0], table).to(dtype)
+    for row in ids[1:]:
+        found = found + F.embedding(row, table).to(dtype)
+    found = found.to(tg.dtype_of(cfg.dtype))
+    if leaves is not None:
+        leaves["ngrams"] = found.requires_grad_()
+        model.ngrams.looked_up.append((ids, found))
+    return F.pad(found, (0, cfg.dim - cfg.ngrams.width))
+
+
+@contextlib.contextmanager
+def placed(cfg, placement):
+    """Yields the config with this placement, or, for "whole", while the reference is in place."""
+    with pytest.MonkeyPatch.context() as patch:
+        if placement == "whole":
+            patch.setitem(tg.TABLES, "whole", WholeTable)
+            patch.setattr(tg.GPT, "lookup_ngrams", look_up_whole)
+            patch.setattr(tg.GPT, "hidden_states", hidden_states_whole)
+        yield tg.override(cfg, f"ngrams.placement={placement}")
+
+
+# ------------------------------------------------------------------------------------------------- whole runs
+
+
+def start_values(cfg):
+    """Returns rows and state to start from: away from zeros, which hide mistakes."""
+    g, n = torch.Generator().manual_seed(6), cfg.ngrams
+    rows = torch.randn(n.ranges * n.rows, n.width, generator=g).to(tg.dtype_of(n.dtype))
+    squares = torch.rand(len(rows), generator=g, dtype=tg.acc_dtype(cfg)) * (torch.arange(len(rows)) % 4 > 0)
+    return rows, squares * 1e-3
+
+
+def build(rank, world_size, cfg, start=True):
+    """Returns model and optimizer of a rank."""
+    tg.check_config(cfg, world_size)
+    exchange = tg.Exchange(rank, world_size)
+    model = tg.GPT(cfg, world_size)
+    noise = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        for name, shape in tg.param_shapes(cfg, 1).items():
+            getattr(model, name)[: shape[0]] += 0.03 * torch.randn(shape, generator=noise)
+        model.embed.copy_(model.lm_head.T)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
+    model.ngrams = optimizer.ngrams
+    if start:
+        fill(optimizer.ngrams, start_values(cfg))
+    return model, optimizer
+
+
+def tensors_of(table):
+    """Returns a table's rows and state on this rank, live."""
+    if isinstance(table, WholeTable):
+        return table.table.detach(), table.squares
+    return table.block, table.squares
+
+
+def fill(table, values):
+    """Gives a rank its rows of the `values` of a whole table."""
+    exchange = table.exchange
+    first, step = (0, 1) if isinstance(table, WholeTable) else (exchange.rank, exchange.world_size)
+    for t, value in zip(tensors_of(table), values):
+        own = value[first::step]
+        t[: len(own)] = own
+
+
+def join(ranks, rows):
+    """Returns the whole table of the ranks' parts, of which row r is on rank r modulo their number."""
+    wholes = []
+    for parts in zip(*ranks):
+        whole = parts[0].new_empty(rows, *parts[0].shape[1:])
+        for rank, part in enumerate(parts):
+            own = whole[rank :: len(parts)]
+            own.copy_(part[: len(own)])
+            assert not part[len(own) :].any()
+        wholes.append(whole)
+    return tuple(wholes)
+
+
+def digest(model):
+    h = hashlib.sha256()
+    for name, _ in sorted(model.named_parameters()):
+        h.update(model.weight(name).detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()
+
+
+def train(rank, world_size, cfg, placement, warm=False):
+    """Trains a whole run; returns this rank's losses, digests of the parameters, and part of the table."""
+    with placed(cfg, placement) as cfg:
+        model, optimizer = build(rank, world_size, cfg)
+        prefetch, data = prefetch_exchange(rank, world_size), tg.open_dataset(cfg)
+        val = tg.ValLoader(cfg, data.val, rank, world_size, False)
+        if warm:
+            env = tg.DistEnv(rank, world_size, torch.device("cpu"))
+            tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
+        loader, losses, digests = tg.TrainLoader(cfg, data.train, rank, world_size, False), [], []
+        batches = tg.Prefetcher(loader, [tg.plan_step(cfg, step) for step in range(cfg.steps)], prefetch)
+        for _ in range(cfg.steps):
+            losses.append(tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"].item())
+            digests.append(digest(model))
+        loader.close()
+        windows = tg.window_tokens(cfg, cfg.val_windows)
+        losses.append(tg.validate(model, val, optimizer.exchange, windows))
+        optimizer.ngrams.finish()
+        return losses, digests, tuple(t.clone() for t in tensors_of(optimizer.ngrams))
+
+
+def train_all(rank, world_size, variants):
+    """Trains runs of (config, placement and whether to warm up), one after the other."""
+    return [train(rank, world_size, *variant) for variant in variants]
+
+
+def results_of(results, cfg, placement, warm=False):
+    """Joins the ranks' results of one run."""
+    losses, digests, tables = zip(*results)
+    assert all(each == digests[0] for each in digests)
+    assert all(each[-1] == losses[0][-1] for each in losses)  # of validation
+    if placement == "whole":
+        assert all(same_bits(dict(enumerate(t)), dict(enumerate(tables[0]))) for t in tables)
+        return losses, digests[0], tables[0]
+    return losses, digests[0], join(tables, cfg.ngrams.ranges * cfg.ngrams.rows)
+
+
+def run_variants(workers, world_size, variants):
+    """Returns the joined results of runs of (config, placement)."""
+    ranks = workers(world_size, train_all, variants)
+    return [results_of([rank[i] for rank in ranks], *variant) for i, variant in enumerate(variants)]
+
+
+def assert_same(got, want, what):
+    """Compares losses, parameters' digests after each step, and the table's bits at the end."""
+    assert got[0] == want[0] and got[1] == want[1], what
+    assert same_bits(dict(enumerate(got[2])), dict(enumerate(want[2]))), what
+
+
+def with_dtypes(cfg, model, table):
+    cfg = replace(cfg, dtype=model, muon_dtype=model)
+    return tg.override(cfg, f"ngrams.dtype={table}")
+
+
+def shuffled(cfg, seed):
+    """Returns the config with a random scatter order and a random work order."""
+    rng = random.Random(seed)
+    orders = {
+        name: tuple(rng.sample(order, len(order)))
+        for name in ("params", "work_order")
+        for order in [getattr(cfg, name)]
+    }
+    return replace(cfg, **orders)
+
+
+# Micro-batches a rank, and main_grad.
+CASES = [(n, *each) for n in (1, 2) for each in itertools.product((1, 2), (True, False))]
+CASES += [(4, 1, False), (4, 2, True), (8, 1, True), (8, 2, False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size, per_rank, main_grad", CASES)
+def test_placements_are_the_reference(workers, cfg, world_size, per_rank, main_grad):
+    """Compares every bit, with and without prefetch."""
+    cfg = replace(cfg, microbatches=world_size * per_rank, main_grad=main_grad)
+    variants = [(cfg, "whole")]
+    for placement, prefetch in itertools.product(("sharded", "host"), ("true", "false")):
+        variants.append((tg.override(cfg, f"ngrams.prefetch={prefetch}"), placement))
+    want, *results = run_variants(workers, world_size, variants)
+    assert len(set(want[1])) == cfg.steps
+    changed = (want[2][0] != start_values(cfg)[0]).any(-1)
+    assert 300 < changed.sum() < len(changed)
+    for variant, got in zip(variants[1:], results):
+        assert_same(got, want, (variant[1], variant[0].ngrams.prefetch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, table",
+    [("float64", "float64"), ("float64", "float32"), ("bfloat16", "float32"), ("bfloat16",) * 2],
+)
+def test_placements_are_the_reference_in_every_dtype(workers, cfg, model, table):
+    variants = []
+    for main_grad in (True, False) if model == "float64" else (True,):
+        each = replace(with_dtypes(cfg, model, table), main_grad=main_grad, microbatches=4)
+        variants += [(each, placement) for placement in ("whole", "sharded", "host")]
+    results = run_variants(workers, 2, variants)
+    for i in range(0, len(variants), 3):
+        assert results[i][2][0].dtype == tg.dtype_of(table)
+        assert_same(results[i + 1], results[i], variants[i + 1])
+        assert_same(results[i + 2], results[i], variants[i + 2])
+
+
+@pytest.mark.slow
+def test_orders_do_not_matter_nor_does_a_second_run(workers, cfg):
+    """Checks random orders of scatter and of work, and the same run twice."""
+    variants = [(cfg, "sharded"), (cfg, "sharded"), (cfg, "host"), (cfg, "host")]
+    for seed, placement in enumerate(("sharded", "host", "sharded", "host")):
+        variants.append((shuffled(cfg, seed), placement))
+    want, *results = run_variants(workers, 4, variants)
+    for variant, got in zip(variants[1:], results):
+        assert_same(got, want, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_world_size_does_not_matter(workers, cfg, dtype):
+    """Compares up to rounding, within the bound of test_distributed.py."""
+    cfg = tg.override(with_dtypes(cfg, dtype, dtype), "params.*.reduction=fp32")
+    bound = 1000 * torch.finfo(tg.dtype_of(dtype)).eps
+    (single,) = run_variants(workers, 1, [(cfg, "sharded")])
+    for world_size in (4, 8) if dtype == "float64" else (2,):
+        (got,) = run_variants(workers, world_size, [(cfg, "host" if world_size == 4 else "sharded")])
+        assert np.mean(got[0], axis=0) == pytest.approx(single[0][0], rel=bound)
+        for ours, want in zip(got[2], single[2]):
+            assert ((ours - want).norm() / want.norm()).item() < bound
+
+
+# ---------------------------------------------------------------------------------------------------- warm-up
+
+
+def warm_up_and_look(rank, world_size, cfg, start):
+    """Returns whether warm_up leaves everything as it was; the table's part before; what is fetched after."""
+    model, optimizer = build(rank, world_size, cfg, start)
+    table, prefetch, data = optimizer.ngrams, prefetch_exchange(rank, world_size), tg.open_dataset(cfg)
+    val = tg.ValLoader(cfg, data.val, rank, world_size, False)
+    before = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)
+    changes, adagrad_rows = [], table.backend.adagrad_rows
+
+    def record(*args):
+        changes.append(len(args[2]))
+        adagrad_rows(*args)
+
+    table.backend = table.backend._replace(adagrad_rows=record)
+    env = tg.DistEnv(rank, world_size, torch.device("cpu"))
+    tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
+    after = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)
+    same = [same_bits(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(before, after)]
+    left = table.plan, table.next_plan, table.journal, table.pending
+    return same, left, changes, before[0], table.fetch(torch.arange(table.rows, dtype=torch.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("placement", ["sharded", "host"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_warm_up_leaves_no_trace(workers, cfg, world_size, placement, start):
+    """Checks a table of zeros and one of other values, with rows that several steps change."""
+    cfg = tg.override(cfg, f"ngrams.placement={placement}")
+    results = workers(world_size, warm_up_and_look, cfg, start)
+    whole, squares = join([result[3] for result in results], cfg.ngrams.ranges * cfg.ngrams.rows)
+    assert whole.any() == squares.any() == start
+    for same, left, changes, _, fetched in results:
+        assert same == [True, True] and left == (None, None, None, [])
+        assert len(changes) == len(tg.warmup_steps(cfg)) and sum(changes) > len(whole) / world_size
+        assert same_bits(fetched, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["sharded", "host"])
+def test_training_after_warm_up_is_training(workers, cfg, placement):
+    """Compares the bits of runs with and without warm-up; buffers are not new then."""
+    variants = [(cfg, placement, False), (cfg, placement, True)]
+    cold, warm = run_variants(workers, 2, variants)
+    assert_same(warm, cold, placement)
+
+
+# ---------------------------------------------------------------------------------------- going back mid-run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["sharded", "host"])
+def test_a_checkpoint_loads_while_rows_are_under_way(cfg, tmp_path, placement):
+    """Goes back from step 5 to step 2, and trains on as before: no row of the steps undone comes back."""
+    cfg = tg.override(cfg, f"ngrams.placement={placement}")
+    (model, optimizer), exchange = build(0, 1, cfg), tg.Exchange(0, 1)
+    paths, position = tg.find_shards(cfg.data, "train"), (0, 0, 0)
+    runs = []
+    for first, last in (0, 2), (2, 5), (2, cfg.steps):
+        if runs:
+            tg.Checkpoint.find(str(tmp_path)).load(model, optimizer, 0)
+            optimizer.gather_all()
+        loader, losses = tg.TrainLoader(cfg, paths, 0, 1, False, position), []
+        plans = [tg.plan_step(cfg, step) for step in range(first, cfg.steps)]
+        batches = tg.Prefetcher(loader, plans, exchange)
+        for _ in range(first, last):
+            batch = batches.next()
+            losses.append(tg.train_step(model, optimizer, batch, batches.peek)["train_loss"].item())
+        loader.close()
+        runs.append(losses)
+        if not first:
+            position = batch.position
+            meta = dict(step=last, train_ms=0.0, position=position, task={}, script="", torch="")
+            tg.save_checkpoint(tmp_path / "x.checkpoint", meta, model, optimizer, exchange)
+    assert runs[2][:3] == runs[1] and optimizer.ngrams.plan is None
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+
+
+class Storages(TorchDispatchMode):
+    """Finds the torch storages of `limit` bytes or more that an operation makes or returns."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit, self.large = limit, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() >= self.limit:
+                self.large.setdefault(t.untyped_storage().data_ptr(), f"{func}: {tuple(t.shape)} {t.dtype}")
+        return out
+
+
+class Memory:
+    """Watches phases of a run, on all threads: torch's storages, the peak of Python's and NumPy's memory."""
+
+    def __init__(self, limit):
+        self.limit, self.known, self.peaks, self.found = limit, set(), {}, {}
+
+    @contextlib.contextmanager
+    def phase(self, name):
+        mode, build = Storages(self.limit), tg.Prefetcher._build
+
+        def watched(prefetcher, plan):  # a mode belongs to one thread
+            with mode:
+                return build(prefetcher, plan)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tg.Prefetcher, "_build", watched)
+            tracemalloc.reset_peak()  # does nothing where it has not started
+            start = tracemalloc.get_traced_memory()[0]
+            with mode:
+                yield
+            self.peaks[name] = tracemalloc.get_traced_memory()[1] - start
+        self.found[name] = [what for place, what in mode.large.items() if place not in self.known]
+
+
+def live(rank, world_size, cfg, folder, limit):
+    """Runs all that a table goes through; returns what has `limit` bytes or more, and peaks, by phase."""
+    memory, prefetch = Memory(limit), prefetch_exchange(rank, world_size)
+    data, env = tg.open_dataset(cfg), tg.DistEnv(rank, world_size, torch.device("cpu"))
+    with memory.phase("build"):
+        model, optimizer = build(rank, world_size, cfg, start=False)
+    own = {t.untyped_storage().data_ptr() for t in tensors_of(optimizer.ngrams)}
+    built, memory.known = len(memory.found["build"]), own
+    exchange, windows = optimizer.exchange, tg.window_tokens(cfg, cfg.val_windows)
+    with memory.phase("warm-up"):
+        val = tg.ValLoader(cfg, data.val, rank, world_size, False)
+        tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
+    with memory.phase("training"):
+        loader = tg.TrainLoader(cfg, data.train, rank, world_size, False)
+        batches = tg.Prefetcher(loader, [tg.plan_step(cfg, step) for step in range(cfg.steps)], prefetch)
+        for _ in range(cfg.steps):
+            tg.train_step(model, optimizer, batches.next(), batches.peek)
+        loader.close()
+    with memory.phase("validation"):
+        loss = tg.validate(model, val, exchange, windows)
+    with memory.phase("checkpoint"):
+        meta = dict(step=cfg.steps, train_ms=0.0, position=[0, 0, 0], task={}, script="", torch="")
+        tg.save_checkpoint(folder / "x.checkpoint", meta, model, optimizer, exchange)
+    with memory.phase("resume"):
+        tg.Checkpoint.find(str(folder)).load(model, optimizer, rank)
+        optimizer.gather_all()
+    with memory.phase("save"):
+        tg.save_model(str(folder / "model.pt"), model)
+        exchange.all_gather_object(None)  # rank 0 has written it
+    with memory.phase("load"):
+        loaded = tg.load_model(str(folder / "model.pt"))
+        val = tg.ValLoader(cfg, data.val, 0, 1, False)
+        loss_loaded = tg.validate(loaded, val, tg.Exchange(0, 1), windows)
+    return built, memory.found, memory.peaks, (loss, loss_loaded)
+
+
+def live_twice(rank, world_size, cfg, large, folder, limit):
+    """Runs a small table first, so that what is imported or made once is there; watches the large one."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Constants, but more than `limit`.
+        patch.setattr(tg, "CHUNK_BYTES", 1 << 18)
+        patch.setattr(tg, "FIRST_READ", 1 << 12)
+        live(rank, world_size, cfg, folder / "small", limit)
+        tracemalloc.start()
+        try:
+            return live(rank, world_size, large, folder / "large", limit)
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size, placement", [(1, "sharded"), (1, "host"), (2, "sharded"), (2, "host")])
+def test_nothing_has_the_tables_size(workers, cfg, tmp_path, world_size, placement):
+    """Checks that after its rows and their state nothing is made of a byte for each row or more.
+
+    NumPy's arrays count together, with all of Python's memory, on all threads.
+    """
+    N = 1 << 22
+    table = dict(orders=(2, 3), hashes=1, width=4, placement=placement)
+    cfg = replace(cfg, ngrams=replace(cfg.ngrams, **table), microbatches=2)
+    large = tg.override(cfg, f"ngrams.rows={N // 2}")
+    for size in "small", "large":
+        (tmp_path / size).mkdir()
+    limit = N // world_size
+    for built, found, peaks, losses in workers(world_size, live_twice, cfg, large, tmp_path, limit):
+        assert built == 2, found["build"]
+        assert not any(found[name] for name in found if name != "build"), found
+        assert max(peaks.values()) < limit, peaks
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,0 +1,539 @@
+"""Checks n-grams against plain Python: their hash, the index of rows, who sends which row when, the rule."""
+
+import math
+import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt as tg
+from golden_inputs import random_documents, same_bits, write_shard
+
+LAYERS = (
+    tg.Layer("plain", value=0, saves="skip"),
+    tg.Layer("plain", adds="skip", saves="back"),
+    tg.Layer("paired", "long", reads="back"),
+)
+WINDOWS = [{"short": n, "long": 2 * n} for n in (1, 2, 3, 3)]
+
+
+def ngram_config(folder, **ngrams):
+    """Returns a config of three small layers and six steps, whose batches 1, 2, 3 and 4 ranks can share.
+
+    Its steps touch a part of the table, so that some rows come early and some late.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(3)
+    for name, count in ("train_0", 2500), ("train_1", 2500), ("val_0", 400):
+        tokens = random_documents(rng, count, 61, 60, 40)
+        write_shard(folder / f"x_{name}.bin", tokens, 61, 60)
+    tokens, mtp = (144, 192, 288, 288), ((1.0, 0.5), (1.0, 0.5), (1.0,), (1.0,))
+    steps = (2, 2, 1, 1)
+    stages = (tg.Stage(*row, 30, WINDOWS[i], 1.0, mtp[i], mtp[i]) for i, row in enumerate(zip(steps, tokens)))
+    table = dict(orders=(3, 2), hashes=2, rows=997, width=12) | ngrams
+    return replace(
+        tg.CPU,
+        data=str(folder),
+        vocab_size=61,
+        padded_vocab=72,
+        bos_id=60,
+        heads=2,
+        head_dim=8,
+        mlp_dim=16,
+        layers=LAYERS,
+        window_unit=4,
+        val_windows=WINDOWS[3],
+        microbatches=12,
+        stages=tuple(stages),
+        val_slices=3,
+        val_slice_tokens=50,
+        val_every=0,
+        momentum_warmup=3,
+        momentum_cooldown=2,
+        head_chunk=20,
+        ngrams=tg.Ngrams(**table),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the hash
+
+
+def python_hash(gram, seed, rows):
+    """Hashes one n-gram, its last token first, in Python's integers."""
+    mix, low = 0x9E3779B1, 2**32 - 1
+    h = 0
+    for token in gram:
+        h = (h + token) * mix & low
+    h = h + seed * mix & low
+    for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1):
+        h = (h ^ h >> shift) * factor & low
+    return h % (rows - 1)
+
+
+def python_rows(tokens, ngrams):
+    """Returns the table's rows of every position, by ranges."""
+    ranges = []
+    for n in ngrams.orders:
+        for seed in range(ngrams.hashes):
+            first = len(ranges) * ngrams.rows
+            row = [first + ngrams.rows - 1] * min(n - 1, len(tokens))
+            for t in range(n - 1, len(tokens)):
+                row.append(first + python_hash(tokens[t - n + 1 : t + 1][::-1], seed, ngrams.rows))
+            ranges.append(row)
+    return ranges
+
+
+@pytest.mark.parametrize("rows", [3, 97, 100_003, 1 << 26])
+@pytest.mark.parametrize("hashes", [1, 2])
+@pytest.mark.parametrize("orders", [(2,), (3, 2), (2, 3, 4, 5)])
+def test_the_hash_is_pythons(orders, hashes, rows):
+    """Checks texts that cross documents, the largest token, and texts shorter than an n-gram."""
+    ngrams, rng = tg.Ngrams(orders, hashes, rows), random.Random(1)
+    for T in (1, 2, 4, 300):
+        tokens = [rng.choice([0, 1, 7, 255, 256, 50256, 65535]) for _ in range(T)]
+        got = tg.hash_ngrams(np.array(tokens, np.int32), ngrams)
+        assert got.dtype == np.int32 and got.tolist() == python_rows(tokens, ngrams)
+
+
+def test_each_order_and_hash_has_a_range_of_its_own():
+    """Checks also that only the first positions, without a full n-gram, have a range's last row."""
+    tokens, rows = np.random.default_rng(2).integers(0, 300, 5000), 50
+    ngrams = tg.Ngrams((4, 2, 3), 2, rows)
+    for i, row in enumerate(tg.hash_ngrams(tokens, ngrams)):
+        n = ngrams.orders[i // 2]
+        assert set(row) == set(range(i * rows, (i + 1) * rows))
+        assert np.flatnonzero(row == (i + 1) * rows - 1).tolist() == list(range(n - 1))
+
+
+def test_no_hash_looks_ahead():
+    """Checks that a token changes the n rows, of order n, that end at it or soon after, and no other."""
+    rng, ngrams = np.random.default_rng(3), tg.Ngrams((2, 3, 5), 2, 1 << 26)
+    tokens = rng.integers(0, 256, 60)
+    before = tg.hash_ngrams(tokens, ngrams)
+    for t in range(len(tokens)):
+        other = tokens.copy()
+        other[t] += 1
+        changed = tg.hash_ngrams(other, ngrams) != before
+        for i in range(ngrams.ranges):
+            n = ngrams.orders[i // 2]
+            want = range(max(t, n - 1), min(t + n, len(tokens)))
+            assert np.flatnonzero(changed[i]).tolist() == list(want), (t, i)
+
+
+def test_rows_spread_evenly():
+    """Counts distinct n-grams by row: chi-square has mean 498 and standard deviation 32.
+
+    The n-grams are all pairs of few tokens, or differ in the oldest token only.
+    """
+    rows, few = 500, np.arange(150)
+    pairs = np.stack(np.meshgrid(few, few), -1).reshape(-1, 2)
+    triples = np.stack([np.arange(20000), np.full(20000, 5), np.full(20000, 9)], -1)
+    for grams in pairs, triples:
+        n = grams.shape[1]
+        for row in tg.hash_ngrams(grams.reshape(-1), tg.Ngrams((n,), 2, rows)):
+            counts = np.bincount(row[n - 1 :: n] % rows, minlength=rows)
+            assert counts.sum() == len(grams) and counts[-1] == 0
+            expected = len(grams) / (rows - 1)
+            assert ((counts[:-1] - expected) ** 2 / expected).sum() < 498 + 6 * 32
+
+
+def test_two_hashes_collide_apart():
+    """Checks that pairs with one row under the first hash have different ones under the second."""
+    tokens = np.stack(np.meshgrid(np.arange(100), np.arange(100)), -1).reshape(-1)
+    first, second = tg.hash_ngrams(tokens, tg.Ngrams((2,), 2, 1001))[:, 1::2]
+    second = second - 1001
+    order = np.argsort(first, kind="stable")
+    collide = first[order][1:] == first[order][:-1]
+    again = second[order][1:][collide] == second[order][:-1][collide]
+    assert collide.sum() > 8000 and again.sum() < 30  # 9 expected
+
+
+# ------------------------------------------------------------------------------------------------- the index
+
+
+def python_index(ranges, touched=()):
+    """Returns RowIndex's four lists of rows by range, and position."""
+    index = [], [], [], []
+    for row in ranges:
+        for row_id in sorted(set(row)):
+            index[2].append(len(index[1]))
+            index[0].append(row_id)
+            index[1].extend(t for t, r in enumerate(row) if r == row_id)
+            index[3].append(row_id not in touched)
+    index[2].append(len(index[1]))
+    return index
+
+
+def index_cases():
+    rng = np.random.default_rng(4)
+    for high in 1, 5, 300, 65_536, 65_537, 70_000, 2**31 - 1:
+        for T in 1, 2, 50, 300:
+            yield rng.integers(0, high, T).astype(np.int32)
+    yield np.array([65_535, 65_536, 0, 131_072, 65_536, 1, 65_537], np.int32)  # of equal lower halves
+    yield np.array([], np.int32)
+
+
+def test_sort_by_row():
+    for ids in index_cases():
+        parts = tg.sort_by_row(ids)
+        assert [part.dtype for part in parts] == [np.int32] * 3
+        assert [part.tolist() for part in parts] == list(python_index([ids.tolist()])[:3])
+
+
+def test_index_rows():
+    """Checks one range, and several, with rows that earlier micro-batches have touched."""
+    for ids in index_cases():
+        if not len(ids):
+            continue
+        touched = sorted({*ids.tolist()[::3], 0, 17, 80_000})
+        first = np.arange(3, dtype=np.int64)[:, None] * (int(ids.max()) + 1)
+        ranges = ids + first if first.max() + ids.max() < 2**31 else ids[None]
+        for rows in ids, ranges.astype(np.int32):
+            for before in [], touched:
+                index = tg.index_rows(rows, np.array(before, np.int32))
+                want = python_index(np.atleast_2d(rows).tolist(), set(before))
+                assert [part.tolist() for part in index] == list(want)
+                assert [part.dtype for part in index] == [torch.int32] * 3 + [torch.bool]
+
+
+def test_an_index_of_nothing():
+    index = tg.index_rows(np.array([], np.int32))
+    assert [part.tolist() for part in index] == [[], [], [0], []]
+
+
+def test_merge_rows():
+    """Merges ascending lists, some of them empty."""
+    rng = np.random.default_rng(5)
+    for high in 10, 100, 2**31 - 1:
+        lists = [np.unique(rng.integers(0, high, n)).astype(np.int32) for n in (0, 1, 30, 60)]
+        for some in lists[:1], lists[1:2], lists[:2], lists[2:], lists:
+            got = tg.merge_rows(*some)
+            assert got.tolist() == sorted(set().union(*(part.tolist() for part in some)))
+
+
+def test_is_in():
+    rng = np.random.default_rng(6)
+    for high in 10, 100, 2**31 - 1:
+        rows, ids = (np.unique(rng.integers(0, high, n)).astype(np.int32) for n in (40, 60))
+        ids = tg.merge_rows(ids, rows[::2], np.array([0, high], np.int32)[: high < 2**31 - 1])
+        for known in rows, rows[:1], rows[:0]:
+            assert tg.is_in(known, ids).tolist() == [i in known.tolist() for i in ids.tolist()]
+            assert tg.is_in(known, ids[:0]).tolist() == []
+
+
+# ------------------------------------------------------------------------------------------------- the plans
+
+
+class ThreadExchange(tg.Exchange):
+    """Swaps numbers between threads of this process, one a rank."""
+
+    def __init__(self, rank, world_size, board, barrier):
+        super().__init__(rank, world_size)
+        self.board, self.barrier, self.calls = board, barrier, []
+
+    def send_numbers(self, kind, name, numbers, send_counts, recv_counts):
+        assert len(numbers) == sum(send_counts)
+        self.calls.append((kind, name))
+        self.board[self.rank] = np.split(numbers, np.cumsum(send_counts)[:-1])
+        self.barrier.wait(60)
+        received = [parts[self.rank] for parts in self.board]
+        self.barrier.wait(60)
+        assert [len(part) for part in received] == list(recv_counts)
+        return np.concatenate(received)
+
+
+class Plans:
+    """Holds the batches of every step and rank, and their rows and transfers as lists of row numbers."""
+
+    def __init__(self, cfg, world_size):
+        self.cfg, self.world_size = cfg, world_size
+        board, barrier = [None] * world_size, threading.Barrier(world_size)
+        self.exchanges = [ThreadExchange(r, world_size, board, barrier) for r in range(world_size)]
+        paths = tg.find_shards(cfg.data, "train")
+        plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
+        loaders = [tg.TrainLoader(cfg, paths, r, world_size, False) for r in range(world_size)]
+        prefetchers = [
+            tg.Prefetcher(loader, plans, exchange) for loader, exchange in zip(loaders, self.exchanges)
+        ]
+        with ThreadPoolExecutor(world_size) as pool:
+            self.batches = [list(pool.map(lambda p: p.next(), prefetchers)) for _ in plans]
+            self.peeked = [p.peek() for p in prefetchers]
+        for loader in loaders:
+            loader.close()
+        # By step and rank, the rows that micro-batches read, of shape (K, T) each.
+        self.reads = [
+            [[tg.hash_ngrams(m.inputs.numpy(), cfg.ngrams) for m in batch.micro_batches] for batch in ranks]
+            for ranks in self.batches
+        ]
+
+    def plan(self, step, rank):
+        return self.batches[step][rank].rows["ngrams"]
+
+    def asked(self, step, rank):
+        """Returns the distinct rows that a rank reads in a step, ascending."""
+        return sorted(set(np.concatenate([ids.ravel() for ids in self.reads[step][rank]]).tolist()))
+
+    def touched(self, step):
+        """Returns all rows that the step changes."""
+        return (
+            set().union(*(self.asked(step, rank) for rank in range(self.world_size))) if step >= 0 else set()
+        )
+
+    def sends(self, step, owner, part):
+        """Returns the rows that an owner sends to every rank, early or late."""
+        plan = self.plan(step, owner)
+        places, counts, _ = plan.fetches[part]
+        local = plan.owned[places.long()] if self.cfg.ngrams.placement == "host" else places
+        rows = (local.long() * self.world_size + owner).split(counts)
+        return [part.tolist() for part in rows]
+
+    def arrives(self, step, rank, part):
+        """Returns the rows that reach a rank, early or late, by sender."""
+        arrived = [self.sends(step, owner, part)[rank] for owner in range(self.world_size)]
+        assert self.plan(step, rank).fetches[part].recv_counts == [len(rows) for rows in arrived]
+        return arrived
+
+    def compact(self, step, rank):
+        """Returns the rows as they lie in the compact table."""
+        return np.concatenate(
+            [rows for part in ("early", "late") for rows in self.arrives(step, rank, part)]
+        ).astype(int)
+
+    def __iter__(self):
+        """Yields every step and rank."""
+        return ((step, rank) for step in range(self.cfg.steps) for rank in range(self.world_size))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shards")
+
+
+KINDS = [(n, "sharded", True) for n in (1, 2, 3, 4)] + [
+    (3, "host", True),
+    (1, "host", False),
+    (4, "host", False),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def plans(request, folder):
+    world_size, placement, prefetch = request.param
+    return Plans(ngram_config(folder, placement=placement, prefetch=prefetch), world_size)
+
+
+def test_every_row_that_is_asked_arrives_once(plans):
+    for step, rank in plans:
+        assert sorted(plans.compact(step, rank).tolist()) == plans.asked(step, rank)
+
+
+def test_positions_read_their_rows(plans):
+    for step, rank in plans:
+        compact = plans.compact(step, rank)
+        for batch, want in zip(plans.batches[step][rank].micro_batches, plans.reads[step][rank]):
+            assert batch.ngrams.dtype == torch.int32 and (compact[batch.ngrams] == want).all()
+
+
+def test_early_rows_are_those_that_the_step_before_leaves_alone(plans):
+    """Checks every rank: an early row is sent while the step before trains."""
+    counts = Counter()
+    for step, rank in plans:
+        changed, asked = plans.touched(step - 1), plans.asked(step, rank)
+        early = {row for rows in plans.arrives(step, rank, "early") for row in rows}
+        want = {row for row in asked if row not in changed} if plans.cfg.ngrams.prefetch else set()
+        assert early == want
+        counts.update(early=len(early) * (step > 0), late=len(asked) - len(early))
+    assert counts["late"] > 500 and (counts["early"] > 500) == plans.cfg.ngrams.prefetch
+
+
+def test_rows_arrive_by_owner_ascending(plans):
+    for step, rank in plans:
+        for part in "early", "late":
+            for owner, rows in enumerate(plans.arrives(step, rank, part)):
+                assert rows == sorted(set(rows)) and {row % plans.world_size for row in rows} <= {owner}
+
+
+def test_gradients_reach_their_owner(plans):
+    """Checks that an owner adds the ranks' gradients of a row in rank order, each row's once."""
+    n = plans.world_size
+    for step, owner in plans:
+        plan, received = plans.plan(step, owner), []  # (rank, row)
+        for rank in range(n):
+            grads, compact = plans.plan(step, rank).grads, plans.compact(step, rank)
+            rows = compact[grads.rows.long()]
+            assert sorted(rows) == plans.asked(step, rank)
+            sent = np.split(rows, np.cumsum(grads.send_counts)[:-1])[owner]
+            assert len(sent) == plan.grads.recv_counts[rank]
+            received += [(rank, row) for row in sent.tolist()]
+        owned = (plan.owned.long() * n + owner).tolist()
+        assert sorted(owned) == sorted(row for row in plans.touched(step) if row % n == owner)
+        offsets, summed = plan.sums.offsets.tolist(), []
+        assert plan.sums.first_touch.all()
+        for i, place in enumerate(plan.sums.row_ids.tolist()):
+            row = owned[place]
+            parts = [received[j] for j in plan.sums.perm[offsets[i] : offsets[i + 1]].tolist()]
+            assert parts == [(rank, row) for rank in range(n) if row in plans.asked(step, rank)]
+            summed.append(row)
+        assert sorted(summed) == sorted(owned)
+
+
+def test_micro_batches_add_to_their_rows(plans):
+    """Checks perm and offsets by place in the compact table, and which micro-batch is first."""
+    for step, rank in plans:
+        compact, seen = plans.compact(step, rank), set()
+        for batch, ids in zip(plans.batches[step][rank].micro_batches, plans.reads[step][rank]):
+            row_ids, perm, offsets, first = (part.tolist() for part in batch.index["ngrams"])
+            rows = compact[row_ids].tolist()
+            assert [rows, perm, offsets] == list(python_index(ids.tolist())[:3])
+            assert first == [row not in seen for row in rows]
+            seen.update(rows)
+
+
+def test_rows_kept_from_the_step_before(plans):
+    """Checks where an owner finds a row that the step before has touched too: all others come first."""
+    for step, rank in plans:
+        plan = plans.plan(step, rank)
+        owned, kept_from = plan.owned.tolist(), plan.kept_from.tolist()
+        before = plans.plan(step - 1, rank).owned.tolist() if step else []
+        n = len(owned) - len(kept_from)
+        assert [before[i] for i in kept_from] == owned[n:] and not set(owned[:n]) & set(before)
+
+
+def test_three_exchanges_a_step_and_none_after_the_last(plans):
+    assert plans.peeked == [None] * plans.world_size
+    for exchange in plans.exchanges:
+        calls, steps = Counter(exchange.calls), plans.cfg.steps
+        kinds = Counter(kind for kind, _ in exchange.calls)
+        assert calls["late marks", "ngrams"] == steps
+        if plans.world_size > 1:
+            assert kinds["counts"] == steps == calls["row ids", "ngrams"]
+
+
+# ------------------------------------------------------------------------------------ batches and validation
+
+
+class Elsewhere(str):
+    """Names the CPU, and says that it is another device."""
+
+    type = "cuda"
+
+
+def tensors_of(nest):
+    """Returns a nest without its buffer, RowIndex and the like as dicts."""
+    if hasattr(nest, "_asdict"):
+        nest = nest._asdict()
+    if isinstance(nest, dict):
+        return {str(key): tensors_of(value) for key, value in nest.items() if key != "buffer"}
+    return nest
+
+
+def test_packed_micro_batches_keep_their_rows(folder):
+    cfg = ngram_config(folder)
+    tokens = np.random.default_rng(8).integers(0, 60, 38).astype(np.uint16)
+    batch = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg)
+    assert batch.bigrams is None and batch.ngrams.shape == (cfg.ngrams.ranges, 37)
+    batch.index["ngrams"] = tg.index_rows(batch.ngrams.numpy())
+    want, packed = tensors_of(vars(batch)), batch.pack(False)
+    for each in packed, packed.to(Elsewhere("cpu")):
+        assert same_bits(tensors_of(vars(each)), want)
+        inside = [each.ngrams, *each.index["ngrams"], each.inputs]
+        assert {t.untyped_storage().data_ptr() for t in inside} == {each.buffer.untyped_storage().data_ptr()}
+    assert batch.ngrams.untyped_storage().data_ptr() != packed.ngrams.untyped_storage().data_ptr()
+
+
+def test_packed_plans_keep_their_numbers(plans):
+    rows = plans.batches[-1][-1].rows
+    assert len(rows["ngrams"].fetches["late"].rows) and tuple(rows["ngrams"].fetches) == ("early", "late")
+    assert same_bits(tensors_of(tg.move(rows, Elsewhere("cpu"))), tensors_of(rows))
+    again = tg.pack({kind: plan for kind, plan in rows.items() if kind != "buffer"}, False)
+    assert same_bits(tensors_of(again), tensors_of(rows))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_validation_reads_the_same_rows(folder, world_size):
+    cfg, slices = ngram_config(folder), []
+    for rank in range(world_size):
+        for i, batch in tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size, False):
+            want = tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams)
+            assert batch.bigrams is None and not batch.index
+            assert (batch.ngrams.numpy() == want).all()
+            slices.append(i)
+    assert sorted(slices) == list(range(cfg.val_slices))
+
+
+# ------------------------------------------------------------------------------------------ the rule and the
+
+
+def numpy_adagrad(table, squares, rows, grads, lr):
+    """Updates rows one by one in float64."""
+    for row, g in zip(rows, grads):
+        squares[row] += np.mean(g * g)
+        table[row] -= lr * g / (math.sqrt(squares[row]) + 1e-10)
+
+
+@pytest.mark.parametrize(
+    "dtype, eps, rounding", [("float64", 1e-14, 0), ("float32", 2e-6, 0), ("bfloat16", 2e-6, 2**-8)]
+)
+def test_the_rule(dtype, eps, rounding):
+    """Compares four updates, each from the state that the one before has left. bf16: rounds once."""
+    dtype = tg.dtype_of(dtype)
+    acc = torch.promote_types(dtype, torch.float32)
+    g = torch.Generator().manual_seed(1)
+    table = torch.randn(40, 7, generator=g, dtype=acc).to(dtype)
+    squares = torch.rand(40, generator=g, dtype=acc) * (torch.arange(40) % 3 > 0)
+    for step in range(4):
+        rows = torch.randperm(40, generator=g)[:25].int()
+        size = 10.0 ** torch.randint(-6, 3, (25, 1), generator=g)
+        grads = torch.randn(25, 7, generator=g, dtype=acc) * size
+        grads[3] = 0  # of a row that only others' zeros touch
+        want = table.double().numpy().copy(), squares.double().numpy().copy()
+        before, lr = (table.clone(), squares.clone()), 0.1 * (step + 1)
+        numpy_adagrad(*want, rows.tolist(), grads.double().numpy(), lr)
+        tg.adagrad_rows(table, squares, rows, grads, lr)
+        assert table.dtype == dtype and squares.dtype == acc
+        np.testing.assert_allclose(table.double().numpy(), want[0], rtol=eps + rounding, atol=eps)
+        np.testing.assert_allclose(squares.double().numpy(), want[1], rtol=eps)
+        others = np.setdiff1d(np.arange(40), rows.numpy())
+        assert torch.equal(table[others], before[0][others])
+        assert torch.equal(squares[others], before[1][others])
+
+
+def test_a_rows_first_step_has_the_size_of_the_rate():
+    """Checks that it does not depend on the gradient's scale: the root of the row's mean square is lr."""
+    grads = torch.randn(3, 8, generator=torch.Generator().manual_seed(2)) * torch.tensor([[1e-6], [1], [1e6]])
+    table, squares = torch.zeros(5, 8), torch.zeros(5)
+    tg.adagrad_rows(table, squares, torch.tensor([4, 0, 2], dtype=torch.int32), grads, 0.3)
+    rms = table.square().mean(-1).sqrt()
+    torch.testing.assert_close(rms, torch.tensor([0.3, 0, 0.3, 0, 0.3]), rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_sums_of_rows_are_rounded_once(dtype):
+    """Compares with float64 sums, which numbers of few bits make exact in the arithmetic too."""
+    g = torch.Generator().manual_seed(3)
+    table = (
+        torch.randint(-255, 256, (50, 9), generator=g) * 2.0 ** torch.randint(0, 9, (50, 9), generator=g)
+    ).to(dtype)
+    ids = torch.randint(0, 50, (5, 70), generator=g, dtype=torch.int32)
+    out, exact = torch.full((70, 9), torch.nan, dtype=dtype), table.double()[ids.long()].sum(0)
+    tg.gather_rows(out, table, ids)
+    assert torch.equal(out, exact.to(dtype))
+    if dtype == torch.bfloat16:
+        assert not torch.equal(out.double(), exact)
+
+
+def test_sums_of_rows_are_in_the_order_of_ranges():
+    g = torch.Generator().manual_seed(4)
+    table, ids = torch.randn(50, 9, generator=g), torch.randint(0, 50, (5, 70), generator=g).int()
+    out, rows = torch.empty(70, 9), table[ids.long()].numpy()
+    tg.gather_rows(out, table, ids)
+    want = rows[0]
+    for part in rows[1:]:
+        want = want + part
+    assert np.array_equal(out.numpy(), want)
+    assert not np.array_equal(want, rows[4] + rows[3] + rows[2] + rows[1] + rows[0])
