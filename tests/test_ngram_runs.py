@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from launch import TINY, WAIT, FaultAtCall, Launch, SetGlobal, die, make_corpus, settings, wrap
+from launch import TINY, WAIT, FaultAtCall, Launch, SetGlobal, die, disk_full, make_corpus, settings, wrap
 from test_bad_input import hang
 
 SOON = WAIT / 10  # seconds in which all ranks end after one has failed
@@ -588,6 +588,20 @@ def test_a_missing_or_short_table_is_refused(saved, tmp_path, size):
     problem, fix = f"cannot read {path}: ", "; keep it beside the model it was saved with"
     assert str(error.value).startswith(problem) and str(error.value).endswith(fix)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_table_that_cannot_be_written_ends_all_ranks(launch, tmp_path):
+    """The run is complete; the other rank waits for rank 0 to fetch rows."""
+    chunks = SetGlobal("CHUNK_BYTES", 5000)
+    faults = {0: AsScript(NO_TIMEOUT, chunks, FaultAtCall("as_bytes", 2, disk_full))}
+    faults[1] = AsScript(NO_TIMEOUT, chunks)
+    with launch("--save", "model.pt", world_size=2, faults=faults) as run:
+        assert run.wait() == [1, 1]
+    done = r"the run itself is complete, its log is \S+"
+    (told,) = causes(run.err)
+    assert re.fullmatch(f"train_gpt.py: error: --save model.pt: No space left on device; {done}", told)
+    assert log_of(tmp_path).endswith("complete: yes\n")
 
 
 # ---- input that is wrong -----------------------------------------------------------------------------------
