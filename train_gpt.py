@@ -1237,7 +1237,8 @@ class Prefetcher:
 
     def _submit(self) -> None:
         if plan := next(self.plans, None):
-            self.queue.append(self.loader.builder.submit(self._build, plan))
+            before = self.queue[-1] if self.queue else None
+            self.queue.append(self.loader.builder.submit(self._build, plan, before))
 
     def next(self) -> Batch:
         batch = self.queue.pop(0).result()
@@ -1248,7 +1249,9 @@ class Prefetcher:
         """Returns the batch that next() will return; None after the last."""
         return self.queue[0].result() if self.queue else None
 
-    def _build(self, plan: StepPlan) -> Batch:
+    def _build(self, plan: StepPlan, before: Future | None) -> Batch:
+        if before:
+            before.result()  # raises if it failed: other ranks still wait for its exchanges
         micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len)
         for batch in micro_batches:
             for kind, ids in batch.row_ids().items():
@@ -3231,20 +3234,21 @@ class NgramTable:
                 raise UserError("the n-gram table is not finite, and was not saved; lower ngrams.lr")
             data = as_bytes(part)
             file.write(data)
-            file.write(zlib.crc32(data).to_bytes(4, "little"))
+            file.write(zlib.crc32(data, self.exchange.rank).to_bytes(4, "little"))
 
     def load(self, file) -> None:
         """Reads what `write` has written. Raises ValueError if it is damaged."""
         self.finish()
         for part in self.parts():
             data = bytearray(file.read(part.nbytes))
-            if len(data) < part.nbytes or zlib.crc32(data) != int.from_bytes(file.read(4), "little"):
+            checksum = zlib.crc32(data, self.exchange.rank)
+            if len(data) < part.nbytes or checksum != int.from_bytes(file.read(4), "little"):
                 raise ValueError("checksum of the n-gram table")
             part.copy_(torch.frombuffer(data, dtype=part.dtype).view(part.shape))
 
     def save(self, file) -> None:
         """Writes all rows in order to rank 0's `file`. All ranks must call it."""
-        step = CHUNK_BYTES // self.block[0].nbytes
+        step = max(1, CHUNK_BYTES // self.block[0].nbytes)
         for start in range(0, self.rows, step):
             ids = torch.arange(start, min(start + step, self.rows), dtype=torch.int32)
             rows = self.fetch(ids if self.exchange.rank == 0 else None)
@@ -3951,7 +3955,7 @@ class Checkpoint(NamedTuple):
             raise
         except OSError as e:
             question = "is the run still going, and do all machines see its folder?"
-            raise UserError(f"cannot read {path}: {first_line(e)}; {question}") from None
+            raise UserError(f"cannot read {e.filename or path}: {first_line(e)}; {question}") from None
         except Exception as e:  # what torch.load raises depends on the damage
             fix = f"remove {path.parents[1]}, and start again"
             raise UserError(f"{path} is damaged ({first_line(e)}); {fix}") from None
@@ -4395,7 +4399,7 @@ def train(
     }
     if resumed:
         summary["resumed_after_step"] = first
-    sent = exchange.sent | prefetch.sent  # of kinds of their own
+    sent = exchange.sent | {f"prefetch {what}": nbytes for what, nbytes in prefetch.sent.items()}
     summary |= {f"bytes sent by rank 0, {what}": nbytes for what, nbytes in sorted(sent.items())}
     if data.bytes_per_token:
         summary["val_loss_per_byte"] = f"{val_loss / data.bytes_per_token:.6f}"
