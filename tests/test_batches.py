@@ -81,21 +81,6 @@ def test_first_touch(rows):
         assert touched.dtype == np.int32 and touched.tolist() == sorted(seen)
 
 
-def test_merged_rows():
-    """Checks lists that overlap, touch, are equal or empty."""
-    for lists in ([[]], [[], []], [[0]], [[0, 3], []], [[5], [5]], [[1, 2, 9], [0, 2, 3], [9, 2**31 - 1]]):
-        arrays = [np.array(rows, np.int32) for rows in lists]
-        merged = tg.merge_rows(*arrays)
-        assert merged.dtype == np.int32 and merged.tolist() == sorted(set().union(*lists)), lists
-
-
-def test_is_in():
-    for rows in ([], [0], [4], [0, 1, 7], [2, 3, 2**31 - 1]):
-        for ids in ([], [0], [1, 3, 4], [7, 2**31 - 1], list(range(10))):
-            found = tg.is_in(np.array(rows, np.int32), np.array(ids, np.int32))
-            assert found.tolist() == [row in rows for row in ids], (rows, ids)
-
-
 # ---------------------------------------------------------------------------------------------- plans of rows
 
 TABLE_ROWS = {"tokens": 264, "bigrams": 24 * 40}
