@@ -104,7 +104,8 @@ class Training:
         paths = tg.find_shards(cfg.data, "train")
         self.loader = tg.TrainLoader(cfg, paths, rank, world_size, pin=False)
         plans = (tg.plan_step(cfg, step) for step in range(cfg.steps))
-        self.batches = tg.Prefetcher(self.loader, plans)
+        group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self.batches = tg.Prefetcher(self.loader, plans, tg.Exchange(rank, world_size, group))
 
     def step(self) -> float:
         """Trains on a batch. Returns the seconds."""

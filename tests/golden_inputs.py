@@ -1,14 +1,18 @@
-"""Provides inputs that several test files share: the golden fill, statistics, model and batch; token shards.
+"""Provides inputs that several test files share: the golden fill, statistics, model and batch; token shards;
+prepared batches, and the exchange that prefetches them.
 
 tests/golden/README.md defines the fill, the statistics, the model and the batch.
 """
 
+import functools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import train_gpt as tg
 from tokenize_text import shard_header
@@ -129,7 +133,8 @@ def tiny_batch(rank=0):
     tokens = (31 * j * j + 7 * j) % 500
     starts = [0, 4, 57] if rank == 0 else [0, 52, 55]
     tokens[starts] = 511
-    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, 2560)
+    cfg = tiny_config("float32")
+    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, cfg)
 
 
 def backward(model, batch, plan, grads=None, leaves=None):
@@ -159,6 +164,42 @@ def random_documents(rng, count, vocab_size, bos_id, max_doc_len=200):
         tokens[pos] = bos_id
         pos += int(rng.integers(1, max_doc_len)) if rng.random() > 0.1 else 1
     return tokens
+
+
+@functools.cache
+def prefetch_group(world_size):
+    """Returns a process group for the threads that build batches, one after the other. All ranks call it."""
+    return dist.new_group(backend="gloo") if world_size > 1 else None
+
+
+def prefetch_exchange(rank, world_size):
+    return tg.Exchange(rank, world_size, prefetch_group(world_size))
+
+
+class FixedLoader:
+    """Gives prepared micro-batches, a list a step, where a Prefetcher takes them from a TrainLoader."""
+
+    def __init__(self, cfg, batches):
+        self.cfg, self.pin, self.batches, self.builder = cfg, False, iter(batches), ThreadPoolExecutor(1)
+
+    def batch(self, batch_tokens, max_doc_len):
+        return next(self.batches)
+
+    def position(self):
+        return 0, 0, 0
+
+    def close(self):
+        self.builder.shutdown()
+
+
+def row_plans(cfg, exchange, ids):
+    """Returns the RowPlans of an Adam step whose one micro-batch reads these rows, int32 arrays by kind."""
+    nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
+    batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, nothing, 0)
+    batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
+    rows = batches.next().rows
+    batches.loader.close()
+    return {kind: rows[kind] for kind in ids}
 
 
 def same_bits(a, b):

@@ -1,4 +1,4 @@
-"""Tests prefetched batches: row indices and sums against naive programs, copies, errors of the thread."""
+"""Tests prefetched batches: indices, plans and sums of rows against naive programs, copies, errors."""
 
 import threading
 from concurrent.futures import wait
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import random_documents, write_shard
+from golden_inputs import prefetch_exchange, random_documents, row_plans, write_shard
 from launch import WAIT
 
 VOCAB, BOS = 257, 256
@@ -60,51 +60,82 @@ DISTRIBUTIONS = ["uniform", "skewed", "distinct", "one", "last", "equal halves"]
 def test_index(rows, distribution):
     """Checks sizes around 2^16, above which the sort takes two passes. Within a row, positions ascend."""
     rng = np.random.default_rng(rows)
-    for T in (1, 2, 37, 900):
+    for T in (0, 1, 2, 37, 900):
         row_ids = random_row_ids(distribution, rows, T, rng)
-        touched_mask = np.zeros(rows, dtype=bool)
-        index = tg.index_rows(row_ids, touched_mask)
-        check_index(index, row_ids, set())
-        assert touched_mask.nonzero()[0].tolist() == sorted(set(row_ids.tolist()))
+        check_index(tg.index_rows(row_ids), row_ids, set())
 
 
 @pytest.mark.parametrize("rows", [50, 70000])
 def test_first_touch(rows):
-    """Checks that only the first micro-batch to touch a row has first_touch, until the mask is cleared."""
+    """Checks that only the first micro-batch to touch a row has first_touch, until an update."""
     rng = np.random.default_rng(1)
-    touched_mask, seen = np.zeros(rows, dtype=bool), set()
+    touched, seen = tg.NO_ROWS, set()
     for i in range(30):
         if i % 5 == 4:
-            touched_mask[:], seen = False, set()
+            touched, seen = tg.NO_ROWS, set()
         row_ids = random_row_ids("skewed", rows, int(rng.integers(1, 200)), rng)
-        check_index(tg.index_rows(row_ids, touched_mask), row_ids, seen)
+        index = tg.index_rows(row_ids, touched)
+        check_index(index, row_ids, seen)
         seen |= set(row_ids.tolist())
-        assert set(touched_mask.nonzero()[0].tolist()) == seen
+        touched = tg.merge_rows(touched, index.row_ids.numpy())
+        assert touched.dtype == np.int32 and touched.tolist() == sorted(seen)
+
+
+# ---------------------------------------------------------------------------------------------- plans of rows
+
+TABLE_ROWS = {"tokens": 264, "bigrams": 24 * 40}
+
+
+def check_plan(plan, by_rank, rank, rows):
+    """Checks a rank's RowPlan of a table of `rows`, if the ranks have touched these rows."""
+    world_size = len(by_rank)
+    shard = rows // world_size
+    own = range(rank * shard, (rank + 1) * shard)
+    assert plan.grads.rows.dtype == torch.int32 and plan.grads.rows.tolist() == sorted(by_rank[rank])
+    counts = [sum(row // shard == owner for row in by_rank[rank]) for owner in range(world_size)]
+    assert plan.grads.send_counts == counts
+    arriving = [sorted(row - own.start for row in touched if row in own) for touched in by_rank]
+    assert plan.grads.recv_counts == list(map(len, arriving))
+    assert all(type(n) is int for n in plan.grads.send_counts + plan.grads.recv_counts)
+    check_index(plan.sums, np.array(sum(arriving, []), np.int32), set())
+    assert plan.owned.dtype == torch.int32 and plan.owned.tolist() == sorted(set().union(*arriving))
+
+
+def cases_of_rows(world_size, rows, rank):
+    rng, shard = np.random.default_rng(rank), rows // world_size
+    return {
+        "none": [],
+        "all": range(rows),
+        "one rank has none": range(0, rows if rank else 0, 3),
+        "last": [rows - 1],
+        "first": [0],
+        "some": rng.permutation(rows)[: rows // 20],
+        "one owner": (world_size // 2) * shard + rng.permutation(shard)[: shard // 10],
+        "edges": [edge for owner in range(world_size) for edge in (owner * shard, (owner + 1) * shard - 1)],
+    }
+
+
+def check_plans(rank, world_size, folder):
+    """Plans a step for each case, of which the two tables have different ones."""
+    cfg, exchange = config(folder, bigram_vocab_size=24 * 40), prefetch_exchange(rank, world_size)
+    cases = {
+        kind: [list(cases_of_rows(world_size, rows, r).values()) for r in range(world_size)]
+        for kind, rows in TABLE_ROWS.items()
+    }
+    for i in range(len(cases["tokens"][0])):
+        by_rank = {
+            "tokens": [own[i] for own in cases["tokens"]],
+            "bigrams": [own[i - 2] for own in cases["bigrams"]],
+        }
+        ids = {kind: np.array(rows[rank], np.int32) for kind, rows in by_rank.items()}
+        plans = row_plans(cfg, exchange, ids)
+        for kind, rows in TABLE_ROWS.items():
+            check_plan(plans[kind], [set(map(int, own)) for own in by_rank[kind]], rank, rows)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_touched_rows(world_size):
-    rng, rows = np.random.default_rng(world_size), 24 * 1000
-    shard = rows // world_size
-    cases = {
-        "none": [],
-        "all": range(rows),
-        "last": [rows - 1],
-        "first": [0],
-        "some": rng.permutation(rows)[:500],
-        "one owner": (world_size // 2) * shard + rng.permutation(shard)[:50],
-        "edges": [edge for rank in range(world_size) for edge in (rank * shard, (rank + 1) * shard - 1)],
-    }
-    for case, row_ids in cases.items():
-        row_ids = sorted(map(int, row_ids))
-        touched_mask = np.zeros(rows, dtype=bool)
-        touched_mask[row_ids] = True
-        touched = tg.touched_rows(touched_mask, world_size)
-        assert touched.row_ids.dtype == torch.int32 and touched.row_ids.tolist() == row_ids, case
-        counts = [sum(row // shard == rank for row in row_ids) for rank in range(world_size)]
-        assert touched.counts_per_rank == counts, case
-        assert touched.rows_per_rank == shard and all(type(n) is int for n in touched.counts_per_rank)
-        assert touched_mask.sum() == len(row_ids)
+def test_plans_of_rows(workers, tmp_path, world_size):
+    workers(world_size, check_plans, tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------- batches
@@ -116,7 +147,7 @@ def config(folder, steps=(3, 2, 3, 3), microbatches=8, **changes):
         replace(stage, steps=n, batch_tokens=microbatches * T, max_doc_len=max_doc_len)
         for stage, n, T, max_doc_len in zip(tg.CPU.stages, steps, (30, 60, 45, 60), (20, 50, 50, 50))
     ]
-    changes |= dict(bigram_vocab_size=640, microbatches=microbatches, stages=tuple(stages))
+    changes = dict(bigram_vocab_size=640, microbatches=microbatches, stages=tuple(stages)) | changes
     return replace(tg.CPU, data=str(folder), **changes)
 
 
@@ -141,78 +172,105 @@ def plans_of(cfg, first=0):
     return [tg.plan_step(cfg, step) for step in range(first, cfg.steps)]
 
 
-def tensors_of(micro_batch):
-    """Returns all tensors of a micro-batch, its index and its touched rows."""
-    tensors = []
-    tg.map_tensors(tensors.append, vars(micro_batch))
+def prefetcher(loader, plans, rank=0, world_size=1):
+    return tg.Prefetcher(loader, plans, prefetch_exchange(rank, world_size))
+
+
+def tensors_of(nest):
+    """Returns all tensors of a micro-batch, or of a packed nest, but its buffer."""
+    tensors, nest = [], dict(nest if isinstance(nest, dict) else vars(nest), buffer=None)
+    tg.map_tensors(tensors.append, nest)
     return tensors
 
 
-def check_batch(batch, plan, want, seen, world_size):
-    """Compares a batch with `want`, the micro-batches of a loader alone.
+def nothing_seen(world_size=1):
+    return [{"tokens": set(), "bigrams": set()} for _ in range(world_size)]
 
-    seen: the rows touched since the last Adam step, by what indexes the tables; updated.
+
+def check_batch(batch, plan, want, seen, rank=0):
+    """Compares a rank's batch with `want`, by rank the micro-batches of a loader alone.
+
+    seen: by rank, the rows touched since the last Adam step, by what indexes the tables; updated.
     """
-    assert batch.plan == plan and len(batch.micro_batches) == len(want)
-    for i, (actual, expected) in enumerate(zip(batch.micro_batches, want)):
+    assert batch.plan == plan and len(batch.micro_batches) == len(want[rank])
+    for i, (actual, expected) in enumerate(zip(batch.micro_batches, want[rank])):
         for name in ("inputs", "targets", "bigrams", "cu_seqlens"):
             a, b = getattr(actual, name), getattr(expected, name)
             assert a.dtype == b.dtype and torch.equal(a, b), (plan.step, i, name)
-        assert actual.max_doc_len == expected.max_doc_len
+        assert actual.max_doc_len == expected.max_doc_len and actual.ngrams is None
         assert actual.index.keys() == {"tokens", "bigrams"}
         for kind, ids in (("tokens", expected.inputs), ("bigrams", expected.bigrams)):
-            check_index(actual.index[kind], ids.numpy(), seen[kind])
-            seen[kind] |= set(ids.tolist())
-        has_touched = plan.do_adam and i == len(want) - 1
-        assert actual.touched.keys() == (seen.keys() if has_touched else set())
-    for kind, touched in batch.micro_batches[-1].touched.items():
-        assert touched.row_ids.tolist() == sorted(seen[kind]), (plan.step, kind)
-        shard = {"tokens": 264, "bigrams": 640}[kind] // world_size
-        counts = [sum(row // shard == rank for row in seen[kind]) for rank in range(world_size)]
-        assert touched.rows_per_rank == shard and touched.counts_per_rank == counts
+            check_index(actual.index[kind], ids.numpy(), seen[rank][kind])
+            seen[rank][kind] |= set(ids.tolist())
+    for other, micro_batches in enumerate(want):
+        for micro_batch in micro_batches:
+            seen[other]["tokens"] |= set(micro_batch.inputs.tolist())
+            seen[other]["bigrams"] |= set(micro_batch.bigrams.tolist())
+    assert batch.rows.keys() == ({"tokens", "bigrams", "buffer"} if plan.do_adam else {"buffer"})
     if plan.do_adam:
-        for rows in seen.values():
-            rows.clear()
+        for kind, rows in (("tokens", 264), ("bigrams", 640)):
+            check_plan(batch.rows[kind], [own[kind] for own in seen], rank, rows)
+        seen[:] = nothing_seen(len(want))
 
 
-@pytest.mark.parametrize("rank, world_size", [(0, 1), (0, 2), (1, 2), (2, 4), (7, 8)])
-def test_batches_are_the_loaders(folder, rank, world_size):
-    """Compares with a loader alone, through all stages and shards, after all batches have been built.
-
-    The position is the loader's after this batch, not after the prefetched one.
-    """
-    cfg = config(folder)
-    alone, seen = train_loader(cfg, rank, world_size), {"tokens": set(), "bigrams": set()}
-    batches = tg.Prefetcher(train_loader(cfg, rank, world_size), plans_of(cfg))
+def check_batches(rank, world_size, cfg):
+    """Compares with loaders alone, through all stages and shards, after all batches have been built."""
+    alone, seen = (
+        [train_loader(cfg, other, world_size) for other in range(world_size)],
+        nothing_seen(world_size),
+    )
+    batches = prefetcher(train_loader(cfg, rank, world_size), plans_of(cfg), rank, world_size)
     shards = set()
     for plan, batch in [(plan, batches.next()) for plan in plans_of(cfg)]:
-        want = alone.batch(plan.batch_tokens, plan.max_doc_len)
-        check_batch(batch, plan, want, seen, world_size)
-        assert batch.position == alone.position()
+        want = [loader.batch(plan.batch_tokens, plan.max_doc_len) for loader in alone]
+        check_batch(batch, plan, want, seen, rank)
+        assert batch.position == alone[rank].position()
         shards.add(batch.position[0])
-    assert batches.next_batch is None and shards == {0, 1, 2}
-    batches.loader.close()
-    alone.close()
+    assert batches.peek() is None and shards == {0, 1, 2}
+    for loader in (batches.loader, *alone):
+        loader.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_batches_are_the_loaders(workers, folder, world_size):
+    """Checks that the position, too, is the loader's after this batch, not after a prefetched one."""
+    workers(world_size, check_batches, config(folder))
+
+
+def test_two_batches_are_built_ahead(folder):
+    """Checks that a batch is built while the two before it are there, and that peek() takes none."""
+    cfg = config(folder)
+    loader, built = train_loader(cfg), []
+    build = loader.batch
+    loader.batch = lambda *args: (built.append(args), build(*args))[1]
+    batches = prefetcher(loader, plans_of(cfg))
+    for step, plan in enumerate(plans_of(cfg)):
+        wait(batches.queue)
+        assert len(built) == min(step + 2, cfg.steps)
+        ahead = batches.peek()
+        assert ahead is batches.peek() is batches.next() and ahead.plan == plan
+    assert batches.peek() is None
+    loader.close()
 
 
 @pytest.mark.parametrize("first", [2, 4, 6])
 def test_batches_resume(folder, first):
     """Compares batches from the position after an Adam step with those of an uninterrupted run."""
     cfg = config(folder)
-    uninterrupted = tg.Prefetcher(train_loader(cfg), plans_of(cfg))
+    uninterrupted = prefetcher(train_loader(cfg), plans_of(cfg))
     for _ in range(first):
         batch = uninterrupted.next()
     assert batch.plan.do_adam
-    alone, seen = train_loader(cfg, position=batch.position), {"tokens": set(), "bigrams": set()}
-    resumed = tg.Prefetcher(train_loader(cfg, position=batch.position), iter(plans_of(cfg, first)))
+    alone, seen = train_loader(cfg, position=batch.position), nothing_seen()
+    resumed = prefetcher(train_loader(cfg, position=batch.position), iter(plans_of(cfg, first)))
     for plan in plans_of(cfg, first):
         a, b = uninterrupted.next(), resumed.next()
-        check_batch(b, plan, alone.batch(plan.batch_tokens, plan.max_doc_len), seen, 1)
+        check_batch(b, plan, [alone.batch(plan.batch_tokens, plan.max_doc_len)], seen)
         assert a.position == b.position and a.plan == b.plan
+        assert len(tensors_of(a.rows)) == 12 * plan.do_adam
+        assert all(map(torch.equal, tensors_of(a.rows), tensors_of(b.rows)))
         for x, y in zip(a.micro_batches, b.micro_batches):
             assert all(torch.equal(s, t) for kind in x.index for s, t in zip(x.index[kind], y.index[kind]))
-        for kind, t in a.micro_batches[-1].touched.items():
-            assert torch.equal(t.row_ids, b.micro_batches[-1].touched[kind].row_ids)
     for loader in (uninterrupted.loader, resumed.loader, alone):
         loader.close()
 
@@ -221,12 +279,14 @@ def test_batches_resume(folder, first):
 
 
 def test_all_tensors_are_copied_asynchronously(folder, monkeypatch):
-    """Checks a copy to "meta", which must not wait, and that the CPU needs none."""
+    """Checks one copy to "meta" of a micro-batch, one of the plans, and that the CPU needs none."""
     cfg = config(folder)
-    batches = tg.Prefetcher(train_loader(cfg), plans_of(cfg))
-    micro_batch = [batches.next(), batches.next()][-1].micro_batches[-1]
+    batches = prefetcher(train_loader(cfg), plans_of(cfg))
+    batch = [batches.next(), batches.next()][-1]
+    micro_batch = batch.micro_batches[-1]
     batches.loader.close()
-    assert micro_batch.to(torch.device("cpu")) is micro_batch
+    assert micro_batch.to(torch.device("cpu")).inputs is micro_batch.inputs
+    assert tg.move(batch.rows, torch.device("cpu")) is batch.rows
     log, to = [], torch.Tensor.to
 
     def recording_to(self, *args, **options):
@@ -236,14 +296,34 @@ def test_all_tensors_are_copied_asynchronously(folder, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", recording_to)
     moved = micro_batch.to(torch.device("meta"))
     assert log == [{"non_blocking": True}]
+    rows = tg.move(batch.rows, torch.device("meta"))
+    assert log == [{"non_blocking": True}] * 2
     assert [(t.shape, t.dtype) for t in tensors_of(moved)] == [
         (t.shape, t.dtype) for t in tensors_of(micro_batch)
     ]
     assert {t.device.type for t in tensors_of(moved)} == {"meta"}
     assert moved.max_doc_len == micro_batch.max_doc_len
-    assert moved.index.keys() == moved.touched.keys() == {"tokens", "bigrams"}
-    for kind, touched in moved.touched.items():
-        assert touched._replace(row_ids=None) == micro_batch.touched[kind]._replace(row_ids=None)
+    assert moved.index.keys() == rows.keys() - {"buffer"} == {"tokens", "bigrams"}
+    for kind, plan in batch.rows.items():
+        if kind != "buffer":
+            counts = "send_counts", "recv_counts"
+            assert all(getattr(rows[kind].grads, n) == getattr(plan.grads, n) for n in counts)
+            assert rows[kind].owned.device.type == "meta" and rows[kind].owned.shape == plan.owned.shape
+
+
+def test_packed_tensors_lie_in_one_buffer(folder):
+    """Checks values and dtypes, where each begins (at a multiple of 16 bytes), and the buffer's length."""
+    cfg = config(folder)
+    loader = train_loader(cfg)
+    (micro_batch, *_) = loader.batch(8 * 30, 20)
+    loader.close()
+    micro_batch.index["tokens"] = tg.index_rows(micro_batch.inputs.numpy())
+    packed, size = micro_batch.pack(False), 0
+    for actual, want in zip(tensors_of(packed), tensors_of(micro_batch)):
+        assert actual.dtype == want.dtype and torch.equal(actual, want)
+        assert actual.data_ptr() == packed.buffer.data_ptr() + size
+        size += -(-want.nbytes // 16) * 16
+    assert len(tensors_of(packed)) == len(tensors_of(micro_batch)) == 8 and packed.buffer.nbytes == size
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -251,22 +331,24 @@ def test_batches_on_a_gpu(folder):
     """Checks that all tensors are page-locked, and that later batches do not change copies under way."""
     cfg, device = config(folder), torch.device("cuda")
     alone = train_loader(cfg)
-    batches = tg.Prefetcher(train_loader(cfg, pin=True), plans_of(cfg))
+    batches = prefetcher(train_loader(cfg, pin=True), plans_of(cfg))
     moved_batches = []
     for _ in range(cfg.steps):
         batch = batches.next()
-        assert all(t.is_pinned() for m in batch.micro_batches for t in tensors_of(m))
+        assert all(t.is_pinned() for x in (*batch.micro_batches, batch.rows) for t in tensors_of(x))
         torch.cuda._sleep(10_000_000)
-        moved_batches.append([m.to(device) for m in batch.micro_batches])
+        moved_batches.append(([m.to(device) for m in batch.micro_batches], tg.move(batch.rows, device)))
     batches.loader.close()
 
-    def to_host(m):
-        return tg.MicroBatch(**tg.map_tensors(torch.Tensor.cpu, vars(m)))
+    def to_host(x):
+        return tg.map_tensors(torch.Tensor.cpu, x)
 
-    seen = {"tokens": set(), "bigrams": set()}
-    for plan, moved in zip(plans_of(cfg), moved_batches):
+    seen = nothing_seen()
+    for plan, (moved, rows) in zip(plans_of(cfg), moved_batches):
         want = alone.batch(plan.batch_tokens, plan.max_doc_len)
-        check_batch(tg.Batch(plan, list(map(to_host, moved)), ()), plan, want, seen, 1)
+        moved = [tg.MicroBatch(**to_host(vars(m))) for m in moved]
+        check_batch(tg.Batch(plan, moved, (), to_host(rows)), plan, [want], seen)
+    alone.close()
 
 
 # ----------------------------------------------------------------------------------------------------- errors
@@ -276,13 +358,12 @@ def test_too_many_documents(tmp_path):
     """Checks that next() raises the thread's error for its own batch, not for the good one before."""
     write_shard(tmp_path / "x_train_000001.bin", [BOS] + 29 * [1] + 300 * [BOS], VOCAB, BOS)
     cfg = config(tmp_path, microbatches=1, max_docs=6)
-    batches = tg.Prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 40)))
-    batch = batches.next()
-    wait([batches.next_batch])
-    assert batch.micro_batches[0].inputs.tolist() == [BOS] + 29 * [1]
-    for _ in range(2):  # a second call raises it again
+    batches = prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 40)))
+    wait(batches.queue)
+    assert batches.next().micro_batches[0].inputs.tolist() == [BOS] + 29 * [1]
+    for call in (batches.peek, batches.peek, batches.next):
         with pytest.raises(tg.UserError, match="of 30 tokens has 31 documents.*--set max_docs="):
-            batches.next()
+            call()
     batches.loader.close()
 
 
@@ -290,7 +371,7 @@ def test_data_run_out(tmp_path):
     write_shard(tmp_path / "x_train_000001.bin", [BOS] + 80 * [1, 2], VOCAB, BOS)
     write_shard(tmp_path / "x_train_000002.bin", ([BOS] + 30 * [3]) * 2, VOCAB, BOS)
     cfg = config(tmp_path, microbatches=1)
-    batches = tg.Prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 1000)))
+    batches = prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 1000)))
     positions = [batches.next().position for _ in range(3)]
     assert positions == [(0, 1, 30), (1, 1, 60), (1, 2, 90)]
     with pytest.raises(tg.UserError, match="ran out after 90 tokens.*add training shards"):
@@ -303,7 +384,7 @@ def test_a_bad_shard(tmp_path):
     write_shard(tmp_path / "x_train_000001.bin", [BOS] + 40 * [1], VOCAB, BOS)
     write_shard(tmp_path / "x_train_000002.bin", [BOS] + 40 * [300], VOCAB, BOS)
     cfg = config(tmp_path, microbatches=1)
-    batches = tg.Prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 40)))
+    batches = prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 40)))
     batches.next()
     with pytest.raises(tg.UserError, match="x_train_000002.bin: token 300 is outside the vocabulary"):
         batches.next()
@@ -326,7 +407,7 @@ def test_close(folder, when):
         return build(*args)
 
     loader.batch = slow_build
-    batches = tg.Prefetcher(loader, plans_of(cfg))
+    batches = prefetcher(loader, plans_of(cfg))
     assert building.wait(WAIT)
     if when == "at the end":
         may_end.set()
@@ -334,7 +415,7 @@ def test_close(folder, when):
             batches.next()
     elif when == "failed":
         may_end.set()
-        wait([batches.next_batch])
+        wait(batches.queue[:1])
     closing = threading.Thread(target=loader.close, daemon=True)
     closing.start()
     closing.join(0.1)
@@ -384,10 +465,11 @@ def indices_and_grads(shape, dtype):
     """Yields (index, gradient) of four micro-batches between two Adam steps, twice."""
     rng, g = np.random.default_rng(5), torch.Generator().manual_seed(6)
     for _ in range(2):
-        touched_mask = np.zeros(shape[0], dtype=bool)
+        touched = tg.NO_ROWS
         for distribution, T in (("one", 60), ("skewed", 90), ("uniform", 90), ("uniform", 1)):
             row_ids = random_row_ids(distribution, shape[0], T, rng)
-            index = tg.index_rows(row_ids, touched_mask)
+            index = tg.index_rows(row_ids, touched)
+            touched = tg.merge_rows(touched, index.row_ids.numpy())
             yield index, cancelling_numbers((T, *shape[1:]), dtype, g)
 
 
@@ -449,7 +531,7 @@ def test_segment_sum_rows_of_a_strided_gradient():
     g = torch.Generator().manual_seed(7)
     grad = cancelling_numbers((5, 40, 6), torch.float32, g).transpose(0, 1)
     row_ids = random_row_ids("skewed", 20, 40, np.random.default_rng(8))
-    index = tg.index_rows(row_ids, np.zeros(20, dtype=bool))
+    index = tg.index_rows(row_ids)
     out = torch.zeros(20, 5, 6)
     want = naive_sums(out, grad, index)
     tg.segment_sum_rows(out, grad, index)

@@ -61,7 +61,8 @@ def train(cfg, backend):
     batches, losses, graphs = batches_of(cfg, 0, 1), [], []
     val = tg.ValLoader(cfg, tg.open_dataset(cfg).val, 0, 1, False)
     for _ in range(cfg.steps):
-        losses.append(tg.train_step(model, optimizer, batches.next())["train_loss"].item())
+        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"]
+        losses.append(loss.item())
         losses.append(tg.validate(model, val, exchange, WINDOWS))
         graphs.append(counters["stats"]["unique_graphs"])
     batches.loader.close()

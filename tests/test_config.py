@@ -52,6 +52,10 @@ OVERRIDES = [
     ("layers.1.attention=None",      lambda c: c.layers[1].attention,         None),
     ("layers.1.attention=paired",    lambda c: c.layers[1].attention,         "paired"),
     ("layers.1.key_shift=true",      lambda c: c.layers[1].key_shift,         True),
+    ("ngrams.orders=2,3",            lambda c: c.ngrams.orders,               (2, 3)),
+    ("ngrams.orders=",               lambda c: c.ngrams.orders,               ()),
+    ("ngrams.lr=2",                  lambda c: c.ngrams.lr,                   2.0),
+    ("ngrams.prefetch=false",        lambda c: c.ngrams.prefetch,             False),
 ]
 # fmt: on
 
@@ -142,7 +146,11 @@ def test_param_shapes(world_size):
     for name in ("qk_bank", "vo_bank"):
         assert shapes[name][0] % world_size == 0
     assert 2 * shapes["mlp_bank"][0] % world_size == 0
-    assert set(shapes) == {row.name for row in tg.PARAMS}
+    assert set(shapes) == {row.name for row in tg.PARAMS} == {row.name for row in tg.used_params(tg.RECORD)}
+    cfg = tg.override(tg.RECORD, "ngrams.orders=2")  # its table takes the place of bigrams'
+    del shapes["bigram_embed"]
+    assert tg.param_shapes(cfg, world_size) == shapes
+    assert [row.name for row in tg.used_params(cfg)] == [row.name for row in tg.PARAMS if row.name in shapes]
 
 
 def test_no_needless_padding():
@@ -219,7 +227,14 @@ def test_validation_steps():
 # ---- json --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", ["", "layers.1.value=none params.embed.betas=.1,.2 val_windows.long=9"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "",
+        "layers.1.value=none params.embed.betas=.1,.2 val_windows.long=9",
+        "ngrams.orders=2,3 ngrams.width=3",
+    ],
+)
 @pytest.mark.parametrize("preset", tg.PRESETS)
 def test_config_survives_json(preset, settings):
     cfg = functools.reduce(tg.override, settings.split(), tg.PRESETS[preset])
@@ -227,12 +242,13 @@ def test_config_survives_json(preset, settings):
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("bos", "Config"), ("bos_id", "Config"), ("window", "Stage"), ("lr_mul", "Stage")]
+    "name, kind",
+    [("bos", "Config"), ("bos_id", "Config"), ("window", "Stage"), ("lr_mul", "Stage"), ("width", "Ngrams")],
 )
 def test_a_config_with_other_fields_is_an_error(name, kind):
     """Unknown or missing ones: a default instead would be another model."""
     values = json.loads(tg.config_json(tg.CPU))
-    place = values if kind == "Config" else values["stages"][1]
+    place = {"Config": values, "Stage": values["stages"][1], "Ngrams": values["ngrams"]}[kind]
     if place.pop(name, None) is None:
         place[name] = 1
     message = f"a saved {kind} and this script's differ in {name}; use its own script"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt as tg
-from golden_inputs import random_documents, same_bits, write_shard
+from golden_inputs import prefetch_exchange, random_documents, row_plans, same_bits, write_shard
 
 WINDOWS = {"short": 6, "long": 20}  # of validation, in tokens
 
@@ -57,12 +57,14 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
                 getattr(model, name)[: shape[0]] += 0.03 * torch.randn(shape, generator=noise)
         model.embed.copy_(model.lm_head.T)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+    model.ngrams = optimizer.ngrams
     return tg.DistEnv(rank, world_size, torch.device("cpu")), exchange, model, optimizer
 
 
 def batches_of(cfg, rank, world_size):
     loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, False)
-    return tg.Prefetcher(loader, [tg.plan_step(cfg, step) for step in range(cfg.steps)])
+    plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
+    return tg.Prefetcher(loader, plans, prefetch_exchange(rank, world_size))
 
 
 def digest(model):
@@ -92,14 +94,16 @@ def train(rank, world_size, cfg, warm=False, keep=True):
     restored = True
     if warm:
         before, state = digest(model), tg.training_state(model, optimizer)
-        tg.warm_up(cfg, env, data, model, optimizer, val)
+        tg.warm_up(cfg, env, data, model, optimizer, val, prefetch_exchange(rank, world_size))
         restored = digest(model) == before and same_bits(state, tg.training_state(model, optimizer))
         restored &= all(p.grad is None for p in model.parameters())
     batches, losses, digests, ties = batches_of(cfg, rank, world_size), [], [], []
     for step in range(cfg.steps):
-        losses.append(tg.train_step(model, optimizer, batches.next())["train_loss"].item())
+        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"]
+        losses.append(loss.item())
         digests.append(digest(model))
         ties.append(torch.equal(model.embed, model.lm_head.T))
+    batches.loader.close()
     shapes, final = tg.param_shapes(cfg, 1), None
     if keep:
         final = {name: p.detach()[: shapes[name][0]] for name, p in model.named_parameters()}
@@ -309,18 +313,17 @@ def optimize(rank, world_size, cfg, optimizer_class, steps, orders):
         optimizer.gather_all()
         g = torch.Generator().manual_seed(rank)
         for step in steps:
-            masks = {kind: torch.rand(n, generator=g) < 0.3 for kind, n in tg.table_sizes(cfg).items()}
+            sizes = {"tokens": cfg.padded_vocab, "bigrams": cfg.bigram_vocab_size}
+            masks = {kind: torch.rand(n, generator=g) < 0.3 for kind, n in sizes.items()}
             for name, p in model.named_parameters():
                 size = 2.0 ** torch.randint(-12, 12, p.shape, generator=g)
                 p.grad = (torch.randn(p.shape, generator=g) * size).to(p.dtype)
                 if kind := optimizer.specs[name].indexed_by:
                     p.grad[~masks[kind]] = 0
-            plan, touched = tg.plan_step(cfg, step), {}
+            plan = tg.plan_step(cfg, step)
             if plan.do_adam:
-                for kind, mask in masks.items():
-                    touched[kind] = tg.touched_rows(mask.numpy(), world_size)
-            optimizer.exchange_counts(plan, touched)
-            optimizer.exchange_row_ids()
+                ids = {kind: mask.nonzero().int().flatten().numpy() for kind, mask in masks.items()}
+                optimizer.rows = row_plans(cfg, prefetch_exchange(rank, world_size), ids)
             optimizer.step(plan)
             optimizer.finish_gathers()
         digests.append(digest_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))

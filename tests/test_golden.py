@@ -25,6 +25,7 @@ from golden_inputs import (
     GOLDEN,
     WINDOWS,
     WORLD,
+    FixedLoader,
     backward,
     distance,
     fill,
@@ -462,29 +463,25 @@ def test_parameter_table():
             assert list(row.matrix_lr_mul) == (want["per_matrix_lr_mul_first2"] or [])
 
 
-def empty_masks(cfg):
-    return {kind: np.zeros(n, bool) for kind, n in tg.table_sizes(cfg).items()}
-
-
 def optimizer_run(cfg, steps, untie_at=None):
     """Yields plan, loss, model and whether it is tied, after each of `steps` golden optimizer steps."""
-    model, batch = fill_model(tg.GPT(cfg, WORLD)), tiny_batch()
+    model, plans = fill_model(tg.GPT(cfg, WORLD)), []
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1))
-    ids = {"tokens": batch.inputs.numpy(), "bigrams": batch.bigrams.numpy()}
-    masks = empty_masks(cfg)
     for i in range(steps):
         changes = {"lr_mul": 1.0, "momentum": 0.85 + 0.1 * i / 300, "untie": i == untie_at}
-        plan = tg.plan_step(cfg, i)._replace(windows=WINDOWS, mtp=MTP3, **changes)
-        index = {kind: tg.index_rows(ids[kind], mask) for kind, mask in masks.items()}
-        touched = {kind: tg.touched_rows(mask, 1) for kind, mask in masks.items() if plan.do_adam}
-        optimizer.exchange_counts(plan, touched)
-        loss = backward(model, batch, plan, optimizer.weight_grads, leaves := {})
-        optimizer.accumulate_row_grads(leaves, index)
+        plans.append(tg.plan_step(cfg, i)._replace(windows=WINDOWS, mtp=MTP3, **changes))
+    loader = FixedLoader(cfg, [[tiny_batch()] for _ in plans])
+    batches = tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
+    for plan in plans:
+        batch = batches.next()
+        (micro_batch,) = batch.micro_batches
+        optimizer.begin(batch)
+        loss = backward(model, micro_batch, plan, optimizer.weight_grads, leaves := {})
+        optimizer.accumulate_row_grads(leaves, micro_batch.index)
         optimizer.step(plan)
         optimizer.finish_gathers()
-        if plan.do_adam:
-            masks = empty_masks(cfg)
         yield plan, loss.item(), model, optimizer.is_tied
+    loader.close()
 
 
 # Distances of sum and wsum, and of l2, after each step, in units of l2. The batch has 64 tokens, so gradients

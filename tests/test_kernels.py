@@ -378,8 +378,8 @@ def test_scaled_grad_rounds_once(interpreted, dtype, overwrite):
 
 def row_index(row_ids, N, seed):
     """Builds the index of positions with these row ids; about half of the rows were touched before."""
-    touched_mask = torch.rand(N, generator=generator(seed)).numpy() < 0.5
-    return tg.index_rows(row_ids.to(torch.int32).numpy(), touched_mask)
+    touched = (torch.rand(N, generator=generator(seed)) < 0.5).nonzero().int().flatten().numpy()
+    return tg.index_rows(row_ids.to(torch.int32).numpy(), touched)
 
 
 def check_segment_sum_rows(interpreted, row_ids, N, shape, seed, dtype=torch.float32, layout=lambda t: t):
@@ -433,6 +433,118 @@ def test_segment_sum_rows_of_several_tables(interpreted, dtype, layout):
 def test_segment_sum_rows_in_rows_beyond_16_bits(interpreted):
     row_ids = torch.tensor([70000, 3, 70000, 69999, 65536, 0])
     check_segment_sum_rows(interpreted, row_ids, 70001, (2,), seed=4)
+
+
+def check_gather_rows(interpreted, n, ranges, columns, dtype=torch.float32, out_dtype=None, seed=0):
+    """Checks equal bits. What surrounds table and output is NaN; so are rows that nothing reads."""
+    N = 3 * n + 5
+    ids = torch.randint(0, N, (ranges, n), generator=generator(seed), dtype=torch.int32)
+    table, read = nan_padded(nan_filled(N, columns, dtype=dtype)), ids.unique().long()
+    size = 2.0 ** torch.randint(-10, 11, (len(read), columns), generator=generator(seed + 1))
+    table[read] = (randn(len(read), columns, seed=seed + 2) * size).to(dtype)
+    buffer = nan_filled(n + 4, columns, dtype=out_dtype or dtype)
+    expected = buffer.clone()
+    tg.gather_rows(expected[2:-2], table, ids)
+    interpreted.triton_gather_rows(buffer[2:-2], table, ids)
+    assert torch.equal(bits(buffer), bits(expected)) and not buffer[2:-2].isnan().any()
+    return buffer[2:-2], table, ids
+
+
+@pytest.mark.parametrize("columns", [1, 5, 255, 256, 257, 769])
+@pytest.mark.parametrize("ranges", [1, 2, 7])
+def test_gather_rows(interpreted, ranges, columns):
+    for n in (1, 2, 23):
+        out, table, ids = check_gather_rows(interpreted, n, ranges, columns, seed=n)
+        if ranges == 1:
+            assert torch.equal(out, table[ids[0]])
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gather_rows_rounds_once(interpreted, dtype, out_dtype):
+    """Checks sums in fp32: with intermediate rounding, or in another order, some would differ."""
+    out, table, ids = check_gather_rows(interpreted, 40, 7, 101, dtype, out_dtype)
+    sums, rounded = torch.zeros(2, 40, 101), torch.zeros(40, 101, dtype=dtype)
+    for rows in ids:
+        sums[0] += table[rows]
+        rounded += table[rows]
+    for rows in ids.flip(0):
+        sums[1] += table[rows]
+    assert torch.equal(out, sums[0].to(out_dtype))
+    if out_dtype == torch.float32:
+        assert not torch.equal(out, sums[1]) and (dtype == out_dtype or not torch.equal(out, rounded.float()))
+
+
+def test_gather_no_rows(interpreted, monkeypatch):
+    """Checks that nothing is launched: CUDA knows no empty grid."""
+    monkeypatch.setattr(interpreted, "gather_rows_kernel", None)
+    for gather in (tg.gather_rows, interpreted.triton_gather_rows):
+        gather(torch.empty(0, 5), torch.empty(3, 5), torch.empty(2, 0, dtype=torch.int32))
+
+
+def adagrad_case(N, n, columns, dtype=torch.float32, seed=0):
+    """Returns table, squares, rows, gradients. Rows that are not updated are NaN, and what surrounds them.
+
+    The first row to update has a gradient of 0 and none before.
+    """
+    rows = torch.randperm(N, generator=generator(seed))[:n].int()
+    table, squares = nan_filled(N + 4, columns, dtype=dtype)[2:-2], nan_filled(N + 4)[2:-2]
+    size = 10.0 ** torch.randint(-4, 5, (n, 1), generator=generator(seed + 1))
+    grads = randn(n, columns, seed=seed + 2) * size
+    table[rows] = randn(n, columns, seed=seed + 3, dtype=dtype)
+    squares[rows] = (randn(n, seed=seed + 4) * size[:, 0]).square() * (torch.arange(n) % 3 > 0)
+    grads[:1] = 0
+    return table, squares, rows, grads
+
+
+def copy_with_margins(t):
+    return t._base.clone()[2:-2]
+
+
+def check_adagrad_rows(interpreted, *case, lr=0.3):
+    """Checks squares within 4 units in the last place of plain torch's, weights within a few roundings."""
+    table, squares, rows, grads = case
+    results = []
+    for adagrad_rows in (tg.adagrad_rows, interpreted.triton_adagrad_rows):
+        results.append((copy_with_margins(table), copy_with_margins(squares), grads.clone()))
+        adagrad_rows(*results[-1][:2], rows, results[-1][2], lr)
+        assert torch.equal(results[-1][2], grads)
+    (want, want_squares, _), (new, new_squares, _) = results
+    apart = bits(new_squares[rows]) - bits(want_squares[rows])
+    assert apart.abs().max() <= 4
+    total = squares[rows].double() + grads.double().square().mean(-1)
+    update = lr * grads.double() / (total.sqrt() + tg.ADAGRAD_EPS)[:, None]
+    bound = 2.0**-21 * (table[rows].double().abs() + update.abs())
+    if table.dtype != torch.float32:
+        bound += torch.finfo(table.dtype).eps / 2 * (table[rows].double() - update).abs() + 1e-7
+    for t, s in (want, want_squares), (new, new_squares):
+        torch.testing.assert_close(s[rows].double(), total, rtol=2.0**-21, atol=0)
+        assert ((t[rows].double() - (table[rows].double() - update)).abs() <= bound).all()
+        if len(rows):
+            assert torch.equal(bits(t[rows[0]]), bits(table[rows[0]])) and s[rows[0]] == squares[rows[0]]
+        for changed, before in (t, table), (s, squares):
+            others = torch.ones(len(before._base), dtype=torch.bool)
+            others[rows.long() + 2] = False
+            assert torch.equal(bits(changed._base[others]), bits(before._base[others]))
+
+
+@pytest.mark.parametrize("columns", [1, 5, 64, 255, 256, 257, 769])
+def test_adagrad_rows(interpreted, columns):
+    for n, N in ((1, 1), (3, 40), (40, 40)):
+        check_adagrad_rows(interpreted, *adagrad_case(N, n, columns, seed=n))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_adagrad_rows_of_16_bits(interpreted, dtype):
+    check_adagrad_rows(interpreted, *adagrad_case(50, 30, 101, dtype))
+
+
+def test_adagrad_of_no_rows(interpreted, monkeypatch):
+    monkeypatch.setattr(interpreted, "adagrad_rows_kernel", None)
+    for adagrad_rows in (tg.adagrad_rows, interpreted.triton_adagrad_rows):
+        table, squares = randn(4, 3), randn(4)
+        adagrad_rows(table, squares, torch.empty(0, dtype=torch.int32), torch.empty(0, 3), 0.3)
+        assert torch.equal(table, randn(4, 3)) and torch.equal(squares, randn(4))
 
 
 TRANSPOSE_SHAPES = [(1, 1), (1, 70), (70, 1), (63, 65), (64, 64), (65, 63), (5, 193), (130, 67)]
@@ -561,6 +673,33 @@ def test_gpu_segment_sum_rows(N, shape):
     tg.triton_segment_sum_rows(actual, grad, tg.RowIndex(*(t.cuda() for t in index)))
     tg.segment_sum_rows(expected, grad.cpu(), index)
     assert torch.equal(bits(actual.cpu()), bits(expected))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranges", [1, 4])
+def test_gpu_gather_rows(ranges, dtype):
+    """Checks the bits of plain torch, from a table with more than 2^31 numbers."""
+    table = torch.empty(2_800_007, 768, dtype=dtype, device="cuda")
+    table[-5000:] = gpu(5000, 768, dtype=dtype)
+    ids = len(table) - 1 - torch.randint(0, 5000, (ranges, 16384), generator=generator(0))
+    outs = [torch.empty(16384, 768, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    for out, gather in zip(outs, (tg.gather_rows, tg.triton_gather_rows)):
+        gather(out, table, ids.int().cuda())
+    assert torch.equal(bits(outs[0]), bits(outs[1])) and outs[1].any()
+
+
+@needs_gpu
+@pytest.mark.parametrize("columns", [768, 64, 101])
+def test_gpu_adagrad_rows(columns):
+    """Compares with plain torch: squares within 4 units in the last place, weights within some roundings."""
+    table, squares, rows, grads = (t.cuda() for t in adagrad_case(30_000, 9001, columns))
+    want, want_squares = table.clone(), squares.clone()
+    tg.adagrad_rows(want, want_squares, rows, grads, 0.3)
+    tg.triton_adagrad_rows(table, squares, rows, grads, 0.3)
+    apart = bits(squares)[rows] - bits(want_squares)[rows]
+    assert apart.abs().max() <= 4
+    torch.testing.assert_close(table, want, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @needs_gpu

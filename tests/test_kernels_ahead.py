@@ -14,6 +14,7 @@ from gpu_code import resource_usage
 pytestmark = pytest.mark.slow
 
 WEIGHTS = [(1.0,), (1.0, 0.5), (1.0, 0.5, 0.25)]
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Launch(Exception):
@@ -47,30 +48,34 @@ def meta_index(T, n):
 
 
 def test_the_number_of_touched_rows_does_not_recompile():
-    """Checks that `count`, the only argument that varies by step, is not specialized.
+    """Checks that counts of rows, the only arguments that vary by step, are not specialized.
 
     Triton specializes integers by default: a run's first count that 16 divides would compile on the clock.
     """
     pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
     kernels = {name: kernel for name, kernel in vars(tg).items() if name.endswith("_kernel")}
-    assert len(kernels) == len(tg.KERNELS) == 6
+    assert len(kernels) == len(tg.KERNELS) == 8
     not_specialized = {(name, p.name) for name, k in kernels.items() for p in k.params if p.do_not_specialize}
-    assert not_specialized == {("transpose_kernel", "count")}
+    assert not_specialized == {("transpose_kernel", "count"), ("gather_rows_kernel", "n")}
 
     def integer_arguments(n):
         out, grad, index = meta(50304, 5, 768), meta(16384, 5, 768), meta_index(16384, n)
         add_out, x, row_ids = meta(768, 50304), meta(50304, 768), meta(n, dtype=torch.int32)
+        squares = meta(50304, dtype=torch.float32)
         calls = {
             "segment_sum_rows_kernel": lambda: tg.triton_segment_sum_rows(out, grad, index),
             "transpose_kernel": lambda: tg.triton_transpose(add_out, x, row_ids),
+            "gather_rows_kernel": lambda: tg.triton_gather_rows(meta(n, 768), x, row_ids[None]),
+            "adagrad_rows_kernel": lambda: tg.triton_adagrad_rows(x, squares, row_ids, meta(n, 768), 0.1),
         }
         for name, call in calls.items():
             args, _ = launch_arguments(name, call)
             yield from ((name, i, value) for i, value in enumerate(args) if type(value) is int)
 
     varying = set(integer_arguments(4000)) - set(integer_arguments(4001))
-    assert varying == {("transpose_kernel", 3, 4000)}
+    assert varying == {("transpose_kernel", 3, 4000), ("gather_rows_kernel", 3, 4000)}
     assert kernels["transpose_kernel"].arg_names[3] == "count"
+    assert kernels["gather_rows_kernel"].arg_names[3] == "n"
 
 
 def kernel_cases():
@@ -115,6 +120,15 @@ def kernel_cases():
     row_ids = meta(4000, dtype=torch.int32)
     call = functools.partial(tg.triton_transpose, meta(d, V), meta(V, d), row_ids)
     cases["transpose_add"] = "transpose_kernel", None, call
+    for ranges, dtype, out_dtype in ((1, "fp32", "fp32"), (4, "fp32", "bf16"), (4, "bf16", "bf16")):
+        table, out = meta(1 << 25, d, dtype=FLOATS[dtype]), meta(T, d, dtype=FLOATS[out_dtype])
+        call = functools.partial(tg.triton_gather_rows, out, table, meta(ranges, T, dtype=torch.int32))
+        cases[f"gather_rows {ranges} {dtype} {out_dtype}"] = "gather_rows_kernel", None, call
+    for columns, dtype in ((d, "fp32"), (d, "bf16"), (64, "fp32")):
+        table, squares = meta(1 << 25, columns, dtype=FLOATS[dtype]), meta(1 << 25, dtype=torch.float32)
+        grads = meta(4000, columns, dtype=torch.float32)
+        call = functools.partial(tg.triton_adagrad_rows, table, squares, row_ids, grads, 0.5)
+        cases[f"adagrad_rows {columns} {dtype}"] = "adagrad_rows_kernel", None, call
     return cases
 
 

@@ -256,7 +256,7 @@ def test_the_loaders_threads_use_its_gpu(tmp_path, monkeypatch):
     paths = tg.find_shards(str(tmp_path), "train")
     loader = tg.TrainLoader(config(tmp_path), paths, 0, 1, pin=True)
     both = threading.Barrier(2)
-    for task in [loader.threads.submit(both.wait, WAIT) for _ in range(2)]:
+    for task in [thread.submit(both.wait, WAIT) for thread in (loader.reader, loader.builder)]:
         task.result()
     loader.close()
     assert [gpu for gpu, _ in calls] == [3, 3]

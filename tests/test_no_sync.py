@@ -31,12 +31,13 @@ def cfg(every_layer):  # noqa: F811
 
 def prefetch(cfg, pin=False):
     loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, pin)
-    return tg.Prefetcher(loader, [tg.plan_step(cfg, step) for step in range(cfg.steps)])
+    plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
+    return tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
 
 
 def segment_sum_rows(out, grad, index):
     """Does nothing: "meta" has no segment_reduce."""
-    assert {t.device.type for t in (out, grad, *index)} == {"meta"} and len(grad) == len(index.perm)
+    assert {t.device.type for t in (out, grad, *index)} == {"meta"} and len(index.perm) % len(grad) == 0
 
 
 def fail_on_device(make, *args, **options):
@@ -59,7 +60,7 @@ def train_on_meta(cfg, monkeypatch, **backend):
         monkeypatch.setattr(torch, name, partial(fail_on_device, getattr(torch, name)))
     try:
         for _ in range(cfg.steps):
-            loss = tg.train_step(model, optimizer, batches.next())["train_loss"]
+            loss = tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"]
             assert loss.device.type == "meta" and loss.shape == ()
     finally:
         batches.loader.close()
@@ -69,13 +70,23 @@ def train_on_meta(cfg, monkeypatch, **backend):
     assert not optimizer.is_tied and devices == {"meta"}
 
 
-VARIANTS = {"in place": {}, "delayed": dict(delay_head_grad=True), "autograd": dict(main_grad=False)}
+NGRAMS = tg.Ngrams(orders=(2, 3), rows=200, width=12)
+VARIANTS = {
+    "in place": {},
+    "delayed": dict(delay_head_grad=True),
+    "autograd": dict(main_grad=False),
+    "n-grams": dict(ngrams=NGRAMS),
+    "n-grams, autograd": dict(ngrams=NGRAMS, main_grad=False),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant, fp8", [("in place", True), ("delayed", False), ("autograd", True)])
+@pytest.mark.parametrize(
+    "variant, fp8",
+    [(variant, variant != "delayed") for variant in VARIANTS],
+)
 def test_no_step_waits_for_the_gpu(cfg, monkeypatch, variant, fp8):
-    """Runs every stage, with and without Adam, tied and untied."""
+    """Runs every stage, with and without Adam, tied and untied; rows of n-grams are fetched ahead."""
     cfg = replace(cfg, dtype="bfloat16", muon_dtype="bfloat16", head_chunk=16, **VARIANTS[variant])
     train_on_meta(cfg, monkeypatch, fp8=fp8, attention=tg.flash_attention)
 
@@ -119,12 +130,21 @@ def select_by_mask(adam_update):
     return mutant
 
 
+def read_rows(send_grads):
+    def mutant(self):
+        self.plan.owned.tolist()
+        return send_grads(self)
+
+    return mutant
+
+
 MUTANTS = {
     "reads the loss": ("GPT.head_loss_and_grad", read_loss),
     "checks whether a gradient is finite": ("Optimizer.grad_of", check_gradient),
     "sends a learning rate as a tensor": ("muon_update", send_schedule),
     "makes a number on the GPU": ("GPT.head_loss_and_grad", make_number),
     "selects by a mask": ("adam_update", select_by_mask),
+    "reads which rows to update": ("NgramTable.send_grads", read_rows),
 }
 
 
@@ -135,7 +155,7 @@ def test_a_step_that_waits_fails(cfg, monkeypatch, mutant):
     owner = getattr(tg, owner[0]) if owner else tg
     monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
     with pytest.raises(RuntimeError):
-        train_on_meta(cfg, monkeypatch)
+        train_on_meta(replace(cfg, ngrams=NGRAMS), monkeypatch)
 
 
 @pytest.mark.slow
@@ -195,13 +215,16 @@ def test_a_loss_is_read_when_it_has_arrived(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_no_step_waits_on_a_gpu(cfg):
+@pytest.mark.parametrize("ngrams", [tg.Ngrams(), NGRAMS], ids=["bigrams", "n-grams"])
+def test_no_step_waits_on_a_gpu(cfg, ngrams):
     """Runs with every implementation of the record preset; torch raises where it would have to wait."""
     has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
     cfg = replace(
         cfg, heads=2, head_dim=32, mlp_dim=128, head_chunk=16, dtype="bfloat16", muon_dtype="bfloat16"
     )
-    cfg = replace(cfg, kernels=tg.RECORD.kernels, attention="varlen", compile=True, fp8=has_fp8)
+    cfg = replace(
+        cfg, kernels=tg.RECORD.kernels, attention="varlen", compile=True, fp8=has_fp8, ngrams=ngrams
+    )
     device = torch.device("cuda", 0)
     backend = tg.select_backend(cfg, device)
     model = tg.GPT(cfg, 1, device, 0, backend)
@@ -212,7 +235,7 @@ def test_no_step_waits_on_a_gpu(cfg):
             batch = batches.next()
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                tg.train_step(model, optimizer, batch)
+                tg.train_step(model, optimizer, batch, batches.peek)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         batches.loader.close()

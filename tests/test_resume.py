@@ -493,7 +493,7 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
     data, exchange = tg.open_dataset(cfg), tg.Exchange(0, 1)
     model, optimizer = build(cfg)
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
-    batches = tg.Prefetcher(tg.TrainLoader(cfg, data.train, 0, 1, False), plans)
+    batches = tg.Prefetcher(tg.TrainLoader(cfg, data.train, 0, 1, False), plans, tg.Exchange(0, 1))
     states, positions, found = [tg.training_state(model, optimizer)], [(0, 0, 0)], []
     for step in range(cfg.steps):
         if step % 2 == 0:
@@ -506,6 +506,7 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
         positions.append(batch.position)
         tg.train_step(model, optimizer, batch)
         states.append(tg.training_state(model, optimizer))
+    batches.loader.close()
 
     # The run has all that could be forgotten: the untying, a second shard.
     untied, shards = tg.untie_step(cfg), [shard for shard, *_ in positions]
@@ -521,10 +522,11 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
             grad.fill_(1)
         checkpoint.load(model, optimizer, 0)
         loader = tg.TrainLoader(cfg, data.train, 0, 1, False, checkpoint.meta["position"])
-        batches = tg.Prefetcher(loader, plans[step:])
+        batches = tg.Prefetcher(loader, plans[step:], tg.Exchange(0, 1))
         for expected in states[step + 1 : step + 3]:
             tg.train_step(model, optimizer, batches.next())
             assert same_bits(tg.training_state(model, optimizer), expected), step
+        loader.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

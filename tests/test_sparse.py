@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
+from golden_inputs import prefetch_exchange, row_plans
 from launch import TINY, Launch, make_corpus, settings
 from test_distributed import (
     batches_of,
@@ -120,30 +121,32 @@ def draw(rank, world_size, dtype, i):
 
 
 def merge_in_order(order):
-    """Returns merge_row_grads, but in the order order(rank, world_size) of the senders."""
+    """Returns mean_rows, but in the order order(rank, world_size) of the senders."""
 
-    def merge(shard_grad, row_grads, plan):
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        ids = plan.recv_row_ids.wait()
-        parts = list(zip(ids.split(plan.recv_counts), row_grads.split(plan.recv_counts)))
-        for sender in order(rank, world_size):
+    def merge(out, row_grads, plan, backend):
+        rank, counts, ids = (
+            dist.get_rank(),
+            plan.grads.recv_counts,
+            torch.empty(len(row_grads), dtype=torch.int32),
+        )
+        ids[plan.sums.perm] = plan.sums.row_ids.repeat_interleave(plan.sums.offsets.diff())
+        parts = list(zip(ids.split(counts), row_grads.split(counts)))
+        for sender in order(rank, len(counts)):
             sender_ids, part = parts[sender]
-            shard_grad.index_add_(0, sender_ids, part.to(shard_grad.dtype))
-        return shard_grad.index_copy_(0, ids.long(), shard_grad[ids].div_(world_size))
+            out.index_add_(0, sender_ids, part.to(out.dtype))
+        return out.div_(len(counts))
 
     return merge
 
 
-def merge_rounding(shard_grad, row_grads, plan):
-    """Merges as merge_row_grads does, but in the gradient's own dtype."""
-    rounded = merge_row_grads(torch.zeros_like(shard_grad, dtype=row_grads.dtype), row_grads, plan)
-    ids = plan.recv_row_ids.wait().long()
-    return shard_grad.index_copy_(0, ids, rounded[ids].to(shard_grad.dtype))
+def merge_rounding(out, row_grads, plan, backend):
+    """Merges as mean_rows does, but in the gradient's own dtype."""
+    rounded = tg.mean_rows(torch.zeros_like(out, dtype=row_grads.dtype), row_grads, plan, backend)
+    return out.copy_(rounded)
 
 
-merge_row_grads = tg.merge_row_grads
 MERGES = {
-    "original": merge_row_grads,
+    "original": tg.mean_rows,
     "rank order": merge_in_order(lambda rank, n: range(n)),
     "own first": merge_in_order(lambda rank, n: sorted(range(n), key=lambda sender: sender != rank)),
     "reversed": merge_in_order(lambda rank, n: reversed(range(n))),
@@ -162,36 +165,36 @@ def compare(rank, world_size, dtype, merge):
     Returns [(case, table, whether the bits are the same)].
     """
     sparse, dense, same = tg.Exchange(rank, world_size), tg.Exchange(rank, world_size), []
-    shard_grads, recv_buffers, sent = {}, {}, Counter()
+    prefetch, sizes = prefetch_exchange(rank, world_size), [n * world_size for n in ROWS_PER_RANK.values()]
+    cfg = replace(tg.CPU, padded_vocab=sizes[0], bigram_vocab_size=sizes[1])
+    shard_grads, recv_buffers, sent, ids_sent = {}, {}, Counter(), Counter()
     for name, (kind, shape) in ROW_SHAPES.items():
         shard_grads[name] = torch.zeros((ROWS_PER_RANK[kind], *shape))
         recv_buffers[name] = torch.empty((world_size, ROWS_PER_RANK[kind], *shape), dtype=dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "merge_row_grads", MERGES[merge])
-        for i in range(len(CASES)):
-            masks, grads = draw(rank, world_size, dtype, i)
-            touched = {kind: tg.touched_rows(mask.numpy(), world_size) for kind, mask in masks.items()}
-            counts = sparse.exchange_counts(touched)
-            plans, pending = sparse.exchange_row_ids(touched, counts), {}
-            for name, (kind, _) in ROW_SHAPES.items():
-                grad = grads[name].clone()
-                grad[~masks[kind]] = torch.nan  # stale rows: must not be read
-                pending[name] = sparse.exchange_row_grads(name, grad, plans[kind], shard_grads[name])
-            for name in reversed(ROW_SHAPES):
-                kind, shape = ROW_SHAPES[name]
-                want = dense.reduce(name, "reduce_scatter", grads[name], recv_buffers[name]).wait()
-                mean = pending[name].wait()
-                same.append((case_of(kind, i), name, torch.equal(bits(mean), bits(want))))
-                assert mean.data_ptr() == shard_grads[name].data_ptr()
-                mean.index_fill_(0, plans[kind].recv_row_ids.result.long(), 0)  # as the optimizer does
-                assert not mean.any()
-                others = [owner for owner in range(world_size) if owner != rank]
-                away = masks[kind].view(world_size, -1)[others].sum().item()
-                sent[f"rows {name}"] += away * math.prod(shape) * dtype.itemsize
-                if name != "a":  # which shares b's row ids
-                    sent[f"row ids {kind}"] += 4 * away
-            sent["counts tokens bigrams"] += (world_size - 1) * 2 * 8
-    assert sparse.sent == dict(sent)
+    for i in range(len(CASES)):
+        masks, grads = draw(rank, world_size, dtype, i)
+        ids = {kind: mask.nonzero().int().flatten().numpy() for kind, mask in masks.items()}
+        plans, pending = row_plans(cfg, prefetch, ids), {}
+        for name, (kind, _) in ROW_SHAPES.items():
+            grad, plan = grads[name].clone(), plans[kind]
+            grad[~masks[kind]] = torch.nan  # stale rows: must not be read
+            pending[name] = sparse.send_rows("rows", name, grad[plan.grads.rows], plan.grads)
+        for name in reversed(ROW_SHAPES):
+            kind, shape = ROW_SHAPES[name]
+            want = dense.reduce(name, "reduce_scatter", grads[name], recv_buffers[name]).wait()
+            received, out = pending[name].wait(), shard_grads[name]
+            mean = MERGES[merge](out, received, plans[kind], tg.TORCH_BACKEND)
+            same.append((case_of(kind, i), name, torch.equal(bits(mean), bits(want))))
+            assert mean.data_ptr() == out.data_ptr()
+            mean.index_fill_(0, plans[kind].owned.long(), 0)  # as the optimizer does
+            assert not mean.any()
+            others = [owner for owner in range(world_size) if owner != rank]
+            away = masks[kind].view(world_size, -1)[others].sum().item()
+            sent[f"rows {name}"] += away * math.prod(shape) * dtype.itemsize
+            if name != "a":  # which shares b's row ids
+                ids_sent[f"row ids {kind}"] += 4 * away
+        ids_sent["counts tokens bigrams"] += (world_size - 1) * 2 * 8
+    assert sparse.sent == dict(sent) and prefetch.sent == dict(ids_sent)
     blocks = {name: recv_buffer[0].nbytes for name, recv_buffer in recv_buffers.items()}
     assert dense.sent == {
         f"all_to_all {name}": len(CASES) * (world_size - 1) * nbytes for name, nbytes in blocks.items()
@@ -239,16 +242,19 @@ def bytes_sent(cfg, rank, world_size, steps):
     def share(nbytes):
         return nbytes * (world_size - 1) // world_size
 
+    rows_of = {row.indexed_by: shapes[row.name][0] for row in cfg.params if row.exchange == "sparse"}
     for plan, touched in steps:
         away = {}  # rows that other ranks own
+        for kind in ("tokens", "bigrams"):
+            if plan.do_adam and kind in rows_of:
+                shard = rows_of[kind] // world_size
+                away[kind] = sum(row_id // shard != rank for row_id in touched[kind])
         for row in cfg.params:
             if row.optimizer == "adam" and not plan.do_adam or tied and row.tied_to:
                 continue
             nbytes = itemsize[row.dtype] * math.prod(shapes[row.name])
             if row.exchange == "sparse":
-                kind, rows = row.indexed_by, shapes[row.name][0]
-                away[kind] = sum(row_id // (rows // world_size) != rank for row_id in touched[kind])
-                sent[f"rows {row.name}"] += away[kind] * nbytes // rows
+                sent[f"rows {row.name}"] += away[row.indexed_by] * nbytes // shapes[row.name][0]
             elif row.exchange == "all_reduce":
                 sent[f"all_reduce {row.name}"] += 2 * share(nbytes)
             else:
@@ -296,11 +302,12 @@ def count_bytes(rank, world_size, cfg):
             assert bool(optimizer.main_grad[name].any()) == (name in sparse or not do_adam)
         for name, grad in optimizer.weight_grads.items():
             assert grad.overwrite == (name != "lm_head" or do_adam)
-        assert not optimizer.touched and not optimizer.sparse_plans
+        assert not optimizer.rows
         for name, p in model.named_parameters():
             assert (p.grad is None) == (do_adam or name in optimizer.main_grad)
     batches.loader.close()
-    return exchange.sent
+    assert not exchange.sent.keys() & batches.exchange.sent.keys()
+    return exchange.sent | batches.exchange.sent
 
 
 @pytest.mark.slow
@@ -345,7 +352,7 @@ def test_the_bytes_are_in_the_log(run_folder):
         expected.append(bytes_sent(cfg, 0, 2, touched_in_steps(cfg, 0, 2)))
         assert logged_bytes(run_folder, *more) == expected[-1]
     sparse, dense = (dict(a.items() - b.items()) for a, b in (expected, expected[::-1]))
-    ids = {"counts bigrams tokens", "row ids tokens", "row ids bigrams"}
+    ids = {"counts tokens bigrams", "row ids tokens", "row ids bigrams"}
     assert sparse.keys() == ids | {f"rows {name}" for name in TABLES}
     assert dense.keys() == {f"reduce_scatter {name}" for name in TABLES}
     assert sum(sparse.values()) < 0.2 * sum(dense.values())
@@ -362,7 +369,7 @@ def test_a_table_of_any_size(cfg):
 
 # ----------------------------------------------------------------------------------------------------- memory
 
-WATCHED = ("exchange_counts", "exchange_row_ids", "accumulate_row_grads", "scatter", "zero_grad_of")
+WATCHED = ("begin", "accumulate_row_grads", "scatter", "zero_grad_of")
 
 
 def tensors_in(tree):
@@ -407,11 +414,12 @@ def record_memory(rank, world_size, cfg, steps):
     """Trains these steps, of which the first begins with no gradient; returns MemoryRecorder.seen."""
     _, _, model, optimizer = build(rank, world_size, cfg)
     loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, False)
-    batches = tg.Prefetcher(loader, [tg.plan_step(cfg, step) for step in steps])
+    plans = [tg.plan_step(cfg, step) for step in steps]
+    batches = tg.Prefetcher(loader, plans, prefetch_exchange(rank, world_size))
     recorder = MemoryRecorder()
     with pytest.MonkeyPatch.context() as patch, recorder:
         recorder.watch(patch, tg, "adam_update")
-        recorder.watch(patch, tg, "merge_row_grads")
+        recorder.watch(patch, tg, "mean_rows")
         for name in WATCHED:
             recorder.watch(patch, optimizer, name)
         for _ in steps:
@@ -441,9 +449,8 @@ def test_no_table_is_allocated_or_cleared(workers, cfg, world_size):
         assert seen["adam_update"]["allocated"] >= 4 * large / world_size
         assert seen["adam_update"]["cleared"] >= large / world_size
         assert seen["accumulate_row_grads"]["allocated"] >= 12 * cfg.dim * 2
-        for name in ("exchange_counts", "exchange_row_ids", "merge_row_grads"):
-            assert (seen[name]["allocated"] > 0) == (world_size > 1)
-        for limit, names in ((small / 2, (*WATCHED, "merge_row_grads")), (middle / 2, ("rest",))):
+        assert (seen["mean_rows"]["allocated"] > 0) == (world_size > 1)
+        for limit, names in ((small / 2, (*WATCHED, "mean_rows")), (middle / 2, ("rest",))):
             for name in names:
                 assert seen[name]["allocated"] < 2 * limit, (name, seen)
                 assert seen[name]["cleared"] < limit, (name, seen)
@@ -486,7 +493,8 @@ def continue_run(rank, world_size, cfg, first):
     optimizer.gather_all()
     shards = tg.find_shards(cfg.data, "train")
     loader = tg.TrainLoader(cfg, shards, rank, world_size, False, position)
-    batches = tg.Prefetcher(loader, [tg.plan_step(cfg, step) for step in range(first, cfg.steps)])
+    plans = [tg.plan_step(cfg, step) for step in range(first, cfg.steps)]
+    batches = tg.Prefetcher(loader, plans, prefetch_exchange(rank, world_size))
     for want in digests:
         tg.train_step(model, optimizer, batches.next())
         assert digest(model) == want
@@ -504,12 +512,13 @@ def test_restore_drops_gradients(workers, cfg, world_size, first, how):
 def warm_up(rank, world_size, cfg):
     env, exchange, model, optimizer = build(rank, world_size, cfg)
     data = tg.open_dataset(cfg)
-    tg.warm_up(cfg, env, data, model, optimizer, tg.ValLoader(cfg, data.val, rank, world_size, False))
+    val, prefetch = tg.ValLoader(cfg, data.val, rank, world_size, False), prefetch_exchange(rank, world_size)
+    tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
     grads = [*optimizer.main_grad.values(), *optimizer.shard_grads.values()]
     assert len(grads) == (7 if world_size == 1 else 10) and not any(grad.any() for grad in grads)
     assert all(p.grad is None for p in model.parameters())
     assert all(grad.overwrite and not grad.delayed for grad in optimizer.weight_grads.values())
-    assert optimizer.touched == {} and exchange.sent == {}
+    assert optimizer.rows == exchange.sent == prefetch.sent == {}
 
 
 @pytest.mark.slow
@@ -525,17 +534,21 @@ def test_warm_up_leaves_no_gradient(workers, cfg, world_size, last):
 
 
 def record_collectives(rank, world_size, cfg, silent):
-    """Returns all collectives and passes of a run, in order; the last `silent` ranks have nothing to send."""
+    """Returns a run's collectives and passes by step, and the prefetch thread's collectives, all in order.
+
+    The last `silent` ranks have no rows to send.
+    """
     _, _, model, optimizer = build(rank, world_size, cfg)
-    batches, events = batches_of(cfg, rank, world_size), []
+    group, events, prefetched, steps = prefetch_exchange(rank, world_size).group, [], [], []
 
     def record(patch, owner, name, collective=True):
         original = getattr(owner, name)
 
         def recording(*args, **kwargs):
-            assert threading.current_thread() is threading.main_thread()
+            on_main = threading.current_thread() is threading.main_thread()
+            assert on_main if not collective else (kwargs.get("group") is not group) == on_main
             dtype = str(args[0].dtype).removeprefix("torch.") if collective else ""
-            events.append(f"{name} {dtype}".strip())
+            (events if on_main else prefetched).append(f"{name} {dtype}".strip())
             return original(*args, **kwargs)
 
         patch.setattr(owner, name, recording)
@@ -549,41 +562,40 @@ def record_collectives(rank, world_size, cfg, silent):
         record(patch, model, "hidden_states", collective=False)
         record(patch, optimizer, "accumulate_row_grads", collective=False)
         record(patch, optimizer, "scatter", collective=False)
-        steps = []
+        if rank >= world_size - silent:
+            patch.setattr(tg, "merge_rows", lambda *lists: tg.NO_ROWS)
+        batches = batches_of(cfg, rank, world_size)
         for _ in range(cfg.steps):
             batch = batches.next()
-            if rank >= world_size - silent:
-                last = batch.micro_batches[-1]
-                for kind, t in last.touched.items():
-                    nothing = t._replace(row_ids=t.row_ids[:0], counts_per_rank=[0] * world_size)
-                    last.touched[kind] = nothing
+            for kind in batch.rows.keys() - {"buffer"}:
+                assert bool(len(batch.rows[kind].grads.rows)) == (rank < world_size - silent)
             tg.train_step(model, optimizer, batch)
             steps.append(list(events))
             events.clear()
     batches.loader.close()
-    return steps
+    return steps, prefetched
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size, microbatches, silents", [(2, 2, (0, 1, 2)), (4, 8, (1,))])
 def test_one_order_of_collectives(workers, cfg, world_size, microbatches, silents):
-    """Checks that it is the same on all ranks, from one thread, even if a rank has nothing to send.
+    """Checks that it is the same on all ranks, in each of two threads, even if a rank has nothing to send.
 
-    Counts come before the last micro-batch's forward, row ids between it and its backward, rows with the
-    other gradients.
+    The main thread sends rows with the other gradients. The thread that builds batches sends counts and row
+    ids, in a group of its own.
     """
     cfg = replace(with_dtype(cfg, "float32"), microbatches=microbatches)
     ranks = []
     for silent in silents:
         ranks += workers(world_size, record_collectives, cfg, silent)
-    assert all(steps == ranks[0] for steps in ranks)
     counts, ids, rows = (f"all_to_all_single {dtype}" for dtype in ("int64", "int32", "float32"))
-    for step, events in enumerate(ranks[0]):
+    assert all(recorded == ranks[0] for recorded in ranks)
+    steps, prefetched = ranks[0]
+    assert prefetched == [counts, ids, ids] * (cfg.steps // 2)
+    for step, events in enumerate(steps):
         plan = tg.plan_step(cfg, step)
         micro_batch = ["hidden_states", "backward", "accumulate_row_grads"]
         want = micro_batch * (microbatches // world_size)
-        if plan.do_adam:
-            want[-3:] = [counts, "hidden_states", ids, ids, "backward", "accumulate_row_grads"]
         assert events[: len(want) + 1] == [*want, "scatter"], (step, events)
         sent = Counter(events[len(want) :])
         assert sent[rows] == (0 if not plan.do_adam else 3 if step > tg.untie_step(cfg) else 2)

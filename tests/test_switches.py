@@ -61,7 +61,7 @@ def pickled(function, *args):
 # Bounds on the relative difference of losses, and of each parameter's change over the run, by its norm.
 # Rounding differently is 1e-7 of a gradient, which polar_express and Adam's first steps, close to signs, blow
 # up. FP8's gradients have two bits of mantissa: what they do to one number is large, to the loss it is small.
-ROUNDING, FP8 = (1e-5, 2e-2), (1e-2, None)
+ROUNDING, FP8, EQUAL = (1e-5, 2e-2), (1e-2, None), (0, 0)
 SWITCHES = {
     "main_grad": (["main_grad=true"], ROUNDING),
     "flat_adam": (["flat_adam=true"], ROUNDING),
@@ -70,23 +70,32 @@ SWITCHES = {
     "sparse value_embeds": (["main_grad=true", "params.value_embeds.exchange=sparse"], ROUNDING),
     "sparse bigram_embed": (["main_grad=true", "params.bigram_embed.exchange=sparse"], ROUNDING),
     "sparse embed": (["main_grad=true", "params.embed.exchange=sparse"], ROUNDING),
+    "ngrams.prefetch": (["ngrams.prefetch=false"], EQUAL),
+    "ngrams.placement": (["ngrams.placement=host"], EQUAL),
     **{f"kernel {name}": (["main_grad=true", f"kernels={name}"], ROUNDING) for name in tg.KERNELS},
     "fp8": (["fp8=true"], FP8),
     "compile": (["compile=true"], ROUNDING),
 }
+# Switches that are compared in a run with a table of n-grams.
+NEED_NGRAMS = "ngrams.prefetch", "ngrams.placement", "kernel gather_rows", "kernel adagrad_rows"
 PAIRS = random.Random(6).sample([(a, b) for a in SWITCHES for b in SWITCHES if a < b], 6)
 
 
 def train(cfg, backend):
-    """Trains a run; returns its losses and each parameter's change."""
+    """Trains a run; returns its losses and each parameter's change, and that of the table of n-grams."""
     _, _, model, optimizer = build(0, 1, cfg, backend=backend)
     batches, losses = batches_of(cfg, 0, 1), []
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for _ in range(cfg.steps):
-        losses.append(tg.train_step(model, optimizer, batches.next())["train_loss"].item())
+        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"]
+        losses.append(loss.item())
     batches.loader.close()
     optimizer.finish_gathers()
-    return losses, {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    if optimizer.ngrams:
+        optimizer.ngrams.finish()
+        changes |= {"ngrams": optimizer.ngrams.block, "squares": optimizer.ngrams.squares}
+    return losses, changes
 
 
 def train_switched(cfg, names):
@@ -104,8 +113,15 @@ def train_switched(cfg, names):
 
 
 @pytest.fixture(scope="module")
-def plain(cfg):
-    return train(cfg, tg.TORCH_BACKEND)
+def plain():
+    """Returns plain(cfg): it trains a run without switches, once with n-grams and once without."""
+    runs = {}
+
+    def plain(cfg):
+        orders = cfg.ngrams.orders
+        return runs.get(orders) or runs.setdefault(orders, train(cfg, tg.TORCH_BACKEND))
+
+    return plain
 
 
 @pytest.mark.slow
@@ -113,12 +129,16 @@ def plain(cfg):
     "names", [(name,) for name in SWITCHES if name != "compile"] + PAIRS, ids=" and ".join
 )
 def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, names):
+    if set(names) & set(NEED_NGRAMS):
+        cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12))
     losses, changes = run_interpreted(train_switched, cfg, names)
+    want_losses, want_changes = plain(cfg)
     loss_bound, bound = max((SWITCHES[name][1] for name in names), key=lambda bounds: bounds[0])
-    assert losses == pytest.approx(plain[0], rel=loss_bound)
+    assert losses == pytest.approx(want_losses, rel=loss_bound, abs=0)
     assert losses[0] != losses[-1]
-    for name, want in plain[1].items():
-        if bound:
+    assert changes.keys() == want_changes.keys()
+    for name, want in want_changes.items():
+        if bound is not None:
             assert (changes[name] - want).norm() <= bound * want.norm(), name
         elif want.any():  # in the same direction, if not as far to the last digit
             assert F.cosine_similarity(changes[name].flatten(), want.flatten(), dim=0) > 0.5, name
@@ -138,6 +158,9 @@ def test_every_switch_of_the_config_is_here():
         "kernels",
         "fp8",
         "compile",
+        "prefetch",
+        "placement",
     }
-    booleans = {field for field, value in vars(tg.RECORD).items() if isinstance(value, bool)}
+    fields = vars(tg.RECORD) | vars(tg.RECORD.ngrams)
+    booleans = {field for field, value in fields.items() if isinstance(value, bool)}
     assert tried == switches and booleans - {"warmup"} <= switches
