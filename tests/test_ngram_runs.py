@@ -477,7 +477,8 @@ def row_values(rows, width, dtype):
 
 def save_table(rank, world_size, path, cfg, chunk_bytes):
     tg.CHUNK_BYTES = chunk_bytes
-    table = tg.make_ngram_table(cfg, tg.Exchange(rank, world_size), torch.device("cpu"))
+    make, exchange = tg.TABLES[cfg.ngrams.placement], tg.Exchange(rank, world_size)
+    table = make(cfg, exchange, torch.device("cpu"), tg.TORCH_BACKEND)
     own = row_values(table.rows, cfg.ngrams.width, table.block.dtype)[rank::world_size]
     table.block[: len(own)] = own
     with open(path if rank == 0 else os.devnull, "wb") as file:
