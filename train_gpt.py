@@ -3798,9 +3798,9 @@ def config_json(cfg: Config, **more) -> str:
 CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
-def available_memory() -> float:
-    """Returns the bytes of memory free on this machine, at most its cgroup's limit; inf where unknown."""
-    free = math.inf
+def available_memory() -> int:
+    """Returns the bytes of memory free on this machine, at most its cgroup's limit; many where unknown."""
+    free = sys.maxsize
     with contextlib.suppress(OSError):
         words = Path("/proc/meminfo").read_text().split()
         free = 1024 * int(words[words.index("MemAvailable:") + 1])
@@ -3821,7 +3821,7 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     rows = table.block.nbytes + table.squares.nbytes
     on_gpu = 0 if device.type == "cpu" else total if n.placement == "sharded" else total - rows
     shape = f"{table.rows:,} rows x {n.width} {n.dtype}"
-    needs = [("memory", total - on_gpu, available_memory() / local_ranks)]
+    needs = [("memory", total - on_gpu, available_memory() // local_ranks)]
     if on_gpu:
         needs.append(("GPU memory", on_gpu, torch.cuda.mem_get_info(device)[0]))
     for what, need, have in needs:
@@ -3829,7 +3829,7 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
             fix = "use more machines, or lower ngrams.rows or ngrams.width"
             raise UserError(
                 f"a process's part of the n-gram table ({shape}) needs {need:,} bytes of {what}, "
-                f"it has {have:,.0f}; {fix}"
+                f"it has {have:,}; {fix}"
             )
     orders = ",".join(map(str, n.orders))
     return (
