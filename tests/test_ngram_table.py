@@ -16,16 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from golden_inputs import same_bits
+from golden_inputs import prefetch_exchange, same_bits
 from test_ngrams import ngram_config
-
-GROUPS = {}  # by process: the group for prefetching, made once, on all ranks
-
-
-def prefetch_exchange(rank, world_size):
-    if not GROUPS and world_size > 1:
-        GROUPS["prefetch"] = dist.new_group(backend="gloo")
-    return tg.Exchange(rank, world_size, GROUPS.get("prefetch"))
 
 
 @pytest.fixture(scope="module")
