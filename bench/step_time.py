@@ -143,6 +143,9 @@ class SingleRankExchange(tg.Exchange):
     def gather(self, name: str, t: Tensor) -> tg.Pending:
         return tg.Pending(t)
 
+    def sum(self, t: Tensor) -> Tensor:
+        return t
+
 
 @dataclass
 class Variant:
