@@ -227,8 +227,9 @@ class DistinctRows(tg.TrainLoader):
         micro_batches = super().batch(*args)
         for batch in micro_batches if self.rows else ():
             for ids in filter(lambda ids: ids is not None, (batch.inputs, batch.bigrams, batch.ngrams)):
-                first = torch.arange(len(ids))[:, None] * self.cfg.ngrams.rows if ids.ndim > 1 else 0
-                ids.copy_(first + torch.arange(ids.size(-1)) % self.rows)
+                # Each range begins at another rank's row, so that one rank owns a single row.
+                k = torch.arange(len(ids))[:, None] if ids.ndim > 1 else 0
+                ids.copy_(k * self.cfg.ngrams.rows + k + torch.arange(ids.size(-1)) % self.rows)
         return micro_batches
 
 
@@ -522,8 +523,8 @@ if tg.triton is not None:
 def triton_part():
     """Runs the warm-up, then steps of every stage, then the head of all steps, whose weights differ.
 
-    As 8 ranks, without and with n-grams, and as 1, which has two of its eight micro-batches; the last two with
-    a tenth of the heads.
+    As 8 ranks, without and with n-grams, and as 1, which has two of its eight micro-batches; but for the
+    first, a tenth of the heads.
     """
     fake_gpu()
     report = {"kernels": [name for name in vars(tg) if name.endswith("_kernel")], "variants": {}, "late": {}}
