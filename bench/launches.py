@@ -306,7 +306,9 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
             (torch.autograd, "backward"): "backward",
             (tg.Optimizer, "accumulate_row_grads"): "rows",
             (tg.Optimizer, "step"): "optimizer",
-            **{(tg.NgramTable, name): "n-grams" for name in ("fetch_early", "send_grads", "update")},
+            (tg.NgramTable, "fetch_early"): "n-grams",
+            (tg.NgramTable, "send_grads"): "n-grams",
+            (tg.NgramTable, "update"): "n-grams",
         }
         for (owner, name), phase in phases.items():
             stack.enter_context(patched(owner, **{name: counts.in_phase(phase, getattr(owner, name))}))
