@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times the row indices of a micro-batch, against plain torch that does less.
+"""Times the row indices of a micro-batch: of bigrams against plain torch, of n-grams against bigrams.
 
     python bench/bigram_index.py [--repeats 30]
 
@@ -8,27 +8,43 @@ on the batch before, so they must take well under the GPU's time. Columns, in ms
 
     hash      bigram_index, into a new array
     index     index_rows: distinct rows, each row's positions in the text's order, first touches
-    touched   touched_rows: all rows touched since the last Adam step, by owner (8 ranks); clearing the mask
+    plan      merge_rows and _plan_rows: the rows touched since the last Adam step, by owner (8 ranks), and
+              the index of as many that 8 ranks ask for
     ours      the three together
-    + tokens  with index and touched of the token tables: all that a batch needs
+    + tokens  with index and plan of the token tables: all that a batch needs
     plain     hash in torch into a new tensor, mask over the whole table, nonzero: distinct rows without the
               positions, which a sum of gradients by row would have to find by itself
     sorted    that hash, torch.sort(stable=True), unique_consecutive, cumsum: row ids, perm and offsets
 
-All are interleaved in one process, each time on the next part of the text; medians; results must be equal.
+Claim: a row of n-grams takes no longer than one of bigrams. Columns, in ns a row that positions look up (a
+position looks up one of each order), alone and beside a thread that multiplies matrices:
+
+    hash, index, merge, place    hash_ngrams, index_rows, merge_rows, place_rows
+    all                          the four together
+    bigram                       bigram_index, index_rows, merge_rows, of the same tokens
+    ratio                        of these two
+
+All are interleaved in one process, each time on the next part of the text; results must be equal. Times of
+bigrams are medians. Those of n-grams are minima: they are so long beside the other thread that whatever else
+runs on the machine would count more.
 The text is data/local_corpus.py's, the Python standard library, as word pieces numbered by frequency, which
 replace GPT-2's 50,257 tokens.
 """
 
 import argparse
+import contextlib
 import re
 import sys
 import sysconfig
+import threading
 import time
+import types
 import zlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any, Iterator
 
 import numpy as np
 import torch
@@ -42,8 +58,11 @@ from local_corpus import corpus
 # Like GPT-2's pattern: a word includes the space before it.
 WORD_PIECE = re.compile(r" ?[^\W\d_]+|\d+|\s+(?!\S)|\s+|.")
 PUBLISHED_MS = 33.8  # of a step of 16,384 tokens a rank: the public speedrun's record 80, its first stage
+RANKS = 8
 LINE = "{:>7} {:>6} {:>6} {:>8} {:>6} {:>9}   {:>6} {:>7}   {:>10} {:>11}   {:>9} {:>9}".format
-COLUMNS = "tokens,hash,index,touched,ours,+ tokens,plain,sorted,ours/plain,ours/sorted,of GPU's*,distinct"
+COLUMNS = "tokens,hash,index,plan,ours,+ tokens,plain,sorted,ours/plain,ours/sorted,of GPU's*,distinct"
+NGRAM_LINE = "{:>7} {:>8} {:>6}   {:>6} {:>6} {:>6} {:>6}   {:>6} {:>7} {:>6}   {:>9}".format
+NGRAM_COLUMNS = "tokens,orders,beside,hash,index,merge,place,all,bigram,ratio,ms"
 
 
 def word_pieces(cfg: tg.Config) -> tuple[np.ndarray, int]:
@@ -62,19 +81,92 @@ def intervals(times: list[float]) -> list[float]:
     return [1000 * (end - start) for start, end in zip(times, times[1:])]
 
 
-def time_ours(tokens: np.ndarray, touched_mask: dict[str, np.ndarray]) -> tuple[list[float], tg.RowIndex]:
-    """Returns the ms of hash, index, touched of bigrams, index, touched of tokens; and the bigrams' index."""
+class EqualRanks(tg.Exchange):
+    """Stands in for ranks that ask rank 0 for the same rows as it does."""
+
+    def send_ids(self, requests):
+        own = {kind: ids[: counts[0]] for kind, (ids, counts) in requests.items()}
+        return {kind: (np.tile(ids, RANKS), [len(ids)] * RANKS) for kind, ids in own.items()}
+
+
+def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], tg.RowIndex]:
+    """Returns the ms of hash, index, plan of bigrams, index, plan of tokens; and the bigrams' index."""
     times, indices = [time.perf_counter()], []
     bigrams = np.empty_like(tokens)
-    tg.bigram_index(tokens, len(touched_mask["bigrams"]), bigrams)
+    tg.bigram_index(tokens, batches.table_rows["bigrams"], bigrams)
     times.append(time.perf_counter())
     for kind, ids in (("bigrams", bigrams), ("tokens", tokens)):
-        indices.append(tg.index_rows(ids, touched_mask[kind]))
+        indices.append(tg.index_rows(ids))
         times.append(time.perf_counter())
-        tg.touched_rows(touched_mask[kind], 8)
-        touched_mask[kind][:] = False
+        batches.touched[kind] = tg.merge_rows(tg.NO_ROWS, indices[-1].row_ids.numpy())
+        batches._plan_rows([kind])
         times.append(time.perf_counter())
     return intervals(times), indices[0]
+
+
+def time_bigrams(tokens: np.ndarray, rows: int) -> float:
+    """Returns the ns a row of the bigrams' index."""
+    began, bigrams = time.perf_counter(), np.empty_like(tokens)
+    tg.bigram_index(tokens, rows, bigrams)
+    tg.merge_rows(tg.NO_ROWS, tg.index_rows(bigrams).row_ids.numpy())
+    return 1e9 * (time.perf_counter() - began) / len(tokens)
+
+
+def time_ngrams(tokens: np.ndarray, ngrams: tg.Ngrams) -> list[float]:
+    """Returns the ns a row of hash, index, merge and place of n-grams."""
+    times = [time.perf_counter()]
+    ids = tg.hash_ngrams(tokens, ngrams)
+    times.append(time.perf_counter())
+    index = tg.index_rows(ids)
+    times.append(time.perf_counter())
+    rows = tg.merge_rows(tg.NO_ROWS, index.row_ids.numpy())
+    times.append(time.perf_counter())
+    placed = tg.place_rows(torch.from_numpy(ids), index, np.arange(len(rows)))
+    times.append(time.perf_counter())
+    if not np.array_equal(rows[placed.numpy()], ids):
+        sys.exit("bigram_index.py: the places are wrong")
+    return [1e6 * ms / ids.size for ms in intervals(times)]
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[None]:
+    """Multiplies matrices in another thread, which then does not hold Python's lock."""
+    done = threading.Event()
+
+    def work() -> None:
+        torch.set_num_threads(1)  # for this thread
+        a = torch.ones(512, 512)
+        while not done.is_set():
+            a @ a
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def compare_ngrams(cfg: tg.Config, stream: np.ndarray, repeats: int) -> None:
+    """Prints the table of n-grams."""
+    print(NGRAM_LINE(*NGRAM_COLUMNS.split(",")))
+    for T in (16384, 49152):
+        for orders in ((2, 3), (2, 3, 4, 5)):
+            ngrams, runs = replace(cfg.ngrams, orders=orders), {"quiet": [], "busy": []}
+            for i in range(repeats + 3):
+                tokens = stream[i * T % (len(stream) - T) :][:T].astype(np.int32)
+                for beside, of_kind in runs.items():
+                    with busy_thread() if beside == "busy" else contextlib.nullcontext():
+                        bigram, parts = (
+                            time_bigrams(tokens, cfg.bigram_vocab_size),
+                            time_ngrams(tokens, ngrams),
+                        )
+                    of_kind.append((*parts, sum(parts), bigram))
+            for beside, of_kind in runs.items():
+                ns = [*map(min, zip(*of_kind[3:]))]
+                text, ms = ",".join(map(str, orders)), f"{ns[4] * T * len(orders) / 1e6:.2f}"
+                print(NGRAM_LINE(T, text, beside, *(f"{x:.1f}" for x in ns), f"{ns[4] / ns[5]:.2f}", ms))
 
 
 def time_torch(tokens: Tensor, rows: int) -> tuple[list[float], Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -112,12 +204,12 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{cfg.bigram_vocab_size:,} rows for bigrams; ms a micro-batch, medians of {args.repeats}\n")
     print(LINE(*COLUMNS.split(",")))
     for T in (16384, 32768, 49152):
-        touched_mask = {kind: np.zeros(n, dtype=bool) for kind, n in tg.table_sizes(cfg).items()}
-        runs = []
+        loader: Any = types.SimpleNamespace(cfg=cfg)  # of no batches
+        batches, runs = tg.Prefetcher(loader, [], EqualRanks(0, RANKS)), []
         for i in range(args.repeats + 3):  # the first three warm up
             start = i * T % (len(stream) - T)
             tokens = stream[start : start + T].astype(np.int32)
-            ours, index = time_ours(tokens, touched_mask)
+            ours, index = time_ours(tokens, batches)
             torch_ms, distinct, sorted_index = time_torch(torch.from_numpy(tokens), cfg.bigram_vocab_size)
             pairs = zip((*index[:3], distinct), (*sorted_index, sorted_index[0]))
             if not all(torch.equal(a.long(), b) for a, b in pairs):
@@ -130,8 +222,9 @@ def main(argv: list[str] | None = None) -> None:
         print(LINE(T, *(f"{x:.2f}" for x in medians), of_gpu, int(rows)))
     print(
         f"\n* {PUBLISHED_MS} ms, published, not measured here: a step of the public speedrun's first stage,\n"
-        "16,384 tokens a rank (record 80). Larger micro-batches take a GPU longer."
+        "16,384 tokens a rank (record 80). Larger micro-batches take a GPU longer.\n"
     )
+    compare_ngrams(cfg, stream, args.repeats)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ interleaved, medians:
     dense   reduce_scatter by the backend, which rounds at every hop. gloo runs it as an all-reduce: twice the
             bytes listed
     fp32    all-to-all of the whole gradient, summed in rank order
-    sparse  exchange_counts, exchange_row_ids, exchange_row_grads, and clearing shard_grad, one after the
-            other. In training a forward hides the first two. Dense also needs main_grad.zero_(), which is not
+    sparse  send_ids, index_rows, send_rows, mean_rows, and clearing shard_grad, one after the other. In
+            training the prefetch thread does the first two. Dense also needs main_grad.zero_(), which is not
             counted
 
 Shards of a token table are touched unevenly: since ids are by frequency, the first rank owns nearly every
@@ -73,15 +73,16 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     path.write_bytes(header + tokens.astype("<u2").tobytes())
 
 
-def touched_in(stage: int, shard: Path, rank: int, world_size: int) -> dict[str, tg.TouchedRows]:
-    """Returns the rows that the rank touches in the stage's first two steps, on the shard's first batches."""
+def touched_in(stage: int, shard: Path, rank: int, world_size: int) -> dict[str, tg.RowPlan]:
+    """Plans the rows that the rank touches in the stage's first two steps, on the shard's first batches."""
     first = CFG.stage_starts[stage]
     loader = tg.TrainLoader(CFG, [shard], rank, world_size, pin=False)
-    batches = tg.Prefetcher(loader, [tg.plan_step(CFG, first), tg.plan_step(CFG, first + 1)])
+    plans = [tg.plan_step(CFG, first), tg.plan_step(CFG, first + 1)]
+    batches = tg.Prefetcher(loader, plans, tg.Exchange(rank, world_size))  # while this thread makes no calls
     batches.next()
-    touched = batches.next().micro_batches[-1].touched
+    rows = batches.next().rows
     loader.close()
-    return touched
+    return rows
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -95,22 +96,26 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(
-    name: str, rank: int, world_size: int, touched: dict[str, tg.TouchedRows], repeats: int
+    name: str, rank: int, world_size: int, touched: dict[str, tg.RowPlan], repeats: int
 ) -> tuple[str, ...]:
     """Measures one table. Returns the columns of its line, from the distinct rows on."""
     kind, shape = SPECS[name].indexed_by, tg.param_shapes(CFG, world_size)[name]
-    of_kind, row_ids = {kind: touched[kind]}, touched[kind].row_ids
+    (row_ids, send_counts, _), rows_per_rank = touched[kind].grads, shape[0] // world_size
+    request = {kind: ((row_ids % rows_per_rank).numpy(), send_counts)}
     # The gradient is 0 except in touched rows, which repeat 251 random ones: a random table takes seconds.
     grad, generator = torch.zeros(shape, dtype=torch.bfloat16), torch.Generator().manual_seed(rank)
     random_rows = torch.randn(251, *shape[1:], generator=generator).bfloat16()
     grad[row_ids] = random_rows[torch.arange(len(row_ids)) % len(random_rows)]
-    recv_buffer = torch.zeros(world_size, shape[0] // world_size, *shape[1:], dtype=torch.bfloat16)
+    recv_buffer = torch.zeros(world_size, rows_per_rank, *shape[1:], dtype=torch.bfloat16)
     shard_grad = torch.zeros(recv_buffer.shape[1:])
     exchange = tg.Exchange(rank, world_size)
 
-    def sparse() -> tg.SparsePlan:
-        plan = exchange.exchange_row_ids(of_kind, exchange.exchange_counts(of_kind))[kind]
-        exchange.exchange_row_grads(name, grad, plan, shard_grad).wait()
+    def sparse() -> tg.RowPlan:
+        places, recv_counts = exchange.send_ids(request)[kind]
+        sums = tg.index_rows(places)
+        plan = tg.RowPlan(tg.Transfer(row_ids, send_counts, recv_counts), sums, sums.row_ids)
+        row_grads = exchange.send_rows("rows", name, grad[row_ids], plan.grads).wait()
+        tg.mean_rows(shard_grad, row_grads, plan, tg.TORCH_BACKEND)
         return plan
 
     runs = []
@@ -123,18 +128,19 @@ def measure(
         if (dense_mean[::64] - fp32_mean[::64]).abs().max() > 0.1:  # the backend rounds at every hop
             raise RuntimeError(f"{name}: the backend's mean is wrong on rank {rank} of {world_size}")
         # Optimizer.work clears shard_grad like this.
-        received = plan.recv_row_ids.result.long()
-        clear_ms, _ = timed(lambda: shard_grad.index_fill_(0, received, 0))
+        owned = plan.owned.long()
+        clear_ms, _ = timed(lambda: shard_grad.index_fill_(0, owned, 0))
         runs.append((dense_ms, fp32_ms, sparse_ms + clear_ms))
 
     sent = {key: nbytes // repeats for key, nbytes in exchange.sent.items()}
     dense_sent, fp32_sent = sent.pop(f"reduce_scatter {name}"), sent.pop(f"all_to_all {name}")
     sparse_sent, row_bytes = sum(sent.values()), grad[0].nbytes
-    expected = (row_bytes + 4) * (len(row_ids) - plan.send_counts[rank]) + 8 * (world_size - 1)
+    expected = (row_bytes + 4) * (len(row_ids) - send_counts[rank]) + 8 * (world_size - 1)
     if dense_sent != fp32_sent or sparse_sent != expected:
         counted = f"{dense_sent}, {fp32_sent} and {sent} bytes"
         raise RuntimeError(f"{name}: rank {rank} of {world_size} counted {counted}")
-    received_bytes = (row_bytes + 4) * (sum(plan.recv_counts) - plan.recv_counts[rank])
+    recv_counts = plan.grads.recv_counts
+    received_bytes = (row_bytes + 4) * (sum(recv_counts) - recv_counts[rank])
     of_rank = len(row_ids) / shape[0], sparse_sent, max(sparse_sent, received_bytes)
     of_ranks = np.array(exchange.all_gather_object(of_rank))
     (distinct, sparse_sent, _), busiest = of_ranks.mean(axis=0), of_ranks[:, 2].max()

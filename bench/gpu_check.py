@@ -6,8 +6,10 @@
     start     what is here, and whether a step runs, in the first minute
     kernels   each Triton kernel, FlashAttention and the FP8 products against fp64
     steps     loss and every gradient of a full-width step, with several settings, against plain fp32; steps
-              that may not wait for the GPU; compiled graphs after the warm-up; the same step twice
-    nccl      every call of Exchange, on all GPUs; on two or more, sparse against dense (gpu_exchange.py)
+              that may not wait for the GPU; compiled graphs after the warm-up; the same step twice; a step's
+              memory and time by the size of the table of n-grams
+    nccl      every call of Exchange, on all GPUs; n-grams sharded against in host memory, and late against
+              ahead; on two or more, sparse against dense (gpu_exchange.py)
     times     host and device ms of each stage's step, each kernel against plain torch and measured ceilings
     run       train_gpt.py for 12 steps a stage on synthetic tokens, with a trace; again with plain settings
     tests     pytest's tests that need a GPU
@@ -60,9 +62,11 @@ from gpu_gains import GAINS, NEEDS_GPU
 OFF = {"kernels": "kernels=", "attention": "attention=dense", "fp8": "fp8=false", "compile": "compile=false"}
 PLAIN = " ".join(OFF.values())
 FEATURES = (*tg.KERNELS, "attention", "fp8", "compile")
+NGRAMS = "ngrams.orders=2,3"
 SMALL_CARD = 40e9  # bytes; below it micro-batches are halved, and out of memory is no failure
 TINY = (  # the cpu preset in seconds; multiples of 16, for FP8
     "heads=2 head_dim=16 mlp_dim=64 padded_vocab=272 bigram_vocab_size=320 head_chunk=64 fp8=true "
+    "ngrams.rows=4096 ngrams.width=32 "
     "dtype=bfloat16 muon_dtype=bfloat16 microbatches=2 stages.*.steps=1 stages.0.steps=2 "
     "stages.*.batch_tokens=256 stages.2.batch_tokens=384 stages.*.max_doc_len=40 "
     "val_slices=1 val_slice_tokens=256 val_every=0"
@@ -196,7 +200,7 @@ class Setup:
             self.synchronize()
             torch.cuda._sleep(180_000_000)
             begin.record()
-            tg.train_step(training.model, training.optimizer, batch)
+            tg.train_step(training.model, training.optimizer, batch, training.batches.peek)
             end.record()
             end.synchronize()
             total += begin.elapsed_time(end)
@@ -487,9 +491,10 @@ def same_step_twice(setup: Setup) -> Iterator[Row]:
     yield Row("the same step twice", "the same loss", seen, loss == first_loss)
 
 
-def no_wait(setup: Setup, stage: int, world_size: int) -> Iterator[Row]:
+def no_wait(setup: Setup, stage: int, world_size: int, settings: str = "") -> Iterator[Row]:
     """Runs two steps, one with Adam, in which torch raises where the host would wait for the GPU."""
-    with setup.training(setup.cfg, stage, world_size, 6) as training:
+    cfg = with_settings(setup.cfg, settings)
+    with setup.training(cfg, stage, world_size, 7) as training:  # the last is only fetched for
         training.warm_up(4)
         scalars = tg.AsyncScalars()
         for step in range(2):
@@ -498,13 +503,35 @@ def no_wait(setup: Setup, stage: int, world_size: int) -> Iterator[Row]:
             if setup.on_gpu:
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                scalars.push(step, tg.train_step(training.model, training.optimizer, batch))
+                peek = training.batches.peek
+                scalars.push(step, tg.train_step(training.model, training.optimizer, batch, peek))
             finally:
                 if setup.on_gpu:
                     torch.cuda.set_sync_debug_mode("default")
         scalars.poll(wait=True)
-    what, ok = f"stage {stage}, 1 rank of {world_size}: waiting forbidden", setup.on_gpu or None
-    yield Row(what, "two steps run", "they do" if ok else NEEDS_GPU, ok)
+    what, ok = f"stage {stage}, 1 rank of {world_size}{', n-grams' * bool(settings)}", setup.on_gpu or None
+    yield Row(f"{what}: waiting forbidden", "two steps run", "they do" if ok else NEEDS_GPU, ok)
+
+
+def table_sizes(setup: Setup) -> Iterator[Row]:
+    """Compares steps with a large and a small table of n-grams: it may cost its own bytes, no more."""
+    rest, times = [], []
+    for rows in (setup.cfg.ngrams.rows, setup.cfg.ngrams.rows >> 5):
+        cfg = with_settings(setup.cfg, f"{NGRAMS} ngrams.rows={rows}")
+        with setup.training(cfg, 0, 8, 4 + setup.timed_steps) as training:
+            training.warm_up(4)
+            for _ in range(setup.timed_steps):
+                training.step()
+            table = training.optimizer.ngrams
+            own, trained = table.block.nbytes + table.squares.nbytes, bool(table.squares.any())
+            rest.append(max(1, training.peak - own))  # 1: peaks are not known on a CPU
+            times.append(float(np.median(training.pairs())))
+            seen = f"{own / 2**20:.0f} MiB of table, {rest[-1] / 2**20:.0f} beside it; {times[-1]:.1f} ms"
+            yield Row(f"n-grams, {table.rows:,} rows, a rank of 8", "rows trained", seen, trained)
+    memory, ms = (large / small for large, small in (rest, times))
+    what, expected = "n-grams, the large table to the small one", "memory beside it <= 1.05, time <= 1.15"
+    ok, seen = memory <= 1.05, f"memory {memory:.3f}, time {ms:.3f}"
+    yield Row(what, expected, *((seen, ok) if setup.on_gpu else (NEEDS_GPU, None)))
 
 
 class GraphCount:
@@ -529,7 +556,8 @@ def graphs(setup: Setup) -> Iterator[Row]:
         return made[0]
 
     with tg.RunLog(None, cfg.steps, "") as log:
-        tg.train(cfg, setup.env, backend, tg.Exchange(0, 1), data, 0, log, trace=trace)
+        exchanges = (tg.Exchange(0, 1, device=setup.device), tg.Exchange(0, 1))
+        tg.train(cfg, setup.env, backend, *exchanges, data, 0, log, trace=trace)
     counts, seconds = made[0].counts, time.perf_counter() - began
     new = counts[-1] - counts[0]
     seen = f"{new} more than {counts[0]} in {cfg.steps} steps; {seconds:.0f} s in all"
@@ -711,6 +739,8 @@ CHECKS = [
     *(Check("steps", f"gradients: {FORMS[form]}", gradients, (form,), {"form": form}, 900) for form in FORMS),
     Check("steps", "the same step twice", same_step_twice, limit=900),
     *(Check("steps", f"no wait in stage {s}", no_wait, (s, n), limit=900) for s, n in ((0, 8), (2, 1))),
+    Check("steps", "no wait with n-grams", no_wait, (0, 8, NGRAMS), limit=900),
+    Check("steps", "table of n-grams", table_sizes, limit=900),
     Check("steps", "compiled graphs", graphs, (), {"feature": "compile"}, 900, fresh=True),
     Check("nccl", "exchange", exchanges),
     Check("times", "ceilings", ceilings),

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Iterator
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,12 +51,19 @@ def exchange_calls(exchange: tg.Exchange, device: torch.device) -> Iterator[tupl
         touches[:, 1] = True
         for case, empty_ranks in {"uneven": 0, "one rank empty": 1, "all empty": n}.items():
             touches[:empty_ranks] = False
-            row_ids = touches[rank].nonzero()[:, 0].int().to(device)
+            row_ids = touches[rank].nonzero()[:, 0].int()
             counts = touches[rank].view(n, 2).sum(1).tolist()
-            touched = {"tokens": tg.TouchedRows(row_ids, counts, 2)}
-            plan = exchange.exchange_row_ids(touched, exchange.exchange_counts(touched))["tokens"]
-            shard_grad = torch.zeros_like(exchange.shard(mean))
-            result = exchange.exchange_row_grads("p", grad, plan, shard_grad).wait()
+            places, recv_counts = exchange.send_ids({"tokens": ((row_ids % 2).numpy(), counts)})["tokens"]
+            owners = touches[:, 2 * rank : 2 * rank + 2].nonzero()[:, 1]
+            yield f"row ids with {name}, {case}", torch.from_numpy(places), owners.int()
+            marks = exchange.send_numbers("marks", "p", places.astype(np.uint8), recv_counts, counts)
+            yield f"marks with {name}, {case}", torch.from_numpy(marks), (row_ids % 2).byte()
+            transfer, index = tg.Transfer(row_ids, counts, recv_counts), tg.index_rows(places)
+            plan = tg.RowPlan(transfer, tg.map_tensors(lambda t: t.to(device), index), index.row_ids)
+            out = grad.new_empty((sum(recv_counts), *grad.shape[1:])) if case == "uneven" else None
+            row_grads = exchange.send_rows("rows", "p", grad[row_ids.to(device)], transfer, out).wait()
+            result = torch.zeros_like(exchange.shard(mean))
+            tg.mean_rows(result, row_grads, plan, tg.TORCH_BACKEND)
             wanted = (every.float() * touches.to(device)[:, :, None, None]).mean(0)
             yield f"sparse {name}, {case}", result, exchange.shard(wanted)
     total = exchange.sum(torch.full((3,), rank + 1.0, device=device))
@@ -63,24 +71,34 @@ def exchange_calls(exchange: tg.Exchange, device: torch.device) -> Iterator[tupl
     yield "all_gather_object", torch.tensor(exchange.all_gather_object(rank)), torch.arange(n)
 
 
-def train_small(cfg: tg.Config, exchange: tg.Exchange, device: torch.device, shard: Path) -> list[Tensor]:
-    """Trains all steps with deterministic operations. Returns the parameters."""
-    model = tg.GPT(cfg, exchange.world_size, device)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
+def train_small(
+    cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, device: torch.device, shard: Path
+) -> list[Tensor]:
+    """Trains all steps with deterministic operations. Returns the parameters, and the table of n-grams."""
+    model, backend = tg.GPT(cfg, exchange.world_size, device), tg.TORCH_BACKEND
+    if device.type == "cuda":
+        kernels: dict[str, Any] = {**tg.KERNELS["gather_rows"], **tg.KERNELS["adagrad_rows"]}
+        backend = backend._replace(**kernels)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     loader = tg.TrainLoader(cfg, [shard], exchange.rank, exchange.world_size, device.type == "cuda")
-    batches = tg.Prefetcher(loader, (tg.plan_step(cfg, step) for step in range(cfg.steps)))
+    batches = tg.Prefetcher(loader, (tg.plan_step(cfg, step) for step in range(cfg.steps)), prefetch)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         for _ in range(cfg.steps):
-            tg.train_step(model, optimizer, batches.next())
+            tg.train_step(model, optimizer, batches.next(), batches.peek)
     loader.close()
     optimizer.finish_gathers()
-    return [p.detach() for p in model.parameters()]
+    trained = [p.detach() for p in model.parameters()]
+    if table := optimizer.ngrams:
+        table.finish()
+        trained += [table.block.to(device), table.squares.to(device)]
+    return trained
 
 
 def exchange_rank(rank: int, world_size: int, on_gpu: bool, cfg: tg.Config, shard: Path) -> None:
     """Runs as one rank. Writes a line for every call beside `shard`: its name, and whether it was right.
 
-    With several ranks also trains `cfg`, with sparse and with dense exchange.
+    Also trains `cfg` with n-grams, sharded and in host memory, ahead and late; and, with several ranks, with
+    sparse and with dense exchange.
     """
     device, timeout = torch.device("cpu"), timedelta(seconds=60)
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
@@ -92,16 +110,25 @@ def exchange_rank(rank: int, world_size: int, on_gpu: bool, cfg: tg.Config, shar
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend, store = "nccl" if on_gpu else "gloo", f"file://{shard.parent}/store"
     dist.init_process_group(backend, init_method=store, **options)
-    cpu_group = dist.new_group(backend="gloo", timeout=timeout)
-    exchange = tg.Exchange(rank, world_size, cpu_group=cpu_group)
+    exchange = tg.Exchange(rank, world_size, device=device)
+    # The prefetch thread's, as in a run.
+    prefetch = tg.Exchange(rank, world_size, dist.new_group(backend="gloo", timeout=timeout))
     with open(shard.with_name(f"rank{rank}.jsonl"), "w", buffering=1) as file:
         for name, result, wanted in exchange_calls(exchange, device):
             file.write(json.dumps([name, torch.equal(result, wanted)]) + "\n")
-        if world_size > 1:
-            sparse = tg.override(cfg, "params.*.reduction=fp32")
-            whole = (replace(p, exchange="reduce_scatter") if p.indexed_by else p for p in sparse.params)
-            dense = replace(sparse, params=tuple(whole))
-            runs = [train_small(config, exchange, device, shard) for config in (sparse, dense)]
+        fp32 = tg.override(cfg, "params.*.reduction=fp32")
+        sharded = tg.override(fp32, "ngrams.orders=2,3")
+        whole = (replace(p, exchange="reduce_scatter") if p.indexed_by else p for p in fp32.params)
+        pairs = {
+            "n-grams on the host as sharded": (sharded, tg.override(sharded, "ngrams.placement=host")),
+            "n-grams late as ahead": (sharded, tg.override(sharded, "ngrams.prefetch=false")),
+            "sparse as dense": (fp32, replace(fp32, params=tuple(whole))),
+        }
+        if world_size == 1:
+            del pairs["sparse as dense"]
+        for name, configs in pairs.items():
+            runs = [train_small(config, exchange, prefetch, device, shard) for config in configs]
             same = all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*runs))
-            file.write(json.dumps([f"{cfg.steps} steps, sparse as dense", same]) + "\n")
+            trained = bool(runs[0][-1].any())  # rows of n-grams start at 0
+            file.write(json.dumps([f"{cfg.steps} steps, {name}", same and trained]) + "\n")
     dist.destroy_process_group()

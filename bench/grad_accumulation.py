@@ -98,13 +98,14 @@ def write_shard(path: Path, cfg: tg.Config, count: int) -> None:
 
 
 class Training:
-    def __init__(self, cfg: tg.Config, rank: int, world_size: int):
+    """Trains one variant. `group` is for the prefetch thread's collectives, alone."""
+
+    def __init__(self, cfg: tg.Config, rank: int, world_size: int, group: Any):
         self.model, exchange = tg.GPT(cfg, world_size), tg.Exchange(rank, world_size)
         self.optimizer = tg.Optimizer(cfg, dict(self.model.named_parameters()), exchange)
         paths = tg.find_shards(cfg.data, "train")
         self.loader = tg.TrainLoader(cfg, paths, rank, world_size, pin=False)
         plans = (tg.plan_step(cfg, step) for step in range(cfg.steps))
-        group = dist.new_group(backend="gloo") if world_size > 1 else None
         self.batches = tg.Prefetcher(self.loader, plans, tg.Exchange(rank, world_size, group))
 
     def step(self) -> float:
@@ -274,7 +275,8 @@ def measure(
     trainings = {}
     for variant in VARIANTS:
         cfg = config(size, micro_batches, world_size, variant, folder)
-        trainings[variant] = Training(cfg, rank, world_size)
+        group = dist.new_group(backend="gloo") if world_size > 1 else None
+        trainings[variant] = Training(cfg, rank, world_size, group)
     for training in trainings.values():
         training.step()
         training.step()

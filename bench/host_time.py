@@ -15,6 +15,7 @@ what was renamed since 2cc3a01.
 
 import argparse
 import importlib.util
+import inspect
 import statistics
 import subprocess
 import sys
@@ -70,7 +71,9 @@ def serve(path: str, shard: str) -> None:
     model = script.GPT(cfg, 1, device, 0, backend)
     optimizer = script.Optimizer(cfg, dict(model.named_parameters()), script.Exchange(0, 1), backend)
     loader = script.TrainLoader(cfg, [Path(shard)], 0, 1, False)
-    batches = script.Prefetcher(loader, (script.plan_step(cfg, step) for step in range(cfg.steps)))
+    plans = (script.plan_step(cfg, step) for step in range(cfg.steps))
+    tells_rows = "exchange" in inspect.signature(script.Prefetcher).parameters  # not before n-gram memory
+    batches = script.Prefetcher(loader, plans, *([script.Exchange(0, 1)] if tells_rows else []))
     for line in sys.stdin:
         times = []
         for _ in range(int(line)):

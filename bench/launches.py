@@ -14,7 +14,10 @@ is computed. Collectives return at once. Takes a minute or two, to generate code
     calls        of compiled code, forward or backward
     dispatches   operations of torch on the host, views too, without those inside compiled code
     functions    of torch.autograd.Function, forward or backward
-    collectives  of NCCL and gloo; their own kernels are not among the launches
+    collectives  that the step starts; their own kernels are not among the launches. What the prefetch thread
+                 exchanges is not counted: those are numbers in host memory
+
+The phase "n-grams" fetches their rows, sends their gradients' and updates them: --set ngrams.orders=2,3.
 
 These counts are no measurement: a library's operation may launch more than one kernel.
 """
@@ -47,7 +50,7 @@ NO_LAUNCH = set(
     "transpose unbind unsqueeze view".split()
 )
 LAUNCHES = {"_varlen_attn": 2, "_varlen_attn_backward": 3, "baddbmm": 2}
-PHASES = "copies", "forward", "head", "backward", "rows", "optimizer", "other"
+PHASES = "copies", "forward", "head", "backward", "rows", "n-grams", "optimizer", "other"
 COLUMNS = "launches", "eager", "triton", "inductor", "calls", "dispatches", "functions", "collectives"
 LINE = ("{:<12}" + "{:>12}" * len(COLUMNS)).format
 
@@ -84,7 +87,8 @@ class Counts(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, out = function._schema.name.split("::")[1], function(*args, **(kwargs or {}))
         self.add("dispatches")
-        on_device = any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(out))
+        # torch launches nothing for empty tensors.
+        on_device = any(isinstance(t, Tensor) and t.is_meta and t.numel() for t in tree_leaves(out))
         if on_device and name not in NO_LAUNCH and not self.is_paused:
             self.add("eager", LAUNCHES.get(name, 1))
             self.step.operations[self.phase, name] += LAUNCHES.get(name, 1)
@@ -175,13 +179,10 @@ class CountingExchange(SingleRankExchange):
         self.counts.add("collectives")
         return super().reduce(*args, **kwargs)
 
-    def exchange_row_ids(self, touched, counts) -> dict[str, tg.SparsePlan]:
-        self.counts.add("collectives", len(touched))
-        return super().exchange_row_ids(touched, counts)
-
-    def exchange_row_grads(self, *args) -> tg.Pending:
+    def send_rows(self, *args) -> tg.Pending:
         self.counts.add("collectives")
-        return super().exchange_row_grads(*args)
+        with self.counts.paused():
+            return super().send_rows(*args)
 
     def gather(self, name: str, t: Tensor) -> tg.Pending:
         self.counts.add("collectives")
@@ -294,29 +295,35 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
         loader = tg.TrainLoader(cfg, paths, 0, world_size, False)
         stack.callback(loader.close)
         start = cfg.stage_starts[stage]
-        plans = [tg.plan_step(cfg, start + i)._replace(do_adam=i % 2 == 1, untie=False) for i in range(4)]
-        batches = tg.Prefetcher(loader, plans)
+        # The fifth is only fetched for.
+        plans = [tg.plan_step(cfg, start + i)._replace(do_adam=i % 2 == 1, untie=False) for i in range(5)]
+        batches = tg.Prefetcher(loader, plans, SingleRankExchange(0, world_size))
         phases = {
             (tg.MicroBatch, "to"): "copies",
+            (tg.Optimizer, "begin"): "copies",
             (tg.GPT, "hidden_states"): "forward",
             (tg.GPT, "head_loss_and_grad"): "head",
             (torch.autograd, "backward"): "backward",
             (tg.Optimizer, "accumulate_row_grads"): "rows",
             (tg.Optimizer, "step"): "optimizer",
+            (tg.NgramTable, "fetch_early"): "n-grams",
+            (tg.NgramTable, "send_grads"): "n-grams",
+            (tg.NgramTable, "update"): "n-grams",
         }
         for (owner, name), phase in phases.items():
             stack.enter_context(patched(owner, **{name: counts.in_phase(phase, getattr(owner, name))}))
         stack.enter_context(count_functions(counts))
         stack.enter_context(patched(torch, _scaled_mm=gpu_code.scaled_mm))
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
-        one_slice = dataclasses.replace(cfg, val_slices=1)
+        stack.enter_context(patched(tg.NgramTable, fetch=gpu_code.fetch_nothing))
+        one_slice, model.ngrams = dataclasses.replace(cfg, val_slices=1), optimizer.ngrams
         for _, val_batch in tg.ValLoader(one_slice, paths, 0, 1, False):
             model.token_losses(val_batch.to(model.device), plans[0].windows)
-        for _ in plans:
+        for _ in range(4):
             batch = batches.next()
             counts.begin_step()
             with counts.watch():
-                tg.train_step(model, optimizer, batch)
+                tg.train_step(model, optimizer, batch, batches.peek)
             steps.append(counts.end_step())
     return steps[2:]
 
@@ -370,6 +377,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.ranks < 1:
             raise tg.UserError(f"--ranks {args.ranks}: give 1 or more")
         tg.check_config(cfg, args.ranks)
+        if cfg.ngrams.orders and cfg.ngrams.placement == "host":
+            raise tg.UserError("rows in host memory have no place on torch's meta device; use sharded")
         if not 0 <= args.stage < len(cfg.stages) or not cfg.stages[args.stage].steps:
             raise tg.UserError(f"--stage {args.stage}: name a stage with steps, 0 to {len(cfg.stages) - 1}")
         for name, step in zip(("no Adam", "with Adam"), count_steps(cfg, args.stage, args.ranks)):

@@ -9,7 +9,8 @@ Times each stage's steps in one process, synchronizing with the device before an
     one GPU        world size 1: all micro-batches of the batch, the whole optimizer
     one rank of 8  rank 0 of 8, alone: its micro-batches, an eighth of the sharded optimizer. Collectives
                    return at once, with this rank's data. Not included: communication, waiting for others,
-                   adding the touched rows that they send (7/8 of that work), copies into reduced shards
+                   adding the touched rows that they send (7/8 of that work), reading the rows of n-grams
+                   that they ask for, copies into reduced shards
 
     pair      two successive steps, an Adam period: NorMuon updates after both, Adam after the second
     ms        half a pair: median over pairs, with quartiles; "first", "second": medians of a pair's steps
@@ -110,32 +111,40 @@ class SingleRankExchange(tg.Exchange):
             return tg.Pending(part)
         return tg.Pending(recv_buffer.copy_(part), None, tg.rank_order_mean)
 
-    def exchange_counts(self, touched: dict[str, tg.TouchedRows]) -> tg.Pending:
-        counts = torch.zeros(self.world_size, len(touched), dtype=torch.int64)
-        counts[self.rank] = torch.tensor([t.counts_per_rank[self.rank] for t in touched.values()])
-        return tg.Pending(counts)
+    def send_numbers(
+        self, kind: str, name: str, numbers: np.ndarray, send_counts: list[int], recv_counts: list[int]
+    ) -> np.ndarray:
+        received = np.resize(numbers, (sum(recv_counts), *numbers.shape[1:]))  # others answer alike
+        start, sent = (sum(counts[: self.rank]) for counts in (recv_counts, send_counts))
+        n = recv_counts[self.rank]
+        received[start : start + n] = numbers[sent : sent + n]
+        return received
 
-    def exchange_row_ids(
-        self, touched: dict[str, tg.TouchedRows], counts: tg.Pending
-    ) -> dict[str, tg.SparsePlan]:
-        plans = {}
-        for (kind, t), recv_counts in zip(touched.items(), counts.wait().T.tolist()):
-            row_ids = tg.Pending(self.kept(t.row_ids % t.rows_per_rank, t.counts_per_rank))
-            plans[kind] = tg.SparsePlan(t.row_ids, t.counts_per_rank, recv_counts, row_ids)
-        return plans
+    def send_ids(
+        self, requests: dict[str, tuple[np.ndarray, list[int]]]
+    ) -> dict[str, tuple[np.ndarray, list[int]]]:
+        """Returns what this rank sends itself: others ask for nothing."""
+        received = {}
+        for kind, (ids, counts) in requests.items():
+            recv_counts = [n if rank == self.rank else 0 for rank, n in enumerate(counts)]
+            start = sum(counts[: self.rank])
+            received[kind] = ids[start : start + counts[self.rank]], recv_counts
+        return received
 
-    def exchange_row_grads(
-        self, name: str, grad: Tensor, plan: tg.SparsePlan, shard_grad: Tensor
+    def send_rows(
+        self, kind: str, name: str, rows: Tensor, transfer: tg.Transfer, out: Tensor | None = None
     ) -> tg.Pending:
-        row_grads = self.kept(grad[plan.row_ids], plan.send_counts)  # copies all rows, as for sending
-        return tg.Pending(row_grads, None, lambda received: tg.merge_row_grads(shard_grad, received, plan))
-
-    def kept(self, t: Tensor, send_counts: list[int]) -> Tensor:
-        """Returns the part of t, which is sent to all ranks, that goes to this rank."""
-        return t.split(send_counts)[self.rank]
+        """Fills this rank's part of `out`; others' keep what they have, 0 if it is new."""
+        _, send_counts, recv_counts = transfer
+        out = rows.new_zeros((sum(recv_counts), *rows.shape[1:])) if out is None else out
+        out.split(recv_counts)[self.rank].copy_(rows.split(send_counts)[self.rank])
+        return tg.Pending(out)
 
     def gather(self, name: str, t: Tensor) -> tg.Pending:
         return tg.Pending(t)
+
+    def sum(self, t: Tensor) -> Tensor:
+        return t
 
 
 @dataclass
@@ -183,7 +192,7 @@ class Training:
         plans = [tg.plan_step(cfg, start + i % count) for i in range(steps)]
         plans = [plan._replace(do_adam=i % 2 == 1, untie=False) for i, plan in enumerate(plans)]
         self.loader = tg.TrainLoader(cfg, paths, 0, world_size, self.on_gpu)
-        self.batches = tg.Prefetcher(self.loader, plans)
+        self.batches = tg.Prefetcher(self.loader, plans, type(exchange)(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps
         self.reset()
 
@@ -201,7 +210,7 @@ class Training:
 
     def validate(self) -> None:
         """Runs a validation forward, on training tokens."""
-        plan = tg.plan_step(self.variant.cfg, 0)
+        plan, self.model.ngrams = tg.plan_step(self.variant.cfg, 0), self.optimizer.ngrams
         one_slice = replace(self.variant.cfg, val_slices=1)
         for _, batch in tg.ValLoader(one_slice, self.paths, 0, 1, self.on_gpu):
             self.model.token_losses(batch.to(self.device), plan.windows)
@@ -229,7 +238,7 @@ class Training:
         batch = self.batches.next()
         self.synchronize()
         ready = time.perf_counter()
-        scalars = tg.train_step(self.model, self.optimizer, batch)
+        scalars = tg.train_step(self.model, self.optimizer, batch, self.batches.peek)
         self.host.append(1000 * (time.perf_counter() - ready))
         self.synchronize()
         self.ms.append(1000 * (time.perf_counter() - ready))
@@ -395,14 +404,50 @@ def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[KernelCase]:
             yield KernelCase("gram", f"{name} x {M} x {M} +", run, flops=2 * n * M**3)
 
 
+NGRAM_ORDERS = 2, 3  # of a config that has none
+MOST_ROWS = 1 << 16  # of a range: more than caches hold; fp64 copies of them must fit
+
+
+def ngram_cases(cfg: tg.Config, tokens: np.ndarray, device: torch.device) -> Iterator[KernelCase]:
+    """Yields the operations on rows of n-grams, on those of a micro-batch."""
+    ngrams = replace(cfg.ngrams, orders=cfg.ngrams.orders or NGRAM_ORDERS)
+    ngrams = replace(ngrams, rows=min(ngrams.rows, MOST_ROWS), width=min(ngrams.width, cfg.dim))
+    ids = tg.hash_ngrams(tokens, ngrams)
+    index = tg.index_rows(ids)
+    placed = tg.place_rows(torch.from_numpy(ids), index, np.arange(len(index.row_ids)))
+    (K, T), n, w, N = placed.shape, len(index.row_ids), ngrams.width, ngrams.ranges * ngrams.rows
+
+    def rand(rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(rows, w, device=device).to(dtype)
+
+    dtype, model_dtype, acc_dtype = tg.dtype_of(ngrams.dtype), tg.dtype_of(cfg.dtype), tg.acc_dtype(cfg)
+    table, rows = rand(N, dtype), index.row_ids.to(device)
+    compact, out, found = table[:n].clone(), rand(n, dtype), rand(T, model_dtype)
+    run = call_operation("gather_rows", out, table, rows[None])
+    yield KernelCase("gather_rows", f"{n} of {N} x {w}", run, nbytes=2 * out.nbytes)
+    run = call_operation("gather_rows", found, compact, placed.to(device))
+    shapes, nbytes = f"{T} sums of {K} of {n} x {w}", K * T * compact[0].nbytes + found.nbytes
+    yield KernelCase("gather_rows", shapes, run, nbytes=nbytes)
+    index = index._replace(row_ids=torch.arange(n, dtype=torch.int32))
+    run = call_operation("segment_sum_rows", out, found, tg.map_tensors(lambda t: t.to(device), index))
+    nbytes = K * found.nbytes + out.nbytes
+    yield KernelCase("segment_sum_rows", f"n-grams: {K} x {T} to {n} rows", run, nbytes=nbytes)
+    squares, grads = torch.rand(N, dtype=acc_dtype, device=device), rand(n, acc_dtype)
+    run = call_operation("adagrad_rows", table, squares, rows, grads, 0.1)
+    nbytes = 2 * out.nbytes + grads.nbytes
+    yield KernelCase("adagrad_rows", f"{n} of {N} x {w}", run, nbytes=nbytes)
+
+
 def stage_cases(
     cfg: tg.Config, plan: tg.StepPlan, paths: list[Path], device: torch.device
 ) -> Iterator[KernelCase]:
     """Yields the other operations, on the operands of a stage's micro-batch on one GPU."""
     loader = tg.TrainLoader(cfg, paths, 0, 1, device.type == "cuda")
-    # Only an Adam step's batch has touched rows.
-    batch = tg.Prefetcher(loader, [plan._replace(do_adam=True)]).next().micro_batches[-1]
-    keys, batch = layer_keys(cfg, plan, batch.cu_seqlens.numpy()), batch.to(device)
+    # Only an Adam step's batch has the rows to update.
+    batches = tg.Prefetcher(loader, [plan._replace(do_adam=True)], tg.Exchange(0, 1))
+    _, (*_, batch), _, row_plans = batches.next()
+    keys, row_plans = layer_keys(cfg, plan, batch.cu_seqlens.numpy()), tg.move(row_plans, device)
+    inputs, batch = batch.inputs.numpy(), batch.to(device)
     T, d, V, F, model_dtype = (
         len(batch.inputs),
         cfg.dim,
@@ -437,7 +482,7 @@ def stage_cases(
         yield KernelCase("scaled_grad", shapes, run, nbytes=moved * w.nbytes)
     del product, w, out, tensors
 
-    for spec in cfg.params:
+    for spec in tg.used_params(cfg):
         if spec.name in ("value_embeds", "bigram_embed"):
             shape, index = tg.param_shapes(cfg, 1)[spec.name], batch.index[spec.indexed_by]
             out, grad, count = rand(*shape), rand(T, *shape[1:]), len(index.row_ids)
@@ -445,6 +490,8 @@ def stage_cases(
             run = call_operation("segment_sum_rows", out, grad, index)
             yield KernelCase("segment_sum_rows", f"{spec.name}: {T} to {count} rows", run, nbytes=nbytes)
             del out, grad
+
+    yield from ngram_cases(cfg, inputs, device)
 
     operands = [(d, V, model_dtype)]
     if cfg.fp8:
@@ -454,7 +501,7 @@ def stage_cases(
         x, out = rand(rows, cols).to(dtype), torch.empty(cols, rows, dtype=dtype, device=device)
         shapes, run = f"{rows} x {cols}, {str(dtype)[6:]}", call_operation("transpose_copy", out, x)
         yield KernelCase("transpose_copy", shapes, run, nbytes=2 * x.nbytes)
-    out, x, row_ids = rand(d, V), rand(V, d), batch.touched["tokens"].row_ids
+    out, x, row_ids = rand(d, V), rand(V, d), row_plans["tokens"].grads.rows
     shapes, run = f"{len(row_ids)} rows of {V} x {d}", call_operation("transpose_add", out, x, row_ids)
     yield KernelCase("transpose_add", shapes, run, nbytes=3 * len(row_ids) * x[0].nbytes)
     del out, x

@@ -216,15 +216,20 @@ def write_data(folder, cfg, train, val):
 
 
 class DistinctRows(tg.TrainLoader):
-    """Gives batches that touch exactly `rows` rows of each table; None: as many as the text does."""
+    """Gives batches that touch exactly `rows` rows of each table (of n-grams: of each range).
+
+    None: as many as the text does.
+    """
 
     rows = None
 
     def batch(self, *args):
         micro_batches = super().batch(*args)
         for batch in micro_batches if self.rows else ():
-            for ids in (batch.inputs, batch.bigrams):
-                ids.copy_(torch.arange(len(ids)) % self.rows)
+            for ids in filter(lambda ids: ids is not None, (batch.inputs, batch.bigrams, batch.ngrams)):
+                # Each range begins at another rank's row, so that one rank owns a single row.
+                k = torch.arange(len(ids))[:, None] if ids.ndim > 1 else 0
+                ids.copy_(k * self.cfg.ngrams.rows + k + torch.arange(ids.size(-1)) % self.rows)
         return micro_batches
 
 
@@ -235,6 +240,17 @@ def scaled_mm(*args, out=None, scaled_mm=torch._scaled_mm, **options):
     return new if out is None else out
 
 
+def fetch_nothing(table, row_ids):
+    """Does NgramTable.fetch on "meta", where row_ids have no values."""
+    return table.compact.new_empty(len(row_ids), table.compact.size(1), requires_grad=False)
+
+
+def validate(model, loader, exchange, windows, slices):
+    """Does the forwards of train_gpt.validate, whose losses have no values."""
+    for _, batch in loader:
+        model.token_losses(batch.to(model.device), windows)
+
+
 class MetaRun:
     """Runs the steps of rank 0 of `world_size`, with everything that a GPU would hold on "meta"."""
 
@@ -242,14 +258,19 @@ class MetaRun:
         torch._scaled_mm = scaled_mm
         tg.GPT.initialize = lambda self, seed: None
         tg.training_state = lambda *args: None  # nothing to keep: there are no values
-        tg.restore = lambda *args: None
+        tg.restore, tg.validate = lambda *args: None, validate
+        tg.NgramTable.journal = property(lambda table: None, lambda table, journal: None)
+        tg.NgramTable.undo, tg.NgramTable.fetch = tg.NgramTable.finish, fetch_nothing
         tg.AsyncScalars = lambda: types.SimpleNamespace(push=lambda *args: None)
         self.cfg, self.world_size = replace(cfg, val_slices=1), world_size
         backend = tg.select_backend(self.cfg, CUDA, (9, 0), world_size)._replace(compiled=compiled)
         self.model = tg.GPT(self.cfg, world_size, META, 0, backend)
-        exchange = (SingleRankExchange if world_size > 1 else tg.Exchange)(0, world_size)
+        exchange, self.prefetch = (
+            (SingleRankExchange if world_size > 1 else tg.Exchange)(0, world_size) for _ in range(2)
+        )
         params = dict(self.model.named_parameters())
         self.optimizer = tg.Optimizer(self.cfg, params, exchange, backend)
+        self.model.ngrams = self.optimizer.ngrams
         self.folder = tempfile.TemporaryDirectory()
         count = 20 * max(stage.batch_tokens for stage in self.cfg.stages)
         self.data = write_data(self.folder.name, self.cfg, count, self.cfg.val_slice_tokens + 1)
@@ -257,15 +278,15 @@ class MetaRun:
 
     def warm_up(self):
         env = tg.DistEnv(0, self.world_size, META)
-        tg.warm_up(self.cfg, env, self.data, self.model, self.optimizer, self.val)
+        tg.warm_up(self.cfg, env, self.data, self.model, self.optimizer, self.val, self.prefetch)
 
     def train(self, steps, rows=None):
         """Runs steps; the first must be even, since no rows may have been touched before."""
         loader = DistinctRows(self.cfg, self.data.train, 0, self.world_size, False)
         loader.rows = rows
-        batches = tg.Prefetcher(loader, [tg.plan_step(self.cfg, step) for step in steps])
+        batches = tg.Prefetcher(loader, [tg.plan_step(self.cfg, step) for step in steps], self.prefetch)
         for _ in steps:
-            tg.train_step(self.model, self.optimizer, batches.next())
+            tg.train_step(self.model, self.optimizer, batches.next(), batches.peek)
         loader.close()
 
     def head(self, plan):
@@ -472,7 +493,7 @@ def inductor_part():
 
         return call
 
-    tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch: f"step {batch.plan.step}")
+    tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
     tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
     MetaRun(tg.RECORD, 8, code.compiled).warm_up()
     bad = GeneratedCode()
@@ -502,7 +523,8 @@ if tg.triton is not None:
 def triton_part():
     """Runs the warm-up, then steps of every stage, then the head of all steps, whose weights differ.
 
-    As 8 ranks and as 1, which has two of its eight micro-batches, and a tenth of the heads.
+    As 8 ranks, without and with n-grams, and as 1, which has two of its eight micro-batches; but for the
+    first, a tenth of the heads.
     """
     fake_gpu()
     report = {"kernels": [name for name in vars(tg) if name.endswith("_kernel")], "variants": {}, "late": {}}
@@ -511,8 +533,10 @@ def triton_part():
         microbatches=2,
         stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in tg.RECORD.stages),
     )
-    for cfg, world_size in ((tg.RECORD, 8), (one_rank, 1)):
-        seen, where = Launches(), "8 ranks" if world_size > 1 else "1 rank"
+    with_ngrams = tg.override(tg.RECORD, "ngrams.orders=2,3")
+    runs = {"8 ranks": (tg.RECORD, 8), "8 ranks, n-grams": (with_ngrams, 8), "1 rank": (one_rank, 1)}
+    for where, (cfg, world_size) in runs.items():
+        seen = Launches()
         run = MetaRun(cfg, world_size, lambda function: function)
         seen.phase = "warm-up"
         run.warm_up()
@@ -524,7 +548,7 @@ def triton_part():
                 run.train([middle, middle + 1], rows)
         plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
         plans = list({(plan.batch_tokens, plan.mtp): plan for plan in plans}.values())
-        for plan in plans if world_size > 1 else plans[::10]:
+        for plan in plans if cfg is tg.RECORD else plans[::10]:
             seen.phase = f"head of step {plan.step}"
             run.head(plan)
         report["variants"][where] = dict(Counter(name for name, _ in seen.variants))
@@ -554,9 +578,6 @@ class AloneExchange(SingleRankExchange):
         for block in t.view(self.world_size, -1, *t.shape[1:]):
             block.copy_(self.shard(t))
         return tg.Pending(t)
-
-    def sum(self, t):
-        return t
 
 
 def graphs_of_a_run(cfg, traced=lambda name: True):
@@ -589,7 +610,7 @@ def graphs_of_a_run(cfg, traced=lambda name: True):
     env, data = tg.DistEnv(0, 8, torch.device("cpu")), tg.open_dataset(cfg)
     torch._dynamo.reset()
     with tg.RunLog(None, cfg.steps, "") as log:
-        tg.train(cfg, env, backend, AloneExchange(0, 8), data, 0, log)
+        tg.train(cfg, env, backend, *(AloneExchange(0, 8) for _ in range(2)), data, 0, log)
     tg.warm_up = tg_warm_up
     return graphs
 

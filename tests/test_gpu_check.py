@@ -472,24 +472,27 @@ def test_a_step_that_is_not_the_same_again(setup, monkeypatch):
 def test_new_graphs_are_noticed(setup, monkeypatch):
     step = tg.train_step
 
-    def compiling_step(model, optimizer, batch):
+    def compiling_step(model, optimizer, batch, following):
         gpu_check.counters["stats"]["unique_graphs"] += batch.plan.step == 5
-        return step(model, optimizer, batch)
+        return step(model, optimizer, batch, following)
 
     monkeypatch.setattr(tg, "train_step", compiling_step)  # once in the warm-up, once after it
     (graphs,) = gpu_check.graphs(setup)
     assert graphs.ok is False and graphs.seen.startswith("1 more than")
 
 
-class KeepsOwn(tg.Exchange):
-    """Forgets to gather, and to average touched rows."""
+class WrongExchange(tg.Exchange):
+    """Forgets to gather, receives zeros for numbers, and mixes up rows."""
 
     def gather(self, name, t):
         return tg.Pending(t)
 
-    def exchange_row_grads(self, name, grad, plan, shard_grad):
-        pending = super().exchange_row_grads(name, grad, plan, shard_grad)
-        return pending._replace(finish=lambda rows: pending.finish(rows) * len(plan.send_counts))
+    def send_numbers(self, kind, name, numbers, send_counts, recv_counts):
+        received = super().send_numbers(kind, name, numbers, send_counts, recv_counts)
+        return received if kind == "counts" else 0 * received
+
+    def send_rows(self, *args):
+        return super().send_rows(*args)._replace(finish=lambda rows: rows.flip(0) * (rows > 0))
 
 
 def wrong_calls(rank, world_size, kind):
@@ -502,13 +505,32 @@ def wrong_calls(rank, world_size, kind):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_exchange_calls(workers, world_size):
     assert workers(world_size, wrong_calls, tg.Exchange) == [[]] * world_size
-    wrong = workers(world_size, wrong_calls, KeepsOwn)
-    if world_size == 1:
-        assert wrong == [[]]
-    else:
+    if world_size > 1:
+        wrong = workers(world_size, wrong_calls, WrongExchange)
+        sparse = "row ids with", "marks with", "sparse"
         for dtype in ("bfloat16", "float32"):
-            for name in ("gather {}", "sparse {}, uneven", "sparse {}, one rank empty"):
+            for name in (
+                "gather {}",
+                *(f"{what} {{}}, uneven" for what in sparse),
+                "sparse {}, one rank empty",
+            ):
                 assert name.format(dtype) in wrong[0] + wrong[-1]
+
+
+def test_steps_with_another_table_of_ngrams(setup, monkeypatch):
+    """Compares rows in host memory with sharded ones, as exchange_rank does; then a table that forgets."""
+    cfg = gpu_check.with_settings(tg.CPU, f"{gpu_check.TINY} {gpu_check.NGRAMS} dtype=float32 fp8=false")
+
+    def train(placement):
+        exchanges = (tg.Exchange(0, 1) for _ in range(2))
+        of_placement = tg.override(cfg, f"ngrams.placement={placement}")
+        return gpu_exchange.train_small(of_placement, *exchanges, CPU, setup.paths[0])
+
+    sharded = train("sharded")
+    assert len(sharded) == len(tg.used_params(cfg)) + 2 and all(t.any() for t in sharded[-2:])
+    assert all(map(torch.equal, sharded, train("host")))
+    monkeypatch.setattr(tg.HostTable, "write_back", lambda table: setattr(table, "unwritten", None))
+    assert not all(map(torch.equal, sharded, train("host")))
 
 
 def test_a_drawn_model_is_the_same_again(monkeypatch):

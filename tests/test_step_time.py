@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(tg.__file__).resolve().parent / "bench"))
 import step_time
 
 SETTINGS = [*TINY, "compile=false", "attention=dense", "stages.3.steps=0"]
+SETTINGS += ["ngrams.rows=300", "ngrams.width=12"]  # of a variant that has n-grams
 TEXT_COLUMNS = {"variant", "quartiles", "ratio quartiles", "wait", "ratio"}
 CPU = torch.device("cpu")
 
@@ -203,18 +204,20 @@ def test_out_of_memory(cpu, cfg, shards, capsys, monkeypatch):
 # -------------------------------------------------------------------------------- one rank without the others
 
 
-def describe_rank(cfg, shards, exchange):
+def describe_rank(cfg, shards, exchange, prefetch):
     """Runs two steps. Returns shapes of state and of exchanged gradients, micro-batch sizes, and more."""
     model = tg.GPT(cfg, 8)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
     loader = tg.TrainLoader(cfg, shards, 0, 8, False)
-    batches = tg.Prefetcher(loader, [tg.plan_step(cfg, 0), tg.plan_step(cfg, 1)])
-    exchanged, work = {}, optimizer.work
+    batches = tg.Prefetcher(loader, [tg.plan_step(cfg, 0), tg.plan_step(cfg, 1)], prefetch)
+    exchanged, sent, work = {}, [], optimizer.work
 
     def record(name, pending):
         def finish(result):
             value = pending.finish(result) if pending.finish else result
-            exchanged[name] = tuple(value.shape), str(value.dtype)
+            shape = tuple(value.shape)
+            # An owner's rows of n-grams are as many as all ranks together touch.
+            exchanged[name] = shape[name == "ngrams" :], str(value.dtype)
             return value
 
         return pending._replace(finish=finish)
@@ -226,46 +229,58 @@ def describe_rank(cfg, shards, exchange):
     for _ in range(2):
         batch = batches.next()
         sizes = [len(m.inputs) for m in batch.micro_batches]
-        tg.train_step(model, optimizer, batch)
+        plans = {kind: plan for kind, plan in batch.rows.items() if kind != "buffer"}
+        sent.append({kind: (plan.grads.send_counts, [*plan.fetches]) for kind, plan in plans.items()})
+        tg.train_step(model, optimizer, batch, batches.peek)
     optimizer.finish_gathers()
     loader.close()
     state = [dict(model.named_parameters()), optimizer.state_dict()]
     state += [optimizer.shard_grads, optimizer.recv_buffers]
     described = [tg.map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), values) for values in state]
     finite = all(p.isfinite().all() for p in model.parameters())
-    return described, exchanged, sizes, list(optimizer.touched), finite
+    return described, exchanged, sizes, sent, finite
 
 
 def describe_real_rank(rank, world_size, cfg, shards):
-    return describe_rank(cfg, shards, tg.Exchange(rank, world_size))
+    prefetch = tg.Exchange(rank, world_size, torch.distributed.new_group(backend="gloo"))
+    return describe_rank(cfg, shards, tg.Exchange(rank, world_size), prefetch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["main_grad=true", "params.*.reduction=fp32", "delay_head_grad=true"])
+@pytest.mark.parametrize(
+    "setting",
+    ["main_grad=true", "params.*.reduction=fp32", "delay_head_grad=true", "ngrams.orders=2,3"],
+)
 def test_a_single_rank_does_what_a_real_one_does(cfg, shards, workers, setting):
     cfg = tg.override(cfg, setting)
     if setting.startswith("params"):  # so that there is a dense fp32 exchange too
         cfg = tg.override(cfg, "params.value_embeds.exchange=reduce_scatter")
-    described = describe_rank(cfg, shards, step_time.SingleRankExchange(0, 8))
+    described = describe_rank(cfg, shards, *(step_time.SingleRankExchange(0, 8) for _ in range(2)))
     assert described == workers(8, describe_real_rank, cfg, shards)[0]
-    *_, sizes, _, finite = described
+    *_, sizes, sent, finite = described
+    assert all(("ngrams" in plans) == setting.startswith("ngrams") for plans in sent)
     assert finite and sizes == [cfg.stages[0].batch_tokens // 8]
 
 
 def test_a_single_rank_receives_its_own_rows():
-    exchange = step_time.SingleRankExchange(0, 8)
-    row_ids = torch.tensor([1, 2, 9, 30], dtype=torch.int32)
-    touched = {"tokens": tg.TouchedRows(row_ids, [2, 0, 1, 0, 0, 0, 0, 1], 4)}
-    plan = exchange.exchange_row_ids(touched, exchange.exchange_counts(touched))["tokens"]
-    assert plan.recv_counts == [2, 0, 0, 0, 0, 0, 0, 0] and plan.recv_row_ids.wait().tolist() == [1, 2]
-    shard_grad, grad = torch.zeros(4, 3), torch.arange(96.0).view(32, 3)
-    mean = exchange.exchange_row_grads("embed", grad, plan, shard_grad).wait()
-    assert mean is shard_grad and torch.equal(mean[1:3], grad[1:3] / 8) and not mean[[0, 3]].any()
+    exchange, send_counts = step_time.SingleRankExchange(1, 4), [1, 2, 1, 1]
+    places = np.array([1, 2, 9, 30, 3], np.int32)
+    ids, recv_counts = exchange.send_ids({"tokens": (places, send_counts)})["tokens"]
+    assert ids.tolist() == [2, 9] and recv_counts == [0, 2, 0, 0]
+    rows = torch.arange(15.0).view(5, 3)
+    there = tg.Transfer(torch.from_numpy(places), send_counts, recv_counts)
+    assert torch.equal(exchange.send_rows("rows", "embed", rows, there).wait(), rows[1:3])
+    out, back = torch.full((5, 3), 7.0), tg.Transfer(torch.from_numpy(ids), recv_counts, send_counts)
+    assert exchange.send_rows("rows", "embed", rows[:2], back, out).wait() is out
+    assert torch.equal(out[1:3], rows[:2]) and (out[[0, 3, 4]] == 7).all()
+    marks = np.array([1, 0], np.uint8)
+    assert exchange.send_numbers("", "", marks, recv_counts, send_counts).tolist() == [1, 1, 0, 0, 1]
 
 
 @pytest.mark.slow
 def test_weights_train_in_every_stage(cfg, shards):
-    for stage, world_size in ((0, 1), (0, 8), (2, 8)):
+    with_ngrams = tg.override(cfg, "ngrams.orders=2,3")
+    for stage, world_size, cfg in ((0, 1, cfg), (0, 8, cfg), (2, 8, with_ngrams)):
         variant = step_time.Variant("base", cfg, tg.TORCH_BACKEND)
         training = step_time.Training(variant, stage, world_size, shards, 6, CPU)
         model, optimizer = training.model, training.optimizer
@@ -280,6 +295,8 @@ def test_weights_train_in_every_stage(cfg, shards):
         assert rows * world_size == len(model.lm_head)
         assert torch.equal(model.lm_head[rows:], before["lm_head"][rows:])
         assert torch.equal(model.embed, model.lm_head.T) == (stage < 2)
+        if cfg.ngrams.orders:
+            assert optimizer.ngrams.block.any() and optimizer.ngrams.block.isfinite().all()
 
 
 # ---------------------------------------------------------------------------------------------------- kernels
