@@ -480,7 +480,7 @@ CASES = [
           (1, 2, "in a later step", "", "GPT.head_loss_and_grad", 5, die, 4, ()),
           (1, 2, "before its thread sends row counts", "", "Exchange.send_ids", 4, die, 1, ()),
           (0, 2, "before its thread sends row ids", "", "Exchange.send_numbers", 5, die, 1, ()),
-          (0, 2, "between two tables' rows", "", "Exchange.send_rows", 2, die, 1, ()),
+          (0, 2, "between two tables' rows", "", "Optimizer.grad_of", 19, die, 1, ()),
           (0, 2, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),
           (1, 2, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),
           (3, 4, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),
