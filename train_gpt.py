@@ -895,7 +895,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams) -> np.ndarray:
             h ^= h >> np.uint32(13)
             h *= np.uint32(0xC2B2AE35)
             h ^= h >> np.uint32(16)
-            h %= np.uint32(size - 1)
+            h -= h // np.uint32(size - 1) * np.uint32(size - 1)  # NumPy's % is not vectorized
             h[: n - 1] = size - 1
             i = ngrams.orders.index(n) * ngrams.hashes + seed
             np.add(h, np.uint32(i * size), out=rows[i].view(np.uint32))
@@ -931,12 +931,14 @@ class RowPlan(NamedTuple):
     """How the rows of a table that ranks have touched since its last update travel (diagram: section 9)."""
 
     grads: Transfer  # rows of main_grad, to their owners
-    sums: RowIndex  # how an owner sums what arrives; of n-grams, its row_ids are places in `owned`
-    owned: Tensor  # (n,) int32: the rows of this rank's block that any rank has touched
-    # N-grams: rows for who asked; early and late. In host memory, rows are places in `owned`.
-    fetches: dict[str, Transfer] = {}
-    # N-grams: where the last rows of `owned`, touched in the step before too, were in its `owned`.
+    # (sum(recv_counts),) int32: the rows of its block that an owner receives; of n-grams, places in `owned`.
+    arriving: Tensor
+    # The others are for n-grams. (n,) int32: the rows of its block that any rank has touched.
+    owned: Tensor | None = None
+    # Where the last of these, touched in the step before too, were in its `owned`.
     kept_from: Tensor | None = None
+    # Rows for who asked, early and late; in host memory, places in `owned`.
+    fetches: dict[str, Transfer] = {}
 
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int, int]:
@@ -1057,6 +1059,12 @@ def is_in(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.append(rows, -1)[np.searchsorted(rows, ids)] == ids
 
 
+def inverse(permutation: np.ndarray) -> np.ndarray:
+    places = np.empty(len(permutation), np.int32)
+    places[permutation] = np.arange(len(permutation))
+    return places
+
+
 NO_ROWS = np.empty(0, np.int32)
 
 
@@ -1071,6 +1079,12 @@ def index_rows(ids: np.ndarray, touched: np.ndarray = NO_ROWS) -> RowIndex:
     rows = np.concatenate(row_ids)
     parts = rows, np.concatenate(perm), np.append(np.concatenate(starts), ids.size).astype(np.int32)
     return RowIndex(*map(torch.from_numpy, (*parts, ~is_in(touched, rows))))
+
+
+def place_rows(ids: Tensor, index: RowIndex, places: Tensor) -> Tensor:
+    """Returns `ids` (K, T) with places[i] for index.row_ids[i]."""
+    by_row = places.repeat_interleave(index.offsets.diff())
+    return torch.empty_like(ids).scatter_(1, index.perm.view(ids.shape).long(), by_row.view(ids.shape))
 
 
 FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
@@ -1258,45 +1272,49 @@ class Prefetcher:
                 touched = self.touched.get(kind, NO_ROWS)
                 batch.index[kind] = index_rows(ids, touched)
                 self.touched[kind] = merge_rows(touched, batch.index[kind].row_ids.numpy())
-        plans = self._plan_rows([kind for kind in self.touched if plan.do_adam or kind == "ngrams"])
-        if "ngrams" in plans:
-            plans["ngrams"] = self._plan_fetches(plans["ngrams"], micro_batches)
+        updated = [kind for kind in self.touched if plan.do_adam or kind == "ngrams"]
+        plans = self._plan_rows(updated, micro_batches)
         packed = [batch.pack(self.loader.pin) for batch in micro_batches]
         return Batch(plan, packed, self.loader.position(), pack(plans, self.loader.pin))
 
-    def _plan_rows(self, kinds: list[str]) -> dict[str, RowPlan]:
+    def _plan_rows(self, kinds: list[str], micro_batches: list[MicroBatch]) -> dict[str, RowPlan]:
         """Tells the owners which of their rows are touched, for tables that are updated now."""
-        asked, counts = {}, {}
+        touched, requests = {}, {}
         for kind in kinds:
             rows, n = self.touched.pop(kind), self.exchange.world_size if kind in self.is_sparse else 1
-            owner, place = (rows % n, rows // n)
+            owner, place = rows % n, rows // n
             if kind != "ngrams":
                 owner, place = np.divmod(rows, self.table_rows[kind] // n)
             by_owner = np.argsort(owner.astype(np.uint16), kind="stable")
-            asked[kind] = rows[by_owner], place[by_owner]
-            counts[kind] = np.bincount(owner, minlength=n).tolist()
-        sparse = {kind: (asked[kind][1], counts[kind]) for kind in kinds if kind in self.is_sparse}
+            touched[kind] = rows, by_owner
+            requests[kind] = place[by_owner], np.bincount(owner, minlength=n).tolist()
+        sparse = {kind: request for kind, request in requests.items() if kind in self.is_sparse}
         received, plans = self.exchange.send_ids(sparse), {}
-        for kind, (rows, place) in asked.items():
-            ids, recv_counts = received.get(kind, (place, counts[kind]))
-            sums = index_rows(ids)
-            plans[kind] = RowPlan(Transfer(int32(rows), counts[kind], recv_counts), sums, sums.row_ids)
+        for kind, (rows, by_owner) in touched.items():
+            arriving, recv_counts = received.get(kind, requests[kind])
+            transfer = Transfer(int32(rows[by_owner]), requests[kind][1], recv_counts)
+            plans[kind] = RowPlan(transfer, int32(arriving))
+            if kind == "ngrams":
+                plans[kind] = self._plan_fetches(plans[kind], rows, by_owner, micro_batches)
         return plans
 
-    def _plan_fetches(self, plan: RowPlan, micro_batches: list[MicroBatch]) -> RowPlan:
-        """Plans the fetch of rows of n-grams, and numbers them in the micro-batches as they will arrive.
+    def _plan_fetches(
+        self, plan: RowPlan, rows: np.ndarray, by_owner: np.ndarray, micro_batches: list[MicroBatch]
+    ) -> RowPlan:
+        """Plans the fetch of `rows` of n-grams, and numbers them in the micro-batches as they will arrive.
 
         Tells who asked for a row of this rank's whether it comes late: the step before changes it.
         """
-        (rows, send_counts, recv_counts), (before, places_before) = plan.grads, self.before
-        ngrams, n, owned = self.loader.cfg.ngrams, self.exchange.world_size, plan.owned.numpy()
+        (_, send_counts, recv_counts), (before, places_before) = plan.grads, self.before
+        ngrams, n = self.loader.cfg.ngrams, self.exchange.world_size
+        owned, perm, offsets = sort_by_row(plan.arriving.numpy())
         is_kept = is_in(before, owned)
-        by_place = np.argsort(is_kept, kind="stable")
-        places, arrival = np.argsort(by_place), np.empty(len(rows), np.int32)
+        by_place = np.argsort(is_kept, kind="stable")  # new rows first: a HostTable reads them in one piece
+        places = inverse(by_place)
         kept_from = places_before[np.searchsorted(before, owned[is_kept])]
         self.before = owned, places
-        asked = np.empty(sum(recv_counts), np.int32)  # indices of `owned`
-        asked[plan.sums.perm.numpy()] = np.repeat(np.arange(len(owned)), plan.sums.offsets.diff().numpy())
+        asked = np.empty_like(perm)  # indices of `owned`
+        asked[perm] = np.repeat(np.arange(len(owned)), np.diff(offsets))
         is_late = (is_kept[asked] if ngrams.prefetch else np.ones(len(asked))).astype(np.uint8)
         comes_late = self.exchange.send_numbers("late marks", "ngrams", is_late, recv_counts, send_counts)
         fetches = {}
@@ -1308,18 +1326,16 @@ class Prefetcher:
             )
             fetches[name] = Transfer(int32(sent), to, by)
         # Early rows arrive before late ones, each sorted by owner.
-        arrival[np.argsort(comes_late, kind="stable")] = np.arange(len(rows))
-        by_row = np.argsort(rows.numpy(), kind="stable")
+        arrival = inverse(np.argsort(comes_late, kind="stable"))
+        arrival_by_row = arrival[inverse(by_owner)]
         for batch in micro_batches:
-            index, positions = batch.index["ngrams"], batch.ngrams.numpy()
-            at = arrival[by_row[np.searchsorted(rows.numpy()[by_row], index.row_ids.numpy())]]
-            perm, sorted_at = index.perm.numpy(), np.repeat(at, index.offsets.diff().numpy())
-            np.put_along_axis(
-                positions, perm.reshape(positions.shape), sorted_at.reshape(positions.shape), axis=1
-            )
-            batch.index["ngrams"] = index._replace(row_ids=int32(at))
-        grads, sums = plan.grads._replace(rows=int32(arrival)), plan.sums._replace(row_ids=int32(places))
-        return RowPlan(grads, sums, int32(owned[by_place]), fetches, int32(kept_from))
+            index = batch.index["ngrams"]
+            row_ids, alone = index.row_ids.numpy(), len(index.row_ids) == len(rows)
+            at = int32(arrival_by_row if alone else arrival_by_row[np.searchsorted(rows, row_ids)])
+            batch.ngrams = place_rows(batch.ngrams, index, at)
+            batch.index["ngrams"] = index._replace(row_ids=at)
+        grads = plan.grads._replace(rows=int32(arrival))
+        return RowPlan(grads, int32(places[asked]), int32(owned[by_place]), int32(kept_from), fetches)
 
 
 class ValLoader:
@@ -2762,13 +2778,16 @@ def rank_order_mean(parts: Tensor) -> Tensor:
     return total.div_(len(parts))
 
 
-def mean_rows(out: Tensor, row_grads: Tensor, plan: RowPlan, backend: Backend) -> Tensor:
-    """Fills rows of `out` with the mean over ranks of row_grads (sum(recv_counts), ...), and returns it.
+def mean_rows(out: Tensor, row_grads: Tensor, plan: RowPlan) -> Tensor:
+    """Adds row_grads (sum(recv_counts), ...) to rows of `out`, 0 before; divides by the ranks. Returns `out`.
 
-    Rows are summed in rank order, to the bits of rank_order_mean, in `out`'s dtype, at least fp32.
+    They are added in rank order, in `out`'s dtype, at least fp32, to the bits of rank_order_mean. A sender's
+    rows are distinct, so no two additions collide.
     """
-    backend.segment_sum_rows(out, row_grads, plan.sums)
-    return out.div_(len(plan.grads.recv_counts))
+    counts, row_grads = plan.grads.recv_counts, row_grads.to(out.dtype)
+    for rows, part in zip(plan.arriving.split(counts), row_grads.split(counts)):
+        out.index_add_(0, rows, part)
+    return out.div_(len(counts))
 
 
 class Exchange:
@@ -3120,6 +3139,7 @@ class NgramTable:
         # Of the step whose rows are in `compact`; of the next, while its rows are fetched.
         self.plan: RowPlan = None
         self.next_plan: RowPlan = None
+        self.plans: dict[str, RowPlan] = {}  # of all tables in the step begun last, on the device
         self.make_block(block, acc_dtype(cfg), self.device)
 
     def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -3135,7 +3155,8 @@ class NgramTable:
     def fetch_early(self, batch: Batch | None) -> None:
         """Starts to fetch those rows of the next step, if there is one, that this step does not change."""
         if batch is not None:
-            self.next_plan = move(batch.rows, self.device)["ngrams"]
+            self.plans = move(batch.rows, self.device)
+            self.next_plan = self.plans["ngrams"]
             self.read(batch.rows["ngrams"])
             self._fetch("early", 0, 0)
 
@@ -3174,7 +3195,7 @@ class NgramTable:
         self.compact.grad = None
         received = self.received[: sum(plan.grads.recv_counts)]
         pending = self.exchange.send_rows("gradient rows", "ngrams", sent, plan.grads, received)
-        return pending._replace(finish=lambda rows: mean_rows(owned, rows, plan, self.backend))
+        return pending._replace(finish=lambda rows: mean_rows(owned.zero_(), rows, plan))
 
     def touched(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns the rows to update, and the tensors of rows and state that have them."""
@@ -3425,9 +3446,9 @@ class Optimizer:
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
         """Begins a step: takes its plans of rows."""
-        self.rows = move(batch.rows, self.device)
         if self.ngrams:
             self.ngrams.begin(batch)
+        self.rows = self.ngrams.plans if self.ngrams else move(batch.rows, self.device)
 
     @torch.no_grad()
     def accumulate_row_grads(self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex]) -> None:
@@ -3479,7 +3500,7 @@ class Optimizer:
             if name in self.shard_grads:
                 rows, out = self.rows[spec.indexed_by], self.shard_grads[name]
                 arriving = self.exchange.send_rows("rows", name, grad[rows.grads.rows], rows.grads)
-                finish = partial(mean_rows, out, plan=rows, backend=self.backend)
+                finish = partial(mean_rows, out, plan=rows)
                 pending[name] = arriving._replace(finish=finish)
             else:
                 grad, recv_buffer = self.as_matrices(name, grad), self.recv_buffers.get(name)
@@ -3515,7 +3536,7 @@ class Optimizer:
             for member in names:
                 self.zero_grad_of(member)
             if name in self.shard_grads:
-                grads[0].index_fill_(0, self.rows[specs[0].indexed_by].owned.long(), 0)
+                grads[0].index_fill_(0, self.rows[specs[0].indexed_by].arriving.long(), 0)
             if specs[0].sharded:
                 self.in_flight[name] = self.gather(name)
         if self.is_tied:
@@ -3724,7 +3745,7 @@ def config_rules(cfg: Config, world_size: int):
     values["params"] = {spec["name"]: spec for spec in values["params"]}
     for path, value in flatten(values).items():
         parts = path.split(".")
-        column = path if len(parts) < 3 else f"{parts[0]}.{parts[2]}"
+        column = path if parts[0] == "ngrams" else ".".join(parts[:1] + parts[2:3])
         allowed = choices.get(column, [value])
         hint = ", or add it to windows of every stage and to val_windows" if column == "layers.window" else ""
         use = ", ".join(str(a) or "nothing" for a in allowed)

@@ -99,7 +99,7 @@ def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], 
         indices.append(tg.index_rows(ids))
         times.append(time.perf_counter())
         batches.touched[kind] = tg.merge_rows(tg.NO_ROWS, indices[-1].row_ids.numpy())
-        batches._plan_rows([kind])
+        batches._plan_rows([kind], [])
         times.append(time.perf_counter())
     return intervals(times), indices[0]
 
@@ -121,7 +121,7 @@ def time_ngrams(tokens: np.ndarray, ngrams: tg.Ngrams) -> list[float]:
     times.append(time.perf_counter())
     rows = tg.merge_rows(tg.NO_ROWS, index.row_ids.numpy())
     times.append(time.perf_counter())
-    placed = tg.place_rows(torch.from_numpy(ids), index, np.arange(len(rows)))
+    placed = tg.place_rows(torch.from_numpy(ids), index, tg.int32(np.arange(len(rows))))
     times.append(time.perf_counter())
     if not np.array_equal(rows[placed.numpy()], ids):
         sys.exit("bigram_index.py: the places are wrong")

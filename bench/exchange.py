@@ -16,7 +16,7 @@ interleaved, medians:
     dense   reduce_scatter by the backend, which rounds at every hop. gloo runs it as an all-reduce: twice the
             bytes listed
     fp32    all-to-all of the whole gradient, summed in rank order
-    sparse  send_ids, index_rows, send_rows, mean_rows, and clearing shard_grad, one after the other. In
+    sparse  send_ids, send_rows, mean_rows, and clearing shard_grad, one after the other. In
             training the prefetch thread does the first two. Dense also needs main_grad.zero_(), which is not
             counted
 
@@ -112,10 +112,9 @@ def measure(
 
     def sparse() -> tg.RowPlan:
         places, recv_counts = exchange.send_ids(request)[kind]
-        sums = tg.index_rows(places)
-        plan = tg.RowPlan(tg.Transfer(row_ids, send_counts, recv_counts), sums, sums.row_ids)
+        plan = tg.RowPlan(tg.Transfer(row_ids, send_counts, recv_counts), torch.from_numpy(places))
         row_grads = exchange.send_rows("rows", name, grad[row_ids], plan.grads).wait()
-        tg.mean_rows(shard_grad, row_grads, plan, tg.TORCH_BACKEND)
+        tg.mean_rows(shard_grad, row_grads, plan)
         return plan
 
     runs = []
@@ -128,8 +127,8 @@ def measure(
         if (dense_mean[::64] - fp32_mean[::64]).abs().max() > 0.1:  # the backend rounds at every hop
             raise RuntimeError(f"{name}: the backend's mean is wrong on rank {rank} of {world_size}")
         # Optimizer.work clears shard_grad like this.
-        owned = plan.owned.long()
-        clear_ms, _ = timed(lambda: shard_grad.index_fill_(0, owned, 0))
+        arriving = plan.arriving.long()
+        clear_ms, _ = timed(lambda: shard_grad.index_fill_(0, arriving, 0))
         runs.append((dense_ms, fp32_ms, sparse_ms + clear_ms))
 
     sent = {key: nbytes // repeats for key, nbytes in exchange.sent.items()}

@@ -414,7 +414,7 @@ def ngram_cases(cfg: tg.Config, tokens: np.ndarray, device: torch.device) -> Ite
     ngrams = replace(ngrams, rows=min(ngrams.rows, MOST_ROWS), width=min(ngrams.width, cfg.dim))
     ids = tg.hash_ngrams(tokens, ngrams)
     index = tg.index_rows(ids)
-    placed = tg.place_rows(torch.from_numpy(ids), index, np.arange(len(index.row_ids)))
+    placed = tg.place_rows(torch.from_numpy(ids), index, tg.int32(np.arange(len(index.row_ids))))
     (K, T), n, w, N = placed.shape, len(index.row_ids), ngrams.width, ngrams.ranges * ngrams.rows
 
     def rand(rows: int, dtype: torch.dtype) -> Tensor:

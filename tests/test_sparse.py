@@ -123,14 +123,9 @@ def draw(rank, world_size, dtype, i):
 def merge_in_order(order):
     """Returns mean_rows, but in the order order(rank, world_size) of the senders."""
 
-    def merge(out, row_grads, plan, backend):
-        rank, counts, ids = (
-            dist.get_rank(),
-            plan.grads.recv_counts,
-            torch.empty(len(row_grads), dtype=torch.int32),
-        )
-        ids[plan.sums.perm] = plan.sums.row_ids.repeat_interleave(plan.sums.offsets.diff())
-        parts = list(zip(ids.split(counts), row_grads.split(counts)))
+    def merge(out, row_grads, plan):
+        rank, counts = dist.get_rank(), plan.grads.recv_counts
+        parts = list(zip(plan.arriving.split(counts), row_grads.split(counts)))
         for sender in order(rank, len(counts)):
             sender_ids, part = parts[sender]
             out.index_add_(0, sender_ids, part.to(out.dtype))
@@ -139,9 +134,9 @@ def merge_in_order(order):
     return merge
 
 
-def merge_rounding(out, row_grads, plan, backend):
+def merge_rounding(out, row_grads, plan):
     """Merges as mean_rows does, but in the gradient's own dtype."""
-    rounded = tg.mean_rows(torch.zeros_like(out, dtype=row_grads.dtype), row_grads, plan, backend)
+    rounded = tg.mean_rows(torch.zeros_like(out, dtype=row_grads.dtype), row_grads, plan)
     return out.copy_(rounded)
 
 
@@ -183,10 +178,10 @@ def compare(rank, world_size, dtype, merge):
             kind, shape = ROW_SHAPES[name]
             want = dense.reduce(name, "reduce_scatter", grads[name], recv_buffers[name]).wait()
             received, out = pending[name].wait(), shard_grads[name]
-            mean = MERGES[merge](out, received, plans[kind], tg.TORCH_BACKEND)
+            mean = MERGES[merge](out, received, plans[kind])
             same.append((case_of(kind, i), name, torch.equal(bits(mean), bits(want))))
             assert mean.data_ptr() == out.data_ptr()
-            mean.index_fill_(0, plans[kind].owned.long(), 0)  # as the optimizer does
+            mean.index_fill_(0, plans[kind].arriving.long(), 0)  # as the optimizer does
             assert not mean.any()
             others = [owner for owner in range(world_size) if owner != rank]
             away = masks[kind].view(world_size, -1)[others].sum().item()
