@@ -49,6 +49,7 @@ class WholeTable:
         self.looked_up = []
 
     def begin(self, batch):
+        self.plans = batch.rows
         assert not self.looked_up
 
     def fetch_early(self, batch):
@@ -425,9 +426,9 @@ class Memory:
     def phase(self, name):
         mode, build = Storages(self.limit), tg.Prefetcher._build
 
-        def watched(prefetcher, plan):  # a mode belongs to one thread
+        def watched(*args):  # a mode belongs to one thread
             with mode:
-                return build(prefetcher, plan)
+                return build(*args)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tg.Prefetcher, "_build", watched)
