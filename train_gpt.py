@@ -218,7 +218,7 @@ class Ngrams:
 
     @property
     def ranges(self) -> int:
-        """Returns the rows that a position reads: one of each order and hash."""
+        """Returns how many rows a position reads: one of each order and hash."""
         return len(self.orders) * self.hashes
 
 
@@ -398,9 +398,9 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
         "vo_bank": (padded(attention * 2, world_size), d, d),
         "mlp_bank": (padded(2 * L, math.lcm(2, world_size)) // 2, 2, cfg.mlp_dim, d),
     }
-    return {
-        name: shape for name, shape in shapes.items() if not (cfg.ngrams.orders and name == "bigram_embed")
-    }
+    if cfg.ngrams.orders:
+        del shapes["bigram_embed"]
+    return shapes
 
 
 def used_params(cfg: Config) -> list[Param]:
@@ -937,7 +937,7 @@ class RowPlan(NamedTuple):
     owned: Tensor | None = None
     # Where the last of these, touched in the step before too, were in its `owned`.
     kept_from: Tensor | None = None
-    # Rows for who asked, early and late; in host memory, places in `owned`.
+    # Rows for who asked, early and late; with placement host, places in `owned`.
     fetches: dict[str, Transfer] = {}
 
 
@@ -1050,7 +1050,7 @@ def sort_by_row(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def merge_rows(*lists: np.ndarray) -> np.ndarray:
     """Returns the distinct numbers of ascending lists, ascending."""
-    merged = np.sort(np.concatenate(lists), kind="stable")  # which finds the lists, and merges them
+    merged = np.sort(np.concatenate(lists), kind="stable")  # timsort: it merges ascending runs
     return merged[np.append(True, merged[1:] != merged[:-1])[: len(merged)]]
 
 
@@ -1532,7 +1532,7 @@ def adagrad_rows(table: Tensor, squares: Tensor, rows: Tensor, grads: Tensor, lr
     """Updates distinct `rows` (n,) int32 of `table` (N, w) by row-wise Adagrad, from grads (n, w).
 
     squares (N,), at least fp32, like the arithmetic, sums the gradients' mean squares by row (Duchi et al.
-    2011, jmlr.org/papers/v12/duchi11a.html; by row: FBGEMM, arXiv:2101.05615).
+    2011, jmlr.org/papers/v12/duchi11a.html; by row: DLRM, arXiv:1906.00091, and FBGEMM).
     """
     total = squares[rows] + grads.square().mean(-1)
     squares.index_copy_(0, rows.long(), total)
@@ -2537,7 +2537,7 @@ class GPT(nn.Module):
             bigram = self.lookup("bigram_embed", batch, leaves)
         elif grads is None:
             row_ids, places = batch.ngrams.unique(return_inverse=True)
-            bigram = self.lookup_ngrams(self.ngrams.fetch(row_ids), places, leaves)
+            bigram = self.lookup_ngrams(self.ngrams.fetch(row_ids), places.int(), leaves)
         else:
             bigram = self.lookup_ngrams(self.ngrams.arrived(), batch.ngrams, leaves)
         grads, embed = grads or {}, self.lookup("embed", batch, leaves)
@@ -2623,13 +2623,9 @@ class GPT(nn.Module):
 
     def lookup_ngrams(self, rows: Tensor, ids: Tensor, leaves: dict[str, Tensor] | None) -> Tensor:
         """Returns the sums (T, d) of rows[ids[:, t]], padded with zeros, for ids (K, T); as lookup does."""
-        if rows.requires_grad:
-            dtype = torch.promote_types(rows.dtype, torch.float32)
-            parts = [F.embedding(part, rows).to(dtype) for part in ids]
-            found = sum(parts[1:], parts[0]).to(dtype_of(self.cfg.dtype))
-        else:
-            found = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
-            self.backend.gather_rows(found, rows, ids)
+        found = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
+        # Without main_grad autograd sums the rows' gradients, which knows plain torch alone.
+        (gather_rows if rows.requires_grad else self.backend.gather_rows)(found, rows, ids)
         if leaves is not None:
             leaves["ngrams"] = found.requires_grad_()
         missing = self.cfg.dim - rows.size(1)
@@ -3135,8 +3131,8 @@ class NgramTable:
         self.sums = torch.zeros(min(owned, block), n.width, dtype=acc_dtype(cfg), device=device)
         self.compact.requires_grad_(not cfg.main_grad)
         self.pending: list[Pending] = []  # fetches of the rows in `compact`
-        self.journal: list | None = None  # of updates, to undo
-        # Of the step whose rows are in `compact`; of the next, while its rows are fetched.
+        self.journal: list | None = None  # rows, before their first update since it began, to undo
+        # Of the present step; of the next, from its early rows to its late ones, which go to `compact` too.
         self.plan: RowPlan = None
         self.next_plan: RowPlan = None
         self.plans: dict[str, RowPlan] = {}  # of all tables in the step begun last, on the device
@@ -3211,13 +3207,16 @@ class NgramTable:
     def apply_rule(self, grads: Tensor, lr: float) -> None:
         rows, tables = self.touched()
         if self.journal is not None:
-            self.journal.append([self.plan.owned.cpu(), *(t[rows].cpu() for t in tables)])
+            owned = self.plan.owned.cpu()
+            new = ~torch.isin(owned, torch.cat([owned[:0], *(entry[0] for entry in self.journal)]))
+            at = rows[new.to(rows.device)]
+            self.journal.append([owned[new], *(t[at].cpu() for t in tables)])
         getattr(self.backend, ROW_RULES[self.cfg.rule])(*tables, rows, grads, lr)
 
     def undo(self) -> None:
         """Undoes the updates in the journal, and ends it."""
         self.finish()
-        for rows, *values in reversed(self.journal):
+        for rows, *values in self.journal:
             for t, value in zip((self.block, self.squares), values):
                 t[rows.to(t.device)] = value.to(t.device)
         self.journal = None
@@ -3284,17 +3283,13 @@ class HostTable(NgramTable):
     """Keeps the rows and their state in host memory, and on the device what a step touches: `work`.
 
     The rule runs there. Rows that the step before has touched are copied from its `work`, others read through
-    staging buffers, page-locked for a GPU, after what the step before that has updated is written back. For
-    that alone this thread waits for the device, with a forward launched: no step reads a stale row.
+    staging buffers, page-locked for a GPU, after what the step before that has updated is written back. In
+    training this thread waits for the device for that alone, with a forward launched: no row is stale.
     """
 
     def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         super().make_block(rows, dtype, torch.device("meta" if device.type == "meta" else "cpu"))
         on_gpu, tables = device.type == "cuda", (self.block, self.squares)
-        for t in tables if on_gpu else ():  # pin_memory=True would round up to a power of two
-            if error := int(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0)):
-                fix = "raise ulimit -l, or use --set ngrams.placement=sharded"
-                raise UserError(f"cannot page-lock {t.nbytes:,} bytes for n-grams: CUDA error {error}; {fix}")
 
         def make(on: torch.device, **options) -> list[Tensor]:
             return [t.new_zeros((len(self.sums), *t.shape[1:]), device=on, **options) for t in tables]
@@ -3362,12 +3357,12 @@ TABLES = {"sharded": NgramTable, "host": HostTable}  # by Ngrams.placement
 class Optimizer:
     """Shards updates over ranks: scatters gradients, updates own shards (work), gathers parameters.
 
-    Gradients are exchanged in the order of cfg.params, updates done in cfg.work_order. A gradient is summed
-    over micro-batches (Adam: over two steps) in its parameter's dtype. Those of banks, lm_head and tables are
-    in main_grad, if cfg.main_grad: `weight_grads` take the matmuls', accumulate_row_grads the tables' touched
-    rows. The first write after an update overwrites, later ones add. All others are in .grad, dropped after
-    use. Until the untie step, a tied parameter, another's transpose, adds its gradient to that one's and
-    copies its values.
+    Gradients are exchanged in the order of cfg.params, updates done in cfg.work_order; n-grams come before
+    all others. A gradient is summed over micro-batches (Adam: over two steps) in its parameter's dtype. Those
+    of banks, lm_head and tables are in main_grad, if cfg.main_grad: `weight_grads` take the matmuls',
+    accumulate_row_grads the tables' touched rows. The first write after an update overwrites, later ones add.
+    All others are in .grad, dropped after use. Until the untie step, a tied parameter, another's transpose,
+    adds its gradient to that one's and copies its values.
 
     Neither order changes the result: an update reads only its own gradient and state; the sum over ranks has
     an order of its own; a tied gradient is added before its target's sum, a tied copy made after its target's
@@ -3597,7 +3592,8 @@ class Optimizer:
             grad.overwrite = True
         self.rows = {}
         if self.ngrams:
-            self.ngrams.plan = None
+            self.ngrams.finish()
+            self.ngrams.plan, self.ngrams.next_plan, self.ngrams.compact.grad = None, None, None
 
 
 # ============================================================================================================
@@ -3610,7 +3606,7 @@ def train_step(
 ) -> dict:
     """Trains on one batch. Returns what AsyncScalars logs: 0-d tensors on the device, by name.
 
-    `following()` is the next batch, whose rows of n-grams are fetched already; None after the last.
+    `following()` is the next batch, whose early rows of n-grams this step fetches; None after the last.
     """
     plan, micro_batches = batch.plan, batch.micro_batches
     model.rotary.use_stage(plan.stage)
@@ -3776,8 +3772,8 @@ def config_rules(cfg: Config, world_size: int):
     rows = cfg.bigram_vocab_size
     yield not 2 <= rows < 2**31, f"bigram_vocab_size={rows}: use 2 to 2147483647, rows are numbered in int32"
     table = cfg.ngrams
-    repeated = len(set(table.orders)) < len(table.orders) or min(table.orders, default=2) < 2
-    yield repeated, f"ngrams.orders={','.join(map(str, table.orders))}: use different numbers from 2 on"
+    repeated = len(set(table.orders)) < len(table.orders) or not set(table.orders) <= set(range(2, 17))
+    yield repeated, f"ngrams.orders={','.join(map(str, table.orders))}: use different numbers from 2 to 16"
     rows = table.ranges * table.rows
     yield table.rows < 3, f"ngrams.rows={table.rows}: use 3 or more"
     yield (
@@ -3837,10 +3833,13 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     if not n.orders:
         return ""
     table = TABLES[n.placement](cfg, Exchange(0, world_size), torch.device("meta"), TORCH_BACKEND)
-    nested = [value if isinstance(value, list) else [value] for value in vars(table).values()]
-    total = sum(t.nbytes for values in nested for t in values if isinstance(t, Tensor))
-    rows = table.block.nbytes + table.squares.nbytes
-    on_gpu = 0 if device.type == "cpu" else total if n.placement == "sharded" else total - rows
+    sizes = {
+        name: sum(t.nbytes for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor))
+        for name, value in vars(table).items()
+    }
+    total, rows = sum(sizes.values()), sizes["block"] + sizes["squares"]
+    in_memory = rows + sizes["staged"] + sizes["updated"] if n.placement == "host" else 0
+    on_gpu = total - in_memory if device.type == "cuda" else 0
     shape = f"{table.rows:,} rows x {n.width} {n.dtype}"
     needs = [("memory", total - on_gpu, available_memory() // local_ranks)]
     if on_gpu:
@@ -3859,17 +3858,16 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     )
 
 
-def save_model(path: str, model: GPT) -> None:
+def save_model(path: str, model: GPT, rank: int = 0) -> None:
     """Saves full weights without a world size's padding, and the config as JSON.
 
     All ranks must call it; rank 0 writes, also the n-gram table beside it: its rows in order, nothing else.
     """
-    shapes, ngrams = param_shapes(model.cfg, 1), model.ngrams
-    is_master = not ngrams or ngrams.exchange.rank == 0
-    if ngrams:
-        with open(f"{path}.ngrams" if is_master else os.devnull, "wb") as file:
-            ngrams.save(file)
-    if is_master:
+    shapes = param_shapes(model.cfg, 1)
+    if model.ngrams:
+        with open(os.devnull if rank else f"{path}.ngrams", "wb") as file:
+            model.ngrams.save(file)
+    if rank == 0:
         weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
         torch.save({"config": config_json(model.cfg), "weights": weights}, path)
 
@@ -4296,7 +4294,7 @@ def run(args: argparse.Namespace, script: str) -> None:
     if args.save:
         done = f"the run itself is complete, its log is {log.path}"
         with explain(f"--save {args.save}", done, OSError, RuntimeError):
-            save_model(args.save, model)
+            save_model(args.save, model, env.rank)
     if not env.is_master:
         return
     checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume

@@ -641,8 +641,8 @@ def script(corpus, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ("ngrams.orders=2,3,2", "ngrams.orders=2,3,2: use different numbers from 2 on"),
-        ("ngrams.orders=1,2", "ngrams.orders=1,2: use different numbers from 2 on"),
+        ("ngrams.orders=2,3,2", "ngrams.orders=2,3,2: use different numbers from 2 to 16"),
+        ("ngrams.orders=1,2", "ngrams.orders=1,2: use different numbers from 2 to 16"),
         ("ngrams.orders=3,0", "ngrams.orders.1=0 must be finite, and at least 1"),
         ("ngrams.orders=2;3", "--set ngrams.orders=2;3: ngrams.orders takes a value of type int"),
         ("ngrams.rows=2", "ngrams.rows=2: use 3 or more"),
