@@ -485,6 +485,12 @@ def save_table(rank, world_size, path, cfg, chunk_bytes):
         table.save(file)
 
 
+def test_other_ranks_save_nothing(corpus, tmp_path):
+    model = tg.GPT(make_config(corpus, "ngrams.orders="))
+    tg.save_model(str(tmp_path / "model.pt"), model, rank=1)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @BOTH
