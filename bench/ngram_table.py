@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what a table of n-grams costs a step, for tables of 2^14 to 2^24 rows.
 
-    python bench/ngram_table.py [--rows 14,20,24] [--dense 14,16,18,20,22] [--world 2] [--rounds 30]
+    python bench/ngram_table.py [--rows 14,20,24] [--dense 14,16,18,20] [--world 2] [--rounds 30]
 
 Claims: time, bytes sent, gradients and temporaries of a step follow the rows that it touches, not the rows of
 the table. Dense Adam on a replicated table of bigrams, beside it, costs the whole table in each.
