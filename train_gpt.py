@@ -935,6 +935,8 @@ class RowPlan(NamedTuple):
     arriving: Tensor
     # The others are for n-grams. (n,) int32: the rows of its block that any rank has touched.
     owned: Tensor | None = None
+    # (n,) int32: where they are updated, which is there; with placement host, 0 .. n - 1.
+    at: Tensor | None = None
     # Where the last of these, touched in the step before too, were in its `owned`.
     kept_from: Tensor | None = None
     # Rows for who asked, early and late; with placement host, places in `owned`.
@@ -1317,9 +1319,9 @@ class Prefetcher:
         asked[perm] = np.repeat(np.arange(len(owned)), np.diff(offsets))
         is_late = (is_kept[asked] if ngrams.prefetch else np.ones(len(asked))).astype(np.uint8)
         comes_late = self.exchange.send_numbers("late marks", "ngrams", is_late, recv_counts, send_counts)
-        fetches = {}
+        fetches, numbers = {}, places if ngrams.placement == "host" else owned
         for name, flag in ("early", 0), ("late", 1):
-            sent = (places if ngrams.placement == "host" else owned)[asked[is_late == flag]]
+            sent = numbers[asked[is_late == flag]]
             to, by = (
                 np.bincount(np.repeat(np.arange(n), counts)[flags == flag], minlength=n).tolist()
                 for flags, counts in ((is_late, recv_counts), (comes_late, send_counts))
@@ -1335,7 +1337,8 @@ class Prefetcher:
             batch.ngrams = place_rows(batch.ngrams, index, at)
             batch.index["ngrams"] = index._replace(row_ids=at)
         grads = plan.grads._replace(rows=int32(arrival))
-        return RowPlan(grads, int32(places[asked]), int32(owned[by_place]), int32(kept_from), fetches)
+        at = int32(numbers[by_place])
+        return RowPlan(grads, int32(places[asked]), int32(owned[by_place]), at, int32(kept_from), fetches)
 
 
 class ValLoader:
@@ -3140,7 +3143,9 @@ class NgramTable:
 
     def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
-        self.squares = torch.zeros(rows, dtype=dtype, device=device)
+        self.stored = [self.block, torch.zeros(rows, dtype=dtype, device=device)]  # and the rule's state
+        # Where the present step's rows and their state are updated, and where the next step's are sent from.
+        self.tables = self.next_tables = self.stored
 
     def begin(self, batch: Batch) -> None:
         """Fetches all rows of a step, if the one before has not."""
@@ -3161,20 +3166,17 @@ class NgramTable:
         early = self.next_plan.fetches["early"]
         self._fetch("late", len(early.rows), sum(early.recv_counts))
         self.plan, self.next_plan = self.next_plan, None
+        self.tables, self.next_tables = self.next_tables, self.tables
 
     def _fetch(self, part: str, sent: int, received: int) -> None:
         transfer = self.next_plan.fetches[part]
         out = self.compact.detach()[received : received + sum(transfer.recv_counts)]
         rows = self.sent[sent : sent + len(transfer.rows)] if self.exchange.world_size > 1 else out
-        self.backend.gather_rows(rows, self.next_table(), transfer.rows[None])
+        self.backend.gather_rows(rows, self.next_tables[0], transfer.rows[None])
         self.pending.append(self.exchange.send_rows(f"{part} rows", "ngrams", rows, transfer, out))
 
     def read(self, plan: RowPlan) -> None:
-        """Prepares next_table(), by the next step's plan in host memory."""
-
-    def next_table(self) -> Tensor:
-        """Returns where the next step's Transfers find rows."""
-        return self.block
+        """Prepares next_tables, by the next step's plan in host memory."""
 
     def arrived(self) -> Tensor:
         """Returns the rows that the present step reads, after their arrival."""
@@ -3193,10 +3195,6 @@ class NgramTable:
         pending = self.exchange.send_rows("gradient rows", "ngrams", sent, plan.grads, received)
         return pending._replace(finish=lambda rows: mean_rows(owned.zero_(), rows, plan))
 
-    def touched(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Returns the rows to update, and the tensors of rows and state that have them."""
-        return self.plan.owned, (self.block, self.squares)
-
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads()."""
         self.apply_rule(grads, self.cfg.lr * plan.lr_mul)
@@ -3205,19 +3203,18 @@ class NgramTable:
             self.fetch_late()
 
     def apply_rule(self, grads: Tensor, lr: float) -> None:
-        rows, tables = self.touched()
         if self.journal is not None:
             owned = self.plan.owned.cpu()
             new = ~torch.isin(owned, torch.cat([owned[:0], *(entry[0] for entry in self.journal)]))
-            at = rows[new.to(rows.device)]
-            self.journal.append([owned[new], *(t[at].cpu() for t in tables)])
-        getattr(self.backend, ROW_RULES[self.cfg.rule])(*tables, rows, grads, lr)
+            at = self.plan.at[new.to(self.device)]
+            self.journal.append([owned[new], *(t[at].cpu() for t in self.tables)])
+        getattr(self.backend, ROW_RULES[self.cfg.rule])(*self.tables, self.plan.at, grads, lr)
 
     def undo(self) -> None:
         """Undoes the updates in the journal, and ends it."""
         self.finish()
         for rows, *values in self.journal:
-            for t, value in zip((self.block, self.squares), values):
+            for t, value in zip(self.stored, values):
                 t[rows.to(t.device)] = value.to(t.device)
         self.journal = None
 
@@ -3243,7 +3240,7 @@ class NgramTable:
 
     def parts(self) -> Iterable[Tensor]:
         """Yields views of the block and its state, of at most CHUNK_BYTES each."""
-        for t in self.block, self.squares:
+        for t in self.stored:
             yield from t.split(max(1, CHUNK_BYTES // t[0].nbytes))
 
     def write(self, file) -> None:
@@ -3280,21 +3277,21 @@ def as_bytes(t: Tensor) -> bytes:
 
 
 class HostTable(NgramTable):
-    """Keeps the rows and their state in host memory, and on the device what a step touches: `work`.
+    """Keeps the rows and their state in host memory, and on the device what a step touches: `tables`.
 
-    The rule runs there. Rows that the step before has touched are copied from its `work`, others read through
+    The rule runs there. Rows that the step before has touched are copied from its tables, others read through
     staging buffers, page-locked for a GPU, after what the step before that has updated is written back. In
     training this thread waits for the device for that alone, with a forward launched: no row is stale.
     """
 
     def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         super().make_block(rows, dtype, torch.device("meta" if device.type == "meta" else "cpu"))
-        on_gpu, tables = device.type == "cuda", (self.block, self.squares)
+        on_gpu = device.type == "cuda"
 
         def make(on: torch.device, **options) -> list[Tensor]:
-            return [t.new_zeros((len(self.sums), *t.shape[1:]), device=on, **options) for t in tables]
+            return [t.new_zeros((len(self.sums), *t.shape[1:]), device=on, **options) for t in self.stored]
 
-        self.work, self.next_work = make(device), make(device)
+        self.tables, self.next_tables = make(device), make(device)
         self.staged, self.updated = (make(self.block.device, pin_memory=on_gpu) for _ in range(2))
         self.copied = torch.cuda.Event() if on_gpu else None  # after the last copy from or to these two
         self.unwritten: Tensor | None = None  # rows in `updated`
@@ -3303,40 +3300,32 @@ class HostTable(NgramTable):
         if self.copied:
             self.copied.synchronize()
         if self.unwritten is not None:
-            for t, values in zip((self.block, self.squares), self.updated):
+            for t, values in zip(self.stored, self.updated):
                 t.index_copy_(0, self.unwritten.long(), values[: len(self.unwritten)])
             self.unwritten = None
 
     def read(self, plan: RowPlan) -> None:
         self.write_back()
         n, self.next_owned = len(plan.owned) - len(plan.kept_from), plan.owned
-        for t, staged, work in zip((self.block, self.squares), self.staged, self.next_work):
+        for t, staged, table in zip(self.stored, self.staged, self.next_tables):
             torch.index_select(t, 0, plan.owned[:n], out=staged[:n])
-            work[:n].copy_(staged[:n], non_blocking=True)
+            table[:n].copy_(staged[:n], non_blocking=True)
         if self.copied:
             self.copied.record()
 
     def fetch_late(self) -> None:
         kept_from, self.owned = self.next_plan.kept_from, self.next_owned
-        for work, before in zip(self.next_work, self.work):
-            n = len(self.owned)
-            torch.index_select(before, 0, kept_from, out=work[n - len(kept_from) : n])
+        n = len(self.owned)
+        for table, before in zip(self.next_tables, self.tables):
+            torch.index_select(before, 0, kept_from, out=table[n - len(kept_from) : n])
         super().fetch_late()
-        self.work, self.next_work = self.next_work, self.work
-
-    def next_table(self) -> Tensor:
-        return self.next_work[0]
-
-    def touched(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        rows = torch.arange(len(self.owned), dtype=torch.int32, device=self.device)
-        return rows, (self.work[0], self.work[1])
 
     def apply_rule(self, grads: Tensor, lr: float) -> None:
         if self.unwritten is not None:  # nothing has been read since
             self.write_back()
         super().apply_rule(grads, lr)
-        for updated, work in zip(self.updated, self.work):
-            updated[: len(self.owned)].copy_(work[: len(self.owned)], non_blocking=True)
+        for updated, table in zip(self.updated, self.tables):
+            updated[: len(self.owned)].copy_(table[: len(self.owned)], non_blocking=True)
         self.unwritten = self.owned
         if self.copied:
             self.copied.record()
@@ -3836,8 +3825,9 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     sizes = {
         name: sum(t.nbytes for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor))
         for name, value in vars(table).items()
+        if name == "stored" or (name != "block" and value is not table.stored)
     }
-    total, rows = sum(sizes.values()), sizes["block"] + sizes["squares"]
+    total, rows = sum(sizes.values()), sizes["stored"]
     in_memory = rows + sizes["staged"] + sizes["updated"] if n.placement == "host" else 0
     on_gpu = total - in_memory if device.type == "cuda" else 0
     shape = f"{table.rows:,} rows x {n.width} {n.dtype}"
@@ -3865,8 +3855,11 @@ def save_model(path: str, model: GPT, rank: int = 0) -> None:
     """
     shapes = param_shapes(model.cfg, 1)
     if model.ngrams:
-        with open(os.devnull if rank else f"{path}.ngrams", "wb") as file:
+        aside = f"{path}.ngrams.partial"  # a process may have mapped an earlier table
+        with open(os.devnull if rank else aside, "wb") as file:
             model.ngrams.save(file)
+        if rank == 0:
+            os.replace(aside, f"{path}.ngrams")
     if rank == 0:
         weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
         torch.save({"config": config_json(model.cfg), "weights": weights}, path)
@@ -3877,10 +3870,9 @@ class NgramFile:
 
     def __init__(self, path: str, cfg: Ngrams, device: torch.device | str):
         self.dtype, self.device, shape = dtype_of(cfg.dtype), device, (cfg.ranges * cfg.rows, cfg.width)
-        with explain(
-            f"cannot read {path}", "keep it beside the model it was saved with", OSError, ValueError
-        ):
-            self.rows = np.memmap(path, np.uint8, "r", shape=(shape[0], shape[1] * self.dtype.itemsize))
+        fix = "keep the whole file beside the model it was saved with"
+        with explain(f"cannot read {path}", fix, OSError, ValueError):
+            self.rows = np.memmap(path, np.uint8, "r").reshape(shape[0], shape[1] * self.dtype.itemsize)
 
     def fetch(self, row_ids: Tensor) -> Tensor:
         """Returns rows (n,) of the table, (n, width)."""
@@ -3962,8 +3954,10 @@ class Checkpoint(NamedTuple):
         path = self.path / f"rank{rank}.pt"
         try:
             if optimizer.ngrams:
-                with open(path.with_suffix(".ngrams"), "rb") as table:
+                path = path.with_suffix(".ngrams")
+                with open(path, "rb") as table:
                     optimizer.ngrams.load(table)
+                path = path.with_suffix(".pt")
             with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
                 if bad := file.testzip():
                     raise ValueError(f"checksum of {bad}")
@@ -3974,7 +3968,7 @@ class Checkpoint(NamedTuple):
             raise
         except OSError as e:
             question = "is the run still going, and do all machines see its folder?"
-            raise UserError(f"cannot read {e.filename or path}: {first_line(e)}; {question}") from None
+            raise UserError(f"cannot read {path}: {first_line(e)}; {question}") from None
         except Exception as e:  # what torch.load raises depends on the damage
             fix = f"remove {path.parents[1]}, and start again"
             raise UserError(f"{path} is damaged ({first_line(e)}); {fix}") from None

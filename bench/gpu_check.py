@@ -523,7 +523,7 @@ def table_sizes(setup: Setup) -> Iterator[Row]:
             for _ in range(setup.timed_steps):
                 training.step()
             table = training.optimizer.ngrams
-            own, trained = table.block.nbytes + table.squares.nbytes, bool(table.squares.any())
+            own, trained = sum(t.nbytes for t in table.stored), bool(table.stored[1].any())
             rest.append(max(1, training.peak - own))  # 1: peaks are not known on a CPU
             times.append(float(np.median(training.pairs())))
             seen = f"{own / 2**20:.0f} MiB of table, {rest[-1] / 2**20:.0f} beside it; {times[-1]:.1f} ms"

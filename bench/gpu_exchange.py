@@ -90,7 +90,7 @@ def train_small(
     trained = [p.detach() for p in model.parameters()]
     if table := optimizer.ngrams:
         table.finish()
-        trained += [table.block.to(device), table.squares.to(device)]
+        trained += [t.to(device) for t in table.stored]
     return trained
 
 

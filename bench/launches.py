@@ -317,8 +317,8 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
         stack.enter_context(patched(tg.NgramTable, fetch=gpu_code.fetch_nothing))
         one_slice, model.ngrams = dataclasses.replace(cfg, val_slices=1), optimizer.ngrams
-        for _, val_batch in tg.ValLoader(one_slice, paths, 0, 1, False):
-            model.token_losses(val_batch.to(model.device), plans[0].windows)
+        val = tg.ValLoader(one_slice, paths, 0, 1, False)
+        gpu_code.validate(model, val, exchange, plans[0].windows, 1)
         for _ in range(4):
             batch = batches.next()
             counts.begin_step()

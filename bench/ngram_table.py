@@ -153,7 +153,7 @@ def run_rank(rank: int, world_size: int, folder: str, args: argparse.Namespace) 
         training = trainings[size] = Training(cfg, shard, rank, world_size, pairs)
         cold_ms[size], times[size] = median(training.pair() for _ in range(cold)), []
         if table := training.optimizer.ngrams:
-            for t in table.block, table.squares:
+            for t in table.stored:
                 t.add_(0)
     for i in range(args.rounds):
         for size in sizes if i % 2 else reversed(sizes):
@@ -178,9 +178,7 @@ def run_rank(rank: int, world_size: int, folder: str, args: argparse.Namespace) 
             early = sum(sum(plan.fetches["early"].recv_counts) for plan in plans)
             fetched = sum(sum(plan.grads.send_counts) for plan in plans)
             buffers = sum(
-                t.nbytes
-                for name, t in vars(table).items()
-                if torch.is_tensor(t) and name not in ("block", "squares")
+                t.nbytes for name, t in vars(table).items() if torch.is_tensor(t) and name != "block"
             )
             columns = [f"{early / fetched:.0%}", f"{sum(sent.values()):,}", ""]
             if world_size > 1:

@@ -2,17 +2,21 @@
 """Builds a corpus from what every machine has: the source of Python's standard library, and pydoc's topics.
 
     python data/local_corpus.py [--out data/local]
+    python data/local_corpus.py --headers [--out data/headers]
 
-The text is the library's .py files, without tests, and the pydoc topics, named pydoc_data/topics/NAME.
+The text is the library's .py files, without tests, and the pydoc topics, named pydoc_data/topics/NAME; with
+--headers, instead, the C++ headers in the torch package: to check on other text what was found on the first.
 Training uses only the beginning of a document, so files are cut at blank lines into passages of about 1 KiB;
 each passage is a document. The SHA-256 of a file's name chooses between training and validation (one file in
 20). The SHA-256 of name and passage number orders the documents. They are always encoded as bytes, so runs on
-different machines compare. Python versions have different text; a run's log names the data's fingerprint.
-Does nothing if complete shards of this Python's text exist.
+different machines compare. Versions of Python and torch have different text; a run's log names the data's
+fingerprint. Does nothing if complete shards of this version's text exist.
 """
 
 import argparse
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import platform
 import sys
@@ -27,10 +31,11 @@ PASSAGE_BYTES = 1024
 # Left out: packages, tests, and files that differ between builds of one version.
 LEFT_OUT_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
 LEFT_OUT_FILES = ("test_*.py", "*_test.py", "_sysconfigdata*.py", "sitecustomize.py", "usercustomize.py")
+HEADER_SUFFIXES = (".h", ".hpp", ".cuh")
 
 
-def corpus(stdlib: Path) -> list[Document]:
-    """Returns all documents, bytes as on disk, ordered by the hash of name and passage number."""
+def stdlib_texts(stdlib: Path) -> dict[str, bytes]:
+    """Returns the library's files and pydoc's topics, bytes as on disk, by name."""
 
     def kept(path: Path) -> bool:
         return not (
@@ -41,7 +46,17 @@ def corpus(stdlib: Path) -> list[Document]:
 
     names = filter(kept, (path.relative_to(stdlib) for path in stdlib.rglob("*.py")))
     texts = {path.as_posix(): (stdlib / path).read_bytes() for path in names}
-    texts |= {f"pydoc_data/topics/{name}": text.encode() for name, text in topics.items()}
+    return texts | {f"pydoc_data/topics/{name}": text.encode() for name, text in topics.items()}
+
+
+def header_texts(package: Path) -> dict[str, bytes]:
+    """Returns the package's C++ headers, bytes as on disk, by name."""
+    files = (path for suffix in HEADER_SUFFIXES for path in (package / "include").rglob(f"*{suffix}"))
+    return {path.relative_to(package).as_posix(): path.read_bytes() for path in files}
+
+
+def corpus(texts: dict[str, bytes]) -> list[Document]:
+    """Returns the documents, ordered by the hash of name and passage number."""
     parts = {
         f"{name}#{i}": (name, raw)
         for name, text in texts.items()
@@ -51,12 +66,12 @@ def corpus(stdlib: Path) -> list[Document]:
     return [Document(path=name, line=1, raw=raw, key=name) for name, raw in map(parts.__getitem__, order)]
 
 
-def describe_source(documents: list[Document]) -> dict:
-    """Returns what identifies the corpus: Python's version, the number of documents and their hash."""
+def describe_source(documents: list[Document], name: str, version: str) -> dict:
+    """Returns what identifies the corpus: its origin's version, the number of documents and their hash."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(f"{document.key} {len(document.raw)}\n".encode() + document.raw)
-    return {"python": platform.python_version(), "documents": len(documents), "sha256": digest.hexdigest()}
+    return {name: version, "documents": len(documents), "sha256": digest.hexdigest()}
 
 
 def is_complete(out: Path, source: dict) -> bool:
@@ -73,28 +88,37 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path(__file__).resolve().parent / "local",
-        help="folder for the shards (default: data/local)",
-    )
+    parser.add_argument("--headers", action="store_true", help="the headers in torch, not Python's library")
+    parser.add_argument("--out", type=Path, help="folder for the shards (default: data/local, data/headers)")
     args = parser.parse_args(argv)
-    documents = corpus(Path(sysconfig.get_path("stdlib")))
-    source = describe_source(documents)
-    if is_complete(args.out, source):
-        print(f"{args.out.name}: the text of Python {source['python']} is there already")
+    if args.headers:
+        if not (torch := importlib.util.find_spec("torch")) or not torch.submodule_search_locations:
+            sys.exit("local_corpus.py: no torch here, whose headers are the text; use .venv/bin/python")
+        origin, version = "torch", importlib.metadata.version("torch")
+        texts, text = (
+            header_texts(Path(torch.submodule_search_locations[0])),
+            f"the headers of torch {version}",
+        )
+    else:
+        origin, version = "python", platform.python_version()
+        texts = stdlib_texts(Path(sysconfig.get_path("stdlib")))
+        text = f"the standard library of Python {version}"
+    out = args.out or Path(__file__).resolve().parent / ("headers" if args.headers else "local")
+    documents = corpus(texts)
+    source = describe_source(documents, origin, version)
+    if is_complete(out, source):
+        print(f"{out.name}: the text of {origin.title()} {version} is there already")
         return
     try:
-        written = write_shards(args.out, "python", documents, "bytes", val_one_in=VAL_ONE_IN)
+        written = write_shards(out, origin, documents, "bytes", val_one_in=VAL_ONE_IN)
     except (UserError, OSError) as error:
         sys.exit(f"local_corpus.py: {error}")
-    tokens = {path.name: read_header(path).tokens for path in sorted(args.out.glob("*.bin"))}
-    (args.out / "source.json").write_text(json.dumps(source | {"tokens": tokens}, indent=1) + "\n")
+    tokens = {path.name: read_header(path).tokens for path in sorted(out.glob("*.bin"))}
+    (out / "source.json").write_text(json.dumps(source | {"tokens": tokens}, indent=1) + "\n")
     print(
-        f"{args.out.name}: {written.train.tokens:,} training tokens ({written.train.documents:,} documents), "
-        f"{written.val.tokens:,} validation tokens ({written.val.documents:,} documents), from the standard "
-        f"library of Python {source['python']}; {written.bad} left out that are not UTF-8"
+        f"{out.name}: {written.train.tokens:,} training tokens ({written.train.documents:,} documents), "
+        f"{written.val.tokens:,} validation tokens ({written.val.documents:,} documents), from {text}; "
+        f"{written.bad} left out that are not UTF-8"
     )
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import time
+import types
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -418,7 +419,9 @@ def corpus(tmp_path_factory):
 
 @pytest.mark.slow
 def test_corpus_is_the_library_split_by_name(corpus):
-    documents = local_corpus.corpus(Path(local_corpus.sysconfig.get_path("stdlib")))
+    documents = local_corpus.corpus(
+        local_corpus.stdlib_texts(Path(local_corpus.sysconfig.get_path("stdlib")))
+    )
     documents = [d for d in documents if d.raw]
     names = {d.key for d in documents}
     assert {"argparse.py", "json/decoder.py", "unittest/case.py", "pydoc_data/topics/lambda"} < names
@@ -472,6 +475,33 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
     assert builds() and train.read_bytes() == complete
     (library / "a.py").write_text("pass\n")
     assert builds() and not builds()
+
+
+def test_the_second_corpus_is_a_packages_headers(tmp_path, monkeypatch, capsys):
+    package, out = tmp_path / "torch", tmp_path / "out"
+    texts = {
+        f"include/{n}/{n}.{suffix}": f"// {n}\n" for n in range(9) for suffix in ("h", "hpp", "cuh", "txt")
+    }
+    for name, text in texts.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(
+        local_corpus.importlib.util,
+        "find_spec",
+        lambda name: types.SimpleNamespace(submodule_search_locations=[str(package)]),
+    )
+    monkeypatch.setattr(local_corpus.importlib.metadata, "version", lambda name: f"{name} 1.2")
+    local_corpus.main(["--headers", "--out", str(out)])
+    assert "the headers of torch torch 1.2" in capsys.readouterr().out
+    documents = sorted(documents_in(out, "train") + documents_in(out, "val"))
+    assert documents == sorted(text.encode() for name, text in texts.items() if not name.endswith(".txt"))
+    assert json.loads((out / "source.json").read_text())["torch"] == "torch 1.2"
+    local_corpus.main(["--headers", "--out", str(out)])
+    assert "there already" in capsys.readouterr().out
+    monkeypatch.setattr(local_corpus.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="no torch here"):
+        local_corpus.main(["--headers", "--out", str(out)])
 
 
 # ---- bench/ngram.py ----------------------------------------------------------------------------------------

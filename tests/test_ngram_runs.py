@@ -592,7 +592,7 @@ def test_a_missing_or_short_table_is_refused(saved, tmp_path, size):
         os.truncate(path, size)
     with pytest.raises(tg.UserError) as error:
         tg.load_model(str(folder / "model.pt"))
-    problem, fix = f"cannot read {path}: ", "; keep it beside the model it was saved with"
+    problem, fix = f"cannot read {path}: ", "; keep the whole file beside the model it was saved with"
     assert str(error.value).startswith(problem) and str(error.value).endswith(fix)
     assert "\n" not in str(error.value)
 

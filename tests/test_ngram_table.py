@@ -159,7 +159,7 @@ def tensors_of(table):
     """Returns a table's rows and state on this rank, live."""
     if isinstance(table, WholeTable):
         return table.table.detach(), table.squares
-    return table.block, table.squares
+    return tuple(table.stored)
 
 
 def fill(table, values):
@@ -467,7 +467,7 @@ def live(rank, world_size, cfg, folder, limit):
         tg.Checkpoint.find(str(folder)).load(model, optimizer, rank)
         optimizer.gather_all()
     with memory.phase("save"):
-        tg.save_model(str(folder / "model.pt"), model)
+        tg.save_model(str(folder / "model.pt"), model, rank)
         exchange.all_gather_object(None)  # rank 0 has written it
     with memory.phase("load"):
         loaded = tg.load_model(str(folder / "model.pt"))

@@ -94,7 +94,7 @@ def train(cfg, backend):
     changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     if optimizer.ngrams:
         optimizer.ngrams.finish()
-        changes |= {"ngrams": optimizer.ngrams.block, "squares": optimizer.ngrams.squares}
+        changes |= {"ngrams": optimizer.ngrams.block, "squares": optimizer.ngrams.stored[1]}
     return losses, changes
 
 
