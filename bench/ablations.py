@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Runs variants of a preset over paired seeds, and prints how each one's loss differs from the first one's.
+
+    python bench/ablations.py --seeds 3 --jobs 2 --common "stages.*.steps=40 val_slices=48" \\
+        "bigrams:" "orders 2 to 5: ngrams.orders=2,3,4,5" "rate 0.5: ngrams.orders=2,3,4,5 ngrams.lr=0.5"
+
+A variant is LABEL: NAME=VALUE ..., settings as for --set, from which the first variant is the baseline. Every
+run is one process with one thread, so that --jobs of them share a machine: its loss is that of more processes
+up to rounding, its time is no measurement. All variants run with the first seed, then all with the next.
+
+A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
+weights, and the runs of one seed begin with the same. A difference below two standard errors is "not
+resolved", and decides nothing. With n seeds the standard error has n - 1 degrees of freedom: of many
+variants some will pass two by chance.
+
+Runs are kept in --out, a JSON line each, and not repeated there with the same script, settings and seed.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "records"))
+import compare
+
+
+def parse_variant(text: str) -> tuple[str, list[str]]:
+    """Returns (label, settings) of "LABEL: NAME=VALUE ..."."""
+    label, colon, settings = text.partition(":")
+    if not colon or not label.strip() or not all("=" in setting for setting in settings.split()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LABEL: NAME=VALUE ...")
+    return label.strip(), settings.split()
+
+
+def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
+    """Trains once; returns the loss, the steps and the log's path. Raises UserError with what it printed."""
+    options = [f"--set={setting}" for setting in settings]
+    command = [sys.executable, str(script), "--preset", preset, "--seed", str(seed), *options]
+    run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    log = re.search(r"^log +(.+\.txt)$", run.stdout, re.M)
+    if run.returncode or not log:
+        last = (run.stderr.strip() or run.stdout.strip() or "nothing was printed").splitlines()[-1]
+        raise compare.UserError(f"{' '.join(command)} failed: {last}")
+    path = (script.parent / log[1]).resolve()
+    (result,), _ = compare.read_log(str(path))
+    return {"loss": result.val_loss, "time_s": result.train_time_s, "log": str(path)}
+
+
+def paired(losses: list[float], base: list[float]) -> tuple[float, float]:
+    """Returns the mean of losses - base, pair by pair, and its standard error."""
+    mean, sd = compare.mean_and_sd([a - b for a, b in zip(losses, base, strict=True)])
+    return mean or 0.0, math.nan if sd is None else sd / math.sqrt(len(losses))
+
+
+def table(losses: dict[str, list[float]]) -> str:
+    """Returns a markdown table of means and differences; the first variant is the baseline."""
+    base, *others = losses
+    rows = [[base, f"{sum(losses[base]) / len(losses[base]):.4f}", "", ""]]
+    for label in others:
+        difference, error = paired(losses[label], losses[base])
+        verdict = "" if abs(difference) >= 2 * error else "not resolved"
+        mean = sum(losses[label]) / len(losses[label])
+        rows.append([label, f"{mean:.4f}", f"{difference:+.4f} +- {error:.4f}", verdict])
+    return "\n".join(compare.markdown_table(["variant", "loss", "difference", ""], rows))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("variants", nargs="+", type=parse_variant, metavar="LABEL: NAME=VALUE ...")
+    parser.add_argument("--script", type=Path, default=REPOSITORY / "train_gpt.py")
+    parser.add_argument("--preset", default="cpu")
+    parser.add_argument("--common", default="", metavar="NAME=VALUE ...", help="settings of all variants")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--out", type=Path, default=Path("ablations.jsonl"))
+    args = parser.parse_args(argv)
+    if len({label for label, _ in args.variants}) < len(args.variants):
+        parser.error("two variants have the same label")
+
+    script = hashlib.sha256(args.script.read_bytes()).hexdigest()[:12]
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    done = {tuple(entry["run"]): entry["loss"] for entry in map(json.loads, lines)}
+
+    def run(seed: int, label: str, settings: list[str]) -> float:
+        settings = args.common.split() + settings
+        name = script, args.preset, " ".join(settings), seed
+        if name not in done:
+            result = train(args.script.resolve(), args.preset, settings, seed)
+            with open(args.out, "a") as file:
+                file.write(json.dumps({"run": name, "label": label} | result) + "\n")
+            done[name] = result["loss"]
+        print(f"{done[name]:.4f}  seed {seed}  {label}", flush=True)
+        return done[name]
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        futures = {
+            (s, label): pool.submit(run, s, label, sets) for s in seeds for label, sets in args.variants
+        }
+        try:
+            losses = {label: [futures[s, label].result() for s in seeds] for label, _ in args.variants}
+        except compare.UserError as error:
+            pool.shutdown(cancel_futures=True)
+            sys.exit(f"ablations.py: {error}")
+    print(f"\n{table(losses)}")
+
+
+if __name__ == "__main__":
+    main()
