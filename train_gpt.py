@@ -212,8 +212,9 @@ class Ngrams:
     width: int = 768  # columns, at most the model's width: rows are added to the stream's first channels
     dtype: str = "float32"
     placement: str = "sharded"  # row r on rank r % world_size: there on the device, or in host memory (host)
-    rule: str = "adagrad"  # of the updates: row-wise Adagrad
     lr: float = 1.0
+    moments: str = "row"  # second moments, by which gradients are scaled: one a row, or one an entry
+    beta2: float = 1.0  # their decay at each update of a row; 1: none, they are sums (Adagrad)
     prefetch: bool = True  # rows of the next step that this one does not change are fetched during it
 
     @property
@@ -308,7 +309,7 @@ class Config:
     # fmt: off
     kernels: tuple[str, ...] = (
         "gram", "relu_square", "softcap_loss", "scaled_grad", "segment_sum_rows", "transpose", "gather_rows",
-        "adagrad_rows",
+        "update_rows",
     )
     # fmt: on
     attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
@@ -1528,19 +1529,64 @@ def gather_rows(out: Tensor, table: Tensor, ids: Tensor) -> None:
     out.copy_(total)
 
 
-ADAGRAD_EPS = 1e-10
+ROW_EPS = 1e-10
 
 
-def adagrad_rows(table: Tensor, squares: Tensor, rows: Tensor, grads: Tensor, lr: float) -> None:
-    """Updates distinct `rows` (n,) int32 of `table` (N, w) by row-wise Adagrad, from grads (n, w).
+def update_rows(
+    table: Tensor,
+    moments: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    lr: float,
+    beta2: float,
+    row_ids: Tensor | None = None,
+    step: int = 0,
+) -> None:
+    """Updates distinct `rows` (n,) int32 of `table` (N, w) from grads (n, w), scaled by second moments.
 
-    squares (N,), at least fp32, like the arithmetic, sums the gradients' mean squares by row (Duchi et al.
-    2011, jmlr.org/papers/v12/duchi11a.html; by row: DLRM, arXiv:1906.00091, and FBGEMM).
+    moments, (N,) or (N, w), are at least fp32, as is the arithmetic. With beta2 = 1 they sum squares: Adagrad
+    (Duchi et al. 2011, jmlr.org/papers/v12/duchi11a.html); (N,) mean squares by row (DLRM, arXiv:1906.00091,
+    and FBGEMM). Else they average squares over the row's updates: RMSProp (Tieleman, Hinton 2012). The first
+    sets them: from 0, the row's first step would be 1 / sqrt(1 - beta2) times as long.
+    A bf16 table is rounded stochastically, by row_ids (n,) int32 and step.
     """
-    total = squares[rows] + grads.square().mean(-1)
-    squares.index_copy_(0, rows.long(), total)
-    new = table[rows].to(grads.dtype) - lr * grads / (total.sqrt() + ADAGRAD_EPS)[:, None]
-    table.index_copy_(0, rows.long(), new.to(table.dtype))
+    at, squares = rows.long(), grads.square()
+    if moments.dim() == 1:
+        moments, squares = moments[:, None], squares.mean(-1, keepdim=True)
+    old = moments[at]
+    new = old + squares
+    if beta2 < 1:
+        new = torch.where(old == 0, squares, beta2 * old + (1 - beta2) * squares)
+    moments.index_copy_(0, at, new)
+    values = table[at].to(grads.dtype) - lr * grads / (new.sqrt() + ROW_EPS)
+    if table.dtype == torch.bfloat16:
+        values = round_stochastically(values.float(), row_ids, step)
+    table.index_copy_(0, at, values.to(table.dtype))
+
+
+def signed(x: int) -> int:
+    """Returns the int32 with the bits of a uint32."""
+    return (x & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
+
+
+def mix_bits(x: Tensor) -> Tensor:
+    """Mixes the bits of int32 x by the finalizer of MurmurHash3, in int32, which wraps."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * signed(0x85EBCA6B)  # >> copies the sign, which the masks take away
+    x = (x ^ (x >> 13 & 0x7FFFF)) * signed(0xC2B2AE35)
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def round_stochastically(x: Tensor, row_ids: Tensor, step: int) -> Tensor:
+    """Returns fp32 x (n, w) without its lower 16 bits, so that bf16 holds it, and its mean over steps is x.
+
+    Adds a hash of row, column and step below bf16's last bit, and truncates; infinities and NaN pass. Rounded
+    to nearest, a weight would not move by less than 1/512 of itself.
+    """
+    row_seeds = mix_bits(row_ids + signed(step * int(MIX)))[:, None]
+    columns = torch.arange(x.size(1), dtype=torch.int32, device=x.device)
+    bits = x.view(torch.int32)
+    rounded = bits + (mix_bits(row_seeds + columns * signed(int(MIX))) & 0xFFFF) & -0x10000
+    return torch.where(x.isfinite(), rounded, bits).view(torch.float32)
 
 
 # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02.
@@ -1833,16 +1879,57 @@ if triton is not None:
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
     @triton.jit
-    def adagrad_rows_kernel(table, squares, rows, grads, lr, columns, EPS: tl.constexpr, BLOCK: tl.constexpr):
-        """Updates a row, and its sum of squares."""
+    def mix_bits_kernel(x):
+        """Mixes the bits of uint32 x."""
+        x = (x ^ (x >> 16)) * 0x85EBCA6B
+        x = (x ^ (x >> 13)) * 0xC2B2AE35
+        return x ^ (x >> 16)
+
+    @triton.jit(do_not_specialize=["step_seed"])
+    def update_rows_kernel(
+        table,
+        moments,
+        rows,
+        grads,
+        row_ids,
+        step_seed,
+        lr,
+        beta2,
+        weight,
+        columns,
+        BY_ENTRY: tl.constexpr,
+        SUMS: tl.constexpr,
+        ROUND: tl.constexpr,
+        MIX: tl.constexpr,
+        EPS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Updates a row, and its second moments."""
         i, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
         row, mask = tl.load(rows + i).to(tl.int64), cols < columns
         g = tl.load(grads + i * columns + cols, mask=mask, other=0.0)
-        total = tl.load(squares + row) + tl.sum(g * g) / columns
-        tl.store(squares + row, total)
         table += row * columns + cols
-        new = tl.load(table, mask=mask).to(tl.float32) - lr * g / (tl.sqrt_rn(total) + EPS)
-        tl.store(table, new.to(table.dtype.element_ty), mask=mask)
+        if BY_ENTRY:
+            moments += row * columns + cols
+            squares, old = g * g, tl.load(moments, mask=mask, other=0.0)
+        else:
+            moments += row
+            squares, old = tl.sum(g * g) / columns, tl.load(moments)
+        new = old + squares
+        if not SUMS:
+            new = tl.where(old == 0, squares, beta2 * old + weight * squares)
+        if BY_ENTRY:
+            tl.store(moments, new, mask=mask)
+        else:
+            tl.store(moments, new)
+        x = tl.load(table, mask=mask, other=0.0).to(tl.float32) - lr * g / (tl.sqrt_rn(new) + EPS)
+        if ROUND:
+            row_seed = mix_bits_kernel(tl.load(row_ids + i).to(tl.uint32) + step_seed.to(tl.uint32))
+            noise = mix_bits_kernel(row_seed + cols.to(tl.uint32) * MIX) & 0xFFFF
+            bits = x.to(tl.uint32, bitcast=True)
+            finite = (bits & 0x7F800000) != 0x7F800000
+            x = tl.where(finite, bits + noise & 0xFFFF0000, bits).to(tl.float32, bitcast=True)
+        tl.store(table, x.to(table.dtype.element_ty), mask=mask)
 
 
 # Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
@@ -1934,11 +2021,24 @@ def triton_gather_rows(out: Tensor, table: Tensor, ids: Tensor) -> None:
         )
 
 
-def triton_adagrad_rows(table: Tensor, squares: Tensor, rows: Tensor, grads: Tensor, lr: float) -> None:
+def triton_update_rows(
+    table: Tensor,
+    moments: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    lr: float,
+    beta2: float,
+    row_ids: Tensor | None = None,
+    step: int = 0,
+) -> None:
     if len(rows):
         block = triton.next_power_of_2(columns := table.size(1))
-        options = {"EPS": ADAGRAD_EPS, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
-        adagrad_rows_kernel[(len(rows),)](table, squares, rows, grads, lr, columns, **options)
+        flags = {"BY_ENTRY": moments.dim() == 2, "SUMS": beta2 == 1, "ROUND": table.dtype == torch.bfloat16}
+        options = {"MIX": int(MIX), "EPS": ROW_EPS, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
+        tensors, step_seed = (table, moments, rows, grads, row_ids), signed(step * int(MIX))
+        update_rows_kernel[(len(rows),)](
+            *tensors, step_seed, lr, beta2, 1 - beta2, columns, **flags, **options
+        )
 
 
 class Backend(NamedTuple):
@@ -1954,7 +2054,7 @@ class Backend(NamedTuple):
     transpose_copy: Callable = transpose_copy
     transpose_add: Callable = transpose_add
     gather_rows: Callable = gather_rows
-    adagrad_rows: Callable = adagrad_rows
+    update_rows: Callable = update_rows
     compiled: Callable = lambda function: function
     scalar: Callable = float  # wraps what changes by step, so that compiled code does not recompile
     fp8: bool = False
@@ -1970,7 +2070,7 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
     "transpose": {"transpose_copy": triton_transpose, "transpose_add": triton_transpose},
     "gather_rows": {"gather_rows": triton_gather_rows},
-    "adagrad_rows": {"adagrad_rows": triton_adagrad_rows},
+    "update_rows": {"update_rows": triton_update_rows},
 }
 
 
@@ -3088,9 +3188,6 @@ OPTIMIZERS = {
 }
 
 
-ROW_RULES = {"adagrad": "adagrad_rows"}  # of an n-gram table: operations of the backend
-
-
 # ============================================================================================================
 # 11  Tables. N-gram memory: a table of any size, whose cost follows the rows that a step touches.
 #
@@ -3143,7 +3240,8 @@ class NgramTable:
 
     def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
-        self.stored = [self.block, torch.zeros(rows, dtype=dtype, device=device)]  # and the rule's state
+        columns = (self.cfg.width,) if self.cfg.moments == "entry" else ()
+        self.stored = [self.block, torch.zeros(rows, *columns, dtype=dtype, device=device)]
         # Where the present step's rows and their state are updated, and where the next step's are sent from.
         self.tables = self.next_tables = self.stored
 
@@ -3197,18 +3295,22 @@ class NgramTable:
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads()."""
-        self.apply_rule(grads, self.cfg.lr * plan.lr_mul)
+        self.apply_rule(grads, plan)
         self.plan = None
         if self.next_plan:
             self.fetch_late()
 
-    def apply_rule(self, grads: Tensor, lr: float) -> None:
+    def apply_rule(self, grads: Tensor, plan: StepPlan) -> None:
         if self.journal is not None:
             owned = self.plan.owned.cpu()
             new = ~torch.isin(owned, torch.cat([owned[:0], *(entry[0] for entry in self.journal)]))
             at = self.plan.at[new.to(self.device)]
             self.journal.append([owned[new], *(t[at].cpu() for t in self.tables)])
-        getattr(self.backend, ROW_RULES[self.cfg.rule])(*self.tables, self.plan.at, grads, lr)
+        row_ids = None
+        if self.block.dtype == torch.bfloat16:
+            row_ids = self.plan.owned * self.exchange.world_size + self.exchange.rank
+        lr, beta2 = self.cfg.lr * plan.lr_mul, self.cfg.beta2
+        self.backend.update_rows(*self.tables, self.plan.at, grads, lr, beta2, row_ids, plan.step)
 
     def undo(self) -> None:
         """Undoes the updates in the journal, and ends it."""
@@ -3320,10 +3422,10 @@ class HostTable(NgramTable):
             torch.index_select(before, 0, kept_from, out=table[n - len(kept_from) : n])
         super().fetch_late()
 
-    def apply_rule(self, grads: Tensor, lr: float) -> None:
+    def apply_rule(self, grads: Tensor, plan: StepPlan) -> None:
         if self.unwritten is not None:  # nothing has been read since
             self.write_back()
-        super().apply_rule(grads, lr)
+        super().apply_rule(grads, plan)
         for updated, table in zip(self.updated, self.tables):
             updated[: len(self.owned)].copy_(table[: len(self.owned)], non_blocking=True)
         self.unwritten = self.owned
@@ -3717,7 +3819,7 @@ def config_rules(cfg: Config, world_size: int):
         "layers.adds": ("skip", None),
         "ngrams.dtype": floats,
         "ngrams.placement": TABLES,
-        "ngrams.rule": ROW_RULES,
+        "ngrams.moments": ("row", "entry"),
         "params.optimizer": OPTIMIZERS,
         "params.exchange": ("all_reduce", "reduce_scatter", "sparse"),
         "params.dtype": ("model", "float32"),
@@ -3843,7 +3945,7 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
             )
     orders = ",".join(map(str, n.orders))
     return (
-        f"n-grams: orders {orders}, hashes {n.hashes}, {shape}, {n.placement}, {n.rule}; "
+        f"n-grams: orders {orders}, hashes {n.hashes}, {shape}, {n.placement}, moments by {n.moments}; "
         f"{rows:,} bytes a process, and {total - rows:,} for the rows that a step touches"
     )
 

@@ -77,7 +77,7 @@ def train_small(
     """Trains all steps with deterministic operations. Returns the parameters, and the table of n-grams."""
     model, backend = tg.GPT(cfg, exchange.world_size, device), tg.TORCH_BACKEND
     if device.type == "cuda":
-        kernels: dict[str, Any] = {**tg.KERNELS["gather_rows"], **tg.KERNELS["adagrad_rows"]}
+        kernels: dict[str, Any] = {**tg.KERNELS["gather_rows"], **tg.KERNELS["update_rows"]}
         backend = backend._replace(**kernels)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     loader = tg.TrainLoader(cfg, [shard], exchange.rank, exchange.world_size, device.type == "cuda")

@@ -133,7 +133,7 @@ def test_triton_compiles_nothing_after_the_warm_up():
     """Checks all stages, every step's loss weights, and numbers of touched rows that could matter."""
     with report("triton") as found:
         late, kernels = found["late"], set(found["kernels"])
-        of_ngrams = {"gather_rows_kernel", "adagrad_rows_kernel"}
+        of_ngrams = {"gather_rows_kernel", "update_rows_kernel"}
         for ranks in ("8 ranks", "8 ranks, n-grams", "1 rank"):
             launched = found["variants"][ranks].keys()
             idle = kernels - launched - (set() if "n-grams" in ranks else of_ngrams)

@@ -56,7 +56,11 @@ def test_the_number_of_touched_rows_does_not_recompile():
     kernels = {name: kernel for name, kernel in vars(tg).items() if name.endswith("_kernel")}
     assert len(kernels) == len(tg.KERNELS) == 8
     not_specialized = {(name, p.name) for name, k in kernels.items() for p in k.params if p.do_not_specialize}
-    assert not_specialized == {("transpose_kernel", "count"), ("gather_rows_kernel", "n")}
+    assert not_specialized == {
+        ("transpose_kernel", "count"),
+        ("gather_rows_kernel", "n"),
+        ("update_rows_kernel", "step_seed"),
+    }
 
     def integer_arguments(n):
         out, grad, index = meta(50304, 5, 768), meta(16384, 5, 768), meta_index(16384, n)
@@ -66,16 +70,23 @@ def test_the_number_of_touched_rows_does_not_recompile():
             "segment_sum_rows_kernel": lambda: tg.triton_segment_sum_rows(out, grad, index),
             "transpose_kernel": lambda: tg.triton_transpose(add_out, x, row_ids),
             "gather_rows_kernel": lambda: tg.triton_gather_rows(meta(n, 768), x, row_ids[None]),
-            "adagrad_rows_kernel": lambda: tg.triton_adagrad_rows(x, squares, row_ids, meta(n, 768), 0.1),
+            "update_rows_kernel": lambda: tg.triton_update_rows(
+                x, squares, row_ids, meta(n, 768), 0.1, 1.0, row_ids, n
+            ),
         }
         for name, call in calls.items():
             args, _ = launch_arguments(name, call)
             yield from ((name, i, value) for i, value in enumerate(args) if type(value) is int)
 
     varying = set(integer_arguments(4000)) - set(integer_arguments(4001))
-    assert varying == {("transpose_kernel", 3, 4000), ("gather_rows_kernel", 3, 4000)}
+    assert varying == {
+        ("transpose_kernel", 3, 4000),
+        ("gather_rows_kernel", 3, 4000),
+        ("update_rows_kernel", 5, tg.signed(4000 * 0x9E3779B1)),
+    }
     assert kernels["transpose_kernel"].arg_names[3] == "count"
     assert kernels["gather_rows_kernel"].arg_names[3] == "n"
+    assert kernels["update_rows_kernel"].arg_names[5] == "step_seed"
 
 
 def kernel_cases():
@@ -124,11 +135,12 @@ def kernel_cases():
         table, out = meta(1 << 25, d, dtype=FLOATS[dtype]), meta(T, d, dtype=FLOATS[out_dtype])
         call = functools.partial(tg.triton_gather_rows, out, table, meta(ranges, T, dtype=torch.int32))
         cases[f"gather_rows {ranges} {dtype} {out_dtype}"] = "gather_rows_kernel", None, call
-    for columns, dtype in ((d, "fp32"), (d, "bf16"), (64, "fp32")):
-        table, squares = meta(1 << 25, columns, dtype=FLOATS[dtype]), meta(1 << 25, dtype=torch.float32)
-        grads = meta(4000, columns, dtype=torch.float32)
-        call = functools.partial(tg.triton_adagrad_rows, table, squares, row_ids, grads, 0.5)
-        cases[f"adagrad_rows {columns} {dtype}"] = "adagrad_rows_kernel", None, call
+    for columns, dtype, moments in itertools.product((d, 64), ("fp32", "bf16"), ("row", "entry")):
+        shape = (1 << 25, columns)[: 1 + (moments == "entry")]
+        tensors = meta(1 << 25, columns, dtype=FLOATS[dtype]), meta(*shape, dtype=torch.float32), row_ids
+        grads, beta2 = meta(4000, columns, dtype=torch.float32), 1.0 if moments == "row" else 0.95
+        call = functools.partial(tg.triton_update_rows, *tensors, grads, 0.5, beta2, row_ids, 7)
+        cases[f"update_rows {columns} {dtype} {moments}"] = "update_rows_kernel", None, call
     return cases
 
 

@@ -660,7 +660,7 @@ def script(corpus, tmp_path, monkeypatch, capsys):
         ("ngrams.width=0", "ngrams.width=0 must be finite, and at least 1"),
         ("ngrams.hashes=0", "ngrams.hashes=0 must be finite, and at least 1"),
         ("ngrams.placement=disk", "ngrams.placement=disk: use sharded, host"),
-        ("ngrams.rule=sgd", "ngrams.rule=sgd: use adagrad"),
+        ("ngrams.moments=head", "ngrams.moments=head: use row, entry"),
         ("ngrams.dtype=float8", "ngrams.dtype=float8: use bfloat16, float32, float64"),
         ("ngrams.lr=nan", "ngrams.lr=nan must be finite, and at least 0"),
         ("ngrams.prefetch=2", "--set ngrams.prefetch=2: ngrams.prefetch takes true or false"),

@@ -328,13 +328,13 @@ def warm_up_and_look(rank, world_size, cfg, start):
     table, prefetch, data = optimizer.ngrams, prefetch_exchange(rank, world_size), tg.open_dataset(cfg)
     val = tg.ValLoader(cfg, data.val, rank, world_size, False)
     before = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)
-    changes, adagrad_rows = [], table.backend.adagrad_rows
+    changes, update_rows = [], table.backend.update_rows
 
     def record(*args):
         changes.append(len(args[2]))
-        adagrad_rows(*args)
+        update_rows(*args)
 
-    table.backend = table.backend._replace(adagrad_rows=record)
+    table.backend = table.backend._replace(update_rows=record)
     env = tg.DistEnv(rank, world_size, torch.device("cpu"))
     tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
     after = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)

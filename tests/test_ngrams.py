@@ -462,47 +462,96 @@ def test_validation_reads_the_same_rows(folder, world_size):
 # ------------------------------------------------------------------------------------------ the rule and the
 
 
-def numpy_adagrad(table, squares, rows, grads, lr):
+def numpy_update(table, moments, rows, grads, lr, beta2):
     """Updates rows one by one in float64."""
     for row, g in zip(rows, grads):
-        squares[row] += np.mean(g * g)
-        table[row] -= lr * g / (math.sqrt(squares[row]) + 1e-10)
+        squares = g * g if moments.ndim == 2 else np.mean(g * g)
+        if beta2 == 1:
+            moments[row] += squares
+        else:
+            first = moments[row] == 0
+            moments[row] = np.where(first, squares, beta2 * moments[row] + (1 - beta2) * squares)
+        table[row] -= lr * g / (np.sqrt(moments[row]) + 1e-10)
 
 
+@pytest.mark.parametrize("by_entry, beta2", [(False, 1.0), (False, 0.9), (True, 1.0), (True, 0.95)])
 @pytest.mark.parametrize(
-    "dtype, eps, rounding", [("float64", 1e-14, 0), ("float32", 2e-6, 0), ("bfloat16", 2e-6, 2**-8)]
+    "dtype, eps, rounding", [("float64", 1e-14, 0), ("float32", 2e-6, 0), ("bfloat16", 2e-6, 2**-7)]
 )
-def test_the_rule(dtype, eps, rounding):
+def test_the_rule(dtype, eps, rounding, by_entry, beta2):
     """Compares four updates, each from the state that the one before has left. bf16: rounds once."""
     dtype = tg.dtype_of(dtype)
     acc = torch.promote_types(dtype, torch.float32)
     g = torch.Generator().manual_seed(1)
     table = torch.randn(40, 7, generator=g, dtype=acc).to(dtype)
-    squares = torch.rand(40, generator=g, dtype=acc) * (torch.arange(40) % 3 > 0)
+    moments = torch.rand(40, 7, generator=g, dtype=acc) * (torch.arange(40) % 3 > 0)[:, None]
+    moments = moments if by_entry else moments[:, 0].contiguous()
     for step in range(4):
         rows = torch.randperm(40, generator=g)[:25].int()
         size = 10.0 ** torch.randint(-6, 3, (25, 1), generator=g)
         grads = torch.randn(25, 7, generator=g, dtype=acc) * size
         grads[3] = 0  # of a row that only others' zeros touch
-        want = table.double().numpy().copy(), squares.double().numpy().copy()
-        before, lr = (table.clone(), squares.clone()), 0.1 * (step + 1)
-        numpy_adagrad(*want, rows.tolist(), grads.double().numpy(), lr)
-        tg.adagrad_rows(table, squares, rows, grads, lr)
-        assert table.dtype == dtype and squares.dtype == acc
+        want = table.double().numpy().copy(), moments.double().numpy().copy()
+        before, lr = (table.clone(), moments.clone()), 0.1 * (step + 1)
+        numpy_update(*want, rows.tolist(), grads.double().numpy(), lr, beta2)
+        tg.update_rows(table, moments, rows, grads, lr, beta2, rows, step)
+        assert table.dtype == dtype and moments.dtype == acc
         np.testing.assert_allclose(table.double().numpy(), want[0], rtol=eps + rounding, atol=eps)
-        np.testing.assert_allclose(squares.double().numpy(), want[1], rtol=eps)
+        np.testing.assert_allclose(moments.double().numpy(), want[1], rtol=eps)
         others = np.setdiff1d(np.arange(40), rows.numpy())
         assert torch.equal(table[others], before[0][others])
-        assert torch.equal(squares[others], before[1][others])
+        assert torch.equal(moments[others], before[1][others])
 
 
-def test_a_rows_first_step_has_the_size_of_the_rate():
+@pytest.mark.parametrize("by_entry, beta2", [(False, 1.0), (False, 0.9), (True, 1.0), (True, 0.95)])
+def test_a_rows_first_step_has_the_size_of_the_rate(by_entry, beta2):
     """Checks that it does not depend on the gradient's scale: the root of the row's mean square is lr."""
     grads = torch.randn(3, 8, generator=torch.Generator().manual_seed(2)) * torch.tensor([[1e-6], [1], [1e6]])
-    table, squares = torch.zeros(5, 8), torch.zeros(5)
-    tg.adagrad_rows(table, squares, torch.tensor([4, 0, 2], dtype=torch.int32), grads, 0.3)
+    table, moments = torch.zeros(5, 8), torch.zeros(5, 8) if by_entry else torch.zeros(5)
+    tg.update_rows(table, moments, torch.tensor([4, 0, 2], dtype=torch.int32), grads, 0.3, beta2)
     rms = table.square().mean(-1).sqrt()
     torch.testing.assert_close(rms, torch.tensor([0.3, 0, 0.3, 0, 0.3]), rtol=2e-4, atol=0)
+
+
+def uint32_mix(x):
+    """Returns the finalizer of MurmurHash3, by Python's integers."""
+    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
+
+
+def test_stochastic_rounding_adds_a_hash_and_truncates():
+    g, ids, step = torch.Generator().manual_seed(4), [0, 7, 2**31 - 1], 12345
+    x = torch.randn(3, 5, generator=g) * 100
+    out = tg.round_stochastically(x, torch.tensor(ids, dtype=torch.int32), step)
+    for i, row_id in enumerate(ids):
+        seed = uint32_mix((row_id + step * 0x9E3779B1) % 2**32)
+        for j in range(5):
+            noise = uint32_mix((seed + j * 0x9E3779B1) % 2**32) & 0xFFFF
+            want = ((int(np.float32(x[i, j]).view(np.uint32)) + noise) & 0xFFFF0000) % 2**32
+            assert int(np.float32(out[i, j]).view(np.uint32)) == want
+    assert torch.equal(out.bfloat16().float(), out)
+
+
+def test_stochastic_rounding_is_right_on_the_mean():
+    """Checks means over steps, rows and columns apart: 4,096 of each, 4 standard errors (1/256, uniform)."""
+    x = torch.tensor(1 + 3 / 1024)
+    ids, same = torch.arange(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    over = {
+        "steps": torch.cat([tg.round_stochastically(x.view(1, 1), same, step) for step in range(4096)]),
+        "rows and columns": tg.round_stochastically(x.expand(64, 64).contiguous(), ids, 3),
+    }
+    for name, rounded in over.items():
+        assert set(rounded.flatten().tolist()) == {1.0, 1 + 1 / 128}, name
+        assert abs((rounded == 1).float().mean() - 5 / 8) < 4 * 0.5 / 64, name
+
+
+def test_stochastic_rounding_passes_what_is_not_finite_and_keeps_what_bf16_holds():
+    x = torch.tensor([[math.inf, -math.inf, 0.0, -0.0, 1.5, -(2.0**-130)]])
+    for step in range(20):
+        out = tg.round_stochastically(x, torch.tensor([3], dtype=torch.int32), step)
+        assert torch.equal(out.view(torch.int32), x.view(torch.int32))
+    assert tg.round_stochastically(torch.tensor([[math.nan]]), torch.tensor([3]).int(), 1).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

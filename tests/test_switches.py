@@ -77,7 +77,7 @@ SWITCHES = {
     "compile": (["compile=true"], ROUNDING),
 }
 # Switches that are compared in a run with a table of n-grams.
-NEED_NGRAMS = "ngrams.prefetch", "ngrams.placement", "kernel gather_rows", "kernel adagrad_rows"
+NEED_NGRAMS = "ngrams.prefetch", "ngrams.placement", "kernel gather_rows", "kernel update_rows"
 PAIRS = random.Random(6).sample([(a, b) for a in SWITCHES for b in SWITCHES if a < b], 6)
 
 
@@ -94,7 +94,7 @@ def train(cfg, backend):
     changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     if optimizer.ngrams:
         optimizer.ngrams.finish()
-        changes |= {"ngrams": optimizer.ngrams.block, "squares": optimizer.ngrams.stored[1]}
+        changes |= {"ngrams": optimizer.ngrams.block, "moments": optimizer.ngrams.stored[1]}
     return losses, changes
 
 
