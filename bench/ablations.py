@@ -49,7 +49,7 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
     if run.returncode or not log:
         last = (run.stderr.strip() or run.stdout.strip() or "nothing was printed").splitlines()[-1]
         raise compare.UserError(f"{' '.join(command)} failed: {last}")
-    path = (script.parent / log[1]).resolve()
+    path = Path(log[1]).resolve()
     (result,), _ = compare.read_log(str(path))
     return {"loss": result.val_loss, "time_s": result.train_time_s, "log": str(path)}
 
