@@ -350,7 +350,10 @@ CPU = replace(
     ))
 # fmt: on
 
-PRESETS = {"record": RECORD, "cpu": CPU}
+# The record preset with n-gram memory of 2^24 rows in the place of bigram_embed. Not run on GPUs, not tuned.
+NGRAM = replace(RECORD, preset="ngram", ngrams=Ngrams(orders=(2, 3), dtype="bfloat16"))
+
+PRESETS = {"record": RECORD, "ngram": NGRAM, "cpu": CPU}
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -62,7 +62,7 @@ from gpu_gains import GAINS, NEEDS_GPU
 OFF = {"kernels": "kernels=", "attention": "attention=dense", "fp8": "fp8=false", "compile": "compile=false"}
 PLAIN = " ".join(OFF.values())
 FEATURES = (*tg.KERNELS, "attention", "fp8", "compile")
-NGRAMS = "ngrams.orders=2,3"
+NGRAMS = "ngrams.orders=2,3 ngrams.dtype=bfloat16"  # the preset ngram
 SMALL_CARD = 40e9  # bytes; below it micro-batches are halved, and out of memory is no failure
 TINY = (  # the cpu preset in seconds; multiples of 16, for FP8
     "heads=2 head_dim=16 mlp_dim=64 padded_vocab=272 bigram_vocab_size=320 head_chunk=64 fp8=true "

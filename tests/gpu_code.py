@@ -535,8 +535,7 @@ def triton_part():
         microbatches=2,
         stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in tg.RECORD.stages),
     )
-    with_ngrams = tg.override(tg.RECORD, "ngrams.orders=2,3")
-    runs = {"8 ranks": (tg.RECORD, 8), "8 ranks, n-grams": (with_ngrams, 8), "1 rank": (one_rank, 1)}
+    runs = {"8 ranks": (tg.RECORD, 8), "8 ranks, n-grams": (tg.NGRAM, 8), "1 rank": (one_rank, 1)}
     for where, (cfg, world_size) in runs.items():
         seen = Launches()
         run = MetaRun(cfg, world_size, lambda function: function)

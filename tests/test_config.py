@@ -90,6 +90,18 @@ def test_presets_are_valid(preset):
     assert cfg.layers == tg.LAYERS
 
 
+def test_the_ngram_preset_is_the_record_preset_but_for_its_table():
+    assert replace(tg.NGRAM, preset="record", ngrams=tg.RECORD.ngrams) == tg.RECORD
+    n = tg.NGRAM.ngrams
+    assert (n.orders, n.ranges * n.rows, n.width, n.dtype, n.placement) == (
+        (2, 3),
+        2**24,
+        tg.NGRAM.dim,
+        "bfloat16",
+        "sharded",
+    )
+
+
 @pytest.mark.parametrize("preset", tg.PRESETS)
 @pytest.mark.parametrize("world_size", [3, 5, 6, 7])
 def test_world_sizes_that_cannot_share_the_work(preset, world_size):

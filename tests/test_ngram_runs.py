@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+import synthetic
 import train_gpt as tg
 from launch import TINY, WAIT, FaultAtCall, Launch, SetGlobal, die, disk_full, make_corpus, settings, wrap
 from test_bad_input import hang
@@ -866,3 +867,28 @@ def test_the_log_describes_the_table(counted, placement):
     assert found.startswith(line) and found.endswith(" for the rows that a step touches")
     if placement == "sharded":
         assert found.removeprefix(line).split()[0] == f"{need - block:,}"
+
+
+# ---- the preset --------------------------------------------------------------------------------------------
+
+A_64TH = (  # of the preset's matrices, tables and tokens, without what needs a GPU
+    *("heads=6", "head_dim=16", "mlp_dim=384", "window_unit=16", "head_chunk=512"),
+    *("vocab_size=785", "padded_vocab=792", "bos_id=784", "bigram_vocab_size=3930"),
+    *("ngrams.rows=131072", "ngrams.width=96", "val_slice_tokens=1024", "val_slices=8", "val_every=0"),
+    *(f"stages.{i}.batch_tokens={tokens}" for i, tokens in enumerate((2048, 4096, 6144, 6144))),
+    *("stages.*.max_doc_len=256", "stages.*.steps=2"),
+    *("kernels=", "attention=dense", "fp8=false", "compile=false"),
+)
+
+
+@pytest.mark.slow
+def test_the_ngram_preset_at_a_64th_of_its_size_on_8_processes(tmp_path):
+    synthetic.write_shards(tmp_path / "shards", 400_000, 10_000, 785)
+    options = [word for setting in A_64TH for word in ("--set", setting)]
+    arguments = ["--preset", "ngram", "--data", "shards", *options]
+    with Launch(tmp_path, *arguments, world_size=8) as run:
+        assert run.wait() == [0] * 8, run.err
+    text = log_of(tmp_path)
+    assert "n-grams: orders 2,3, hashes 1, 262,144 rows x 96 bfloat16, sharded" in text
+    losses = re.findall(r"^step:8/8 val_loss:(\S+)", text, re.M)
+    assert len(losses) == 1 and 4 < float(losses[0]) < np.log(785)
