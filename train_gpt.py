@@ -213,8 +213,7 @@ class Ngrams:
     dtype: str = "float32"
     placement: str = "sharded"  # row r on rank r % world_size: there on the device, or in host memory (host)
     lr: float = 1.0
-    moments: str = "row"  # second moments, by which gradients are scaled: one a row, or one an entry
-    beta2: float = 1.0  # their decay at each update of a row; 1: none, they are sums (Adagrad)
+    beta2: float = 0.95  # decay of a row's second moment, at each of its updates; 1: Adagrad's sum
     prefetch: bool = True  # rows of the next step that this one does not change are fetched during it
 
     @property
@@ -939,11 +938,11 @@ class RowPlan(NamedTuple):
     arriving: Tensor
     # The others are for n-grams. (n,) int32: the rows of its block that any rank has touched.
     owned: Tensor | None = None
-    # (n,) int32: where they are updated, which is there; with placement host, 0 .. n - 1.
+    # (n,) int32: their places in NgramTable.tables: themselves; with placement host, 0 .. n - 1.
     at: Tensor | None = None
     # Where the last of these, touched in the step before too, were in its `owned`.
     kept_from: Tensor | None = None
-    # Rows for who asked, early and late; with placement host, places in `owned`.
+    # Rows for who asked, early and late, as places in those tables.
     fetches: dict[str, Transfer] = {}
 
 
@@ -1542,26 +1541,22 @@ def update_rows(
     grads: Tensor,
     lr: float,
     beta2: float,
-    row_ids: Tensor | None = None,
-    step: int = 0,
+    row_ids: Tensor,
+    step: int,
 ) -> None:
-    """Updates distinct `rows` (n,) int32 of `table` (N, w) from grads (n, w), scaled by second moments.
+    """Updates distinct `rows` (n,) int32 of `table` (N, w) from grads (n, w), scaled by rows' second moments.
 
-    moments, (N,) or (N, w), are at least fp32, as is the arithmetic. With beta2 = 1 they sum squares: Adagrad
-    (Duchi et al. 2011, jmlr.org/papers/v12/duchi11a.html); (N,) mean squares by row (DLRM, arXiv:1906.00091,
-    and FBGEMM). Else they average squares over the row's updates: RMSProp (Tieleman, Hinton 2012). The first
-    sets them: from 0, the row's first step would be 1 / sqrt(1 - beta2) times as long.
+    moments (N,), at least fp32, like the arithmetic, average the mean squares of a row's gradients over its
+    updates: RMSProp (Tieleman, Hinton 2012) by row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad (Duchi
+    et al. 2011, jmlr.org/papers/v12/duchi11a.html), which sums them: beta2 = 1. The first sets a moment of 0;
+    averaged with it, a row's first step would be 1 / sqrt(1 - beta2) times as long.
     A bf16 table is rounded stochastically, by row_ids (n,) int32 and step.
     """
-    at, squares = rows.long(), grads.square()
-    if moments.dim() == 1:
-        moments, squares = moments[:, None], squares.mean(-1, keepdim=True)
+    at, squares, weight = rows.long(), grads.square().mean(-1), (1 - beta2) or 1
     old = moments[at]
-    new = old + squares
-    if beta2 < 1:
-        new = torch.where(old == 0, squares, beta2 * old + (1 - beta2) * squares)
+    new = torch.where(old == 0, squares, beta2 * old + weight * squares)
     moments.index_copy_(0, at, new)
-    values = table[at].to(grads.dtype) - lr * grads / (new.sqrt() + ROW_EPS)
+    values = table[at].to(grads.dtype) - lr * grads / (new.sqrt() + ROW_EPS)[:, None]
     if table.dtype == torch.bfloat16:
         values = round_stochastically(values.float(), row_ids, step)
     table.index_copy_(0, at, values.to(table.dtype))
@@ -1882,8 +1877,8 @@ if triton is not None:
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
     @triton.jit
-    def mix_bits_kernel(x):
-        """Mixes the bits of uint32 x."""
+    def mixed_bits(x):
+        """Computes mix_bits for uint32."""
         x = (x ^ (x >> 16)) * 0x85EBCA6B
         x = (x ^ (x >> 13)) * 0xC2B2AE35
         return x ^ (x >> 16)
@@ -1900,35 +1895,23 @@ if triton is not None:
         beta2,
         weight,
         columns,
-        BY_ENTRY: tl.constexpr,
-        SUMS: tl.constexpr,
         ROUND: tl.constexpr,
         MIX: tl.constexpr,
         EPS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Updates a row, and its second moments."""
+        """Updates a row, and its second moment."""
         i, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
         row, mask = tl.load(rows + i).to(tl.int64), cols < columns
         g = tl.load(grads + i * columns + cols, mask=mask, other=0.0)
+        square, old = tl.sum(g * g) / columns, tl.load(moments + row)
+        new = tl.where(old == 0, square, beta2 * old + weight * square)
+        tl.store(moments + row, new)
         table += row * columns + cols
-        if BY_ENTRY:
-            moments += row * columns + cols
-            squares, old = g * g, tl.load(moments, mask=mask, other=0.0)
-        else:
-            moments += row
-            squares, old = tl.sum(g * g) / columns, tl.load(moments)
-        new = old + squares
-        if not SUMS:
-            new = tl.where(old == 0, squares, beta2 * old + weight * squares)
-        if BY_ENTRY:
-            tl.store(moments, new, mask=mask)
-        else:
-            tl.store(moments, new)
         x = tl.load(table, mask=mask, other=0.0).to(tl.float32) - lr * g / (tl.sqrt_rn(new) + EPS)
         if ROUND:
-            row_seed = mix_bits_kernel(tl.load(row_ids + i).to(tl.uint32) + step_seed.to(tl.uint32))
-            noise = mix_bits_kernel(row_seed + cols.to(tl.uint32) * MIX) & 0xFFFF
+            row_seed = mixed_bits(tl.load(row_ids + i).to(tl.uint32) + step_seed.to(tl.uint32))
+            noise = mixed_bits(row_seed + cols.to(tl.uint32) * MIX) & 0xFFFF
             bits = x.to(tl.uint32, bitcast=True)
             finite = (bits & 0x7F800000) != 0x7F800000
             x = tl.where(finite, bits + noise & 0xFFFF0000, bits).to(tl.float32, bitcast=True)
@@ -2031,17 +2014,16 @@ def triton_update_rows(
     grads: Tensor,
     lr: float,
     beta2: float,
-    row_ids: Tensor | None = None,
-    step: int = 0,
+    row_ids: Tensor,
+    step: int,
 ) -> None:
     if len(rows):
         block = triton.next_power_of_2(columns := table.size(1))
-        flags = {"BY_ENTRY": moments.dim() == 2, "SUMS": beta2 == 1, "ROUND": table.dtype == torch.bfloat16}
-        options = {"MIX": int(MIX), "EPS": ROW_EPS, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
-        tensors, step_seed = (table, moments, rows, grads, row_ids), signed(step * int(MIX))
-        update_rows_kernel[(len(rows),)](
-            *tensors, step_seed, lr, beta2, 1 - beta2, columns, **flags, **options
-        )
+        rounding = {"ROUND": table.dtype == torch.bfloat16, "MIX": int(MIX)}
+        options = {"EPS": ROW_EPS, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
+        tensors, numbers = (table, moments, rows, grads, row_ids), (lr, beta2, (1 - beta2) or 1.0)
+        step_seed = signed(step * int(MIX))
+        update_rows_kernel[(len(rows),)](*tensors, step_seed, *numbers, columns, **rounding, **options)
 
 
 class Backend(NamedTuple):
@@ -3243,8 +3225,7 @@ class NgramTable:
 
     def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
-        columns = (self.cfg.width,) if self.cfg.moments == "entry" else ()
-        self.stored = [self.block, torch.zeros(rows, *columns, dtype=dtype, device=device)]
+        self.stored = [self.block, torch.zeros(rows, dtype=dtype, device=device)]  # and second moments
         # Where the present step's rows and their state are updated, and where the next step's are sent from.
         self.tables = self.next_tables = self.stored
 
@@ -3309,9 +3290,7 @@ class NgramTable:
             new = ~torch.isin(owned, torch.cat([owned[:0], *(entry[0] for entry in self.journal)]))
             at = self.plan.at[new.to(self.device)]
             self.journal.append([owned[new], *(t[at].cpu() for t in self.tables)])
-        row_ids = None
-        if self.block.dtype == torch.bfloat16:
-            row_ids = self.plan.owned * self.exchange.world_size + self.exchange.rank
+        row_ids = self.plan.owned * self.exchange.world_size + self.exchange.rank
         lr, beta2 = self.cfg.lr * plan.lr_mul, self.cfg.beta2
         self.backend.update_rows(*self.tables, self.plan.at, grads, lr, beta2, row_ids, plan.step)
 
@@ -3822,7 +3801,6 @@ def config_rules(cfg: Config, world_size: int):
         "layers.adds": ("skip", None),
         "ngrams.dtype": floats,
         "ngrams.placement": TABLES,
-        "ngrams.moments": ("row", "entry"),
         "params.optimizer": OPTIMIZERS,
         "params.exchange": ("all_reduce", "reduce_scatter", "sparse"),
         "params.dtype": ("model", "float32"),
@@ -3876,6 +3854,7 @@ def config_rules(cfg: Config, world_size: int):
     )
     wide = table.orders and table.width > cfg.dim
     yield wide, f"ngrams.width={table.width} is above the model's width; use at most {cfg.dim}"
+    yield table.beta2 > 1, f"ngrams.beta2={table.beta2}: use at most 1"
     count, shapes = num_microbatches(cfg, n), param_shapes(cfg, n)
     yield count % n, f"{n} processes cannot share {count} micro-batches; change one of these numbers"
     for i, stage in enumerate(cfg.stages):
@@ -3948,7 +3927,7 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
             )
     orders = ",".join(map(str, n.orders))
     return (
-        f"n-grams: orders {orders}, hashes {n.hashes}, {shape}, {n.placement}, moments by {n.moments}; "
+        f"n-grams: orders {orders}, hashes {n.hashes}, {shape}, {n.placement}; "
         f"{rows:,} bytes a process, and {total - rows:,} for the rows that a step touches"
     )
 
@@ -3963,11 +3942,11 @@ def save_model(path: str, model: GPT, rank: int = 0) -> None:
         aside = f"{path}.ngrams.partial"  # a process may have mapped an earlier table
         with open(os.devnull if rank else aside, "wb") as file:
             model.ngrams.save(file)
-        if rank == 0:
-            os.replace(aside, f"{path}.ngrams")
     if rank == 0:
         weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
         torch.save({"config": config_json(model.cfg), "weights": weights}, path)
+        if model.ngrams:
+            os.replace(aside, f"{path}.ngrams")
 
 
 class NgramFile:

@@ -432,10 +432,9 @@ def ngram_cases(cfg: tg.Config, tokens: np.ndarray, device: torch.device) -> Ite
     run = call_operation("segment_sum_rows", out, found, tg.map_tensors(lambda t: t.to(device), index))
     nbytes = K * found.nbytes + out.nbytes
     yield KernelCase("segment_sum_rows", f"n-grams: {K} x {T} to {n} rows", run, nbytes=nbytes)
-    columns = (w,) if ngrams.moments == "entry" else ()
-    moments, grads = torch.rand(N, *columns, dtype=acc_dtype, device=device), rand(n, acc_dtype)
+    moments, grads = torch.rand(N, dtype=acc_dtype, device=device), rand(n, acc_dtype)
     run = call_operation("update_rows", table, moments, rows, grads, 0.1, ngrams.beta2, rows, 1)
-    nbytes = 2 * out.nbytes + grads.nbytes + 2 * moments[:n].nbytes
+    nbytes = 2 * out.nbytes + grads.nbytes
     yield KernelCase("update_rows", f"{n} of {N} x {w}", run, nbytes=nbytes)
 
 

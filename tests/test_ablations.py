@@ -19,17 +19,20 @@ def test_a_difference_is_that_of_pairs():
     rng = np.random.default_rng(1)
     base = rng.normal(1, 0.5, 7)
     losses = base - 0.1 + rng.normal(0, 0.01, 7)
-    difference, error = ablations.paired(losses.tolist(), base.tolist())
+    difference, error, p = ablations.paired(losses.tolist(), base.tolist())
     assert difference == pytest.approx((losses - base).mean()) and error < 0.02
     assert difference / error == pytest.approx(stats.ttest_rel(losses, base).statistic)
-    assert math.isnan(ablations.paired([1.0], [2.0])[1])
+    assert p == stats.ttest_rel(losses, base).pvalue < 1e-4
+    for undefined in ([1.0], [2.0]), ([1.0, 2.0], [0.5, 1.5]):  # one pair; pairs without spread
+        assert ablations.paired(*undefined)[0] in (-1.0, 0.5)
+        assert all(map(math.isnan, ablations.paired(*undefined)[1:]))
 
 
 def test_below_two_standard_errors_nothing_is_resolved():
     rows = ablations.table({"a": [1.0, 2.0], "b": [0.8, 1.9], "c": [0.9, 2.0], "d": [0.5, 1.5]}).splitlines()
     assert [row.strip("| ").split(" | ")[0] for row in rows[2:]] == ["a", "b", "c", "d"]
-    assert ["not resolved" in row for row in rows[2:]] == [False, False, True, False]
-    assert "1.3500 | -0.1500 +- 0.0500" in rows[3]
+    assert ["not resolved" in row for row in rows[2:]] == [False, False, True, True]  # d: no spread
+    assert "1.3500 | -0.1500 +- 0.0500 | 0.205 |" in rows[3]
     alone = ablations.table({"a": [1.0], "b": [0.8]}).splitlines()
     assert "not resolved" in alone[-1]  # one pair has no error
 
@@ -49,7 +52,7 @@ def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
     ablations.main(["base:", "more: x=2 y=3", "--seeds", "2", *options])
     want = [(s, settings) for s in (0, 1) for settings in (["c=1"], ["c=1", "x=2", "y=3"])]
     assert runs == want
-    assert "| more | 1.2500 | -0.2500 +- 0.0000 |" in capsys.readouterr().out
+    assert "| more | 1.2500 | -0.2500 +- nan | nan | not resolved |" in capsys.readouterr().out
     ablations.main(["base:", "more: x=2 y=3", "--seeds", "3", *options])
     assert runs == want + [(2, ["c=1"]), (2, ["c=1", "x=2", "y=3"])]
     assert len([json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]) == 6

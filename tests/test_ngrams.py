@@ -465,27 +465,26 @@ def test_validation_reads_the_same_rows(folder, world_size):
 def numpy_update(table, moments, rows, grads, lr, beta2):
     """Updates rows one by one in float64."""
     for row, g in zip(rows, grads):
-        squares = g * g if moments.ndim == 2 else np.mean(g * g)
         if beta2 == 1:
-            moments[row] += squares
+            moments[row] += np.mean(g * g)
+        elif moments[row] == 0:
+            moments[row] = np.mean(g * g)
         else:
-            first = moments[row] == 0
-            moments[row] = np.where(first, squares, beta2 * moments[row] + (1 - beta2) * squares)
+            moments[row] = beta2 * moments[row] + (1 - beta2) * np.mean(g * g)
         table[row] -= lr * g / (np.sqrt(moments[row]) + 1e-10)
 
 
-@pytest.mark.parametrize("by_entry, beta2", [(False, 1.0), (False, 0.9), (True, 1.0), (True, 0.95)])
+@pytest.mark.parametrize("beta2", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize(
     "dtype, eps, rounding", [("float64", 1e-14, 0), ("float32", 2e-6, 0), ("bfloat16", 2e-6, 2**-7)]
 )
-def test_the_rule(dtype, eps, rounding, by_entry, beta2):
+def test_the_rule(dtype, eps, rounding, beta2):
     """Compares four updates, each from the state that the one before has left. bf16: rounds once."""
     dtype = tg.dtype_of(dtype)
     acc = torch.promote_types(dtype, torch.float32)
     g = torch.Generator().manual_seed(1)
     table = torch.randn(40, 7, generator=g, dtype=acc).to(dtype)
-    moments = torch.rand(40, 7, generator=g, dtype=acc) * (torch.arange(40) % 3 > 0)[:, None]
-    moments = moments if by_entry else moments[:, 0].contiguous()
+    moments = torch.rand(40, generator=g, dtype=acc) * (torch.arange(40) % 3 > 0)
     for step in range(4):
         rows = torch.randperm(40, generator=g)[:25].int()
         size = 10.0 ** torch.randint(-6, 3, (25, 1), generator=g)
@@ -503,12 +502,12 @@ def test_the_rule(dtype, eps, rounding, by_entry, beta2):
         assert torch.equal(moments[others], before[1][others])
 
 
-@pytest.mark.parametrize("by_entry, beta2", [(False, 1.0), (False, 0.9), (True, 1.0), (True, 0.95)])
-def test_a_rows_first_step_has_the_size_of_the_rate(by_entry, beta2):
+@pytest.mark.parametrize("beta2", [1.0, 0.9])
+def test_a_rows_first_step_has_the_size_of_the_rate(beta2):
     """Checks that it does not depend on the gradient's scale: the root of the row's mean square is lr."""
     grads = torch.randn(3, 8, generator=torch.Generator().manual_seed(2)) * torch.tensor([[1e-6], [1], [1e6]])
-    table, moments = torch.zeros(5, 8), torch.zeros(5, 8) if by_entry else torch.zeros(5)
-    tg.update_rows(table, moments, torch.tensor([4, 0, 2], dtype=torch.int32), grads, 0.3, beta2)
+    table, moments, rows = torch.zeros(5, 8), torch.zeros(5), torch.tensor([4, 0, 2], dtype=torch.int32)
+    tg.update_rows(table, moments, rows, grads, 0.3, beta2, rows, 0)
     rms = table.square().mean(-1).sqrt()
     torch.testing.assert_close(rms, torch.tensor([0.3, 0, 0.3, 0, 0.3]), rtol=2e-4, atol=0)
 
@@ -534,7 +533,7 @@ def test_stochastic_rounding_adds_a_hash_and_truncates():
 
 
 def test_stochastic_rounding_is_right_on_the_mean():
-    """Checks means over steps, rows and columns apart: 4,096 of each, 4 standard errors (1/256, uniform)."""
+    """Looks at 4,096 steps, and at 64 x 64 rows and columns: within 4 standard errors, 1/128 each at most."""
     x = torch.tensor(1 + 3 / 1024)
     ids, same = torch.arange(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     over = {
