@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Times a training step, stage by stage, and the operations that have kernels.
 
-    python bench/step_time.py [--preset record|cpu] [--set NAME=VALUE ...] [--stages 0,1,2,3] [--steps N]
-                              [--against NAME=VALUE ...] [--kernels] [--data DIR]
+    python bench/step_time.py [--preset record|ngram|cpu] [--set NAME=VALUE ...] [--stages 0,1,2,3]
+                              [--steps N] [--against NAME=VALUE ...] [--kernels] [--data DIR]
 
 Times each stage's steps in one process, synchronizing with the device before and after each, in two setups:
 

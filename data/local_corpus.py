@@ -95,10 +95,8 @@ def main(argv: list[str] | None = None) -> None:
         if not (torch := importlib.util.find_spec("torch")) or not torch.submodule_search_locations:
             sys.exit("local_corpus.py: no torch here, whose headers are the text; use .venv/bin/python")
         origin, version = "torch", importlib.metadata.version("torch")
-        texts, text = (
-            header_texts(Path(torch.submodule_search_locations[0])),
-            f"the headers of torch {version}",
-        )
+        texts = header_texts(Path(torch.submodule_search_locations[0]))
+        text = f"the headers of torch {version}"
     else:
         origin, version = "python", platform.python_version()
         texts = stdlib_texts(Path(sysconfig.get_path("stdlib")))

@@ -521,3 +521,20 @@ def test_nothing_has_the_tables_size(workers, cfg, tmp_path, world_size, placeme
         assert not any(found[name] for name in found if name != "build"), found
         assert max(peaks.values()) < limit, peaks
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------- saved models
+
+
+def test_saving_again_leaves_a_loaded_table_alone(cfg, tmp_path):
+    """A process may have mapped the file: changed or cut under it, its rows would change, or end it."""
+    path, ids = str(tmp_path / "model.pt"), torch.arange(0, cfg.ngrams.ranges * cfg.ngrams.rows, 5)
+    model, optimizer = build(0, 1, cfg)
+    tg.save_model(path, model)
+    loaded = tg.load_model(path)
+    before = loaded.ngrams.fetch(ids)
+    optimizer.ngrams.block.add_(1)
+    tg.save_model(path, model)
+    assert torch.equal(loaded.ngrams.fetch(ids), before) and before.any()
+    assert torch.equal(tg.load_model(path).ngrams.fetch(ids), before + 1)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.pt", "model.pt.ngrams"]
