@@ -116,6 +116,7 @@ def look_up_whole(model, rows, ids, leaves):
     found = found.to(tg.dtype_of(cfg.dtype))
     if leaves is not None:
         leaves["ngrams"] = found.requires_grad_()
+    if torch.is_grad_enabled():  # in training
         model.ngrams.looked_up.append((ids, found))
     return F.pad(found, (0, cfg.dim - cfg.ngrams.width))
 
