@@ -1577,14 +1577,14 @@ def mix_bits(x: Tensor) -> Tensor:
 def round_stochastically(x: Tensor, row_ids: Tensor, step: int) -> Tensor:
     """Returns fp32 x (n, w) without its lower 16 bits, so that bf16 holds it, and its mean over steps is x.
 
-    Adds a hash of row, column and step below bf16's last bit, and truncates; infinities and NaN pass. Rounded
-    to nearest, a weight would not move by less than 1/512 of itself.
+    Adds a hash of row, column and step below bf16's last bit, and truncates. NaN passes: a carry could make
+    it a zero. Rounded to nearest, a weight would not move by less than 1/512 of itself.
     """
     row_seeds = mix_bits(row_ids + signed(step * int(MIX)))[:, None]
     columns = torch.arange(x.size(1), dtype=torch.int32, device=x.device)
     bits = x.view(torch.int32)
     rounded = bits + (mix_bits(row_seeds + columns * signed(int(MIX))) & 0xFFFF) & -0x10000
-    return torch.where(x.isfinite(), rounded, bits).view(torch.float32)
+    return torch.where(x.isnan(), bits, rounded).view(torch.float32)
 
 
 # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02.
@@ -1913,8 +1913,7 @@ if triton is not None:
             row_seed = mixed_bits(tl.load(row_ids + i).to(tl.uint32) + step_seed.to(tl.uint32))
             noise = mixed_bits(row_seed + cols.to(tl.uint32) * MIX) & 0xFFFF
             bits = x.to(tl.uint32, bitcast=True)
-            finite = (bits & 0x7F800000) != 0x7F800000
-            x = tl.where(finite, bits + noise & 0xFFFF0000, bits).to(tl.float32, bitcast=True)
+            x = tl.where(x == x, bits + noise & 0xFFFF0000, bits).to(tl.float32, bitcast=True)
         tl.store(table, x.to(table.dtype.element_ty), mask=mask)
 
 

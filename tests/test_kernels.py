@@ -576,6 +576,11 @@ def check_stochastic_rounding(triton_update_rows, device):
         assert torch.equal(bits(plain[:, :3]), bits(special.bfloat16().expand(33, 3)))
         want = tg.round_stochastically(values, row_ids, step)[:, 3:]
         assert torch.equal(plain[:, 3:].float(), want)
+    grads = torch.full((33, 300), 0x7FFFFFFF, dtype=torch.int32, device=device).view(torch.float32)
+    for update_rows in (tg.update_rows, triton_update_rows):  # a NaN to which a carry must not come
+        out = torch.zeros(33, 300, dtype=torch.bfloat16, device=device)
+        update_rows(out, torch.ones(33, device=device), rows, grads, 1.0, 1.0, row_ids, 1)
+        assert out.isnan().all()
 
 
 def test_stochastic_rounding_of_kernel_and_plain_torch_is_one(interpreted):

@@ -550,7 +550,8 @@ def test_stochastic_rounding_passes_what_is_not_finite_and_keeps_what_bf16_holds
     for step in range(20):
         out = tg.round_stochastically(x, torch.tensor([3], dtype=torch.int32), step)
         assert torch.equal(out.view(torch.int32), x.view(torch.int32))
-    assert tg.round_stochastically(torch.tensor([[math.nan]]), torch.tensor([3]).int(), 1).isnan().all()
+    nan = torch.tensor([[0x7FC00000, 0x7FFFFFFF, -1]], dtype=torch.int32).view(torch.float32)
+    assert tg.round_stochastically(nan, torch.tensor([3]).int(), 1).bfloat16().isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
