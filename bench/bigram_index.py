@@ -53,7 +53,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import train_gpt as tg
-from local_corpus import corpus
+from local_corpus import corpus, stdlib_texts
 
 # Like GPT-2's pattern: a word includes the space before it.
 WORD_PIECE = re.compile(r" ?[^\W\d_]+|\d+|\s+(?!\S)|\s+|.")
@@ -67,7 +67,7 @@ NGRAM_COLUMNS = "tokens,orders,beside,hash,index,merge,place,all,bigram,ratio,ms
 
 def word_pieces(cfg: tg.Config) -> tuple[np.ndarray, int]:
     """Returns the corpus as uint16 word pieces, bos_id before every document; and how many are distinct."""
-    documents = corpus(Path(sysconfig.get_path("stdlib")))
+    documents = corpus(stdlib_texts(Path(sysconfig.get_path("stdlib"))))
     texts = [WORD_PIECE.findall(document.raw.decode(errors="replace")) for document in documents]
     counts, ids = Counter(piece for text in texts for piece in text), {}
     for i, (piece, _) in enumerate(counts.most_common()):
