@@ -1336,9 +1336,9 @@ class Prefetcher:
         for batch in micro_batches:
             index = batch.index["ngrams"]
             row_ids, alone = index.row_ids.numpy(), len(index.row_ids) == len(rows)
-            at = int32(arrival_by_row if alone else arrival_by_row[np.searchsorted(rows, row_ids)])
-            batch.ngrams = place_rows(batch.ngrams, index, at)
-            batch.index["ngrams"] = index._replace(row_ids=at)
+            arrives = int32(arrival_by_row if alone else arrival_by_row[np.searchsorted(rows, row_ids)])
+            batch.ngrams = place_rows(batch.ngrams, index, arrives)
+            batch.index["ngrams"] = index._replace(row_ids=arrives)
         grads = plan.grads._replace(rows=int32(arrival))
         at = int32(numbers[by_place])
         return RowPlan(grads, int32(places[asked]), int32(owned[by_place]), at, int32(kept_from), fetches)
@@ -3223,10 +3223,17 @@ class NgramTable:
         self.make_block(block, acc_dtype(cfg), self.device)
 
     def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
-        self.stored = [self.block, torch.zeros(rows, dtype=dtype, device=device)]  # and second moments
+        block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
+        self.stored = [
+            block,
+            torch.zeros(rows, dtype=dtype, device=device),
+        ]  # this rank's rows, their moments
         # Where the present step's rows and their state are updated, and where the next step's are sent from.
         self.tables = self.next_tables = self.stored
+
+    @property
+    def block(self) -> Tensor:
+        return self.stored[0]
 
     def begin(self, batch: Batch) -> None:
         """Fetches all rows of a step, if the one before has not."""
@@ -3908,7 +3915,7 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     sizes = {
         name: sum(t.nbytes for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor))
         for name, value in vars(table).items()
-        if name == "stored" or (name != "block" and value is not table.stored)
+        if name == "stored" or value is not table.stored
     }
     total, rows = sum(sizes.values()), sizes["stored"]
     in_memory = rows + sizes["staged"] + sizes["updated"] if n.placement == "host" else 0

@@ -42,7 +42,7 @@ def parse_variant(text: str) -> tuple[str, list[str]]:
 
 
 def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
-    """Trains once; returns the loss, the steps and the log's path. Raises UserError with what it printed."""
+    """Trains once; returns the loss and the log's path. Raises UserError with what it printed."""
     options = [f"--set={setting}" for setting in settings]
     command = [sys.executable, str(script), "--preset", preset, "--seed", str(seed), *options]
     run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
@@ -52,7 +52,7 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
         raise compare.UserError(f"{' '.join(command)} failed: {last}")
     path = Path(log[1]).resolve()
     (result,), _ = compare.read_log(str(path))
-    return {"loss": result.val_loss, "time_s": result.train_time_s, "log": str(path)}
+    return {"loss": result.val_loss, "log": str(path)}
 
 
 def paired(losses: list[float], base: list[float]) -> tuple[float, float, float]:

@@ -177,9 +177,7 @@ def run_rank(rank: int, world_size: int, folder: str, args: argparse.Namespace) 
             plans = training.rows
             early = sum(sum(plan.fetches["early"].recv_counts) for plan in plans)
             fetched = sum(sum(plan.grads.send_counts) for plan in plans)
-            buffers = sum(
-                t.nbytes for name, t in vars(table).items() if torch.is_tensor(t) and name != "block"
-            )
+            buffers = sum(t.nbytes for name, t in vars(table).items() if torch.is_tensor(t))
             columns = [f"{early / fetched:.0%}", f"{sum(sent.values()):,}", ""]
             if world_size > 1:
                 columns[2] = f"{sum(sent.values()) / wanted_bytes(plans, rank):.3f}"

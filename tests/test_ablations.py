@@ -43,7 +43,7 @@ def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
     def train(script, preset, settings, seed):
         runs.append((seed, settings))
         loss = 2.0 - seed - (0.25 if "x=2" in settings else 0)
-        return {"loss": loss, "time_s": 1.0, "log": "a.txt"}
+        return {"loss": loss, "log": "a.txt"}
 
     monkeypatch.setattr(ablations, "train", train)
     script = tmp_path / "script.py"
