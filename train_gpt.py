@@ -338,13 +338,13 @@ WINDOWS = [stage.windows for stage in RECORD.stages]  # for the names that a row
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
-    ngrams=Ngrams(rows=16384, width=64), window_unit=16, attn_scale=0.3, dtype="float32",
+    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), window_unit=16, attn_scale=0.3, dtype="float32",
     muon_dtype="float32", momentum_warmup=125, momentum_cooldown=20, kernels=(), attention="dense", fp8=False,
     compile=False,
     stages=(
-        Stage(140, 2048,  512, WINDOWS[0] | {"short": 3, "long": 9}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        Stage(140, 4096, 1024, WINDOWS[1] | {"short": 4, "long": 10}, 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage(140, 4096, 1024, WINDOWS[2] | {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
+        Stage( 97, 2048,  512, WINDOWS[0] | {"short": 3, "long": 9}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        Stage( 97, 4096, 1024, WINDOWS[1] | {"short": 4, "long": 10}, 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage( 97, 4096, 1024, WINDOWS[2] | {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
         Stage( 20, 4096, 1024, WINDOWS[3] | {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
     ))
 # fmt: on

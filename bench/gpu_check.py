@@ -65,8 +65,8 @@ FEATURES = (*tg.KERNELS, "attention", "fp8", "compile")
 NGRAMS = "ngrams.orders=2,3 ngrams.dtype=bfloat16"  # the preset ngram
 SMALL_CARD = 40e9  # bytes; below it micro-batches are halved, and out of memory is no failure
 TINY = (  # the cpu preset in seconds; multiples of 16, for FP8
-    "heads=2 head_dim=16 mlp_dim=64 padded_vocab=272 bigram_vocab_size=320 head_chunk=64 fp8=true "
-    "ngrams.rows=4096 ngrams.width=32 "
+    "heads=2 head_dim=16 mlp_dim=64 padded_vocab=272 ngrams.orders= bigram_vocab_size=320 head_chunk=64 "
+    "ngrams.rows=4096 ngrams.width=32 fp8=true "
     "dtype=bfloat16 muon_dtype=bfloat16 microbatches=2 stages.*.steps=1 stages.0.steps=2 "
     "stages.*.batch_tokens=256 stages.2.batch_tokens=384 stages.*.max_doc_len=40 "
     "val_slices=1 val_slice_tokens=256 val_every=0"

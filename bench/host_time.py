@@ -66,6 +66,8 @@ def serve(path: str, shard: str) -> None:
         resized(s, stage_fields, steps=10**6, batch_tokens=128, max_doc_len=64) for s in script.CPU.stages[:1]
     )
     sizes = dict(heads=2, head_dim=8, mlp_dim=16, head_chunk=64, microbatches=1, bigram_vocab_size=512)
+    if hasattr(script, "Ngrams"):
+        sizes["ngrams"] = script.Ngrams()  # bigrams, as all scripts before have
     cfg = resized(script.CPU, fields, **sizes, compile=True, val_slice_tokens=128, stages=stages)
     backend, device = script.select_backend(cfg, torch.device("cpu")), torch.device("cpu")
     model = script.GPT(cfg, 1, device, 0, backend)

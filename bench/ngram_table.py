@@ -126,7 +126,7 @@ def config(rows: int, steps: int, dense: bool) -> tg.Config:
     stages = replace(first, steps=steps), *(replace(first, steps=0) for _ in others)
     cfg = replace(tg.CPU, stages=stages, microbatches=2)
     if dense:
-        return replace(cfg, bigram_vocab_size=rows)
+        return replace(cfg, ngrams=tg.Ngrams(), bigram_vocab_size=rows)
     return replace(cfg, ngrams=tg.Ngrams(ORDERS, rows=rows // len(ORDERS), width=WIDTH))
 
 

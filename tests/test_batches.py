@@ -147,7 +147,7 @@ def config(folder, steps=(3, 2, 3, 3), microbatches=8, **changes):
         for stage, n, T, max_doc_len in zip(tg.CPU.stages, steps, (30, 60, 45, 60), (20, 50, 50, 50))
     ]
     changes = dict(bigram_vocab_size=640, microbatches=microbatches, stages=tuple(stages)) | changes
-    return replace(tg.CPU, data=str(folder), **changes)
+    return replace(tg.CPU, data=str(folder), ngrams=tg.Ngrams(), **changes)
 
 
 def with_max_doc_len(cfg, max_doc_len):

@@ -183,7 +183,7 @@ def test_no_cooldown_and_no_schedule():
 
 def test_initial_values():
     """Distributions, padding and tying, for any world size. The seed decides the values."""
-    cfg = replace(tg.CPU, heads=4, padded_vocab=512, bigram_vocab_size=2560)
+    cfg = replace(tg.CPU, heads=4, padded_vocab=512, ngrams=tg.Ngrams(), bigram_vocab_size=2560)
     models = {world_size: tg.GPT(cfg, world_size, seed=5) for world_size in (1, 8)}
     for model in models.values():
         model.requires_grad_(False)

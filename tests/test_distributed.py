@@ -37,10 +37,10 @@ def cfg(tmp_path_factory):
         tg.Stage(2, 384, 40, {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
     )
     return replace(
-        tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, bigram_vocab_size=320,
-        heads=2, head_dim=8, mlp_dim=32, window_unit=3, microbatches=8, stages=stages, val_slices=3,
-        val_slice_tokens=100, val_every=0, momentum_warmup=3, momentum_cooldown=2, head_chunk=20,
-        dtype="float64", muon_dtype="float64",
+        tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, ngrams=tg.Ngrams(),
+        bigram_vocab_size=320, heads=2, head_dim=8, mlp_dim=32, window_unit=3, microbatches=8, stages=stages,
+        val_slices=3, val_slice_tokens=100, val_every=0, momentum_warmup=3, momentum_cooldown=2,
+        head_chunk=20, dtype="float64", muon_dtype="float64",
     )
     # fmt: on
 

@@ -736,8 +736,8 @@ def test_one_machine_has_too_little_memory(launch, tmp_path):
 def test_no_orders_switch_the_table_off(script):
     status, out, _ = script("--set", "ngrams.orders=", "--check", 1)
     assert status == 0 and "n-grams" not in out
-    cfg = tg.override(tg.override(tg.CPU, "ngrams.orders=2,3"), "ngrams.orders=")
-    assert cfg == tg.CPU and "bigram_embed" in tg.param_shapes(cfg, 1)
+    cfg = tg.override(tg.override(tg.RECORD, "ngrams.orders=2,3"), "ngrams.orders=")
+    assert cfg == tg.RECORD and "bigram_embed" in tg.param_shapes(cfg, 1)
 
 
 def test_settings_of_bigrams_are_accepted_beside_the_table(script):

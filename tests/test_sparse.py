@@ -161,7 +161,7 @@ def compare(rank, world_size, dtype, merge):
     """
     sparse, dense, same = tg.Exchange(rank, world_size), tg.Exchange(rank, world_size), []
     prefetch, sizes = prefetch_exchange(rank, world_size), [n * world_size for n in ROWS_PER_RANK.values()]
-    cfg = replace(tg.CPU, padded_vocab=sizes[0], bigram_vocab_size=sizes[1])
+    cfg = replace(tg.CPU, ngrams=tg.Ngrams(), padded_vocab=sizes[0], bigram_vocab_size=sizes[1])
     shard_grads, recv_buffers, sent, ids_sent = {}, {}, Counter(), Counter()
     for name, (kind, shape) in ROW_SHAPES.items():
         shard_grads[name] = torch.zeros((ROWS_PER_RANK[kind], *shape))
