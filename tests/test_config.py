@@ -119,7 +119,8 @@ def test_a_new_window_needs_no_edit():
 
 def test_learning_rate_of_one_bank_in_one_stage():
     cfg = tg.override(tg.CPU, "stages.1.param_lr_mul.qk_bank=3")
-    plans = [tg.plan_step(cfg, step) for step in (139, 140, 280)]
+    begin, end = cfg.stage_starts[1:3]
+    plans = [tg.plan_step(cfg, step) for step in (begin - 1, begin, end)]
     for spec in cfg.params:
         rates = [tg.learning_rate(0.5, spec, plan) for plan in plans]
         factors = [rate / (0.5 * plan.lr_mul * spec.lr_mul) for rate, plan in zip(rates, plans)]
