@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Plots validation loss over training time: the picture at the top of README.md.
+"""Plots validation loss over training time: the pictures of README.md.
 
-    python bench/loss_curves.py "cpu preset=bench/curves/cpu.txt" "plain GPT=bench/curves/plain_gpt.txt" \\
+    python bench/loss_curves.py "plain GPT=bench/curves/plain_gpt.txt" \\
+        "before n-grams=bench/curves/cpu.txt" \\
         --line "4-gram=1.469" --line "5-gram=1.350" --out bench/curves/curves.png
 
-Reads logs as records/compare.py does. --line draws a constant, like bench/ngram.py's losses. The two logs are
-of single runs that validated often, by --set val_every=20 and --val-every: it changes no digit of training.
+Reads logs as records/compare.py does. --line draws a constant, like bench/ngram.py's losses. The logs are of
+single runs that validated often, by --set val_every=20 and --val-every: it changes no digit of training.
 """
 
 import argparse

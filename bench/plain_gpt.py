@@ -25,7 +25,8 @@ time. Their losses are on the first 131,072 targets, which are harder than all t
     2 x 256          128       1024    2e-3   1.471       6 x 148          64        1024    2e-3   1.549
     2 x 256          64        1024    2e-3   1.479
 
-The defaults on all 524,288 targets: 1.334 after 193 s; the cpu preset 1.035 after 200 s (bench/curves/).
+The defaults on all 524,288 targets: 1.334 after 193 s; the cpu preset, before it had n-grams, 1.035 after
+200 s (bench/curves/).
 """
 
 import argparse
