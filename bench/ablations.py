@@ -2,7 +2,7 @@
 """Runs variants of a preset over paired seeds, and prints how each one's loss differs from the first one's.
 
     python bench/ablations.py --seeds 3 --jobs 2 --common "stages.*.steps=40 val_slices=48" \\
-        "bigrams:" "orders 2 to 5: ngrams.orders=2,3,4,5" "rate 0.5: ngrams.orders=2,3,4,5 ngrams.lr=0.5"
+        "as it is:" "bigrams: ngrams.orders=" "rate 0.5: ngrams.lr=0.5"
 
 A variant is LABEL: NAME=VALUE ..., settings as for --set, from which the first variant is the baseline. Every
 run is one process with one thread, so that --jobs of them share a machine: its loss is that of more processes

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Plots validation loss over training time: the pictures of README.md.
 
-    python bench/loss_curves.py "plain GPT=bench/curves/plain_gpt.txt" \\
-        "before n-grams=bench/curves/cpu.txt" \\
-        --line "4-gram=1.469" --line "5-gram=1.350" --out bench/curves/curves.png
+    cd bench/curves
+    python ../loss_curves.py "cpu preset before n-grams=cpu.txt" "plain GPT=plain_gpt.txt" \\
+        --line "4-gram=1.469" --line "5-gram=1.350" --out curves.png
+    python ../loss_curves.py "with n-grams, 311 steps=ngrams.txt" "with bigrams, 431 steps=no_ngrams.txt" \\
+        --line "4-gram=1.469" --line "5-gram=1.350" --out ngrams.png
 
 Reads logs as records/compare.py does. --line draws a constant, like bench/ngram.py's losses. The logs are of
 single runs that validated often, by --set val_every=20 and --val-every: it changes no digit of training.

@@ -14,8 +14,9 @@ second half of a window counts, so that every target but the first window's has 
 before it. The clock starts after one batch's forward and backward pass, whose gradients are dropped, and
 stops while validating.
 
-The defaults are the best of eleven single runs on two cores, of about as many steps as take the cpu preset's
-time. Their losses are on the first 131,072 targets, which are harder than all together; seed 0:
+The defaults are the best of eleven single runs on two cores, of about as many steps as took the cpu preset's
+time before it had n-grams. Their losses are on the first 131,072 targets, which are harder than all together;
+seed 0:
 
     layers x width   context   batch   rate   loss        layers x width   context   batch   rate   loss
     2 x 256          256       2048    4e-3   1.684       2 x 256          64        1024    4e-3   1.541

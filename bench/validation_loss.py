@@ -2,11 +2,12 @@
 """Prints the validation losses of saved models, also on tokens that no run validates with.
 
     ./run.sh --save model.pt
-    python bench/validation_loss.py model.pt [MODEL.pt ...] [--slices 128:161] [--data data/local]
+    python bench/validation_loss.py model.pt [MODEL.pt ...] [--slices 128:161] [--data DIR]
 
---slices FIRST:END are those of the validation split, of val_slice_tokens each; the `cpu` preset validates on
-0:128, and what follows has decided nothing about it. The default is what the model's config says; there a
-loss is that of its run, up to the rounding of other numbers of processes. Losses are nats per token.
+Evaluates slices FIRST to END - 1 of the validation split, of val_slice_tokens each; the `cpu` preset's are
+0:128, and what follows has decided nothing about it. By default they are those of the model's config, with
+the data it names in this repository: if that is the run's (compare its fingerprint), the loss is the run's
+too, up to the rounding of other numbers of processes. Losses are in nats per token.
 """
 
 import argparse
@@ -29,15 +30,21 @@ def parse_slices(text: str) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def validation_loss(path: str, slices: tuple[int, int] | None, data: str | None) -> tuple[float, int, int]:
-    """Returns the mean loss over the slices, the first of them and the end. Raises tg.UserError."""
+def validation_loss(path: str, slices: tuple[int, int] | None, data: str | None) -> tuple[float, str]:
+    """Returns the mean loss over the slices, and what they are of. Raises tg.UserError."""
     model = tg.load_model(path)
     first, end = slices or (0, model.cfg.val_slices)
-    cfg = replace(model.cfg, data=data or model.cfg.data, val_slices=end)
-    loader = tg.ValLoader(cfg, tg.open_dataset(cfg).val, rank=first, world_size=1, pin=False)
+    cfg = replace(model.cfg, data=data or str(ROOT / model.cfg.data), val_slices=1)
+    dataset = tg.open_dataset(cfg)
+    have = (sum(tg.read_header(shard).tokens for shard in dataset.val) - 1) // cfg.val_slice_tokens
+    if end > have:
+        raise tg.UserError(
+            f"{cfg.data} has {have} validation slices of {cfg.val_slice_tokens} tokens, not {end}"
+        )
+    loader = tg.ValLoader(replace(cfg, val_slices=end), dataset.val, rank=first, world_size=1, pin=False)
     windows = tg.window_tokens(cfg, cfg.val_windows)
     losses = [model.token_losses(batch, windows).mean().item() for _, batch in loader]
-    return sum(losses) / len(losses), first, end
+    return sum(losses) / len(losses), f"slices {first}:{end} of {dataset.fingerprint}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,11 +58,11 @@ def main(argv: list[str] | None = None) -> None:
     losses = []
     for path in args.models:
         try:
-            loss, first, end = validation_loss(path, args.slices, args.data)
+            loss, what = validation_loss(path, args.slices, args.data)
         except (OSError, tg.UserError) as error:
             sys.exit(f"validation_loss.py: {error}")
         losses.append(loss)
-        print(f"{loss:.4f}  slices {first}:{end}  {path}", flush=True)
+        print(f"{loss:.4f}  {path}  {what}", flush=True)
     if len(losses) > 1:
         print(f"{sum(losses) / len(losses):.4f}  mean of {len(losses)} models")
 
