@@ -117,30 +117,25 @@ class Layer:
     reads: str = "stream"  # attention's input: the residual stream, or the saved "back"
     saves: str | None = None  # the name under which the stream after this layer's MLP is kept: skip or back
     adds: str | None = None  # a saved activation added, gated, before the layer: skip
+    xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
+    gate: bool = False  # each head's output is gated
+    dc: bool = False  # dynamically composed heads: near tokens are read with the heads' attention mixed
+    connections: bool = False  # values and residual stream take in saved streams, by MUDD's weights
 
 
 LAYERS = (
     Layer("paired"),
-    Layer("plain", value=0),
+    Layer("plain", value=0, xsa=True),
     Layer("paired", value=1),
-    Layer("plain", "long", key_shift=True, saves="skip"),
-    Layer("plain"),
+    Layer("plain", "long", key_shift=True, saves="skip", xsa=True, gate=True),
+    Layer("plain", xsa=True),
     Layer("paired"),
     Layer(None, adds="skip"),
-    Layer("plain", saves="back"),
+    Layer("plain", saves="back", xsa=True),
     Layer("plain", value=2, reads="back"),
     Layer("paired", value=3, reads="back"),
-    Layer("plain", "long", key_shift=True, value=4, reads="back"),
+    Layer("plain", "long", key_shift=True, value=4, reads="back", gate=True, connections=True),
 )
-
-# Learned scalars, by name: initial values, and whether every layer has its own. All lie in the parameter
-# `scalars`.
-SCALARS = {
-    "attn_scales": ((0.5, 1.0), True),  # of the QKV and of the output weight
-    "smear": ((0.0,), False),
-    "backout": ((0.5,), False),
-    "skip": ((-1.5,), False),
-}
 
 BANKS = ("qk_bank", "vo_bank", "mlp_bank")  # stacks of matrices
 # Tables: what selects their rows.
@@ -187,14 +182,17 @@ PARAMS = (  # gradients are exchanged in this order
     Param("mlp_bank",       "normuon", "reduce_scatter", matrix_lr_mul=(1.0, 2.0)),
     Param("scalars",        "adam",    "all_reduce",     (.90, .99),   5.00,    0, "float32"),
     Param("smear_gate",     "adam",    "all_reduce",     (.90, .99),   0.01,    0),
-    Param("skip_gate",      "adam",    "all_reduce",     (.90, .99),   0.05,    0),
-    Param("attn_gate_bank", "adam",    "all_reduce",     (.90, .99),   1.00,    1),
     Param("ve_gate_bank",   "adam",    "all_reduce",     (.90, .99),   1.00,    1),
+    Param("mudd_w1",        "adam",    "all_reduce",     (.90, .99),   0.25,    1),
+    Param("mudd_w2",        "adam",    "all_reduce",     (.90, .99),   0.25,    1),
+    Param("mudd_b2",        "adam",    "all_reduce",     (.90, .99),   0.25,    0),
+    Param("mudd_gate_w1",   "adam",    "all_reduce",     (.90, .99),   0.10,    1),
+    Param("mudd_gate_w2",   "adam",    "all_reduce",     (.90, .99),   0.10,    1),
+    Param("mudd_gate_b2",   "adam",    "all_reduce",     (.90, .99),   0.10,    0),
+    Param("mudd_gate_scale","adam",    "all_reduce",     (.90, .99),   0.10,    0, "float32"),
     Param("lm_head",        "adam",    "reduce_scatter", (.50, .95),   1.00,  150),
     Param("bigram_embed",   "adam",    "sparse",         (.75, .95),  75.00,    5),
     Param("post_lambdas",   "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
-    Param("x0_lambdas",     "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
-    Param("bigram_lambdas", "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
     Param("resid_lambdas",  "adam",    "all_reduce",     (.90, .95),   5.00,    0, "float32"),
     Param("value_embeds",   "adam",    "sparse",         (.75, .95),  75.00,    5),
     Param("embed",          "adam",    "sparse",         (.50, .95),   1.00,  150, tied_to="lm_head"),
@@ -234,12 +232,16 @@ class Stage:
     # al. 2024, arXiv:2404.19737).
     mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]
+    # Loss weight of the next token's longest prefix that is a token, interpolated likewise: what a token
+    # begins with is easier, and teaches early (record 88).
+    prefix_start: float = 0.0
+    prefix_end: float = 0.0
     param_lr_mul: dict[str, float] = field(default_factory=dict)  # further factors, by parameter
 
 
 @dataclass(frozen=True)
 class Config:
-    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1480-step record preset."""
+    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1285-step record preset."""
 
     # the task
     preset: str = "record"
@@ -253,12 +255,18 @@ class Config:
     vocab_size: int = 50257
     padded_vocab: int = 50304  # rows of embedding tables, columns of the head; padding trains like the rest
     bos_id: int = 50256
-    bigram_vocab_size: int = 5 * 50304
+    bigram_vocab_size: int = 50304 * 15 // 2
     ngrams: Ngrams = Ngrams()
+    sign_rows: int = 8192  # of random signs, by which rows of bigrams or n-grams are multiplied; 0: none
     heads: int = 6
     head_dim: int = 128
     mlp_dim: int = 3072
     layers: tuple[Layer, ...] = LAYERS
+    # Gates, and the connections' weights, come from small MLPs of every token; false: learned constants.
+    mudd_gates: bool = True
+    mudd_connections: bool = True
+    mudd_dim: int = 64  # hidden width of these MLPs
+    dc_window: int = 112  # keys that dynamically composed heads look at, the query's own with them
     window_unit: int = 128
     # At the final validation.
     val_windows: dict[str, int] = field(default_factory=lambda: {"short": 6, "long": 20})
@@ -269,10 +277,10 @@ class Config:
     # learning rate.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(480, 131072,  896, {"short": 1, "long":  3}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        Stage(480, 262144, 2048, {"short": 3, "long":  7}, 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage(480, 393216, 2048, {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
-        Stage( 40, 393216, 2048, {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
+        Stage(423, 131072,  896, {"short": 1, "long":  3}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), .25, .25),
+        Stage(424, 262144, 2048, {"short": 3, "long":  7}, 1.52, (1.0, 0.5), (1.0, 0.0), .25),
+        Stage(423, 393216, 2048, {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
+        Stage( 15, 393216, 2048, {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
     )
     # fmt: on
     cooldown_frac: float = 0.60  # last part of the scheduled steps; the rate falls to final_lr_frac
@@ -287,8 +295,9 @@ class Config:
     params: tuple[Param, ...] = PARAMS
     # fmt: off
     work_order: tuple[str, ...] = (  # of updates and gathers: as the next forward first reads them
-        "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas",
-        "bigram_lambdas", "resid_lambdas", "bigram_embed", "lm_head", "embed", *BANKS, "value_embeds",
+        "scalars", "smear_gate", "ve_gate_bank", "mudd_w1", "mudd_w2", "mudd_b2", "mudd_gate_w1",
+        "mudd_gate_w2", "mudd_gate_b2", "mudd_gate_scale", "post_lambdas", "resid_lambdas", "bigram_embed",
+        "lm_head", "embed", *BANKS, "value_embeds",
     )
     # fmt: on
     adam_lr: float = 0.008
@@ -331,9 +340,8 @@ class Config:
 RECORD = Config()
 
 # Every layer and mechanism, at widths that two laptop cores train in two minutes, on bytes; n-grams in the
-# place of bigrams. Micro-batches
-# hold 256 and 512 tokens, so a document gives at most that many; max_doc_len is larger, since a document can
-# also give the last target.
+# place of bigrams. Micro-batches hold 256 and 512 tokens, so a document gives at most that many; max_doc_len
+# is larger, since a document can also give the last target.
 # fmt: off
 WINDOWS = [stage.windows for stage in RECORD.stages]  # for the names that a row below leaves out
 CPU = replace(
@@ -373,27 +381,70 @@ def padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-GATE_DIM = 12  # channels that a gate looks at
+GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
+
+
+class Gate(NamedTuple):
+    kind: str  # xsa, output, x0, bigram, skip, dc1, dc2
+    layer: int
+    columns: int  # one, or one a head
+    bias: float  # initial, in units of the gates' scale
+
+
+def gate_table(cfg: Config) -> list[list[Gate]]:
+    """Returns the outputs, in order, of the two gate MLPs: of x0, for the layers up to the one that saves
+    "skip", and of what that saves, for the others.
+    """
+    layers, H = list(enumerate(cfg.layers)), cfg.heads
+    split = next((i + 1 for i, layer in layers if layer.saves == "skip"), 0)
+    tables = []
+    for part in (layers[:split], layers[split:]):
+        inputs = [i for i, layer in part if layer.attention and not layer.connections]
+        tables.append(
+            [Gate("xsa", i, H, 0.0) for i, layer in part if layer.xsa]
+            + [Gate("output", i, H, 2.5) for i, layer in part if layer.gate]
+            + [Gate(kind, i, 1, bias) for i in inputs for kind, bias in (("x0", 0.0), ("bigram", 0.5))]
+            + [Gate("skip", i, 1, 5.0) for i, layer in part if layer.adds]
+            + [Gate("dc1", i, H, 10.0) for i, layer in part if layer.dc]
+            + [Gate("dc2", i, H, 0.0) for i, layer in part if layer.dc]
+        )
+    return tables
+
+
+MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
+# Initial biases of their outputs, in units of that. Of the layer with connections: the first stream, "back"
+# and the layer's input into the values; these into the stream; the value embedding of the two halves of the
+# heads; the stream and attention's output; the first stream and the bigrams added to them; the stream and the
+# MLP's output. Before the head: the first stream, "back" (taken off: a part of the stream that served only
+# middle layers, PR 140), that layer's input, the first value embedding, "skip".
+ROOT = math.sqrt(1.1) / MUDD_SCALE
+MUDD_BIASES = ((0, 0, 0, 0, 0, 0, 20, 20, ROOT, 10, 0, 0.5, ROOT, 10), (0, -5, 0, 0, 0))
 
 
 def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     """Returns every parameter's shape. Padding lets each of `world_size` ranks own equally many matrices.
 
-    An n-gram table is none of them, and takes the place of bigram_embed.
+    An n-gram table is none of them, and takes the place of bigram_embed. Without a technique there are no
+    parameters of it.
     """
     d, V, L = cfg.dim, cfg.padded_vocab, len(cfg.layers)
     attention = sum(layer.attention is not None for layer in cfg.layers)
     tables = sum(layer.value is not None for layer in cfg.layers)
+    gates = max(sum(gate.columns for gate in gates) for gates in gate_table(cfg))
+    mudd = max(map(len, MUDD_BIASES))
     shapes = {
-        "scalars": (sum(len(init) * (L if per_layer else 1) for init, per_layer in SCALARS.values()),),
+        "scalars": (2 * L + 2,),
         "smear_gate": (1, GATE_DIM),
-        "skip_gate": (1, GATE_DIM),
-        "attn_gate_bank": (attention, cfg.heads, GATE_DIM),
         "ve_gate_bank": (tables, cfg.heads, GATE_DIM),
         "post_lambdas": (L, 2),
-        "x0_lambdas": (L,),
-        "bigram_lambdas": (L,),
         "resid_lambdas": (L, 2),
+        "mudd_w1": (2, cfg.mudd_dim, d),
+        "mudd_w2": (2, mudd, cfg.mudd_dim),
+        "mudd_b2": (2, mudd),
+        "mudd_gate_w1": (2, cfg.mudd_dim, d),
+        "mudd_gate_w2": (2, gates, cfg.mudd_dim),
+        "mudd_gate_b2": (2, gates),
+        "mudd_gate_scale": (1,),
         "value_embeds": (V, tables, d),
         "bigram_embed": (cfg.bigram_vocab_size, d),
         "lm_head": (d, V),
@@ -402,9 +453,12 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
         "vo_bank": (padded(attention * 2, world_size), d, d),
         "mlp_bank": (padded(2 * L, math.lcm(2, world_size)) // 2, 2, cfg.mlp_dim, d),
     }
-    if cfg.ngrams.orders:
-        del shapes["bigram_embed"]
-    return shapes
+    absent = [
+        *(["bigram_embed"] if cfg.ngrams.orders else []),
+        *([] if cfg.mudd_gates else ["mudd_gate_w1", "mudd_gate_w2"]),
+        *([] if cfg.mudd_connections else ["mudd_w1", "mudd_w2"]),
+    ]
+    return {name: shape for name, shape in shapes.items() if name not in absent}
 
 
 def used_params(cfg: Config) -> list[Param]:
@@ -498,12 +552,18 @@ class StepPlan(NamedTuple):
     batch_tokens: int
     max_doc_len: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
+    prefix: float  # of the loss on the next token's prefix; 0: none
     # Adam's parameters update only after every second step, from the gradients of both: half the traffic of
     # the tables, at next to no cost in loss (PR 136).
     do_adam: bool
     # After this step's update embed and lm_head are untied: one matrix learns faster from both ends, two fit
     # better later (PRs 175, 178).
     untie: bool
+
+    @property
+    def loss_weights(self) -> tuple[float, ...]:
+        """Returns the weights of GPT.loss_targets' columns."""
+        return (*self.mtp, self.prefix) if self.prefix else self.mtp
 
 
 def untie_step(cfg: Config) -> int:
@@ -536,6 +596,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         batch_tokens=stage.batch_tokens,
         max_doc_len=stage.max_doc_len,
         mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
+        prefix=stage.prefix_start + (stage.prefix_end - stage.prefix_start) * t,
         do_adam=step % 2 == 1,
         untie=step == untie_step(cfg),
     )
@@ -812,6 +873,7 @@ class Dataset(NamedTuple):
     val: list[Path]
     bytes_per_token: float  # of the validation text; 0: unknown
     fingerprint: str
+    vocabulary: list[bytes]  # each token's; empty where no loss needs them
 
 
 def open_dataset(cfg: Config) -> Dataset:
@@ -833,8 +895,32 @@ def open_dataset(cfg: Config) -> Dataset:
         )
     count, text = sum(headers[p].tokens for p in train), [headers[p].text_bytes for p in val]
     counts = f"{count} training tokens in {len(train)} shards, {have} for validation"
-    fingerprint = f"{dataset_hash(train + val)} ({counts})"
-    return Dataset(train, val, sum(text) / have if all(text) else 0.0, fingerprint)
+    has_prefixes = any(stage.prefix_start or stage.prefix_end for stage in cfg.stages)
+    vocabulary = [Path(cfg.data, "vocabulary.txt")] if has_prefixes else []
+    tokens = read_vocabulary(vocabulary[0], cfg.vocab_size) if vocabulary else []
+    fingerprint = f"{dataset_hash(train + val + vocabulary)} ({counts})"
+    return Dataset(train, val, sum(text) / have if all(text) else 0.0, fingerprint, tokens)
+
+
+def read_vocabulary(path: Path, size: int) -> list[bytes]:
+    """Returns the bytes of each of `size` tokens, from a line each of hexadecimal digits; none: b""."""
+    settings = "--set stages.*.prefix_start=0 --set stages.*.prefix_end=0"
+    fix = f"make it with the script in data/ that made the shards, or train without: {settings}"
+    with explain(f"the loss on prefixes needs {path}", fix, OSError, ValueError):
+        vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]
+    if len(vocabulary) != size:
+        raise UserError(f"{path}: {len(vocabulary)} tokens, the config has {size}; {fix}")
+    return vocabulary
+
+
+def prefix_table(vocabulary: list[bytes], rows: int) -> Tensor:
+    """Returns for each of `rows` tokens, int64, the one that is its longest proper prefix; -1: none."""
+    ids = {token: i for i, token in enumerate(vocabulary) if token}
+    table = torch.full((rows,), -1)
+    for token, i in ids.items():
+        prefixes = (ids.get(token[:n]) for n in range(len(token) - 1, 0, -1))
+        table[i] = next((prefix for prefix in prefixes if prefix is not None), -1)
+    return table
 
 
 def dataset_hash(paths: list[Path]) -> str:
@@ -876,11 +962,17 @@ def bigram_index(tokens: np.ndarray, rows: int, out: np.ndarray) -> None:
     out[1:] = ((np.int32(36313) * tokens[1:]) ^ (np.int32(27191) * tokens[:-1])) % np.int32(rows - 1)
 
 
+def bigram_signs(tokens: np.ndarray, sign_rows: int) -> np.ndarray:
+    """Returns the rows of signs (T,) int32 of each token with its predecessor; position 0 gets row 0."""
+    return np.append(np.int32(0), (tokens[1:] ^ tokens[:-1]) % np.int32(sign_rows))
+
+
 MIX = np.uint32(0x9E3779B1)  # odd: 2^32 over the golden ratio
 
 
-def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams) -> np.ndarray:
-    """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, by ranges.
+def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, by ranges; and the
+    rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0.
 
     A range belongs to one order and hash. Its last row serves the first n - 1 positions. The hash is a
     polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It
@@ -889,11 +981,17 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams) -> np.ndarray:
     T, size = len(tokens), ngrams.rows
     words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
     rows = np.empty((ngrams.ranges, T), np.int32)
+    signs = np.empty_like(rows) if sign_rows else None
     for n in range(1, max(ngrams.orders) + 1):
         mixed[n - 1 :] += words[: max(0, T - n + 1)]
         mixed *= MIX
         for seed in range(ngrams.hashes) if n in ngrams.orders else ():
+            i = ngrams.orders.index(n) * ngrams.hashes + seed
             h = mixed + np.uint32(seed * int(MIX) % 2**32)
+            if signs is not None:  # scales the upper bits of a product to the number of rows
+                signs[i] = (h * np.uint32(0x27D4EB2F) >> np.uint32(16)) * np.uint32(sign_rows) >> np.uint32(
+                    16
+                )
             h ^= h >> np.uint32(16)
             h *= np.uint32(0x85EBCA6B)
             h ^= h >> np.uint32(13)
@@ -901,9 +999,8 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams) -> np.ndarray:
             h ^= h >> np.uint32(16)
             h -= h // np.uint32(size - 1) * np.uint32(size - 1)  # NumPy's % is not vectorized
             h[: n - 1] = size - 1
-            i = ngrams.orders.index(n) * ngrams.hashes + seed
             np.add(h, np.uint32(i * size), out=rows[i].view(np.uint32))
-    return rows
+    return rows, signs
 
 
 def default_max_docs(tokens: int) -> int:
@@ -921,6 +1018,7 @@ class RowIndex(NamedTuple):
     perm: Tensor  # (T,) int32: positions by row, those of one row in the text's order
     offsets: Tensor  # (n + 1,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of row_ids[i]
     first_touch: Tensor  # (n,) bool: no earlier micro-batch since the last update touched the row
+    signs: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
 
 
 class Transfer(NamedTuple):
@@ -1000,6 +1098,7 @@ class MicroBatch:
     targets: Tensor  # (T,) int64
     bigrams: Tensor | None  # (T,) int32: rows of bigram_embed
     ngrams: Tensor | None  # (K, T) int32: rows of the n-gram table; in training, of what a step fetches of it
+    signs: Tensor | None  # (K, T) int32, for bigrams (1, T): rows of the signs that multiply those rows
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, then T
     max_doc_len: int  # bound on a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
@@ -1029,14 +1128,17 @@ def make_micro_batch(
             f"use --set max_docs={padded(len(ends) + 2, 128)}"
         )
     inputs, targets = (torch.from_numpy(ids.astype(np.int32)) for ids in (tokens[:-1], tokens[1:]))
-    bigrams, ngrams, cu_seqlens = None, None, torch.full((max_docs,), T, dtype=torch.int32)
+    bigrams, ngrams, signs, cu_seqlens = None, None, None, torch.full((max_docs,), T, dtype=torch.int32)
     if cfg.ngrams.orders:
-        ngrams = torch.from_numpy(hash_ngrams(inputs.numpy(), cfg.ngrams))
+        rows, sign_ids = hash_ngrams(inputs.numpy(), cfg.ngrams, cfg.sign_rows)
+        ngrams, signs = torch.from_numpy(rows), None if sign_ids is None else torch.from_numpy(sign_ids)
     else:
         bigrams = torch.empty_like(inputs)
         bigram_index(inputs.numpy(), cfg.bigram_vocab_size, bigrams.numpy())
+        if cfg.sign_rows:
+            signs = torch.from_numpy(bigram_signs(inputs.numpy(), cfg.sign_rows)[None])
     cu_seqlens.numpy()[: len(ends) + 1] = 0, *ends
-    return MicroBatch(inputs, targets.long(), bigrams, ngrams, cu_seqlens, max_doc_len)
+    return MicroBatch(inputs, targets.long(), bigrams, ngrams, signs, cu_seqlens, max_doc_len)
 
 
 def int32(numbers: np.ndarray) -> Tensor:
@@ -1074,17 +1176,20 @@ def inverse(permutation: np.ndarray) -> np.ndarray:
 NO_ROWS = np.empty(0, np.int32)
 
 
-def index_rows(ids: np.ndarray, touched: np.ndarray = NO_ROWS) -> RowIndex:
+def index_rows(ids: np.ndarray, touched: np.ndarray = NO_ROWS, signs: np.ndarray | None = None) -> RowIndex:
     """Sorts a micro-batch's positions by row `ids`, (T,) or, with ranges that ascend, (K, T) int32.
 
-    touched: rows that earlier micro-batches since the last update have touched, ascending.
+    touched: rows that earlier micro-batches since the last update have touched, ascending. signs: (K, T).
     """
     ranges = np.atleast_2d(ids)
     row_ids, perm, offsets = map(list, zip(*map(sort_by_row, ranges)))
     starts = [part[:-1] + k * ranges.shape[1] for k, part in enumerate(offsets)]
     rows = np.concatenate(row_ids)
-    parts = rows, np.concatenate(perm), np.append(np.concatenate(starts), ids.size).astype(np.int32)
-    return RowIndex(*map(torch.from_numpy, (*parts, ~is_in(touched, rows))))
+    parts = [rows, np.concatenate(perm), np.append(np.concatenate(starts), ids.size).astype(np.int32)]
+    parts += [~is_in(touched, rows)]
+    if signs is not None:
+        parts.append(np.concatenate([row[order] for row, order in zip(signs, perm)]))
+    return RowIndex(*map(torch.from_numpy, parts))
 
 
 def place_rows(ids: Tensor, index: RowIndex, places: Tensor) -> Tensor:
@@ -1276,7 +1381,8 @@ class Prefetcher:
         for batch in micro_batches:
             for kind, ids in batch.row_ids().items():
                 touched = self.touched.get(kind, NO_ROWS)
-                batch.index[kind] = index_rows(ids, touched)
+                signs = None if kind == "tokens" or batch.signs is None else batch.signs.numpy()
+                batch.index[kind] = index_rows(ids, touched, signs)
                 self.touched[kind] = merge_rows(touched, batch.index[kind].row_ids.numpy())
         updated = [kind for kind in self.touched if plan.do_adam or kind == "ngrams"]
         plans = self._plan_rows(updated, micro_batches)
@@ -1391,8 +1497,20 @@ def attention(
     Returns (T, H, D). Queries go in blocks, each against the keys of its block and of `window` positions
     before it: T * (window + block) scores instead of T * T.
     """
+    T = len(q)
+    q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, max_seqlen - 1, T - 1))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return y.transpose(1, 2).flatten(0, 1)[:T]
+
+
+def query_blocks(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cuts queries (T, H, D) into n blocks (n, H, block, D), with the keys and values that these may see.
+
+    Also returns a mask (n, 1, block, window + block): which key is in a query's document and window.
+    """
     T, H, D = q.shape
-    window = min(window, max_seqlen - 1, T - 1)
     block = min(max(32, window), 256)
     n = padded(T, block) // block
     tail = n * block - T
@@ -1405,9 +1523,35 @@ def attention(
     mask = (doc_q == doc_k) & (distance >= 0) & (distance <= window)
     q = F.pad(q, (0, 0, 0, 0, 0, tail)).view(n, block, H, D).transpose(1, 2)
     k, v = (F.pad(t, (0, 0, 0, 0, window, tail)).unfold(0, window + block, block) for t in (k, v))
-    k, v = k.transpose(2, 3), v.transpose(2, 3)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), scale=scale)
-    return y.transpose(1, 2).reshape(n * block, H, D)[:T]
+    return q, k.transpose(2, 3), v.transpose(2, 3), mask.unsqueeze(1)
+
+
+def compose_heads(
+    y: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    cu_seqlens: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Adds to attention's heads y (T, H, D) what all heads together attend to among the last `window` keys.
+
+    Each head's softmax over these keys alone, weighted by w1 (T, H) after RMSNorm, sums to one matrix; w2 (T,
+    H) weighs its products with each head's values. Dynamically composed heads: Xiao et al. 2024,
+    arXiv:2405.08553; trimmed to this in record 85.
+    """
+    T, H, _ = q.shape
+    q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window - 1, T - 1))
+    n, _, block, _ = q.shape
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (scale * q @ k.mT).to(dtype).masked_fill(~mask, -math.inf)
+    w1 = F.rms_norm(w1.to(dtype), (H,), eps=1e-6).to(q.dtype)
+    w1 = F.pad(w1, (0, 0, 0, n * block - T)).view(n, block, H).transpose(1, 2)
+    mixed = (w1[..., None] * scores.softmax(-1)).sum(1, keepdim=True).to(q.dtype)
+    return y + w2[:, :, None] * (mixed @ v).transpose(1, 2).flatten(0, 1)[:T]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -1428,18 +1572,21 @@ def shift_keys(k: Tensor) -> Tensor:
     return torch.cat([rotated, torch.cat([passthrough[:1], passthrough[:-1]])], dim=-1)
 
 
-def relu_square(h: Tensor, fc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns r = relu(h fc^T) and r^2, (T, F), for h (T, d), fc (F, d).
+def relu_square(h: Tensor, fc: Tensor) -> Tensor:
+    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d).
 
     The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
     """
-    r = F.linear(h, fc).relu()
-    return r, r.square()
+    return F.linear(h, fc).relu_().square()
 
 
-def relu_square_grad(dy: Tensor, proj: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns d(h fc^T) = 2 r (dy proj^T), and r^2, cheaper to compute than to keep; proj (F, d)."""
-    return (dy @ proj.T).mul_(2 * r), r.square()
+def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
+    """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
+
+    The root is not rounded; rounded to bf16 it would be relu(h fc^T) again.
+    """
+    dtype = torch.promote_types(dy.dtype, torch.float32)
+    return ((dy @ proj.T).to(dtype) * (2 * square.to(dtype).sqrt())).to(dy.dtype)
 
 
 # Logits are capped, so that none runs away and gradients stay small (record 9; Gemma 2, arXiv:2408.00118).
@@ -1459,25 +1606,32 @@ def next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(SOFTCAP_SCALE * softcap_sigmoid(logits), targets, reduction="none")
 
 
+def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
+    """Returns the next `count` tokens of each position, (T, count) int64, from the next one, `targets` (T,).
+
+    With `prefixes` (V,), a last column has the next token's prefix. -1: none.
+    """
+    columns = [F.pad(targets[k:], (0, k), value=-1) for k in range(count)]
+    return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=1)
+
+
 def softcap_loss(
     logits: Tensor, targets: Tensor, weights: tuple[float, ...], scale_inv: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns the multi-token cross-entropies of softcapped logits, and their sum's gradient by the logits.
+    """Returns the cross-entropies of softcapped logits with several targets, and their sum's gradient.
 
-    logits (n, V); targets (n .. n+K-1,) int64: row i's k-th weight is for entry i + k, and weights that reach
-    past the end are dropped. Losses (n,) are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype;
-    with `scale_inv` it is e5m2 in units of scale_inv, saturating.
+    logits (n, V); targets (n, K) int64, -1: none; K weights. Losses (n,) are fp32 (fp64 for fp64 logits). The
+    gradient has the logits' dtype; with `scale_inv` it is e5m2 in units of scale_inv, saturating.
     """
-    n, s = logits.size(0), softcap_sigmoid(logits)
+    s = softcap_sigmoid(logits)
     z = SOFTCAP_SCALE * s
     lse = z.logsumexp(dim=-1)
     losses, total, target_probs = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(z)
-    for k, weight in enumerate(weights):
-        target = targets[k : k + n, None]
-        rows = target.size(0)
-        losses[:rows] += weight * (lse[:rows] - z[:rows].gather(1, target)[:, 0])
-        total[:rows] += weight
-        target_probs[:rows].scatter_add_(1, target, torch.full_like(target, weight, dtype=z.dtype))
+    for target, weight in zip(targets.split(1, dim=1), weights):
+        at, weighs = target.clamp_min(0), weight * (target >= 0).to(z.dtype)
+        losses += weighs[:, 0] * (lse - z.gather(1, at)[:, 0])
+        total += weighs[:, 0]
+        target_probs.scatter_add_(1, at, weighs)
     dz = total[:, None] * (z - lse[:, None]).exp() - target_probs
     grad = dz * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)
     return losses, to_fp8(grad, scale_inv, torch.float8_e5m2) if scale_inv else grad.to(logits.dtype)
@@ -1506,30 +1660,36 @@ def scaled_grad(
 COLUMN_CHUNK = 768  # columns of a table summed at once, so that no temporary has a table's size
 
 
-def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
+def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     """Adds each touched row's position gradients to that row of `out` (N, ...); a first touch overwrites it.
 
-    grad (T, ...). A row's gradients are summed in at least fp32, in the text's order, and rounded once.
+    grad (T, ...), multiplied by rows index.signs of `signs`, if there are any. A row's gradients are summed
+    in at least fp32, in the text's order, and rounded once.
     """
     out, grad, ids = out.flatten(1), grad.flatten(1), index.row_ids
     dtype, lengths = torch.promote_types(out.dtype, torch.float32), index.offsets.diff().long()
     for i in range(0, out.size(1), COLUMN_CHUNK):
         part = out[:, i : i + COLUMN_CHUNK]
         grad_part = grad[index.perm, i : i + COLUMN_CHUNK].to(dtype)
+        if signs is not None and index.signs is not None:
+            grad_part *= signs[index.signs, i : i + COLUMN_CHUNK]
         sums = torch.segment_reduce(grad_part, "sum", lengths=lengths, unsafe=True)
         sums = torch.where(index.first_touch[:, None], sums, part[ids].to(dtype) + sums)
         part.index_copy_(0, ids.long(), sums.to(out.dtype))
 
 
-def gather_rows(out: Tensor, table: Tensor, ids: Tensor) -> None:
+def gather_rows(
+    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
+) -> None:
     """Writes the sums of rows ids[:, i] of `table` (N, w), for ids (K, n) int32, to out[i], (n, w).
 
-    They are summed in order, in at least fp32, and rounded once.
+    They are multiplied by rows sign_ids (K, n) of `signs`, if given; summed in order, in at least fp32, and
+    rounded once.
     """
-    total = table[ids[0]].to(torch.promote_types(table.dtype, torch.float32))
-    for rows in ids[1:]:
-        total += table[rows]
-    out.copy_(total)
+    parts = [table[rows].to(torch.promote_types(table.dtype, torch.float32)) for rows in ids]
+    if signs is not None and sign_ids is not None:
+        parts = [part * signs[rows] for part, rows in zip(parts, sign_ids)]
+    out.copy_(sum(parts[1:], parts[0]))
 
 
 ROW_EPS = 1e-10
@@ -1707,9 +1867,8 @@ if triton is not None:
     def relu_square_kernel(
         a,
         b,
-        r,
         square,
-        da,
+        out,
         M,
         N,
         K,
@@ -1737,13 +1896,12 @@ if triton is not None:
         out_offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
         mask = (rows[:, None] < M) & (cols[None, :] < N)
         if BACKWARD:
-            relu = tl.load(r + out_offs, mask=mask, other=0.0)
-            tl.store(da + out_offs, (2 * relu.to(tl.float32) * total).to(da.dtype.element_ty), mask=mask)
+            root = tl.sqrt_rn(tl.load(square + out_offs, mask=mask, other=0.0).to(tl.float32))
+            result = 2 * root * total.to(out.dtype.element_ty).to(tl.float32)
         else:
-            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(r.dtype.element_ty)
-            tl.store(r + out_offs, relu, mask=mask)
-        relu32 = relu.to(tl.float32)
-        tl.store(square + out_offs, (relu32 * relu32).to(square.dtype.element_ty), mask=mask)
+            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(out.dtype.element_ty)
+            result = relu.to(tl.float32) * relu.to(tl.float32)
+        tl.store(out + out_offs, result.to(out.dtype.element_ty), mask=mask)
 
     @triton.jit
     def softcap_loss_kernel(
@@ -1753,7 +1911,6 @@ if triton is not None:
         losses,
         grad,
         V,
-        count,
         stride,
         SCALE: tl.constexpr,
         SHIFT: tl.constexpr,
@@ -1772,9 +1929,11 @@ if triton is not None:
             sums += tl.where(start + offs < V, tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN)), 0.0)
         lse = tl.log(tl.sum(sums))
         loss, total = 0.0, 0.0
+        targets += row.to(tl.int64) * len(weights)
         for k in tl.static_range(len(weights)):
-            if row + k < count:
-                x = tl.load(logits + tl.load(targets + row + k)).to(tl.float32)
+            target = tl.load(targets + k)
+            if target >= 0:
+                x = tl.load(logits + target).to(tl.float32)
                 loss += weights[k] * (lse - SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN))
                 total += weights[k]
         tl.store(losses + row, loss)
@@ -1785,8 +1944,7 @@ if triton is not None:
             )
             g = total * tl.exp(SCALE * s - lse)
             for k in tl.static_range(len(weights)):
-                target = tl.load(targets + row + k, mask=row + k < count, other=-1)
-                g -= tl.where(cols == target, weights[k], 0.0)
+                g -= tl.where(cols == tl.load(targets + k), weights[k], 0.0)
             g *= s * (1 - s) * dz_scale
             g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
             tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
@@ -1828,8 +1986,11 @@ if triton is not None:
         perm,
         offsets,
         first_touch,
+        signs,
+        sign_ids,
         columns,
         grad_stride,
+        SIGNED: tl.constexpr,
         BLOCK: tl.constexpr,
         UNROLL: tl.constexpr,
     ):
@@ -1841,7 +2002,11 @@ if triton is not None:
             for k in tl.static_range(UNROLL):
                 pos = tl.load(perm + start + k, mask=start + k < last, other=0).to(tl.int64)
                 width = tl.where(start + k < last, columns, 0)
-                total += tl.load(grad + pos * grad_stride + cols, mask=cols < width, other=0.0).to(tl.float32)
+                part = tl.load(grad + pos * grad_stride + cols, mask=cols < width, other=0.0).to(tl.float32)
+                if SIGNED:
+                    row = tl.load(sign_ids + start + k, mask=start + k < last, other=0).to(tl.int64)
+                    part *= tl.load(signs + row * columns + cols, mask=cols < width, other=0.0).to(tl.float32)
+                total += part
         out_ptrs = out + tl.load(row_ids + i).to(tl.int64) * columns + cols
         width = tl.where(tl.load(first_touch + i) == 0, columns, 0)
         total += tl.load(out_ptrs, mask=cols < width, other=0.0).to(tl.float32)
@@ -1866,14 +2031,28 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["n"])
     def gather_rows_kernel(
-        out, table, ids, n, columns, table_stride, RANGES: tl.constexpr, BLOCK: tl.constexpr
+        out,
+        table,
+        ids,
+        signs,
+        sign_ids,
+        n,
+        columns,
+        table_stride,
+        RANGES: tl.constexpr,
+        SIGNED: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
         """Sums a chunk of RANGES rows, in order."""
         i, cols = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         for k in tl.static_range(RANGES):
             row = tl.load(ids + k * n.to(tl.int64) + i).to(tl.int64)
-            total += tl.load(table + row * table_stride + cols, mask=cols < columns, other=0.0).to(tl.float32)
+            part = tl.load(table + row * table_stride + cols, mask=cols < columns, other=0.0).to(tl.float32)
+            if SIGNED:
+                row = tl.load(sign_ids + k * n.to(tl.int64) + i).to(tl.int64)
+                part *= tl.load(signs + row * columns + cols, mask=cols < columns, other=0.0).to(tl.float32)
+            total += part
         out_ptrs = out + i.to(tl.int64) * columns + cols
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
@@ -1943,16 +2122,16 @@ def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: 
     return out
 
 
-def triton_relu_square(a: Tensor, b: Tensor, r: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Computes relu_square(h, fc), or, given r, relu_square_grad(dy, proj, r)."""
-    (M, K), N = a.shape, b.size(0)
-    out, square = a.new_empty(M, N), a.new_empty(M, N)
+def triton_relu_square(a: Tensor, b: Tensor, square: Tensor | None = None) -> Tensor:
+    """Computes relu_square(h, fc), or, given its result, relu_square_grad(dy, proj, square)."""
+    (M, K), N, backward = a.shape, b.size(0), square is not None
+    out = a.new_empty(M, N)
     large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
-    tiles = RELU_SQUARE_TILES["small" if not large else "large" if r is None else "large backward"]
+    tiles = RELU_SQUARE_TILES["small" if not large else "large backward" if backward else "large"]
     blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
-    tensors, strides = (a, b, out if r is None else r, square, out), (*a.stride(), *b.stride())
-    relu_square_kernel[(blocks,)](*tensors, M, N, K, *strides, BACKWARD=r is not None, **tiles)
-    return out, square
+    tensors, strides = (a, b, square if backward else out, out), (*a.stride(), *b.stride())
+    relu_square_kernel[(blocks,)](*tensors, M, N, K, *strides, BACKWARD=backward, **tiles)
+    return out
 
 
 def triton_softcap_loss(
@@ -1963,7 +2142,7 @@ def triton_softcap_loss(
     grad = torch.empty_like(
         logits, dtype=torch.float8_e5m2 if scale_inv else None, memory_format=torch.contiguous_format
     )
-    tensors, sizes = (logits, targets, weights, losses, grad), (V, len(targets), logits.stride(0))
+    tensors, sizes = (logits, targets, weights, losses, grad), (V, logits.stride(0))
     dz_scale = SOFTCAP_SCALE / SOFTCAP_SPAN / (scale_inv or 1.0)
     constants = (SOFTCAP_SCALE, SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, torch.finfo(grad.dtype).max, dz_scale)
     softcap_loss_kernel[(n,)](*tensors, *sizes, *constants, **LOSS_TILES)
@@ -1978,14 +2157,16 @@ def triton_scaled_grad(
     scaled_grad_kernel[(rows, n)](*tensors, columns, *strides, OVERWRITE=overwrite, **SCALED_GRAD_TILES)
 
 
-def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex) -> None:
+def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     if not len(index.row_ids):
         return
     out, grad = out.view(out.size(0), -1), grad.flatten(1)
     grid = (len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"]))
-    first_touch = index.first_touch.view(torch.uint8)
+    first_touch, signed = index.first_touch.view(torch.uint8), index.signs is not None
     tensors = (out, grad, index.row_ids, index.perm, index.offsets, first_touch)
-    segment_sum_rows_kernel[grid](*tensors, out.size(1), grad.stride(0), **SEGMENT_SUM_TILES)
+    operands = (signs, index.signs) if signed else (out, out)
+    strides = (out.size(1), grad.stride(0))
+    segment_sum_rows_kernel[grid](*tensors, *operands, *strides, SIGNED=signed, **SEGMENT_SUM_TILES)
 
 
 def triton_transpose(out: Tensor, x: Tensor, row_ids: Tensor | None = None) -> None:
@@ -1998,13 +2179,15 @@ def triton_transpose(out: Tensor, x: Tensor, row_ids: Tensor | None = None) -> N
     transpose_kernel[grid](out, x, row_ids, count, n, m, *strides, ADD=add, **TRANSPOSE_TILES)
 
 
-def triton_gather_rows(out: Tensor, table: Tensor, ids: Tensor) -> None:
+def triton_gather_rows(
+    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
+) -> None:
     (K, n), columns, tiles = ids.shape, table.size(1), SEGMENT_SUM_TILES["BLOCK"]
     if n:
-        grid = (n, triton.cdiv(columns, tiles))
-        gather_rows_kernel[grid](
-            out, table, ids, n, columns, table.stride(0), RANGES=K, BLOCK=tiles, num_warps=2
-        )
+        signed, grid = sign_ids is not None, (n, triton.cdiv(columns, tiles))
+        tensors = (out, table, ids, *((signs, sign_ids) if signed else (ids, ids)))
+        options = {"RANGES": K, "SIGNED": signed, "BLOCK": tiles, "num_warps": 2}
+        gather_rows_kernel[grid](*tensors, n, columns, table.stride(0), **options)
 
 
 def triton_update_rows(
@@ -2341,16 +2524,15 @@ def scaled_weights(
 class MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, slices, backend, fc, proj):
-        r, square = backend.relu_square(h, fc)
         ctx.slices, ctx.backend = slices, backend
-        ctx.save_for_backward(h, r, fc, proj)
+        ctx.save_for_backward(h, square := backend.relu_square(h, fc), fc, proj)
         return square @ proj
 
     @staticmethod
     def backward(ctx, dy):
-        h, r, fc, proj = ctx.saved_tensors
+        h, square, fc, proj = ctx.saved_tensors
         to_fc, to_proj = ctx.slices
-        da, square = ctx.backend.relu_square_grad(dy, proj, r)
+        da = ctx.backend.relu_square_grad(dy, proj, square)
         dproj = to_proj.grad.accumulate(to_proj.part, square, dy)
         return da @ fc, None, None, to_fc.grad.accumulate(to_fc.part, da, h), dproj
 
@@ -2419,39 +2601,115 @@ class Rotary:
 # all layers together take few compilations. MLPs, FlashAttention and kernels are called uncompiled.
 
 
-def embed_and_smear(
-    embed: Tensor, bigram: Tensor, smear: Tensor, smear_gate: Tensor, bigram_lambda: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns x0, the residual stream x, and norm(x), from the rows of two tables (T, d)."""
-    # Smear: each token gets a gated share of the one before. It costs next to nothing; attention would spend
-    # a head (PR 130).
+def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor:
+    """Returns x0, the normed rows of `embed` (T, d), each with a gated share of the one before.
+
+    It costs next to nothing; attention would spend a head (PR 130).
+    """
     gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], smear_gate))
-    x0 = norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
-    # Hashed bigrams: an embedding of this token and the one before, so that no layer need recognize frequent
-    # pairs (PR 201).
-    x = x0 + bigram_lambda * bigram
-    return x0, x, norm(x)
+    return norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
 
 
-def add_skip(x: Tensor, x0: Tensor, saved: Tensor, skip: Tensor, skip_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds a saved activation, gated, to the stream. Returns the stream and its norm.
+def token_weights(
+    u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: float | Tensor
+) -> Tensor:
+    """Returns scale times the outputs (T, k) of a small MLP of every token of u (T, d); constants (1, k)
+    without `w1`.
 
-    As in a U-net, a late layer gets an early one's view back (record 11; gate: PR 186).
+    w1 (hidden, d), w2 (k, hidden), b2 (k,). MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81;
+    gates by it in record 85.
     """
-    x = x + torch.sigmoid(skip) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_DIM], skip_gate)) * saved
-    return x, norm(x)
+    return scale * (b2[None] if w1 is None else F.linear(F.gelu(F.linear(u, w1)), w2, b2))  # type: ignore
 
 
-def mix_residual(scales: list[Tensor], tensors: list[Tensor], normed: bool) -> tuple[Tensor, Tensor | None]:
-    """Sums 0-d scales times tensors (T, d), left to right. Returns the sum and, if `normed`, its norm.
+def mix_streams(
+    scales: Sequence[Tensor | None], streams: Sequence[Tensor], normed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sums scales times streams (T, d), left to right. Returns the sum and, if `normed`, its norm.
 
-    Learned scales of the stream, the layer's output, x0 and the bigram let each layer lean on the input again
-    (record 9).
+    A scale is learned, 0-d, or one for each token, (T, 1) or (1, 1), or None: 1. With scales of the stream,
+    a layer's output, x0 and the bigrams, each layer can lean on the input again (record 9).
     """
-    x = scales[0] * tensors[0]
-    for scale, t in zip(scales[1:], tensors[1:]):
-        x = x + scale * t
-    return x, norm(x) if normed else None
+    scaled = [x if scale is None else scale * x for scale, x in zip(scales, streams)]
+    total = sum(scaled[1:], scaled[0])
+    return total, norm(total) if normed else None
+
+
+def mix_streams_grad(
+    scales: Sequence[Tensor | None],
+    streams: Sequence[Tensor],
+    sums: Sequence[Tensor | None],
+    total: Tensor,
+    d_total: Tensor,
+    d_normed: Tensor | None,
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Returns the gradients of mix_streams' scales and streams, a stream's added to its `sums`, if given."""
+    if d_normed is not None:
+        x, dh = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (total, d_normed))
+        root = (x.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+        x = x * root
+        d_total = d_total + (root * (dh - x * (x * dh).mean(-1, keepdim=True))).to(d_total.dtype)
+    pairs = list(zip(scales, streams))
+    dscales = [None if scale is None else (d_total * x).sum_to_size(scale.shape) for scale, x in pairs]
+    dstreams = [d_total if scale is None else scale * d_total for scale in scales]
+    return dscales, [dx if so_far is None else so_far.add_(dx) for so_far, dx in zip(sums, dstreams)]
+
+
+class Mix(torch.autograd.Function):
+    """Computes mix_streams. Gradients of shared streams it adds up itself: autograd's sums, of pairs, would
+    be a launch each, and as much memory traffic again.
+    """
+
+    @staticmethod
+    def forward(ctx, compiled, normed, sums, *factors):
+        ctx.compiled, ctx.sums, n = compiled, sums, len(sums)
+        total, h = compiled(mix_streams)(factors[:n], factors[n:], normed)
+        ctx.save_for_backward(total, *factors)
+        return total, h
+
+    @staticmethod
+    def backward(ctx, d_total, d_normed):
+        (total, *factors), n = ctx.saved_tensors, len(ctx.sums)
+        so_far = [held[0] if held else None for held in ctx.sums]
+        factors = factors[:n], factors[n:]
+        dscales, dstreams = ctx.compiled(mix_streams_grad)(*factors, so_far, total, d_total, d_normed)
+        for i, held in enumerate(ctx.sums):
+            if held is not None:
+                held[:], dstreams[i] = [dstreams[i]], None
+        return None, None, None, *dscales, *dstreams
+
+
+class Share(torch.autograd.Function):
+    """Returns x, a stream that many Mixes share; its gradient is what they have added up in `held`."""
+
+    @staticmethod
+    def forward(ctx, x, held):
+        ctx.held = held
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        total = ctx.held.pop()
+        return total if dx is None else total.add_(dx), None
+
+
+def connect(x: Tensor, first: Tensor, back: Tensor, value: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what is added to the values, and the stream, of the layer with connections (record 81).
+
+    x, first, back: streams (T, d); value (T, d), of value_embeds; weights (T, 8) in the order of MUDD_BIASES.
+    """
+    w = weights.split(1, dim=1)
+    halves = weights[:, 6:8, None] * value.view(len(value), 2, -1)
+    values = halves.flatten(1) + (w[0] * first + w[1] * back + w[2] * x)
+    return values, (1 + w[5]) * x + w[3] * first + w[4] * back
+
+
+def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
+    """Returns the head's input: the norm of x and `streams`, these times weights (T, len(streams))."""
+    for weight, stream in zip(weights.split(1, dim=1), streams):
+        x = x + weight * stream
+    return norm(x)
 
 
 def qkv_to_heads(
@@ -2467,7 +2725,8 @@ def qkv_to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Makes q, k, v of a layer's input h (T, d) and weight (3d, d).
 
-    Returns them (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4); value, of value_embeds, (T, d).
+    Returns them (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4). `value` (T, d) is added to v,
+    each head times its gate by ve_gate, if that is given.
     """
     T, d = h.shape
     D = d // heads
@@ -2478,9 +2737,11 @@ def qkv_to_heads(
         # Value embeddings: another embedding of the token, added to the values, which the early layers'
         # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897), gated
         # by few channels (PR 186).
-        half = GATE_DIM // 2
-        gate_input = h[:, :GATE_DIM] if paired else torch.cat([h[:, :half], value[:, :half]], dim=-1)
-        v = v + 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * value.view(T, heads, D)
+        added, half = value.view(T, heads, D), GATE_DIM // 2
+        if ve_gate is not None:
+            gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
+            added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
+        v = v + added
     if paired:
         # Paired heads: two heads share one stream of twice the length, so each query sees both heads' keys
         # and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of
@@ -2493,20 +2754,18 @@ def qkv_to_heads(
     return q, shift_keys(k) if key_shift else k, v
 
 
-def attention_output(
-    y: Tensor, h: Tensor, gate: Tensor, weight: Tensor, scales: list[Tensor], x: Tensor, inputs: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Gates the heads y (T, H, D) by h (T, d), multiplies by weight^T (d, d), mixes with x and `inputs`.
+def finish_heads(y: Tensor, v: Tensor, xsa: Tensor | None, gate: Tensor | None) -> Tensor:
+    """Takes part of what lies along its own token's value v off each head's output y; multiplies by a gate.
 
-    A head with nothing to say can shut, instead of attending to a first token as a sink (PR 117).
+    y, v (T, H, D); xsa and gate (T, H), or (1, H). A part of tanh(xsa): exclusive self-attention (record 82):
+    the residual stream has the token's own content anyway. A head with nothing to say can shut by its gate,
+    instead of attending to a first token as a sink (PR 117).
     """
-    gated = y * torch.sigmoid(F.linear(h[:, :GATE_DIM], gate))[:, :, None]
-    return mix_residual(scales, [x, F.linear(gated.flatten(1), weight), *inputs], True)
-
-
-def final_norm(x: Tensor, back: Tensor, backout: Tensor) -> Tensor:
-    """Returns the head's input, without a part of the stream that served only middle layers (PR 140)."""
-    return norm(x - backout * back)
+    if xsa is not None:
+        y32, v32 = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (y, v))
+        along = (y32 * v32).sum(-1, keepdim=True) / v32.square().sum(-1, keepdim=True).clamp_min(1e-8)
+        y = (y32 - xsa.tanh()[:, :, None] * along * v32).to(y.dtype)
+    return y if gate is None else y * gate[:, :, None]
 
 
 class GPT(nn.Module):
@@ -2536,6 +2795,18 @@ class GPT(nn.Module):
         attending = [i for i, layer in enumerate(cfg.layers) if layer.attention]
         # A layer's place in attention's banks.
         self.attention_index = {layer: n for n, layer in enumerate(attending)}
+        self.gate_table = gate_table(cfg)
+        gate_biases = [
+            [gate.bias for gate in gates for _ in range(gate.columns)] for gates in self.gate_table
+        ]
+        self.biases = {"mudd": MUDD_BIASES, "mudd_gate": gate_biases}
+        # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
+        # each sees the others' shares as noise of mean zero (record 83).
+        shape = cfg.sign_rows, cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
+        self.signs: Tensor
+        self.register_buffer("signs", torch.zeros(shape, dtype=dtype_of(cfg.dtype), device=device))
+        # prefix_table(); until it is built no token has a prefix.
+        self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         self.initialize(seed)
 
     @torch.no_grad()
@@ -2559,12 +2830,21 @@ class GPT(nn.Module):
             "lm_head": lm_head,
             "embed": lm_head.T,
             "value_embeds": 0.01 * torch.randn(shapes["value_embeds"], generator=generator),
+            "signs": torch.randint(2, self.signs.shape, generator=generator) * 2 - 1,
+            **{
+                name: uniform(*shapes[name]) * (2 / 3)  # Kaiming's: to 1 / sqrt(dim)
+                for name in ("mudd_w1", "mudd_gate_w1")
+                if name in shapes
+            },
+            **{
+                f"{name}_b2": nn.utils.rnn.pad_sequence([*map(torch.tensor, rows)], batch_first=True)
+                for name, rows in self.biases.items()
+            },
+            "mudd_gate_scale": torch.tensor([0.1]),
             "post_lambdas": torch.ones(L, 2),
             "resid_lambdas": torch.full((L, 2), math.sqrt(1.1)),
-            "bigram_lambdas": torch.full((L,), 0.05),
-            "scalars": torch.tensor(
-                [x for init, per_layer in SCALARS.values() for x in init * (L if per_layer else 1)]
-            ),
+            # Factors of each layer's QKV and output weight; the smear's, and the skip's before a sigmoid.
+            "scalars": torch.tensor([0.5, 1.0] * L + [0.0, -1.5]),
         }
         for name, value in values.items():
             getattr(self, name)[: value.size(0)].copy_(value)
@@ -2599,14 +2879,6 @@ class GPT(nn.Module):
         weights = scaled_weights(scale_rows.view(2, n), qk, v, out, self.backend)
         return list(zip(*(w.unbind() for w in weights)))
 
-    def named_scalars(self) -> dict[str, tuple[Tensor, ...]]:
-        """Splits `scalars` by the names of SCALARS into 0-d tensors, layer by layer."""
-        values, split = self.weight("scalars").unbind(), {}
-        for name, (init, per_layer) in SCALARS.items():
-            n = len(init) * (len(self.cfg.layers) if per_layer else 1)
-            split[name], values = values[:n], values[n:]
-        return split
-
     def hidden_states(
         self,
         batch: MicroBatch,
@@ -2621,57 +2893,85 @@ class GPT(nn.Module):
         Without `grads`, outside training, rows of n-grams are fetched first.
         """
         # Each where it is first used: the tables' gathers end one after the other.
-        if not self.cfg.ngrams.orders:
-            bigram = self.lookup("bigram_embed", batch, leaves)
-        elif grads is None:
-            row_ids, places = batch.ngrams.unique(return_inverse=True)
-            bigram = self.lookup_ngrams(self.ngrams.fetch(row_ids), places.int(), leaves)
-        else:
-            bigram = self.lookup_ngrams(self.ngrams.arrived(), batch.ngrams, leaves)
+        bigram = self.lookup_sums(batch, leaves, grads is not None)
         grads, embed = grads or {}, self.lookup("embed", batch, leaves)
         sequences = {
             "plain": (batch.cu_seqlens, batch.max_doc_len),
             "paired": (2 * batch.cu_seqlens, 2 * batch.max_doc_len),  # two rows a token
         }
         cfg, L, compiled = self.cfg, len(self.cfg.layers), self.backend.compiled
-        scalars = self.named_scalars()
-        lambdas = map(self.weight, ("post_lambdas", "resid_lambdas", "x0_lambdas", "bigram_lambdas"))
-        post, resid, x0_lambda, bigram_lambda = (t.to(embed.dtype).flatten().unbind() for t in lambdas)
-        attn_gates, ve_gates = (self.weight(name).unbind() for name in ("attn_gate_bank", "ve_gate_bank"))
-        (smear,), (skip,) = scalars["smear"], scalars["skip"]
-        x0, x, h = compiled(embed_and_smear)(embed, bigram, smear, self.smear_gate, bigram_lambda[0])
-        weights = self.attention_weights(scalars["attn_scales"], grads)
-        values, mlps, saved = None, None, {}
+        *attn_scales, smear, skip = self.weight("scalars").unbind()
+        post, resid = (
+            self.weight(f"{name}_lambdas").to(embed.dtype).flatten().unbind() for name in ("post", "resid")
+        )
+        ve_gates = self.weight("ve_gate_bank").unbind()
+        x0 = compiled(smear_embeddings)(embed, smear, self.smear_gate)
+        # Hashed bigrams: an embedding of this token and the one before, so that no layer need recognize
+        # frequent pairs (PR 201).
+        held = [], []
+        x0, bigram = (Share.apply(stream, sums) for stream, sums in zip((x0, bigram), held))
+        shared = {id(x0): held[0], id(bigram): held[1]}
+
+        def mix(scales: list, streams: list[Tensor], normed: bool = True) -> tuple[Tensor, Tensor]:
+            sums = [shared.get(id(stream)) for stream in streams]
+            return Mix.apply(compiled, normed, sums, *scales, *streams)
+
+        gates = self.gates(0, x0)
+        x, h = mix([None, gates["bigram", 0]], [x0, bigram])
+        weights = self.attention_weights(attn_scales, grads)
+        values, mlps, saved = None, None, {"first": x}
         for i, layer in enumerate(cfg.layers):
-            if layer.adds:
-                x, h = compiled(add_skip)(x, x0, saved[layer.adds], skip, self.skip_gate)
+            if layer.adds:  # as in a U-net, a late layer gets an early one's view back (record 11)
+                x, h = mix([None, torch.sigmoid(skip).to(x.dtype) * gates["skip", i]], [x, saved[layer.adds]])
+            mlp_scales = [resid[2 * i + 1], post[2 * i + 1]]
             if layer.attention:
-                m = self.attention_index[i]
+                qkv, out = weights[self.attention_index[i]]
                 value, ve_gate = None, None
                 if layer.value is not None:
                     values = values or self.lookup("value_embeds", batch, leaves).unbind(1)
                     value, ve_gate = values[layer.value], ve_gates[layer.value]
+                if layer.connections:
+                    saved["connected"] = x
+                    before, *scales = self.token_weights("mudd", 0, x).split([8, 1, 1, 1, 1, 1, 1], dim=1)
+                    value, x = compiled(connect)(x, saved["first"], saved["back"], value, before)
+                    mlp_scales, ve_gate, inputs = scales[4:], None, [saved["first"], bigram]
+                else:
+                    scales, inputs = [resid[2 * i], post[2 * i], gates["x0", i]], [x0]
+                    if i > 0:  # layer 0's share of the bigram is in x already
+                        scales.append(gates["bigram", i])
+                        inputs.append(bigram)
                 h = h if layer.reads == "stream" else saved["normed back"]
                 seq = (*sequences[layer.attention], windows[layer.window])
-                qkv, out = weights[m]
-                y = self.attention(i, h, qkv, seq, value, ve_gate)
-                mix, inputs = [resid[2 * i], post[2 * i], x0_lambda[i]], [x0]
-                if i > 0:  # layer 0's share of the bigram is in x already
-                    mix.append(bigram_lambda[i])
-                    inputs.append(bigram)
-                x, h = compiled(attention_output)(y, h, attn_gates[m], out, mix, x, inputs)
+                y = self.attention(i, h, qkv, seq, gates, value, ve_gate)
+                x, h = mix(scales[:4], [x, F.linear(y.flatten(1), out), *inputs])
             # Here, not above: its gather is one of the last.
             mlps = mlps or self.mlp_weights(grads)
             y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1])
             after = cfg.layers[i + 1] if i + 1 < L else None
             read_next = after and not after.adds and (after.reads == "stream" or not after.attention)
-            normed = bool(layer.saves == "back" or read_next)
-            x, h = compiled(mix_residual)([resid[2 * i + 1], post[2 * i + 1]], [x, y], normed)
+            x, h = mix(mlp_scales, [x, y], bool(layer.saves == "back" or read_next))
             if layer.saves:
                 saved[layer.saves] = x
+            if layer.saves == "skip":
+                gates |= self.gates(1, x)
             if layer.saves == "back":
                 saved["normed back"] = h
-        return compiled(final_norm)(x, saved["back"], scalars["backout"][0])
+        streams = [saved["first"], saved["back"], saved["connected"], values[0], saved["skip"]]
+        return compiled(final_norm)(x, self.token_weights("mudd", 1, x), streams)
+
+    def token_weights(self, name: str, block: int, u: Tensor) -> Tensor:
+        """Returns the outputs (T, k), as biases[name] has them, of an MLP of "mudd" or "mudd_gate" for u."""
+        weights = (getattr(self, f"{name}_{part}", None) for part in ("w1", "w2", "b2"))
+        w1, w2, b2 = (w if w is None else w.unbind()[block] for w in weights)
+        scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
+        k = len(self.biases[name][block])
+        return self.backend.compiled(token_weights)(u, w1, w2 if w2 is None else w2[:k], b2[:k], scale)
+
+    def gates(self, block: int, u: Tensor) -> dict[tuple[str, int], Tensor]:
+        """Returns gates (T, columns), by kind and layer, of one part of gate_table, from u (T, d)."""
+        table = self.gate_table[block]
+        outputs = self.token_weights("mudd_gate", block, u).split([gate.columns for gate in table], dim=1)
+        return {(gate.kind, gate.layer): output for gate, output in zip(table, outputs)}
 
     def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice) -> Tensor:
         """Runs layer i's MLP on h (T, d). A method, so that a subclass can watch or replace one layer's."""
@@ -2683,6 +2983,7 @@ class GPT(nn.Module):
         h: Tensor,
         qkv: Tensor,
         seq: tuple[Tensor, int, int],
+        gates: dict[tuple[str, int], Tensor],
         value: Tensor | None = None,
         ve_gate: Tensor | None = None,
     ) -> Tensor:
@@ -2693,31 +2994,54 @@ class GPT(nn.Module):
         T, layer, heads, compiled = len(h), self.cfg.layers[i], self.cfg.heads, self.backend.compiled
         paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
         q, k, v = compiled(qkv_to_heads)(h, qkv, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
-        return self.backend.attention(q, k, v, *seq, self.rotary.scale).view(T, heads, -1)
+        y = self.backend.attention(q, k, v, *seq, self.rotary.scale).view(T, heads, -1)
+        if layer.dc:
+            w1, w2, window = gates["dc1", i], gates["dc2", i], self.cfg.dc_window
+            y = compose_heads(y, q, k, v, w1, w2, seq[0], window, self.rotary.scale)
+        xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
+        return y if xsa is gate is None else compiled(finish_heads)(y, v, xsa, gate)
 
     def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None = None) -> Tensor:
-        """Returns a table's rows at a micro-batch's positions, (T, d), of value_embeds (T, tables, d).
+        """Returns a table's rows at a micro-batch's tokens, (T, d), of value_embeds (T, tables, d).
 
         They are autograd leaves, and added to `leaves`, if that is given. Else autograd builds a dense
         gradient of the table.
         """
         table = self.weight(name)
-        ids = batch.inputs if INDEXED_BY[name] == "tokens" else batch.bigrams
-        found = F.embedding(ids, (table if leaves is None else table.detach()).flatten(1))
+        found = F.embedding(batch.inputs, (table if leaves is None else table.detach()).flatten(1))
         found = found.unflatten(1, table.shape[1:])
         if leaves is not None:
             leaves[name] = found.requires_grad_()
         return found
 
-    def lookup_ngrams(self, rows: Tensor, ids: Tensor, leaves: dict[str, Tensor] | None) -> Tensor:
-        """Returns the sums (T, d) of rows[ids[:, t]], padded with zeros, for ids (K, T); as lookup does."""
+    def lookup_sums(self, batch: MicroBatch, leaves: dict[str, Tensor] | None, training: bool) -> Tensor:
+        """Returns the rows of bigram_embed, or the sums of n-grams' rows, at a micro-batch's positions.
+
+        Rows are multiplied by their signs; the result is (T, d), padded with zeros. As lookup does, for the
+        sums. Outside training, the rows of n-grams are fetched first.
+        """
+        name, ids = "ngrams" if self.cfg.ngrams.orders else "bigram_embed", batch.ngrams
+        if ids is None:
+            rows, ids = self.weight(name), batch.bigrams[None]  # type: ignore[index]
+            rows = rows if leaves is None else rows.detach()
+        elif training:
+            rows = self.ngrams.arrived()
+        else:
+            row_ids, ids = ids.unique(return_inverse=True)
+            rows = self.ngrams.fetch(row_ids)
         found = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
         # Without main_grad autograd sums the rows' gradients, which knows plain torch alone.
-        (gather_rows if rows.requires_grad else self.backend.gather_rows)(found, rows, ids)
+        gather = gather_rows if rows.requires_grad else self.backend.gather_rows
+        gather(found, rows, ids.int(), self.signs, batch.signs)
         if leaves is not None:
-            leaves["ngrams"] = found.requires_grad_()
+            leaves[name] = found.requires_grad_()
         missing = self.cfg.dim - rows.size(1)
         return F.pad(found, (0, missing)) if missing else found
+
+    def loss_targets(self, targets: Tensor, plan: StepPlan) -> Tensor:
+        """Returns what plan.loss_weights weigh: the targets (T, K) int64 of each position."""
+        prefixes = self.prefixes if plan.prefix else None
+        return self.backend.compiled(loss_targets)(targets, len(plan.mtp), prefixes)
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
@@ -2742,9 +3066,9 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Runs the head's forward and backward at once, `head_chunk` tokens at a time.
 
-        x (T, d); targets (T,) int64. Memory holds one chunk's logits and their gradient at a time (a delayed
-        matmul keeps the gradients). lm_head's gradient goes to `grad`. `grad_scale`, which `weights` contain
-        already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call.
+        x (T, d); targets (T, K) int64. Memory holds one chunk's logits and their gradient at a time (a
+        delayed matmul keeps the gradients). lm_head's gradient goes to `grad`. `grad_scale`, which `weights`
+        contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call.
 
         Returns the multi-token loss summed over tokens, 0-d, at least fp32; and the roots of the remaining
         backward, tensors with their gradients: x, and one for lm_head if autograd gets its gradient.
@@ -2760,9 +3084,7 @@ class GPT(nn.Module):
             else:
                 chunk = self.head_chunks(x.detach(), w, weights)
             for i in range(0, x.size(0), n):
-                part_losses, *grad_factors = chunk(
-                    slice(i, i + n), targets[i : i + n + len(weights) - 1], dx[i : i + n]
-                )
+                part_losses, *grad_factors = chunk(slice(i, i + n), targets[i : i + n], dx[i : i + n])
                 losses.append(part_losses)
                 returned = head_grad.accumulate(whole, *grad_factors, first=i == 0)  # type: ignore[misc]
         for_autograd = [head_grad.main_grad if to_autograd else returned]
@@ -3526,15 +3848,21 @@ class Optimizer:
         self.rows = self.ngrams.plans if self.ngrams else move(batch.rows, self.device)
 
     @torch.no_grad()
-    def accumulate_row_grads(self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex]) -> None:
-        """Ends a micro-batch's backward: adds the looked-up rows' gradients to the tables' main_grad."""
+    def accumulate_row_grads(
+        self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex], signs: Tensor | None = None
+    ) -> None:
+        """Ends a micro-batch's backward: adds the looked-up rows' gradients to the tables' main_grad.
+
+        signs: the model's, by which bigrams' and n-grams' rows were multiplied.
+        """
         for grad in self.weight_grads.values():
             grad.end_backward()
         for name, main_grad in self.main_grad.items():
             if kind := self.specs[name].indexed_by:
-                self.backend.segment_sum_rows(main_grad, leaves[name].grad, index[kind])
+                self.backend.segment_sum_rows(main_grad, leaves[name].grad, index[kind], signs)
         if self.ngrams and leaves is not None:
-            self.backend.segment_sum_rows(self.ngrams.main_grad, leaves["ngrams"].grad, index["ngrams"])
+            grads = leaves["ngrams"].grad
+            self.backend.segment_sum_rows(self.ngrams.main_grad, grads, index["ngrams"], signs)
 
     def grad_of(self, name: str) -> Tensor:
         grad = self.main_grad.get(name, self.params[name].grad)
@@ -3692,7 +4020,7 @@ def train_step(
     model.rotary.use_stage(plan.stage)
     model.in_flight, model.ngrams = optimizer.in_flight, optimizer.ngrams
     optimizer.begin(batch)
-    weights, losses = tuple(weight / len(micro_batches) for weight in plan.mtp), []
+    weights, losses = tuple(weight / len(micro_batches) for weight in plan.loss_weights), []
     grads, head_grad, fp8_head = optimizer.weight_grads, optimizer.weight_grads["lm_head"], []
     for i, micro_batch in enumerate(micro_batches):
         micro_batch, last = micro_batch.to(model.device), i == len(micro_batches) - 1
@@ -3700,14 +4028,13 @@ def train_step(
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves)
         head_grad.delay = last and model.cfg.delay_head_grad
         scale = 1 / len(micro_batches)
-        loss, backward_roots = model.head_loss_and_grad(
-            x, micro_batch.targets, weights, head_grad, scale, fp8_head
-        )
+        targets = model.loss_targets(micro_batch.targets, plan)
+        loss, backward_roots = model.head_loss_and_grad(x, targets, weights, head_grad, scale, fp8_head)
         if last and optimizer.ngrams:
             optimizer.ngrams.fetch_early(following())
         torch.autograd.backward(*zip(*backward_roots))  # type: ignore[arg-type]
-        optimizer.accumulate_row_grads(leaves, micro_batch.index)
-        losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.mtp)))
+        optimizer.accumulate_row_grads(leaves, micro_batch.index, model.signs)
+        losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.loss_weights)))
     optimizer.step(plan)
     return {"train_loss": sum(losses[1:], losses[0])}  # mean loss of this rank's predictions
 
@@ -3791,7 +4118,8 @@ def check_config(cfg: Config, world_size: int) -> None:
 
 def config_rules(cfg: Config, world_size: int):
     """Yields (whether a rule is broken, message). Later rules may assume that earlier ones hold."""
-    names, n = list(param_shapes(replace(cfg, ngrams=Ngrams()), 1)), world_size
+    whole = replace(cfg, ngrams=Ngrams(), mudd_gates=True, mudd_connections=True)
+    names, n = list(param_shapes(whole, 1)), world_size
     for what, order in ("parameter table", [p.name for p in cfg.params]), ("work_order", cfg.work_order):
         wrong = sorted(name for name in {*names, *order} if order.count(name) != names.count(name))
         yield wrong, f"{what}: {', '.join(wrong)}: it must name each parameter exactly once"
@@ -3814,7 +4142,7 @@ def config_rules(cfg: Config, world_size: int):
         "params.tied_to": ("", "lm_head"),
         "params.reduction": ("backend", "fp32"),
     }
-    may_be_0 = ["val_every", "max_docs", "bos_id", "momentum_warmup", "momentum_cooldown"]
+    may_be_0 = ["val_every", "max_docs", "bos_id", "momentum_warmup", "momentum_cooldown", "sign_rows"]
     may_be_0 += ["stages.steps", "layers.value", "params.wd_mul"]
     values = json.loads(config_json(cfg))
     values["params"] = {spec["name"]: spec for spec in values["params"]}
@@ -3828,17 +4156,24 @@ def config_rules(cfg: Config, world_size: int):
         least = 1 if type(value) is int and column not in may_be_0 else 0
         outside = isinstance(value, (int, float)) and not least <= value < math.inf
         yield outside, f"{path}={value} must be finite, and at least {least}"
-    for column, role in (("saves", "skip"), ("saves", "back"), ("adds", "skip")):
+    for column, role in (("saves", "skip"), ("saves", "back"), ("adds", "skip"), ("connections", True)):
         count = sum(getattr(layer, column) == role for layer in cfg.layers)
-        yield count != 1, f'layer table: exactly one layer must have {column}="{role}"'
+        yield count != 1, f"layer table: exactly one layer must have {column}={role}"
     for i, layer in enumerate(cfg.layers):
         saved = {"stream", None, *(above.saves for above in cfg.layers[:i])}
         for used in (layer.adds, layer.reads if layer.attention else None):
             yield used not in saved, f"layers.{i} uses {used}, which no layer above it saves"
         useless = layer.value is not None and not layer.attention
         yield useless, f"layers.{i} has a value table, but no attention"
-        useless = layer.key_shift and layer.attention != "plain"
-        yield useless, f"layers.{i}.key_shift: only plain attention shifts keys"
+        for column in ("key_shift", "xsa", "dc"):
+            paired = getattr(layer, column) and layer.attention != "plain"
+            yield paired, f"layers.{i}.{column}=true: only for plain attention"
+        yield layer.gate and not layer.attention, f"layers.{i} has a gate, but no attention"
+        lacks = layer.connections and (layer.value is None or "back" not in saved)
+        yield (
+            lacks,
+            f"layers.{i} has connections: it needs a value table, and a layer above it with saves=back",
+        )
     tables = [layer.value for layer in cfg.layers if layer.value is not None]
     misnumbered = sorted(tables) != list(range(len(tables)))
     yield misnumbered, f"layer table: value tables are {tables}; number them 0, 1, ... and use each once"
@@ -3855,6 +4190,7 @@ def config_rules(cfg: Config, world_size: int):
     yield repeated, f"ngrams.orders={','.join(map(str, table.orders))}: use different numbers from 2 to 16"
     rows = table.ranges * table.rows
     yield table.rows < 3, f"ngrams.rows={table.rows}: use 3 or more"
+    yield cfg.sign_rows > 65536, f"sign_rows={cfg.sign_rows}: use at most 65536"
     yield (
         rows >= 2**31,
         f"ngrams: {rows:,} rows of all orders and hashes; use fewer than 2147483648, for int32",
@@ -3882,8 +4218,8 @@ def config_rules(cfg: Config, world_size: int):
         yield spec.exchange == "sparse" and not spec.indexed_by, f"{at}.exchange=sparse: only for tables"
         too_often = spec.indexed_by and OPTIMIZERS[spec.optimizer].every_step
         yield too_often, f"{at}.optimizer={spec.optimizer}: tables update in steps with do_adam only"
-        no_scalar = not spec.name.endswith(("lambdas", "scalars"))
-        yield spec.dtype == "float32" and no_scalar, f"{at}.dtype=float32: only for lambdas and scalars"
+        no_scalar = not spec.name.endswith(("lambdas", "scalars", "scale"))
+        yield spec.dtype == "float32" and no_scalar, f"{at}.dtype=float32: only for lambdas, scalars, scales"
         rest = spec.sharded and spec.name not in BANKS and rows % n
         yield rest, f"{n} processes cannot share {rows} rows of {spec.name}; change one of these numbers"
 
@@ -3951,6 +4287,7 @@ def save_model(path: str, model: GPT, rank: int = 0) -> None:
             model.ngrams.save(file)
     if rank == 0:
         weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
+        weights["signs"] = model.signs.cpu()
         torch.save({"config": config_json(model.cfg), "weights": weights}, path)
         if model.ngrams:
             os.replace(aside, f"{path}.ngrams")
@@ -4450,6 +4787,8 @@ def train(
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     profiler = trace() if trace else None
     clock.start()
+    if data.vocabulary:
+        model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
     loader = TrainLoader(cfg, data.train, env.rank, env.world_size, pin, position)
     batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), prefetch)
     for step in range(first, cfg.steps + 1):
