@@ -6,7 +6,9 @@
 Shards of 100M tokens (200 MB) come from the Hugging Face dataset kjj0/fineweb10B-gpt2, which has 103 for
 training. The `record` preset needs 9, the default. Complete shards are not downloaded again, and partial
 downloads continue. A download is named NAME.<checksum>.tmp until its SHA-256, header, size and tokens are
-verified. data/synthetic.py makes shards without a network, to time and try out the preset.
+verified. vocabulary.txt, beside the shards, tells training the bytes of each token; it is written last, with
+tiktoken, which downloads GPT-2's encoding. data/synthetic.py makes shards without a network, to time and try
+out the preset.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from tokenize_text import UserError, read_tokens
+from tokenize_text import VOCABULARY, UserError, get_encoding, read_tokens, write_vocabulary
 
 try:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -120,6 +122,23 @@ def fetch(out: Path, name: str) -> None:
     tqdm.write(f"{name}: downloaded")
 
 
+def make_vocabulary(out: Path) -> None:
+    """Writes OUT/vocabulary.txt unless it is complete. Raises UserError if the encoding is unavailable."""
+    path = out / VOCABULARY
+    if path.exists() and path.read_bytes().count(b"\n") == VOCAB_SIZE:
+        return
+    try:
+        encoding = get_encoding("gpt2")
+    except UserError as error:
+        raise UserError(
+            f"the shards are there, but not {path}: tiktoken could not download GPT-2's encoding "
+            f"({type(error.__cause__).__name__}); connect to the internet once, or copy the file from a "
+            "machine that has it"
+        ) from error
+    write_vocabulary(out, encoding)
+    tqdm.write(f"{VOCABULARY}: written")
+
+
 def stop(status: int, message: str, *more: str) -> None:
     """Ends the process at once: sys.exit would wait for the other downloads. Partial files stay anyway."""
     lines = f"fineweb.py: {message} Start it again: it continues where it stopped.", *more
@@ -157,6 +176,7 @@ def main(argv: list[str] | None = None) -> None:
         fetch(args.out, names[0])  # alone, so that a missing network is reported once
         for shard in as_completed([pool.submit(fetch, args.out, name) for name in names[1:]]):
             shard.result()
+        make_vocabulary(args.out)  # last: the shards arrive even if tiktoken's server cannot be reached
     except KeyboardInterrupt:
         stop(130, "interrupted.")
     except ERRORS as error:

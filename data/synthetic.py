@@ -7,6 +7,8 @@
 Like web text, but without meaning: document lengths are log-normal with median 400 and sigma 1.05 (mean 693),
 token k has probability proportional to 1/(k + 1), and a BOS, the vocabulary's last token, begins a document.
 Tokens are independent, so no model's loss gets below their entropy: 7.57 nats per token at the default size.
+The tokens' bytes, in vocabulary.txt beside the shards, are made up too: most tokens are another and one byte
+more, as in GPT-2's vocabulary.
 
 The default is enough for all of the preset's steps: 6 training shards of 100M tokens, 1.2 GB, in seconds. A
 shard's name and vocabulary determine its tokens. Complete shards are not written again. Folders of a preset's
@@ -25,7 +27,7 @@ from typing import Iterator
 import numpy as np
 from tqdm import tqdm
 
-from tokenize_text import SHARD_TOKENS, Header, UserError, read_header, shard_header
+from tokenize_text import SHARD_TOKENS, Header, UserError, read_header, shard_header, write_token_bytes
 
 HERE = Path(__file__).resolve().parent
 PRESET_FOLDERS = ("fineweb10B", "local")  # in data/
@@ -42,6 +44,22 @@ def token_table(words: int) -> np.ndarray:
     cumulative = np.cumsum(1 / np.arange(1, words + 1))
     ends = np.rint(RESOLUTION * cumulative / cumulative[-1]).astype(np.int64)
     return np.repeat(np.arange(words, dtype=np.uint16), np.diff(ends, prepend=0))
+
+
+def make_up_tokens(vocab_size: int) -> list[bytes]:
+    """Returns the bytes of each token, all distinct: single bytes, then longer ones, and at last BOS, empty.
+
+    A longer one is a random earlier one and a random byte. The same size gives the same tokens.
+    """
+    words = vocab_size - 1
+    tokens = [bytes([i]) for i in range(min(256, words))]
+    known, rng = set(tokens), np.random.default_rng(0)
+    while len(tokens) < words:
+        token = tokens[rng.integers(len(tokens))] + bytes([rng.integers(256)])
+        if token not in known:
+            known.add(token)
+            tokens.append(token)
+    return [*tokens, b""]
 
 
 def draw_documents(bos_id: int, seed: int | list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -64,8 +82,9 @@ def write_shards(
     """Writes OUT/synthetic_{train,val}_<number>.bin, of SHARD_TOKENS tokens each, and the rest in the last.
 
     Returns the names of those written: complete ones are left as they are. A shard appears when it is
-    complete. Its last document is cut where the shard ends. Raises UserError for numbers out of range, a
-    preset's own folder, or a folder with other shards.
+    complete, and after all of them OUT/vocabulary.txt, which is written every time. A shard's last document
+    is cut where the shard ends. Raises UserError for numbers out of range, a preset's own folder, or a folder
+    with other shards.
     """
     if train_tokens < 1 or val_tokens < 1:
         raise UserError("--train-tokens and --val-tokens must be at least 1: training needs both splits")
@@ -111,6 +130,7 @@ def write_shards(
                     if not left:
                         break
             os.replace(Path(folder, name), out / name)
+    write_token_bytes(out, make_up_tokens(vocab_size))
     return missing
 
 

@@ -14,6 +14,9 @@ Format of a shard, NAME_train_000001.bin (training counts from 1, validation fro
     256 int32   20240520, 1, tokens, vocabulary size, BOS token, bytes of UTF-8 text without BOS, 0, 0, ...
     uint16      the tokens
 A 0 after the token count means unknown. data/local_corpus.py writes its shards through this file.
+
+Beside them is vocabulary.txt, with each token's bytes, so that training knows which tokens begin others: line
+i, from 0, is the lower-case hexadecimal of token i's bytes, and is empty if it has none, as BOS.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ SHARD_TOKENS = 100_000_000
 # About what the presets use of a document: `cpu` 512 tokens, of a byte; `record` 2048, of about 4 bytes.
 PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
 ENDINGS = (".txt", ".md", ".py", ".jsonl")
+VOCABULARY = "vocabulary.txt"
 
 
 class UserError(Exception):
@@ -263,6 +267,31 @@ def get_encoding(name: str) -> tiktoken.Encoding:
         ) from error
 
 
+def write_token_bytes(folder: Path, tokens: Iterable[bytes]) -> None:
+    """Writes FOLDER/vocabulary.txt: a line of hexadecimal for each token's bytes. It appears complete."""
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=folder) as unfinished:
+        with open(Path(unfinished, VOCABULARY), "w", encoding="ascii", newline="\n") as file:
+            file.writelines(f"{token.hex()}\n" for token in tokens)
+        os.replace(file.name, folder / VOCABULARY)
+
+
+def write_vocabulary(folder: Path, encoding: tiktoken.Encoding) -> None:
+    """Writes FOLDER/vocabulary.txt for an encoding, one line per token: encoding.n_vocab lines.
+
+    Special tokens, such as BOS, and numbers without a token have empty lines.
+    """
+
+    def token_bytes(token: int) -> bytes:
+        if encoding.is_special_token(token):
+            return b""
+        try:
+            return encoding.decode_single_token_bytes(token)
+        except KeyError:  # an encoding's numbers may have gaps
+            return b""
+
+    write_token_bytes(folder, map(token_bytes, range(encoding.n_vocab)))
+
+
 def encode(texts: list[Text], encoding: tiktoken.Encoding) -> list[list[np.ndarray] | BadDocument]:
     """Returns each text's passages as tokens, or a BadDocument for a text that cannot be tokenized."""
     if encoding.name == "bytes":
@@ -313,8 +342,9 @@ def write_shards(
     passage_bytes: int = 0,
     strict: bool = False,
 ) -> Written:
-    """Tokenizes `documents` into OUT/NAME_{train,val}_<number>.bin, which appear only once all are written.
+    """Tokenizes `documents` into OUT/NAME_{train,val}_<number>.bin, and writes OUT/vocabulary.txt.
 
+    The files appear only once all are written.
     passage_bytes: longer documents are cut into passages; 0: none are. Bad documents are reported on stderr
     and counted; with `strict` the first raises UserError. A split without documents raises UserError too, and
     leaves no shards: half a corpus is useless, and would block the folder for the full one.
@@ -364,6 +394,7 @@ def write_shards(
                     f"none of {all_documents} documents fell to {what} ({bad} bad and {empty} empty ones "
                     f"left out), and train_gpt.py needs both splits: nothing was written; {fix}"
                 )
+        write_vocabulary(Path(folder), encoding)
         for path in sorted(Path(folder).iterdir()):
             os.replace(path, out / path.name)
     return Written(train, val, bad, empty)

@@ -95,7 +95,11 @@ def test_round_trip_split_and_header(tmp_path, files, capsys):
         assert not words[6:].any()
         assert path.stat().st_size == 1024 + 2 * words[2]
     assert "0 bad documents (named above), 1 empty ones" in capsys.readouterr().out
-    assert sorted(p.name for p in out.iterdir()) == ["out_train_000001.bin", "out_val_000000.bin"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "out_train_000001.bin",
+        "out_val_000000.bin",
+        "vocabulary.txt",
+    ]
 
 
 def test_bytes_encoding_is_a_tiktoken_encoding_that_decodes():
@@ -105,6 +109,37 @@ def test_bytes_encoding_is_a_tiktoken_encoding_that_decodes():
     assert tokens.tolist() == encoding.encode(text, disallowed_special=())
     assert encoding.decode(tokens.tolist()) == text
     assert (encoding.n_vocab, encoding.eot_token) == (257, BOS)
+
+
+def test_the_vocabulary_of_bytes(tmp_path, files):
+    tokenize(tmp_path / "out", *files[0], options=["--val-one-in", "2"])
+    assert (tmp_path / "out/vocabulary.txt").read_text() == "".join(f"{i:02x}\n" for i in range(256)) + "\n"
+
+
+def test_the_vocabulary_has_a_line_per_token_with_its_bytes(tmp_path):
+    """Also with several special tokens, and numbers without a token."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"\r\n": 256, "🙂".encode(): 299}
+    special = {"<|a|>": 270, "<|endoftext|>": 300}
+    encoding = tiktoken.Encoding("gaps", pat_str=r"\W", mergeable_ranks=ranks, special_tokens=special)
+    tt.write_vocabulary(tmp_path, encoding)
+    assert [path.name for path in tmp_path.iterdir()] == ["vocabulary.txt"]
+    lines = (tmp_path / "vocabulary.txt").read_bytes().split(b"\n")
+    assert len(lines) == 302 and lines[301] == b""  # 301 lines, the last of which is ended too
+    have = {bytes.fromhex(line.decode()): i for i, line in enumerate(lines) if line}
+    assert have == ranks and b"0d0a" in lines and b"f09f9982" in lines
+
+
+def test_the_vocabulary_is_replaced_at_once(tmp_path):
+    """A failure in the middle leaves the old one, and nothing else."""
+
+    def tokens():
+        yield from [b"token"] * 100_000
+        raise RuntimeError("the machine stops here")
+
+    tt.write_token_bytes(tmp_path, [b"old"])
+    with pytest.raises(RuntimeError):
+        tt.write_token_bytes(tmp_path, tokens())
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"vocabulary.txt": "6f6c64\n"}
 
 
 def test_shards_hold_whole_documents(tmp_path):
@@ -469,6 +504,8 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
         return "there already" not in capsys.readouterr().out
 
     assert builds() and not builds()
+    (out / "vocabulary.txt").unlink()  # an older corpus has none, and needs none
+    assert not builds()
     train = out / "python_train_000001.bin"
     complete = train.read_bytes()
     train.write_bytes(complete[:-1])
@@ -563,6 +600,9 @@ def test_text_that_cannot_be_tokenized_is_a_bad_document(tmp_path, monkeypatch, 
 
     class GivesUp:
         name, n_vocab, eot_token = "gives up", 257, BOS
+
+        def is_special_token(self, token):
+            return True
 
         def encode_batch(self, texts, **options):
             if any(text.isspace() for text in texts):

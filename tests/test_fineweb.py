@@ -20,7 +20,7 @@ import pytest
 import fineweb
 from hub import Hub
 from launch import WAIT
-from tokenize_text import shard_header
+from tokenize_text import VOCABULARY, shard_header
 
 SCRIPT = Path(fineweb.__file__).resolve()
 VAL, TRAIN = "fineweb_val_000000.bin", [f"fineweb_train_{i:06d}.bin" for i in range(1, 10)]
@@ -37,6 +37,25 @@ def shards(count: int) -> dict[str, bytes]:
     return {name: shard([0, i, 50256]) for i, name in enumerate([VAL, *TRAIN[:count]])}
 
 
+# Runs a script with another encoding in place of GPT-2's, which would be downloaded.
+WITH_STAND_IN = """
+import os, runpy, sys
+import requests, tiktoken
+
+def get_encoding(name):
+    assert name == "gpt2"
+    if "NO_ENCODING" in os.environ:
+        raise requests.ConnectionError("a message\\nof two lines")
+    ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(3, "big"): i for i in range(256, 50256)}
+    special = {"<|endoftext|>": 50256}
+    return tiktoken.Encoding("gpt2", pat_str=".", mergeable_ranks=ranks, special_tokens=special)
+
+tiktoken.get_encoding = get_encoding
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+TOKEN_BYTES = "".join(i.to_bytes(1 if i < 256 else 3, "big").hex() + "\n" for i in range(50256)) + "\n"
 LARGE = shard(np.arange(CHUNK * 5 // 4) % 50257)  # 2.5 chunks
 
 
@@ -46,8 +65,8 @@ def hub():
         yield hub
 
 
-def start(hub, out, *arguments, **options) -> subprocess.Popen:
-    environment = {
+def start(hub, out, *arguments, has_encoding=True, **options) -> subprocess.Popen:
+    environment = ({} if has_encoding else {"NO_ENCODING": "1"}) | {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.port}",
         "HF_HOME": str(out.parent / "hf"),
         "HF_HUB_OFFLINE": "0",
@@ -62,16 +81,16 @@ def start(hub, out, *arguments, **options) -> subprocess.Popen:
         "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     } | options
     return subprocess.Popen(
-        [sys.executable, SCRIPT, *map(str, arguments), "--out", out],
+        [sys.executable, "-c", WITH_STAND_IN, SCRIPT, *map(str, arguments), "--out", out],
         env=os.environ | environment,
         text=True,
         **options,
     )
 
 
-def fetch(hub, out, *arguments, status=0) -> tuple[str, str]:
+def fetch(hub, out, *arguments, status=0, **options) -> tuple[str, str]:
     """Runs fineweb.py to its end. Returns stdout and stderr."""
-    process = start(hub, out, *arguments)
+    process = start(hub, out, *arguments, **options)
     try:
         printed = process.communicate(timeout=WAIT)
     finally:
@@ -81,7 +100,8 @@ def fetch(hub, out, *arguments, status=0) -> tuple[str, str]:
 
 
 def contents(out) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in out.iterdir()}
+    """Returns all files but the vocabulary, which has tests of its own."""
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.name != VOCABULARY}
 
 
 def first_line(error: str) -> str:
@@ -106,8 +126,12 @@ def test_nine_shards_are_the_default_and_a_second_start_downloads_nothing(hub, t
     printed, error = fetch(hub, out)
     assert contents(out) == hub.files and error == ""
     assert sorted(hub.requests) == sorted((name, None) for name in hub.files)
-    assert sorted(printed.splitlines()[:-1]) == sorted(f"{name}: downloaded" for name in hub.files)
-    assert printed.splitlines()[-1] == "out: validation shard and 9 training shards are there"
+    *downloaded, vocabulary, last = printed.splitlines()
+    assert sorted(downloaded) == sorted(f"{name}: downloaded" for name in hub.files)
+    assert (
+        vocabulary == "vocabulary.txt: written"
+        and last == "out: validation shard and 9 training shards are there"
+    )
     hub.requests.clear()
     hub.heads.clear()
     assert fetch(hub, out) == ("out: validation shard and 9 training shards are there\n", "")
@@ -173,6 +197,31 @@ def test_a_download_must_have_the_checksum(hub, tmp_path):
     hub.etags[VAL] = "of another kind"
     fetch(hub, tmp_path, 0)
     assert contents(tmp_path) == shards(0)
+
+
+# ---- The vocabulary ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", (None, "", "00\n" * 257), ids=("missing", "empty", "of bytes"))
+def test_complete_shards_get_the_vocabulary_that_they_lack(hub, tmp_path, before):
+    """As in a folder of an earlier version."""
+    (tmp_path / VAL).write_bytes(hub.files[VAL])
+    if before is not None:
+        (tmp_path / VOCABULARY).write_text(before)
+    fetch(hub, tmp_path, 0)
+    assert (tmp_path / VOCABULARY).read_text() == TOKEN_BYTES and hub.requests == []
+
+
+def test_a_complete_vocabulary_is_left_as_it_is(hub, tmp_path):
+    (tmp_path / VOCABULARY).write_text(TOKEN_BYTES)
+    fetch(hub, tmp_path, 0, has_encoding=False)
+    assert (tmp_path / VOCABULARY).read_text() == TOKEN_BYTES
+
+
+def test_an_encoding_that_cannot_be_downloaded_is_one_line_and_the_shards_stay(hub, tmp_path):
+    error = first_line(fetch(hub, tmp_path, 1, status=1, has_encoding=False)[1])
+    assert f"not {tmp_path / VOCABULARY}: tiktoken could not" in error and "(ConnectionError)" in error
+    assert contents(tmp_path) == shards(1) and not (tmp_path / VOCABULARY).exists()
 
 
 # ---- Partial downloads -------------------------------------------------------------------------------------

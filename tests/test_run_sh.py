@@ -168,6 +168,15 @@ def test_processes_preset_and_data_follow_the_gpus(repository, gpus, processes):
     assert torchruns(ran)[0]["omp"] == omp
 
 
+def test_an_earlier_versions_data_is_completed(repository):
+    """Its folders have shards, but no vocabulary.txt: the scripts must be called, and decide themselves."""
+    for folder, preset, script in (("fineweb10B", "record", "fineweb"), ("local", "cpu", "local_corpus")):
+        (repository / "data" / folder).mkdir()
+        for split in ("train_000001", "val_000000"):
+            (repository / "data" / folder / f"x_{split}.bin").write_text("")
+        assert f"fetching with {script}.py" in run_program(repository, "--preset", preset).stdout
+
+
 @pytest.mark.parametrize(
     "visible, processes", (("0,2,3", "2"), ("", "2"), ("-1", "2"), ("GPU-1f", "1"), ("0,1,2,3,4,5,6,7", "4"))
 )

@@ -22,7 +22,7 @@ import fineweb
 import synthetic
 import train_gpt as tg
 from launch import WAIT, Launch, settings
-from tokenize_text import Header, read_header, read_tokens
+from tokenize_text import VOCABULARY, Header, read_header, read_tokens
 
 SCRIPT = Path(synthetic.__file__).resolve()
 VAL, TRAIN = "synthetic_val_000000.bin", "synthetic_train_000001.bin"
@@ -89,6 +89,16 @@ def test_no_document_is_only_a_bos(monkeypatch):
     assert lengths.min() == 2 and len(tokens) == lengths.sum()
 
 
+@pytest.mark.parametrize("vocab_size", (2, 257, 1000, 50257))
+def test_made_up_tokens_are_distinct_and_begin_with_others(vocab_size):
+    """As in GPT-2's vocabulary. BOS, the last, has no bytes."""
+    *tokens, bos = synthetic.make_up_tokens(vocab_size)
+    known = set(tokens)
+    assert bos == b"" and len(tokens) == len(known) == vocab_size - 1
+    assert tokens[:256] == [bytes([i]) for i in range(min(256, len(tokens)))]
+    assert all(len(token) > 1 and token[:-1] in known for token in tokens[256:])
+
+
 def test_the_seed_determines_the_documents():
     first, again, other = (next(synthetic.draw_documents(256, seed))[0] for seed in (3, 3, [3, 1]))
     assert np.array_equal(first, again) and not np.array_equal(first[:100], other[:100])
@@ -112,10 +122,10 @@ def test_shards(small_shards, tmp_path, capsys):
         "",
     )
     sizes = {f"synthetic_train_{i:06d}.bin": n for i, n in ((1, 500_000), (2, 500_000), (3, 100_000))}
-    assert {p.name: read_header(p) for p in out.iterdir()} == {
+    assert {p.name: read_header(p) for p in out.glob("*.bin")} == {
         name: Header(tokens, 301, 300, 0) for name, tokens in (sizes | {VAL: 500_000}).items()
     }
-    shards = [read_tokens(path) for path in sorted(out.iterdir())]
+    shards = [read_tokens(path) for path in sorted(out.glob("*.bin"))]
     for i, shard in enumerate(shards):
         assert shard[0] == 300 and shard.max() == 300 and 400 < (shard == 300).sum() * 5e5 / len(shard) < 1200
         assert all(not np.array_equal(shard[:1000], other[:1000]) for other in shards[:i])
@@ -127,7 +137,7 @@ def test_shards(small_shards, tmp_path, capsys):
 
 def test_only_missing_and_broken_shards_are_written(small_shards, tmp_path):
     assert len(synthetic.write_shards(tmp_path, 1_000_000, 1000)) == 3
-    complete, names = contents(tmp_path), sorted(path.name for path in tmp_path.iterdir())
+    complete, names = contents(tmp_path), sorted(path.name for path in tmp_path.glob("*.bin"))
     assert synthetic.write_shards(tmp_path, 1_000_000, 1000) == []
     (tmp_path / VAL).write_bytes(complete[VAL][:-2])
     (tmp_path / TRAIN).unlink()
@@ -136,6 +146,17 @@ def test_only_missing_and_broken_shards_are_written(small_shards, tmp_path):
     assert synthetic.write_shards(tmp_path, 1_000_000, 2000) == [VAL]
     assert sorted(synthetic.write_shards(tmp_path, 1_000_000, 2000, 301)) == names
     assert read_header(tmp_path / TRAIN).vocab_size == 301
+
+
+def test_the_vocabulary_is_the_made_up_tokens(tmp_path):
+    """The same in another process, and written anew if it is missing."""
+    expected = "".join(f"{token.hex()}\n" for token in synthetic.make_up_tokens(301))
+    options = ["--train-tokens", "10", "--val-tokens", "10", "--vocab-size", "301"]
+    subprocess.run([sys.executable, SCRIPT, tmp_path, *options], check=True, timeout=WAIT)
+    for _ in range(2):
+        assert (tmp_path / VOCABULARY).read_text() == expected
+        (tmp_path / VOCABULARY).unlink()
+        assert synthetic.write_shards(tmp_path, 10, 10, 301) == []
 
 
 def test_memory_does_not_grow_with_a_shard(tmp_path):
@@ -230,7 +251,7 @@ def test_the_command_that_fineweb_names_needs_neither_torch_nor_the_script(tmp_p
     subprocess.run(
         [*command, "--train-tokens", "10", "--val-tokens", "10"], cwd=tmp_path, check=True, timeout=WAIT
     )
-    assert sorted(contents(tmp_path / out)) == [TRAIN, VAL]
+    assert sorted(contents(tmp_path / out)) == [TRAIN, VAL, VOCABULARY]
 
 
 @pytest.mark.slow
