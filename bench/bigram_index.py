@@ -94,9 +94,10 @@ def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], 
     times, indices = [time.perf_counter()], []
     bigrams = np.empty_like(tokens)
     tg.bigram_index(tokens, batches.table_rows["bigrams"], bigrams)
+    signs = tg.bigram_signs(tokens, tg.RECORD.sign_rows)[None]
     times.append(time.perf_counter())
-    for kind, ids in (("bigrams", bigrams), ("tokens", tokens)):
-        indices.append(tg.index_rows(ids))
+    for kind, ids, rows in (("bigrams", bigrams, signs), ("tokens", tokens, None)):
+        indices.append(tg.index_rows(ids, signs=rows))
         times.append(time.perf_counter())
         batches.touched[kind] = tg.merge_rows(tg.NO_ROWS, indices[-1].row_ids.numpy())
         batches._plan_rows([kind], [])
@@ -108,16 +109,17 @@ def time_bigrams(tokens: np.ndarray, rows: int) -> float:
     """Returns the ns a row of the bigrams' index."""
     began, bigrams = time.perf_counter(), np.empty_like(tokens)
     tg.bigram_index(tokens, rows, bigrams)
-    tg.merge_rows(tg.NO_ROWS, tg.index_rows(bigrams).row_ids.numpy())
+    signs = tg.bigram_signs(tokens, tg.RECORD.sign_rows)[None]
+    tg.merge_rows(tg.NO_ROWS, tg.index_rows(bigrams, signs=signs).row_ids.numpy())
     return 1e9 * (time.perf_counter() - began) / len(tokens)
 
 
 def time_ngrams(tokens: np.ndarray, ngrams: tg.Ngrams) -> list[float]:
     """Returns the ns a row of hash, index, merge and place of n-grams."""
     times = [time.perf_counter()]
-    ids = tg.hash_ngrams(tokens, ngrams)
+    ids, signs = tg.hash_ngrams(tokens, ngrams, tg.RECORD.sign_rows)
     times.append(time.perf_counter())
-    index = tg.index_rows(ids)
+    index = tg.index_rows(ids, signs=signs)
     times.append(time.perf_counter())
     rows = tg.merge_rows(tg.NO_ROWS, index.row_ids.numpy())
     times.append(time.perf_counter())

@@ -548,7 +548,7 @@ class GraphCount:
 def graphs(setup: Setup) -> Iterator[Row]:
     """Trains two steps a stage by train_gpt.py's own loop, with its warm-up and validation."""
     cfg = with_settings(setup.cfg, "stages.*.steps=2 val_slices=1 val_every=0")
-    data, backend = tg.Dataset(setup.paths, setup.paths, 0.0, ""), tg.select_backend(cfg, setup.device)
+    data, backend = tg.Dataset(setup.paths, setup.paths, 0.0, "", []), tg.select_backend(cfg, setup.device)
     began, made = time.perf_counter(), []
 
     def trace() -> GraphCount:

@@ -108,15 +108,6 @@ def static_lengths(setup: Setup) -> Iterator[Row]:
     yield gain(setup, "code for one length", "torch.compile(dynamic=False)", details, times[0] - times[1])
 
 
-def residual_adds(setup: Setup) -> Iterator[Row]:
-    """Times the additions by which autograd sums the gradients of x0 and of the bigram rows."""
-    T, count = tokens_of(setup.cfg), 33  # by bench/launches.py --operations
-    a, b = setup.rand(T, setup.cfg.dim), setup.rand(T, setup.cfg.dim)
-    (ms,) = st.timed([lambda: [a + b for _ in range(count)]], setup.device, 20)
-    details = f"half of {count} additions, at {3 * a.nbytes * count / ms / 1e6:.0f} GB/s"
-    yield gain(setup, "sums of residual gradients", "sum in mix_residual's backward", details, ms / 2)
-
-
 def baddbmm_copies(setup: Setup) -> Iterator[Row]:
     """Times what baddbmm's addend costs in Polar Express: torch copies it first."""
     times, shapes = [0.0, 0.0], tg.param_shapes(setup.cfg, 8)
@@ -186,20 +177,20 @@ def compiled_relu_square(setup: Setup) -> Iterator[Row]:
     cfg, T = setup.cfg, tokens_of(setup.cfg)
     backend = tg.select_backend(cfg, setup.device)
     h, dy, fc = (setup.rand(n, cfg.dim) for n in (T, T, cfg.mlp_dim))
-    r = setup.rand(T, cfg.mlp_dim)
+    square = setup.rand(T, cfg.mlp_dim).square()
 
-    def activate(product: Tensor) -> tuple[Tensor, Tensor]:
-        return product.relu(), product.relu().square()
+    def activate(product: Tensor) -> Tensor:
+        return product.relu().square()
 
-    def activate_grad(product: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        return product * (2 * r), r.square()
+    def activate_grad(product: Tensor, square: Tensor) -> Tensor:
+        return (product.float() * (2 * square.float().sqrt())).to(product.dtype)
 
     compiled, compiled_grad = setup.compile(activate), setup.compile(activate_grad)
     calls = [
         lambda: backend.relu_square(h, fc),
-        lambda: backend.relu_square_grad(dy, fc, r),
+        lambda: backend.relu_square_grad(dy, fc, square),
         lambda: compiled(F.linear(h, fc)),
-        lambda: compiled_grad(dy @ fc.T, r),
+        lambda: compiled_grad(dy @ fc.T, square),
     ]
     ms = st.timed(calls, setup.device, 20)
     details = f"{ms[0]:.3f} + {ms[1]:.3f} ms, compiled {ms[2]:.3f} + {ms[3]:.3f} ms"
@@ -224,7 +215,7 @@ def gate_products(setup: Setup) -> Iterator[Row]:
 
     forms = [partial(both_ways, setup.compile(form)) for form in (product, summed)]
     product_ms, sum_ms = st.timed(forms, setup.device, 20)
-    count = attention_layers(cfg) + sum(layer.value is not None for layer in cfg.layers) + 2
+    count = sum(layer.value is not None and not layer.connections for layer in cfg.layers) + 1
     details = f"{count} times {product_ms:.3f} ms, as sums {sum_ms:.3f} ms"
     saved = count * (product_ms - sum_ms)
     yield gain(setup, "gates as sums", "(h[:, :12, None] * gate.T).sum(1)", details, saved)
@@ -256,7 +247,6 @@ def flash_attention_3(setup: Setup) -> Iterator[Row]:
 GAINS = {  # limits in seconds; static_lengths compiles everything again
     varlen_overhead: 120,
     static_lengths: 900,
-    residual_adds: 60,
     baddbmm_copies: 60,
     prefetch_thread: 300,
     small_fp8_product: 60,

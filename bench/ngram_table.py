@@ -80,10 +80,11 @@ def drawn_rows(rank: int):
     """Returns a stand-in for hash_ngrams: distinct random rows of every range."""
     rng = np.random.default_rng(rank)
 
-    def draw(tokens: np.ndarray, ngrams: tg.Ngrams) -> np.ndarray:
+    def draw(tokens: np.ndarray, ngrams: tg.Ngrams, sign_rows: int) -> tuple[np.ndarray, np.ndarray]:
         T, K = len(tokens), ngrams.ranges
         rows = [rng.choice(ngrams.rows, T, replace=False) + k * ngrams.rows for k in range(K)]
-        return np.array(rows, dtype=np.int32)
+        signs = rng.integers(sign_rows, size=(K, T), dtype=np.int32)
+        return np.array(rows, dtype=np.int32), signs
 
     return draw
 

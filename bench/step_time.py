@@ -412,8 +412,8 @@ def ngram_cases(cfg: tg.Config, tokens: np.ndarray, device: torch.device) -> Ite
     """Yields the operations on rows of n-grams, on those of a micro-batch."""
     ngrams = replace(cfg.ngrams, orders=cfg.ngrams.orders or NGRAM_ORDERS)
     ngrams = replace(ngrams, rows=min(ngrams.rows, MOST_ROWS), width=min(ngrams.width, cfg.dim))
-    ids = tg.hash_ngrams(tokens, ngrams)
-    index = tg.index_rows(ids)
+    ids, sign_ids = tg.hash_ngrams(tokens, ngrams, cfg.sign_rows)
+    index = tg.index_rows(ids, signs=sign_ids)
     placed = tg.place_rows(torch.from_numpy(ids), index, tg.int32(np.arange(len(index.row_ids))))
     (K, T), n, w, N = placed.shape, len(index.row_ids), ngrams.width, ngrams.ranges * ngrams.rows
 
@@ -423,13 +423,16 @@ def ngram_cases(cfg: tg.Config, tokens: np.ndarray, device: torch.device) -> Ite
     dtype, model_dtype, acc_dtype = tg.dtype_of(ngrams.dtype), tg.dtype_of(cfg.dtype), tg.acc_dtype(cfg)
     table, rows = rand(N, dtype), index.row_ids.to(device)
     compact, out, found = table[:n].clone(), rand(n, dtype), rand(T, model_dtype)
+    signs = rand(cfg.sign_rows, model_dtype).sign()
     run = call_operation("gather_rows", out, table, rows[None])
     yield KernelCase("gather_rows", f"{n} of {N} x {w}", run, nbytes=2 * out.nbytes)
-    run = call_operation("gather_rows", found, compact, placed.to(device))
+    at = None if sign_ids is None else torch.from_numpy(sign_ids).to(device)
+    run = call_operation("gather_rows", found, compact, placed.to(device), signs, at)
     shapes, nbytes = f"{T} sums of {K} of {n} x {w}", K * T * compact[0].nbytes + found.nbytes
     yield KernelCase("gather_rows", shapes, run, nbytes=nbytes)
     index = index._replace(row_ids=torch.arange(n, dtype=torch.int32))
-    run = call_operation("segment_sum_rows", out, found, tg.map_tensors(lambda t: t.to(device), index))
+    index = tg.map_tensors(lambda t: t.to(device), index)
+    run = call_operation("segment_sum_rows", out, found, index, signs)
     nbytes = K * found.nbytes + out.nbytes
     yield KernelCase("segment_sum_rows", f"n-grams: {K} x {T} to {n} rows", run, nbytes=nbytes)
     moments, grads = torch.rand(N, dtype=acc_dtype, device=device), rand(n, acc_dtype)
@@ -459,15 +462,16 @@ def stage_cases(
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(model_dtype)
 
-    h, fc, r, dy = rand(T, d), rand(F, d), rand(T, F).relu(), rand(T, d)
-    for operation, args in {"relu_square": (h, fc), "relu_square_grad": (dy, fc, r)}.items():
+    h, fc, square, dy = rand(T, d), rand(F, d), rand(T, F).relu().square(), rand(T, d)
+    for operation, args in {"relu_square": (h, fc), "relu_square_grad": (dy, fc, square)}.items():
         yield KernelCase(operation, f"{T} x {d} x {F}", call_operation(operation, *args), flops=2 * T * F * d)
 
-    n, K = min(cfg.head_chunk, T), len(plan.mtp)
-    logits, targets = rand(n, V), batch.targets[: n + K - 1]
+    n, K = min(cfg.head_chunk, T), len(plan.loss_weights)
+    prefixes = torch.arange(-1, V - 1, device=device) if plan.prefix else None
+    logits, targets = rand(n, V), tg.loss_targets(batch.targets, len(plan.mtp), prefixes)[:n]
     grad_dtypes = {cfg.dtype: (0.0, logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 1)}
     for out_dtype, (scale_inv, size) in grad_dtypes.items():
-        run = call_operation("softcap_loss", logits, targets, plan.mtp, scale_inv)
+        run = call_operation("softcap_loss", logits, targets, plan.loss_weights, scale_inv)
         nbytes = logits.nbytes + size * logits.numel()
         yield KernelCase("softcap_loss", f"{n} x {V}, {K} targets, {out_dtype}", run, nbytes=nbytes)
     del logits
@@ -487,7 +491,8 @@ def stage_cases(
             shape, index = tg.param_shapes(cfg, 1)[spec.name], batch.index[spec.indexed_by]
             out, grad, count = rand(*shape), rand(T, *shape[1:]), len(index.row_ids)
             nbytes = grad.nbytes + out[0].nbytes * (2 * count - int(index.first_touch.sum()))
-            run = call_operation("segment_sum_rows", out, grad, index)
+            signs = rand(cfg.sign_rows, d).sign()
+            run = call_operation("segment_sum_rows", out, grad, index, signs)
             yield KernelCase("segment_sum_rows", f"{spec.name}: {T} to {count} rows", run, nbytes=nbytes)
             del out, grad
 
