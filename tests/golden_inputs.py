@@ -55,29 +55,34 @@ def distance(t, golden):
 # fmt: off
 FILL = {  # k, scale, offset
     "post_lambdas":    (1, .20, 1.00),
-    "x0_lambdas":      (2, .20, 0.10),
-    "bigram_lambdas":  (3, .10, 0.15),
     "resid_lambdas":   (4, .10, 1.05),
     "scalars":         (5, .40, 0.60),
     "value_embeds":    (6, .50, 0),
-    "attn_gate_bank":  (7, .40, 0),
     "ve_gate_bank":    (8, .40, 0),
     "qk_bank":         (9, .06, 0),
     "vo_bank":        (10, .20, 0),
     "mlp_bank":       (11, .05, 0),
     "smear_gate":     (12, .50, 0),
-    "skip_gate":      (13, .50, 0),
     "lm_head":        (14, .30, 0),
     "embed":          (15, .30, 0),
     "bigram_embed":   (16, .40, 0),
+    "mudd_w1":        (17, .10, 0),
+    "mudd_w2":        (18, .15, 0),
+    "mudd_b2":        (19, 4.0, 1),
+    "mudd_gate_w1":   (20, .20, 0),
+    "mudd_gate_w2":   (21, .30, 0),
+    "mudd_gate_b2":   (22, 4.0, 1),
+    "mudd_gate_scale": (25, 0, .13),  # 0.13; the stream is of gradients
 }
+SIGN_STREAM, PREFIX_STREAM = 23, 24
 # fmt: on
 
 
 def golden_key(name):
     """Returns the reference's name of a parameter."""
-    suffixed = ("smear_gate", "skip_gate", "lm_head", "embed", "bigram_embed")
-    return name + ".weight" if name in suffixed else name
+    if name in ("smear_gate", "lm_head", "embed", "bigram_embed"):
+        return name + ".weight"
+    return "_" + name if name == "mudd_gate_scale" else name
 
 
 def golden_layout(name, t):
@@ -98,13 +103,18 @@ def parameter_stream(name, k, scale, offset, cfg):
     return our_layout(name, fill(shape, k, scale, offset), cfg)
 
 
+# The reference's layers: ours, with heads composed in the last.
+LAYERS = tuple(replace(layer, dc=layer.connections) for layer in tg.LAYERS)
+
+
 def tiny_config(dtype, **changes):
-    return replace(
-        tg.RECORD,
+    settings = dict(
+        layers=LAYERS,
         vocab_size=512,
         padded_vocab=512,
         bos_id=511,
         bigram_vocab_size=2560,
+        sign_rows=64,
         head_dim=32,
         mlp_dim=768,
         dtype=dtype,
@@ -114,14 +124,29 @@ def tiny_config(dtype, **changes):
         val_slice_tokens=64,
         val_slices=1,
         stages=tuple(replace(stage, batch_tokens=64) for stage in tg.RECORD.stages),
-        **changes,
     )
+    return replace(tg.RECORD, **settings | changes)
+
+
+def golden_signs(shape):
+    """Returns the random signs, float32, of `shape` (rows, columns)."""
+    words = hash_words(np.arange(shape[0] * shape[1]), SIGN_STREAM)
+    return torch.from_numpy(np.where(words >= 1 << 31, 1.0, -1.0).astype(np.float32)).view(shape)
+
+
+def golden_prefixes(vocab_size=512):
+    """Returns a made-up prefix of each token, int64; -1 for none."""
+    words = hash_words(np.arange(vocab_size), PREFIX_STREAM)
+    return torch.from_numpy((words % (vocab_size + 1)).astype(np.int64) - 1)
 
 
 def fill_model(model, tied=True):
+    """Fills parameters, signs and prefixes."""
     with torch.no_grad():
-        for name, (k, scale, offset) in FILL.items():
-            getattr(model, name).copy_(parameter_stream(name, k, scale, offset, model.cfg))
+        model.signs.copy_(golden_signs(model.signs.shape))
+        model.prefixes.copy_(golden_prefixes(model.cfg.padded_vocab))
+        for name, p in model.named_parameters():
+            p.copy_(parameter_stream(name, *FILL[name], model.cfg))
         if tied:
             model.embed.copy_(model.lm_head.T)
     return model
@@ -144,7 +169,8 @@ def backward(model, batch, plan, grads=None, leaves=None):
     """
     x = model.hidden_states(batch, plan.windows, grads, leaves)
     head_grad = (grads or {}).get("lm_head", tg.NO_MAIN_GRAD)
-    loss, backward_roots = model.head_loss_and_grad(x, batch.targets, plan.mtp, head_grad)
+    targets = model.loss_targets(batch.targets, plan)
+    loss, backward_roots = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad)
     torch.autograd.backward(*zip(*backward_roots))
     return loss
 
@@ -195,7 +221,7 @@ class FixedLoader:
 def row_plans(cfg, exchange, ids):
     """Returns the RowPlans of an Adam step whose one micro-batch reads these rows, int32 arrays by kind."""
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
-    batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, nothing, 0)
+    batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
     rows = batches.next().rows
     batches.loader.close()
