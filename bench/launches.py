@@ -19,7 +19,11 @@ is computed. Collectives return at once. Takes a minute or two, to generate code
 
 The phase "n-grams" fetches their rows, sends their gradients' and updates them: --preset ngram.
 
-These counts are no measurement: a library's operation may launch more than one kernel.
+The last line has the most bytes that the rank's tensors take at once, in its four steps and the validation of
+a slice. Stages 2 and 3 have the largest micro-batches.
+
+These counts are no measurement: a library's operation may launch more than one kernel, and use a workspace;
+an allocator, a process's context and NCCL's buffers come on top of the tensors.
 """
 
 import argparse
@@ -27,6 +31,7 @@ import contextlib
 import dataclasses
 import sys
 import tempfile
+import weakref
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -60,6 +65,35 @@ class Step(NamedTuple):
 
     columns: Counter  # by (phase, column)
     operations: Counter  # eager launches, by (phase, operation)
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of the tensors on "meta" that are alive, and the most that ever were."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.storages: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.is_meta:
+                self.add(t.untyped_storage())
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self.storages:
+            return
+
+        def free(_) -> None:
+            self.live -= nbytes
+            del self.storages[key]
+
+        self.storages[key] = weakref.ref(storage, free)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
 
 
 class Counts(TorchDispatchMode):
@@ -328,21 +362,24 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
     return steps[2:]
 
 
-def count_steps(cfg: tg.Config, stage: int, world_size: int) -> list[Step]:
-    """Counts a step without Adam, and one with it."""
-    counts = Counts()
-    steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)
+def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Step], int]:
+    """Counts a step without Adam, and one with it; also returns the most bytes of memory."""
+    counts, memory = Counts(), Memory()
+    with contextlib.nullcontext() if cfg.compile else memory:
+        steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)
     if cfg.compile:
         torch._dynamo.config.recompile_limit = 64
         generated = GeneratedCounts()
         backend = make_backend(cfg, generated)._replace(compiled=generated.code.compiled)
-        for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)):
+        with memory:
+            inner = run_steps(cfg, stage, world_size, backend, generated)
+        for step, inside in zip(steps, inner):
             step.columns.update(inside.columns)
     for step in steps:
         for (phase, column), n in list(step.columns.items()):
             if column in ("eager", "triton", "inductor"):
                 step.columns[phase, "launches"] += n
-    return steps
+    return steps, memory.peak
 
 
 def print_step(name: str, step: Step, details: bool) -> None:
@@ -381,8 +418,10 @@ def main(argv: list[str] | None = None) -> int:
             raise tg.UserError("rows in host memory have no place on torch's meta device; use sharded")
         if not 0 <= args.stage < len(cfg.stages) or not cfg.stages[args.stage].steps:
             raise tg.UserError(f"--stage {args.stage}: name a stage with steps, 0 to {len(cfg.stages) - 1}")
-        for name, step in zip(("no Adam", "with Adam"), count_steps(cfg, args.stage, args.ranks)):
+        steps, peak = count_steps(cfg, args.stage, args.ranks)
+        for name, step in zip(("no Adam", "with Adam"), steps):
             print_step(name, step, args.operations)
+        print(f"memory of tensors: at most {peak / 2**30:.1f} GiB")
     except tg.UserError as e:
         print(f"launches.py: error: {e}", file=sys.stderr)
         return 1
