@@ -41,13 +41,13 @@ import ctypes
 import dataclasses
 import difflib
 import gc
-import glob
 import hashlib
 import inspect
 import json
 import math
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -59,10 +59,11 @@ import typing
 import uuid
 import zipfile
 import zlib
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
-from functools import cache, partial
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Callable, Iterable, NamedTuple, Sequence
 
@@ -71,6 +72,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from tqdm import tqdm
 
 try:
@@ -466,20 +468,18 @@ def used_params(cfg: Config) -> list[Param]:
     return [spec for spec in cfg.params if spec.name in param_shapes(cfg, 1)]
 
 
-def config_from_dict(values: dict, kind=Config):
+def config_from_dict(value, hint=Config):
     """Inverts dataclasses.asdict after JSON. Raises UserError if a field is unknown or missing."""
-    hints = typing.get_type_hints(kind)
-    if wrong := sorted(hints.keys() ^ values.keys()):
+    if typing.get_origin(hint) is tuple:
+        return tuple(config_from_dict(item, typing.get_args(hint)[0]) for item in value)
+    if not dataclasses.is_dataclass(hint):
+        return value
+    hints = typing.get_type_hints(hint)
+    if wrong := sorted(hints.keys() ^ value.keys()):
         raise UserError(
-            f"a saved {kind.__name__} and this script's differ in {', '.join(wrong)}; use its own script"
+            f"a saved {hint.__name__} and this script's differ in {', '.join(wrong)}; use its own script"
         )
-
-    def value(hint, v):
-        if typing.get_origin(hint) is tuple:
-            return tuple(value(typing.get_args(hint)[0], x) for x in v)
-        return config_from_dict(v, hint) if dataclasses.is_dataclass(hint) else v
-
-    return kind(**{name: value(hint, values[name]) for name, hint in hints.items()})
+    return hint(**{name: config_from_dict(value[name], hints[name]) for name in hints})
 
 
 def setting_paths(values: dict, kind, path: tuple[str, ...] = ()):
@@ -636,10 +636,6 @@ class DistEnv:
     world_size: int
     device: torch.device
 
-    @property
-    def is_master(self) -> bool:
-        return self.rank == 0
-
 
 # How long a rank waits in a collective. torchrun ends the others at once if one is killed; gloo tells its
 # peers too, but not always those that were just sending to it.
@@ -681,27 +677,22 @@ def init_distributed() -> DistEnv:
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         # PR_SET_PDEATHSIG: a killed torchrun would leave its ranks running.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    device = torch.device("cpu")
-    options: dict = {}
-    if torch.cuda.is_available():
+    device, on_gpu = torch.device("cpu"), torch.cuda.is_available()
+    if on_gpu:
         device, gpus = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.cuda.device_count()
         if device.index >= gpus:  # torchrun --virtual-local-rank shows each process one GPU, its 0th
-            processes = os.environ.get("LOCAL_WORLD_SIZE", device.index + 1)
-            fix = f"start torchrun with --nproc_per_node={gpus} or fewer"
-            raise UserError(f"{processes} processes for {gpus} GPUs; {fix}")
+            raise UserError(
+                f"{os.environ.get('LOCAL_WORLD_SIZE', device.index + 1)} processes for {gpus} GPUs; start "
+                f"torchrun with --nproc_per_node={gpus} or fewer"
+            )
         torch.cuda.set_device(device)
         # Split-K matmuls, too, sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        options = {"device_id": device}
     if world_size > 1:
-        backend = "nccl" if options else "gloo"
-        try:
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **options)
-        except (RuntimeError, ValueError) as e:
-            raise PeerFailure(
-                f"the {world_size} processes cannot meet: {first_line(e)}; start them with torchrun, and do "
-                "not use another run's port"
-            ) from None
+        backend, own_gpu = ("nccl", device) if on_gpu else ("gloo", None)
+        fix = "start them with torchrun, and do not use another run's port"
+        with explain(f"the {world_size} processes cannot meet", fix, RuntimeError, ValueError):
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=own_gpu)
     return DistEnv(rank, world_size, device)
 
 
@@ -735,10 +726,10 @@ class RunLog:
     """
 
     def __init__(self, folder: Path | None, steps: int, run_id: str):
-        self.path = None if folder is None else folder / f"{run_id}.txt"
+        self.path = folder and folder / f"{run_id}.txt"
         self.file, self.steps = None, steps
         self.bar: tqdm = None
-        if folder is not None:
+        if folder:
             fix = "remove what is in its way, or make the folder writable"
             with explain(f"cannot write the log {self.path}", fix, OSError):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -792,27 +783,23 @@ class RunLog:
 
 def describe_environment(env: DistEnv) -> list[str]:
     """Returns log lines on software, hardware and commit. They hold no absolute path."""
-
-    def git(*args) -> str | None:
-        out = subprocess.run(
-            ["git", *args], capture_output=True, text=True, cwd=Path(__file__).resolve().parent
-        )
-        return out.stdout.strip() if out.returncode == 0 else None
-
     if env.device.type == "cuda":
         device = torch.cuda.get_device_name(env.device)
     else:
         device = platform.processor() or platform.machine()
-        if os.path.exists("/proc/cpuinfo"):
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-            names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-            device = next(names, device)
+        with contextlib.suppress(OSError, TypeError):  # not Linux; no such line
+            device = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
         device += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
-    commit = "unknown"
-    if shutil.which("git") and (head := git("rev-parse", "HEAD")):
-        tracked = git("ls-files", "--error-unmatch", Path(__file__).name)
-        clean = tracked and not git("status", "--porcelain", "--untracked-files=no")
-        commit = f"{head} {'(clean)' if clean else '(modified)'}"
+    script = Path(__file__).resolve()
+    # Prints the commit; the script, if it is tracked; then what is changed.
+    commands = (
+        f"git rev-parse --verify HEAD && git ls-files --error-unmatch '{script.name}' && "
+        "git status --porcelain --untracked-files=no"
+    )
+    git = subprocess.run(commands, shell=True, capture_output=True, text=True, cwd=script.parent)
+    lines, commit = git.stdout.splitlines(), "unknown"
+    if lines:
+        commit = f"{lines[0]} {'(clean)' if git.returncode == 0 and len(lines) == 2 else '(modified)'}"
     return [
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
         f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {device} "
@@ -856,7 +843,7 @@ def read_header(path: Path) -> Header:
 
 
 def find_shards(folder: str, split: str) -> list[Path]:
-    paths = [Path(p) for p in sorted(glob.glob(os.path.join(glob.escape(folder), f"*_{split}_*.bin")))]
+    paths = sorted(Path(folder).glob(f"[!.]*_{split}_*.bin"))
     if not paths:
         raise UserError(
             f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record), "
@@ -1055,13 +1042,7 @@ def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int, int]:
     return touched, world_size * min(touched, block), block
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], x):
-    """Applies a function to every tensor in a nest of dicts and NamedTuples."""
-    if isinstance(x, dict):
-        return {key: map_tensors(function, value) for key, value in x.items()}
-    if isinstance(x, tuple):
-        return type(x)(*(map_tensors(function, value) for value in x))
-    return function(x) if isinstance(x, Tensor) else x
+map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
 
 
 def pack(nest: dict, pin: bool) -> dict:
@@ -1074,9 +1055,8 @@ def pack(nest: dict, pin: bool) -> dict:
     map_tensors(lambda t: sizes.append(padded(t.nbytes, 16)), nest)
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
     parts = iter(buffer.split(sizes))
-    return map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest) | {
-        "buffer": buffer
-    }
+    packed = map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
+    return packed | {"buffer": buffer}
 
 
 def move(packed: dict, device: torch.device) -> dict:
@@ -1152,14 +1132,14 @@ def sort_by_row(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if len(ids) and ids.max() >= 1 << 16:
         perm = perm[np.argsort((ids >> 16).astype(np.uint16)[perm], kind="stable")]
     sorted_ids = ids[perm]
-    first = np.flatnonzero(np.append(True, sorted_ids[1:] != sorted_ids[:-1])[: len(ids)])
+    first = np.flatnonzero(np.diff(sorted_ids, prepend=np.int32(-1)))
     return sorted_ids[first], perm.astype(np.int32), np.append(first, len(ids)).astype(np.int32)
 
 
 def merge_rows(*lists: np.ndarray) -> np.ndarray:
     """Returns the distinct numbers of ascending lists, ascending."""
     merged = np.sort(np.concatenate(lists), kind="stable")  # timsort: it merges ascending runs
-    return merged[np.append(True, merged[1:] != merged[:-1])[: len(merged)]]
+    return merged[np.diff(merged, prepend=np.int32(-1)) != 0]
 
 
 def is_in(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -1225,7 +1205,7 @@ class TrainLoader:
     ):
         self.cfg, self.rank, self.world_size, self.pin = cfg, rank, world_size, pin
         self.microbatches = num_microbatches(cfg, world_size)
-        self.paths = list(paths)
+        self.paths = paths
         # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0:
         # pinning memory there would make every rank a context on it.
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None
@@ -1245,9 +1225,8 @@ class TrainLoader:
         return self.opened, self.document, self.delivered
 
     def _read(self, i: int):
-        if i >= len(self.paths):
-            return None
-        return self.reader.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.bos_id)
+        if i < len(self.paths):
+            return self.reader.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.bos_id)
 
     def _open(self) -> None:
         """Opens the shard that is being read: all of the present one, or the next."""
@@ -1262,8 +1241,8 @@ class TrainLoader:
     def _cut(self, T: int, max_doc_len: int) -> list[tuple[int, int]] | None:
         """Returns each micro-batch's first document and the one after its last; None at a shard's end."""
         if max_doc_len not in self.ends:
-            lengths = np.minimum(np.diff(np.append(self.shard.starts, len(self.shard.tokens))), max_doc_len)
-            self.ends[max_doc_len] = np.concatenate(([0], np.cumsum(lengths)))
+            lengths = np.diff(self.shard.starts, append=len(self.shard.tokens))
+            self.ends[max_doc_len] = np.append(0, np.cumsum(np.minimum(lengths, max_doc_len)))
         ends, cuts, first = self.ends[max_doc_len], [], self.document
         for _ in range(self.microbatches):
             last = int(np.searchsorted(ends, ends[first] + T + 1))
@@ -1299,17 +1278,13 @@ class TrainLoader:
 
 def count_batches(cfg: Config, paths: list[Path], world_size: int) -> int:
     """Counts how many of the schedule's batches the training shards give, without building one."""
-    loader = TrainLoader(cfg, paths, 0, world_size, pin=False)
-    try:
-        for step in range(cfg.steps):
-            plan = plan_step(cfg, step)
-            try:
-                loader.advance(plan.batch_tokens, plan.max_doc_len)
-            except OutOfData:
-                return step
-    finally:
-        loader.close()
-    return cfg.steps
+    loader, count = TrainLoader(cfg, paths, 0, world_size, pin=False), 0
+    with contextlib.closing(loader), contextlib.suppress(OutOfData):
+        while count < cfg.steps:
+            plan = plan_step(cfg, count)
+            loader.advance(plan.batch_tokens, plan.max_doc_len)
+            count += 1
+    return count
 
 
 def check_schedule(cfg: Config, paths: list[Path], world_size: int) -> None:
@@ -1391,59 +1366,52 @@ class Prefetcher:
 
     def _plan_rows(self, kinds: list[str], micro_batches: list[MicroBatch]) -> dict[str, RowPlan]:
         """Tells the owners which of their rows are touched, for tables that are updated now."""
-        touched, requests = {}, {}
+        plans = {}
         for kind in kinds:
             rows, n = self.touched.pop(kind), self.exchange.world_size if kind in self.is_sparse else 1
-            owner, place = rows % n, rows // n
-            if kind != "ngrams":
-                owner, place = np.divmod(rows, self.table_rows[kind] // n)
-            by_owner = np.argsort(owner.astype(np.uint16), kind="stable")
-            touched[kind] = rows, by_owner
-            requests[kind] = place[by_owner], np.bincount(owner, minlength=n).tolist()
-        sparse = {kind: request for kind, request in requests.items() if kind in self.is_sparse}
-        received, plans = self.exchange.send_ids(sparse), {}
-        for kind, (rows, by_owner) in touched.items():
-            arriving, recv_counts = received.get(kind, requests[kind])
-            transfer = Transfer(int32(rows[by_owner]), requests[kind][1], recv_counts)
-            plans[kind] = RowPlan(transfer, int32(arriving))
             if kind == "ngrams":
-                plans[kind] = self._plan_fetches(plans[kind], rows, by_owner, micro_batches)
+                place, owner = np.divmod(rows, n)
+            else:
+                owner, place = np.divmod(rows, self.table_rows[kind] // n)
+            order = np.argsort(owner.astype(np.uint16), kind="stable")
+            arriving, send_counts = place[order], np.bincount(owner, minlength=n).tolist()
+            recv_counts = send_counts
+            if kind in self.is_sparse:
+                arriving, recv_counts = self.exchange.send_ids(kind, arriving, send_counts)
+            plans[kind] = RowPlan(Transfer(int32(rows[order]), send_counts, recv_counts), int32(arriving))
+            if kind == "ngrams":
+                plans[kind] = self._plan_fetches(plans[kind], micro_batches)
         return plans
 
-    def _plan_fetches(
-        self, plan: RowPlan, rows: np.ndarray, by_owner: np.ndarray, micro_batches: list[MicroBatch]
-    ) -> RowPlan:
-        """Plans the fetch of `rows` of n-grams, and numbers them in the micro-batches as they will arrive.
+    def _plan_fetches(self, plan: RowPlan, micro_batches: list[MicroBatch]) -> RowPlan:
+        """Plans the fetch of the n-grams' rows, and numbers them in the micro-batches as they will arrive.
 
         Tells who asked for a row of this rank's whether it comes late: the step before changes it.
         """
-        (_, send_counts, recv_counts), (before, places_before) = plan.grads, self.before
+        (wanted, send_counts, recv_counts), (before, places_before) = plan.grads, self.before
         ngrams, n = self.loader.cfg.ngrams, self.exchange.world_size
-        owned, perm, offsets = sort_by_row(plan.arriving.numpy())
+        owned = merge_rows(plan.arriving.numpy())
+        asked = np.searchsorted(owned, plan.arriving.numpy())  # indices of `owned`
         is_kept = is_in(before, owned)
         by_place = np.argsort(is_kept, kind="stable")  # new rows first: a HostTable reads them in one piece
         places = inverse(by_place)
         kept_from = places_before[np.searchsorted(before, owned[is_kept])]
         self.before = owned, places
-        asked = np.empty_like(perm)  # indices of `owned`
-        asked[perm] = np.repeat(np.arange(len(owned)), np.diff(offsets))
         is_late = (is_kept[asked] if ngrams.prefetch else np.ones(len(asked))).astype(np.uint8)
         comes_late = self.exchange.send_numbers("late marks", "ngrams", is_late, recv_counts, send_counts)
         fetches, numbers = {}, places if ngrams.placement == "host" else owned
+        askers, owners = (np.repeat(np.arange(n), counts) for counts in (recv_counts, send_counts))
         for name, flag in ("early", 0), ("late", 1):
-            sent = numbers[asked[is_late == flag]]
-            to, by = (
-                np.bincount(np.repeat(np.arange(n), counts)[flags == flag], minlength=n).tolist()
-                for flags, counts in ((is_late, recv_counts), (comes_late, send_counts))
-            )
-            fetches[name] = Transfer(int32(sent), to, by)
+            to = np.bincount(askers[is_late == flag], minlength=n)
+            by = np.bincount(owners[comes_late == flag], minlength=n)
+            fetches[name] = Transfer(int32(numbers[asked[is_late == flag]]), to.tolist(), by.tolist())
         # Early rows arrive before late ones, each sorted by owner.
         arrival = inverse(np.argsort(comes_late, kind="stable"))
-        arrival_by_row = arrival[inverse(by_owner)]
+        by_row = np.argsort(wanted.numpy(), kind="stable")
+        rows, arrival_by_row = wanted.numpy()[by_row], arrival[by_row]
         for batch in micro_batches:
             index = batch.index["ngrams"]
-            row_ids, alone = index.row_ids.numpy(), len(index.row_ids) == len(rows)
-            arrives = int32(arrival_by_row if alone else arrival_by_row[np.searchsorted(rows, row_ids)])
+            arrives = int32(arrival_by_row[np.searchsorted(rows, index.row_ids.numpy())])
             batch.ngrams = place_rows(batch.ngrams, index, arrives)
             batch.index["ngrams"] = index._replace(row_ids=arrives)
         grads = plan.grads._replace(rows=int32(arrival))
@@ -2268,7 +2236,7 @@ def flash_attention_unsupported(name: str, dtype: str, capability: tuple[int, in
     if name == "fa3":
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-        except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as e:
+        except Exception as e:
             return f"FlashAttention-3 cannot be used ({first_line(e)}), README.md says how to get it"
     return ""
 
@@ -2293,75 +2261,53 @@ def select_backend(
             "bf16, the kernels and FlashAttention need compute capability 8.0 (A100, RTX 30) or newer, "
             f"{gpu}; --preset cpu, which computes in fp32, would run"
         )
-    dtypes = (cfg.dtype, cfg.muon_dtype)
-    dtype = "float32" if cfg.kernels and triton and interpreted else cfg.dtype  # the one that would run
-    flash, flash_fix = "", "attention=dense"
-    if cfg.attention != "dense" and (flash := flash_attention_unsupported(cfg.attention, dtype, capability)):
-        if not flash_attention_unsupported("varlen", dtype, capability):
-            flash_fix = "attention=varlen"
+    dtype, dtypes = cfg.dtype, {cfg.dtype, cfg.muon_dtype}
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang", os.environ.get("CXX", "g++"), "clang++")
     compiler = any(map(shutil.which, compilers))
     count = num_microbatches(cfg, world_size)
     sizes = {"head_chunk": cfg.head_chunk, "padded_vocab": cfg.padded_vocab, "the model's width": cfg.dim}
     sizes |= {f"a micro-batch of stage {i}": s.batch_tokens // count for i, s in enumerate(cfg.stages)}
     misaligned = [f"{name} is {n}" for name, n in sizes.items() if n % 16]
-    unsupported = [  # (whether, the setting that would run, the reason)
-        (
-            cfg.kernels and triton is None,
-            "kernels=",
-            "the kernels need the package triton (pip install triton)",
-        ),
-        (
-            cfg.kernels and not on_gpu and not interpreted,
-            "kernels=",
-            f"the kernels need a GPU (or TRITON_INTERPRET=1, for tests), {gpu}",
-        ),
-        (
-            cfg.kernels and triton and interpreted and dtypes != ("float32", "float32"),
-            "dtype=float32 --set muon_dtype=float32",
-            "Triton's interpreter is right in fp32 only",
-        ),
-        (
-            cfg.kernels and not interpreted and dtypes != ("bfloat16", "bfloat16"),
-            "kernels=",
-            f"the kernels are for bf16, not dtype={cfg.dtype}, muon_dtype={cfg.muon_dtype}",
-        ),
-        (flash, flash_fix, flash),
-        (
-            cfg.fp8 and on_gpu and capability < (8, 9),
-            "fp8=false",
-            f"FP8 needs compute capability 8.9 (RTX 40, H100) or newer, {gpu}",
-        ),
-        (cfg.fp8 and dtype == "float64", "fp8=false", "FP8 is for dtype bfloat16 or float32"),
-        (
-            cfg.fp8 and misaligned,
-            "fp8=false",
-            f"FP8 matmuls take multiples of 16, but {' and '.join(misaligned)}",
-        ),
-        (cfg.compile and not compiler, "compile=false", "torch.compile needs a C++ compiler (g++, clang++)"),
-        (
-            cfg.kernels and on_gpu and not interpreted and not compiler,
-            "kernels=",
-            "Triton needs a C compiler (gcc, clang)",
-        ),
-    ]
-    reasons = {}
-    for condition, setting, reason in unsupported:
-        if condition:
-            reasons.setdefault(setting, reason)
-    if reasons:
-        preset = "" if on_gpu or cfg.preset == "cpu" else "--preset cpu; or, slowly, this model with "
-        settings = " ".join(f"--set {setting}" for setting in reasons)
-        raise UserError(f"{'; '.join(reasons.values())}; this would run: {preset}{settings}")
     chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}
+    problems = {}  # by the setting that would run
+    if cfg.kernels:
+        if triton is None:
+            problems["kernels="] = "the kernels need the package triton (pip install triton)"
+        elif interpreted:
+            dtype = "float32"  # the one that would run
+            if dtypes != {dtype}:
+                reason = "Triton's interpreter is right in fp32 only"
+                problems["dtype=float32 --set muon_dtype=float32"] = reason
+        elif not on_gpu:
+            problems["kernels="] = f"the kernels need a GPU (or TRITON_INTERPRET=1, for tests), {gpu}"
+        elif dtypes != {"bfloat16"}:
+            reason = f"the kernels are for bf16, not dtype={cfg.dtype}, muon_dtype={cfg.muon_dtype}"
+            problems["kernels="] = reason
+        elif not compiler:
+            problems["kernels="] = "Triton needs a C compiler (gcc, clang)"
+    if cfg.attention != "dense":
+        chosen["attention"] = flash_attention
+        if reason := flash_attention_unsupported(cfg.attention, dtype, capability):
+            varlen_too = flash_attention_unsupported("varlen", dtype, capability)
+            problems["attention=dense" if varlen_too else "attention=varlen"] = reason
+    if cfg.fp8 and on_gpu and capability < (8, 9):
+        problems["fp8=false"] = f"FP8 needs compute capability 8.9 (RTX 40, H100) or newer, {gpu}"
+    elif cfg.fp8 and dtype == "float64":
+        problems["fp8=false"] = "FP8 is for dtype bfloat16 or float32"
+    elif cfg.fp8 and misaligned:
+        problems["fp8=false"] = f"FP8 matmuls take multiples of 16, but {' and '.join(misaligned)}"
+    if cfg.compile and not compiler:
+        problems["compile=false"] = "torch.compile needs a C++ compiler (g++, clang++)"
+    if problems:
+        preset = "" if on_gpu or cfg.preset == "cpu" else "--preset cpu; or, slowly, this model with "
+        settings = " ".join(f"--set {setting}" for setting in problems)
+        raise UserError(f"{'; '.join(problems.values())}; this would run: {preset}{settings}")
     if cfg.compile:
         torch._dynamo.config.recompile_limit = 64  # 8 by default, but one function serves all kinds of layers
         torch._inductor.config.size_asserts = False  # in every call; guards and AOTAutograd check sizes
         chosen["compiled"] = cache(partial(torch.compile, fullgraph=True))
         chosen["scalar"] = partial(torch.tensor, dtype=acc_dtype(cfg))
-    return Backend(
-        **chosen, attention=flash_attention if cfg.attention != "dense" else attention, fp8=cfg.fp8
-    )
+    return Backend(**chosen, fp8=cfg.fp8)
 
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, out: Tensor, fast: bool = False) -> Tensor:
@@ -2393,6 +2339,9 @@ def write_grad(
         out.add_(fp8_matmul(a.T, b, scale, torch.empty_like(out, dtype=torch.float32)))
 
 
+Part = Callable[[Tensor], Tensor]  # gives a view of a weight, or of its main_grad
+
+
 class WeightGrad:
     """Collects one weight's gradient in backward, by TransformerEngine's contract (its PR 2871):
 
@@ -2414,7 +2363,7 @@ class WeightGrad:
 
     def accumulate(
         self,
-        part: Callable[[Tensor], Tensor],
+        part: Part,
         a: Tensor,
         b: Tensor | None = None,
         scale: Tensor | None = None,
@@ -2435,7 +2384,7 @@ class WeightGrad:
 
     def accumulate_scaled(
         self,
-        part: Callable[[Tensor], Tensor],
+        part: Part,
         dots: Tensor,
         product: Tensor,
         scales: Tensor,
@@ -2449,7 +2398,7 @@ class WeightGrad:
         backend.scaled_grad(part(self.main_grad), dots, product, scales, w, self.overwrite)
         return self.for_autograd(part)
 
-    def for_autograd(self, part: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def for_autograd(self, part: Part) -> Tensor | None:
         """Returns an uninitialized gradient of a part if the weight's hooks wait for one."""
         if self.main_grad is None or not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
@@ -3212,17 +3161,13 @@ class Exchange:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ):
-        self.rank, self.world_size, self.group, self.sent = rank, world_size, group, {}
+        self.rank, self.world_size, self.group, self.sent = rank, world_size, group, defaultdict(int)
         self.device = device  # where the group's tensors must be
         self.options: dict = {"group": group, "async_op": True}
 
-    def count(self, kind: str, name: str, nbytes: int) -> None:
-        self.sent[f"{kind} {name}"] = self.sent.get(f"{kind} {name}", 0) + nbytes
-
     def shard(self, t: Tensor) -> Tensor:
         """Returns this rank's block of t's first axis, a view."""
-        rows = t.size(0) // self.world_size
-        return t[self.rank * rows : (self.rank + 1) * rows]
+        return t.chunk(self.world_size)[self.rank]
 
     def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> Pending:
         """Averages `grad` over ranks: all of it (all_reduce), or this rank's block (otherwise).
@@ -3238,15 +3183,14 @@ class Exchange:
         nbytes = grad.nbytes * others // self.world_size
         if recv_buffer is not None:
             collective = _all_gather if whole else dist.all_to_all_single
-            self.count(
-                "all_gather" if whole else "all_to_all", name, grad.nbytes * others if whole else nbytes
-            )
-            return Pending(
-                recv_buffer, collective(recv_buffer.flatten(0, 1), grad, **self.options), rank_order_mean
-            )
-        self.count(how if whole else "reduce_scatter", name, 2 * nbytes if whole else nbytes)
+            kind, nbytes = ("all_gather", grad.nbytes * others) if whole else ("all_to_all", nbytes)
+            self.sent[f"{kind} {name}"] += nbytes
+            work = collective(recv_buffer.flatten(0, 1), grad, **self.options)
+            return Pending(recv_buffer, work, rank_order_mean)
         if whole:
+            self.sent[f"all_reduce {name}"] += 2 * nbytes
             return Pending(grad, dist.all_reduce(grad, dist.ReduceOp.AVG, **self.options))
+        self.sent[f"reduce_scatter {name}"] += nbytes
         out = torch.empty_like(self.shard(grad))
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
@@ -3257,22 +3201,16 @@ class Exchange:
         t = torch.from_numpy(numbers).to(self.device)
         return self.send_rows(kind, name, t, Transfer(t, send_counts, recv_counts)).wait().cpu().numpy()
 
-    def send_ids(
-        self, requests: dict[str, tuple[np.ndarray, list[int]]]
-    ) -> dict[str, tuple[np.ndarray, list[int]]]:
-        """Sends each kind's row ids (n,) int32, sorted by receiver; returns those sent here, by sender.
+    def send_ids(self, kind: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
+        """Sends row ids (n,) int32, by receiver; returns those sent here, by sender, with their counts.
 
-        Each comes with its counts by rank. Blocks.
+        Blocks.
         """
-        if self.world_size == 1 or not requests:
-            return requests
-        ones, name = [1] * self.world_size, " ".join(requests)
-        counts = np.array([send_counts for _, send_counts in requests.values()]).T.copy()
-        counts = self.send_numbers("counts", name, counts, ones, ones).T.tolist()
-        return {
-            kind: (self.send_numbers("row ids", kind, ids, send_counts, recv_counts), recv_counts)
-            for (kind, (ids, send_counts)), recv_counts in zip(requests.items(), counts)
-        }
+        if self.world_size == 1:
+            return ids, send_counts
+        ones = [1] * self.world_size
+        recv_counts = self.send_numbers("counts", kind, np.array(send_counts), ones, ones).tolist()
+        return self.send_numbers("row ids", kind, ids, send_counts, recv_counts), recv_counts
 
     def send_rows(
         self, kind: str, name: str, rows: Tensor, transfer: Transfer, out: Tensor | None = None
@@ -3282,15 +3220,14 @@ class Exchange:
             return Pending(rows)
         _, send_counts, recv_counts = transfer
         out = rows.new_empty((sum(recv_counts), *rows.shape[1:])) if out is None else out
-        sent = sum(send_counts) - send_counts[self.rank]
-        self.count(kind, name, rows.nbytes // max(1, len(rows)) * sent)
+        self.sent[f"{kind} {name}"] += rows.nbytes - rows.split(send_counts)[self.rank].nbytes
         return Pending(out, dist.all_to_all_single(out, rows, recv_counts, send_counts, **self.options))
 
     def gather(self, name: str, t: Tensor) -> Pending:
         """Fills t, of which each rank has updated its own block, from all ranks."""
         if self.world_size == 1:
             return Pending(t)
-        self.count("all_gather", name, t.nbytes * (self.world_size - 1) // self.world_size)
+        self.sent[f"all_gather {name}"] += t.nbytes * (self.world_size - 1) // self.world_size
         return Pending(t, _all_gather(t, self.shard(t), **self.options))
 
     def sum(self, t: Tensor) -> Tensor:
@@ -3420,9 +3357,9 @@ def normuon_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict
         # On the device from the start: a copy in a step would make it wait.
         "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
     }
-    return state | (
-        {"mantissa": torch.zeros_like(p, dtype=torch.uint16)} if p.dtype == torch.bfloat16 else {}
-    )
+    if p.dtype == torch.bfloat16:
+        state["mantissa"] = torch.zeros_like(p, dtype=torch.uint16)
+    return state
 
 
 def normuon(
@@ -3647,7 +3584,7 @@ class NgramTable:
         ids, n = NO_ROWS if row_ids is None else row_ids.cpu().numpy(), self.exchange.world_size
         order = np.argsort(ids % n, kind="stable")
         counts = np.bincount(ids % n, minlength=n).tolist()
-        asked, ask_counts = self.exchange.send_ids({"ngrams": ((ids // n)[order], counts)})["ngrams"]
+        asked, ask_counts = self.exchange.send_ids("ngrams", (ids // n)[order], counts)
         rows = self.block[torch.from_numpy(asked).to(self.block.device)].to(self.device)
         transfer = Transfer(rows, ask_counts, counts)
         received = self.exchange.send_rows("rows outside training", "ngrams", rows, transfer).wait()
@@ -3779,8 +3716,7 @@ class Optimizer:
         self.cfg, self.params, self.exchange, self.backend = cfg, params, exchange, backend
         self.device = next(iter(params.values())).device
         self.specs = {spec.name: spec for spec in used_params(cfg)}
-        self.tied_target = {name: spec.tied_to for name, spec in self.specs.items() if spec.tied_to}
-        self.tied_copy = {target: name for name, target in self.tied_target.items()}
+        self.tied_copy = {spec.tied_to: name for name, spec in self.specs.items() if spec.tied_to}
         self.is_tied = True
         # By parameter:
         self.main_grad = {}
@@ -3839,8 +3775,9 @@ class Optimizer:
 
     def is_due(self, name: str, plan: StepPlan) -> bool:
         """True if this step updates the parameter; a tied one is copied instead."""
-        every_step = OPTIMIZERS[self.specs[name].optimizer].every_step
-        return (every_step or plan.do_adam) and not (self.is_tied and name in self.tied_target)
+        spec = self.specs[name]
+        every_step = OPTIMIZERS[spec.optimizer].every_step
+        return (every_step or plan.do_adam) and not (self.is_tied and spec.tied_to)
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
@@ -3867,10 +3804,7 @@ class Optimizer:
             self.backend.segment_sum_rows(self.ngrams.main_grad, grads, index["ngrams"], signs)
 
     def grad_of(self, name: str) -> Tensor:
-        grad = self.main_grad.get(name, self.params[name].grad)
-        if grad is None:
-            raise RuntimeError(f"{name} has no gradient")
-        return grad
+        return self.main_grad.get(name, self.params[name].grad)
 
     def zero_grad_of(self, name: str) -> None:
         """Drops a used gradient. Zeros a table's main_grad if sent whole: a backward writes few rows."""
@@ -3945,7 +3879,7 @@ class Optimizer:
             if specs[0].sharded:
                 self.in_flight[name] = self.gather(name)
         if self.is_tied:
-            for name, target in self.tied_target.items():
+            for target, name in self.tied_copy.items():
                 if target in pending:
                     # The copy waits for the target's gather, and for whoever needs it.
                     source = self.in_flight.get(target) or Pending(self.params[target].detach())
@@ -3965,11 +3899,11 @@ class Optimizer:
     def finish_gathers(self) -> None:
         """Waits for all gathers that nobody has waited for."""
         while self.in_flight:
-            self.in_flight.pop(next(iter(self.in_flight))).wait()
+            self.in_flight.popitem()[1].wait()
 
     def untie(self) -> None:
         """Lets tied parameters train on their own, from their target's state, transposed and resharded."""
-        for name, target in self.tied_target.items():
+        for target, name in self.tied_copy.items():
             for key, value in self.state[target].items():
                 if isinstance(value, Tensor):
                     whole = torch.empty_like(self.params[target], dtype=value.dtype)
@@ -3994,10 +3928,10 @@ class Optimizer:
     @torch.no_grad()
     def drop_grads(self) -> None:
         """Drops all gradients, as after an Adam step."""
-        for name, p in self.params.items():
+        for p in self.params.values():
             p.grad = None
-            if name in self.main_grad:
-                self.main_grad[name].zero_()
+        for main_grad in self.main_grad.values():
+            main_grad.zero_()
         for grad in self.weight_grads.values():
             grad.overwrite = True
         self.rows = {}
@@ -4251,13 +4185,12 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     if not n.orders:
         return ""
     table = TABLES[n.placement](cfg, Exchange(0, world_size), torch.device("meta"), TORCH_BACKEND)
-    sizes = {
-        name: sum(t.nbytes for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor))
-        for name, value in vars(table).items()
-        if name == "stored" or value is not table.stored
-    }
-    total, rows = sum(sizes.values()), sizes["stored"]
-    in_memory = rows + sizes["staged"] + sizes["updated"] if n.placement == "host" else 0
+
+    def nbytes(*values) -> int:
+        return sum(t.nbytes for t in {t for t in tree_leaves(values) if isinstance(t, Tensor)})
+
+    total, rows = nbytes(vars(table)), nbytes(table.stored)
+    in_memory = nbytes(table.stored, table.staged, table.updated) if isinstance(table, HostTable) else 0
     on_gpu = total - in_memory if device.type == "cuda" else 0
     shape = f"{table.rows:,} rows x {n.width} {n.dtype}"
     needs = [("memory", total - on_gpu, available_memory() // local_ranks)]
@@ -4265,14 +4198,12 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
         needs.append(("GPU memory", on_gpu, torch.cuda.mem_get_info(device)[0]))
     for what, need, have in needs:
         if need > have:
-            fix = "use more machines, or lower ngrams.rows or ngrams.width"
             raise UserError(
                 f"a process's part of the n-gram table ({shape}) needs {need:,} bytes of {what}, "
-                f"it has {have:,}; {fix}"
+                f"it has {have:,}; use more machines, or lower ngrams.rows or ngrams.width"
             )
-    orders = ",".join(map(str, n.orders))
     return (
-        f"n-grams: orders {orders}, hashes {n.hashes}, {shape}, {n.placement}; "
+        f"n-grams: orders {','.join(map(str, n.orders))}, hashes {n.hashes}, {shape}, {n.placement}; "
         f"{rows:,} bytes a process, and {total - rows:,} for the rows that a step touches"
     )
 
@@ -4365,19 +4296,13 @@ class Checkpoint(NamedTuple):
                 f"--resume {where}: no checkpoint there; give the log's folder of a run started with "
                 "--checkpoint-every that did not finish"
             )
-        path = max(steps)
-        try:
-            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-            return cls(
-                path, {key: meta[key] for key in ("step", "train_ms", "position", "task", "script", "torch")}
-            )
-        except OSError as e:
-            raise UserError(
-                f"cannot read {path / 'meta.json'}: {first_line(e)}; is the run still going?"
-            ) from None
-        except (ValueError, LookupError, TypeError) as e:
-            fix = f"remove {path.parent}, and start again"
-            raise UserError(f"{path / 'meta.json'} is damaged ({first_line(e)}); {fix}") from None
+        path = max(steps) / "meta.json"
+        with explain(f"cannot read {path}", "is the run still going?", OSError):
+            text = path.read_bytes()
+        fix = f"remove {path.parents[1]}, and start again"
+        with explain(f"{path} is damaged", fix, ValueError, LookupError, TypeError):
+            meta, keys = json.loads(text), ("step", "train_ms", "position", "task", "script", "torch")
+            return cls(path.parent, {key: meta[key] for key in keys})
 
     def load(self, model: GPT, optimizer: Optimizer, rank: int) -> None:
         """Restores this rank's shards. Call optimizer.gather_all() afterwards."""
@@ -4397,22 +4322,22 @@ class Checkpoint(NamedTuple):
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except OSError as e:
-            question = "is the run still going, and do all machines see its folder?"
-            raise UserError(f"cannot read {path}: {first_line(e)}; {question}") from None
-        except Exception as e:  # what torch.load raises depends on the damage
-            fix = f"remove {path.parents[1]}, and start again"
-            raise UserError(f"{path} is damaged ({first_line(e)}); {fix}") from None
-        try:
-            restore(saved, model, optimizer)
-        except KeyError as e:  # another script may have other state
             raise UserError(
-                f"{path} lacks {e}; resume with the script that wrote it, which the log holds"
+                f"cannot read {path}: {first_line(e)}; is the run still going, and do all machines see its "
+                "folder?"
             ) from None
+        except Exception as e:  # what torch.load raises depends on the damage
+            raise UserError(
+                f"{path} is damaged: {first_line(e)}; remove {path.parents[1]}, and start again"
+            ) from None
+        fix = "resume with the script that wrote it, which the log holds"
+        with explain(f"{path} lacks what this script saves", fix, KeyError):
+            restore(saved, model, optimizer)
 
 
 def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
     """Writes the checkpoint after `meta["step"]` steps into `run`, from all ranks; removes the one before."""
-    final, is_master = run / f"step{meta['step']:08d}", exchange.rank == 0
+    final = run / f"step{meta['step']:08d}"
     partial_path = final.with_suffix(".partial")
 
     def write_file(name: str, write: Callable) -> None:
@@ -4420,11 +4345,6 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
             write(f)
             f.flush()
             os.fsync(f.fileno())
-
-    def begin() -> None:
-        for left in run.glob("*.partial"):
-            shutil.rmtree(left)
-        partial_path.mkdir(parents=True)
 
     state = training_state(model, optimizer) | {"rank": exchange.rank}
 
@@ -4435,22 +4355,23 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
                     f"{name} is not finite after step {meta['step']}, which was not saved; lower the "
                     "learning rate that was raised last"
                 )
+        partial_path.mkdir(parents=True, exist_ok=True)
         write_file(f"rank{exchange.rank}.pt", partial(torch.save, state))
         if optimizer.ngrams:
             write_file(f"rank{exchange.rank}.ngrams", optimizer.ngrams.write)
 
     def finish() -> None:
         write_file("meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
-        earlier = list(run.glob("step????????"))
         partial_path.rename(final)
-        for path in earlier:
-            shutil.rmtree(path.rename(path.with_suffix(".partial")))
+        for path in run.iterdir():  # earlier ones, and what failed writes have left
+            if path != final:
+                shutil.rmtree(path.rename(path.with_suffix(".partial")))
 
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
     # torch.save raises RuntimeError when the disk is full.
     guard = explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError)
-    for part, takes_part in ((begin, is_master), (write_shard, True), (finish, is_master)):
-        exchange.run_on_all_ranks(guard(part) if takes_part else lambda: None)
+    exchange.run_on_all_ranks(guard(write_shard))
+    exchange.run_on_all_ranks(guard(finish) if exchange.rank == 0 else lambda: None)
 
 
 # ============================================================================================================
@@ -4470,13 +4391,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    def whole(least: int) -> Callable[[str], int]:
-        def parse(text: str) -> int:
-            if not text.isdecimal() or not least <= int(text) < 2**63:
-                raise argparse.ArgumentTypeError(f"give a whole number, {least} or more, not {text!r}")
-            return int(text)
-
-        return parse
+    def whole(text: str, least: int = 1) -> int:
+        if not text.isdecimal() or not least <= int(text) < 2**63:
+            raise argparse.ArgumentTypeError(f"give a whole number, {least} or more, not {text!r}")
+        return int(text)
 
     parser = Parser(
         prog="train_gpt.py",
@@ -4498,24 +4416,50 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="the 8-GPU one, or a small one (default here: %(default)s)",
     )
     add("--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/")
-    add("--seed", type=whole(0), default=0, help="of the initial weights (default %(default)s)")
-    help_set = "change one setting; may be repeated"
-    add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help=help_set)
+    add(
+        "--seed", type=partial(whole, least=0), default=0, help="of the initial weights (default %(default)s)"
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="settings",
+        help="change one setting; may be repeated",
+    )
     add("--data", metavar="DIR", help="folder of .bin shards (default: the preset's)")
     add("--save", metavar="FILE", help="write the final weights and the config there")
-    help_every = "save everything beside the log after every N steps; such a run counts for no track"
-    add("--checkpoint-every", metavar="N", type=whole(1), default=0, help=help_every)
-    help_profile = (
-        "trace four steps from STEP on (default 8) into RUN.trace.json.gz beside the log, for "
-        "ui.perfetto.dev; such a run counts for no track"
+    add(
+        "--checkpoint-every",
+        metavar="N",
+        type=whole,
+        default=0,
+        help="save everything beside the log after every N steps; such a run counts for no track",
     )
-    add("--profile", metavar="STEP", nargs="?", type=whole(1), const=8, default=0, help=help_profile)
-    help_check = "say whether that many processes could run this here, data aside, and stop"
-    add("--check", metavar="PROCESSES", type=whole(1), default=0, help=help_check)
-    help_resume = "continue from a run's last checkpoint, with the same options: its log, or the log's folder"
-    add("--resume", metavar="LOG", help=help_resume)
+    add(
+        "--profile",
+        metavar="STEP",
+        nargs="?",
+        type=whole,
+        const=8,
+        default=0,
+        help="trace four steps from STEP on (default 8) into RUN.trace.json.gz beside the log, for "
+        "ui.perfetto.dev; such a run counts for no track",
+    )
+    add(
+        "--check",
+        metavar="PROCESSES",
+        type=whole,
+        default=0,
+        help="say whether that many processes could run this here, data aside, and stop",
+    )
+    add(
+        "--resume",
+        metavar="LOG",
+        help="continue from a run's last checkpoint, with the same options: its log, or the log's folder",
+    )
     args = parser.parse_args(argv)
-    if not all(c.isalnum() or c in "_-." for c in args.name):
+    if not re.fullmatch(r"[\w.-]*", args.name):
         parser.error(f"--name {args.name!r}: letters, digits, and . _ - only: it becomes a folder's name")
     if args.resume == "":
         parser.error("--resume: give the folder of a log")
@@ -4549,15 +4493,15 @@ def is_complete(log: Path) -> bool:
 
 def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: Checkpoint | None) -> RunLog:
     """Opens a run's log. Raises UserError if its record folder has a complete run with the same seed."""
-    if folder and not resumed and folder.name != "attempts":
-        for path in filter(is_complete, folder.glob(f"seed{seed}_*.txt")):
-            raise UserError(f"{path} is a complete run with this seed; choose another --seed or --name")
     if folder and resumed:
         run_id = first = f"{run_id}.from{resumed.meta['step']}"
         n = 1
         while (folder / f"{run_id}.txt").exists():
             n += 1
             run_id = f"{first}_{n}"
+    elif folder and folder.name != "attempts":
+        for path in filter(is_complete, folder.glob(f"seed{seed}_*.txt")):
+            raise UserError(f"{path} is a complete run with this seed; choose another --seed or --name")
     return RunLog(folder, steps, run_id)
 
 
@@ -4604,17 +4548,17 @@ def warm_up(
 
 
 def run(args: argparse.Namespace, script: str) -> None:
-    cfg = PRESETS[args.preset]
-    for setting in args.settings:
-        cfg = override(cfg, setting)
+    cfg = reduce(override, args.settings, PRESETS[args.preset])
     if args.data:
         cfg = replace(cfg, data=args.data)
     if args.save and (not os.access(Path(args.save).resolve().parent, os.W_OK) or Path(args.save).is_dir()):
         raise UserError(f"--save {args.save}: give a file in a folder that can be written to")
     check_config(cfg, args.check or env_world_size())
     if args.profile and args.profile + 4 > cfg.steps:
-        last = f"steps {args.profile} to {args.profile + 3}, the run has steps 0 to {cfg.steps - 1}"
-        raise UserError(f"--profile {args.profile} traces {last}; give an earlier one")
+        raise UserError(
+            f"--profile {args.profile} traces steps {args.profile} to {args.profile + 3}, the run has steps "
+            f"0 to {cfg.steps - 1}; give an earlier one"
+        )
     if args.check:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         select_backend(cfg, device, world_size=args.check)
@@ -4629,10 +4573,8 @@ def run(args: argparse.Namespace, script: str) -> None:
     env = init_distributed()
     backend = select_backend(cfg, env.device, world_size=env.world_size)
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if env.world_size > 1 else None
-    exchange, prefetch = (
-        Exchange(env.rank, env.world_size, device=env.device),
-        Exchange(env.rank, env.world_size, group),
-    )
+    exchange = Exchange(env.rank, env.world_size, device=env.device)
+    prefetch = Exchange(env.rank, env.world_size, group)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     ngrams = exchange.run_on_all_ranks(check_ngram_memory, cfg, env.world_size, env.device, local)
     data = exchange.run_on_all_ranks(open_dataset, cfg)
@@ -4651,14 +4593,18 @@ def run(args: argparse.Namespace, script: str) -> None:
     setups = exchange.all_gather_object(task | versions | options)
     for rank, setup in enumerate(setups):
         if diff := config_diff(setup, setups[0]):
-            fix = "start all machines with the same script, options, torch and data"
-            raise UserError(f"rank {rank} differs from rank 0 (there, here): {diff}; {fix}")
+            raise UserError(
+                f"rank {rank} differs from rank 0 (there, here): {diff}; start all machines with the same "
+                "script, options, torch and data"
+            )
     check = partial(check_schedule, cfg, data.train, env.world_size)
-    exchange.run_on_all_ranks(check if env.is_master else lambda: None)
+    exchange.run_on_all_ranks(check if env.rank == 0 else lambda: None)
     resumed = exchange.run_on_all_ranks(Checkpoint.find, args.resume) if args.resume else None
     if resumed and (diff := config_diff(resumed.meta["task"], task)):
-        fix = "give its options, its data and as many processes"
-        raise UserError(f"{resumed.path} is of another run (there, here): {diff}; {fix}")
+        raise UserError(
+            f"{resumed.path} is of another run (there, here): {diff}; give its options, its data and as many "
+            "processes"
+        )
 
     track = "other" if args.checkpoint_every or args.profile or resumed else track_of(cfg, env.world_size)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
@@ -4666,10 +4612,9 @@ def run(args: argparse.Namespace, script: str) -> None:
     folder, run_id = exchange.all_gather_object((folder, run_id))[0]
     if resumed:
         folder, run_id = resumed.path.parents[1], resumed.path.parent.stem
-    with open_log(folder if env.is_master else None, run_id, cfg.steps, args.seed, resumed) as log:
-        log.print0(script, console=False)
-        log.print0("=" * 100, console=False)
-        for line in describe_environment(env) if env.is_master else []:
+    with open_log(folder if env.rank == 0 else None, run_id, cfg.steps, args.seed, resumed) as log:
+        log.print0(f"{script}\n{'=' * 100}", console=False)
+        for line in describe_environment(env):
             log.print0(line)
         log.print0(
             f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; "
@@ -4683,12 +4628,11 @@ def run(args: argparse.Namespace, script: str) -> None:
         if ngrams:
             log.print0(ngrams)
         if resumed:
-            changed = [
-                f"; {k} {resumed.meta[k]} wrote the checkpoint, this is {v}"
-                for k, v in versions.items()
-                if resumed.meta[k] != v
-            ]
-            log.print0(f"resumed: {run_id} after step {resumed.meta['step']}{''.join(changed)}")
+            line = f"resumed: {run_id} after step {resumed.meta['step']}"
+            for name, version in versions.items():
+                if resumed.meta[name] != version:
+                    line += f"; {name} {resumed.meta[name]} wrote the checkpoint, this is {version}"
+            log.print0(line)
         log.print0("=" * 100, console=False)
 
         def save(meta: dict, model: GPT, optimizer: Optimizer) -> None:
@@ -4698,7 +4642,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         try:
             with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced
                 trace = None
-                if args.profile and env.is_master:
+                if args.profile and env.rank == 0:
                     profiler = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log)
                     trace = partial(traced.enter_context, profiler)
                 every = args.checkpoint_every
@@ -4706,12 +4650,13 @@ def run(args: argparse.Namespace, script: str) -> None:
                     cfg, env, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, trace
                 )
         except (RuntimeError, MemoryError) as e:
-            if not isinstance(
-                e, (MemoryError, torch.OutOfMemoryError)
-            ) and "can't allocate memory" not in str(e):
+            is_full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
+            if not is_full and "can't allocate memory" not in str(e):
                 raise
-            fix = "use more processes, or shrink what grew last (head_chunk, batch_tokens, the model)"
-            raise UserError(f"out of memory: {first_line(e)}; {fix}") from None
+            raise UserError(
+                f"out of memory: {first_line(e)}; use more processes, or shrink what grew last (head_chunk, "
+                "batch_tokens, the model)"
+            ) from None
         for key, value in summary.items():
             log.print0(f"{key}: {value}", console=False)
         log.print0("complete: yes", console=False)
@@ -4719,7 +4664,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         done = f"the run itself is complete, its log is {log.path}"
         with explain(f"--save {args.save}", done, OSError, RuntimeError):
             save_model(args.save, model, env.rank)
-    if not env.is_master:
+    if env.rank:
         return
     checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
     with contextlib.suppress(OSError):
@@ -4727,9 +4672,7 @@ def run(args: argparse.Namespace, script: str) -> None:
     shutil.rmtree(checkpoint, ignore_errors=True)
     logs = Path("records", track).glob("[0-9]*/seed*.txt")
     earlier = sorted({path.parent for path in logs if path.parent != folder and is_complete(path)})
-    python, per_byte = Path(sys.executable), ""
-    if python.is_relative_to(Path.cwd()):
-        python = python.relative_to(Path.cwd())
+    python, per_byte = sys.executable.removeprefix(os.getcwd() + os.sep), ""
     if "val_loss_per_byte" in summary:
         per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte"
     seconds = int(summary["train_time_ms"]) / 1000
@@ -4857,14 +4800,11 @@ def claim_report(error: UserError) -> bool:
 
     Ranks meet in the store that torchrun keeps for them.
     """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
     try:
-        if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(*address, timeout=timedelta(seconds=10))
-        else:
-            return True
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, timeout=timedelta(seconds=10))
         earlier = store.add("reports", 1) - 1
         return earlier == 0 if isinstance(error, PeerFailure) else store.add("causes", 1) == 1
     except RuntimeError:  # the store is gone: better reported twice than not at all

@@ -84,9 +84,9 @@ def intervals(times: list[float]) -> list[float]:
 class EqualRanks(tg.Exchange):
     """Stands in for ranks that ask rank 0 for the same rows as it does."""
 
-    def send_ids(self, requests):
-        own = {kind: ids[: counts[0]] for kind, (ids, counts) in requests.items()}
-        return {kind: (np.tile(ids, RANKS), [len(ids)] * RANKS) for kind, ids in own.items()}
+    def send_ids(self, kind, ids, send_counts):
+        own = ids[: send_counts[0]]
+        return np.tile(own, RANKS), [len(own)] * RANKS
 
 
 def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], tg.RowIndex]:

@@ -101,7 +101,7 @@ def measure(
     """Measures one table. Returns the columns of its line, from the distinct rows on."""
     kind, shape = SPECS[name].indexed_by, tg.param_shapes(CFG, world_size)[name]
     (row_ids, send_counts, _), rows_per_rank = touched[kind].grads, shape[0] // world_size
-    request = {kind: ((row_ids % rows_per_rank).numpy(), send_counts)}
+    request = kind, (row_ids % rows_per_rank).numpy(), send_counts
     # The gradient is 0 except in touched rows, which repeat 251 random ones: a random table takes seconds.
     grad, generator = torch.zeros(shape, dtype=torch.bfloat16), torch.Generator().manual_seed(rank)
     random_rows = torch.randn(251, *shape[1:], generator=generator).bfloat16()
@@ -111,7 +111,7 @@ def measure(
     exchange = tg.Exchange(rank, world_size)
 
     def sparse() -> tg.RowPlan:
-        places, recv_counts = exchange.send_ids(request)[kind]
+        places, recv_counts = exchange.send_ids(*request)
         plan = tg.RowPlan(tg.Transfer(row_ids, send_counts, recv_counts), torch.from_numpy(places))
         row_grads = exchange.send_rows("rows", name, grad[row_ids], plan.grads).wait()
         tg.mean_rows(shard_grad, row_grads, plan)

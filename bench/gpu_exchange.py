@@ -53,7 +53,7 @@ def exchange_calls(exchange: tg.Exchange, device: torch.device) -> Iterator[tupl
             touches[:empty_ranks] = False
             row_ids = touches[rank].nonzero()[:, 0].int()
             counts = touches[rank].view(n, 2).sum(1).tolist()
-            places, recv_counts = exchange.send_ids({"tokens": ((row_ids % 2).numpy(), counts)})["tokens"]
+            places, recv_counts = exchange.send_ids("tokens", (row_ids % 2).numpy(), counts)
             owners = touches[:, 2 * rank : 2 * rank + 2].nonzero()[:, 1]
             yield f"row ids with {name}, {case}", torch.from_numpy(places), owners.int()
             marks = exchange.send_numbers("marks", "p", places.astype(np.uint8), recv_counts, counts)

@@ -120,16 +120,11 @@ class SingleRankExchange(tg.Exchange):
         received[start : start + n] = numbers[sent : sent + n]
         return received
 
-    def send_ids(
-        self, requests: dict[str, tuple[np.ndarray, list[int]]]
-    ) -> dict[str, tuple[np.ndarray, list[int]]]:
+    def send_ids(self, kind: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
         """Returns what this rank sends itself: others ask for nothing."""
-        received = {}
-        for kind, (ids, counts) in requests.items():
-            recv_counts = [n if rank == self.rank else 0 for rank, n in enumerate(counts)]
-            start = sum(counts[: self.rank])
-            received[kind] = ids[start : start + counts[self.rank]], recv_counts
-        return received
+        recv_counts = [n if rank == self.rank else 0 for rank, n in enumerate(send_counts)]
+        start = sum(send_counts[: self.rank])
+        return ids[start : start + send_counts[self.rank]], recv_counts
 
     def send_rows(
         self, kind: str, name: str, rows: Tensor, transfer: tg.Transfer, out: Tensor | None = None

@@ -195,7 +195,7 @@ NO_LOG = f"cannot write the log {ATTEMPTS}/<log>: <why>"
 NO_SCREEN = "cannot write to the screen: Broken pipe; send the output to a file"
 NO_CHECKPOINT = ("no checkpoint there; give the log's folder of a run started with --checkpoint-every that "
                  "did not finish")
-DAMAGED = f"is damaged (<why>); remove {RUN}, and start again"
+DAMAGED = f"is damaged: <why>; remove {RUN}, and start again"
 LOST = ("another process of this run was killed or failed (<why>); look for its own message, and start "
         "the run again")
 
@@ -444,12 +444,13 @@ CASES = [
     Case("a shard that would run code", RESUME, f"{HEAD}/rank0.pt {DAMAGED}",
          change_shard(lambda state: state.update(more=CodeInPickle())), steps=0),
     Case("a shard of another script", RESUME,
-         f"{HEAD}/rank0.pt lacks 'embed'; resume with the script that wrote it, which the log holds",
+         f"{HEAD}/rank0.pt lacks what this script saves: 'embed'; resume with the script that wrote it, "
+         "which the log holds",
          change_shard(lambda state: state["model"].pop("embed")), steps=0),
     Case("one rank's shard is truncated", RESUME, f"{HEAD}/rank1.pt {DAMAGED}",
          truncate(f"{FILES}/rank1.pt", 999), fixture="stopped_pair", ranks=2, steps=0),
     Case("another rank's shard", RESUME,
-         f"{HEAD}/rank1.pt is damaged (rank 0's share); remove {RUN}, and start again", swap_shards,
+         f"{HEAD}/rank1.pt is damaged: rank 0's share; remove {RUN}, and start again", swap_shards,
          fixture="stopped_pair", ranks=2, steps=0),
     Case("no shard", RESUME,
          f"cannot read {HEAD}/rank0.pt: No such file or directory; is the run still going, and do all "
@@ -478,8 +479,8 @@ CASES = [
           (1, 2, "in warm-up", "--set warmup=true", "train_step", 2, die, 0, ()),
           (0, 2, "in the first step", "", "GPT.head_loss_and_grad", 1, die, 0, ()),
           (1, 2, "in a later step", "", "GPT.head_loss_and_grad", 5, die, 4, ()),
-          (1, 2, "before its thread sends row counts", "", "Exchange.send_ids", 4, die, 1, ()),
-          (0, 2, "before its thread sends row ids", "", "Exchange.send_numbers", 5, die, 1, ()),
+          (1, 2, "before its thread sends row counts", "", "Exchange.send_ids", 3, die, 1, ()),
+          (0, 2, "before its thread sends row ids", "", "Exchange.send_numbers", 6, die, 1, ()),
           (0, 2, "between two tables' rows", "", "Optimizer.grad_of", 19, die, 1, ()),
           (0, 2, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),
           (1, 2, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),

@@ -409,7 +409,7 @@ def truncate(size):
     return corrupt
 
 
-DAMAGED = r"\S+/step00000004/rank[01]\.ngrams is damaged \(.+\); remove \S+\.checkpoint, and start again"
+DAMAGED = r"\S+/step00000004/rank[01]\.ngrams is damaged: .+; remove \S+\.checkpoint, and start again"
 LACKING = r"cannot read \S+/step00000004/rank1\.ngrams: No such file or directory; .+"
 
 

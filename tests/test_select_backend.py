@@ -188,7 +188,7 @@ UNSUPPORTED = [  # what the machine lacks, settings, device, capability, the rea
     ({"with_windows": False}, [], CUDA, (9, 0), "varlen_attn has no window", ["attention=dense"]),
     ({"with_triton": False}, [], CUDA, (9, 0), "the kernels need the package triton", ["kernels="]),
     ({"with_compiler": False}, [], CUDA, (9, 0),
-     "torch.compile needs a C++ compiler", ["compile=false", "kernels="]),
+     "torch.compile needs a C++ compiler", ["kernels=", "compile=false"]),
     ({}, ["dtype=float32"], CUDA, (9, 0),
      "the kernels are for bf16, not dtype=float32", ["kernels=", "attention=dense"]),
     ({}, ["muon_dtype=float32"], CUDA, (9, 0), "the kernels are for bf16", ["kernels="]),

@@ -265,7 +265,7 @@ def test_a_single_rank_does_what_a_real_one_does(cfg, shards, workers, setting):
 def test_a_single_rank_receives_its_own_rows():
     exchange, send_counts = step_time.SingleRankExchange(1, 4), [1, 2, 1, 1]
     places = np.array([1, 2, 9, 30, 3], np.int32)
-    ids, recv_counts = exchange.send_ids({"tokens": (places, send_counts)})["tokens"]
+    ids, recv_counts = exchange.send_ids("tokens", places, send_counts)
     assert ids.tolist() == [2, 9] and recv_counts == [0, 2, 0, 0]
     rows = torch.arange(15.0).view(5, 3)
     there = tg.Transfer(torch.from_numpy(places), send_counts, recv_counts)
