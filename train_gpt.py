@@ -1374,10 +1374,8 @@ class Prefetcher:
             else:
                 owner, place = np.divmod(rows, self.table_rows[kind] // n)
             order = np.argsort(owner.astype(np.uint16), kind="stable")
-            arriving, send_counts = place[order], np.bincount(owner, minlength=n).tolist()
-            recv_counts = send_counts
-            if kind in self.is_sparse:
-                arriving, recv_counts = self.exchange.send_ids(kind, arriving, send_counts)
+            send_counts = np.bincount(owner, minlength=n).tolist()
+            arriving, recv_counts = self.exchange.send_ids(kind, place[order], send_counts)
             plans[kind] = RowPlan(Transfer(int32(rows[order]), send_counts, recv_counts), int32(arriving))
             if kind == "ngrams":
                 plans[kind] = self._plan_fetches(plans[kind], micro_batches)
@@ -2251,7 +2249,7 @@ def select_backend(
     """
     on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
     capability = capability or (torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
-    gpu = "this GPU's compute capability is {}.{}".format(*capability) if on_gpu else "there is no GPU here"
+    gpu = "this GPU's compute capability is {}.{}".format(*capability)
     if (
         on_gpu
         and capability < (8, 0)
@@ -2279,7 +2277,8 @@ def select_backend(
                 reason = "Triton's interpreter is right in fp32 only"
                 problems["dtype=float32 --set muon_dtype=float32"] = reason
         elif not on_gpu:
-            problems["kernels="] = f"the kernels need a GPU (or TRITON_INTERPRET=1, for tests), {gpu}"
+            reason = "the kernels need a GPU (or TRITON_INTERPRET=1, for tests), there is no GPU here"
+            problems["kernels="] = reason
         elif dtypes != {"bfloat16"}:
             reason = f"the kernels are for bf16, not dtype={cfg.dtype}, muon_dtype={cfg.muon_dtype}"
             problems["kernels="] = reason
@@ -3204,9 +3203,9 @@ class Exchange:
     def send_ids(self, kind: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
         """Sends row ids (n,) int32, by receiver; returns those sent here, by sender, with their counts.
 
-        Blocks.
+        Blocks. With a single receiver, each rank keeps its own.
         """
-        if self.world_size == 1:
+        if len(send_counts) == 1:
             return ids, send_counts
         ones = [1] * self.world_size
         recv_counts = self.send_numbers("counts", kind, np.array(send_counts), ones, ones).tolist()
@@ -3243,7 +3242,7 @@ class Exchange:
 
     def run_on_all_ranks(self, function: Callable, *args):
         """Returns function(*args). If it raises a UserError on any rank, all ranks raise it."""
-        result, error = None, None
+        result = error = None
         try:
             result = function(*args)
         except UserError as e:
@@ -3477,7 +3476,7 @@ class NgramTable:
         self.sums = torch.zeros(min(owned, block), n.width, dtype=acc_dtype(cfg), device=device)
         self.compact.requires_grad_(not cfg.main_grad)
         self.pending: list[Pending] = []  # fetches of the rows in `compact`
-        self.journal: list | None = None  # rows, before their first update since it began, to undo
+        self.journal: list | None = None  # rows before each update since it began, to undo
         # Of the present step; of the next, from its early rows to its late ones, which go to `compact` too.
         self.plan: RowPlan = None
         self.next_plan: RowPlan = None
@@ -3486,10 +3485,7 @@ class NgramTable:
 
     def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
-        self.stored = [
-            block,
-            torch.zeros(rows, dtype=dtype, device=device),
-        ]  # this rank's rows, their moments
+        self.stored = [block, torch.zeros(rows, dtype=dtype, device=device)]  # rows, their moments
         # Where the present step's rows and their state are updated, and where the next step's are sent from.
         self.tables = self.next_tables = self.stored
 
@@ -3554,10 +3550,7 @@ class NgramTable:
 
     def apply_rule(self, grads: Tensor, plan: StepPlan) -> None:
         if self.journal is not None:
-            owned = self.plan.owned.cpu()
-            new = ~torch.isin(owned, torch.cat([owned[:0], *(entry[0] for entry in self.journal)]))
-            at = self.plan.at[new.to(self.device)]
-            self.journal.append([owned[new], *(t[at].cpu() for t in self.tables)])
+            self.journal.append([self.plan.owned.cpu(), *(t[self.plan.at].cpu() for t in self.tables)])
         row_ids = self.plan.owned * self.exchange.world_size + self.exchange.rank
         lr, beta2 = self.cfg.lr * plan.lr_mul, self.cfg.beta2
         self.backend.update_rows(*self.tables, self.plan.at, grads, lr, beta2, row_ids, plan.step)
@@ -3565,7 +3558,7 @@ class NgramTable:
     def undo(self) -> None:
         """Undoes the updates in the journal, and ends it."""
         self.finish()
-        for rows, *values in self.journal:
+        for rows, *values in reversed(self.journal):
             for t, value in zip(self.stored, values):
                 t[rows.to(t.device)] = value.to(t.device)
         self.journal = None
@@ -3837,10 +3830,10 @@ class Optimizer:
             if self.is_tied and name in self.tied_copy:
                 self.add_tied_grad(grad, self.tied_copy[name])
             if name in self.shard_grads:
-                rows, out = self.rows[spec.indexed_by], self.shard_grads[name]
+                rows = self.rows[spec.indexed_by]
                 arriving = self.exchange.send_rows("rows", name, grad[rows.grads.rows], rows.grads)
-                finish = partial(mean_rows, out, plan=rows)
-                pending[name] = arriving._replace(finish=finish)
+                mean = partial(mean_rows, self.shard_grads[name], plan=rows)
+                pending[name] = arriving._replace(finish=mean)
             else:
                 grad, recv_buffer = self.as_matrices(name, grad), self.recv_buffers.get(name)
                 pending[name] = self.exchange.reduce(name, spec.exchange, grad, recv_buffer)
@@ -3937,7 +3930,7 @@ class Optimizer:
         self.rows = {}
         if self.ngrams:
             self.ngrams.finish()
-            self.ngrams.plan, self.ngrams.next_plan, self.ngrams.compact.grad = None, None, None
+            self.ngrams.plan = self.ngrams.next_plan = self.ngrams.compact.grad = None
 
 
 # ============================================================================================================
@@ -4230,10 +4223,11 @@ class NgramFile:
     """The table of n-grams of a saved model, mapped: a fetch reads the rows asked for."""
 
     def __init__(self, path: str, cfg: Ngrams, device: torch.device | str):
-        self.dtype, self.device, shape = dtype_of(cfg.dtype), device, (cfg.ranges * cfg.rows, cfg.width)
+        self.dtype, self.device = dtype_of(cfg.dtype), device
         fix = "keep the whole file beside the model it was saved with"
         with explain(f"cannot read {path}", fix, OSError, ValueError):
-            self.rows = np.memmap(path, np.uint8, "r").reshape(shape[0], shape[1] * self.dtype.itemsize)
+            row_bytes = cfg.width * self.dtype.itemsize
+            self.rows = np.memmap(path, np.uint8, "r").reshape(cfg.ranges * cfg.rows, row_bytes)
 
     def fetch(self, row_ids: Tensor) -> Tensor:
         """Returns rows (n,) of the table, (n, width)."""
@@ -4306,13 +4300,12 @@ class Checkpoint(NamedTuple):
 
     def load(self, model: GPT, optimizer: Optimizer, rank: int) -> None:
         """Restores this rank's shards. Call optimizer.gather_all() afterwards."""
-        path = self.path / f"rank{rank}.pt"
+        path = self.path / f"rank{rank}.ngrams"
         try:
             if optimizer.ngrams:
-                path = path.with_suffix(".ngrams")
                 with open(path, "rb") as table:
                     optimizer.ngrams.load(table)
-                path = path.with_suffix(".pt")
+            path = path.with_suffix(".pt")
             with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
                 if bad := file.testzip():
                     raise ValueError(f"checksum of {bad}")
@@ -4349,8 +4342,8 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
     state = training_state(model, optimizer) | {"rank": exchange.rank}
 
     def write_shard() -> None:
-        for name in optimizer.params:
-            if not state["model"][name].isfinite().all():
+        for name, shard in state["model"].items():
+            if not shard.isfinite().all():
                 raise UserError(
                     f"{name} is not finite after step {meta['step']}, which was not saved; lower the "
                     "learning rate that was raised last"
