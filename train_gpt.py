@@ -2782,7 +2782,7 @@ class GPT(nn.Module):
             "value_embeds": 0.01 * torch.randn(shapes["value_embeds"], generator=generator),
             "signs": torch.randint(2, self.signs.shape, generator=generator) * 2 - 1,
             **{
-                name: uniform(*shapes[name]) * (2 / 3)  # Kaiming's: to 1 / sqrt(dim)
+                name: uniform(*shapes[name]) * (2 / math.sqrt(3))  # to 1 / sqrt(dim), as Kaiming
                 for name in ("mudd_w1", "mudd_gate_w1")
                 if name in shapes
             },

@@ -20,7 +20,8 @@ is computed. Collectives return at once. Takes a minute or two, to generate code
 The phase "n-grams" fetches their rows, sends their gradients' and updates them: --preset ngram.
 
 The last line has the most bytes that the rank's tensors take at once, in its four steps and the validation of
-a slice. Stages 2 and 3 have the largest micro-batches.
+a slice. It counts what autograd keeps of uncompiled code; compiled, it keeps less. Stages 2 and 3 have the
+largest micro-batches.
 
 These counts are no measurement: a library's operation may launch more than one kernel, and use a workspace;
 an allocator, a process's context and NCCL's buffers come on top of the tensors.
@@ -73,7 +74,7 @@ class Memory(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.live = self.peak = 0
-        self.storages: dict[int, weakref.ref] = {}
+        self.storages = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -365,15 +366,13 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
 def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Step], int]:
     """Counts a step without Adam, and one with it; also returns the most bytes of memory."""
     counts, memory = Counts(), Memory()
-    with contextlib.nullcontext() if cfg.compile else memory:
+    with memory:
         steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)
     if cfg.compile:
         torch._dynamo.config.recompile_limit = 64
         generated = GeneratedCounts()
         backend = make_backend(cfg, generated)._replace(compiled=generated.code.compiled)
-        with memory:
-            inner = run_steps(cfg, stage, world_size, backend, generated)
-        for step, inside in zip(steps, inner):
+        for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)):
             step.columns.update(inside.columns)
     for step in steps:
         for (phase, column), n in list(step.columns.items()):

@@ -145,16 +145,19 @@ def test_param_shapes(world_size):
         "embed": (50304, 768),
         "lm_head": (768, 50304),
         "value_embeds": (50304, 5, 768),
-        "bigram_embed": (251520, 768),
-        "attn_gate_bank": (10, 6, 12),
+        "bigram_embed": (377280, 768),
         "ve_gate_bank": (5, 6, 12),
         "smear_gate": (1, 12),
-        "skip_gate": (1, 12),
         "post_lambdas": (11, 2),
         "resid_lambdas": (11, 2),
-        "x0_lambdas": (11,),
-        "bigram_lambdas": (11,),
-        "scalars": (25,),
+        "scalars": (24,),
+        "mudd_w1": (2, 64, 768),
+        "mudd_w2": (2, 14, 64),
+        "mudd_b2": (2, 14),
+        "mudd_gate_w1": (2, 64, 768),
+        "mudd_gate_w2": (2, 29, 64),  # 5 x 6 + 11 with dc in the last layer
+        "mudd_gate_b2": (2, 29),
+        "mudd_gate_scale": (1,),
     }
     for name in ("qk_bank", "vo_bank"):
         assert shapes[name][0] % world_size == 0
@@ -164,6 +167,21 @@ def test_param_shapes(world_size):
     del shapes["bigram_embed"]
     assert tg.param_shapes(cfg, world_size) == shapes
     assert [row.name for row in tg.used_params(cfg)] == [row.name for row in tg.PARAMS if row.name in shapes]
+    for switch, name in (("mudd_gates", "mudd_gate"), ("mudd_connections", "mudd")):
+        cfg = tg.override(tg.RECORD, f"{switch}=false")  # constants need no weights
+        absent = set(tg.param_shapes(tg.RECORD, world_size)) - set(tg.param_shapes(cfg, world_size))
+        assert absent == {f"{name}_w1", f"{name}_w2"}
+
+
+def test_outputs_of_the_gates():
+    """3H + 8 for the layers up to the one that saves "skip", 5H + 11 for the others, with dc in the last."""
+    layers = tuple(replace(layer, dc=layer.connections) for layer in tg.LAYERS)
+    first, second = tg.gate_table(replace(tg.RECORD, layers=layers))
+    assert [sum(gate.columns for gate in part) for part in (first, second)] == [26, 41]
+    assert {gate.layer for gate in first} == {0, 1, 2, 3} and {gate.layer for gate in second} == {*range(4, 11)}
+    none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
+    widths = [sum(gate.columns for gate in part) for part in tg.gate_table(replace(tg.RECORD, layers=none))]
+    assert widths == [8, 11]  # of x0, bigrams and skip
 
 
 def test_no_needless_padding():
@@ -199,11 +217,24 @@ def test_initial_values():
     assert not one.mlp_bank[:, 1].any()
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02) and one.embed.equal(one.lm_head.T)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
-    for name in ("bigram_embed", "attn_gate_bank", "ve_gate_bank", "smear_gate", "skip_gate", "x0_lambdas"):
+    for name in ("bigram_embed", "ve_gate_bank", "smear_gate", "mudd_w2", "mudd_gate_w2"):
         assert not getattr(one, name).any()
+    for p in (one.mudd_w1, one.mudd_gate_w1):  # Kaiming's uniform distribution
+        assert 0.99 * cfg.dim**-0.5 < p.abs().max() <= cfg.dim**-0.5 and abs(p.mean()) < 0.01 * cfg.dim**-0.5
+    assert (one.mudd_b2[0] * 0.1).tolist() == pytest.approx(
+        [0, 0, 0, 0, 0, 0, 2, 2, math.sqrt(1.1), 1, 0, 0.05, math.sqrt(1.1), 1]
+    )
+    assert (one.mudd_b2[1] * 0.1).tolist() == pytest.approx([0, -0.5] + [0] * 12)
+    assert one.mudd_gate_scale.tolist() == pytest.approx([0.1])
+    initial = {"xsa": 0, "output": 0.25, "x0": 0, "bigram": 0.05, "skip": 0.5}
+    for part, gates in enumerate(one.gate_table):
+        values = [initial[gate.kind] for gate in gates for _ in range(gate.columns)]
+        biases = one.mudd_gate_b2[part] * 0.1
+        assert biases.tolist() == pytest.approx(values + [0] * (len(biases) - len(values)))
+    assert one.signs.abs().eq(1).all() and abs(one.signs.mean()) < 0.01
+    assert one.signs.equal(models[8].signs) and (one.prefixes == -1).all()
     assert (one.post_lambdas == 1).all() and one.resid_lambdas.allclose(one.post_lambdas * math.sqrt(1.1))
-    assert one.bigram_lambdas.allclose(one.bigram_lambdas * 0 + 0.05)
-    assert one.scalars.tolist() == pytest.approx([0.5, 1.0] * 11 + [0.0, 0.5, -1.5])
+    assert one.scalars.tolist() == pytest.approx([0.5, 1.0] * 11 + [0.0, -1.5])
     assert not tg.GPT(cfg, 1, seed=6).qk_bank.equal(one.qk_bank)
     assert tg.GPT(cfg, 1, seed=5).qk_bank.equal(one.qk_bank)
 

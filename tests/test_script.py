@@ -167,7 +167,7 @@ def test_log(which, world_size, request):
 def test_it_learns(which, request):
     """Validation and training loss fall from chance over 264 tokens: the text has eight characters."""
     steps = parse(request.getfixturevalue(which)[1])[2]
-    for column, fall in ((2, 0.5), (5, 0.2)):
+    for column, fall in ((2, 0.4), (5, 0.2)):
         losses = [float(step[column]) for step in steps if step[column]]
         assert losses[0] == pytest.approx(math.log(264), abs=0.2) and losses[-1] < losses[0] - fall
 
