@@ -455,12 +455,12 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
         "vo_bank": (padded(attention * 2, world_size), d, d),
         "mlp_bank": (padded(2 * L, math.lcm(2, world_size)) // 2, 2, cfg.mlp_dim, d),
     }
-    absent = [
-        *(["bigram_embed"] if cfg.ngrams.orders else []),
-        *([] if cfg.mudd_gates else ["mudd_gate_w1", "mudd_gate_w2"]),
-        *([] if cfg.mudd_connections else ["mudd_w1", "mudd_w2"]),
-    ]
-    return {name: shape for name, shape in shapes.items() if name not in absent}
+    if cfg.ngrams.orders:
+        del shapes["bigram_embed"]
+    for name, on in (("mudd", cfg.mudd_connections), ("mudd_gate", cfg.mudd_gates)):
+        if not on:
+            del shapes[f"{name}_w1"], shapes[f"{name}_w2"]
+    return shapes
 
 
 def used_params(cfg: Config) -> list[Param]:
@@ -2561,15 +2561,17 @@ def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor
 
 
 def token_weights(
-    u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: float | Tensor
+    u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: float | Tensor, count: int
 ) -> Tensor:
-    """Returns scale times the outputs (T, k) of a small MLP of every token of u (T, d); constants (1, k)
-    without `w1`.
+    """Returns scale times the first outputs (T, count) of a small MLP of every token of u (T, d).
 
-    w1 (hidden, d), w2 (k, hidden), b2 (k,). MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81;
-    gates by it in record 85.
+    w1 (hidden, d), w2 (k, hidden), b2 (k,); without w1 and w2 the outputs are constants, (1, count). MUDD:
+    Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
     """
-    return scale * (b2[None] if w1 is None else F.linear(F.gelu(F.linear(u, w1)), w2, b2))  # type: ignore
+    b2 = b2[:count]
+    if w1 is None or w2 is None:
+        return scale * b2[None]
+    return scale * F.linear(F.gelu(F.linear(u, w1)), w2[:count], b2)
 
 
 def mix_streams(
@@ -2866,7 +2868,8 @@ class GPT(nn.Module):
             sums = [shared.get(id(stream)) for stream in streams]
             return Mix.apply(compiled, normed, sums, *scales, *streams)
 
-        gates = self.gates(0, x0)
+        mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
+        gates = self.split_gates(0, mudd_gate[0](x0))
         x, h = mix([None, gates["bigram", 0]], [x0, bigram])
         weights = self.attention_weights(attn_scales, grads)
         values, mlps, saved = None, None, {"first": x}
@@ -2882,9 +2885,10 @@ class GPT(nn.Module):
                     value, ve_gate = values[layer.value], ve_gates[layer.value]
                 if layer.connections:
                     saved["connected"] = x
-                    before, *scales = self.token_weights("mudd", 0, x).split([8, 1, 1, 1, 1, 1, 1], dim=1)
+                    before, *columns = mudd[0](x).split([8, 1, 1, 1, 1, 1, 1], dim=1)
                     value, x = compiled(connect)(x, saved["first"], saved["back"], value, before)
-                    mlp_scales, ve_gate, inputs = scales[4:], None, [saved["first"], bigram]
+                    scales, mlp_scales, inputs = columns[:4], columns[4:], [saved["first"], bigram]
+                    ve_gate = None
                 else:
                     scales, inputs = [resid[2 * i], post[2 * i], gates["x0", i]], [x0]
                     if i > 0:  # layer 0's share of the bigram is in x already
@@ -2893,7 +2897,7 @@ class GPT(nn.Module):
                 h = h if layer.reads == "stream" else saved["normed back"]
                 seq = (*sequences[layer.attention], windows[layer.window])
                 y = self.attention(i, h, qkv, seq, gates, value, ve_gate)
-                x, h = mix(scales[:4], [x, F.linear(y.flatten(1), out), *inputs])
+                x, h = mix(scales, [x, F.linear(y.flatten(1), out), *inputs])
             # Here, not above: its gather is one of the last.
             mlps = mlps or self.mlp_weights(grads)
             y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1])
@@ -2903,25 +2907,26 @@ class GPT(nn.Module):
             if layer.saves:
                 saved[layer.saves] = x
             if layer.saves == "skip":
-                gates |= self.gates(1, x)
+                gates |= self.split_gates(1, mudd_gate[1](x))
             if layer.saves == "back":
                 saved["normed back"] = h
         streams = [saved["first"], saved["back"], saved["connected"], values[0], saved["skip"]]
-        return compiled(final_norm)(x, self.token_weights("mudd", 1, x), streams)
+        return compiled(final_norm)(x, mudd[1](x), streams)
 
-    def token_weights(self, name: str, block: int, u: Tensor) -> Tensor:
-        """Returns the outputs (T, k), as biases[name] has them, of an MLP of "mudd" or "mudd_gate" for u."""
+    def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
+        """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d)."""
+        scale = self.mudd_gate_scale.to(self.signs.dtype) if name == "mudd_gate" else MUDD_SCALE
+        # One unbind, as in mlp_weights.
         weights = (getattr(self, f"{name}_{part}", None) for part in ("w1", "w2", "b2"))
-        w1, w2, b2 = (w if w is None else w.unbind()[block] for w in weights)
-        scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
-        k = len(self.biases[name][block])
-        return self.backend.compiled(token_weights)(u, w1, w2 if w2 is None else w2[:k], b2[:k], scale)
+        rows = zip(*((None, None) if w is None else w.unbind() for w in weights), self.biases[name])
+        run = partial(self.backend.compiled(token_weights), scale=scale)
+        return [partial(run, w1=w1, w2=w2, b2=b2, count=len(biases)) for w1, w2, b2, biases in rows]
 
-    def gates(self, block: int, u: Tensor) -> dict[tuple[str, int], Tensor]:
-        """Returns gates (T, columns), by kind and layer, of one part of gate_table, from u (T, d)."""
+    def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
+        """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs."""
         table = self.gate_table[block]
-        outputs = self.token_weights("mudd_gate", block, u).split([gate.columns for gate in table], dim=1)
-        return {(gate.kind, gate.layer): output for gate, output in zip(table, outputs)}
+        parts = outputs.split([gate.columns for gate in table], dim=1)
+        return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
 
     def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice) -> Tensor:
         """Runs layer i's MLP on h (T, d). A method, so that a subclass can watch or replace one layer's."""

@@ -35,6 +35,7 @@ TINY = [
     *("heads=2", "head_dim=8", "mlp_dim=32", "ngrams.orders=", "bigram_vocab_size=320"),
     *("val_slices=3", "val_slice_tokens=256", "val_every=3"),
     *("stages.*.steps=2", "stages.*.max_doc_len=40"),
+    *("stages.0.prefix_start=0.25", "stages.0.prefix_end=0.25", "stages.1.prefix_start=0.25"),
     *(f"stages.{i}.batch_tokens={8 * T}" for i, T in enumerate((24, 32, 48, 48))),
 ]
 
@@ -45,8 +46,13 @@ def settings(*more):
 
 
 def make_corpus(folder, train=(6000, 6000), val=1500):
-    """Writes shards of an easy text of bytes: training shards of `train` tokens each, one for validation."""
+    """Writes shards of an easy text of seven tokens: training shards of `train` tokens, one for validation.
+
+    The vocabulary makes each of the seven, 97 to 103, the prefix of the next.
+    """
     folder.mkdir(parents=True)
+    words = [b"x" * max(0, i - 96) if i < 104 else b"" for i in range(257)]
+    (folder / "vocabulary.txt").write_text("".join(word.hex() + "\n" for word in words))
     rng = np.random.default_rng(2)
     for split, number, count in [("train", i, count) for i, count in enumerate(train)] + [("val", 0, val)]:
         tokens = random_documents(rng, count, 257, 256, 120)

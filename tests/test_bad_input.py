@@ -176,6 +176,9 @@ NO_SHARDS = ("make them with data/fineweb.py (record), data/local_corpus.py (cpu
 CANNOT_FIT = ("the training documents, of which at most 40 tokens each are used, give {have} of the "
               "schedule's {need} batches, <n> tokens; add text or cut long documents into passages as "
               "data/tokenize_text.py does")
+NEEDS = "the loss on prefixes needs corpus/vocabulary.txt"
+NO_PREFIXES = ("make it with the script in data/ that made the shards, or train without: --set "
+               "stages.*.prefix_start=0 --set stages.*.prefix_end=0")
 MATCHING = "choose the matching --preset or --data"
 MORE_DOCS = "cu_seqlens room for {room}; use --set max_docs=128"
 WRITABLE = "give a file in a folder that can be written to"
@@ -238,6 +241,14 @@ CASES = [
     Case("data of GPT-2's vocabulary", "",
          f"{FIRST}: its vocabulary has 50257 tokens and bos_id 50256, the config 257 and 256; {MATCHING}",
          set_word(FIRST, 3, 0)),
+    Case("no vocabulary for the loss on prefixes", "", f"{NEEDS}: No such file or directory; {NO_PREFIXES}",
+         lambda folder: (folder / "corpus/vocabulary.txt").unlink()),
+    Case("a vocabulary of other digits", "",
+         f"{NEEDS}: non-hexadecimal number found in fromhex() arg at position 0; {NO_PREFIXES}",
+         write_text("corpus/vocabulary.txt", "the\nan\n")),
+    Case("a vocabulary of another size", "",
+         f"corpus/vocabulary.txt: 2 tokens, the config has 257; {NO_PREFIXES}",
+         write_text("corpus/vocabulary.txt", "61\n6162\n")),
     Case("more documents than max_docs", "--set max_docs=3",
          f"a micro-batch of 96 tokens has <n> documents, {MORE_DOCS.format(room=2)}", steps=0),
     Case("more documents than max_docs in a later batch", "--set max_docs=8",

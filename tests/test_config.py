@@ -178,7 +178,9 @@ def test_outputs_of_the_gates():
     layers = tuple(replace(layer, dc=layer.connections) for layer in tg.LAYERS)
     first, second = tg.gate_table(replace(tg.RECORD, layers=layers))
     assert [sum(gate.columns for gate in part) for part in (first, second)] == [26, 41]
-    assert {gate.layer for gate in first} == {0, 1, 2, 3} and {gate.layer for gate in second} == {*range(4, 11)}
+    assert {gate.layer for gate in first} == {0, 1, 2, 3} and {gate.layer for gate in second} == {
+        *range(4, 11)
+    }
     none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
     widths = [sum(gate.columns for gate in part) for part in tg.gate_table(replace(tg.RECORD, layers=none))]
     assert widths == [8, 11]  # of x0, bigrams and skip

@@ -425,10 +425,18 @@ class Recorder(tg.GPT):
         self.seen["b"] = super().lookup_sums(*args)
         return self.seen["b"]
 
-    def token_weights(self, name, block, u):
-        names = {"mudd_gate": ("gate0", "gate1"), "mudd": ("mu", "nu")}
-        self.seen[names[name][block]] = out = super().token_weights(name, block, u)
-        return out
+    def token_mlps(self, name):
+        """Returns MLPs that keep what they return."""
+
+        def keep(mlp, key):
+            def call(u):
+                self.seen[key] = out = mlp(u)
+                return out
+
+            return call
+
+        names = {"mudd": ("mu", "nu"), "mudd_gate": ("gate0", "gate1")}
+        return [keep(mlp, key) for mlp, key in zip(super().token_mlps(name), names[name])]
 
     def attention(self, i, *args):
         self.seen[f"y{i}"] = y = super().attention(i, *args)
