@@ -236,7 +236,7 @@ def test_relu_square_in_float16(interpreted, guarded):
     product = (dy.float() @ w.float().T).half().double()
     want = (2 * square.double().sqrt() * product).half()
     assert (da != want).float().mean() < 0.01
-    assert (da != (2 * square.sqrt() * product).half()).float().mean() > 0.1
+    assert (da != (2 * square.sqrt() * product).half()).float().mean() > 0.05
     plain = tg.relu_square(h, w), tg.relu_square_grad(dy, w, square)
     for actual, expected in zip((square, da), plain):
         assert (actual != expected).float().mean() < 0.01

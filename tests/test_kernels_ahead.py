@@ -13,7 +13,7 @@ from gpu_code import resource_usage
 
 pytestmark = pytest.mark.slow
 
-WEIGHTS = [(1.0,), (1.0, 0.5), (1.0, 0.5, 0.25)]
+WEIGHTS = [(1.0,), (1.0, 0.5), (1.0, 0.5, 0.25), (1.0, 0.5, 0.125, 0.25)]
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -42,9 +42,9 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def meta_index(T, n):
+def meta_index(T, n, signed=False):
     ints = [meta(k, dtype=torch.int32) for k in (n, T, n + 1)]
-    return tg.RowIndex(*ints, meta(n, dtype=torch.bool))
+    return tg.RowIndex(*ints, meta(n, dtype=torch.bool), meta(T, dtype=torch.int32) if signed else None)
 
 
 def test_the_number_of_touched_rows_does_not_recompile():
@@ -81,11 +81,11 @@ def test_the_number_of_touched_rows_does_not_recompile():
     varying = set(integer_arguments(4000)) - set(integer_arguments(4001))
     assert varying == {
         ("transpose_kernel", 3, 4000),
-        ("gather_rows_kernel", 3, 4000),
+        ("gather_rows_kernel", 5, 4000),
         ("update_rows_kernel", 5, tg.signed(4000 * 0x9E3779B1)),
     }
     assert kernels["transpose_kernel"].arg_names[3] == "count"
-    assert kernels["gather_rows_kernel"].arg_names[3] == "n"
+    assert kernels["gather_rows_kernel"].arg_names[5] == "n"
     assert kernels["update_rows_kernel"].arg_names[5] == "step_seed"
 
 
@@ -95,7 +95,7 @@ def kernel_cases():
     Shapes are those of the record preset.
     """
     cases, d, width, V, T, chunk = {}, 768, 3072, 50304, 16384, 8192
-    x, fc, r = meta(T, d), meta(width, d), meta(T, width)
+    x, fc, square = meta(T, d), meta(width, d), meta(T, width)
     matrices = {
         "wide": (meta(3, d, width), None),
         "tall": (meta(3, width, d).mT, None),
@@ -109,10 +109,10 @@ def kernel_cases():
             call = functools.partial(tg.triton_relu_square, x, fc)
             cases[f"relu_square {size}"] = "relu_square_kernel", tiles, call
         if size != "large":
-            call = functools.partial(tg.triton_relu_square, x, fc, r)
+            call = functools.partial(tg.triton_relu_square, x, fc, square)
             cases[f"relu_square_grad {size.split()[0]}"] = "relu_square_kernel", tiles, call
     for weights, scale_inv in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
-        targets = meta(chunk + len(weights) - 1, dtype=torch.int64)
+        targets = meta(chunk, len(weights), dtype=torch.int64)
         call = functools.partial(tg.triton_softcap_loss, meta(chunk, V), targets, weights, scale_inv)
         name = f"softcap_loss {len(weights)} {'e5m2' if scale_inv else 'bf16'}"
         cases[name] = "softcap_loss_kernel", None, call
@@ -124,6 +124,9 @@ def kernel_cases():
         cases[name] = "scaled_grad_kernel", None, call
     call = functools.partial(tg.triton_segment_sum_rows, meta(V, 5, d), meta(T, 5, d), meta_index(T, 4000))
     cases["segment_sum_rows"] = "segment_sum_rows_kernel", None, call
+    index, signs = meta_index(T, 4000, signed=True), meta(8192, d)
+    call = functools.partial(tg.triton_segment_sum_rows, meta(V * 15 // 2, d), meta(T, d), index, signs)
+    cases["segment_sum_rows signed"] = "segment_sum_rows_kernel", None, call
     call = functools.partial(tg.triton_transpose, meta(V, d), meta(d, V))
     cases["transpose_copy bf16"] = "transpose_kernel", None, call
     fp8 = (meta(*shape, dtype=torch.float8_e5m2) for shape in ((V, chunk), (chunk, V)))
@@ -131,10 +134,14 @@ def kernel_cases():
     row_ids = meta(4000, dtype=torch.int32)
     call = functools.partial(tg.triton_transpose, meta(d, V), meta(V, d), row_ids)
     cases["transpose_add"] = "transpose_kernel", None, call
-    for ranges, dtype, out_dtype in ((1, "fp32", "fp32"), (4, "fp32", "bf16"), (4, "bf16", "bf16")):
+    row_kinds = (1, "fp32", "fp32"), (4, "fp32", "bf16"), (4, "bf16", "bf16"), (1, "bf16", "bf16")
+    for (ranges, dtype, out_dtype), signed in itertools.product(row_kinds, (False, True)):
         table, out = meta(1 << 25, d, dtype=FLOATS[dtype]), meta(T, d, dtype=FLOATS[out_dtype])
-        call = functools.partial(tg.triton_gather_rows, out, table, meta(ranges, T, dtype=torch.int32))
-        cases[f"gather_rows {ranges} {dtype} {out_dtype}"] = "gather_rows_kernel", None, call
+        ids, signs = meta(ranges, T, dtype=torch.int32), meta(8192, d, dtype=FLOATS[out_dtype])
+        more = (signs, meta(ranges, T, dtype=torch.int32)) if signed else ()
+        call = functools.partial(tg.triton_gather_rows, out, table, ids, *more)
+        name = f"gather_rows {ranges} {dtype} {out_dtype}{' signed' if signed else ''}"
+        cases[name] = "gather_rows_kernel", None, call
     for columns, dtype in ((d, "fp32"), (d, "bf16"), (64, "fp32")):
         tensors = meta(1 << 25, columns, dtype=FLOATS[dtype]), meta(1 << 25, dtype=torch.float32), row_ids
         grads = meta(4000, columns, dtype=torch.float32)

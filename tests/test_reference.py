@@ -21,7 +21,7 @@ def generator(seed):
 
 
 def randn(*shape, g, dtype=torch.float64):
-    return torch.randn(*shape, generator=g, dtype=dtype)
+    return torch.randn(shape, generator=g, dtype=dtype)
 
 
 def integers(low, high, g, n=1):
@@ -90,18 +90,133 @@ def test_attention_gradients():
         assert torch.autograd.gradcheck(attend, [t[:T].clone().requires_grad_() for t in (q, k, v)])
 
 
+def naive_composition(q, k, v, w1, w2, ends, window, scale):
+    """Returns what compose_heads adds, query by query and key by key."""
+    T, H, D = q.shape
+    w1 = w1 / (w1.square().mean(1, keepdim=True) + 1e-6).sqrt()
+    out = torch.zeros(T, H, D, dtype=q.dtype)
+    for i in range(T):
+        start = max([end for end in ends if end <= i])
+        keys = range(max(start, i - window + 1), i + 1)
+        mixed = torch.zeros(len(keys), dtype=q.dtype)
+        for h in range(H):
+            scores = torch.stack([scale * (q[i, h] * k[j, h]).sum() for j in keys])
+            mixed = mixed + w1[i, h] * scores.exp() / scores.exp().sum()
+        for h in range(H):
+            out[i, h] = w2[i, h] * sum(mixed[n] * v[j, h] for n, j in enumerate(keys))
+    return out
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_compose_heads(seed):
+    """Compares with loops, with windows from 1 to beyond T. Attention's window is one key larger."""
+    q, k, v, ends, _, window = attention_case(seed)
+    q, k, v, window = q[:60], k[:60], v[:60], 1 if seed == 3 else window
+    ends = [min(end, len(q)) for end in ends]
+    y, w1, w2 = randn(3, *q.shape, g=generator(seed + 100))
+    w1, w2 = w1[:, :, 0], w2[:, :, 0]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+    actual = tg.compose_heads(y, q, k, v, w1, w2, cu_seqlens, window, 0.3)
+    want = y + naive_composition(q, k, v, w1, w2, ends, window, 0.3)
+    torch.testing.assert_close(actual, want, **FP64)
+
+
+def test_composed_heads_see_as_many_keys_as_attention_with_a_window_one_smaller():
+    """Checks that weights of one head give that head's attention."""
+    g = generator(5)
+    q, k, v = randn(3, 90, 3, 4, g=g)
+    one = torch.zeros(90, 3, dtype=torch.float64)
+    one[:, 1] = 2.0
+    ends = torch.tensor([0, 13, 13, 90, 90], dtype=torch.int32)
+    y = torch.zeros_like(q)
+    actual = tg.compose_heads(y, q, k, v, one, torch.ones_like(one), ends, 20, 0.3)[:, 1]
+    rms = (4 / 3 + 1e-6) ** 0.5  # of the weights 0, 2, 0
+    want = 2 / rms * tg.attention(q, k, v, ends, 90, 19, 0.3)[:, 1]
+    torch.testing.assert_close(actual, want, **FP64)
+
+
+def test_compose_heads_gradients():
+    q, k, v, y = randn(4, 9, 2, 4, g=generator(2))
+    w1, w2 = randn(2, 9, 2, g=generator(3))
+    ends = torch.tensor([0, 4, 9, 9], dtype=torch.int32)
+
+    def compose(*tensors):
+        return tg.compose_heads(*tensors, ends, 3, 0.7)
+
+    assert torch.autograd.gradcheck(compose, [t.clone().requires_grad_() for t in (y, q, k, v, w1, w2)])
+
+
+def finish_case(seed, T=5, H=3, D=4):
+    """Returns y, v, the gradient by the result; xsa, gate. One head's v is below the least norm."""
+    y, v, grad = randn(3, T, H, D, g=generator(seed))
+    v[2, 1] *= 1e-6
+    v[3, 0] = 0
+    xsa, gate = randn(2, T, H, g=generator(seed + 50))
+    return y, v, grad, xsa, gate
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("has_xsa", [True, False])
+def test_finish_heads(has_xsa, has_gate):
+    """Checks each head: what lies along v is taken off, as far as tanh says, before the gate."""
+    y, v, _, xsa, gate = finish_case(0)
+    actual, want = tg.finish_heads(y, v, xsa if has_xsa else None, gate if has_gate else None), y.clone()
+    for t in range(y.size(0)):
+        for h in range(y.size(1)):
+            if has_xsa:
+                along = (y[t, h] * v[t, h]).sum() / max((v[t, h] * v[t, h]).sum().item(), 1e-8)
+                want[t, h] -= math.tanh(xsa[t, h]) * along * v[t, h]
+            if has_gate:
+                want[t, h] *= gate[t, h]
+    torch.testing.assert_close(actual, want, **FP64)
+
+
+def test_what_is_taken_off_is_parallel_to_the_value():
+    """Checks that a full part leaves nothing along v, of any length that is not tiny."""
+    y, v, _, xsa, _ = finish_case(1)
+    v[2:4] = randn(2, 3, 4, g=generator(9)) * 100
+    left = (tg.finish_heads(y, v, torch.full_like(xsa, 50.0), None) * v).sum(-1)
+    torch.testing.assert_close(left, torch.zeros_like(left), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("rows", ["a token", "all"])
+def test_gradient_of_finished_heads(rows):
+    """Compares with the derivatives on paper. A gate of one row is a learned constant."""
+    y, v, grad, xsa, gate = finish_case(2)
+    if rows == "all":
+        xsa, gate = xsa[:1], gate[:1]
+    leaves = [t.clone().requires_grad_() for t in (y, v, xsa, gate)]
+    tg.finish_heads(*leaves).backward(grad)
+    a, s = xsa.tanh()[:, :, None], (y * v).sum(-1, keepdim=True)
+    square = (v * v).sum(-1, keepdim=True)
+    n = square.clamp_min(1e-8)
+    dgate = (grad * (y - a * s / n * v)).sum(-1)
+    gamma = grad * gate[:, :, None]
+    c = (gamma * v).sum(-1, keepdim=True)
+    dxsa = (-(1 - a * a) * s / n * c)[:, :, 0]
+    dy = gamma - a / n * c * v
+    dv = -a / n * (c * y + s * gamma - torch.where(square >= 1e-8, 2 * s / n * c, 0 * c) * v)
+    want = dy, dv, *(d.sum(0, keepdim=True) if rows == "all" else d for d in (dxsa, dgate))
+    for leaf, each in zip(leaves, want):
+        torch.testing.assert_close(leaf.grad, each, rtol=1e-11, atol=1e-10)
+
+
 # --------------------------------------------------------------------------- the model's layers, head by head
 
 
-@pytest.mark.parametrize("layer", [0, 2, 1, 3, 8, 10])
-def test_attention_layer(layer):
+@pytest.mark.parametrize("layer, dc", [(0, 0), (2, 0), (1, 0), (3, 0), (8, 0), (10, 0), (10, 1)])
+def test_attention_layer(layer, dc):
     """Checks whole layers, head by head.
 
-    0 and 2 are paired, 2 with a value table; 1 and 8 are plain with one; 3 is long and shifts keys; 10 is
-    long, shifts keys and has a value table.
+    0 and 2 are paired, 2 with a value table; 1 and 8 are plain with one, 1 with XSA; 3 is long, shifts keys,
+    has XSA and a gate; 10 is long, shifts keys, has a gate and values that are added as they are; with `dc`,
+    composed heads too.
     """
-    model, g = fill_model(tg.GPT(tiny_config("float64"), WORLD)), generator(layer)
-    cfg, row = model.cfg, model.cfg.layers[layer]
+    layers = list(tg.RECORD.layers)
+    layers[10] = replace(layers[10], dc=bool(dc))
+    cfg = tiny_config("float64", layers=tuple(layers), dc_window=7)
+    model, g = fill_model(tg.GPT(cfg, WORLD)), generator(layer)
+    row = cfg.layers[layer]
     T, H, D, d = 21, cfg.heads, cfg.head_dim, cfg.dim
     h, ve = randn(T, d, g=g), randn(T, d, g=g)
     qkv, out = randn(3 * d, d, g=g) / 14, randn(d, d, g=g) / 14
@@ -109,20 +224,23 @@ def test_attention_layer(layer):
     n, window = (2 if row.attention == "paired" else 1), 9 if layer in (3, 10) else 4
     seq = n * torch.tensor(ends, dtype=torch.int32), n * 11, window
     value = None if row.value is None else ve
+    names = [
+        name for name, has in (("xsa", row.xsa), ("output", row.gate), *zip(("dc1", "dc2"), [dc] * 2)) if has
+    ]
+    gates = {(name, layer): randn(T, H, g=g) for name in names}
     with torch.no_grad():
-        ve_gate = None if value is None else model.ve_gate_bank[row.value]
-        gate = model.attn_gate_bank[model.attention_index[layer]]
+        ve_gate = None if value is None or row.connections else model.ve_gate_bank[row.value]
         slices = [tg.WeightSlice(w[None]) for w in (qkv[: 2 * d], qkv[2 * d :], out)]
         (scaled_qkv,), (scaled_out,) = tg.scaled_weights(scales, *slices)
-        y = model.attention(layer, h, scaled_qkv, seq, value, ve_gate)
-        one, x = torch.ones((), dtype=torch.float64), torch.zeros_like(h)
-        y, normed = tg.attention_output(y, h, gate, scaled_out, [one, one], x, [])
-        torch.testing.assert_close(normed, tg.norm(y))
+        y = model.attention(layer, h, scaled_qkv, seq, gates, value, ve_gate)
+        torch.testing.assert_close(scaled_out, 1.3 * out)
 
         q, k, v = ((h @ (0.7 * w).T).view(T, H, D) for w in qkv.view(3, d, d))
         q, k = (x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt() for x in (q, k))
-        if value is not None:
-            gate_input = h[:, :12] if row.attention == "paired" else torch.cat([h[:, :6], ve[:, :6]], 1)
+        if row.connections:
+            v = v + ve.view(T, H, D)
+        elif value is not None:
+            gate_input = torch.cat([h[:, :6], ve[:, :6]], 1)
             ve_gates = 2 / (1 + (-gate_input @ model.ve_gate_bank[row.value].T).exp())
             v = v + ve_gates[:, :, None] * ve.view(T, H, D)
         freq = (1 / 1024) ** torch.linspace(0, 1, D // 4, dtype=torch.float64)
@@ -149,9 +267,13 @@ def test_attention_layer(layer):
                 want[:, [n, n + H // 2]] = attended.view(T, 2, D)
         else:
             want = dense_attention(q, k, v, ends[1:], window, 0.1)
-        index = [i for i, r in enumerate(cfg.layers) if r.attention].index(layer)
-        want = want / (1 + (-h[:, :12] @ model.attn_gate_bank[index].T).exp())[:, :, None]
-        want = want.reshape(T, d) @ (1.3 * out).T
+        if dc:
+            want = want + naive_composition(q, k, v, gates["dc1", 10], gates["dc2", 10], ends, 7, 0.1)
+        if row.xsa:
+            along = (want * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True)
+            want = want - gates["xsa", layer].tanh()[:, :, None] * along * v
+        if row.gate:
+            want = want * gates["output", layer][:, :, None]
     torch.testing.assert_close(y, want, rtol=1e-10, atol=1e-10)
 
 
@@ -176,13 +298,94 @@ def test_arguments_of_attention():
     assert calls == want
 
 
-def test_named_scalars():
-    """Checks each name's place in `scalars`: every layer's two attention scales, then one number each."""
-    model = tg.GPT(tiny_config("float32"))
-    with torch.no_grad():
-        model.scalars.copy_(torch.arange(25))
-    scalars = {name: [int(x) for x in values] for name, values in model.named_scalars().items()}
-    assert scalars == {"attn_scales": list(range(22)), "smear": [22], "backout": [23], "skip": [24]}
+# ----------------------------------------------------------------------------------------- mixing of streams
+
+SCALES = {"none": None, "number": (), "token": (9, 1), "constant": (1, 1)}
+
+
+def mix_case(kinds, seed, dtype=torch.float64):
+    """Returns leaves: scales of these kinds, which may be None, and as many streams (9, 6)."""
+    g = generator(seed)
+    scales = [None if SCALES[kind] is None else randn(*SCALES[kind], g=g).to(dtype) for kind in kinds]
+    streams = [randn(9, 6, g=g).to(dtype) for _ in kinds]
+    return [t if t is None else t.requires_grad_() for t in (*scales, *streams)]
+
+
+def no_compiler(function):
+    return function
+
+
+def grads_of(leaves, outputs, seed):
+    """Returns the gradients by `leaves` of the sum of `outputs`, each times random numbers."""
+    g = generator(seed)
+    total = sum((out * randn(*out.shape, g=g).to(out.dtype)).sum() for out in outputs if out is not None)
+    return torch.autograd.grad(total, [leaf for leaf in leaves if leaf is not None], allow_unused=True)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    "kinds",
+    [("none",), ("number", "token"), ("none", "constant"), ("token", "none", "number", "constant", "token")],
+    ids=str,
+)
+def test_mix_has_autograds_gradients(kinds, normed):
+    leaves, n = mix_case(kinds, len(kinds)), len(kinds)
+    mixed = tg.Mix.apply(no_compiler, normed, [None] * n, *leaves)
+    plain = tg.mix_streams(leaves[:n], leaves[n:], normed)
+    want = sum(x if scale is None else scale * x for scale, x in zip(leaves[:n], leaves[n:]))
+    torch.testing.assert_close(plain[0], want, **FP64)
+    assert (plain[1] is None) == (not normed) and (not normed or torch.equal(plain[1], tg.norm(plain[0])))
+    grads = [grads_of(leaves, out, 3) for out in (mixed, plain)]
+    for actual, expected in zip(mixed + grads[0], plain + grads[1]):
+        if actual is not expected is not None:
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert len(grads[0]) == len([leaf for leaf in leaves if leaf is not None])
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["stream", "norm"])
+def test_one_result_of_a_mix_may_be_unused(used):
+    leaves = mix_case(("number", "token"), 7)
+    outs = [
+        tg.Mix.apply(no_compiler, True, [None] * 2, *leaves),
+        tg.mix_streams(leaves[:2], leaves[2:], True),
+    ]
+    for actual, want in zip(*(grads_of(leaves, out[used : used + 1], 3) for out in outs)):
+        torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("other_use", [True, False])
+def test_a_shared_streams_gradient_is_the_sum_over_its_mixes(other_use):
+    """Uses two shared streams in several mixes, one of them outside a mix too, and a third that is not."""
+    results = []
+    for shared in (True, False):
+        g = generator(4)
+        leaves = a, b, c, *scales = [t.requires_grad_() for t in (*randn(3, 9, 6, g=g), *randn(7, 9, 1, g=g))]
+        held = [], []
+        x, y = (tg.Share.apply(t, sums) for t, sums in zip((a, b), held)) if shared else (a, b)
+        sums = {id(x): held[0], id(y): held[1]}
+
+        def mix(scales, streams):
+            if not shared:
+                return tg.mix_streams(scales, streams, True)
+            return tg.Mix.apply(no_compiler, True, [sums.get(id(t)) for t in streams], *scales, *streams)
+
+        z, h = mix([None, scales[0]], [x, y])
+        for i in range(3):
+            z, h = mix([scales[1], scales[2 + i], None, scales[5]], [z, h.sin() * c, x, y])
+        last = [z * scales[6], *([x.cos()] if other_use else [])]
+        results.append(grads_of(leaves, [h, *last], 8))
+        assert not held[0] and not held[1]
+    for actual, want in zip(*results):
+        torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_mixs_gradient_by_bf16_streams_is_rounded_in_few_places():
+    """Compares with fp64: the norm's gradient is computed in fp32."""
+    leaves = mix_case(("number", "token"), 11, torch.bfloat16)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    outs = [tg.Mix.apply(no_compiler, True, [None] * 2, *leaves), tg.mix_streams(exact[:2], exact[2:], True)]
+    for actual, want in zip(*(grads_of(t, out, 3) for t, out in zip((leaves, exact), outs))):
+        assert actual.dtype == torch.bfloat16 and (actual.double() - want).norm() < 2**-6 * want.norm()
 
 
 # -------------------------------------------------------------------------------- small functions, one by one
@@ -227,6 +430,91 @@ def test_mlp():
     torch.testing.assert_close(tg.mlp(x, tg.WeightSlice(fc), tg.WeightSlice(proj)), want, **FP64)
 
 
+def erf_gelu(x):
+    return x / 2 * (1 + torch.erf(x / 2**0.5))
+
+
+def test_token_weights():
+    g = generator(21)
+    u, w1, w2, b2 = randn(9, 6, g=g), randn(4, 6, g=g), randn(3, 4, g=g), randn(3, g=g)
+    want = 0.7 * (erf_gelu(u @ w1.T) @ w2.T + b2)
+    torch.testing.assert_close(tg.token_weights(u, w1, w2, b2, 0.7), want, **FP64)
+    constants = tg.token_weights(u, None, None, b2, torch.tensor([0.7], dtype=torch.float64))
+    torch.testing.assert_close(constants, 0.7 * b2.view(1, 3), **FP64)
+
+
+def test_smear_embeddings():
+    """Checks that each token has a share of the one before it, as its own first channels say."""
+    g = generator(22)
+    embed, smear, gate = randn(9, 20, g=g), randn(1, g=g)[0], randn(1, 12, g=g)
+    want = embed.clone()
+    for t in range(1, 9):
+        want[t] += smear / (1 + math.exp(-(embed[t, :12] * gate[0]).sum())) * embed[t - 1]
+    want /= (want.square().mean(-1, keepdim=True) + 2**-23).sqrt()
+    torch.testing.assert_close(tg.smear_embeddings(embed, smear, gate), want, **FP64)
+
+
+@pytest.mark.parametrize("rows", [7, 1])
+def test_connect(rows):
+    """Checks values by halves of the channels, and the stream. One row of weights is learned constants."""
+    g = generator(23)
+    x, first, back, value = randn(4, 7, 6, g=g)
+    w = randn(rows, 8, g=g)
+    values, stream = tg.connect(x, first, back, value, w)
+    for t in range(7):
+        a = w[t % rows]
+        for i in range(6):
+            table = a[6 if i < 3 else 7] * value[t, i]
+            mixture = a[0] * first[t, i] + a[1] * back[t, i] + a[2] * x[t, i]
+            torch.testing.assert_close(values[t, i], table + mixture, **FP64)
+            left = x[t, i] + a[3] * first[t, i] + a[4] * back[t, i] + a[5] * x[t, i]
+            torch.testing.assert_close(stream[t, i], left, **FP64)
+
+
+def test_final_norm():
+    g = generator(24)
+    x, *streams = randn(4, 7, 6, g=g)
+    weights = randn(7, 3, g=g)
+    want = x + sum(weights[:, i : i + 1] * stream for i, stream in enumerate(streams))
+    want /= (want.square().mean(-1, keepdim=True) + 2**-23).sqrt()
+    torch.testing.assert_close(tg.final_norm(x, weights, streams), want, **FP64)
+
+
+# The gates' order in the reference: XSA of two layers, an output gate, pairs of x0 and bigrams; skip, DC.
+GATES = (
+    [("xsa", 1), ("xsa", 3), ("output", 3)] + [(kind, i) for i in range(4) for kind in ("x0", "bigram")],
+    [("xsa", 4), ("xsa", 7), ("output", 10)]
+    + [(kind, i) for i in (4, 5, 7, 8, 9) for kind in ("x0", "bigram")]
+    + [("skip", 6), ("dc1", 10), ("dc2", 10)],
+)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+@pytest.mark.parametrize("mudd_gates", [True, False])
+def test_gates(block, mudd_gates):
+    """Checks names, columns and numbers of one MLP's outputs; constants without it."""
+    layers = (*tg.RECORD.layers[:10], replace(tg.RECORD.layers[10], dc=True))
+    model, g = tg.GPT(tiny_config("float64", layers=layers, mudd_gates=mudd_gates)), generator(25)
+    parameters = dict(model.named_parameters())
+    assert ("mudd_gate_w1" in parameters) == ("mudd_gate_w2" in parameters) == mudd_gates
+    with torch.no_grad():
+        for name, p in parameters.items():
+            if name.startswith("mudd_gate"):
+                p.copy_(randn(*p.shape, g=g))
+    u = randn(5, model.cfg.dim, g=g)
+    outputs = model.mudd_gate_b2[block][None]
+    if mudd_gates:
+        outputs = erf_gelu(u @ model.mudd_gate_w1[block].T) @ model.mudd_gate_w2[block].T + outputs
+    outputs, gates = outputs * model.mudd_gate_scale, model.gates(block, u)
+    assert list(gates) == GATES[block]
+    start = 0
+    for (kind, _), gate in gates.items():
+        end = start + (6 if kind in ("xsa", "output", "dc1", "dc2") else 1)
+        torch.testing.assert_close(gate, outputs[:, start:end], **FP64)
+        start = end
+    assert start == (26, 41)[block] and model.mudd_gate_b2.shape == (2, 41)
+
+
 @pytest.mark.parametrize("function", ["rotate", "shift_keys", "mlp", "norm"])
 def test_gradients_of_small_functions(function):
     g = generator(6)
@@ -251,35 +539,70 @@ def test_gradients_of_small_functions(function):
 
 
 def naive_losses(logits, targets, weights):
+    """Returns the losses of the targets (n, K) that are not -1."""
     z = 23 / (1 + (-(logits + 5) / 7.5).exp())
     logp = z - z.exp().sum(1, keepdim=True).log()
     losses = []
-    for i in range(len(z)):
-        kept = [(w, targets[i + k]) for k, w in enumerate(weights) if i + k < len(targets)]
-        losses.append(sum(-w * logp[i, target] for w, target in kept))
+    for i, row in enumerate(targets.tolist()):
+        losses.append(
+            sum((-w * logp[i, target] for w, target in zip(weights, row) if target >= 0), 0 * z[i, 0])
+        )
     return torch.stack(losses)
 
 
-WEIGHTS = [(1.0,), (1.0, 0.3), (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.2, 0.0, 0.9)]
+def next_tokens(targets, count):
+    """Returns each position's next `count` tokens, -1 past the end."""
+    n = len(targets)
+    rows = [[int(targets[i + k]) if i + k < n else -1 for k in range(count)] for i in range(n)]
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("prefixes", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_loss_targets(count, prefixes):
+    for T in (2, 3, 30):
+        g = generator(count + T)
+        targets, table = torch.tensor(integers(0, 9, g, n=T)), torch.tensor(integers(-1, 9, g, n=10))
+        want = next_tokens(targets, count).tolist()
+        if prefixes:
+            want = [row + [table[target].item()] for row, target in zip(want, targets.tolist())]
+        actual = tg.loss_targets(targets, count, table if prefixes else None)
+        assert actual.dtype == torch.int64 and actual.is_contiguous() and actual.tolist() == want
+
+
+def test_the_models_loss_targets_have_prefixes_while_they_have_a_weight():
+    model, targets = tg.GPT(tiny_config("float64")), torch.tensor([5, 7, 2])
+    model.prefixes[7] = 3
+    plan = tg.plan_step(model.cfg, 0)._replace(mtp=(1.0, 0.5), prefix=0.25)
+    assert model.loss_targets(targets, plan).tolist() == [[5, 7, -1], [7, 2, 3], [2, -1, -1]]
+    assert plan.loss_weights == (1.0, 0.5, 0.25)
+    plan = plan._replace(prefix=0.0)
+    assert model.loss_targets(targets, plan).tolist() == [[5, 7], [7, 2], [2, -1]]
+    assert plan.loss_weights == (1.0, 0.5)
+
+
+WEIGHTS = [(1.0,), (1.0, 0.3), (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.2, 0.0, 0.9), (1.0, 0.5, 0.125, 0.25)]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-@pytest.mark.parametrize("more", [0, 1, 2])  # targets beyond the rows, as a chunk in the middle has
-def test_softcap_loss(weights, more):
-    g = generator(len(weights) + 10 * more)
+@pytest.mark.parametrize("seed", range(3))
+def test_softcap_loss(weights, seed):
+    """Compares with autograd; rows have targets that coincide, some none, one row no target at all."""
+    g = generator(len(weights) + 10 * seed)
     logits = (randn(11, 7, g=g) * 9).requires_grad_()
-    targets = torch.tensor(integers(0, 6, g, n=11 + min(more, len(weights) - 1)))
-    targets[3:6] = targets[3]  # weights of one row that meet on one column
+    targets = torch.tensor(integers(-1, 6, g, n=11 * len(weights))).view(11, -1)
+    targets[3:6] = targets[3:6, :1]  # weights of one row that meet on one column
+    targets[7] = -1
     want = naive_losses(logits, targets, weights)
     losses, grad = tg.softcap_loss(logits.detach(), targets, weights)
     torch.testing.assert_close(losses, want.detach(), **FP64)
     want.sum().backward()
-    torch.testing.assert_close(grad, logits.grad, **FP64)  # the last rows included
+    torch.testing.assert_close(grad, logits.grad, **FP64)
 
 
 def test_softcap_loss_of_bf16_logits_is_fp32():
     g = generator(8)
-    logits, targets = randn(6, 50, g=g).bfloat16() * 4, torch.tensor(integers(0, 49, g, n=6))
+    logits, targets = randn(6, 50, g=g).bfloat16() * 4, torch.tensor(integers(-1, 49, g, n=12)).view(6, 2)
     losses, grad = tg.softcap_loss(logits, targets, (1.0, 0.5))
     exact, exact_grad = tg.softcap_loss(logits.double(), targets, (1.0, 0.5))
     assert losses.dtype == torch.float32 and grad.dtype == torch.bfloat16
@@ -311,7 +634,7 @@ def test_head(chunk, weights):
     x = (randn(17, model.cfg.dim, g=g) / 9).requires_grad_()
     with torch.no_grad():
         model.lm_head.copy_(randn(*model.lm_head.shape, g=g))
-    targets = torch.tensor(integers(0, 8, g, n=17))
+    targets = torch.tensor(integers(-1, 8, g, n=17 * len(weights))).view(17, -1)
     want = naive_losses(x @ model.lm_head, targets, weights).sum()
     want_grads = torch.autograd.grad(want, [x, model.lm_head])
     loss, backward_roots = model.head_loss_and_grad(x, targets, weights)
@@ -335,7 +658,7 @@ def test_fp8_head(n):
         x = tg.norm(randn(64, model.cfg.dim, g=g, dtype=torch.float32)).requires_grad_()
         with torch.no_grad():
             model.lm_head.copy_(0.05 * randn(*model.lm_head.shape, g=g, dtype=torch.float32))
-        targets = torch.tensor(integers(0, 511, g, n=64))
+        targets = torch.tensor(integers(-1, 511, g, n=128)).view(64, 2)
         grad = tg.WeightGrad(model.lm_head, torch.zeros_like(model.lm_head))
         weights = (1.0 / count, 0.5 / count)
         loss, backward_roots = model.head_loss_and_grad(x, targets, weights, grad, 1 / count)
@@ -363,7 +686,8 @@ def test_head_chunk_does_not_matter_to_the_model():
     batch, results = tiny_batch(), []
     for chunk in (7, 64):
         model = fill_model(tg.GPT(tiny_config("float64", head_chunk=chunk), WORLD))
-        plan = tg.plan_step(model.cfg, 0)._replace(windows=WINDOWS, mtp=(1.0, 0.5, 0.25))
+        plan = tg.plan_step(model.cfg, 0)._replace(windows=WINDOWS, mtp=(1.0, 0.5, 0.25), prefix=0.25)
+        model.prefixes.copy_(torch.arange(512).roll(100))
         loss = backward(model, batch, plan)
         results.append((loss, model.token_losses(batch, WINDOWS), model.lm_head.grad, model.embed.grad))
     for a, b in zip(*results):
@@ -373,12 +697,12 @@ def test_head_chunk_does_not_matter_to_the_model():
 @pytest.mark.slow
 def test_gradient_of_the_whole_model():
     """Compares every parameter's gradient with differences of the loss along a random direction."""
-    model, batch, g = (
-        fill_model(tg.GPT(tiny_config("float64"), WORLD), tied=False),
-        tiny_batch(),
-        generator(11),
-    )
+    layers = (*tg.RECORD.layers[:10], replace(tg.RECORD.layers[10], dc=True))
+    cfg = tiny_config("float64", layers=layers, dc_window=20)
+    model, batch, g = fill_model(tg.GPT(cfg, WORLD), tied=False), tiny_batch(), generator(11)
     plan = tg.plan_step(model.cfg, 0)._replace(windows=WINDOWS, mtp=(1.0, 0.5, 0.25))
+    model.prefixes.copy_(torch.arange(512).roll(100))
+    assert plan.prefix and model.signs.any()
     backward(model, batch, plan)
     grads = {name: p.grad for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
@@ -389,11 +713,84 @@ def test_gradient_of_the_whole_model():
             with torch.no_grad():
                 p += h * direction
                 x = model.hidden_states(batch, plan.windows)
-                losses.append(model.head_loss_and_grad(x, batch.targets, plan.mtp)[0].item())
+                targets = model.loss_targets(batch.targets, plan)
+                losses.append(model.head_loss_and_grad(x, targets, plan.loss_weights)[0].item())
                 p -= h * direction
         # Second-order differences: error h^2 times a third derivative, and 1e-13 * 900 / h of rounding.
         want = (losses[0] - losses[1]) / 2e-4
         assert (grads[name] * direction).sum().item() == pytest.approx(want, rel=1e-4, abs=2e-5), name
+
+
+# --------------------------------------------------------------------------------------------------- prefixes
+
+
+def random_vocabulary(seed, size):
+    """Draws tokens of 0 to 5 bytes of two or three values, so that many begin with others."""
+    rng, tokens = np.random.default_rng(seed), []
+    while len(tokens) < size:
+        token = bytes(rng.integers(0, 2 + seed % 2, rng.integers(0, 6)).tolist())
+        if not token or token not in tokens:
+            tokens.append(token)
+    return tokens
+
+
+def longest_prefix(vocabulary, i):
+    """Returns the longest other token with which token i begins; -1: none."""
+    shorter = [j for j, token in enumerate(vocabulary) if token and token != vocabulary[i]]
+    begins = [j for j in shorter if vocabulary[i].startswith(vocabulary[j])]
+    return max(begins, key=lambda j: len(vocabulary[j]), default=-1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_prefix_table(seed):
+    vocabulary = random_vocabulary(seed, 20 + seed)
+    table = tg.prefix_table(vocabulary, 40)
+    want = [longest_prefix(vocabulary, i) for i in range(len(vocabulary))]
+    assert table.dtype == torch.int64 and table.tolist() == want + [-1] * (40 - len(vocabulary))
+    assert {-1} < set(want) and any(not token for token in vocabulary)
+
+
+def test_prefix_table_skips_prefixes_that_are_no_tokens():
+    assert tg.prefix_table([b"abcd", b"a", b"abc", b"", b"bc", b"ab!"], 6).tolist() == [2, -1, 1, -1, -1, 1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_read_vocabulary(seed, tmp_path):
+    """Reads what is written, with upper-case digits and without a last newline too."""
+    tokens, path = random_vocabulary(seed, 12) + [bytes(range(256)), b"\n"], tmp_path / "vocabulary.txt"
+    text = "\n".join(token.hex() for token in tokens)
+    for written in (text + "\n", text, text.upper() + "\n"):
+        path.write_text(written)
+        assert tg.read_vocabulary(path, len(tokens)) == tokens
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (None, "No such file"),
+        (b"61\n6\n63\n", "fromhex"),
+        (b"61\nxy\n63\n", "fromhex"),
+        (b"61\n\xe9\n63\n", "ascii"),
+        (b"61\n62\n", "2 tokens, the config has 3"),
+        (b"61\n62\n63\n64\n", "4 tokens, the config has 3"),
+        (b"", "0 tokens, the config has 3"),
+    ],
+    ids=str,
+)
+def test_a_wrong_vocabulary(content, reason, tmp_path):
+    """Names the file, what is wrong and a way out, in one line."""
+    path = tmp_path / "vocabulary.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(tg.UserError) as error:
+        tg.read_vocabulary(path, 3)
+    message = str(error.value)
+    assert reason in message and str(path) in message and len(message.splitlines()) == 1
+    settings = message.split("train without: ")[1].split(" --set ")
+    cfg = tg.RECORD
+    for setting in settings:
+        cfg = tg.override(cfg, setting.removeprefix("--set "))
+    assert not any(stage.prefix_start or stage.prefix_end for stage in cfg.stages)
 
 
 # ---------------------------------------------------------------------------------------------- polar express
