@@ -16,8 +16,8 @@ from golden_inputs import random_documents, same_bits, write_shard
 
 LAYERS = (
     tg.Layer("plain", value=0, saves="skip"),
-    tg.Layer("plain", adds="skip", saves="back"),
-    tg.Layer("paired", "long", reads="back"),
+    tg.Layer("plain", adds="skip", saves="back", xsa=True),
+    tg.Layer("paired", "long", value=1, reads="back", gate=True, connections=True),
 )
 WINDOWS = [{"short": n, "long": 2 * n} for n in (1, 2, 3, 3)]
 
@@ -96,29 +96,42 @@ def test_the_hash_is_pythons(orders, hashes, rows):
     ngrams, rng = tg.Ngrams(orders, hashes, rows), random.Random(1)
     for T in (1, 2, 4, 300):
         tokens = [rng.choice([0, 1, 7, 255, 256, 50256, 65535]) for _ in range(T)]
-        got = tg.hash_ngrams(np.array(tokens, np.int32), ngrams)
-        assert got.dtype == np.int32 and got.tolist() == python_rows(tokens, ngrams)
+        for sign_rows in 0, 1, 8192:
+            got, signs = tg.hash_ngrams(np.array(tokens, np.int32), ngrams, sign_rows)
+            assert got.dtype == np.int32 and got.tolist() == python_rows(tokens, ngrams)
+            assert (signs is None) == (sign_rows == 0)
 
 
 def test_each_order_and_hash_has_a_range_of_its_own():
     """Checks also that only the first positions, without a full n-gram, have a range's last row."""
     tokens, rows = np.random.default_rng(2).integers(0, 300, 5000), 50
     ngrams = tg.Ngrams((4, 2, 3), 2, rows)
-    for i, row in enumerate(tg.hash_ngrams(tokens, ngrams)):
+    for i, row in enumerate(tg.hash_ngrams(tokens, ngrams, 0)[0]):
         n = ngrams.orders[i // 2]
         assert set(row) == set(range(i * rows, (i + 1) * rows))
         assert np.flatnonzero(row == (i + 1) * rows - 1).tolist() == list(range(n - 1))
 
 
-def test_no_hash_looks_ahead():
-    """Checks that a token changes the n rows, of order n, that end at it or soon after, and no other."""
+@pytest.mark.parametrize("signs", [False, True])
+def test_no_hash_looks_ahead(signs):
+    """Checks that a token changes the n rows, of order n, that end at it or soon after, and no other.
+
+    So it does the rows of signs, if there are many, but for the first positions: they have no full n-gram.
+    """
     rng, ngrams = np.random.default_rng(3), tg.Ngrams((2, 3, 5), 2, 1 << 26)
     tokens = rng.integers(0, 256, 60)
-    before = tg.hash_ngrams(tokens, ngrams)
+
+    def hash_all(tokens):
+        found = tg.hash_ngrams(tokens, ngrams, 65536)[signs].copy()
+        for i in range(ngrams.ranges):
+            found[i, : ngrams.orders[i // 2] - 1] = 0
+        return found
+
+    before = hash_all(tokens)
     for t in range(len(tokens)):
         other = tokens.copy()
         other[t] += 1
-        changed = tg.hash_ngrams(other, ngrams) != before
+        changed = hash_all(other) != before
         for i in range(ngrams.ranges):
             n = ngrams.orders[i // 2]
             want = range(max(t, n - 1), min(t + n, len(tokens)))
@@ -135,7 +148,7 @@ def test_rows_spread_evenly():
     triples = np.stack([np.arange(20000), np.full(20000, 5), np.full(20000, 9)], -1)
     for grams in pairs, triples:
         n = grams.shape[1]
-        for row in tg.hash_ngrams(grams.reshape(-1), tg.Ngrams((n,), 2, rows)):
+        for row in tg.hash_ngrams(grams.reshape(-1), tg.Ngrams((n,), 2, rows), 0)[0]:
             counts = np.bincount(row[n - 1 :: n] % rows, minlength=rows)
             assert counts.sum() == len(grams) and counts[-1] == 0
             expected = len(grams) / (rows - 1)
@@ -145,12 +158,82 @@ def test_rows_spread_evenly():
 def test_two_hashes_collide_apart():
     """Checks that pairs with one row under the first hash have different ones under the second."""
     tokens = np.stack(np.meshgrid(np.arange(100), np.arange(100)), -1).reshape(-1)
-    first, second = tg.hash_ngrams(tokens, tg.Ngrams((2,), 2, 1001))[:, 1::2]
+    first, second = tg.hash_ngrams(tokens, tg.Ngrams((2,), 2, 1001), 0)[0][:, 1::2]
     second = second - 1001
     order = np.argsort(first, kind="stable")
     collide = first[order][1:] == first[order][:-1]
     again = second[order][1:][collide] == second[order][:-1][collide]
     assert collide.sum() > 8000 and again.sum() < 30  # 9 expected
+
+
+# --------------------------------------------------------------------------------------------- rows of signs
+
+
+def all_pairs(count):
+    """Returns the pairs of `count` tokens, one after the other; every second position ends one."""
+    return np.stack(np.meshgrid(np.arange(count), np.arange(count)), -1).reshape(-1).astype(np.int32)
+
+
+@pytest.mark.parametrize("sign_rows", [1, 2, 97, 8192, 65536])
+def test_rows_of_signs_are_in_range(sign_rows):
+    """Checks the largest tokens and texts shorter than an n-gram; a large text reaches every row."""
+    ngrams, rng = tg.Ngrams((5, 2, 3), 2, 97), np.random.default_rng(7)
+    for T in 1, 2, 4, 3000:
+        signs = tg.hash_ngrams(rng.integers(0, 65536, T).astype(np.int32), ngrams, sign_rows)[1]
+        assert signs.dtype == np.int32 and signs.shape == (6, T)
+        assert signs.min() >= 0 and signs.max() < sign_rows
+        assert T < 3000 or sign_rows > 97 or all(len(set(row)) == sign_rows for row in signs.tolist())
+
+
+@pytest.mark.parametrize("sign_rows", [61, 8192])
+def test_rows_of_signs_spread_evenly(sign_rows):
+    """Counts distinct pairs by row of signs: chi-square within 6 standard deviations of its mean."""
+    for signs in tg.hash_ngrams(all_pairs(300), tg.Ngrams((2,), 2, 1001), sign_rows)[1]:
+        counts, expected = np.bincount(signs[1::2], minlength=sign_rows), 300**2 / sign_rows
+        chi_square = ((counts - expected) ** 2 / expected).sum()
+        assert chi_square < sign_rows - 1 + 6 * (2 * sign_rows) ** 0.5
+
+
+@pytest.mark.parametrize("hashes", [1, 2])
+def test_ngrams_that_share_a_row_have_different_signs(hashes):
+    """Checks pairs that collide: about one in 512 has one row of signs too, as chance has it."""
+    rows, signs = tg.hash_ngrams(all_pairs(100), tg.Ngrams((2,), hashes, 1001), 512)
+    for row, sign in zip(rows[:, 1::2], signs[:, 1::2]):
+        order = np.argsort(row, kind="stable")
+        collide = np.diff(row[order]) == 0
+        again = collide & (np.diff(sign[order]) == 0)
+        assert collide.sum() > 8000 and again.sum() < 2.5 * collide.sum() / 512
+
+
+def test_each_order_and_hash_has_rows_of_signs_of_its_own():
+    """Compares every two of them, at 5000 positions: about one in 512 is equal by chance."""
+    tokens = np.random.default_rng(8).integers(0, 300, 5000).astype(np.int32)
+    signs = tg.hash_ngrams(tokens, tg.Ngrams((4, 2, 3), 2, 1001), 512)[1]
+    for i in range(6):
+        for j in range(i):
+            assert (signs[i] == signs[j]).sum() < 2.5 * 5000 / 512, (i, j)
+
+
+@pytest.mark.parametrize("sign_rows", [1, 7, 8192])
+def test_rows_of_signs_of_bigrams(sign_rows):
+    """Checks tokens that do not fit in 15 bits; no position before the first."""
+    tokens = np.random.default_rng(9).integers(0, 65536, 400).astype(np.int32)
+    for T in 1, 2, 400:
+        signs = tg.bigram_signs(tokens[:T], sign_rows)
+        pairs = zip(tokens[:T].tolist(), tokens[1:T].tolist())
+        assert signs.dtype == np.int32 and signs.tolist() == [0] + [(a ^ b) % sign_rows for a, b in pairs]
+
+
+@pytest.mark.parametrize("orders", [(), (2, 3)], ids=["bigrams", "n-grams"])
+@pytest.mark.parametrize("sign_rows", [0, 50])
+def test_micro_batches_have_rows_of_signs(folder, orders, sign_rows):
+    cfg = tg.override(ngram_config(folder), f"sign_rows={sign_rows}")
+    cfg = replace(cfg, ngrams=replace(cfg.ngrams, orders=orders))
+    tokens = np.random.default_rng(8).integers(0, 60, 38).astype(np.uint16)
+    batch, inputs = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg), tokens[:-1].astype(np.int32)
+    hashed = tg.hash_ngrams(inputs, cfg.ngrams, 50)[1] if orders else tg.bigram_signs(inputs, 50)[None]
+    assert batch.signs is None if sign_rows == 0 else batch.signs.dtype == torch.int32
+    assert sign_rows == 0 or (batch.signs.numpy() == hashed).all() and batch.signs.shape == hashed.shape
 
 
 # ------------------------------------------------------------------------------------------------- the index
@@ -197,13 +280,29 @@ def test_index_rows():
             for before in [], touched:
                 index = tg.index_rows(rows, np.array(before, np.int32))
                 want = python_index(np.atleast_2d(rows).tolist(), set(before))
-                assert [part.tolist() for part in index] == list(want)
-                assert [part.dtype for part in index] == [torch.int32] * 3 + [torch.bool]
+                assert [part.tolist() for part in index[:4]] == list(want) and index.signs is None
+                assert [part.dtype for part in index[:4]] == [torch.int32] * 3 + [torch.bool]
+
+
+def test_index_of_signs():
+    """Checks that signs are in the order of positions, range by range, and change nothing else."""
+    rng = np.random.default_rng(5)
+    for ids in index_cases():
+        if not 1 < len(ids) or ids.max() > 2**29:
+            continue
+        ranges = (ids + np.arange(3, dtype=np.int32)[:, None] * (ids.max() + 1)).astype(np.int32)
+        for rows in ids[None], ranges:
+            signs = rng.integers(0, 8192, rows.shape).astype(np.int32)
+            index, plain = tg.index_rows(rows, tg.NO_ROWS, signs), tg.index_rows(rows)
+            assert all(map(torch.equal, index[:4], plain[:4]))
+            perm = index.perm.view(rows.shape)
+            want = [[row[t] for t in order] for row, order in zip(signs.tolist(), perm.tolist())]
+            assert index.signs.dtype == torch.int32 and index.signs.view(rows.shape).tolist() == want
 
 
 def test_an_index_of_nothing():
     index = tg.index_rows(np.array([], np.int32))
-    assert [part.tolist() for part in index] == [[], [], [0], []]
+    assert [part.tolist() for part in index[:4]] == [[], [], [0], []]
 
 
 def test_merge_rows():
@@ -267,7 +366,10 @@ class Plans:
             loader.close()
         # By step and rank, the rows that micro-batches read, of shape (K, T) each.
         self.reads = [
-            [[tg.hash_ngrams(m.inputs.numpy(), cfg.ngrams) for m in batch.micro_batches] for batch in ranks]
+            [
+                [tg.hash_ngrams(m.inputs.numpy(), cfg.ngrams, 0)[0] for m in batch.micro_batches]
+                for batch in ranks
+            ]
             for ranks in self.batches
         ]
 
@@ -380,11 +482,25 @@ def test_micro_batches_add_to_their_rows(plans):
     for step, rank in plans:
         compact, seen = plans.compact(step, rank), set()
         for batch, ids in zip(plans.batches[step][rank].micro_batches, plans.reads[step][rank]):
-            row_ids, perm, offsets, first = (part.tolist() for part in batch.index["ngrams"])
+            row_ids, perm, offsets, first = (part.tolist() for part in batch.index["ngrams"][:4])
             rows = compact[row_ids].tolist()
             assert [rows, perm, offsets] == list(python_index(ids.tolist())[:3])
             assert first == [row not in seen for row in rows]
             seen.update(rows)
+
+
+def test_positions_keep_their_signs(plans):
+    """Checks that signs are those of the positions, which lie by row of the compact table."""
+    for step, rank in plans:
+        for batch in plans.batches[step][rank].micro_batches:
+            signs = tg.hash_ngrams(batch.inputs.numpy(), plans.cfg.ngrams, plans.cfg.sign_rows)[1]
+            assert (batch.signs.numpy() == signs).all()
+            index, want = batch.index["ngrams"], [[] for _ in batch.index["ngrams"].row_ids]
+            place_of = {row: place for place, row in enumerate(index.row_ids.tolist())}
+            for ids, sign in zip(batch.ngrams.tolist(), signs.tolist()):
+                for row, s in zip(ids, sign):
+                    want[place_of[row]].append(s)
+            assert index.signs.tolist() == sum(want, [])
 
 
 def test_rows_kept_from_the_step_before(plans):
@@ -429,11 +545,11 @@ def test_packed_micro_batches_keep_their_rows(folder):
     tokens = np.random.default_rng(8).integers(0, 60, 38).astype(np.uint16)
     batch = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg)
     assert batch.bigrams is None and batch.ngrams.shape == (cfg.ngrams.ranges, 37)
-    batch.index["ngrams"] = tg.index_rows(batch.ngrams.numpy())
+    batch.index["ngrams"] = tg.index_rows(batch.ngrams.numpy(), tg.NO_ROWS, batch.signs.numpy())
     want, packed = tensors_of(vars(batch)), batch.pack(False)
     for each in packed, packed.to(Elsewhere("cpu")):
         assert same_bits(tensors_of(vars(each)), want)
-        inside = [each.ngrams, *each.index["ngrams"], each.inputs]
+        inside = [each.ngrams, each.signs, *each.index["ngrams"], each.inputs]
         assert {t.untyped_storage().data_ptr() for t in inside} == {each.buffer.untyped_storage().data_ptr()}
     assert batch.ngrams.untyped_storage().data_ptr() != packed.ngrams.untyped_storage().data_ptr()
 
@@ -451,9 +567,9 @@ def test_validation_reads_the_same_rows(folder, world_size):
     cfg, slices = ngram_config(folder), []
     for rank in range(world_size):
         for i, batch in tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size, False):
-            want = tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams)
+            rows, signs = tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams, cfg.sign_rows)
             assert batch.bigrams is None and not batch.index
-            assert (batch.ngrams.numpy() == want).all()
+            assert (batch.ngrams.numpy() == rows).all() and (batch.signs.numpy() == signs).all()
             slices.append(i)
     assert sorted(slices) == list(range(cfg.val_slices))
 
@@ -566,6 +682,24 @@ def test_sums_of_rows_are_rounded_once(dtype):
     assert torch.equal(out, exact.to(dtype))
     if dtype == torch.bfloat16:
         assert not torch.equal(out.double(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_sums_of_rows_with_signs(dtype):
+    """Compares with a loop over positions and ranges; without rows of signs, signs have no effect."""
+    g = torch.Generator().manual_seed(5)
+    table, signs = torch.randn(50, 9, generator=g).to(dtype), torch.randint(0, 2, (6, 9), generator=g) * 2 - 1
+    ids, sign_ids = (torch.randint(0, n, (3, 20), generator=g).int() for n in (50, 6))
+    out, plain, unsigned = (torch.full((20, 9), torch.nan, dtype=dtype) for _ in range(3))
+    tg.gather_rows(out, table, ids, signs.to(dtype), sign_ids)
+    for t in range(20):
+        rows = [table[ids[k, t]].double() * signs[sign_ids[k, t]] for k in range(3)]
+        exact = rows[0] + rows[1] + rows[2]
+        eps = torch.finfo(dtype).eps / 2 * exact.abs() + 4e-7 * sum(row.abs() for row in rows)
+        assert ((out[t].double() - exact).abs() <= eps).all()
+    tg.gather_rows(plain, table, ids)
+    tg.gather_rows(unsigned, table, ids, signs.to(dtype), None)
+    assert torch.equal(plain, unsigned) and not torch.equal(plain, out)
 
 
 def test_sums_of_rows_are_in_the_order_of_ranges():
