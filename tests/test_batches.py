@@ -1,5 +1,6 @@
 """Tests prefetched batches: indices, plans and sums of rows against naive programs, copies, errors."""
 
+import math
 import threading
 from concurrent.futures import wait
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import prefetch_exchange, random_documents, row_plans, write_shard
+from golden_inputs import prefetch_exchange, random_documents, row_plans, same_bits, write_shard
 from launch import WAIT
 
 VOCAB, BOS = 257, 256
@@ -30,8 +31,9 @@ def naive_index(row_ids, touched):
 
 
 def check_index(index, row_ids, touched):
-    assert [t.dtype for t in index] == [torch.int32, torch.int32, torch.int32, torch.bool]
-    assert tuple(t.tolist() for t in index) == naive_index(row_ids, touched)
+    """Compares with naive lists; signs are for the caller to check."""
+    assert [t.dtype for t in index[:4]] == [torch.int32, torch.int32, torch.int32, torch.bool]
+    assert tuple(t.tolist() for t in index[:4]) == naive_index(row_ids, touched)
 
 
 def random_row_ids(distribution, rows, T, rng):
@@ -193,7 +195,7 @@ def check_batch(batch, plan, want, seen, rank=0):
     """
     assert batch.plan == plan and len(batch.micro_batches) == len(want[rank])
     for i, (actual, expected) in enumerate(zip(batch.micro_batches, want[rank])):
-        for name in ("inputs", "targets", "bigrams", "cu_seqlens"):
+        for name in ("inputs", "targets", "bigrams", "signs", "cu_seqlens"):
             a, b = getattr(actual, name), getattr(expected, name)
             assert a.dtype == b.dtype and torch.equal(a, b), (plan.step, i, name)
         assert actual.max_doc_len == expected.max_doc_len and actual.ngrams is None
@@ -201,6 +203,9 @@ def check_batch(batch, plan, want, seen, rank=0):
         for kind, ids in (("tokens", expected.inputs), ("bigrams", expected.bigrams)):
             check_index(actual.index[kind], ids.numpy(), seen[rank][kind])
             seen[rank][kind] |= set(ids.tolist())
+        assert actual.index["tokens"].signs is None
+        perm = actual.index["bigrams"].perm
+        assert torch.equal(actual.index["bigrams"].signs, expected.signs[0, perm])
     for other, micro_batches in enumerate(want):
         for micro_batch in micro_batches:
             seen[other]["tokens"] |= set(micro_batch.inputs.tolist())
@@ -269,7 +274,7 @@ def test_batches_resume(folder, first):
         assert len(tensors_of(a.rows)) == 4 * plan.do_adam
         assert all(map(torch.equal, tensors_of(a.rows), tensors_of(b.rows)))
         for x, y in zip(a.micro_batches, b.micro_batches):
-            assert all(torch.equal(s, t) for kind in x.index for s, t in zip(x.index[kind], y.index[kind]))
+            assert all(same_bits(x.index[kind]._asdict(), y.index[kind]._asdict()) for kind in x.index)
     for loader in (uninterrupted.loader, resumed.loader, alone):
         loader.close()
 
@@ -318,12 +323,14 @@ def test_packed_tensors_lie_in_one_buffer(folder):
     (micro_batch, *_) = loader.batch(8 * 30, 20)
     loader.close()
     micro_batch.index["tokens"] = tg.index_rows(micro_batch.inputs.numpy())
+    signs = micro_batch.signs.numpy()
+    micro_batch.index["bigrams"] = tg.index_rows(micro_batch.bigrams.numpy(), tg.NO_ROWS, signs)
     packed, size = micro_batch.pack(False), 0
     for actual, want in zip(tensors_of(packed), tensors_of(micro_batch)):
         assert actual.dtype == want.dtype and torch.equal(actual, want)
         assert actual.data_ptr() == packed.buffer.data_ptr() + size
         size += -(-want.nbytes // 16) * 16
-    assert len(tensors_of(packed)) == len(tensors_of(micro_batch)) == 8 and packed.buffer.nbytes == size
+    assert len(tensors_of(packed)) == len(tensors_of(micro_batch)) == 14 and packed.buffer.nbytes == size
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -441,8 +448,12 @@ def cancelling_numbers(shape, dtype, generator):
     return x.to(dtype)
 
 
-def naive_sums(out, grad, index, backwards=False, rounding="once"):
+def naive_sums(out, grad, index, signs=None, backwards=False, rounding="once"):
     """Sums row by row, position by position, in at least fp32. Non-default options are mutants."""
+    if signs is not None:
+        grad = grad.clone()
+        for position, sign in zip(index.perm.tolist(), index.signs.tolist()):
+            grad[position] *= signs[sign].view(grad[position].shape)
     out, acc_dtype = out.clone(), torch.promote_types(out.dtype, torch.float32)
     for i, row in enumerate(index.row_ids.tolist()):
         positions = index.perm[index.offsets[i] : index.offsets[i + 1]].tolist()
@@ -461,14 +472,15 @@ def bits(t):
     return t.contiguous().view(torch.uint8)
 
 
-def indices_and_grads(shape, dtype):
+def indices_and_grads(shape, dtype, sign_rows=1):
     """Yields (index, gradient) of four micro-batches between two Adam steps, twice."""
     rng, g = np.random.default_rng(5), torch.Generator().manual_seed(6)
     for _ in range(2):
         touched = tg.NO_ROWS
         for distribution, T in (("one", 60), ("skewed", 90), ("uniform", 90), ("uniform", 1)):
             row_ids = random_row_ids(distribution, shape[0], T, rng)
-            index = tg.index_rows(row_ids, touched)
+            signs = rng.integers(0, sign_rows, (1, T)).astype(np.int32)
+            index = tg.index_rows(row_ids, touched, signs)
             touched = tg.merge_rows(touched, index.row_ids.numpy())
             yield index, cancelling_numbers((T, *shape[1:]), dtype, g)
 
@@ -490,6 +502,22 @@ def test_segment_sum_rows(shape, dtype):
         others = torch.ones(shape[0], dtype=torch.bool)
         others[index.row_ids.long()] = False
         assert torch.equal(bits(out[others]), bits(out_before[others]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+def test_segment_sum_rows_with_signs(shape, dtype):
+    """Checks all bits, of columns that are summed in several chunks too."""
+    g = torch.Generator().manual_seed(9)
+    signs = (torch.randint(0, 2, (11, math.prod(shape[1:])), generator=g) * 2 - 1).to(dtype)
+    out, unsigned = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    for i, (index, grad) in enumerate(indices_and_grads(shape, dtype, len(signs))):
+        before, grad_before = out.clone(), grad.clone()
+        tg.segment_sum_rows(out, grad, index, signs)
+        assert torch.equal(bits(out), bits(naive_sums(before, grad, index, signs))), i
+        assert torch.equal(grad, grad_before)
+        tg.segment_sum_rows(unsigned, grad, index)
+    assert not torch.equal(out, unsigned)
 
 
 MUTANTS = [

@@ -705,15 +705,15 @@ def test_gradient_of_the_whole_model():
         direction = torch.randn(p.shape, generator=g, dtype=p.dtype)
         direction /= direction.norm()
         losses = []
-        for h in (2e-5, -2e-5):
+        for h in (1e-5, -1e-5, 2e-5, -2e-5):
             with torch.no_grad():
                 p += h * direction
                 x = model.hidden_states(batch, plan.windows)
                 targets = model.loss_targets(batch.targets, plan)
                 losses.append(model.head_loss_and_grad(x, targets, plan.loss_weights)[0].item())
                 p -= h * direction
-        # Second-order differences: error h^2 times a third derivative, and 1e-13 * 900 / h of rounding.
-        want = (losses[0] - losses[1]) / 4e-5
+        # Fourth-order differences: the loss curves along the gates' scale. Rounding: 1e-13 * 900 / h.
+        want = (8 * (losses[0] - losses[1]) - (losses[2] - losses[3])) / 12e-5
         assert (grads[name] * direction).sum().item() == pytest.approx(want, rel=1e-4, abs=2e-5), name
 
 
