@@ -73,7 +73,8 @@ def run_head(x, w, grad):
     torch.nn.Module.__init__(model)
     model.cfg, model.lm_head = replace(tg.CPU, head_chunk=3, dtype="float64"), w
     model.in_flight, model.backend = {}, tg.TORCH_BACKEND
-    _, backward_roots = model.head_loss_and_grad(x, TARGETS, (1.0, 0.5), grad)
+    targets = tg.loss_targets(TARGETS, 2, PREFIXES)
+    _, backward_roots = model.head_loss_and_grad(x, targets, (1.0, 0.5, 0.25), grad)
     torch.autograd.backward(*zip(*backward_roots))
 
 
@@ -81,11 +82,13 @@ def plain_head(x, w):
     z = 23 * torch.sigmoid((x @ w + 5) / 7.5)
     logp = z.log_softmax(-1)
     rows = torch.arange(len(x))
-    (-logp[rows, TARGETS].sum() - 0.5 * logp[rows[:-1], TARGETS[1:]].sum()).backward()
+    loss = -logp[rows, TARGETS].sum() - 0.5 * logp[rows[:-1], TARGETS[1:]].sum()
+    prefixes = PREFIXES[TARGETS]
+    (loss - 0.25 * logp[rows, prefixes][prefixes >= 0].sum()).backward()
 
 
 OTHER, QK, V = randn(8, 6, seed=1), randn(1, 12, 6, seed=3), randn(1, 6, 6, seed=4)
-TARGETS = torch.tensor([3, 0, 7, 7, 2])
+TARGETS, PREFIXES = torch.tensor([3, 0, 7, 7, 2]), torch.tensor([-1, 0, 0, 1, -1, 3, 2, 6])
 OPERATIONS = {
     "scaled": (run_scaled, plain_scaled, (6, 6)),
     "fc": (run_fc, plain_fc, (8, 6)),
@@ -359,8 +362,9 @@ def names_with_grad(cfg):
 @pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, True])
 def test_only_small_parameters_have_a_grad(cfg, delayed):
-    gates = {"smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank"}
-    small = gates | {"scalars", "post_lambdas", "x0_lambdas", "bigram_lambdas", "resid_lambdas"}
+    mudd = {f"mudd_{name}" for name in ("w1", "w2", "b2")}
+    mudd |= {f"mudd_gate_{name}" for name in ("w1", "w2", "b2", "scale")}
+    small = mudd | {"smear_gate", "ve_gate_bank", "scalars", "post_lambdas", "resid_lambdas"}
     assert small == {row.name for row in cfg.params if not row.is_matmul_weight and not row.indexed_by}
     seen = names_with_grad(replace(cfg, delay_head_grad=delayed))
     assert len(seen) == 9 * cfg.steps
@@ -419,7 +423,8 @@ def test_when_the_heads_product_runs(workers, cfg, delayed):
             assert before == micro_batch * 3 + last
             if tg.plan_step(cfg, step).do_adam:
                 names = [row.name for row in cfg.params]
-                assert names[8] == "lm_head" and scatter[: 9 + delayed] == [*names[:8], *late, "lm_head"]
+                first = names[: names.index("lm_head")]
+                assert scatter[: len(first) + 1 + delayed] == [*first, *late, "lm_head"]
             else:
                 assert scatter == ["qk_bank", "vo_bank", "mlp_bank", *late]
 

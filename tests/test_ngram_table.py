@@ -65,22 +65,22 @@ class WholeTable:
         pass
 
     def local_grad(self):
-        """Returns the gradient of this rank's micro-batches, for all rows."""
+        """Returns the gradient of this rank's micro-batches, for all rows, signs applied."""
         if self.table.requires_grad:
             grad, self.table.grad = self.table.grad, None
             return grad
         grad, dtype = torch.zeros_like(self.table), torch.promote_types(self.dtype, torch.float32)
-        for ids, leaf in self.looked_up:
+        for ids, signs, leaf in self.looked_up:
             sums = torch.zeros_like(self.table, dtype=dtype)
-            for row in ids:
-                sums.index_add_(0, row, leaf.grad.to(dtype))
+            for row, sign in zip(ids, signs):
+                sums.index_add_(0, row, sign.to(dtype) * leaf.grad.to(dtype))
             grad = (grad.to(dtype) + sums).to(self.dtype)
         return grad
 
     def send_grads(self):
         grad, n = self.local_grad(), self.exchange.world_size
         self.touched = torch.zeros(len(grad), dtype=torch.int32)
-        for ids, _ in self.looked_up:
+        for ids, *_ in self.looked_up:
             self.touched[ids.flatten()] = 1
         dist.all_reduce(self.touched)
         self.looked_up, parts = [], [torch.empty_like(grad) for _ in range(n)]
@@ -102,22 +102,31 @@ hidden_states = tg.GPT.hidden_states
 
 def hidden_states_whole(model, batch, *more):
     """Hashes the tokens again: in training, a batch has places among what is fetched."""
-    model.whole_ids = torch.from_numpy(tg.hash_ngrams(batch.inputs.numpy(), model.cfg.ngrams)).long()
+    cfg = model.cfg
+    rows, sign_ids = tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams, cfg.sign_rows)
+    model.whole_ids = torch.from_numpy(rows).long()
+    model.whole_signs = torch.ones((), dtype=model.signs.dtype)
+    if sign_ids is not None:
+        model.whole_signs = model.signs[torch.from_numpy(sign_ids)]
     return hidden_states(model, batch, *more)
 
 
-def look_up_whole(model, rows, ids, leaves):
-    """Replaces GPT.lookup_ngrams: sums rows of the whole table in plain torch, and keeps what it returns."""
+def look_up_whole(model, batch, leaves, training):
+    """Replaces GPT.lookup_sums: sums rows of the whole table in plain torch, and keeps what it returns.
+
+    Signs have the model's dtype, of which sums are then at least.
+    """
     cfg, ids, table = model.cfg, model.whole_ids, model.ngrams.table
     dtype = torch.promote_types(table.dtype, torch.float32)
-    found = F.embedding(ids[0], table).to(dtype)
-    for row in ids[1:]:
-        found = found + F.embedding(row, table).to(dtype)
+    signs = model.whole_signs.expand(*ids.shape, table.size(1))
+    found = F.embedding(ids[0], table).to(dtype) * signs[0]
+    for row, sign in zip(ids[1:], signs[1:]):
+        found = found + F.embedding(row, table).to(dtype) * sign
     found = found.to(tg.dtype_of(cfg.dtype))
     if leaves is not None:
         leaves["ngrams"] = found.requires_grad_()
-    if torch.is_grad_enabled():  # in training
-        model.ngrams.looked_up.append((ids, found))
+    if training:
+        model.ngrams.looked_up.append((ids, signs, found))
     return F.pad(found, (0, cfg.dim - cfg.ngrams.width))
 
 
@@ -127,7 +136,7 @@ def placed(cfg, placement):
     with pytest.MonkeyPatch.context() as patch:
         if placement == "whole":
             patch.setitem(tg.TABLES, "whole", WholeTable)
-            patch.setattr(tg.GPT, "lookup_ngrams", look_up_whole)
+            patch.setattr(tg.GPT, "lookup_sums", look_up_whole)
             patch.setattr(tg.GPT, "hidden_states", hidden_states_whole)
         yield tg.override(cfg, f"ngrams.placement={placement}")
 
