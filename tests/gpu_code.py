@@ -207,13 +207,15 @@ def boxed(function):
 
 
 def write_data(folder, cfg, train, val):
-    """Writes a shard of `train` tokens and one of `val`; returns them as a run's data."""
+    """Writes a shard of `train` tokens, one of `val` and a vocabulary; returns them as a run's data."""
     rng, paths = np.random.default_rng(0), []
     longest = max(stage.max_doc_len for stage in cfg.stages)
     for split, count in (("train", train), ("val", val)):
         tokens = random_documents(rng, count, cfg.vocab_size, cfg.bos_id, longest)
         paths.append(write_shard(f"{folder}/x_{split}_000000.bin", tokens, cfg.vocab_size, cfg.bos_id))
-    return tg.Dataset(paths[:1], paths[1:], 0.0, "")
+    vocabulary = Path(folder, "vocabulary.txt")
+    vocabulary.write_text("".join(f"{i:02x}\n" if i < 256 else f"{i:04x}\n" for i in range(cfg.vocab_size)))
+    return tg.Dataset(paths[:1], paths[1:], 0.0, "", tg.read_vocabulary(vocabulary, cfg.vocab_size))
 
 
 class DistinctRows(tg.TrainLoader):
@@ -296,8 +298,8 @@ class MetaRun:
         T = plan.batch_tokens // tg.num_microbatches(self.cfg, self.world_size)
         count = tg.num_microbatches(self.cfg, self.world_size) // self.world_size
         x = torch.empty(T, self.cfg.dim, dtype=tg.dtype_of(self.cfg.dtype), device=META)
-        targets = torch.empty(T, dtype=torch.int64, device=META)
-        weights, grad = tuple(w / count for w in plan.mtp), self.optimizer.weight_grads["lm_head"]
+        targets = self.model.loss_targets(torch.empty(T, dtype=torch.int64, device=META), plan)
+        weights, grad = tuple(w / count for w in plan.loss_weights), self.optimizer.weight_grads["lm_head"]
         self.model.head_loss_and_grad(x, targets, weights, grad, 1 / count)
 
 
@@ -548,7 +550,7 @@ def triton_part():
                 seen.phase = f"steps {middle} and {middle + 1}" + (f", {rows} rows" if rows else "")
                 run.train([middle, middle + 1], rows)
         plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
-        plans = list({(plan.batch_tokens, plan.mtp): plan for plan in plans}.values())
+        plans = list({(plan.batch_tokens, plan.loss_weights): plan for plan in plans}.values())
         for plan in plans if cfg is tg.RECORD else plans[::10]:
             seen.phase = f"head of step {plan.step}"
             run.head(plan)

@@ -26,12 +26,15 @@ def cfg(every_layer):  # noqa: F811
     """Returns a config with a layer of each kind, and two of one kind."""
     layers = (
         tg.Layer("paired", value=0, saves="skip"),
-        tg.Layer("plain", "long", key_shift=True, saves="back"),
+        tg.Layer("plain", "long", key_shift=True, saves="back", xsa=True, gate=True),
         tg.Layer(None, adds="skip"),
-        tg.Layer("plain", value=1, reads="back"),
-        tg.Layer("plain", value=2, reads="back"),
+        tg.Layer("plain", value=1, reads="back", xsa=True),
+        tg.Layer("plain", value=2, reads="back", xsa=True),
+        tg.Layer("plain", "long", value=3, reads="back", gate=True, dc=True, connections=True),
     )
-    return replace(every_layer, layers=layers, microbatches=2)
+    stages = tuple(replace(stage, prefix_start=0.25) for stage in every_layer.stages[:2])
+    stages += every_layer.stages[2:]
+    return replace(every_layer, layers=layers, microbatches=2, stages=stages, dc_window=7)
 
 
 @pytest.fixture
@@ -58,8 +61,9 @@ def compiled(monkeypatch):
 def train(cfg, backend):
     """Trains a run; returns losses, the number of compiled graphs after each step, the model's tensors."""
     _, exchange, model, optimizer = build(0, 1, cfg, backend=backend)
+    model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     batches, losses, graphs = batches_of(cfg, 0, 1), [], []
-    val = tg.ValLoader(cfg, tg.open_dataset(cfg).val, 0, 1, False)
+    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), 0, 1, False)
     for _ in range(cfg.steps):
         loss = tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"]
         losses.append(loss.item())
@@ -88,12 +92,14 @@ def test_a_compiled_run_is_the_plain_run(cfg, compiled):
 def test_generated_code(cfg, compiled):
     """Compares a batch's loss and gradients in fp32 with torch.compile's own backend, with the plain ones."""
     layers = (
-        tg.Layer("plain", "long", key_shift=True, value=0, saves="skip"),
-        tg.Layer("plain", "long", key_shift=True, value=1, saves="back", adds="skip"),
+        tg.Layer("plain", "long", key_shift=True, value=0, saves="skip", xsa=True, gate=True),
+        tg.Layer("plain", "long", key_shift=True, saves="back", adds="skip", xsa=True, gate=True),
+        tg.Layer("plain", "long", value=1, xsa=True, gate=True, connections=True),
     )
     cfg, results = replace(with_dtype(cfg, "float32"), layers=layers, microbatches=1), []
     for backend in (tg.TORCH_BACKEND, compiled(cfg)):
         _, _, model, optimizer = build(0, 1, cfg, backend=backend)
+        model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
         optimizer.step = lambda plan: None
         batches = batches_of(cfg, 0, 1)
         loss = tg.train_step(model, optimizer, batches.next())["train_loss"].item()

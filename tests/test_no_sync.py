@@ -22,11 +22,13 @@ def cfg(every_layer):  # noqa: F811
     """Returns a config with a layer of each kind and two micro-batches: "meta" is slow."""
     layers = (
         tg.Layer("paired", value=0, saves="skip"),
-        tg.Layer("plain", "long", key_shift=True, saves="back"),
+        tg.Layer("plain", "long", key_shift=True, saves="back", xsa=True, gate=True),
         tg.Layer(None, adds="skip"),
-        tg.Layer("plain", value=1, reads="back"),
+        tg.Layer("plain", value=1, reads="back", gate=True, dc=True, connections=True),
     )
-    return replace(every_layer, layers=layers, microbatches=2, val_slices=1)
+    stages = tuple(replace(stage, prefix_start=0.25) for stage in every_layer.stages[:2])
+    stages += every_layer.stages[2:]
+    return replace(every_layer, layers=layers, microbatches=2, val_slices=1, stages=stages)
 
 
 def prefetch(cfg, pin=False):
@@ -35,9 +37,10 @@ def prefetch(cfg, pin=False):
     return tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
 
 
-def segment_sum_rows(out, grad, index):
+def segment_sum_rows(out, grad, index, signs):
     """Does nothing: "meta" has no segment_reduce."""
-    assert {t.device.type for t in (out, grad, *index)} == {"meta"} and len(index.perm) % len(grad) == 0
+    tensors = [t for t in (out, grad, signs, *index) if t is not None]
+    assert {t.device.type for t in tensors} == {"meta"} and len(index.perm) % len(grad) == 0
 
 
 def fail_on_device(make, *args, **options):

@@ -27,15 +27,18 @@ def cfg(every_layer):  # noqa: F811
     Every stage is one step, so that step 3 is the untied one's.
     """
     layers = (
-        tg.Layer("paired", value=0, saves="skip"),
-        tg.Layer("plain", "long", key_shift=True, saves="back"),
+        tg.Layer("paired", value=0, saves="skip", gate=True),
+        tg.Layer("plain", "long", key_shift=True, saves="back", xsa=True, gate=True),
         tg.Layer(None, adds="skip"),
-        tg.Layer("plain", value=1, reads="back"),
+        tg.Layer("plain", value=1, reads="back", xsa=True, gate=True, dc=True, connections=True),
     )
     sizes = zip(every_layer.stages, (64, 128, 96, 96))
-    stages = tuple(replace(stage, steps=1, batch_tokens=tokens) for stage, tokens in sizes)
+    stages = tuple(
+        replace(stage, steps=1, batch_tokens=tokens, prefix_start=0.25 * (tokens != 96))
+        for stage, tokens in sizes
+    )
     cfg = replace(dense(with_dtype(every_layer, "float32")), layers=layers, stages=stages, microbatches=2)
-    return replace(cfg, attention="dense", head_chunk=16, main_grad=False, flat_adam=False)
+    return replace(cfg, attention="dense", head_chunk=16, main_grad=False, flat_adam=False, dc_window=7)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,7 @@ PAIRS = random.Random(6).sample([(a, b) for a in SWITCHES for b in SWITCHES if a
 def train(cfg, backend):
     """Trains a run; returns its losses and each parameter's change, and that of the table of n-grams."""
     _, _, model, optimizer = build(0, 1, cfg, backend=backend)
+    model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     batches, losses = batches_of(cfg, 0, 1), []
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for _ in range(cfg.steps):
@@ -110,6 +114,24 @@ def train_switched(cfg, names):
         compile_eager = partial(torch.compile, fullgraph=True, backend="eager")
         backend = backend._replace(compiled=cache(compile_eager))
     return train(cfg, backend)
+
+
+# Parts of the model that can be left out: the setting, and the parameters that it takes away.
+PARTS = {
+    "mudd_gates": ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),
+    "mudd_connections": ("mudd_connections=false", {"mudd_w1", "mudd_w2"}),
+    "sign_rows": ("sign_rows=0", set()),
+    "xsa": ("layers.*.xsa=false", set()),
+    "gate": ("layers.*.gate=false", set()),
+    "dc": ("layers.*.dc=false", set()),
+    "prefix": ("stages.*.prefix_start=0", set()),
+}
+
+
+MUDD_GATES = pytest.param(
+    "mudd_gates",
+    marks=pytest.mark.xfail(strict=True, reason="compose_heads takes no constants (1, H)"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +166,37 @@ def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, name
             assert F.cosine_similarity(changes[name].flatten(), want.flatten(), dim=0) > 0.5, name
 
 
+@pytest.mark.parametrize("ngrams, main_grad", [(True, True), (False, False), (False, True)])
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "mudd_gates"] + [MUDD_GATES])
+def test_a_part_of_the_model_can_be_left_out(cfg, part, ngrams, main_grad):
+    """Checks that the run is another, that only the part's parameters are gone, and that all else trains."""
+    if ngrams:
+        cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12))
+    (setting, gone), results = PARTS[part], []
+    for each in (replace(cfg, main_grad=main_grad), tg.override(replace(cfg, main_grad=main_grad), setting)):
+        results.append(train(each, tg.TORCH_BACKEND))
+    (losses, changes), (less_losses, less_changes) = results
+    assert changes.keys() - less_changes.keys() == gone and less_changes.keys() <= changes.keys()
+    assert all(0 < abs(a - b) < 0.5 for a, b in zip(losses[-2:], less_losses[-2:]))
+    still = {name for name, change in less_changes.items() if not change.any()}
+    assert still <= {name for name, change in changes.items() if not change.any()}
+
+
+def test_a_part_that_acts_by_nothing_is_as_good_as_left_out(cfg):
+    """Checks that gates of XSA and of composed heads that are 0 change no hidden state."""
+    batches, results = batches_of(cfg, 0, 1), []
+    batch = batches.next().micro_batches[0]
+    batches.loader.close()
+    left_out = tg.override(tg.override(cfg, "layers.*.xsa=false"), "layers.*.dc=false")
+    for each in cfg, left_out:
+        model = tg.GPT(each)  # at first, gates are their biases
+        torch.nn.init.normal_(model.vo_bank, std=0.1, generator=torch.Generator().manual_seed(1))
+        results.append(model.hidden_states(batch, {"short": 5, "long": 9}))
+        gates = model.gates(0, results[0]) | model.gates(1, results[0])
+        assert any(kind in ("xsa", "dc2") for kind, _ in gates) == (each is cfg)
+    assert torch.equal(*results)
+
+
 def test_every_switch_of_the_config_is_here():
     """Checks that every switch of Config is tried, except those of attention, which need a GPU."""
     tried = {
@@ -163,4 +216,6 @@ def test_every_switch_of_the_config_is_here():
     }
     fields = vars(tg.RECORD) | vars(tg.RECORD.ngrams)
     booleans = {field for field, value in fields.items() if isinstance(value, bool)}
-    assert tried == switches and booleans - {"warmup"} <= switches
+    assert tried == switches and booleans - {"warmup"} - PARTS.keys() <= switches
+    layer_switches = {field for field, value in vars(tg.Layer(None)).items() if isinstance(value, bool)}
+    assert layer_switches - {"key_shift", "connections"} == {"xsa", "gate", "dc"} <= PARTS.keys()
