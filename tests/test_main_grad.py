@@ -275,6 +275,31 @@ def test_a_second_copy_of_the_script_can_be_imported():
         del sys.modules["my_copy"]
 
 
+@pytest.mark.parametrize("main_grad", [True, False])
+@pytest.mark.parametrize("sign_rows", [0, 1, 8192])
+def test_rows_and_their_gradients_have_signs(cfg, sign_rows, main_grad):
+    """Checks the bigrams' rows against a loop over positions; without rows of signs, no sign is there."""
+    _, _, model, optimizer = build(0, 1, replace(cfg, sign_rows=sign_rows, main_grad=main_grad))
+    batches = batches_of(model.cfg, 0, 1)
+    batch = batches.next().micro_batches[0]
+    batches.loader.close()
+    leaves = {} if main_grad else None
+    for name in ("value_embeds", "embed"):
+        found = model.lookup(name, batch, leaves)
+        found.backward(torch.zeros_like(found))
+    bigrams = model.lookup_sums(batch, leaves, True)
+    db = randn(*bigrams.shape, seed=1)
+    bigrams.backward(db)
+    optimizer.accumulate_row_grads(leaves, batch.index, model.signs)
+    want, ones = torch.zeros_like(model.bigram_embed), torch.ones(model.cfg.dim)
+    for t, row in enumerate(batch.bigrams.tolist()):
+        sign = model.signs[batch.signs[0, t]] if sign_rows else ones
+        assert set(sign.tolist()) <= {-1, 1} and torch.equal(bigrams[t], sign * model.bigram_embed[row])
+        want[row] += sign * db[t]
+    torch.testing.assert_close(optimizer.grad_of("bigram_embed"), want, **NEAR)
+    assert (batch.signs is None) == (sign_rows == 0) and model.signs.size(0) == sign_rows
+
+
 # ------------------------------------------------------------------------------------------------- whole runs
 
 VARIANTS = {
