@@ -9,18 +9,18 @@ A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on Fin
 Results
     cpu preset     1.055 nats per token on the Python library's own text (mean of 10 runs, sd 0.008; a 4-gram
                    model has 1.47): 311 steps, 107 s on two cores of an Intel Xeon, PyTorch 2.13
-    record preset  not timed on GPUs yet. Its configuration is that of the public speedrun's record 80, which
-                   took 84.4 s on 8 H100s
+    record preset  not timed on GPUs yet. Its configuration is that of the public speedrun's record 89, which
+                   took 73.8 s on 8 H100s, without FP8 in the MLPs and without composed heads (Layer.dc)
 
 Sections; each uses only what is above it
     1  This text, imports
     2  Config       layer, parameter, scalar and stage tables; presets; --set name=value
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, clock, log
-    5  Data         shards, micro-batches of whole documents, bigram ids, touched rows, prefetching
-    6  Reference    every kernel's operation in plain torch; attention; Polar Express
+    5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
+    6  Reference    every kernel's operation in plain torch; attention, composed heads; Polar Express
     7  Kernels      section 6 in Triton; the backend of a run; matmuls that write gradients into main_grad
-    8  Model        rotary tables, the blocks, the head with its loss, logits
+    8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam and NorMuon on one shard
     11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
@@ -29,7 +29,7 @@ Sections; each uses only what is above it
     14 Checks       what a config must satisfy; memory; saved models; checkpoints
     15 Main         command line, warm-up, the timed loop
 
-The algorithm follows the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt, commit 2c702746).
+The algorithm follows the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt, commit f411b3d3).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
 table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), L the
 layers, V the padded vocabulary.
@@ -341,14 +341,15 @@ class Config:
 
 RECORD = Config()
 
-# Every layer and mechanism, at widths that two laptop cores train in two minutes, on bytes; n-grams in the
-# place of bigrams. Micro-batches hold 256 and 512 tokens, so a document gives at most that many; max_doc_len
-# is larger, since a document can also give the last target.
+# All layers, at widths that two laptop cores train in two minutes, on bytes; n-grams in the place of bigrams;
+# no prefixes, which bytes do not have. Micro-batches hold 256 and 512 tokens, so a document gives at most that
+# many; max_doc_len is larger, since a document can also give the last target.
 # fmt: off
 WINDOWS = [stage.windows for stage in RECORD.stages]  # for the names that a row below leaves out
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
+    layers=tuple(replace(layer, xsa=False) for layer in LAYERS), sign_rows=0,  # here they gain nothing
     ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), window_unit=16, attn_scale=0.3, dtype="float32",
     muon_dtype="float32", momentum_warmup=125, momentum_cooldown=20, kernels=(), attention="dense", fp8=False,
     compile=False,
@@ -1510,6 +1511,7 @@ def compose_heads(
     arXiv:2405.08553; trimmed to this in record 85.
     """
     T, H, _ = q.shape
+    w1, w2 = w1.expand(T, H), w2.expand(T, H)  # they may be constants, (1, H)
     q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window - 1, T - 1))
     n, _, block, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -1579,7 +1581,7 @@ def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor
 
     With `prefixes` (V,), a last column has the next token's prefix. -1: none.
     """
-    columns = [F.pad(targets[k:], (0, k), value=-1) for k in range(count)]
+    columns = [F.pad(targets[k:], (0, min(k, len(targets))), value=-1) for k in range(count)]
     return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=1)
 
 
@@ -2509,7 +2511,7 @@ class InjectGrad(torch.autograd.Function):
 
 
 # ============================================================================================================
-# 8  Model. Rotary tables, the blocks, the head with its loss and gradient, logits.
+# 8  Model. Rotary tables; what mixes and gates the streams; the head with its loss and gradient; logits.
 # ============================================================================================================
 
 YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stretch with it, faster ones stay
@@ -4093,6 +4095,7 @@ def config_rules(cfg: Config, world_size: int):
     for column, role in (("saves", "skip"), ("saves", "back"), ("adds", "skip"), ("connections", True)):
         count = sum(getattr(layer, column) == role for layer in cfg.layers)
         yield count != 1, f"layer table: exactly one layer must have {column}={role}"
+    yield not cfg.layers[0].attention, "layers.0 has no attention; the first layer needs it"
     for i, layer in enumerate(cfg.layers):
         saved = {"stream", None, *(above.saves for above in cfg.layers[:i])}
         for used in (layer.adds, layer.reads if layer.attention else None):
@@ -4111,7 +4114,6 @@ def config_rules(cfg: Config, world_size: int):
     tables = [layer.value for layer in cfg.layers if layer.value is not None]
     misnumbered = sorted(tables) != list(range(len(tables)))
     yield misnumbered, f"layer table: value tables are {tables}; number them 0, 1, ... and use each once"
-    yield not tables, "layer table: no layer has a value table; give one value=0"
     shape = f"heads={cfg.heads} must be even, head_dim={cfg.head_dim} a multiple of 4"
     odd = cfg.heads % 2 or cfg.head_dim % 4 or cfg.dim < GATE_DIM
     yield odd, f"{shape}, their product at least {GATE_DIM}"

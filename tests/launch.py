@@ -31,10 +31,12 @@ WAIT = 200
 STEPS = 8
 # The cpu preset at a size that takes seconds: all layers, all stages at two steps each. It validates before
 # steps 0, 3 and 6, and at the end. It has bigram_embed, like the record preset; tests of n-grams set theirs.
+# And all that the model can have: signs, XSA, composed heads, prefixes.
 TINY = [
     *("heads=2", "head_dim=8", "mlp_dim=32", "ngrams.orders=", "bigram_vocab_size=320"),
     *("val_slices=3", "val_slice_tokens=256", "val_every=3"),
     *("stages.*.steps=2", "stages.*.max_doc_len=40"),
+    *("sign_rows=64", "layers.10.dc=true", *(f"layers.{i}.xsa=true" for i in (1, 3, 4, 7))),
     *("stages.0.prefix_start=0.25", "stages.0.prefix_end=0.25", "stages.1.prefix_start=0.25"),
     *(f"stages.{i}.batch_tokens={8 * T}" for i, T in enumerate((24, 32, 48, 48))),
 ]

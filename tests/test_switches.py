@@ -128,12 +128,6 @@ PARTS = {
 }
 
 
-MUDD_GATES = pytest.param(
-    "mudd_gates",
-    marks=pytest.mark.xfail(strict=True, reason="compose_heads takes no constants (1, H)"),
-)
-
-
 @pytest.fixture(scope="module")
 def plain():
     """Returns plain(cfg): it trains a run without switches, once with n-grams and once without."""
@@ -167,7 +161,7 @@ def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, name
 
 
 @pytest.mark.parametrize("ngrams, main_grad", [(True, True), (False, False), (False, True)])
-@pytest.mark.parametrize("part", [part for part in PARTS if part != "mudd_gates"] + [MUDD_GATES])
+@pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_the_model_can_be_left_out(cfg, part, ngrams, main_grad):
     """Checks that the run is another, that only the part's parameters are gone, and that all else trains."""
     if ngrams:
