@@ -72,7 +72,7 @@ FILL = {  # k, scale, offset
     "mudd_gate_w1":   (20, .20, 0),
     "mudd_gate_w2":   (21, .30, 0),
     "mudd_gate_b2":   (22, 4.0, 1),
-    "mudd_gate_scale": (0, 0.0, .13),
+    "mudd_gate_scale": (25, 0, .13),  # 0.13; the stream is of gradients
 }
 SIGN_STREAM, PREFIX_STREAM = 23, 24
 # fmt: on
