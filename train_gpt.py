@@ -354,9 +354,9 @@ CPU = replace(
     muon_dtype="float32", momentum_warmup=125, momentum_cooldown=20, kernels=(), attention="dense", fp8=False,
     compile=False,
     stages=(
-        Stage( 97, 2048,  512, WINDOWS[0] | {"short": 3, "long": 9}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        Stage( 97, 4096, 1024, WINDOWS[1] | {"short": 4, "long": 10}, 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage( 97, 4096, 1024, WINDOWS[2] | {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
+        Stage( 90, 2048,  512, WINDOWS[0] | {"short": 3, "long": 9}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        Stage( 90, 4096, 1024, WINDOWS[1] | {"short": 4, "long": 10}, 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage( 90, 4096, 1024, WINDOWS[2] | {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
         Stage( 20, 4096, 1024, WINDOWS[3] | {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
     ))
 # fmt: on
@@ -415,13 +415,17 @@ def gate_table(cfg: Config) -> list[list[Gate]]:
 
 
 MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
-# Initial biases of their outputs, in units of that. Of the layer with connections: the first stream, "back"
-# and the layer's input into the values; these into the stream; the value embedding of the two halves of the
-# heads; the stream and attention's output; the first stream and the bigrams added to them; the stream and the
-# MLP's output. Before the head: the first stream, "back" (taken off: a part of the stream that served only
-# middle layers, PR 140), that layer's input, the first value embedding, "skip".
-ROOT = math.sqrt(1.1) / MUDD_SCALE
-MUDD_BIASES = ((0, 0, 0, 0, 0, 0, 20, 20, ROOT, 10, 0, 0.5, ROOT, 10), (0, -5, 0, 0, 0))
+# Initial biases of their outputs, in units of that, by columns. The layer with connections:
+#   0-2    the first stream, "back" and the layer's input, into its values
+#   3-5    the same, into the stream
+#   6-7    the value embedding of the first and of the second half of the heads
+#   8-9    the stream and attention's output
+#   10-11  the first stream and the bigrams, into the stream
+#   12-13  the stream and the MLP's output
+# Before the head: the first stream, "back" (taken off: it served only middle layers, PR 140), the input of
+# that layer, the first value embedding, "skip".
+RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
+MUDD_BIASES = ((0, 0, 0, 0, 0, 0, 20, 20, RESID_BIAS, 10, 0, 0.5, RESID_BIAS, 10), (0, -5, 0, 0, 0))
 
 
 def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
@@ -466,7 +470,8 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
 
 def used_params(cfg: Config) -> list[Param]:
     """Returns the parameter table's rows, without those of parameters that this model lacks."""
-    return [spec for spec in cfg.params if spec.name in param_shapes(cfg, 1)]
+    shapes = param_shapes(cfg, 1)
+    return [spec for spec in cfg.params if spec.name in shapes]
 
 
 def config_from_dict(value, hint=Config):
@@ -861,7 +866,7 @@ class Dataset(NamedTuple):
     val: list[Path]
     bytes_per_token: float  # of the validation text; 0: unknown
     fingerprint: str
-    vocabulary: list[bytes]  # each token's; empty where no loss needs them
+    vocabulary: Sequence[bytes] = ()  # each token's; empty if no loss needs them
 
 
 def open_dataset(cfg: Config) -> Dataset:
@@ -883,11 +888,8 @@ def open_dataset(cfg: Config) -> Dataset:
         )
     count, text = sum(headers[p].tokens for p in train), [headers[p].text_bytes for p in val]
     counts = f"{count} training tokens in {len(train)} shards, {have} for validation"
-    has_prefixes = any(stage.prefix_start or stage.prefix_end for stage in cfg.stages)
-    vocabulary = [Path(cfg.data, "vocabulary.txt")] if has_prefixes else []
-    tokens = read_vocabulary(vocabulary[0], cfg.vocab_size) if vocabulary else []
-    fingerprint = f"{dataset_hash(train + val + vocabulary)} ({counts})"
-    return Dataset(train, val, sum(text) / have if all(text) else 0.0, fingerprint, tokens)
+    fingerprint = f"{dataset_hash(train + val)} ({counts})"
+    return Dataset(train, val, sum(text) / have if all(text) else 0.0, fingerprint)
 
 
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
@@ -901,14 +903,14 @@ def read_vocabulary(path: Path, size: int) -> list[bytes]:
     return vocabulary
 
 
-def prefix_table(vocabulary: list[bytes], rows: int) -> Tensor:
+def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
     """Returns for each of `rows` tokens, int64, the one that is its longest proper prefix; -1: none."""
     ids = {token: i for i, token in enumerate(vocabulary) if token}
-    table = torch.full((rows,), -1)
+    table = [-1] * rows
     for token, i in ids.items():
         prefixes = (ids.get(token[:n]) for n in range(len(token) - 1, 0, -1))
         table[i] = next((prefix for prefix in prefixes if prefix is not None), -1)
-    return table
+    return torch.tensor(table)
 
 
 def dataset_hash(paths: list[Path]) -> str:
@@ -976,10 +978,9 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
         for seed in range(ngrams.hashes) if n in ngrams.orders else ():
             i = ngrams.orders.index(n) * ngrams.hashes + seed
             h = mixed + np.uint32(seed * int(MIX) % 2**32)
-            if signs is not None:  # scales the upper bits of a product to the number of rows
-                signs[i] = (h * np.uint32(0x27D4EB2F) >> np.uint32(16)) * np.uint32(sign_rows) >> np.uint32(
-                    16
-                )
+            if signs is not None:
+                upper = h * np.uint32(0x27D4EB2F) >> np.uint32(16)  # another odd factor
+                signs[i] = upper * np.uint32(sign_rows) >> np.uint32(16)
             h ^= h >> np.uint32(16)
             h *= np.uint32(0x85EBCA6B)
             h ^= h >> np.uint32(13)
@@ -1477,8 +1478,7 @@ def query_blocks(
 
     Also returns a mask (n, 1, block, keys): which key is in a query's document and window.
     """
-    T, H, D = q.shape
-    block = min(max(32, window), 256)
+    T, block = len(q), min(max(32, window), 256)
     n = padded(T, block) // block
     tail = n * block - T
     pos = torch.arange(T, device=q.device, dtype=cu_seqlens.dtype)
@@ -1489,9 +1489,9 @@ def query_blocks(
     offs = torch.arange(-before * block, block, device=q.device)
     distance = offs[before * block :, None] - offs
     mask = (doc_q == doc_k) & (distance >= 0) & (distance <= window)
-    q = F.pad(q, (0, 0, 0, 0, 0, tail)).view(n, block, H, D)
+    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (n, block))
     # Overlapping blocks of keys from neighbouring ones: the backward of unfold() is five times as slow.
-    k, v = (F.pad(t, (0, 0, 0, 0, before * block, tail)).view(-1, block, H, D) for t in (k, v))
+    k, v = (F.pad(t, (0, 0, 0, 0, before * block, tail)).unflatten(0, (-1, block)) for t in (k, v))
     k, v = (torch.cat([t[i : i + n] for i in range(before + 1)], dim=1) for t in (k, v))
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask.unsqueeze(1)
 
@@ -1518,7 +1518,7 @@ def compose_heads(
     q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window - 1, T - 1))
     n, _, block, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = (scale * q @ k.mT).to(dtype).masked_fill(~mask, -math.inf)
+    scores = (scale * q.to(dtype) @ k.to(dtype).mT).masked_fill(~mask, -math.inf)
     w1 = F.rms_norm(w1.to(dtype), (H,), eps=1e-6).to(q.dtype)
     w1 = F.pad(w1, (0, 0, 0, n * block - T)).view(n, block, H).transpose(1, 2)
     mixed = (w1[..., None] * scores.softmax(-1)).sum(1, keepdim=True).to(q.dtype)
@@ -1593,18 +1593,19 @@ def softcap_loss(
 ) -> tuple[Tensor, Tensor]:
     """Returns the cross-entropies of softcapped logits with several targets, and their sum's gradient.
 
-    logits (n, V); targets (n, K) int64, -1: none; K weights. Losses (n,) are fp32 (fp64 for fp64 logits). The
-    gradient has the logits' dtype; with `scale_inv` it is e5m2 in units of scale_inv, saturating.
+    logits (n, V); targets (n, K) int64, contiguous, -1: none; K weights. Losses (n,) are fp32 (fp64 for fp64
+    logits). The gradient has the logits' dtype; with `scale_inv` it is e5m2 in units of scale_inv,
+    saturating.
     """
     s = softcap_sigmoid(logits)
     z = SOFTCAP_SCALE * s
     lse = z.logsumexp(dim=-1)
     losses, total, target_probs = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(z)
     for target, weight in zip(targets.split(1, dim=1), weights):
-        at, weighs = target.clamp_min(0), weight * (target >= 0).to(z.dtype)
-        losses += weighs[:, 0] * (lse - z.gather(1, at)[:, 0])
-        total += weighs[:, 0]
-        target_probs.scatter_add_(1, at, weighs)
+        at, row_weights = target.clamp_min(0), weight * (target >= 0).to(z.dtype)
+        losses += row_weights[:, 0] * (lse - z.gather(1, at)[:, 0])
+        total += row_weights[:, 0]
+        target_probs.scatter_add_(1, at, row_weights)
     dz = total[:, None] * (z - lse[:, None]).exp() - target_probs
     grad = dz * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)
     return losses, to_fp8(grad, scale_inv, torch.float8_e5m2) if scale_inv else grad.to(logits.dtype)
@@ -2788,21 +2789,17 @@ class GPT(nn.Module):
             "embed": lm_head.T,
             "value_embeds": 0.01 * torch.randn(shapes["value_embeds"], generator=generator),
             "signs": torch.randint(2, self.signs.shape, generator=generator) * 2 - 1,
-            **{
-                name: uniform(*shapes[name]) * (2 / math.sqrt(3))  # to 1 / sqrt(dim), as Kaiming
-                for name in ("mudd_w1", "mudd_gate_w1")
-                if name in shapes
-            },
-            **{
-                f"{name}_b2": nn.utils.rnn.pad_sequence([*map(torch.tensor, rows)], batch_first=True)
-                for name, rows in self.biases.items()
-            },
             "mudd_gate_scale": torch.tensor([0.1]),
             "post_lambdas": torch.ones(L, 2),
             "resid_lambdas": torch.full((L, 2), math.sqrt(1.1)),
             # Factors of each layer's QKV and output weight; the smear's, and the skip's before a sigmoid.
             "scalars": torch.tensor([0.5, 1.0] * L + [0.0, -1.5]),
         }
+        for name, biases in self.biases.items():
+            if f"{name}_w1" in shapes:  # to 1 / sqrt(dim), as Kaiming
+                values[f"{name}_w1"] = uniform(*shapes[f"{name}_w1"]) * (2 / math.sqrt(3))
+            rows = [*map(torch.tensor, biases)]
+            values[f"{name}_b2"] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         for name, value in values.items():
             getattr(self, name)[: value.size(0)].copy_(value)
 
@@ -2862,9 +2859,8 @@ class GPT(nn.Module):
             self.weight(f"{name}_lambdas").to(embed.dtype).flatten().unbind() for name in ("post", "resid")
         )
         ve_gates = self.weight("ve_gate_bank").unbind()
-        x0 = compiled(smear_embeddings)(embed, smear, self.smear_gate)
-        # Hashed bigrams: an embedding of this token and the one before, so that no layer need recognize
-        # frequent pairs (PR 201).
+        x0 = compiled(smear_embeddings)(embed, smear, self.weight("smear_gate"))
+        # Mix sums the gradients of these two in lists, from which Share takes them.
         held = [], []
         x0, bigram = (Share.apply(stream, sums) for stream, sums in zip((x0, bigram), held))
         shared = {id(x0): held[0], id(bigram): held[1]}
@@ -2880,7 +2876,7 @@ class GPT(nn.Module):
         values, mlps, saved = None, None, {"first": x}
         for i, layer in enumerate(cfg.layers):
             if layer.adds:  # as in a U-net, a late layer gets an early one's view back (record 11)
-                x, h = mix([None, torch.sigmoid(skip).to(x.dtype) * gates["skip", i]], [x, saved[layer.adds]])
+                x, h = mix([None, torch.sigmoid(skip) * gates["skip", i]], [x, saved[layer.adds]])
             mlp_scales = [resid[2 * i + 1], post[2 * i + 1]]
             if layer.attention:
                 qkv, out = weights[self.attention_index[i]]
@@ -2920,10 +2916,13 @@ class GPT(nn.Module):
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
         """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d)."""
-        scale = self.mudd_gate_scale.to(self.signs.dtype) if name == "mudd_gate" else MUDD_SCALE
+        scale: float | Tensor = MUDD_SCALE
+        if name == "mudd_gate":
+            scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype))
+        parts = [f"{name}_{part}" for part in ("w1", "w2", "b2")]
         # One unbind, as in mlp_weights.
-        weights = (getattr(self, f"{name}_{part}", None) for part in ("w1", "w2", "b2"))
-        rows = zip(*((None, None) if w is None else w.unbind() for w in weights), self.biases[name])
+        weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
+        rows = zip(*weights, self.biases[name])
         run = partial(self.backend.compiled(token_weights), scale=scale)
         return [partial(run, w1=w1, w2=w2, b2=b2, count=len(biases)) for w1, w2, b2, biases in rows]
 
@@ -2977,6 +2976,7 @@ class GPT(nn.Module):
     def lookup_sums(self, batch: MicroBatch, leaves: dict[str, Tensor] | None, training: bool) -> Tensor:
         """Returns the rows of bigram_embed, or the sums of n-grams' rows, at a micro-batch's positions.
 
+        An embedding of this token and those before, so that no layer need recognize frequent ones (PR 201).
         Rows are multiplied by their signs; the result is (T, d), padded with zeros. As lookup does, for the
         sums. Outside training, the rows of n-grams are fetched first.
         """
@@ -3030,8 +3030,9 @@ class GPT(nn.Module):
         delayed matmul keeps the gradients). lm_head's gradient goes to `grad`. `grad_scale`, which `weights`
         contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call.
 
-        Returns the multi-token loss summed over tokens, 0-d, at least fp32; and the roots of the remaining
-        backward, tensors with their gradients: x, and one for lm_head if autograd gets its gradient.
+        Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the roots of the
+        remaining backward, tensors with their gradients: x, and one for lm_head if autograd gets its
+        gradient.
         """
         to_autograd, n = grad.main_grad is None and not grad.delay, self.cfg.head_chunk
         w = self.weight("lm_head")
@@ -3453,7 +3454,7 @@ OPTIMIZERS = {
 #    ids    send_ids: asker -> owner,                early rows of s, which s - 1 does not touch: to askers
 #           rank r % world_size for row r            backward, gradient rows, update of rows
 #    late   send_numbers: owner -> asker,            late rows of s, just updated: to askers
-#           does step s - 1 touch it?        s       forwards: lookup_ngrams sums rows of `compact`
+#           does step s - 1 touch it?        s       forwards: lookup_sums sums rows of `compact`
 #                                                    last forward; early rows of s + 1
 #                                                    backward: accumulate_row_grads, to a compact main_grad
 #                                                    gradient rows: to owners, first of the scatter
@@ -3486,7 +3487,7 @@ class NgramTable:
         self.sums = torch.zeros(min(owned, block), n.width, dtype=acc_dtype(cfg), device=device)
         self.compact.requires_grad_(not cfg.main_grad)
         self.pending: list[Pending] = []  # fetches of the rows in `compact`
-        self.journal: list | None = None  # rows before each update since it began, to undo
+        self.journal: list | None = None  # rows, before their first update since it began, to undo
         # Of the present step; of the next, from its early rows to its late ones, which go to `compact` too.
         self.plan: RowPlan = None
         self.next_plan: RowPlan = None
@@ -3560,7 +3561,10 @@ class NgramTable:
 
     def apply_rule(self, grads: Tensor, plan: StepPlan) -> None:
         if self.journal is not None:
-            self.journal.append([self.plan.owned.cpu(), *(t[self.plan.at].cpu() for t in self.tables)])
+            owned = self.plan.owned.cpu()
+            new = ~torch.isin(owned, torch.cat([owned[:0], *(entry[0] for entry in self.journal)]))
+            at = self.plan.at[new.to(self.device)]
+            self.journal.append([owned[new], *(t[at].cpu() for t in self.tables)])
         row_ids = self.plan.owned * self.exchange.world_size + self.exchange.rank
         lr, beta2 = self.cfg.lr * plan.lr_mul, self.cfg.beta2
         self.backend.update_rows(*self.tables, self.plan.at, grads, lr, beta2, row_ids, plan.step)
@@ -3568,7 +3572,7 @@ class NgramTable:
     def undo(self) -> None:
         """Undoes the updates in the journal, and ends it."""
         self.finish()
-        for rows, *values in reversed(self.journal):
+        for rows, *values in self.journal:
             for t, value in zip(self.stored, values):
                 t[rows.to(t.device)] = value.to(t.device)
         self.journal = None
@@ -3807,7 +3811,10 @@ class Optimizer:
             self.backend.segment_sum_rows(self.ngrams.main_grad, grads, index["ngrams"], signs)
 
     def grad_of(self, name: str) -> Tensor:
-        return self.main_grad.get(name, self.params[name].grad)
+        grad = self.main_grad.get(name, self.params[name].grad)
+        if grad is None:
+            raise RuntimeError(f"{name} has no gradient")
+        return grad
 
     def zero_grad_of(self, name: str) -> None:
         """Drops a used gradient. Zeros a table's main_grad if sent whole: a backward writes few rows."""
@@ -3975,7 +3982,7 @@ def train_step(
         optimizer.accumulate_row_grads(leaves, micro_batch.index, model.signs)
         losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.loss_weights)))
     optimizer.step(plan)
-    return {"train_loss": sum(losses[1:], losses[0])}  # mean loss of this rank's predictions
+    return {"train_loss": sum(losses[1:], losses[0])}  # of this rank: the weighted mean over all targets
 
 
 def validate(
@@ -4115,6 +4122,8 @@ def config_rules(cfg: Config, world_size: int):
             f"layers.{i} has connections: it needs a value table, and a layer above it with saves=back",
         )
     tables = [layer.value for layer in cfg.layers if layer.value is not None]
+    gated = any(layer.value is not None and not layer.connections for layer in cfg.layers)
+    yield not gated, "layer table: no layer without connections has a value table; give one a table"
     misnumbered = sorted(tables) != list(range(len(tables)))
     yield misnumbered, f"layer table: value tables are {tables}; number them 0, 1, ... and use each once"
     shape = f"heads={cfg.heads} must be even, head_dim={cfg.head_dim} a multiple of 4"
@@ -4259,15 +4268,16 @@ def training_state(model: GPT, optimizer: Optimizer) -> dict:
     """Copies this rank's share of all that training changes, between Adam steps, to host memory."""
     optimizer.finish_gathers()
     shards = {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()}
-    state = {"model": shards, "optimizer": optimizer.state_dict()}
+    state = {"model": shards, "optimizer": optimizer.state_dict(), "signs": model.signs}
     return map_tensors(lambda t: t.detach().to("cpu", copy=True), state)
 
 
 @torch.no_grad()
-def restore(state: dict[str, dict], model: GPT, optimizer: Optimizer) -> None:
+def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     """Restores this rank's share, without gradients. Call optimizer.gather_all() afterwards."""
     for name, p in model.named_parameters():
         optimizer.shard_of(name, p).copy_(state["model"][name])
+    model.signs.copy_(state["signs"])
     optimizer.load_state_dict(state["optimizer"])
     optimizer.drop_grads()
 
@@ -4340,7 +4350,7 @@ class Checkpoint(NamedTuple):
 
 def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
     """Writes the checkpoint after `meta["step"]` steps into `run`, from all ranks; removes the one before."""
-    final = run / f"step{meta['step']:08d}"
+    final, is_master = run / f"step{meta['step']:08d}", exchange.rank == 0
     partial_path = final.with_suffix(".partial")
 
     def write_file(name: str, write: Callable) -> None:
@@ -4348,6 +4358,11 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
             write(f)
             f.flush()
             os.fsync(f.fileno())
+
+    def begin() -> None:
+        for left in run.glob("*.partial"):
+            shutil.rmtree(left)
+        partial_path.mkdir(parents=True)
 
     state = training_state(model, optimizer) | {"rank": exchange.rank}
 
@@ -4358,23 +4373,22 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
                     f"{name} is not finite after step {meta['step']}, which was not saved; lower the "
                     "learning rate that was raised last"
                 )
-        partial_path.mkdir(parents=True, exist_ok=True)
         write_file(f"rank{exchange.rank}.pt", partial(torch.save, state))
         if optimizer.ngrams:
             write_file(f"rank{exchange.rank}.ngrams", optimizer.ngrams.write)
 
     def finish() -> None:
         write_file("meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
+        earlier = list(run.glob("step????????"))
         partial_path.rename(final)
-        for path in run.iterdir():  # earlier ones, and what failed writes have left
-            if path != final:
-                shutil.rmtree(path.rename(path.with_suffix(".partial")))
+        for path in earlier:
+            shutil.rmtree(path.rename(path.with_suffix(".partial")))
 
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
     # torch.save raises RuntimeError when the disk is full.
     guard = explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError)
-    exchange.run_on_all_ranks(guard(write_shard))
-    exchange.run_on_all_ranks(guard(finish) if exchange.rank == 0 else lambda: None)
+    for part, takes_part in ((begin, is_master), (write_shard, True), (finish, is_master)):
+        exchange.run_on_all_ranks(guard(part) if takes_part else lambda: None)
 
 
 # ============================================================================================================
@@ -4581,10 +4595,15 @@ def run(args: argparse.Namespace, script: str) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     ngrams = exchange.run_on_all_ranks(check_ngram_memory, cfg, env.world_size, env.device, local)
     data = exchange.run_on_all_ranks(open_dataset, cfg)
+    if any(stage.prefix_start or stage.prefix_end for stage in cfg.stages):
+        path = Path(cfg.data, "vocabulary.txt")
+        vocabulary = exchange.run_on_all_ranks(read_vocabulary, path, cfg.vocab_size)
+        data = data._replace(vocabulary=vocabulary)
     task = {
         "seed": args.seed,
         "processes": env.world_size,
         "data": data.fingerprint,
+        "vocabulary": zlib.crc32(b"\n".join(data.vocabulary)),
         "config": json.loads(config_json(replace(cfg, data=""))),
     }
     versions = {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__}
@@ -4617,7 +4636,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         folder, run_id = resumed.path.parents[1], resumed.path.parent.stem
     with open_log(folder if env.rank == 0 else None, run_id, cfg.steps, args.seed, resumed) as log:
         log.print0(f"{script}\n{'=' * 100}", console=False)
-        for line in describe_environment(env):
+        for line in describe_environment(env) if env.rank == 0 else ():
             log.print0(line)
         log.print0(
             f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; "
@@ -4735,10 +4754,10 @@ def train(
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     profiler = trace() if trace else None
     clock.start()
-    if data.vocabulary:
-        model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
     loader = TrainLoader(cfg, data.train, env.rank, env.world_size, pin, position)
     batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), prefetch)
+    if data.vocabulary:
+        model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
         if done or validates(cfg, step):
@@ -4803,11 +4822,14 @@ def claim_report(error: UserError) -> bool:
 
     Ranks meet in the store that torchrun keeps for them.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
     try:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*address, timeout=timedelta(seconds=10))
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*address, timeout=timedelta(seconds=10))
+        else:
+            return True
         earlier = store.add("reports", 1) - 1
         return earlier == 0 if isinstance(error, PeerFailure) else store.add("causes", 1) == 1
     except RuntimeError:  # the store is gone: better reported twice than not at all
