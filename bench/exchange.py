@@ -26,7 +26,7 @@ are less extreme. Bigrams are hashed, so their rows are even.
 
 This is gloo over loopback on a CPU, where ranks share cores and memory: of NVLink it shows only the bytes.
 And the Python library is not FineWeb, so fractions and ratios are estimates. At the largest batch a rank (of
-8) has about 98,000 bigrams between two Adam steps; they touch about a fifth of 251,520 rows.
+8) has about 98,000 bigrams between two Adam steps; they touch some 50,000 of 377,280 rows.
 """
 
 import argparse
