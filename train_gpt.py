@@ -7,8 +7,8 @@ A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on Fin
     python train_gpt.py -h
 
 Results
-    cpu preset     1.055 nats per token on the Python library's own text (mean of 10 runs, sd 0.008; a 4-gram
-                   model has 1.47): 311 steps, 107 s on two cores of an Intel Xeon, PyTorch 2.13
+    cpu preset     1.051 nats per token on the Python library's own text (mean of two runs; a 4-gram model has
+                   1.47): 290 steps, 94 and 133 s on two shared cores of an Intel Xeon, PyTorch 2.13
     record preset  not timed on GPUs yet. Its configuration is that of the public speedrun's record 89, which
                    took 73.8 s on 8 H100s, without FP8 in the MLPs and without composed heads (Layer.dc)
 
