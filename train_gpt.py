@@ -2567,17 +2567,18 @@ def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor
 
 
 def token_weights(
-    u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: float | Tensor, count: int
+    u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: Tensor | None, count: int
 ) -> Tensor:
-    """Returns scale times the first outputs (T, count) of a small MLP of every token of u (T, d).
+    """Returns the first outputs (count, T) of a small MLP of every row of u (T, d), times `scale`.
 
-    w1 (hidden, d), w2 (k, hidden), b2 (k,); without w1 and w2 the outputs are constants, (1, count). MUDD:
-    Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
+    None: MUDD_SCALE. w1 (hidden, d), w2 (k, hidden), b2 (k,); without w1 and w2 the outputs are constants,
+    (count, 1). An output's numbers lie together: compiled code copies inputs that are not aligned to 16
+    bytes. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
     """
-    b2 = b2[:count]
-    if w1 is None or w2 is None:
-        return scale * b2[None]
-    return scale * F.linear(F.gelu(F.linear(u, w1)), w2[:count], b2)
+    out = b2[:count, None]
+    if w1 is not None and w2 is not None:
+        out = torch.addmm(out, w2[:count], F.gelu(F.linear(u, w1)).T)
+    return (MUDD_SCALE if scale is None else scale) * out
 
 
 def mix_streams(
@@ -2886,7 +2887,7 @@ class GPT(nn.Module):
                     value, ve_gate = values[layer.value], ve_gates[layer.value]
                 if layer.connections:
                     saved["connected"] = x
-                    before, *columns = mudd[0](x).split([8, 1, 1, 1, 1, 1, 1], dim=1)
+                    before, *columns = (rows.T for rows in mudd[0](x).split([8, 1, 1, 1, 1, 1, 1]))
                     value, x = compiled(connect)(x, saved["first"], saved["back"], value, before)
                     scales, mlp_scales, inputs = columns[:4], columns[4:], [saved["first"], bigram]
                     ve_gate = None
@@ -2912,11 +2913,11 @@ class GPT(nn.Module):
             if layer.saves == "back":
                 saved["normed back"] = h
         streams = [saved["first"], saved["back"], saved["connected"], values[0], saved["skip"]]
-        return compiled(final_norm)(x, mudd[1](x), streams)
+        return compiled(final_norm)(x, mudd[1](x).T, streams)
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
-        """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d)."""
-        scale: float | Tensor = MUDD_SCALE
+        """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T)."""
+        scale = None
         if name == "mudd_gate":
             scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype))
         parts = [f"{name}_{part}" for part in ("w1", "w2", "b2")]
@@ -2927,10 +2928,10 @@ class GPT(nn.Module):
         return [partial(run, w1=w1, w2=w2, b2=b2, count=len(biases)) for w1, w2, b2, biases in rows]
 
     def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
-        """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs."""
+        """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs (k, T)."""
         table = self.gate_table[block]
-        parts = outputs.split([gate.columns for gate in table], dim=1)
-        return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
+        parts = outputs.split([gate.columns for gate in table])
+        return {(gate.kind, gate.layer): part.T for gate, part in zip(table, parts)}
 
     def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice) -> Tensor:
         """Runs layer i's MLP on h (T, d). A method, so that a subclass can watch or replace one layer's."""

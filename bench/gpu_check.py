@@ -85,7 +85,7 @@ def draw_once() -> None:
 
     @torch.no_grad()
     def initialize(self: tg.GPT, seed: int) -> None:
-        shapes = tg.param_shapes(self.cfg, 1)
+        shapes = tg.param_shapes(self.cfg, 1) | {"signs": tuple(self.signs.shape)}
         key = seed, *shapes.items()
         if key not in drawn:
             draw(self, seed)

@@ -430,7 +430,8 @@ class Recorder(tg.GPT):
 
         def keep(mlp, key):
             def call(u):
-                self.seen[key] = out = mlp(u)
+                out = mlp(u)
+                self.seen[key] = out.T
                 return out
 
             return call

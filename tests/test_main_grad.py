@@ -540,5 +540,5 @@ def test_the_bench_measures():
         match = re.search(rf"^cpu +1 +1 {variant}{numbers}", out, re.M)
         rows[variant] = list(map(float, match.groups()))
     assert rows["in place"] == rows["delayed"] and rows["autograd"][1] == 1
-    assert rows["in place"][1] <= 0.75
+    assert rows["in place"][1] <= 0.85
     assert all(ours < autograd for ours, autograd in zip(rows["in place"], rows["autograd"]))

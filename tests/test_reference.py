@@ -438,9 +438,12 @@ def test_token_weights():
     g = generator(21)
     u, w1, w2, b2 = randn(9, 6, g=g), randn(4, 6, g=g), randn(3, 4, g=g), randn(3, g=g)
     want = 0.7 * (erf_gelu(u @ w1.T) @ w2.T + b2)
-    torch.testing.assert_close(tg.token_weights(u, w1, w2, b2, 0.7), want, **FP64)
-    constants = tg.token_weights(u, None, None, b2, torch.tensor([0.7], dtype=torch.float64))
-    torch.testing.assert_close(constants, 0.7 * b2.view(1, 3), **FP64)
+    scale = torch.tensor([0.7], dtype=torch.float64)
+    torch.testing.assert_close(tg.token_weights(u, w1, w2, b2, scale, 3), want.T, **FP64)
+    first_two = tg.token_weights(u, w1, w2, b2, None, 2)
+    torch.testing.assert_close(first_two, want[:, :2].T / 7, **FP64)
+    constants = tg.token_weights(u, None, None, b2, scale, 3)
+    torch.testing.assert_close(constants, 0.7 * b2.view(3, 1), **FP64)
 
 
 def test_smear_embeddings():
@@ -504,7 +507,8 @@ def test_gates(block, mudd_gates):
     outputs = model.mudd_gate_b2[block][None]
     if mudd_gates:
         outputs = erf_gelu(u @ model.mudd_gate_w1[block].T) @ model.mudd_gate_w2[block].T + outputs
-    outputs, gates = outputs * model.mudd_gate_scale, model.gates(block, u)
+    outputs = outputs * model.mudd_gate_scale
+    gates = model.split_gates(block, model.token_mlps("mudd_gate")[block](u))
     assert list(gates) == GATES[block]
     start = 0
     for (kind, _), gate in gates.items():

@@ -234,7 +234,7 @@ def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_pat
     write_shard = ["open", "half of torch.save", "os.fsync"]
     assert set(write_shard) <= set(changes)
     if victim == 0:
-        begin, finish = ["os.mkdir"], ["open", "os.rename", "os.rename"]
+        begin, finish = ["os.remove", "os.rmdir", "os.mkdir"], ["open", "os.rename", "os.rename"]
         remove_earlier = ["os.remove", "os.remove", "os.remove", "os.rmdir"]
         order = [*begin, *write_shard[:2], *finish, *remove_earlier]
         assert [name for name in changes if name != "os.fsync"] == order

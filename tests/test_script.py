@@ -169,7 +169,7 @@ def test_it_learns(which, request):
     steps = parse(request.getfixturevalue(which)[1])[2]
     for column, fall in ((2, 0.4), (5, 0.2)):
         losses = [float(step[column]) for step in steps if step[column]]
-        assert losses[0] == pytest.approx(math.log(264), abs=0.2) and losses[-1] < losses[0] - fall
+        assert losses[0] == pytest.approx(math.log(264), abs=0.4) and losses[-1] < losses[0] - fall
 
 
 @pytest.mark.slow
