@@ -2856,8 +2856,11 @@ class GPT(nn.Module):
         }
         cfg, L, compiled = self.cfg, len(self.cfg.layers), self.backend.compiled
         *attn_scales, smear, skip = self.weight("scalars").unbind()
+        # Backwards: code that is compiled for numbers which happen to be aligned to 16 bytes would copy all
+        # others, and the first that it sees then are not.
         post, resid = (
-            self.weight(f"{name}_lambdas").to(embed.dtype).flatten().unbind() for name in ("post", "resid")
+            self.weight(f"{name}_lambdas").to(embed.dtype).flatten().flip(0).unbind()[::-1]
+            for name in ("post", "resid")
         )
         ve_gates = self.weight("ve_gate_bank").unbind()
         x0 = compiled(smear_embeddings)(embed, smear, self.weight("smear_gate"))
@@ -3001,6 +3004,8 @@ class GPT(nn.Module):
 
     def loss_targets(self, targets: Tensor, plan: StepPlan) -> Tensor:
         """Returns what plan.loss_weights weigh: the targets (T, K) int64 of each position."""
+        if len(plan.loss_weights) == 1:
+            return targets[:, None]
         prefixes = self.prefixes if plan.prefix else None
         return self.backend.compiled(loss_targets)(targets, len(plan.mtp), prefixes)
 
