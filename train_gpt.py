@@ -49,6 +49,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -799,7 +800,7 @@ def describe_environment(env: DistEnv) -> list[str]:
     script = Path(__file__).resolve()
     # Prints the commit; the script, if it is tracked; then what is changed.
     commands = (
-        f"git rev-parse --verify HEAD && git ls-files --error-unmatch '{script.name}' && "
+        f"git rev-parse --verify HEAD && git ls-files --error-unmatch {shlex.quote(script.name)} && "
         "git status --porcelain --untracked-files=no"
     )
     git = subprocess.run(commands, shell=True, capture_output=True, text=True, cwd=script.parent)
@@ -2240,7 +2241,7 @@ def flash_attention_unsupported(name: str, dtype: str, capability: tuple[int, in
     if name == "fa3":
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-        except Exception as e:
+        except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as e:
             return f"FlashAttention-3 cannot be used ({first_line(e)}), README.md says how to get it"
     return ""
 
@@ -2615,8 +2616,8 @@ def mix_streams_grad(
 
 
 class Mix(torch.autograd.Function):
-    """Computes mix_streams. Gradients of shared streams it adds up itself: autograd's sums, of pairs, would
-    be a launch each, and as much memory traffic again.
+    """Computes mix_streams. Adds the gradients of shared streams up in place: autograd's sums, of pairs,
+    would be a launch each, and as much memory traffic again.
     """
 
     @staticmethod
