@@ -313,7 +313,6 @@ class Config:
     # the run
     warmup: bool = True  # rehearse every stage off the clock, then reset
     main_grad: bool = True  # gradients of banks, head and tables are written in place; false: autograd sums
-    flat_adam: bool = True  # the small parameters of a dtype are updated as one, with the first in work_order
     delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
     head_chunk: int = 8192  # tokens whose logits exist at once; the head's gradient is rounded once per chunk
     # Operations done in Triton.
@@ -2924,10 +2923,12 @@ class GPT(nn.Module):
         scale = None
         if name == "mudd_gate":
             scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype))
-        parts = [f"{name}_{part}" for part in ("w1", "w2", "b2")]
+        parts = [f"{name}_{part}" for part in ("w1", "w2")]
         # One unbind, as in mlp_weights.
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
-        rows = zip(*weights, self.biases[name])
+        b2 = self.weight(f"{name}_b2")
+        b2 = F.pad(b2, (0, -b2.size(1) % 8))  # each row begins at a multiple of 16 bytes
+        rows = zip(*weights, b2.unbind(), self.biases[name])
         run = partial(self.backend.compiled(token_weights), scale=scale)
         return [partial(run, w1=w1, w2=w2, b2=b2, count=len(biases)) for w1, w2, b2, biases in rows]
 
@@ -3281,12 +3282,9 @@ class UpdateRule(NamedTuple):
     """How an optimizer updates one shard. A bf16 shard needs a mantissa in its state."""
 
     init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
-    # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place. With `flat` it
-    # takes lists of gradients and Params: the small parameters of a dtype are one vector, in which each has
-    # its numbers where its row of state["members"] (parameters, n) is 1, not 0.
+    # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place.
     update: Callable
     every_step: bool  # else in steps with plan.do_adam
-    flat: bool = False
 
 
 def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
@@ -3298,13 +3296,7 @@ def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
 
 
 def adam(
-    p: Tensor,
-    grads: list[Tensor],
-    state: dict,
-    specs: list[Param],
-    plan: StepPlan,
-    cfg: Config,
-    backend: Backend,
+    p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
 ) -> None:
     """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
 
@@ -3312,36 +3304,29 @@ def adam(
     2025, arXiv:2510.12402).
     """
     t = state["steps"] = state["steps"] + 1
-    numbers = []
-    for spec in specs:
-        (beta1, beta2), lr = spec.betas, learning_rate(cfg.adam_lr, spec, plan)
-        step_size = backend.scalar(lr * math.sqrt(1 - beta2**t) / (1 - beta1**t))
-        decay = backend.scalar(lr * lr * (cfg.adam_wd * spec.wd_mul))
-        numbers.append((1 - beta1, beta2, 1 - beta2, step_size, decay))
+    (beta1, beta2), lr = spec.betas, learning_rate(cfg.adam_lr, spec, plan)
+    step_size = backend.scalar(lr * math.sqrt(1 - beta2**t) / (1 - beta1**t))
+    decay = backend.scalar(lr * lr * (cfg.adam_wd * spec.wd_mul))
     # As vectors, so that code compiled for any length serves every parameter.
     tensors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
-    grads = [grad.flatten() for grad in grads]
-    backend.compiled(adam_update)(*tensors, grads, numbers, state.get("members"), cfg.adam_eps)
+    numbers = 1 - beta1, beta2, step_size, decay, cfg.adam_eps
+    backend.compiled(adam_update)(*tensors, grad.flatten(), *numbers)
 
 
 def adam_update(
     p: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    grads: list[Tensor],
-    numbers: list[tuple],
-    members: Tensor | None,
+    grad: Tensor,
+    weight1: float,
+    beta2: float,
+    step_size: float | Tensor,
+    decay: float | Tensor,
     eps: float,
 ) -> None:
-    """Updates one parameter; or several, with `members`, each by its own numbers, to the same bits."""
-    grad, spread = grads[0], numbers[0]
-    if members is not None:
-        grad = torch.cat(grads)
-        spread = tuple(sum(x * at for x, at in zip(xs, members)) for xs in zip(*numbers))
-    weight1, beta2, weight2, step_size, decay = spread
     grad = grad.to(exp_avg.dtype)
     exp_avg.lerp_(grad, weight1)
-    exp_avg_sq.mul_(beta2).addcmul_(weight2 * grad, grad)
+    exp_avg_sq.mul_(beta2).addcmul_((1 - beta2) * grad, grad)
     update = step_size * exp_avg / (exp_avg_sq.sqrt() + eps)
     p32 = p.to(exp_avg.dtype)
     p.copy_(p32 - update - decay * p32 * (update * p32 > 0))
@@ -3446,7 +3431,7 @@ def muon_update(
 
 
 OPTIMIZERS = {
-    "adam": UpdateRule(adam_init, adam, every_step=False, flat=True),
+    "adam": UpdateRule(adam_init, adam, every_step=False),
     "normuon": UpdateRule(normuon_init, normuon, every_step=True),
 }
 
@@ -3750,33 +3735,13 @@ class Optimizer:
                 self.shard_grads[name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
             elif exchange.world_size > 1 and spec.reduction == "fp32":
                 self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
-        # By the first name, in work_order: the names that are updated as one; their shard; its rule's state.
-        self.groups, self.shards, self.state = {}, {}, {}
-        groups = {}
+        self.state = {}  # its rule's
         for name in (name for name in cfg.work_order if name in self.specs):
-            spec = self.specs[name]
-            small = not (spec.sharded or spec.indexed_by or spec.is_matmul_weight)
-            flat = cfg.flat_adam and small and OPTIMIZERS[spec.optimizer].flat
-            groups.setdefault((spec.optimizer, params[name].dtype) if flat else name, []).append(name)
-        for names in groups.values():
-            self.add_group(sorted(names))
+            spec, shard = self.specs[name], self.shard_of(name, params[name])
+            first = exchange.rank * len(shard) if spec.sharded else 0
+            self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
         table = TABLES[cfg.ngrams.placement]
         self.ngrams = table(cfg, exchange, self.device, backend) if cfg.ngrams.orders else None
-
-    def add_group(self, names: list[str]) -> None:
-        """Moves the parameters, if several, into one vector, of which they are views; makes the state."""
-        first, members = names[0], [self.params[name] for name in names]
-        spec = self.specs[first]
-        shard = self.shard_of(first, members[0])
-        dtype, state = acc_dtype(self.cfg), {}
-        if len(names) > 1:
-            shard = nn.utils.parameters_to_vector(members).detach()
-            nn.utils.vector_to_parameters(shard, members)
-            rows = torch.block_diag(*(torch.ones(1, p.numel()) for p in members))
-            state["members"] = rows.to(shard.device, dtype)
-        row = self.exchange.rank * len(shard) if spec.sharded else 0
-        self.state[first] = state | OPTIMIZERS[spec.optimizer].init(shard, spec, dtype, row)
-        self.groups[first], self.shards[first] = names, shard
 
     def as_matrices(self, name: str, t: Tensor) -> Tensor:
         """Views a bank, or its gradient, as (matrices, rows, cols); returns other parameters as they are."""
@@ -3881,19 +3846,16 @@ class Optimizer:
         self.finish_gathers()
         if self.ngrams:
             self.ngrams.update(pending["ngrams"].wait(), plan)
-        for name, names in self.groups.items():
+        for name, state in self.state.items():
             if name not in pending:
                 continue
-            grads = [pending[member].wait() for member in names]
-            specs = [self.specs[member] for member in names]
-            rule, state = OPTIMIZERS[specs[0].optimizer], self.state[name]
-            grad, spec = (grads, specs) if rule.flat else (grads[0], specs[0])
-            rule.update(self.shards[name], grad, state, spec, plan, self.cfg, self.backend)
-            for member in names:
-                self.zero_grad_of(member)
+            spec, grad = self.specs[name], pending[name].wait()
+            shard, update = self.shard_of(name, self.params[name]), OPTIMIZERS[spec.optimizer].update
+            update(shard, grad, state, spec, plan, self.cfg, self.backend)
+            self.zero_grad_of(name)
             if name in self.shard_grads:
-                grads[0].index_fill_(0, self.rows[specs[0].indexed_by].arriving.long(), 0)
-            if specs[0].sharded:
+                grad.index_fill_(0, self.rows[spec.indexed_by].arriving.long(), 0)
+            if spec.sharded:
                 self.in_flight[name] = self.gather(name)
         if self.is_tied:
             for target, name in self.tied_copy.items():

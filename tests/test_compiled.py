@@ -122,8 +122,7 @@ def test_updates_in_generated_code(compiled):
             rule = tg.OPTIMIZERS[row.optimizer]
             state = rule.init(p, row, torch.float32, 0)
             for t, plan in enumerate(plans, 1):
-                factors = ([grad * t], state, [row]) if rule.flat else (grad * t, state, row)
-                rule.update(p, *factors, plan, cfg, backend)
+                rule.update(p, grad * t, state, row, plan, cfg, backend)
             results[-1] += [p.float(), *(t for t in state.values() if isinstance(t, torch.Tensor))]
     for plain, generated in zip(*results):
         assert (generated - plain).norm() <= 1e-5 * plain.norm() and plain.any()

@@ -864,7 +864,7 @@ def adam(p, grads, lr, betas, eps, wd):
     row, plan = tg.Param("p", "adam", "all_reduce", betas), tg.plan_step(cfg, 0)._replace(lr_mul=1.0)
     state = tg.adam_init(p, row, torch.promote_types(p.dtype, torch.float32), 0)
     for grad in grads:
-        tg.adam(p, [grad], state, [row], plan, cfg, tg.TORCH_BACKEND)
+        tg.adam(p, grad, state, row, plan, cfg, tg.TORCH_BACKEND)
     return state
 
 

@@ -38,7 +38,7 @@ def cfg(every_layer):  # noqa: F811
         for stage, tokens in sizes
     )
     cfg = replace(dense(with_dtype(every_layer, "float32")), layers=layers, stages=stages, microbatches=2)
-    return replace(cfg, attention="dense", head_chunk=16, main_grad=False, flat_adam=False, dc_window=7)
+    return replace(cfg, attention="dense", head_chunk=16, main_grad=False, dc_window=7)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,6 @@ def pickled(function, *args):
 ROUNDING, FP8, EQUAL = (1e-5, 2e-2), (1e-2, None), (0, 0)
 SWITCHES = {
     "main_grad": (["main_grad=true"], ROUNDING),
-    "flat_adam": (["flat_adam=true"], ROUNDING),
     "delay_head_grad": (["delay_head_grad=true"], ROUNDING),
     "reduction": (["params.*.reduction=fp32"], ROUNDING),
     "sparse value_embeds": (["main_grad=true", "params.value_embeds.exchange=sparse"], ROUNDING),
@@ -198,7 +197,6 @@ def test_every_switch_of_the_config_is_here():
     }
     switches = {
         "main_grad",
-        "flat_adam",
         "delay_head_grad",
         "reduction",
         "exchange",
