@@ -18,8 +18,8 @@ Sections; each uses only what is above it
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, clock, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
-    6  Reference    every kernel's operation in plain torch; attention, composed heads; Polar Express
-    7  Kernels      section 6 in Triton; the backend of a run; matmuls that write gradients into main_grad
+    6  Reference    operations in plain torch, of kernels and others; attention; Polar Express
+    7  Kernels      four of these in Triton; the backend of a run; matmuls that write gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam and NorMuon on one shard
@@ -316,12 +316,7 @@ class Config:
     delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
     head_chunk: int = 8192  # tokens whose logits exist at once; the head's gradient is rounded once per chunk
     # Operations done in Triton.
-    # fmt: off
-    kernels: tuple[str, ...] = (
-        "gram", "relu_square", "softcap_loss", "scaled_grad", "segment_sum_rows", "transpose", "gather_rows",
-        "update_rows",
-    )
-    # fmt: on
+    kernels: tuple[str, ...] = ("gram", "relu_square", "softcap_loss", "segment_sum_rows")
     attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     compile: bool = True  # torch.compile the code between kernels, and the updates
@@ -957,7 +952,7 @@ def bigram_signs(tokens: np.ndarray, sign_rows: int) -> np.ndarray:
     return np.append(np.int32(0), (tokens[1:] ^ tokens[:-1]) % np.int32(sign_rows))
 
 
-MIX = np.uint32(0x9E3779B1)  # odd: 2^32 over the golden ratio
+MIX = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
 def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -974,10 +969,10 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
     signs = np.empty_like(rows) if sign_rows else None
     for n in range(1, max(ngrams.orders) + 1):
         mixed[n - 1 :] += words[: max(0, T - n + 1)]
-        mixed *= MIX
+        mixed *= np.uint32(MIX)
         for seed in range(ngrams.hashes) if n in ngrams.orders else ():
             i = ngrams.orders.index(n) * ngrams.hashes + seed
-            h = mixed + np.uint32(seed * int(MIX) % 2**32)
+            h = mixed + np.uint32(seed * MIX % 2**32)
             if signs is not None:
                 upper = h * np.uint32(0x27D4EB2F) >> np.uint32(16)  # another odd factor
                 signs[i] = upper * np.uint32(sign_rows) >> np.uint32(16)
@@ -1445,7 +1440,8 @@ class ValLoader:
 
 
 # ============================================================================================================
-# 6  Reference. Every kernel's operation in plain torch: what section 7 must equal, and what runs without it.
+# 6  Reference. Operations in plain torch. Section 7 has kernels for some: this is what these must equal, and
+#    what runs without them. Others are compiled where they are called.
 # ============================================================================================================
 
 NORM_EPS = 2.0**-23  # for every dtype
@@ -1619,16 +1615,16 @@ def to_fp8(x: Tensor, scale_inv: float, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_grad(
-    out: Tensor, dots: Tensor, product: Tensor, scales: Tensor, w: Tensor, overwrite: bool
+    out: Tensor, dots: Tensor, product: Tensor, scales: Tensor, row: int, w: Tensor, overwrite: bool
 ) -> None:
-    """out = scales * product; += unless `overwrite`. dots = product . w, by rows, in at least fp32.
+    """out = scales[row] * product; += unless `overwrite`. dots = product . w, by rows, in at least fp32.
 
-    out, product, w (n, rows, cols), each matrix contiguous; dots (n, rows); scales (n,). Each result is
-    rounded once.
+    out, product, w (n, rows, cols); dots (n, rows); scales (2, n), not one of its rows: compiled code would
+    copy the second, which is not aligned to 16 bytes. Each result is rounded once.
     """
-    torch.sum(product.to(dots.dtype) * w, dim=-1, out=dots)
-    scales = scales[:, None, None]
-    torch.mul(product, scales, out=out) if overwrite else out.addcmul_(product, scales)
+    dots.copy_((product.to(dots.dtype) * w).sum(-1))
+    scale = scales[row, :, None, None]
+    out.copy_(product * scale) if overwrite else out.addcmul_(product, scale)
 
 
 COLUMN_CHUNK = 768  # columns of a table summed at once, so that no temporary has a table's size
@@ -1674,10 +1670,10 @@ def update_rows(
     moments: Tensor,
     rows: Tensor,
     grads: Tensor,
-    lr: float,
+    lr: float | Tensor,
     beta2: float,
-    row_ids: Tensor,
-    step: int,
+    row_seeds: Tensor,
+    column_seeds: Tensor,
 ) -> None:
     """Updates distinct `rows` (n,) int32 of `table` (N, w) from grads (n, w), scaled by rows' second moments.
 
@@ -1685,7 +1681,7 @@ def update_rows(
     updates: RMSProp (Tieleman, Hinton 2012) by row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad (Duchi
     et al. 2011, jmlr.org/papers/v12/duchi11a.html), which sums them: beta2 = 1. The first sets a moment of 0;
     averaged with it, a row's first step would be 1 / sqrt(1 - beta2) times as long.
-    A bf16 table is rounded stochastically, by row_ids (n,) int32 and step.
+    A bf16 table is rounded stochastically, by int32 seeds (n,) and (w,).
     """
     at, squares, weight = rows.long(), grads.square().mean(-1), (1 - beta2) or 1
     old = moments[at]
@@ -1693,7 +1689,7 @@ def update_rows(
     moments.index_copy_(0, at, new)
     values = table[at].to(grads.dtype) - lr * grads / (new.sqrt() + ROW_EPS)[:, None]
     if table.dtype == torch.bfloat16:
-        values = round_stochastically(values.float(), row_ids, step)
+        values = round_stochastically(values.float(), row_seeds, column_seeds)
     table.index_copy_(0, at, values.to(table.dtype))
 
 
@@ -1709,17 +1705,24 @@ def mix_bits(x: Tensor) -> Tensor:
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def round_stochastically(x: Tensor, row_ids: Tensor, step: int) -> Tensor:
+def seed_rows(row_ids: Tensor, step: int) -> Tensor:
+    """Returns seeds for round_stochastically, (n,) int32, that differ by row and step."""
+    return row_ids + signed(step * MIX)
+
+
+def seed_columns(width: int, device: torch.device | str = "cpu") -> Tensor:
+    """Returns its seeds of columns. Outside compiled code, where an arange of int32 must not wrap."""
+    return torch.arange(width, dtype=torch.int32, device=device) * signed(MIX)
+
+
+def round_stochastically(x: Tensor, row_seeds: Tensor, column_seeds: Tensor) -> Tensor:
     """Returns fp32 x (n, w) without its lower 16 bits, so that bf16 holds it, and its mean over steps is x.
 
-    Adds a hash of row, column and step below bf16's last bit, and truncates. NaN passes: a carry could make
-    it a zero. Rounded to nearest, a weight would not move by less than 1/512 of itself.
+    Adds a hash of the seeds of row and column below bf16's last bit, and truncates. NaN passes: a carry could
+    make it a zero. Rounded to nearest, a weight would not move by less than 1/512 of itself.
     """
-    row_seeds = mix_bits(row_ids + signed(step * int(MIX)))[:, None]
-    columns = torch.arange(x.size(1), dtype=torch.int32, device=x.device)
-    bits = x.view(torch.int32)
-    rounded = bits + (mix_bits(row_seeds + columns * signed(int(MIX))) & 0xFFFF) & -0x10000
-    return torch.where(x.isnan(), bits, rounded).view(torch.float32)
+    bits, noise = x.view(torch.int32), mix_bits(mix_bits(row_seeds)[:, None] + column_seeds) & 0xFFFF
+    return torch.where(x.isnan(), bits, bits + noise & -0x10000).view(torch.float32)
 
 
 # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02.
@@ -1761,17 +1764,20 @@ def polar_express(g: Tensor, dtype: torch.dtype, gram: Callable = gram) -> Tenso
 
 
 def transpose_copy(out: Tensor, x: Tensor) -> None:
-    """Writes x^T, for x (m, n), to out (n, m)."""
+    """Writes x^T, for x (m, n), to out (n, m). FP8 moves as bytes, of which generated code rounds none."""
+    if x.element_size() == 1:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
     out.copy_(x.T)
 
 
 def transpose_add(out: Tensor, x: Tensor, row_ids: Tensor) -> None:
     """Adds rows `row_ids` (k,) int32, distinct, of x (n, m) to those columns of out (m, n)."""
-    out.T.index_add_(0, row_ids, x[row_ids])
+    at = row_ids.long()
+    out[:, at] += x[at].T  # no index_add_, which is atomic on a GPU
 
 
 # ============================================================================================================
-# 7  Kernels. Section 6 in Triton, with the same arguments and results; the backend of a run; matmuls that
+# 7  Kernels, in Triton, with section 6's arguments and results; the backend of a run; matmuls that
 #    write their weight's gradient into main_grad.
 # ============================================================================================================
 
@@ -1924,35 +1930,6 @@ if triton is not None:
             tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
 
     @triton.jit
-    def scaled_grad_kernel(
-        out,
-        dots,
-        product,
-        scales,
-        w,
-        columns,
-        out_n,
-        dots_n,
-        product_n,
-        w_n,
-        OVERWRITE: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Scales a row of a matrix into `out`, and sums its products with w."""
-        row, n, dot = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.zeros((BLOCK,), tl.float32)
-        scale = tl.load(scales + n).to(tl.float32)
-        for start in range(0, columns, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
-            mask, offs = cols < columns, row * columns + cols
-            x = tl.load(product + n * product_n + offs, mask=mask, other=0.0).to(tl.float32)
-            dot += x * tl.load(w + n * w_n + offs, mask=mask, other=0.0).to(tl.float32)
-            x *= scale
-            if not OVERWRITE:
-                x += tl.load(out + n * out_n + offs, mask=mask, other=0.0).to(tl.float32)
-            tl.store(out + n * out_n + offs, x.to(out.dtype.element_ty), mask=mask)
-        tl.store(dots + n * dots_n + row, tl.sum(dot))
-
-    @triton.jit
     def segment_sum_rows_kernel(
         out,
         grad,
@@ -1986,90 +1963,6 @@ if triton is not None:
         total += tl.load(out_ptrs, mask=cols < width, other=0.0).to(tl.float32)
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
-    @triton.jit(do_not_specialize=["count"])  # it varies by step: no recompilation
-    def transpose_kernel(
-        out, x, row_ids, count, n, m, out_stride, x_stride, ADD: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        """Writes a tile of x^T to out (m, n). ADD: adds rows `row_ids` of x to those columns of out."""
-        n = count if ADD else n
-        i, j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        row = (tl.load(row_ids + i, mask=i < n, other=0) if ADD else i).to(tl.int64)
-        x_ptrs = x + row[:, None] * x_stride + j[None, :]
-        tile = tl.trans(tl.load(x_ptrs, mask=(i[:, None] < n) & (j[None, :] < m)))
-        out_ptrs = out + j.to(tl.int64)[:, None] * out_stride + row[None, :]
-        mask = (j[:, None] < m) & (i[None, :] < n)
-        if ADD:
-            total = tl.load(out_ptrs, mask=mask).to(tl.float32) + tile.to(tl.float32)
-            tile = total.to(out.dtype.element_ty)
-        tl.store(out_ptrs, tile, mask=mask)
-
-    @triton.jit(do_not_specialize=["n"])
-    def gather_rows_kernel(
-        out,
-        table,
-        ids,
-        signs,
-        sign_ids,
-        n,
-        columns,
-        table_stride,
-        RANGES: tl.constexpr,
-        SIGNED: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Sums a chunk of RANGES rows, in order."""
-        i, cols = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for k in tl.static_range(RANGES):
-            row = tl.load(ids + k * n.to(tl.int64) + i).to(tl.int64)
-            part = tl.load(table + row * table_stride + cols, mask=cols < columns, other=0.0).to(tl.float32)
-            if SIGNED:
-                row = tl.load(sign_ids + k * n.to(tl.int64) + i).to(tl.int64)
-                part *= tl.load(signs + row * columns + cols, mask=cols < columns, other=0.0).to(tl.float32)
-            total += part
-        out_ptrs = out + i.to(tl.int64) * columns + cols
-        tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
-
-    @triton.jit
-    def mixed_bits(x):
-        """Computes mix_bits for uint32."""
-        x = (x ^ (x >> 16)) * 0x85EBCA6B
-        x = (x ^ (x >> 13)) * 0xC2B2AE35
-        return x ^ (x >> 16)
-
-    @triton.jit(do_not_specialize=["step_seed"])
-    def update_rows_kernel(
-        table,
-        moments,
-        rows,
-        grads,
-        row_ids,
-        step_seed,
-        lr,
-        beta2,
-        weight,
-        columns,
-        ROUND: tl.constexpr,
-        MIX: tl.constexpr,
-        EPS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Updates a row, and its second moment."""
-        i, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-        row, mask = tl.load(rows + i).to(tl.int64), cols < columns
-        g = tl.load(grads + i * columns + cols, mask=mask, other=0.0)
-        square, old = tl.sum(g * g) / columns, tl.load(moments + row)
-        new = tl.where(old == 0, square, beta2 * old + weight * square)
-        tl.store(moments + row, new)
-        table += row * columns + cols
-        x = tl.load(table, mask=mask, other=0.0).to(tl.float32) - lr * g / (tl.sqrt_rn(new) + EPS)
-        if ROUND:
-            row_seed = mixed_bits(tl.load(row_ids + i).to(tl.uint32) + step_seed.to(tl.uint32))
-            noise = mixed_bits(row_seed + cols.to(tl.uint32) * MIX) & 0xFFFF
-            bits = x.to(tl.uint32, bitcast=True)
-            x = tl.where(x == x, bits + noise & 0xFFFF0000, bits).to(tl.float32, bitcast=True)
-        tl.store(table, x.to(table.dtype.element_ty), mask=mask)
-
 
 # Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
 # GPUs, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
@@ -2080,8 +1973,7 @@ RELU_SQUARE_TILES = {
     # 128 columns: with 256 the compiler spills registers.
     "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4),
 }
-LOSS_TILES, SCALED_GRAD_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, num_warps=1)
-SEGMENT_SUM_TILES, TRANSPOSE_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2), dict(BLOCK=64, num_warps=4)
+LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
 
 
 def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
@@ -2123,14 +2015,6 @@ def triton_softcap_loss(
     return losses, grad
 
 
-def triton_scaled_grad(
-    out: Tensor, dots: Tensor, product: Tensor, scales: Tensor, w: Tensor, overwrite: bool
-) -> None:
-    (n, rows, columns), tensors = product.shape, (out, dots, product, scales, w)
-    strides = (t.stride(0) for t in (out, dots, product, w))
-    scaled_grad_kernel[(rows, n)](*tensors, columns, *strides, OVERWRITE=overwrite, **SCALED_GRAD_TILES)
-
-
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     if not len(index.row_ids):
         return
@@ -2143,60 +2027,15 @@ def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: T
     segment_sum_rows_kernel[grid](*tensors, *operands, *strides, SIGNED=signed, **SEGMENT_SUM_TILES)
 
 
-def triton_transpose(out: Tensor, x: Tensor, row_ids: Tensor | None = None) -> None:
-    """Computes transpose_copy(out, x), or, given row_ids, transpose_add(out, x, row_ids)."""
-    if x.element_size() == 1:  # moves bytes: works without fp8 support
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    (n, m), add, block = x.shape, row_ids is not None, TRANSPOSE_TILES["BLOCK"]
-    count, row_ids = (len(row_ids), row_ids) if add else (n, x)
-    grid, strides = (triton.cdiv(count, block), triton.cdiv(m, block)), (out.stride(0), x.stride(0))
-    transpose_kernel[grid](out, x, row_ids, count, n, m, *strides, ADD=add, **TRANSPOSE_TILES)
-
-
-def triton_gather_rows(
-    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
-) -> None:
-    (K, n), columns, tiles = ids.shape, table.size(1), SEGMENT_SUM_TILES["BLOCK"]
-    if n:
-        signed, grid = sign_ids is not None, (n, triton.cdiv(columns, tiles))
-        tensors = (out, table, ids, *((signs, sign_ids) if signed else (ids, ids)))
-        options = {"RANGES": K, "SIGNED": signed, "BLOCK": tiles, "num_warps": 2}
-        gather_rows_kernel[grid](*tensors, n, columns, table.stride(0), **options)
-
-
-def triton_update_rows(
-    table: Tensor,
-    moments: Tensor,
-    rows: Tensor,
-    grads: Tensor,
-    lr: float,
-    beta2: float,
-    row_ids: Tensor,
-    step: int,
-) -> None:
-    if len(rows):
-        block = triton.next_power_of_2(columns := table.size(1))
-        rounding = {"ROUND": table.dtype == torch.bfloat16, "MIX": int(MIX)}
-        options = {"EPS": ROW_EPS, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
-        tensors, numbers = (table, moments, rows, grads, row_ids), (lr, beta2, (1 - beta2) or 1.0)
-        step_seed = signed(step * int(MIX))
-        update_rows_kernel[(len(rows),)](*tensors, step_seed, *numbers, columns, **rounding, **options)
-
-
 class Backend(NamedTuple):
-    """A run's implementations of the operations of section 6."""
+    """A run's implementations of operations of section 6; what compiles the others."""
 
     attention: Callable = attention
     gram: Callable = gram
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
     softcap_loss: Callable = softcap_loss
-    scaled_grad: Callable = scaled_grad
     segment_sum_rows: Callable = segment_sum_rows
-    transpose_copy: Callable = transpose_copy
-    transpose_add: Callable = transpose_add
-    gather_rows: Callable = gather_rows
-    update_rows: Callable = update_rows
     compiled: Callable = lambda function: function
     scalar: Callable = float  # wraps what changes by step, so that compiled code does not recompile
     fp8: bool = False
@@ -2208,11 +2047,7 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     "gram": {"gram": triton_gram},
     "relu_square": {"relu_square": triton_relu_square, "relu_square_grad": triton_relu_square},
     "softcap_loss": {"softcap_loss": triton_softcap_loss},
-    "scaled_grad": {"scaled_grad": triton_scaled_grad},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
-    "transpose": {"transpose_copy": triton_transpose, "transpose_add": triton_transpose},
-    "gather_rows": {"gather_rows": triton_gather_rows},
-    "update_rows": {"update_rows": triton_update_rows},
 }
 
 
@@ -2393,15 +2228,16 @@ class WeightGrad:
         dots: Tensor,
         product: Tensor,
         scales: Tensor,
+        row: int,
         w: Tensor,
         backend: Backend,
     ) -> Tensor | None:
-        """Takes scales * product, the gradient of a part w of the weight, as backend.scaled_grad does."""
-        if self.main_grad is None or self.delay:
-            backend.scaled_grad(out := torch.empty_like(product), dots, product, scales, w, True)
-            return self.accumulate(part, out)
-        backend.scaled_grad(part(self.main_grad), dots, product, scales, w, self.overwrite)
-        return self.for_autograd(part)
+        """Takes scales[row] * product, the gradient of a part w of the weight, as scaled_grad does."""
+        in_place = self.main_grad is not None and not self.delay
+        out = part(self.main_grad) if in_place else torch.empty_like(product)
+        overwrite = self.overwrite or not in_place
+        backend.compiled(scaled_grad)(out, dots, product, scales, row, w, overwrite)
+        return self.for_autograd(part) if in_place else self.accumulate(part, out)
 
     def for_autograd(self, part: Part) -> Tensor | None:
         """Returns an uninitialized gradient of a part if the weight's hooks wait for one."""
@@ -2459,8 +2295,9 @@ class ScaledWeights(torch.autograd.Function):
         dqkv, dout, (n, d, _) = dqkv.contiguous(), dout.contiguous(), dout.shape
         dots, grads = dout.new_empty(n, 4 * d, dtype=ctx.dtype), []
         products = dqkv[:, : 2 * d], dqkv[:, 2 * d :], dout
-        dot_parts, scales = dots.split((2 * d, d, d), dim=1), (scales[0], scales[0], scales[1])
-        for weight, *factors in zip(ctx.slices, dot_parts, products, scales, weights):
+        dot_parts = dots.split((2 * d, d, d), dim=1)
+        for weight, out, product, row, w in zip(ctx.slices, dot_parts, products, (0, 0, 1), weights):
+            factors = out, product, scales, row, w
             grads.append(weight.grad.accumulate_scaled(weight.part, *factors, ctx.backend))
         dscales = torch.stack([dots[:, : 3 * d].sum(1), dots[:, 3 * d :].sum(1)])
         return dscales, None, None, *grads
@@ -2997,7 +2834,7 @@ class GPT(nn.Module):
             rows = self.ngrams.fetch(row_ids)
         found = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
         # Without main_grad autograd sums the rows' gradients, which knows plain torch alone.
-        gather = gather_rows if rows.requires_grad else self.backend.gather_rows
+        gather = gather_rows if rows.requires_grad else self.backend.compiled(gather_rows)
         gather(found, rows, ids.int(), self.signs, batch.signs)
         if leaves is not None:
             leaves[name] = found.requires_grad_()
@@ -3081,7 +2918,7 @@ class GPT(nn.Module):
         """
 
         def transposed(t: Tensor) -> Tensor:
-            self.backend.transpose_copy(out := t.new_empty(t.size(1), t.size(0)), t)
+            self.backend.compiled(transpose_copy)(out := t.new_empty(t.size(1), t.size(0)), t)
             return out
 
         unit = FP8_GRAD * grad_scale
@@ -3477,6 +3314,7 @@ class NgramTable:
         self.compact, self.main_grad, self.sent_grads = (make(touched, n.width) for _ in range(3))
         self.sent, self.received = make(received, n.width), make(received, n.width)
         self.sums = torch.zeros(min(owned, block), n.width, dtype=acc_dtype(cfg), device=device)
+        self.column_seeds = seed_columns(n.width, device)
         self.compact.requires_grad_(not cfg.main_grad)
         self.pending: list[Pending] = []  # fetches of the rows in `compact`
         self.journal: list | None = None  # rows, before their first update since it began, to undo
@@ -3517,11 +3355,15 @@ class NgramTable:
         self.plan, self.next_plan = self.next_plan, None
         self.tables, self.next_tables = self.next_tables, self.tables
 
+    def on_rows(self, function: Callable, rows: Tensor) -> Callable:
+        """Compiles a function of rows, but for none or one: compiled code takes these as constants."""
+        return self.backend.compiled(function) if len(rows) > 1 else function
+
     def _fetch(self, part: str, sent: int, received: int) -> None:
         transfer = self.next_plan.fetches[part]
         out = self.compact.detach()[received : received + sum(transfer.recv_counts)]
         rows = self.sent[sent : sent + len(transfer.rows)] if self.exchange.world_size > 1 else out
-        self.backend.gather_rows(rows, self.next_tables[0], transfer.rows[None])
+        self.on_rows(gather_rows, transfer.rows)(rows, self.next_tables[0], transfer.rows[None])
         self.pending.append(self.exchange.send_rows(f"{part} rows", "ngrams", rows, transfer, out))
 
     def read(self, plan: RowPlan) -> None:
@@ -3538,7 +3380,7 @@ class NgramTable:
         plan, grad = self.plan, self.main_grad if self.compact.grad is None else self.compact.grad
         rows, owned = plan.grads.rows, self.sums[: len(plan.owned)]
         sent = self.sent_grads[: len(rows)]
-        self.backend.gather_rows(sent, grad, rows[None])
+        self.on_rows(gather_rows, rows)(sent, grad, rows[None])
         self.compact.grad = None
         received = self.received[: sum(plan.grads.recv_counts)]
         pending = self.exchange.send_rows("gradient rows", "ngrams", sent, plan.grads, received)
@@ -3558,8 +3400,9 @@ class NgramTable:
             at = self.plan.at[new.to(self.device)]
             self.journal.append([owned[new], *(t[at].cpu() for t in self.tables)])
         row_ids = self.plan.owned * self.exchange.world_size + self.exchange.rank
-        lr, beta2 = self.cfg.lr * plan.lr_mul, self.cfg.beta2
-        self.backend.update_rows(*self.tables, self.plan.at, grads, lr, beta2, row_ids, plan.step)
+        lr, seeds = self.backend.scalar(self.cfg.lr * plan.lr_mul), seed_rows(row_ids, plan.step)
+        numbers = lr, self.cfg.beta2, seeds, self.column_seeds
+        self.on_rows(update_rows, row_ids)(*self.tables, self.plan.at, grads, *numbers)
 
     def undo(self) -> None:
         """Undoes the updates in the journal, and ends it."""
@@ -3833,7 +3676,7 @@ class Optimizer:
         tied_grad = self.grad_of(name)
         if name in self.main_grad:
             row_ids = self.rows[self.specs[name].indexed_by].grads.rows
-            self.backend.transpose_add(grad, tied_grad, row_ids)
+            self.backend.compiled(transpose_add)(grad, tied_grad, row_ids)
         else:
             grad += tied_grad.T
         self.zero_grad_of(name)
@@ -3862,7 +3705,7 @@ class Optimizer:
                 if target in pending:
                     # The copy waits for the target's gather, and for whoever needs it.
                     source = self.in_flight.get(target) or Pending(self.params[target].detach())
-                    copy = partial(self.backend.transpose_copy, self.params[name])
+                    copy = partial(self.backend.compiled(transpose_copy), self.params[name])
                     self.in_flight[name] = source._replace(finish=copy)
 
     def gather(self, name: str) -> Pending:

@@ -346,7 +346,7 @@ def compare(case: st.KernelCase, backend: tg.Backend) -> tuple[float, float]:
     for dtype, actual, exact in yields(case, backend):
         if actual.shape != exact.shape:
             raise RuntimeError(f"{case.operation}: shapes {actual.shape} and {exact.shape}")
-        bound = {"attention": ATTENTION, "transpose_copy": 0.0}.get(case.operation, BOUNDS.get(dtype, 0.0))
+        bound = ATTENTION if case.operation == "attention" else BOUNDS.get(dtype, 0.0)
         errors.append((rel_err(actual, exact), bound))
     return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / max(e[1], 1e-9))
 

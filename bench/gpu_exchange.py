@@ -75,11 +75,8 @@ def train_small(
     cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, device: torch.device, shard: Path
 ) -> list[Tensor]:
     """Trains all steps with deterministic operations. Returns the parameters, and the table of n-grams."""
-    model, backend = tg.GPT(cfg, exchange.world_size, device), tg.TORCH_BACKEND
-    if device.type == "cuda":
-        kernels: dict[str, Any] = {**tg.KERNELS["gather_rows"], **tg.KERNELS["update_rows"]}
-        backend = backend._replace(**kernels)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+    model = tg.GPT(cfg, exchange.world_size, device)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
     loader = tg.TrainLoader(cfg, [shard], exchange.rank, exchange.world_size, device.type == "cuda")
     batches = tg.Prefetcher(loader, (tg.plan_step(cfg, step) for step in range(cfg.steps)), prefetch)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

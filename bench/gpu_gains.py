@@ -153,25 +153,6 @@ def small_fp8_product(setup: Setup) -> Iterator[Row]:
         yield Row("an FP8 product over 16 numbers", expected, seen)
 
 
-def transpose_tile(setup: Setup) -> Iterator[Row]:
-    """Compares tiles of 64 and 128 for the transposition of FP8 gradients."""
-    cfg, T = setup.cfg, tokens_of(setup.cfg)
-    if setup.on_gpu and "transpose" not in cfg.kernels:
-        return
-    n, backend = min(cfg.head_chunk, T), tg.select_backend(cfg, setup.device)
-    x = torch.zeros(n, cfg.padded_vocab, dtype=torch.uint8, device=setup.device)
-    out, block, times = x.new_empty(x.shape[::-1]), tg.TRANSPOSE_TILES["BLOCK"], []
-    try:
-        for size in (64, 128):
-            tg.TRANSPOSE_TILES["BLOCK"] = size
-            times += st.timed([lambda: backend.transpose_copy(out, x)], setup.device, 20)
-    finally:
-        tg.TRANSPOSE_TILES["BLOCK"] = block
-    details = " and ".join(f"{2 * x.nbytes / ms / 1e6:.0f}" for ms in times) + " GB/s"
-    saved = T / n * (times[0] - times[1])
-    yield gain(setup, "larger tiles of FP8 transposition", "BLOCK=128 for bytes", details, saved)
-
-
 def compiled_relu_square(setup: Setup) -> Iterator[Row]:
     """Compares the relu_square kernel, forward and backward, with a product and compiled code."""
     cfg, T = setup.cfg, tokens_of(setup.cfg)
@@ -250,7 +231,6 @@ GAINS = {  # limits in seconds; static_lengths compiles everything again
     baddbmm_copies: 60,
     prefetch_thread: 300,
     small_fp8_product: 60,
-    transpose_tile: 120,
     compiled_relu_square: 120,
     gate_products: 120,
     flash_attention_3: 120,

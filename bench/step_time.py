@@ -404,36 +404,23 @@ MOST_ROWS = 1 << 16  # of a range: more than caches hold; fp64 copies of them mu
 
 
 def ngram_cases(cfg: tg.Config, tokens: np.ndarray, device: torch.device) -> Iterator[KernelCase]:
-    """Yields the operations on rows of n-grams, on those of a micro-batch."""
+    """Yields the sum of the gradients of n-grams' rows, of those of a micro-batch."""
     ngrams = replace(cfg.ngrams, orders=cfg.ngrams.orders or NGRAM_ORDERS)
     ngrams = replace(ngrams, rows=min(ngrams.rows, MOST_ROWS), width=min(ngrams.width, cfg.dim))
     ids, sign_ids = tg.hash_ngrams(tokens, ngrams, cfg.sign_rows)
     index = tg.index_rows(ids, signs=sign_ids)
-    placed = tg.place_rows(torch.from_numpy(ids), index, tg.int32(np.arange(len(index.row_ids))))
-    (K, T), n, w, N = placed.shape, len(index.row_ids), ngrams.width, ngrams.ranges * ngrams.rows
+    (K, T), n = ids.shape, len(index.row_ids)
 
     def rand(rows: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(rows, w, device=device).to(dtype)
+        return torch.randn(rows, ngrams.width, device=device).to(dtype)
 
-    dtype, model_dtype, acc_dtype = tg.dtype_of(ngrams.dtype), tg.dtype_of(cfg.dtype), tg.acc_dtype(cfg)
-    table, rows = rand(N, dtype), index.row_ids.to(device)
-    compact, out, found = table[:n].clone(), rand(n, dtype), rand(T, model_dtype)
-    signs = rand(cfg.sign_rows, model_dtype).sign()
-    run = call_operation("gather_rows", out, table, rows[None])
-    yield KernelCase("gather_rows", f"{n} of {N} x {w}", run, nbytes=2 * out.nbytes)
-    at = None if sign_ids is None else torch.from_numpy(sign_ids).to(device)
-    run = call_operation("gather_rows", found, compact, placed.to(device), signs, at)
-    shapes, nbytes = f"{T} sums of {K} of {n} x {w}", K * T * compact[0].nbytes + found.nbytes
-    yield KernelCase("gather_rows", shapes, run, nbytes=nbytes)
+    out, model_dtype = rand(n, tg.dtype_of(ngrams.dtype)), tg.dtype_of(cfg.dtype)
+    found, signs = rand(T, model_dtype), rand(cfg.sign_rows, model_dtype).sign()
     index = index._replace(row_ids=torch.arange(n, dtype=torch.int32))
     index = tg.map_tensors(lambda t: t.to(device), index)
     run = call_operation("segment_sum_rows", out, found, index, signs)
     nbytes = K * found.nbytes + out.nbytes
     yield KernelCase("segment_sum_rows", f"n-grams: {K} x {T} to {n} rows", run, nbytes=nbytes)
-    moments, grads = torch.rand(N, dtype=acc_dtype, device=device), rand(n, acc_dtype)
-    run = call_operation("update_rows", table, moments, rows, grads, 0.1, ngrams.beta2, rows, 1)
-    nbytes = 2 * out.nbytes + grads.nbytes
-    yield KernelCase("update_rows", f"{n} of {N} x {w}", run, nbytes=nbytes)
 
 
 def stage_cases(
@@ -441,10 +428,9 @@ def stage_cases(
 ) -> Iterator[KernelCase]:
     """Yields the other operations, on the operands of a stage's micro-batch on one GPU."""
     loader = tg.TrainLoader(cfg, paths, 0, 1, device.type == "cuda")
-    # Only an Adam step's batch has the rows to update.
-    batches = tg.Prefetcher(loader, [plan._replace(do_adam=True)], tg.Exchange(0, 1))
-    _, (*_, batch), _, row_plans = batches.next()
-    keys, row_plans = layer_keys(cfg, plan, batch.cu_seqlens.numpy()), tg.move(row_plans, device)
+    batches = tg.Prefetcher(loader, [plan], tg.Exchange(0, 1))
+    _, (*_, batch), _, _ = batches.next()
+    keys = layer_keys(cfg, plan, batch.cu_seqlens.numpy())
     inputs, batch = batch.inputs.numpy(), batch.to(device)
     T, d, V, F, model_dtype = (
         len(batch.inputs),
@@ -471,16 +457,6 @@ def stage_cases(
         yield KernelCase("softcap_loss", f"{n} x {V}, {K} targets, {out_dtype}", run, nbytes=nbytes)
     del logits
 
-    layers = sum(layer.attention is not None for layer in cfg.layers)
-    product, w, out = (rand(layers, rows * d, d) for rows in (3, 2, 2))
-    dots, scales = torch.empty(layers, 4 * d, dtype=tg.acc_dtype(cfg), device=device), rand(layers)
-    tensors = out, dots[:, : 2 * d], product[:, : 2 * d], scales, w
-    for overwrite, moved in ((True, 3), (False, 4)):
-        shapes = f"{layers} x {2 * d} x {d}, {'overwrites' if overwrite else 'adds'}"
-        run = call_operation("scaled_grad", *tensors, overwrite)
-        yield KernelCase("scaled_grad", shapes, run, nbytes=moved * w.nbytes)
-    del product, w, out, tensors
-
     for spec in tg.used_params(cfg):
         if spec.name in ("value_embeds", "bigram_embed"):
             shape, index = tg.param_shapes(cfg, 1)[spec.name], batch.index[spec.indexed_by]
@@ -492,19 +468,6 @@ def stage_cases(
             del out, grad
 
     yield from ngram_cases(cfg, inputs, device)
-
-    operands = [(d, V, model_dtype)]
-    if cfg.fp8:
-        e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-        operands += [(T, d, e4m3), (d, V, e4m3), (n, V, e5m2)]
-    for rows, cols, dtype in operands:
-        x, out = rand(rows, cols).to(dtype), torch.empty(cols, rows, dtype=dtype, device=device)
-        shapes, run = f"{rows} x {cols}, {str(dtype)[6:]}", call_operation("transpose_copy", out, x)
-        yield KernelCase("transpose_copy", shapes, run, nbytes=2 * x.nbytes)
-    out, x, row_ids = rand(d, V), rand(V, d), row_plans["tokens"].grads.rows
-    shapes, run = f"{len(row_ids)} rows of {V} x {d}", call_operation("transpose_add", out, x, row_ids)
-    yield KernelCase("transpose_add", shapes, run, nbytes=3 * len(row_ids) * x[0].nbytes)
-    del out, x
 
     attending = [(layer.attention, layer.window) for layer in cfg.layers if layer.attention]
     for (kind, name), seen_keys in dict(zip(attending, keys)).items():

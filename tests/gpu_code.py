@@ -18,6 +18,7 @@ import functools
 import gc
 import importlib.util
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -104,7 +105,14 @@ def fake_gpu_for_inductor():
 
     def stop(graph):
         code = graph.codegen()[0]
-        raise Generated(getattr(code, "value", code))
+        code, made = getattr(code, "value", code), {}
+        for name in re.findall(r"(buf\d+) = empty_strided_cuda", code):
+            made[name] = numel(graph.get_buffer(name).get_size())
+        mutated = {name: numel(graph.graph_inputs[name].get_size()) for name in graph.mutated_inputs}
+        raise Generated(code, sorted(made.values()), sorted(mutated.values()))
+
+    def numel(size):
+        return int(torch._inductor.virtualized.V.graph.sizevars.optimization_hint(math.prod(size)))
 
     add_device_guard()
     config.fx_graph_cache = functorch_config.enable_autograd_cache = False
@@ -366,8 +374,8 @@ HOST_CALLS = re.compile(
 class GeneratedCode:
     """Collects the code that Inductor generates for the functions of `compiled`, and what their runs launch.
 
-    graphs: of each, the kernels and other calls of one run, and by phase its runs and copies of inputs that
-    are not aligned.
+    graphs: of each, the kernels and other calls of one run, the sizes of the tensors that it makes and of the
+    inputs that it changes, and by phase its runs and copies of inputs that are not aligned.
     """
 
     def __init__(self):
@@ -399,7 +407,7 @@ class GeneratedCode:
         try:
             compile_fx_inner(gm, [moved(t, mode) for t in example_inputs], **options)
         except Generated as generated:
-            code = generated.args[0]
+            code, made, mutated = generated.args
         calls, sources, aligned = called(code)
         launched = {name: n for name, n in calls.items() if not HOST_CALLS.fullmatch(name)}
         reads = [name.removesuffix(".item") for name in launched if name.endswith(".item")]
@@ -412,6 +420,8 @@ class GeneratedCode:
             "sources": sources,
             "others": {name: n for name, n in launched.items() if not name.endswith(".item")},
             "reads": sorted(set(reads) - on_host),
+            "made": made,
+            "mutated": mutated,
             "runs": Counter(),
             "copies": Counter(),
         }
@@ -472,6 +482,10 @@ def compile_kernels(graphs):
     return list(results.values())
 
 
+def makes_as_much(x):
+    x.copy_(x.roll(1, 0).softmax(0))
+
+
 def falls_back(x):
     return x.sort(dim=0)[0] + 1
 
@@ -485,7 +499,10 @@ def assumes_alignment(x):
 
 
 def inductor_part():
-    """Generates the code of what 8 ranks' warm-up compiles, and of functions that are bad for a GPU."""
+    """Generates the code of what 8 ranks' warm-up compiles, and of functions that are bad for a GPU.
+
+    With n-grams, that of the functions of their rows only, on one rank: its table has over 2^31 numbers.
+    """
     fake_gpu()
     fake_gpu_for_inductor()
     code = GeneratedCode()
@@ -500,16 +517,25 @@ def inductor_part():
     tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
     tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
     MetaRun(tg.RECORD, 8, code.compiled).warm_up()
+    of_rows = GeneratedCode()
+    cfg = replace(tg.NGRAM, microbatches=1, stages=tg.NGRAM.stages[:2])
+
+    def compile_of_rows(function):
+        return of_rows.compiled(function) if function in (tg.gather_rows, tg.update_rows) else function
+
+    MetaRun(cfg, 1, compile_of_rows).warm_up()
     bad = GeneratedCode()
+    bad.compiled(makes_as_much)(torch.empty(4096, 8, device=META))
     bad.compiled(falls_back)(torch.empty(4096, 8, device=META))
     x = torch.empty(4097, device=META)
     bad.compiled(computes_on_host)(x, torch.tensor(0.5))
     bad.compiled(assumes_alignment)(x[:-1])
     bad.compiled(assumes_alignment)(x[1:])
-    kernels = compile_kernels(code.graphs)
+    kernels = compile_kernels([*code.graphs, *of_rows.graphs])
     for graph in bad.graphs:
         del graph["sources"]
-    return {"functions": code.functions, "graphs": code.graphs, "kernels": kernels, "bad": bad.graphs}
+    report = {"functions": code.functions, "graphs": code.graphs, "kernels": kernels, "bad": bad.graphs}
+    return report | {"of rows": of_rows.graphs}
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -93,8 +93,8 @@ class WholeTable:
     def update(self, grads, plan):
         rows, lr = self.touched.nonzero()[:, 0].int(), self.cfg.lr * plan.lr_mul
         with torch.no_grad():
-            step = lr, self.cfg.beta2, rows, plan.step
-            tg.update_rows(self.table, self.moments, rows, grads[rows], *step)
+            seeds = tg.seed_rows(rows, plan.step), tg.seed_columns(self.table.size(1))
+            tg.update_rows(self.table, self.moments, rows, grads[rows], lr, self.cfg.beta2, *seeds)
 
 
 hidden_states = tg.GPT.hidden_states
@@ -350,13 +350,14 @@ def warm_up_and_look(rank, world_size, cfg, start):
     table, prefetch, data = optimizer.ngrams, prefetch_exchange(rank, world_size), tg.open_dataset(cfg)
     val = tg.ValLoader(cfg, data.val, rank, world_size, False)
     before = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)
-    changes, update_rows = [], table.backend.update_rows
+    changes, on_rows = [], table.on_rows
 
-    def record(*args):
-        changes.append(len(args[2]))
-        update_rows(*args)
+    def record(function, rows):
+        if function is tg.update_rows:
+            changes.append(len(rows))
+        return on_rows(function, rows)
 
-    table.backend = table.backend._replace(update_rows=record)
+    table.on_rows = record
     env = tg.DistEnv(rank, world_size, torch.device("cpu"))
     tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
     after = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)

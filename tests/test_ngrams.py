@@ -608,7 +608,8 @@ def test_the_rule(dtype, eps, rounding, beta2):
         want = table.double().numpy().copy(), moments.double().numpy().copy()
         before, lr = (table.clone(), moments.clone()), 0.1 * (step + 1)
         numpy_update(*want, rows.tolist(), grads.double().numpy(), lr, beta2)
-        tg.update_rows(table, moments, rows, grads, lr, beta2, rows, step)
+        seeds = tg.seed_rows(rows, step), tg.seed_columns(7)
+        tg.update_rows(table, moments, rows, grads, lr, beta2, *seeds)
         assert table.dtype == dtype and moments.dtype == acc
         np.testing.assert_allclose(table.double().numpy(), want[0], rtol=eps + rounding, atol=eps)
         np.testing.assert_allclose(moments.double().numpy(), want[1], rtol=eps)
@@ -622,7 +623,7 @@ def test_a_rows_first_step_has_the_size_of_the_rate(beta2):
     """Checks that it does not depend on the gradient's scale: the root of the row's mean square is lr."""
     grads = torch.randn(3, 8, generator=torch.Generator().manual_seed(2)) * torch.tensor([[1e-6], [1], [1e6]])
     table, moments, rows = torch.zeros(5, 8), torch.zeros(5), torch.tensor([4, 0, 2], dtype=torch.int32)
-    tg.update_rows(table, moments, rows, grads, 0.3, beta2, rows, 0)
+    tg.update_rows(table, moments, rows, grads, 0.3, beta2, rows, tg.seed_columns(8))
     rms = table.square().mean(-1).sqrt()
     torch.testing.assert_close(rms, torch.tensor([0.3, 0, 0.3, 0, 0.3]), rtol=2e-4, atol=0)
 
@@ -634,10 +635,16 @@ def uint32_mix(x):
     return x ^ x >> 16
 
 
+def rounded(x, row_ids, step):
+    """Rounds fp32 x (n, w) stochastically, as rows `row_ids` are rounded in a step."""
+    row_ids = torch.as_tensor(row_ids, dtype=torch.int32)
+    return tg.round_stochastically(x, tg.seed_rows(row_ids, step), tg.seed_columns(x.size(1)))
+
+
 def test_stochastic_rounding_adds_a_hash_and_truncates():
     g, ids, step = torch.Generator().manual_seed(4), [0, 7, 2**31 - 1], 12345
     x = torch.randn(3, 5, generator=g) * 100
-    out = tg.round_stochastically(x, torch.tensor(ids, dtype=torch.int32), step)
+    out = rounded(x, ids, step)
     for i, row_id in enumerate(ids):
         seed = uint32_mix((row_id + step * 0x9E3779B1) % 2**32)
         for j in range(5):
@@ -650,23 +657,22 @@ def test_stochastic_rounding_adds_a_hash_and_truncates():
 def test_stochastic_rounding_is_right_on_the_mean():
     """Looks at 4,096 steps, and at 64 x 64 rows and columns: within 4 standard errors, 1/128 each at most."""
     x = torch.tensor(1 + 3 / 1024)
-    ids, same = torch.arange(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     over = {
-        "steps": torch.cat([tg.round_stochastically(x.view(1, 1), same, step) for step in range(4096)]),
-        "rows and columns": tg.round_stochastically(x.expand(64, 64).contiguous(), ids, 3),
+        "steps": torch.cat([rounded(x.view(1, 1), [0], step) for step in range(4096)]),
+        "rows and columns": rounded(x.expand(64, 64).contiguous(), range(64), 3),
     }
-    for name, rounded in over.items():
-        assert set(rounded.flatten().tolist()) == {1.0, 1 + 1 / 128}, name
-        assert abs((rounded == 1).float().mean() - 5 / 8) < 4 * 0.5 / 64, name
+    for name, values in over.items():
+        assert set(values.flatten().tolist()) == {1.0, 1 + 1 / 128}, name
+        assert abs((values == 1).float().mean() - 5 / 8) < 4 * 0.5 / 64, name
 
 
 def test_stochastic_rounding_passes_what_is_not_finite_and_keeps_what_bf16_holds():
     x = torch.tensor([[math.inf, -math.inf, 0.0, -0.0, 1.5, -(2.0**-130)]])
     for step in range(20):
-        out = tg.round_stochastically(x, torch.tensor([3], dtype=torch.int32), step)
+        out = rounded(x, [3], step)
         assert torch.equal(out.view(torch.int32), x.view(torch.int32))
     nan = torch.tensor([[0x7FC00000, 0x7FFFFFFF, -1]], dtype=torch.int32).view(torch.float32)
-    assert tg.round_stochastically(nan, torch.tensor([3]).int(), 1).bfloat16().isnan().all()
+    assert rounded(nan, [3], 1).bfloat16().isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

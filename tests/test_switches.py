@@ -79,7 +79,7 @@ SWITCHES = {
     "compile": (["compile=true"], ROUNDING),
 }
 # Switches that are compared in a run with a table of n-grams.
-NEED_NGRAMS = "ngrams.prefetch", "ngrams.placement", "kernel gather_rows", "kernel update_rows"
+NEED_NGRAMS = "ngrams.prefetch", "ngrams.placement"
 PAIRS = random.Random(6).sample([(a, b) for a in SWITCHES for b in SWITCHES if a < b], 6)
 
 
