@@ -938,18 +938,19 @@ def read_shard(path: Path, vocab_size: int, bos_id: int, count: int = -1) -> Sha
     return Shard(tokens, np.flatnonzero(tokens == bos_id))
 
 
-def bigram_index(tokens: np.ndarray, rows: int, out: np.ndarray) -> None:
-    """Hashes each token with its predecessor into `out`, int32 like `tokens`; position 0 gets the last row.
+def hash_bigrams(tokens: np.ndarray, rows: int, sign_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the rows (1, T) int32 of a table of `rows` for T tokens, int32, each with its predecessor; and
+    the rows of signs, (1, T) int32, unless `sign_rows` is 0.
 
-    The products wrap in int32. The hash crosses document starts: masking it was slower and no better.
+    Position 0 gets the last row, and row 0 of signs. The products wrap in int32. The hash crosses document
+    starts: masking it was slower and no better.
     """
-    out[0] = rows - 1
-    out[1:] = ((np.int32(36313) * tokens[1:]) ^ (np.int32(27191) * tokens[:-1])) % np.int32(rows - 1)
-
-
-def bigram_signs(tokens: np.ndarray, sign_rows: int) -> np.ndarray:
-    """Returns the rows of signs (T,) int32 of each token with its predecessor; position 0 gets row 0."""
-    return np.append(np.int32(0), (tokens[1:] ^ tokens[:-1]) % np.int32(sign_rows))
+    before, after = tokens[:-1], tokens[1:]
+    mixed = np.int32(36313) * after ^ np.int32(27191) * before
+    hashed = np.append(np.int32(rows - 1), mixed % np.int32(rows - 1))[None]
+    if not sign_rows:
+        return hashed, None
+    return hashed, np.append(np.int32(0), (after ^ before) % np.int32(sign_rows))[None]
 
 
 MIX = 0x9E3779B1  # odd: 2^32 over the golden ratio
@@ -961,7 +962,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
 
     A range belongs to one order and hash. Its last row serves the first n - 1 positions. The hash is a
     polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It
-    crosses document starts, as bigram_index does.
+    crosses document starts, as hash_bigrams does.
     """
     T, size = len(tokens), ngrams.rows
     words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
@@ -1073,9 +1074,9 @@ def move(packed: dict, device: torch.device) -> dict:
 class MicroBatch:
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
-    bigrams: Tensor | None  # (T,) int32: rows of bigram_embed
-    ngrams: Tensor | None  # (K, T) int32: rows of the n-gram table; in training, of what a step fetches of it
-    signs: Tensor | None  # (K, T) int32, for bigrams (1, T): rows of the signs that multiply those rows
+    # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table; in training, of what a step fetches.
+    ngrams: Tensor
+    signs: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, then T
     max_doc_len: int  # bound on a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
@@ -1088,11 +1089,6 @@ class MicroBatch:
         """Returns it on `device`; it must be packed."""
         return MicroBatch(**move(vars(self), device))
 
-    def row_ids(self) -> dict[str, np.ndarray]:
-        """Returns the rows of tables that positions read, by what indexes the tables."""
-        ids = {"tokens": self.inputs, "bigrams": self.bigrams, "ngrams": self.ngrams}
-        return {kind: t.numpy() for kind, t in ids.items() if t is not None}
-
 
 def make_micro_batch(
     tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, cfg: Config
@@ -1104,18 +1100,14 @@ def make_micro_batch(
             f"a micro-batch of {T} tokens has {len(ends) + 1} documents, cu_seqlens room for {max_docs - 1}; "
             f"use --set max_docs={padded(len(ends) + 2, 128)}"
         )
-    inputs, targets = (torch.from_numpy(ids.astype(np.int32)) for ids in (tokens[:-1], tokens[1:]))
-    bigrams, ngrams, signs, cu_seqlens = None, None, None, torch.full((max_docs,), T, dtype=torch.int32)
+    inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
     if cfg.ngrams.orders:
-        rows, sign_ids = hash_ngrams(inputs.numpy(), cfg.ngrams, cfg.sign_rows)
-        ngrams, signs = torch.from_numpy(rows), None if sign_ids is None else torch.from_numpy(sign_ids)
+        ngrams, signs = hash_ngrams(inputs.numpy(), cfg.ngrams, cfg.sign_rows)
     else:
-        bigrams = torch.empty_like(inputs)
-        bigram_index(inputs.numpy(), cfg.bigram_vocab_size, bigrams.numpy())
-        if cfg.sign_rows:
-            signs = torch.from_numpy(bigram_signs(inputs.numpy(), cfg.sign_rows)[None])
+        ngrams, signs = hash_bigrams(inputs.numpy(), cfg.bigram_vocab_size, cfg.sign_rows)
     cu_seqlens.numpy()[: len(ends) + 1] = 0, *ends
-    return MicroBatch(inputs, targets.long(), bigrams, ngrams, signs, cu_seqlens, max_doc_len)
+    targets, sign_ids = int32(tokens[1:]).long(), None if signs is None else int32(signs)
+    return MicroBatch(inputs, targets, int32(ngrams), sign_ids, cu_seqlens, max_doc_len)
 
 
 def int32(numbers: np.ndarray) -> Tensor:
@@ -1325,6 +1317,7 @@ class Prefetcher:
         tables = [spec for spec in used_params(loader.cfg) if spec.indexed_by]
         self.table_rows = {spec.indexed_by: shapes[spec.name][0] for spec in tables}
         self.is_sparse = {spec.indexed_by for spec in tables if spec.exchange == "sparse"} | {"ngrams"}
+        self.hashed = "ngrams" if loader.cfg.ngrams.orders else "bigrams"
         self.touched: dict[str, np.ndarray] = {}  # by what indexes tables: rows since their last update
         # This rank's rows of n-grams in the batch before, ascending, and their places in RowPlan.owned.
         self.before: tuple[np.ndarray, np.ndarray] = NO_ROWS, NO_ROWS
@@ -1351,10 +1344,10 @@ class Prefetcher:
             before.result()  # raises if it failed: other ranks still wait for its exchanges
         micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len)
         for batch in micro_batches:
-            for kind, ids in batch.row_ids().items():
+            signs = batch.signs if batch.signs is None else batch.signs.numpy()
+            for kind, ids, own_signs in (("tokens", batch.inputs, None), (self.hashed, batch.ngrams, signs)):
                 touched = self.touched.get(kind, NO_ROWS)
-                signs = None if kind == "tokens" or batch.signs is None else batch.signs.numpy()
-                batch.index[kind] = index_rows(ids, touched, signs)
+                batch.index[kind] = index_rows(ids.numpy(), touched, own_signs)
                 self.touched[kind] = merge_rows(touched, batch.index[kind].row_ids.numpy())
         updated = [kind for kind in self.touched if plan.do_adam or kind == "ngrams"]
         plans = self._plan_rows(updated, micro_batches)
@@ -2824,9 +2817,8 @@ class GPT(nn.Module):
         sums. Outside training, the rows of n-grams are fetched first.
         """
         name, ids = "ngrams" if self.cfg.ngrams.orders else "bigram_embed", batch.ngrams
-        if ids is None:
-            rows, ids = self.weight(name), batch.bigrams[None]  # type: ignore[index]
-            rows = rows if leaves is None else rows.detach()
+        if name != "ngrams":
+            rows = self.weight(name) if leaves is None else self.weight(name).detach()
         elif training:
             rows = self.ngrams.arrived()
         else:

@@ -6,7 +6,7 @@
 Claim: building row indices is never the bottleneck. train_gpt.py builds them on a thread while the GPU works
 on the batch before, so they must take well under the GPU's time. Columns, in ms a micro-batch, on one thread:
 
-    hash      bigram_index, into a new array
+    hash      hash_bigrams, with signs
     index     index_rows: distinct rows, each row's positions in the text's order, first touches
     plan      merge_rows and _plan_rows: the rows touched since the last Adam step, by owner (8 ranks), and
               the index of as many that 8 ranks ask for
@@ -21,7 +21,7 @@ position looks up one of each order), alone and beside a thread that multiplies 
 
     hash, index, merge, place    hash_ngrams, index_rows, merge_rows, place_rows
     all                          the four together
-    bigram                       bigram_index, index_rows, merge_rows, of the same tokens
+    bigram                       hash_bigrams, index_rows, merge_rows, of the same tokens
     ratio                        of these two
 
 All are interleaved in one process, each time on the next part of the text; results must be equal. Times of
@@ -92,9 +92,7 @@ class EqualRanks(tg.Exchange):
 def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], tg.RowIndex]:
     """Returns the ms of hash, index, plan of bigrams, index, plan of tokens; and the bigrams' index."""
     times, indices = [time.perf_counter()], []
-    bigrams = np.empty_like(tokens)
-    tg.bigram_index(tokens, batches.table_rows["bigrams"], bigrams)
-    signs = tg.bigram_signs(tokens, tg.RECORD.sign_rows)[None]
+    bigrams, signs = tg.hash_bigrams(tokens, batches.table_rows["bigrams"], tg.RECORD.sign_rows)
     times.append(time.perf_counter())
     for kind, ids, rows in (("bigrams", bigrams, signs), ("tokens", tokens, None)):
         indices.append(tg.index_rows(ids, signs=rows))
@@ -107,9 +105,8 @@ def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], 
 
 def time_bigrams(tokens: np.ndarray, rows: int) -> float:
     """Returns the ns a row of the bigrams' index."""
-    began, bigrams = time.perf_counter(), np.empty_like(tokens)
-    tg.bigram_index(tokens, rows, bigrams)
-    signs = tg.bigram_signs(tokens, tg.RECORD.sign_rows)[None]
+    began = time.perf_counter()
+    bigrams, signs = tg.hash_bigrams(tokens, rows, tg.RECORD.sign_rows)
     tg.merge_rows(tg.NO_ROWS, tg.index_rows(bigrams, signs=signs).row_ids.numpy())
     return 1e9 * (time.perf_counter() - began) / len(tokens)
 

@@ -221,7 +221,7 @@ class FixedLoader:
 def row_plans(cfg, exchange, ids):
     """Returns the RowPlans of an Adam step whose one micro-batch reads these rows, int32 arrays by kind."""
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
-    batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, None, nothing, 0)
+    batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
     rows = batches.next().rows
     batches.loader.close()

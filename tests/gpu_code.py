@@ -237,7 +237,7 @@ class DistinctRows(tg.TrainLoader):
     def batch(self, *args):
         micro_batches = super().batch(*args)
         for batch in micro_batches if self.rows else ():
-            for ids in filter(lambda ids: ids is not None, (batch.inputs, batch.bigrams, batch.ngrams)):
+            for ids in (batch.inputs, batch.ngrams):
                 # Each range begins at another rank's row, so that one rank owns a single row.
                 k = torch.arange(len(ids))[:, None] if ids.ndim > 1 else 0
                 ids.copy_(k * self.cfg.ngrams.rows + k + torch.arange(ids.size(-1)) % self.rows)

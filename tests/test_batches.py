@@ -195,12 +195,12 @@ def check_batch(batch, plan, want, seen, rank=0):
     """
     assert batch.plan == plan and len(batch.micro_batches) == len(want[rank])
     for i, (actual, expected) in enumerate(zip(batch.micro_batches, want[rank])):
-        for name in ("inputs", "targets", "bigrams", "signs", "cu_seqlens"):
+        for name in ("inputs", "targets", "ngrams", "signs", "cu_seqlens"):
             a, b = getattr(actual, name), getattr(expected, name)
             assert a.dtype == b.dtype and torch.equal(a, b), (plan.step, i, name)
-        assert actual.max_doc_len == expected.max_doc_len and actual.ngrams is None
+        assert actual.max_doc_len == expected.max_doc_len
         assert actual.index.keys() == {"tokens", "bigrams"}
-        for kind, ids in (("tokens", expected.inputs), ("bigrams", expected.bigrams)):
+        for kind, ids in (("tokens", expected.inputs), ("bigrams", expected.ngrams[0])):
             check_index(actual.index[kind], ids.numpy(), seen[rank][kind])
             seen[rank][kind] |= set(ids.tolist())
         assert actual.index["tokens"].signs is None
@@ -209,7 +209,7 @@ def check_batch(batch, plan, want, seen, rank=0):
     for other, micro_batches in enumerate(want):
         for micro_batch in micro_batches:
             seen[other]["tokens"] |= set(micro_batch.inputs.tolist())
-            seen[other]["bigrams"] |= set(micro_batch.bigrams.tolist())
+            seen[other]["bigrams"] |= set(micro_batch.ngrams[0].tolist())
     assert batch.rows.keys() == ({"tokens", "bigrams", "buffer"} if plan.do_adam else {"buffer"})
     if plan.do_adam:
         for kind, rows in (("tokens", 264), ("bigrams", 640)):
@@ -324,7 +324,7 @@ def test_packed_tensors_lie_in_one_buffer(folder):
     loader.close()
     micro_batch.index["tokens"] = tg.index_rows(micro_batch.inputs.numpy())
     signs = micro_batch.signs.numpy()
-    micro_batch.index["bigrams"] = tg.index_rows(micro_batch.bigrams.numpy(), tg.NO_ROWS, signs)
+    micro_batch.index["bigrams"] = tg.index_rows(micro_batch.ngrams.numpy(), tg.NO_ROWS, signs)
     packed, size = micro_batch.pack(False), 0
     for actual, want in zip(tensors_of(packed), tensors_of(micro_batch)):
         assert actual.dtype == want.dtype and torch.equal(actual, want)

@@ -113,9 +113,7 @@ def test_prefixes():
 
 
 def hashes(tokens, rows):
-    tokens, out = np.array(tokens, dtype=np.int32), np.zeros(len(tokens), dtype=np.int32)
-    tg.bigram_index(tokens, rows, out)
-    return out.tolist()
+    return tg.hash_bigrams(np.array(tokens, dtype=np.int32), rows, 0)[0][0].tolist()
 
 
 def int32(x):
@@ -145,7 +143,7 @@ def test_the_references_position_1_takes_the_reserved_row_for_a_token(case):
 @pytest.mark.parametrize("case", golden_vectors("sign"))
 def test_bigram_signs(case):
     section, (vector, _, rows) = GOLDEN["a_bigram_hash"], case.split("_")
-    signs = tg.bigram_signs(np.array(section[f"{vector}_tokens"], dtype=np.int32), int(rows))
+    signs = tg.hash_bigrams(np.array(section[f"{vector}_tokens"], dtype=np.int32), 9, int(rows))[1][0]
     assert (signs.dtype, signs.tolist()) == (np.int32, section[case])
 
 
@@ -484,7 +482,7 @@ def test_batch_is_the_golden_one():
     batch, golden = tiny_batch(), GOLDEN["e_forward"]
     assert batch.inputs.tolist() + [batch.targets[-1].item()] == golden["tokens_65"]
     assert batch.cu_seqlens.tolist() == golden["cu_seqlens"]
-    assert batch.bigrams.tolist() == golden["bigram"]
+    assert batch.ngrams.tolist() == [golden["bigram"]]
     assert batch.signs.tolist() == [golden["sign_index"]]
 
 
@@ -882,7 +880,7 @@ def shards(tmp_path):
 
 
 def check_batch(batch, want, max_docs=64):
-    inputs, targets, rows = batch.inputs, batch.targets, batch.bigrams
+    inputs, targets, rows = batch.inputs, batch.targets, batch.ngrams[0]
     ends = batch.cu_seqlens.tolist()
     while len(ends) > 1 and ends[-2] == 256:
         ends.pop()

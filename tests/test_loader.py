@@ -100,9 +100,9 @@ def naive_bigrams(tokens, rows):
 def check_micro_batch(batch, tokens, starts, cfg):
     T = len(tokens) - 1
     assert batch.inputs.tolist() == tokens[:T] and batch.targets.tolist() == tokens[1:]
-    assert batch.inputs.dtype == batch.bigrams.dtype == batch.cu_seqlens.dtype == torch.int32
+    assert batch.inputs.dtype == batch.ngrams.dtype == batch.cu_seqlens.dtype == torch.int32
     assert batch.targets.dtype == torch.int64
-    assert batch.bigrams.tolist() == naive_bigrams(tokens[:T], cfg.bigram_vocab_size)
+    assert batch.ngrams.tolist() == [naive_bigrams(tokens[:T], cfg.bigram_vocab_size)]
     max_docs = cfg.max_docs or tg.default_max_docs(T)
     assert batch.cu_seqlens.tolist() == starts + [T] * (max_docs - len(starts))
 

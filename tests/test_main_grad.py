@@ -292,7 +292,7 @@ def test_rows_and_their_gradients_have_signs(cfg, sign_rows, main_grad):
     bigrams.backward(db)
     optimizer.accumulate_row_grads(leaves, batch.index, model.signs)
     want, ones = torch.zeros_like(model.bigram_embed), torch.ones(model.cfg.dim)
-    for t, row in enumerate(batch.bigrams.tolist()):
+    for t, row in enumerate(batch.ngrams[0].tolist()):
         sign = model.signs[batch.signs[0, t]] if sign_rows else ones
         assert set(sign.tolist()) <= {-1, 1} and torch.equal(bigrams[t], sign * model.bigram_embed[row])
         want[row] += sign * db[t]

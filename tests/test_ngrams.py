@@ -219,7 +219,7 @@ def test_rows_of_signs_of_bigrams(sign_rows):
     """Checks tokens that do not fit in 15 bits; no position before the first."""
     tokens = np.random.default_rng(9).integers(0, 65536, 400).astype(np.int32)
     for T in 1, 2, 400:
-        signs = tg.bigram_signs(tokens[:T], sign_rows)
+        (signs,) = tg.hash_bigrams(tokens[:T], 9, sign_rows)[1]
         pairs = zip(tokens[:T].tolist(), tokens[1:T].tolist())
         assert signs.dtype == np.int32 and signs.tolist() == [0] + [(a ^ b) % sign_rows for a, b in pairs]
 
@@ -231,7 +231,7 @@ def test_micro_batches_have_rows_of_signs(folder, orders, sign_rows):
     cfg = replace(cfg, ngrams=replace(cfg.ngrams, orders=orders))
     tokens = np.random.default_rng(8).integers(0, 60, 38).astype(np.uint16)
     batch, inputs = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg), tokens[:-1].astype(np.int32)
-    hashed = tg.hash_ngrams(inputs, cfg.ngrams, 50)[1] if orders else tg.bigram_signs(inputs, 50)[None]
+    hashed = tg.hash_ngrams(inputs, cfg.ngrams, 50)[1] if orders else tg.hash_bigrams(inputs, 9, 50)[1]
     assert batch.signs is None if sign_rows == 0 else batch.signs.dtype == torch.int32
     assert sign_rows == 0 or (batch.signs.numpy() == hashed).all() and batch.signs.shape == hashed.shape
 
@@ -544,7 +544,7 @@ def test_packed_micro_batches_keep_their_rows(folder):
     cfg = ngram_config(folder)
     tokens = np.random.default_rng(8).integers(0, 60, 38).astype(np.uint16)
     batch = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg)
-    assert batch.bigrams is None and batch.ngrams.shape == (cfg.ngrams.ranges, 37)
+    assert batch.ngrams.shape == (cfg.ngrams.ranges, 37)
     batch.index["ngrams"] = tg.index_rows(batch.ngrams.numpy(), tg.NO_ROWS, batch.signs.numpy())
     want, packed = tensors_of(vars(batch)), batch.pack(False)
     for each in packed, packed.to(Elsewhere("cpu")):
@@ -568,7 +568,7 @@ def test_validation_reads_the_same_rows(folder, world_size):
     for rank in range(world_size):
         for i, batch in tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size, False):
             rows, signs = tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams, cfg.sign_rows)
-            assert batch.bigrams is None and not batch.index
+            assert not batch.index
             assert (batch.ngrams.numpy() == rows).all() and (batch.signs.numpy() == signs).all()
             slices.append(i)
     assert sorted(slices) == list(range(cfg.val_slices))

@@ -529,7 +529,7 @@ def test_the_loader_resumes_from_each_position(corpus, world_size):
 
     def next_batch(loader, plan):
         batch = loader.batch(plan.batch_tokens, plan.max_doc_len)
-        return [[t.tolist() for t in (b.inputs, b.targets, b.bigrams, b.cu_seqlens)] for b in batch]
+        return [[t.tolist() for t in (b.inputs, b.targets, b.ngrams, b.cu_seqlens)] for b in batch]
 
     for rank in range(world_size):
         loader, batches, positions = tg.TrainLoader(cfg, paths, rank, world_size, False), [], []

@@ -275,7 +275,7 @@ def touched_in_steps(cfg, rank, world_size):
     for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
         for micro_batch in loader.batch(plan.batch_tokens, plan.max_doc_len):
             touched["tokens"].update(micro_batch.inputs.tolist())
-            touched["bigrams"].update(micro_batch.bigrams.tolist())
+            touched["bigrams"].update(micro_batch.ngrams[0].tolist())
         steps.append((plan, {kind: set(row_ids) for kind, row_ids in touched.items()}))
         if plan.do_adam:
             touched = {"tokens": set(), "bigrams": set()}
