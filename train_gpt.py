@@ -25,7 +25,7 @@ Sections; each uses only what is above it
     10 Update rules Adam and NorMuon on one shard
     11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
     12 Optimizer    scatter, work, gather, in explicit orders
-    13 Step         train_step, validate, scalars that leave the device asynchronously
+    13 Step         train_step, validate, losses that leave the device asynchronously
     14 Checks       what a config must satisfy; memory; saved models; checkpoints
     15 Main         command line, warm-up, the timed loop
 
@@ -631,13 +631,6 @@ def train_tokens(cfg: Config) -> int:
 # ============================================================================================================
 
 
-@dataclass(frozen=True)
-class DistEnv:
-    rank: int
-    world_size: int
-    device: torch.device
-
-
 # How long a rank waits in a collective. torchrun ends the others at once if one is killed; gloo tells its
 # peers too, but not always those that were just sending to it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -672,8 +665,11 @@ def env_world_size() -> int:
     return int(text)
 
 
-def init_distributed() -> DistEnv:
-    """Reads torchrun's environment and joins the process group. Without torchrun: one rank, no group."""
+def init_distributed() -> tuple[int, int, torch.device]:
+    """Joins the process group of torchrun's environment. Returns rank, world size and this rank's device.
+
+    Without torchrun there is one rank, and no group.
+    """
     world_size, rank = env_world_size(), int(os.environ.get("RANK", 0))
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         # PR_SET_PDEATHSIG: a killed torchrun would leave its ranks running.
@@ -694,7 +690,7 @@ def init_distributed() -> DistEnv:
         fix = "start them with torchrun, and do not use another run's port"
         with explain(f"the {world_size} processes cannot meet", fix, RuntimeError, ValueError):
             dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=own_gpu)
-    return DistEnv(rank, world_size, device)
+    return rank, world_size, device
 
 
 class Clock:
@@ -782,15 +778,15 @@ class RunLog:
                 self.file.close()
 
 
-def describe_environment(env: DistEnv) -> list[str]:
+def describe_environment(device: torch.device, world_size: int) -> list[str]:
     """Returns log lines on software, hardware and commit. They hold no absolute path."""
-    if env.device.type == "cuda":
-        device = torch.cuda.get_device_name(env.device)
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
     else:
-        device = platform.processor() or platform.machine()
+        hardware = platform.processor() or platform.machine()
         with contextlib.suppress(OSError, TypeError):  # not Linux; no such line
-            device = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-        device += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
+            hardware = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+        hardware += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
     script = Path(__file__).resolve()
     # Prints the commit; the script, if it is tracked; then what is changed.
     commands = (
@@ -803,8 +799,8 @@ def describe_environment(env: DistEnv) -> list[str]:
         commit = f"{lines[0]} {'(clean)' if git.returncode == 0 and len(lines) == 2 else '(modified)'}"
     return [
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
-        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {device} "
-        f"with world_size {env.world_size}",
+        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {hardware} "
+        f"with world_size {world_size}",
         f"commit: {commit}",
     ]
 
@@ -1043,15 +1039,15 @@ def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int, int]:
 map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
 
 
-def pack(nest: dict, pin: bool) -> dict:
-    """Copies all tensors of a nest into one host buffer, its entry "buffer", page-locked if `pin`.
+def pack(nest: dict) -> dict:
+    """Copies all tensors of a nest into one host buffer, its entry "buffer".
 
-    One copy then takes it to a GPU. torch reuses page-locked memory when no tensor holds it and the
-    asynchronous copies from it are done.
+    One copy then takes it to a GPU. If the process uses one, the buffer is page-locked; torch reuses such
+    memory when no tensor holds it and the asynchronous copies from it are done.
     """
     sizes: list[int] = []
     map_tensors(lambda t: sizes.append(padded(t.nbytes, 16)), nest)
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
     parts = iter(buffer.split(sizes))
     packed = map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
     return packed | {"buffer": buffer}
@@ -1082,8 +1078,8 @@ class MicroBatch:
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
     buffer: Tensor | None = None  # uint8: holds all of these, once packed
 
-    def pack(self, pin: bool) -> "MicroBatch":
-        return MicroBatch(**pack(vars(self), pin))
+    def pack(self) -> "MicroBatch":
+        return MicroBatch(**pack(vars(self)))
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Returns it on `device`; it must be packed."""
@@ -1189,15 +1185,14 @@ class TrainLoader:
         paths: list[Path],
         rank: int,
         world_size: int,
-        pin: bool,
         position: tuple[int, ...] = (0, 0, 0),
     ):
-        self.cfg, self.rank, self.world_size, self.pin = cfg, rank, world_size, pin
+        self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
         self.microbatches = num_microbatches(cfg, world_size)
-        self.paths = paths
         # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0:
-        # pinning memory there would make every rank a context on it.
-        use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None
+        # page-locking memory there would make every rank a context on it.
+        on_gpu = torch.cuda.is_initialized()
+        use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
         self.opened, self.document, self.delivered = position  # delivered: tokens, over all ranks
         self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
@@ -1267,7 +1262,7 @@ class TrainLoader:
 
 def count_batches(cfg: Config, paths: list[Path], world_size: int) -> int:
     """Counts how many of the schedule's batches the training shards give, without building one."""
-    loader, count = TrainLoader(cfg, paths, 0, world_size, pin=False), 0
+    loader, count = TrainLoader(cfg, paths, 0, world_size), 0
     with contextlib.closing(loader), contextlib.suppress(OutOfData):
         while count < cfg.steps:
             plan = plan_step(cfg, count)
@@ -1351,8 +1346,8 @@ class Prefetcher:
                 self.touched[kind] = merge_rows(touched, batch.index[kind].row_ids.numpy())
         updated = [kind for kind in self.touched if plan.do_adam or kind == "ngrams"]
         plans = self._plan_rows(updated, micro_batches)
-        packed = [batch.pack(self.loader.pin) for batch in micro_batches]
-        return Batch(plan, packed, self.loader.position(), pack(plans, self.loader.pin))
+        packed = [batch.pack() for batch in micro_batches]
+        return Batch(plan, packed, self.loader.position(), pack(plans))
 
     def _plan_rows(self, kinds: list[str], micro_batches: list[MicroBatch]) -> dict[str, RowPlan]:
         """Tells the owners which of their rows are touched, for tables that are updated now."""
@@ -1410,8 +1405,8 @@ class Prefetcher:
 class ValLoader:
     """Yields the first val_slices * val_slice_tokens validation tokens; rank r has r, r + world_size, ..."""
 
-    def __init__(self, cfg: Config, paths: list[Path], rank: int, world_size: int, pin: bool):
-        self.cfg, self.rank, self.world_size, self.pin = cfg, rank, world_size, pin
+    def __init__(self, cfg: Config, paths: list[Path], rank: int, world_size: int):
+        self.cfg, self.rank, self.world_size = cfg, rank, world_size
         parts, need = [], cfg.val_slices * cfg.val_slice_tokens + 1
         for path in paths:
             if need > 0:
@@ -1429,7 +1424,7 @@ class ValLoader:
             starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
             max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
             batch = make_micro_batch(tokens, starts, max_doc_len, self.max_docs, self.cfg)
-            yield i, batch.pack(self.pin)
+            yield i, batch.pack()
 
 
 # ============================================================================================================
@@ -3006,7 +3001,7 @@ class Exchange:
         rank: int,
         world_size: int,
         group: dist.ProcessGroup | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device = torch.device("cpu"),
     ):
         self.rank, self.world_size, self.group, self.sent = rank, world_size, group, defaultdict(int)
         self.device = device  # where the group's tensors must be
@@ -3309,7 +3304,6 @@ class NgramTable:
         self.column_seeds = seed_columns(n.width, device)
         self.compact.requires_grad_(not cfg.main_grad)
         self.pending: list[Pending] = []  # fetches of the rows in `compact`
-        self.journal: list | None = None  # rows, before their first update since it began, to undo
         # Of the present step; of the next, from its early rows to its late ones, which go to `compact` too.
         self.plan: RowPlan = None
         self.next_plan: RowPlan = None
@@ -3386,23 +3380,16 @@ class NgramTable:
             self.fetch_late()
 
     def apply_rule(self, grads: Tensor, plan: StepPlan) -> None:
-        if self.journal is not None:
-            owned = self.plan.owned.cpu()
-            new = ~torch.isin(owned, torch.cat([owned[:0], *(entry[0] for entry in self.journal)]))
-            at = self.plan.at[new.to(self.device)]
-            self.journal.append([owned[new], *(t[at].cpu() for t in self.tables)])
         row_ids = self.plan.owned * self.exchange.world_size + self.exchange.rank
         lr, seeds = self.backend.scalar(self.cfg.lr * plan.lr_mul), seed_rows(row_ids, plan.step)
         numbers = lr, self.cfg.beta2, seeds, self.column_seeds
         self.on_rows(update_rows, row_ids)(*self.tables, self.plan.at, grads, *numbers)
 
-    def undo(self) -> None:
-        """Undoes the updates in the journal, and ends it."""
+    def reset(self) -> None:
+        """Sets rows and moments to 0, as at the start."""
         self.finish()
-        for rows, *values in self.journal:
-            for t, value in zip(self.stored, values):
-                t[rows.to(t.device)] = value.to(t.device)
-        self.journal = None
+        for t in self.stored:
+            t.zero_()
 
     def finish(self) -> None:
         """Ends what is under way, so that the block holds every row's present values."""
@@ -3761,8 +3748,8 @@ class Optimizer:
 
 def train_step(
     model: GPT, optimizer: Optimizer, batch: Batch, following: Callable[[], Batch | None] = lambda: None
-) -> dict:
-    """Trains on one batch. Returns what AsyncScalars logs: 0-d tensors on the device, by name.
+) -> Tensor:
+    """Trains on one batch. Returns this rank's loss, the weighted mean over all targets: 0-d, on the device.
 
     `following()` is the next batch, whose early rows of n-grams this step fetches; None after the last.
     """
@@ -3786,7 +3773,7 @@ def train_step(
         optimizer.accumulate_row_grads(leaves, micro_batch.index, model.signs)
         losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.loss_weights)))
     optimizer.step(plan)
-    return {"train_loss": sum(losses[1:], losses[0])}  # of this rank: the weighted mean over all targets
+    return sum(losses[1:], losses[0])
 
 
 def validate(
@@ -3806,37 +3793,36 @@ def validate(
     return exchange.sum(losses).mean().item()
 
 
-class AsyncScalars:
-    """Reads steps' scalars without stalling the GPU: starts an asynchronous copy, polls for its arrival.
+class AsyncLoss:
+    """Reads steps' losses without stalling the GPU: starts an asynchronous copy, polls for its arrival.
 
-    latest: by name, the newest (step, value) that has arrived.
+    latest: the newest (step, loss) that has arrived; before the first (0, None).
     """
 
     def __init__(self):
-        self.queue, self.latest = [], {}
+        self.queue, self.latest = [], (0, None)
 
-    def push(self, step: int, scalars: dict[str, Tensor]) -> None:
-        """Starts the scalars' copy."""
-        values, arrived = torch.stack(list(scalars.values())), None
-        if values.is_cuda:
-            values, arrived = values.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
+    def push(self, step: int, loss: Tensor) -> None:
+        """Starts the copy of a step's loss, 0-d."""
+        arrived = None
+        if loss.is_cuda:
+            loss, arrived = loss.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
             arrived.record()
-        self.queue.append((step, list(scalars), values, arrived))
+        self.queue.append((step, loss, arrived))
 
     def poll(self, wait: bool = False) -> None:
         """Takes what has arrived. Raises UserError if it is not finite."""
         while self.queue:
-            step, names, values, arrived = self.queue[0]
+            step, loss, arrived = self.queue[0]
             if arrived and not wait and not arrived.query():
                 return
             if arrived:
                 arrived.synchronize()
             self.queue.pop(0)
-            for name, value in zip(names, values.tolist()):
-                self.latest[name] = step, value
-                if not math.isfinite(value):
-                    fix = "lower the learning rate that was raised last, or look at that batch"
-                    raise UserError(f"{name} is {value} at step {step}; {fix}")
+            self.latest = step, loss.item()
+            if not loss.isfinite():
+                fix = "lower the learning rate that was raised last, or look at that batch"
+                raise UserError(f"train_loss is {loss.item()} at step {step}; {fix}")
 
 
 # ============================================================================================================
@@ -4338,30 +4324,20 @@ def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
     return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
 
 
-def warm_up(
-    cfg: Config,
-    env: DistEnv,
-    data: Dataset,
-    model: GPT,
-    optimizer: Optimizer,
-    val: ValLoader,
-    prefetch: Exchange,
-) -> None:
-    """Runs a step of every kind, so that nothing is new on the clock, and undoes all of it."""
-    before = training_state(model, optimizer)
-    if optimizer.ngrams:
-        optimizer.ngrams.journal = []
-    loader = TrainLoader(cfg, data.train, env.rank, env.world_size, env.device.type == "cuda")
+def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, prefetch: Exchange) -> None:
+    """Runs a step of every kind, so that nothing is new on the clock; then all is as before the first."""
+    before, cfg = training_state(model, optimizer), model.cfg
+    loader = TrainLoader(cfg, data.train, prefetch.rank, prefetch.world_size)
     plans = [plan_step(cfg, step) for step in warmup_steps(cfg)]
-    batches, one_round = Prefetcher(loader, plans, prefetch), min(cfg.val_slices, env.world_size)
+    batches, one_round = Prefetcher(loader, plans, prefetch), min(cfg.val_slices, prefetch.world_size)
     for plan in plans:
         model.rotary.use_stage(plan.stage)
         validate(model, val, optimizer.exchange, plan.windows, one_round)
-        AsyncScalars().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
+        AsyncLoss().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
     loader.close()
     optimizer.finish_gathers()
     if optimizer.ngrams:
-        optimizer.ngrams.undo()
+        optimizer.ngrams.reset()
     restore(before, model, optimizer)
     optimizer.gather_all()
     optimizer.exchange.sent.clear()
@@ -4391,13 +4367,13 @@ def run(args: argparse.Namespace, script: str) -> None:
             print(ngrams)
         return
 
-    env = init_distributed()
-    backend = select_backend(cfg, env.device, world_size=env.world_size)
-    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if env.world_size > 1 else None
-    exchange = Exchange(env.rank, env.world_size, device=env.device)
-    prefetch = Exchange(env.rank, env.world_size, group)
+    rank, world_size, device = init_distributed()
+    backend = select_backend(cfg, device, world_size=world_size)
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
+    exchange = Exchange(rank, world_size, device=device)
+    prefetch = Exchange(rank, world_size, group)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    ngrams = exchange.run_on_all_ranks(check_ngram_memory, cfg, env.world_size, env.device, local)
+    ngrams = exchange.run_on_all_ranks(check_ngram_memory, cfg, world_size, device, local)
     data = exchange.run_on_all_ranks(open_dataset, cfg)
     if any(stage.prefix_start or stage.prefix_end for stage in cfg.stages):
         path = Path(cfg.data, "vocabulary.txt")
@@ -4405,7 +4381,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         data = data._replace(vocabulary=vocabulary)
     task = {
         "seed": args.seed,
-        "processes": env.world_size,
+        "processes": world_size,
         "data": data.fingerprint,
         "vocabulary": zlib.crc32(b"\n".join(data.vocabulary)),
         "config": json.loads(config_json(replace(cfg, data=""))),
@@ -4417,14 +4393,14 @@ def run(args: argparse.Namespace, script: str) -> None:
         "--profile": args.profile,
     }
     setups = exchange.all_gather_object(task | versions | options)
-    for rank, setup in enumerate(setups):
+    for other, setup in enumerate(setups):
         if diff := config_diff(setup, setups[0]):
             raise UserError(
-                f"rank {rank} differs from rank 0 (there, here): {diff}; start all machines with the same "
+                f"rank {other} differs from rank 0 (there, here): {diff}; start all machines with the same "
                 "script, options, torch and data"
             )
-    check = partial(check_schedule, cfg, data.train, env.world_size)
-    exchange.run_on_all_ranks(check if env.rank == 0 else lambda: None)
+    check = partial(check_schedule, cfg, data.train, world_size)
+    exchange.run_on_all_ranks(check if rank == 0 else lambda: None)
     resumed = exchange.run_on_all_ranks(Checkpoint.find, args.resume) if args.resume else None
     if resumed and (diff := config_diff(resumed.meta["task"], task)):
         raise UserError(
@@ -4432,15 +4408,15 @@ def run(args: argparse.Namespace, script: str) -> None:
             "processes"
         )
 
-    track = "other" if args.checkpoint_every or args.profile or resumed else track_of(cfg, env.world_size)
+    track = "other" if args.checkpoint_every or args.profile or resumed else track_of(cfg, world_size)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     run_id = f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
     folder, run_id = exchange.all_gather_object((folder, run_id))[0]
     if resumed:
         folder, run_id = resumed.path.parents[1], resumed.path.parent.stem
-    with open_log(folder if env.rank == 0 else None, run_id, cfg.steps, args.seed, resumed) as log:
+    with open_log(folder if rank == 0 else None, run_id, cfg.steps, args.seed, resumed) as log:
         log.print0(f"{script}\n{'=' * 100}", console=False)
-        for line in describe_environment(env) if env.rank == 0 else ():
+        for line in describe_environment(device, world_size) if rank == 0 else ():
             log.print0(line)
         log.print0(
             f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; "
@@ -4448,7 +4424,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         )
         logged = config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed)
         log.print0(f"config: {logged}", console=False)
-        count, usual = num_microbatches(cfg, env.world_size), PRESETS[cfg.preset].microbatches
+        count, usual = num_microbatches(cfg, world_size), PRESETS[cfg.preset].microbatches
         packing = f", packed in {count} micro-batches a batch, not {usual}: not the track's batches"
         log.print0(f"data: {data.fingerprint}{'' if count == usual else packing}")
         if ngrams:
@@ -4468,12 +4444,12 @@ def run(args: argparse.Namespace, script: str) -> None:
         try:
             with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced
                 trace = None
-                if args.profile and env.rank == 0:
+                if args.profile and rank == 0:
                     profiler = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log)
                     trace = partial(traced.enter_context, profiler)
                 every = args.checkpoint_every
                 model, summary = train(
-                    cfg, env, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, trace
+                    cfg, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, trace
                 )
         except (RuntimeError, MemoryError) as e:
             is_full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
@@ -4489,8 +4465,8 @@ def run(args: argparse.Namespace, script: str) -> None:
     if args.save:
         done = f"the run itself is complete, its log is {log.path}"
         with explain(f"--save {args.save}", done, OSError, RuntimeError):
-            save_model(args.save, model, env.rank)
-    if env.rank:
+            save_model(args.save, model, rank)
+    if rank:
         return
     checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
     with contextlib.suppress(OSError):
@@ -4513,7 +4489,6 @@ def run(args: argparse.Namespace, script: str) -> None:
 
 def train(
     cfg: Config,
-    env: DistEnv,
     backend: Backend,
     exchange: Exchange,
     prefetch: Exchange,
@@ -4531,34 +4506,34 @@ def train(
     every `every` steps (0: never); `resumed` is one to go on from. `trace()` starts a profiler, whose step()
     ends every step.
     """
-    pin = env.device.type == "cuda"
-    model = GPT(cfg, env.world_size, env.device, seed, backend)
+    rank, world_size, device = exchange.rank, exchange.world_size, exchange.device
+    model = GPT(cfg, world_size, device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
     model.ngrams = optimizer.ngrams
-    val = ValLoader(cfg, data.val, env.rank, env.world_size, pin)
+    val = ValLoader(cfg, data.val, rank, world_size)
 
     # Warm up, reset.
     if cfg.warmup:
         if cfg.compile:
             log.print0("compiling, off the clock: minutes at the first start", file=False)
         began = time.perf_counter()
-        warm_up(cfg, env, data, model, optimizer, val, prefetch)
+        warm_up(data, model, optimizer, val, prefetch)
         steps = " ".join(map(str, warmup_steps(cfg)))
         log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0, 0)
     if resumed:
-        exchange.run_on_all_ranks(resumed.load, model, optimizer, env.rank)
+        exchange.run_on_all_ranks(resumed.load, model, optimizer, rank)
         optimizer.gather_all()
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
-    scalars, clock = AsyncScalars(), Clock(env.device, train_ms)
+    losses, clock = AsyncLoss(), Clock(device, train_ms)
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     profiler = trace() if trace else None
     clock.start()
-    loader = TrainLoader(cfg, data.train, env.rank, env.world_size, pin, position)
+    loader = TrainLoader(cfg, data.train, rank, world_size, position)
     batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), prefetch)
     if data.vocabulary:
         model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
@@ -4566,7 +4541,7 @@ def train(
         done = step == cfg.steps
         if done or validates(cfg, step):
             clock.stop()
-            scalars.poll(wait=True)
+            losses.poll(wait=True)
             windows = window_tokens(cfg, cfg.val_windows)
             if not done:
                 plan = plan_step(cfg, step)
@@ -4585,25 +4560,25 @@ def train(
             break
         batch = batches.next()
         n = step + 1  # as the log counts
-        scalars.push(n, train_step(model, optimizer, batch, batches.peek))
-        scalars.poll()
+        losses.push(n, train_step(model, optimizer, batch, batches.peek))
+        losses.poll()
         if profiler:
             profiler.step()
         elapsed = clock.read()
-        arrived = "".join(f" {name}:{value:.4f}@{at}" for name, (at, value) in scalars.latest.items())
-        line = f"step:{n}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / n:.2f}ms{arrived}"
-        log.print0(line, console=False)
-        log.progress(n, scalars.latest.get("train_loss", (0, None))[1], elapsed)
+        line = f"step:{n}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / n:.2f}ms"
+        at, loss = losses.latest
+        log.print0(line + (f" train_loss:{loss:.4f}@{at}" if at else ""), console=False)
+        log.progress(n, loss, elapsed)
         if every and n % every < 2 and batch.plan.do_adam and n < cfg.steps:  # no gradients are pending then
             clock.stop()
-            scalars.poll(wait=True)
+            losses.poll(wait=True)
             save({"step": n, "train_ms": clock.ms, "position": batch.position}, model, optimizer)
             log.print0(f"checkpoint: after step {n}", console=False)
             clock.start()
     loader.close()
     gc.unfreeze()
 
-    log.print0(peak_memory(env.device))
+    log.print0(peak_memory(device))
     summary = {
         "val_loss": f"{val_loss:.6f}",
         "train_time_ms": f"{clock.ms:.0f}",

@@ -76,7 +76,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 def touched_in(stage: int, shard: Path, rank: int, world_size: int) -> dict[str, tg.RowPlan]:
     """Plans the rows that the rank touches in the stage's first two steps, on the shard's first batches."""
     first = CFG.stage_starts[stage]
-    loader = tg.TrainLoader(CFG, [shard], rank, world_size, pin=False)
+    loader = tg.TrainLoader(CFG, [shard], rank, world_size)
     plans = [tg.plan_step(CFG, first), tg.plan_step(CFG, first + 1)]
     batches = tg.Prefetcher(loader, plans, tg.Exchange(rank, world_size))  # while this thread makes no calls
     batches.next()

@@ -101,12 +101,12 @@ class Setup:
     """What the checks of a process share. The costly parts are made when they are first used."""
 
     def __init__(self, scratch: Path, out: Path):
-        env = tg.init_distributed()
-        self.gpus = torch.cuda.device_count() if env.device.type == "cuda" else 0
-        if self.gpus and torch.cuda.get_device_capability(env.device) < (8, 0):
+        _, self.world_size, device = tg.init_distributed()
+        self.gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+        if self.gpus and torch.cuda.get_device_capability(device) < (8, 0):
             self.gpus = 0  # no bf16
-        self.on_gpu, self.device = self.gpus > 0, env.device if self.gpus else torch.device("cpu")
-        self.env, self.scratch, self.out = replace(env, device=self.device), scratch, out
+        self.on_gpu, self.device = self.gpus > 0, device if self.gpus else torch.device("cpu")
+        self.scratch, self.out = scratch, out
         self.memory = torch.cuda.get_device_properties(0).total_memory if self.on_gpu else math.inf
         self.preset, self.settings = ("record", "") if self.on_gpu else ("cpu", TINY)
         self.missing = [] if self.on_gpu else [Row(feature, seen=NEEDS_GPU) for feature in FEATURES]
@@ -232,7 +232,10 @@ class Setup:
 
 def environment(setup: Setup) -> Iterator[Row]:
     """Describes the machine, and names the features that it lacks."""
-    lines, triton = tg.describe_environment(setup.env), tg.triton.__version__ if tg.triton else "none"
+    lines, triton = (
+        tg.describe_environment(setup.device, setup.world_size),
+        tg.triton.__version__ if tg.triton else "none",
+    )
     machine = "no GPU of compute capability 8.0 or newer: the cpu preset, tiny"
     software = f"torch {torch.__version__}, triton {triton}, numpy {np.__version__}"
     if setup.on_gpu:
@@ -440,7 +443,7 @@ def one_micro_batch(setup: Setup, cfg: tg.Config) -> Iterator[tuple[st.Training,
 def loss_and_gradients(training: st.Training, batch: tg.Batch) -> tuple[float, dict[str, Tensor]]:
     optimizer = training.optimizer
     optimizer.drop_grads()
-    loss = tg.train_step(training.model, optimizer, batch)["train_loss"].item()
+    loss = tg.train_step(training.model, optimizer, batch).item()
     return loss, {name: optimizer.grad_of(name) for name in optimizer.params}
 
 
@@ -496,7 +499,7 @@ def no_wait(setup: Setup, stage: int, world_size: int, settings: str = "") -> It
     cfg = with_settings(setup.cfg, settings)
     with setup.training(cfg, stage, world_size, 7) as training:  # the last is only fetched for
         training.warm_up(4)
-        scalars = tg.AsyncScalars()
+        losses = tg.AsyncLoss()
         for step in range(2):
             batch = training.batches.next()
             training.synchronize()
@@ -504,11 +507,11 @@ def no_wait(setup: Setup, stage: int, world_size: int, settings: str = "") -> It
                 torch.cuda.set_sync_debug_mode("error")
             try:
                 peek = training.batches.peek
-                scalars.push(step, tg.train_step(training.model, training.optimizer, batch, peek))
+                losses.push(step, tg.train_step(training.model, training.optimizer, batch, peek))
             finally:
                 if setup.on_gpu:
                     torch.cuda.set_sync_debug_mode("default")
-        scalars.poll(wait=True)
+        losses.poll(wait=True)
     what, ok = f"stage {stage}, 1 rank of {world_size}{', n-grams' * bool(settings)}", setup.on_gpu or None
     yield Row(f"{what}: waiting forbidden", "two steps run", "they do" if ok else NEEDS_GPU, ok)
 
@@ -557,7 +560,7 @@ def graphs(setup: Setup) -> Iterator[Row]:
 
     with tg.RunLog(None, cfg.steps, "") as log:
         exchanges = (tg.Exchange(0, 1, device=setup.device), tg.Exchange(0, 1))
-        tg.train(cfg, setup.env, backend, *exchanges, data, 0, log, trace=trace)
+        tg.train(cfg, backend, *exchanges, data, 0, log, trace=trace)
     counts, seconds = made[0].counts, time.perf_counter() - began
     new = counts[-1] - counts[0]
     seen = f"{new} more than {counts[0]} in {cfg.steps} steps; {seconds:.0f} s in all"

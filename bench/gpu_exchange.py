@@ -77,7 +77,7 @@ def train_small(
     """Trains all steps with deterministic operations. Returns the parameters, and the table of n-grams."""
     model = tg.GPT(cfg, exchange.world_size, device)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
-    loader = tg.TrainLoader(cfg, [shard], exchange.rank, exchange.world_size, device.type == "cuda")
+    loader = tg.TrainLoader(cfg, [shard], exchange.rank, exchange.world_size)
     batches = tg.Prefetcher(loader, (tg.plan_step(cfg, step) for step in range(cfg.steps)), prefetch)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         for _ in range(cfg.steps):

@@ -105,7 +105,7 @@ class Training:
         self.model, exchange = tg.GPT(cfg, world_size), tg.Exchange(rank, world_size)
         self.optimizer = tg.Optimizer(cfg, dict(self.model.named_parameters()), exchange)
         paths = tg.find_shards(cfg.data, "train")
-        self.loader = tg.TrainLoader(cfg, paths, rank, world_size, pin=False)
+        self.loader = tg.TrainLoader(cfg, paths, rank, world_size)
         plans = (tg.plan_step(cfg, step) for step in range(cfg.steps))
         self.batches = tg.Prefetcher(self.loader, plans, tg.Exchange(rank, world_size, group))
 

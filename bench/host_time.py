@@ -72,7 +72,8 @@ def serve(path: str, shard: str) -> None:
     backend, device = script.select_backend(cfg, torch.device("cpu")), torch.device("cpu")
     model = script.GPT(cfg, 1, device, 0, backend)
     optimizer = script.Optimizer(cfg, dict(model.named_parameters()), script.Exchange(0, 1), backend)
-    loader = script.TrainLoader(cfg, [Path(shard)], 0, 1, False)
+    takes_pin = "pin" in inspect.signature(script.TrainLoader).parameters  # older ones
+    loader = script.TrainLoader(cfg, [Path(shard)], 0, 1, *([False] if takes_pin else []))
     plans = (script.plan_step(cfg, step) for step in range(cfg.steps))
     tells_rows = "exchange" in inspect.signature(script.Prefetcher).parameters  # not before n-gram memory
     batches = script.Prefetcher(loader, plans, *([script.Exchange(0, 1)] if tells_rows else []))

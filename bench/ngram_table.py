@@ -97,7 +97,7 @@ class Training:
         self.prefetch = tg.Exchange(rank, world_size, dist.new_group(backend="gloo"))
         self.model = tg.GPT(cfg, world_size)
         self.optimizer = tg.Optimizer(cfg, dict(self.model.named_parameters()), self.exchange)
-        self.loader = tg.TrainLoader(cfg, [shard], rank, world_size, False)
+        self.loader = tg.TrainLoader(cfg, [shard], rank, world_size)
         plans = [tg.plan_step(cfg, step) for step in range(2 * pairs)]
         self.batches, self.rows = tg.Prefetcher(self.loader, plans, self.prefetch), []
 

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "data")]
 from tokenize_text import UserError, read_header, read_tokens
-from train_gpt import DistEnv, describe_environment
+from train_gpt import describe_environment
 
 WARMUP = 0.05  # of the steps
 FINAL_RATE = 0.1  # of the peak rate
@@ -196,7 +196,7 @@ def train(args: argparse.Namespace) -> None:
 
     log = Log(args.log)
     log.write(Path(__file__).read_text(encoding="utf-8") + "=" * 100, screen=False)
-    environment = describe_environment(DistEnv(0, 1, torch.device("cpu")))
+    environment = describe_environment(torch.device("cpu"), 1)
     for line in [*environment, f"parameters: {parameters:,}"]:
         log.write(line)
     config = {**vars(args), "data": args.data.name, "log": None, "parameters": parameters, "target": TARGET}

@@ -186,7 +186,7 @@ class Training:
         start, count = cfg.stage_starts[stage], cfg.stages[stage].steps
         plans = [tg.plan_step(cfg, start + i % count) for i in range(steps)]
         plans = [plan._replace(do_adam=i % 2 == 1, untie=False) for i, plan in enumerate(plans)]
-        self.loader = tg.TrainLoader(cfg, paths, 0, world_size, self.on_gpu)
+        self.loader = tg.TrainLoader(cfg, paths, 0, world_size)
         self.batches = tg.Prefetcher(self.loader, plans, type(exchange)(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps
         self.reset()
@@ -207,7 +207,7 @@ class Training:
         """Runs a validation forward, on training tokens."""
         plan, self.model.ngrams = tg.plan_step(self.variant.cfg, 0), self.optimizer.ngrams
         one_slice = replace(self.variant.cfg, val_slices=1)
-        for _, batch in tg.ValLoader(one_slice, self.paths, 0, 1, self.on_gpu):
+        for _, batch in tg.ValLoader(one_slice, self.paths, 0, 1):
             self.model.token_losses(batch.to(self.device), plan.windows)
         self.variant.validated = True
 
@@ -233,7 +233,7 @@ class Training:
         batch = self.batches.next()
         self.synchronize()
         ready = time.perf_counter()
-        scalars = tg.train_step(self.model, self.optimizer, batch, self.batches.peek)
+        loss = tg.train_step(self.model, self.optimizer, batch, self.batches.peek)
         self.host.append(1000 * (time.perf_counter() - ready))
         self.synchronize()
         self.ms.append(1000 * (time.perf_counter() - ready))
@@ -242,7 +242,7 @@ class Training:
             peak = torch.cuda.max_memory_allocated(self.device) - allocated_before
             self.peak = max(self.peak, self.persistent + peak)
             self.persistent += self.allocated() - allocated_before
-        self.losses.append(scalars["train_loss"])
+        self.losses.append(loss)
         self.tokens += sum(len(m.inputs) for m in batch.micro_batches)
         for m in batch.micro_batches:
             self.keys.append(layer_keys(self.variant.cfg, batch.plan, m.cu_seqlens.numpy()))
@@ -427,7 +427,7 @@ def stage_cases(
     cfg: tg.Config, plan: tg.StepPlan, paths: list[Path], device: torch.device
 ) -> Iterator[KernelCase]:
     """Yields the other operations, on the operands of a stage's micro-batch on one GPU."""
-    loader = tg.TrainLoader(cfg, paths, 0, 1, device.type == "cuda")
+    loader = tg.TrainLoader(cfg, paths, 0, 1)
     batches = tg.Prefetcher(loader, [plan], tg.Exchange(0, 1))
     _, (*_, batch), _, _ = batches.next()
     keys = layer_keys(cfg, plan, batch.cu_seqlens.numpy())
@@ -581,7 +581,7 @@ def run(args: argparse.Namespace) -> None:
         raise tg.UserError(f"--kernels: this config names none; give --set kernels={','.join(tg.KERNELS)}")
     # Every variant compiles its own functions, and each stage's length may compile them again.
     torch._dynamo.config.recompile_limit *= len(variants)
-    for line in tg.describe_environment(tg.DistEnv(0, 1, device)):
+    for line in tg.describe_environment(device, 1):
         print(line)
     print("; ".join([f"preset {args.preset}", *changed_settings(base, cfg)]))
     with tempfile.TemporaryDirectory() as folder:

@@ -41,7 +41,7 @@ def validation_loss(path: str, slices: tuple[int, int] | None, data: str | None)
         raise tg.UserError(
             f"{cfg.data} has {have} validation slices of {cfg.val_slice_tokens} tokens, not {end}"
         )
-    loader = tg.ValLoader(replace(cfg, val_slices=end), dataset.val, rank=first, world_size=1, pin=False)
+    loader = tg.ValLoader(replace(cfg, val_slices=end), dataset.val, rank=first, world_size=1)
     windows = tg.window_tokens(cfg, cfg.val_windows)
     losses = [model.token_losses(batch, windows).mean().item() for _, batch in loader]
     return sum(losses) / len(losses), f"slices {first}:{end} of {dataset.fingerprint}"

@@ -206,7 +206,7 @@ class FixedLoader:
     """Gives prepared micro-batches, a list a step, where a Prefetcher takes them from a TrainLoader."""
 
     def __init__(self, cfg, batches):
-        self.cfg, self.pin, self.batches, self.builder = cfg, False, iter(batches), ThreadPoolExecutor(1)
+        self.cfg, self.batches, self.builder = cfg, iter(batches), ThreadPoolExecutor(1)
 
     def batch(self, batch_tokens, max_doc_len):
         return next(self.batches)

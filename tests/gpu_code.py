@@ -271,9 +271,8 @@ class MetaRun:
         tg.GPT.initialize = lambda self, seed: None
         tg.training_state = lambda *args: None  # nothing to keep: there are no values
         tg.restore, tg.validate = lambda *args: None, validate
-        tg.NgramTable.journal = property(lambda table: None, lambda table, journal: None)
-        tg.NgramTable.undo, tg.NgramTable.fetch = tg.NgramTable.finish, fetch_nothing
-        tg.AsyncScalars = lambda: types.SimpleNamespace(push=lambda *args: None)
+        tg.NgramTable.fetch = fetch_nothing
+        tg.AsyncLoss = lambda: types.SimpleNamespace(push=lambda *args: None)
         self.cfg, self.world_size = replace(cfg, val_slices=1), world_size
         backend = tg.select_backend(self.cfg, CUDA, (9, 0), world_size)._replace(compiled=compiled)
         self.model = tg.GPT(self.cfg, world_size, META, 0, backend)
@@ -286,15 +285,14 @@ class MetaRun:
         self.folder = tempfile.TemporaryDirectory()
         count = 20 * max(stage.batch_tokens for stage in self.cfg.stages)
         self.data = write_data(self.folder.name, self.cfg, count, self.cfg.val_slice_tokens + 1)
-        self.val = tg.ValLoader(self.cfg, self.data.val, 0, world_size, False)
+        self.val = tg.ValLoader(self.cfg, self.data.val, 0, world_size)
 
     def warm_up(self):
-        env = tg.DistEnv(0, self.world_size, META)
-        tg.warm_up(self.cfg, env, self.data, self.model, self.optimizer, self.val, self.prefetch)
+        tg.warm_up(self.data, self.model, self.optimizer, self.val, self.prefetch)
 
     def train(self, steps, rows=None):
         """Runs steps; the first must be even, since no rows may have been touched before."""
-        loader = DistinctRows(self.cfg, self.data.train, 0, self.world_size, False)
+        loader = DistinctRows(self.cfg, self.data.train, 0, self.world_size)
         loader.rows = rows
         batches = tg.Prefetcher(loader, [tg.plan_step(self.cfg, step) for step in steps], self.prefetch)
         for _ in steps:
@@ -636,10 +634,10 @@ def graphs_of_a_run(cfg, traced=lambda name: True):
     tg_warm_up, tg.warm_up = tg.warm_up, warm_up
     backend = tg.select_backend(cfg, torch.device("cpu"))
     backend = backend._replace(compiled=functools.cache(compile))
-    env, data = tg.DistEnv(0, 8, torch.device("cpu")), tg.open_dataset(cfg)
+    data = tg.open_dataset(cfg)
     torch._dynamo.reset()
     with tg.RunLog(None, cfg.steps, "") as log:
-        tg.train(cfg, env, backend, *(AloneExchange(0, 8) for _ in range(2)), data, 0, log)
+        tg.train(cfg, backend, *(AloneExchange(0, 8) for _ in range(2)), data, 0, log)
     tg.warm_up = tg_warm_up
     return graphs
 

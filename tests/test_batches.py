@@ -165,8 +165,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train_loader(cfg, rank=0, world_size=1, position=(0, 0, 0), pin=False):
-    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, pin, position)
+def train_loader(cfg, rank=0, world_size=1, position=(0, 0, 0)):
+    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, position)
 
 
 def plans_of(cfg, first=0):
@@ -325,7 +325,7 @@ def test_packed_tensors_lie_in_one_buffer(folder):
     micro_batch.index["tokens"] = tg.index_rows(micro_batch.inputs.numpy())
     signs = micro_batch.signs.numpy()
     micro_batch.index["bigrams"] = tg.index_rows(micro_batch.ngrams.numpy(), tg.NO_ROWS, signs)
-    packed, size = micro_batch.pack(False), 0
+    packed, size = micro_batch.pack(), 0
     for actual, want in zip(tensors_of(packed), tensors_of(micro_batch)):
         assert actual.dtype == want.dtype and torch.equal(actual, want)
         assert actual.data_ptr() == packed.buffer.data_ptr() + size
@@ -338,7 +338,8 @@ def test_batches_on_a_gpu(folder):
     """Checks that all tensors are page-locked, and that later batches do not change copies under way."""
     cfg, device = config(folder), torch.device("cuda")
     alone = train_loader(cfg)
-    batches = prefetcher(train_loader(cfg, pin=True), plans_of(cfg))
+    torch.cuda.init()
+    batches = prefetcher(train_loader(cfg), plans_of(cfg))
     moved_batches = []
     for _ in range(cfg.steps):
         batch = batches.next()

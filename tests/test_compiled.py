@@ -60,12 +60,12 @@ def compiled(monkeypatch):
 
 def train(cfg, backend):
     """Trains a run; returns losses, the number of compiled graphs after each step, the model's tensors."""
-    _, exchange, model, optimizer = build(0, 1, cfg, backend=backend)
+    exchange, model, optimizer = build(0, 1, cfg, backend=backend)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     batches, losses, graphs = batches_of(cfg, 0, 1), [], []
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), 0, 1, False)
+    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), 0, 1)
     for _ in range(cfg.steps):
-        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"]
+        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)
         losses.append(loss.item())
         losses.append(tg.validate(model, val, exchange, WINDOWS))
         graphs.append(counters["stats"]["unique_graphs"])
@@ -98,11 +98,11 @@ def test_generated_code(cfg, compiled):
     )
     cfg, results = replace(with_dtype(cfg, "float32"), layers=layers, microbatches=1), []
     for backend in (tg.TORCH_BACKEND, compiled(cfg)):
-        _, _, model, optimizer = build(0, 1, cfg, backend=backend)
+        _, model, optimizer = build(0, 1, cfg, backend=backend)
         model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
         optimizer.step = lambda plan: None
         batches = batches_of(cfg, 0, 1)
-        loss = tg.train_step(model, optimizer, batches.next())["train_loss"].item()
+        loss = tg.train_step(model, optimizer, batches.next()).item()
         batches.loader.close()
         results.append((loss, {name: optimizer.grad_of(name) for name in optimizer.params}))
     (want, grads), (loss, compiled_grads) = results

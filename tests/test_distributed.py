@@ -46,7 +46,7 @@ def cfg(tmp_path_factory):
 
 
 def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
-    """Returns environment, exchange, model and optimizer of a rank."""
+    """Returns exchange, model and optimizer of a rank."""
     exchange = tg.Exchange(rank, world_size)
     tg.check_config(cfg, world_size)
     model = tg.GPT(cfg, world_size, seed=seed, backend=backend)
@@ -58,11 +58,11 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
         model.embed.copy_(model.lm_head.T)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     model.ngrams = optimizer.ngrams
-    return tg.DistEnv(rank, world_size, torch.device("cpu")), exchange, model, optimizer
+    return exchange, model, optimizer
 
 
 def batches_of(cfg, rank, world_size):
-    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, False)
+    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     return tg.Prefetcher(loader, plans, prefetch_exchange(rank, world_size))
 
@@ -88,18 +88,18 @@ def train(rank, world_size, cfg, warm=False, keep=True):
     Returns this rank's losses, a digest of the parameters after each step, the final loss and, with `keep`,
     the final parameters; with `warm`, whether warm_up restored everything.
     """
-    env, exchange, model, optimizer = build(rank, world_size, cfg)
+    exchange, model, optimizer = build(rank, world_size, cfg)
     data = tg.open_dataset(cfg)
-    val = tg.ValLoader(cfg, data.val, rank, world_size, False)
+    val = tg.ValLoader(cfg, data.val, rank, world_size)
     restored = True
     if warm:
         before, state = digest(model), tg.training_state(model, optimizer)
-        tg.warm_up(cfg, env, data, model, optimizer, val, prefetch_exchange(rank, world_size))
+        tg.warm_up(data, model, optimizer, val, prefetch_exchange(rank, world_size))
         restored = digest(model) == before and same_bits(state, tg.training_state(model, optimizer))
         restored &= all(p.grad is None for p in model.parameters())
     batches, losses, digests, ties = batches_of(cfg, rank, world_size), [], [], []
     for step in range(cfg.steps):
-        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"]
+        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)
         losses.append(loss.item())
         digests.append(digest(model))
         ties.append(torch.equal(model.embed, model.lm_head.T))
@@ -160,7 +160,7 @@ def test_world_size_does_not_matter(workers, cfg, dtype, reduction):
 
 def first_gradients(rank, world_size, cfg):
     """Returns the first batch's mean gradients: by parameter, its exchange and this rank's part."""
-    _, exchange, model, optimizer = build(rank, world_size, cfg)
+    exchange, model, optimizer = build(rank, world_size, cfg)
     optimizer.step = lambda plan: None
     batches = batches_of(cfg, rank, world_size)
     tg.train_step(model, optimizer, batches.next())
@@ -195,7 +195,7 @@ def test_eight_ranks_sum_as_eight_micro_batches_do(workers, cfg):
 @pytest.mark.slow
 def test_every_parameter_trains(cfg):
     """Checks what the tests above rely on."""
-    start = {name: p.detach().clone() for name, p in build(0, 1, cfg)[2].named_parameters()}
+    start = {name: p.detach().clone() for name, p in build(0, 1, cfg)[1].named_parameters()}
     for name, p in train(0, 1, cfg)["final"].items():
         assert ((p - start[name]).norm() / start[name].norm()).item() > 1e-5, name
 
@@ -270,7 +270,7 @@ def optimize(rank, world_size, cfg, optimizer_class, steps, orders):
     All start from one state. Gradients differ from rank to rank, with sizes over many powers of two.
     """
     cfg = replace(cfg, main_grad=False)
-    _, exchange, model, optimizer = build(rank, world_size, cfg)
+    exchange, model, optimizer = build(rank, world_size, cfg)
     if steps[0] > tg.untie_step(cfg):
         optimizer.untie()
     start, digests = tg.training_state(model, optimizer), []
@@ -338,16 +338,16 @@ def test_validation_is_bitwise_the_same_at_any_world_size(workers, cfg):
 
 
 def validate(rank, world_size, cfg):
-    _, exchange, model, _ = build(rank, world_size, cfg)
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size, False)
+    exchange, model, _ = build(rank, world_size, cfg)
+    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size)
     return tg.validate(model, val, exchange, WINDOWS)
 
 
 def test_validation_losses_are_averaged_in_fp32(cfg):
     """Validates a bf16 model: with its 8 bits the mean would be off in the third digit."""
     cfg = replace(with_dtype(cfg, "bfloat16"), val_slices=3)
-    _, exchange, model, _ = build(0, 1, cfg)
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), 0, 1, False)
+    exchange, model, _ = build(0, 1, cfg)
+    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), 0, 1)
     losses = [model.token_losses(batch, WINDOWS).mean().item() for _, batch in val]
     assert len(set(losses)) == 3
     assert tg.validate(model, val, exchange, WINDOWS) == pytest.approx(np.mean(losses), rel=1e-6)
@@ -462,7 +462,7 @@ def normuon_direction(grad, state, plan, cfg):
 def test_a_banks_multipliers(cfg, name):
     """Checks the row's factors of learning rate and weight decay, and its matrices' factors, in an update."""
     cfg = tg.override(tg.override(cfg, f"params.{name}.lr_mul=2"), f"params.{name}.wd_mul=3")
-    _, _, model, optimizer = build(0, 1, replace(cfg, main_grad=False))
+    _, model, optimizer = build(0, 1, replace(cfg, main_grad=False))
     plan, row, state = tg.plan_step(cfg, 3), optimizer.specs[name], optimizer.state[name]
     p = optimizer.shard_of(name, getattr(model, name))
     before, (n, rows, cols) = p.clone(), p.shape
@@ -482,7 +482,7 @@ def train_bf16(rank, world_size, cfg):
     upper halves and whether any mantissa is set; and a digest of the model.
     """
     cfg = dense(replace(cfg, main_grad=False))
-    _, exchange, model, optimizer = build(rank, world_size, cfg)
+    exchange, model, optimizer = build(rank, world_size, cfg)
     banks = [row.name for row in cfg.params if row.optimizer == "normuon"]
     copies = {name: optimizer.shard_of(name, getattr(model, name)).float() for name in banks}
     g, report = torch.Generator().manual_seed(5), []
@@ -542,7 +542,7 @@ def train_sgd(rank, world_size, cfg):
         patch.setitem(tg.OPTIMIZERS, "sgd", rule)
         cfg = tg.override(cfg, "params.mlp_bank.optimizer=sgd")
         _, grad = first_gradients(rank, world_size, cfg)["mlp_bank"]
-        _, _, model, optimizer = build(rank, world_size, cfg)
+        _, model, optimizer = build(rank, world_size, cfg)
         before = optimizer.shard_of("mlp_bank", model.mlp_bank).clone()
         batches = batches_of(cfg, rank, world_size)
         tg.train_step(model, optimizer, batches.next())
@@ -687,12 +687,12 @@ def test_failing_workers_fail_the_test_and_the_pool_recovers(workers):
 
 def test_the_loss_of_a_step_is_a_mean(cfg):
     """Takes a head of zeros, which loses log V on each prediction; last tokens have fewer of them."""
-    _, _, model, optimizer = build(0, 1, cfg)
+    _, model, optimizer = build(0, 1, cfg)
     batches = batches_of(cfg, 0, 1)
     batch = batches.next()
     with torch.no_grad():
         model.lm_head.zero_()
-    loss = tg.train_step(model, optimizer, batch)["train_loss"]
+    loss = tg.train_step(model, optimizer, batch)
     batches.loader.close()
     T, weights = len(batch.micro_batches[0].inputs), batch.plan.mtp
     share = sum(weight * (T - k) for k, weight in enumerate(weights)) / (T * sum(weights))
@@ -705,7 +705,7 @@ def test_fp8_gradients_are_in_units_of_a_micro_batchs_share(cfg, monkeypatch):
 
     With more micro-batches smaller gradients are then as far from underflow.
     """
-    _, _, model, optimizer = build(0, 1, cfg)
+    _, model, optimizer = build(0, 1, cfg)
     scales, head_loss_and_grad = [], tg.GPT.head_loss_and_grad
 
     def record(self, x, targets, weights, grad, grad_scale, *more):
@@ -735,7 +735,7 @@ class LateGather:
 
 
 def test_gather_all_waits(cfg, monkeypatch):
-    _, _, model, optimizer = build(0, 1, cfg)
+    _, model, optimizer = build(0, 1, cfg)
     waited = []
     monkeypatch.setattr(tg.Exchange, "gather", lambda self, name, t: LateGather(name, t, waited))
     optimizer.gather_all()
@@ -779,7 +779,7 @@ def test_a_rank_needs_a_gpu_of_its_own(monkeypatch, local_rank, gpus, valid):
     reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     try:
         if valid:
-            assert tg.init_distributed().device == torch.device("cuda", local_rank) == chosen[0]
+            assert tg.init_distributed()[2] == torch.device("cuda", local_rank) == chosen[0]
         else:
             with pytest.raises(tg.UserError, match=f"8 processes for {gpus} GPUs; .*--nproc_per_node={gpus}"):
                 tg.init_distributed()

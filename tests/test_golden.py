@@ -903,7 +903,7 @@ def check_batch(batch, want, max_docs=64):
 
 
 def test_training_batches(shards):
-    loader = tg.TrainLoader(shards, tg.find_shards(shards.data, "train"), 0, 1, False)
+    loader = tg.TrainLoader(shards, tg.find_shards(shards.data, "train"), 0, 1)
     assert loader.shard.starts[:10].tolist() == GOLDEN_LOADER["bos_positions_shard_1_first10"]
     assert len(loader.shard.starts) == GOLDEN_LOADER["n_bos_shard_1"]
     golden, last = {row["batch"]: row for row in GOLDEN_LOADER["train"]}, GOLDEN_LOADER["batches_in_shard_1"]
@@ -920,7 +920,7 @@ def test_training_batches(shards):
 
 def test_training_slices(shards):
     """Checks which tokens of the shard the first batches hold: golden slices end with the last target."""
-    loader = tg.TrainLoader(shards, tg.find_shards(shards.data, "train"), 0, 1, False)
+    loader = tg.TrainLoader(shards, tg.find_shards(shards.data, "train"), 0, 1)
     tokens = shard_tokens(1, 3000)
     for row in GOLDEN_LOADER["slices"]:
         (starts,), (ends,) = row["starts"], row["ends"]
@@ -931,7 +931,7 @@ def test_training_slices(shards):
 
 def test_validation_batches(shards):
     golden, numbers = {want["batch"] - 1: want for want in GOLDEN_LOADER["val"]}, []
-    for number, batch in tg.ValLoader(shards, tg.find_shards(shards.data, "val"), 0, 1, False):
+    for number, batch in tg.ValLoader(shards, tg.find_shards(shards.data, "val"), 0, 1):
         numbers.append(number)
         if number in golden:
             check_batch(batch, golden.pop(number), max_docs=128)

@@ -33,7 +33,7 @@ def make_shards(folder, rng, counts, split="train", max_doc_len=200):
 
 
 def train_loader(cfg, rank=0, world_size=1):
-    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, False)
+    return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
 
 
 # ------------------------------------------------------------------------------------------ the naive program
@@ -252,10 +252,11 @@ def test_the_loaders_threads_use_its_gpu(tmp_path, monkeypatch):
     """Checks both threads: a new one's GPU would be the first, where pinning memory takes 500 MB a rank."""
     make_shards(tmp_path, np.random.default_rng(0), [900])
     calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append((gpu, threading.get_ident())))
     paths = tg.find_shards(str(tmp_path), "train")
-    loader = tg.TrainLoader(config(tmp_path), paths, 0, 1, pin=True)
+    loader = tg.TrainLoader(config(tmp_path), paths, 0, 1)
     both = threading.Barrier(2)
     for task in [thread.submit(both.wait, WAIT) for thread in (loader.reader, loader.builder)]:
         task.result()
@@ -313,7 +314,7 @@ def test_validation_slices(tmp_path, world_size):
     cfg = config(tmp_path, val_slices=6, val_slice_tokens=128)
     stream, seen = [int(t) for t in np.concatenate(shards)], []
     for rank in range(world_size):
-        loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size, False)
+        loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size)
         of_rank = []
         for number, batch in list(loader):  # a later one does not change an earlier one
             tokens = stream[128 * number : 128 * number + 129]

@@ -279,7 +279,7 @@ def test_a_second_copy_of_the_script_can_be_imported():
 @pytest.mark.parametrize("sign_rows", [0, 1, 8192])
 def test_rows_and_their_gradients_have_signs(cfg, sign_rows, main_grad):
     """Checks the bigrams' rows against a loop over positions; without rows of signs, no sign is there."""
-    _, _, model, optimizer = build(0, 1, replace(cfg, sign_rows=sign_rows, main_grad=main_grad))
+    _, model, optimizer = build(0, 1, replace(cfg, sign_rows=sign_rows, main_grad=main_grad))
     batches = batches_of(model.cfg, 0, 1)
     batch = batches.next().micro_batches[0]
     batches.loader.close()
@@ -335,7 +335,7 @@ def flush_only(optimizer):
 
 def gradients_of_a_batch(cfg):
     """Returns the first batch's gradients, which parameters have a .grad, and which require one."""
-    _, _, model, optimizer = build(0, 1, cfg)
+    _, model, optimizer = build(0, 1, cfg)
     optimizer.step, batches = flush_only(optimizer), batches_of(cfg, 0, 1)
     tg.train_step(model, optimizer, batches.next())
     batches.loader.close()
@@ -366,7 +366,7 @@ def test_one_micro_batch_gives_the_same_bits(cfg, dtype):
 
 def names_with_grad(cfg):
     """Returns the parameters with a .grad after every backward and every step of a run."""
-    _, _, model, optimizer = build(0, 1, cfg)
+    _, model, optimizer = build(0, 1, cfg)
     batches, seen, accumulate_row_grads = batches_of(cfg, 0, 1), [], optimizer.accumulate_row_grads
 
     def record(when):
@@ -402,7 +402,7 @@ def test_only_small_parameters_have_a_grad(cfg, delayed):
 
 def record_scatter(rank, world_size, cfg):
     """Returns what each step launches and computes, in order."""
-    _, exchange, model, optimizer = build(rank, world_size, cfg)
+    exchange, model, optimizer = build(rank, world_size, cfg)
     batches, events, steps = batches_of(cfg, rank, world_size), [], []
     write_grad = tg.write_grad
 
@@ -505,7 +505,7 @@ def test_nothing_as_large_as_a_bank_is_allocated_or_cleared(cfg, variant):
     cfg = replace(
         cfg, microbatches=2, stages=stages, padded_vocab=70, bigram_vocab_size=350, **VARIANTS[variant]
     )
-    _, _, model, optimizer = build(0, 1, cfg)
+    _, model, optimizer = build(0, 1, cfg)
     batches, recorder = batches_of(cfg, 0, 1), TensorRecorder()
     tg.train_step(model, optimizer, batches.next())
     optimizer.step = flush_only(optimizer)

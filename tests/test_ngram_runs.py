@@ -137,7 +137,7 @@ class UnreadableShard:
 
 def first_batch_of_second_shard(corpus):
     cfg = make_config(corpus)
-    loader = tg.TrainLoader(cfg, tg.find_shards(str(corpus), "train"), 0, 2, False)
+    loader = tg.TrainLoader(cfg, tg.find_shards(str(corpus), "train"), 0, 2)
     for step in range(cfg.steps):
         plan = tg.plan_step(cfg, step)
         loader.advance(plan.batch_tokens, plan.max_doc_len)
@@ -537,7 +537,7 @@ def test_what_does_not_change_the_table(saved, change):
 
 def validation_loss(model, corpus):
     cfg = model.cfg
-    val = tg.ValLoader(cfg, tg.find_shards(str(corpus), "val"), 0, 1, False)
+    val = tg.ValLoader(cfg, tg.find_shards(str(corpus), "val"), 0, 1)
     return tg.validate(model, val, tg.Exchange(0, 1), tg.window_tokens(cfg, cfg.val_windows))
 
 
@@ -754,7 +754,7 @@ class TellBytes:
     def __call__(self):
         def around(train):
             def call(*args):
-                result, (exchange, prefetch) = train(*args), args[3:5]
+                result, (exchange, prefetch) = train(*args), args[2:4]
                 print(f"sent: {json.dumps([exchange.sent, prefetch.sent])}", flush=True)
                 return result
 
@@ -766,7 +766,7 @@ class TellBytes:
 def rows_by_step(cfg, rank, world_size=2):
     """Returns the set of n-grams' rows that a rank touches in each step."""
     paths = tg.find_shards(cfg.data, "train")
-    loader, steps = tg.TrainLoader(cfg, paths, rank, world_size, False), []
+    loader, steps = tg.TrainLoader(cfg, paths, rank, world_size), []
     for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
         batch = loader.batch(plan.batch_tokens, plan.max_doc_len)
         steps.append({row for micro_batch in batch for row in micro_batch.ngrams.flatten().tolist()})

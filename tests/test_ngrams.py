@@ -355,7 +355,7 @@ class Plans:
         self.exchanges = [ThreadExchange(r, world_size, board, barrier) for r in range(world_size)]
         paths = tg.find_shards(cfg.data, "train")
         plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
-        loaders = [tg.TrainLoader(cfg, paths, r, world_size, False) for r in range(world_size)]
+        loaders = [tg.TrainLoader(cfg, paths, r, world_size) for r in range(world_size)]
         prefetchers = [
             tg.Prefetcher(loader, plans, exchange) for loader, exchange in zip(loaders, self.exchanges)
         ]
@@ -546,7 +546,7 @@ def test_packed_micro_batches_keep_their_rows(folder):
     batch = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg)
     assert batch.ngrams.shape == (cfg.ngrams.ranges, 37)
     batch.index["ngrams"] = tg.index_rows(batch.ngrams.numpy(), tg.NO_ROWS, batch.signs.numpy())
-    want, packed = tensors_of(vars(batch)), batch.pack(False)
+    want, packed = tensors_of(vars(batch)), batch.pack()
     for each in packed, packed.to(Elsewhere("cpu")):
         assert same_bits(tensors_of(vars(each)), want)
         inside = [each.ngrams, each.signs, *each.index["ngrams"], each.inputs]
@@ -558,7 +558,7 @@ def test_packed_plans_keep_their_numbers(plans):
     rows = plans.batches[-1][-1].rows
     assert len(rows["ngrams"].fetches["late"].rows) and tuple(rows["ngrams"].fetches) == ("early", "late")
     assert same_bits(tensors_of(tg.move(rows, Elsewhere("cpu"))), tensors_of(rows))
-    again = tg.pack({kind: plan for kind, plan in rows.items() if kind != "buffer"}, False)
+    again = tg.pack({kind: plan for kind, plan in rows.items() if kind != "buffer"})
     assert same_bits(tensors_of(again), tensors_of(rows))
 
 
@@ -566,7 +566,7 @@ def test_packed_plans_keep_their_numbers(plans):
 def test_validation_reads_the_same_rows(folder, world_size):
     cfg, slices = ngram_config(folder), []
     for rank in range(world_size):
-        for i, batch in tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size, False):
+        for i, batch in tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size):
             rows, signs = tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams, cfg.sign_rows)
             assert not batch.index
             assert (batch.ngrams.numpy() == rows).all() and (batch.signs.numpy() == signs).all()

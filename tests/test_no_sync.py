@@ -31,8 +31,8 @@ def cfg(every_layer):  # noqa: F811
     return replace(every_layer, layers=layers, microbatches=2, val_slices=1, stages=stages)
 
 
-def prefetch(cfg, pin=False):
-    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1, pin)
+def prefetch(cfg):
+    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), 0, 1)
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     return tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
 
@@ -63,7 +63,7 @@ def train_on_meta(cfg, monkeypatch, **backend):
         monkeypatch.setattr(torch, name, partial(fail_on_device, getattr(torch, name)))
     try:
         for _ in range(cfg.steps):
-            loss = tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"]
+            loss = tg.train_step(model, optimizer, batches.next(), batches.peek)
             assert loss.device.type == "meta" and loss.shape == ()
     finally:
         batches.loader.close()
@@ -200,21 +200,21 @@ class CopyEvent:
 def test_a_loss_is_read_when_it_has_arrived(monkeypatch):
     events = []
     monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(CopyEvent()) or events[-1])
-    scalars, seen = tg.AsyncScalars(), []
+    losses, seen = tg.AsyncLoss(), []
     for step in range(1, 6):
-        scalars.push(step, {"train_loss": gpu_scalar(float(step))})
+        losses.push(step, gpu_scalar(float(step)))
         if step == 3:
             events[0].complete = events[1].complete = True
-            scalars.poll()
-        seen.append(scalars.latest.get("train_loss"))
-    assert seen == [None] * 2 + [(2, 2.0)] * 3
-    scalars.poll(wait=True)
-    assert scalars.latest == {"train_loss": (5, 5.0)}
-    assert all(event.complete for event in events) and not scalars.queue
+            losses.poll()
+        seen.append(losses.latest)
+    assert seen == [(0, None)] * 2 + [(2, 2.0)] * 3
+    losses.poll(wait=True)
+    assert losses.latest == (5, 5.0)
+    assert all(event.complete for event in events) and not losses.queue
     for bad in (math.inf, -math.inf, math.nan):
-        scalars.push(6, {"train_loss": gpu_scalar(bad)})
+        losses.push(6, gpu_scalar(bad))
         with pytest.raises(tg.UserError, match=f"train_loss is {bad} at step 6"):
-            scalars.poll(wait=True)
+            losses.poll(wait=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -233,7 +233,7 @@ def test_no_step_waits_on_a_gpu(cfg, ngrams):
     model = tg.GPT(cfg, 1, device, 0, backend)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1), backend)
     for mode in ("default", "error"):  # the first pass compiles and allocates
-        batches = prefetch(cfg, pin=True)
+        batches = prefetch(cfg)
         for _ in range(cfg.steps):
             batch = batches.next()
             torch.cuda.set_sync_debug_mode(mode)

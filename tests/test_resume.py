@@ -486,7 +486,7 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
     data, exchange = tg.open_dataset(cfg), tg.Exchange(0, 1)
     model, optimizer = build(cfg)
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
-    batches = tg.Prefetcher(tg.TrainLoader(cfg, data.train, 0, 1, False), plans, tg.Exchange(0, 1))
+    batches = tg.Prefetcher(tg.TrainLoader(cfg, data.train, 0, 1), plans, tg.Exchange(0, 1))
     states, positions, found = [tg.training_state(model, optimizer)], [(0, 0, 0)], []
     for step in range(cfg.steps):
         if step % 2 == 0:
@@ -514,7 +514,7 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
         for grad in optimizer.main_grad.values():
             grad.fill_(1)
         checkpoint.load(model, optimizer, 0)
-        loader = tg.TrainLoader(cfg, data.train, 0, 1, False, checkpoint.meta["position"])
+        loader = tg.TrainLoader(cfg, data.train, 0, 1, checkpoint.meta["position"])
         batches = tg.Prefetcher(loader, plans[step:], tg.Exchange(0, 1))
         for expected in states[step + 1 : step + 3]:
             tg.train_step(model, optimizer, batches.next())
@@ -532,7 +532,7 @@ def test_the_loader_resumes_from_each_position(corpus, world_size):
         return [[t.tolist() for t in (b.inputs, b.targets, b.ngrams, b.cu_seqlens)] for b in batch]
 
     for rank in range(world_size):
-        loader, batches, positions = tg.TrainLoader(cfg, paths, rank, world_size, False), [], []
+        loader, batches, positions = tg.TrainLoader(cfg, paths, rank, world_size), [], []
         for plan in plans:
             positions.append(json.loads(json.dumps(loader.position())))
             batches.append(next_batch(loader, plan))
@@ -540,7 +540,7 @@ def test_the_loader_resumes_from_each_position(corpus, world_size):
         delivered = [sum(plan.batch_tokens for plan in plans[:i]) for i in range(cfg.steps)]
         assert [p[2] for p in positions] == delivered
         for step, position in enumerate(positions):
-            loader = tg.TrainLoader(cfg, paths, rank, world_size, False, position)
+            loader = tg.TrainLoader(cfg, paths, rank, world_size, position)
             assert loader.position() == tuple(position)
             again = [next_batch(loader, plan) for plan in plans[step : step + 2]]
             assert again == batches[step : step + 2]

@@ -270,7 +270,7 @@ def bytes_sent(cfg, rank, world_size, steps):
 
 def touched_in_steps(cfg, rank, world_size):
     """Returns a run's plans and touched row ids, from a loader alone."""
-    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, False)
+    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
     steps, touched = [], {"tokens": set(), "bigrams": set()}
     for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
         for micro_batch in loader.batch(plan.batch_tokens, plan.max_doc_len):
@@ -285,7 +285,7 @@ def touched_in_steps(cfg, rank, world_size):
 
 def count_bytes(rank, world_size, cfg):
     """Returns a run's bytes; checks that no step leaves a gradient that it must not leave."""
-    _, exchange, model, optimizer = build(rank, world_size, cfg)
+    exchange, model, optimizer = build(rank, world_size, cfg)
     batches = batches_of(cfg, rank, world_size)
     sparse = {row.name for row in cfg.params if row.exchange == "sparse"}
     assert optimizer.shard_grads.keys() == sparse
@@ -409,8 +409,8 @@ class MemoryRecorder(TorchDispatchMode):
 
 def record_memory(rank, world_size, cfg, steps):
     """Trains these steps, of which the first begins with no gradient; returns MemoryRecorder.seen."""
-    _, _, model, optimizer = build(rank, world_size, cfg)
-    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, False)
+    _, model, optimizer = build(rank, world_size, cfg)
+    loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
     plans = [tg.plan_step(cfg, step) for step in steps]
     batches = tg.Prefetcher(loader, plans, prefetch_exchange(rank, world_size))
     recorder = MemoryRecorder()
@@ -468,7 +468,7 @@ def test_the_recorder_sees_autograds_tables(workers, cfg):
 
 def continue_run(rank, world_size, cfg, first):
     """Checks that a run restored after `first` steps, with NaN gradients before, goes on to the same bits."""
-    _, _, model, optimizer = build(rank, world_size, cfg)
+    _, model, optimizer = build(rank, world_size, cfg)
     batches, digests = batches_of(cfg, rank, world_size), []
     for step in range(cfg.steps):
         batch = batches.next()
@@ -479,7 +479,7 @@ def continue_run(rank, world_size, cfg, first):
             digests.append(digest(model))
     batches.loader.close()
 
-    _, _, model, optimizer = build(rank, world_size, cfg, seed=1)
+    _, model, optimizer = build(rank, world_size, cfg, seed=1)
     for p in model.parameters():
         p.grad = torch.full_like(p, torch.nan)
     for grad in optimizer.main_grad.values():
@@ -489,7 +489,7 @@ def continue_run(rank, world_size, cfg, first):
     tg.restore(state, model, optimizer)
     optimizer.gather_all()
     shards = tg.find_shards(cfg.data, "train")
-    loader = tg.TrainLoader(cfg, shards, rank, world_size, False, position)
+    loader = tg.TrainLoader(cfg, shards, rank, world_size, position)
     plans = [tg.plan_step(cfg, step) for step in range(first, cfg.steps)]
     batches = tg.Prefetcher(loader, plans, prefetch_exchange(rank, world_size))
     for want in digests:
@@ -507,10 +507,10 @@ def test_restore_drops_gradients(workers, cfg, world_size, first, how):
 
 
 def warm_up(rank, world_size, cfg):
-    env, exchange, model, optimizer = build(rank, world_size, cfg)
+    exchange, model, optimizer = build(rank, world_size, cfg)
     data = tg.open_dataset(cfg)
-    val, prefetch = tg.ValLoader(cfg, data.val, rank, world_size, False), prefetch_exchange(rank, world_size)
-    tg.warm_up(cfg, env, data, model, optimizer, val, prefetch)
+    val, prefetch = tg.ValLoader(cfg, data.val, rank, world_size), prefetch_exchange(rank, world_size)
+    tg.warm_up(data, model, optimizer, val, prefetch)
     grads = [*optimizer.main_grad.values(), *optimizer.shard_grads.values()]
     assert len(grads) == (7 if world_size == 1 else 10) and not any(grad.any() for grad in grads)
     assert all(p.grad is None for p in model.parameters())
@@ -535,7 +535,7 @@ def record_collectives(rank, world_size, cfg, silent):
 
     The last `silent` ranks have no rows to send.
     """
-    _, _, model, optimizer = build(rank, world_size, cfg)
+    _, model, optimizer = build(rank, world_size, cfg)
     group, events, prefetched, steps = prefetch_exchange(rank, world_size).group, [], [], []
 
     def record(patch, owner, name, collective=True):

@@ -208,7 +208,7 @@ def describe_rank(cfg, shards, exchange, prefetch):
     """Runs two steps. Returns shapes of state and of exchanged gradients, micro-batch sizes, and more."""
     model = tg.GPT(cfg, 8)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
-    loader = tg.TrainLoader(cfg, shards, 0, 8, False)
+    loader = tg.TrainLoader(cfg, shards, 0, 8)
     batches = tg.Prefetcher(loader, [tg.plan_step(cfg, 0), tg.plan_step(cfg, 1)], prefetch)
     exchanged, sent, work = {}, [], optimizer.work
 

@@ -85,12 +85,12 @@ PAIRS = random.Random(6).sample([(a, b) for a in SWITCHES for b in SWITCHES if a
 
 def train(cfg, backend):
     """Trains a run; returns its losses and each parameter's change, and that of the table of n-grams."""
-    _, _, model, optimizer = build(0, 1, cfg, backend=backend)
+    _, model, optimizer = build(0, 1, cfg, backend=backend)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     batches, losses = batches_of(cfg, 0, 1), []
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for _ in range(cfg.steps):
-        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)["train_loss"]
+        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)
         losses.append(loss.item())
     batches.loader.close()
     optimizer.finish_gathers()

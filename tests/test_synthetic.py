@@ -263,7 +263,7 @@ def test_the_default_is_enough_for_the_record_preset(tmp_path):
     data = tg.open_dataset(cfg)
     assert data.bytes_per_token == 0 and f"{synthetic.VAL_TOKENS} for validation" in data.fingerprint
     tg.check_schedule(cfg, data.train, 8)
-    loader = tg.TrainLoader(cfg, data.train, 0, 1, False)
+    loader = tg.TrainLoader(cfg, data.train, 0, 1)
     try:
         for stage in stages:
             micro_batches = loader.batch(stage.batch_tokens, stage.max_doc_len)
@@ -276,7 +276,7 @@ def test_the_default_is_enough_for_the_record_preset(tmp_path):
             assert 400 < stage.batch_tokens / documents < 800
     finally:
         loader.close()
-    slices = list(tg.ValLoader(cfg, data.val, 0, 1, False))
+    slices = list(tg.ValLoader(cfg, data.val, 0, 1))
     assert len(slices) == cfg.val_slices and all(len(m.inputs) == cfg.val_slice_tokens for _, m in slices)
 
 
