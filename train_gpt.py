@@ -363,7 +363,7 @@ PRESETS = {"record": RECORD, "ngram": NGRAM, "cpu": CPU}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+    return getattr(torch, name)
 
 
 def acc_dtype(cfg: Config) -> torch.dtype:
@@ -432,34 +432,28 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     d, V, L = cfg.dim, cfg.padded_vocab, len(cfg.layers)
     attention = sum(layer.attention is not None for layer in cfg.layers)
     tables = sum(layer.value is not None for layer in cfg.layers)
-    gates = max(sum(gate.columns for gate in gates) for gates in gate_table(cfg))
     mudd = max(map(len, MUDD_BIASES))
+    gates = max(sum(gate.columns for gate in gates) for gates in gate_table(cfg))
     shapes = {
         "scalars": (2 * L + 2,),
         "smear_gate": (1, GATE_DIM),
         "ve_gate_bank": (tables, cfg.heads, GATE_DIM),
         "post_lambdas": (L, 2),
         "resid_lambdas": (L, 2),
-        "mudd_w1": (2, cfg.mudd_dim, d),
-        "mudd_w2": (2, mudd, cfg.mudd_dim),
-        "mudd_b2": (2, mudd),
-        "mudd_gate_w1": (2, cfg.mudd_dim, d),
-        "mudd_gate_w2": (2, gates, cfg.mudd_dim),
-        "mudd_gate_b2": (2, gates),
         "mudd_gate_scale": (1,),
         "value_embeds": (V, tables, d),
-        "bigram_embed": (cfg.bigram_vocab_size, d),
         "lm_head": (d, V),
         "embed": (V, d),
         "qk_bank": (padded(attention * cfg.heads, world_size), 2 * cfg.head_dim, d),
         "vo_bank": (padded(attention * 2, world_size), d, d),
         "mlp_bank": (padded(2 * L, math.lcm(2, world_size)) // 2, 2, cfg.mlp_dim, d),
     }
-    if cfg.ngrams.orders:
-        del shapes["bigram_embed"]
-    for name, on in (("mudd", cfg.mudd_connections), ("mudd_gate", cfg.mudd_gates)):
-        if not on:
-            del shapes[f"{name}_w1"], shapes[f"{name}_w2"]
+    if not cfg.ngrams.orders:
+        shapes["bigram_embed"] = cfg.bigram_vocab_size, d
+    for name, outputs, on in (("mudd", mudd, cfg.mudd_connections), ("mudd_gate", gates, cfg.mudd_gates)):
+        shapes[f"{name}_b2"] = 2, outputs
+        if on:
+            shapes |= {f"{name}_w1": (2, cfg.mudd_dim, d), f"{name}_w2": (2, outputs, cfg.mudd_dim)}
     return shapes
 
 
@@ -1307,7 +1301,7 @@ class Prefetcher:
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
-        self.loader, self.plans, self.exchange = loader, iter(plans), exchange
+        self.loader, self.exchange = loader, exchange
         shapes = param_shapes(loader.cfg, 1)
         tables = [spec for spec in used_params(loader.cfg) if spec.indexed_by]
         self.table_rows = {spec.indexed_by: shapes[spec.name][0] for spec in tables}
@@ -1316,27 +1310,24 @@ class Prefetcher:
         self.touched: dict[str, np.ndarray] = {}  # by what indexes tables: rows since their last update
         # This rank's rows of n-grams in the batch before, ascending, and their places in RowPlan.owned.
         self.before: tuple[np.ndarray, np.ndarray] = NO_ROWS, NO_ROWS
-        self.queue: list[Future] = []
-        self._submit()
-        self._submit()
+        # A generator ends with its first error: no exchange follows for which other ranks would not wait.
+        self.batches = (self._build(plan) for plan in plans)
+        self.queue = [self._submit(), self._submit()]
 
-    def _submit(self) -> None:
-        if plan := next(self.plans, None):
-            before = self.queue[-1] if self.queue else None
-            self.queue.append(self.loader.builder.submit(self._build, plan, before))
+    def _submit(self) -> Future:
+        return self.loader.builder.submit(next, self.batches, None)
 
-    def next(self) -> Batch:
+    def next(self) -> Batch | None:
+        """Returns the next batch; None after the last."""
         batch = self.queue.pop(0).result()
-        self._submit()
+        self.queue.append(self._submit())
         return batch
 
     def peek(self) -> Batch | None:
-        """Returns the batch that next() will return; None after the last."""
-        return self.queue[0].result() if self.queue else None
+        """Returns the batch that next() will return."""
+        return self.queue[0].result()
 
-    def _build(self, plan: StepPlan, before: Future | None) -> Batch:
-        if before:
-            before.result()  # raises if it failed: other ranks still wait for its exchanges
+    def _build(self, plan: StepPlan) -> Batch:
         micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len)
         for batch in micro_batches:
             signs = batch.signs if batch.signs is None else batch.signs.numpy()
@@ -1403,11 +1394,10 @@ class Prefetcher:
 
 
 class ValLoader:
-    """Yields the first val_slices * val_slice_tokens validation tokens; rank r has r, r + world_size, ..."""
+    """Holds the first val_slices * val_slice_tokens validation tokens, and the last target."""
 
-    def __init__(self, cfg: Config, paths: list[Path], rank: int, world_size: int):
-        self.cfg, self.rank, self.world_size = cfg, rank, world_size
-        parts, need = [], cfg.val_slices * cfg.val_slice_tokens + 1
+    def __init__(self, cfg: Config, paths: list[Path]):
+        self.cfg, parts, need = cfg, [], cfg.val_slices * cfg.val_slice_tokens + 1
         for path in paths:
             if need > 0:
                 count = min(need, read_header(path).tokens)
@@ -1416,15 +1406,13 @@ class ValLoader:
         self.tokens = np.concatenate(parts)
         self.max_docs = max(cfg.max_docs, default_max_docs(cfg.val_slice_tokens))
 
-    def __iter__(self):
-        """Yields (slice number, micro-batch)."""
+    def batch(self, i: int) -> MicroBatch:
+        """Builds slice i, packed."""
         T = self.cfg.val_slice_tokens
-        for i in range(self.rank, self.cfg.val_slices, self.world_size):
-            tokens = self.tokens[i * T : (i + 1) * T + 1]
-            starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
-            max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-            batch = make_micro_batch(tokens, starts, max_doc_len, self.max_docs, self.cfg)
-            yield i, batch.pack()
+        tokens = self.tokens[i * T : (i + 1) * T + 1]
+        starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
+        max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
+        return make_micro_batch(tokens, starts, max_doc_len, self.max_docs, self.cfg).pack()
 
 
 # ============================================================================================================
@@ -3783,11 +3771,11 @@ def validate(
 
     slices: the first so many only.
     """
-    slices, own = slices or model.cfg.val_slices, iter(loader)
+    slices = slices or model.cfg.val_slices
     losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
     for i in range(exchange.rank, padded(slices, exchange.world_size), exchange.world_size):
         if i < slices:
-            losses[i] = model.token_losses(next(own)[1].to(losses.device), windows).mean()
+            losses[i] = model.token_losses(loader.batch(i).to(losses.device), windows).mean()
         elif model.ngrams:
             model.ngrams.fetch(None)
     return exchange.sum(losses).mean().item()
@@ -3855,7 +3843,7 @@ def check_config(cfg: Config, world_size: int) -> None:
 def config_rules(cfg: Config, world_size: int):
     """Yields (whether a rule is broken, message). Later rules may assume that earlier ones hold."""
     whole = replace(cfg, ngrams=Ngrams(), mudd_gates=True, mudd_connections=True)
-    names, n = list(param_shapes(whole, 1)), world_size
+    names = list(param_shapes(whole, 1))
     for what, order in ("parameter table", [p.name for p in cfg.params]), ("work_order", cfg.work_order):
         wrong = sorted(name for name in {*names, *order} if order.count(name) != names.count(name))
         yield wrong, f"{what}: {', '.join(wrong)}: it must name each parameter exactly once"
@@ -3883,8 +3871,7 @@ def config_rules(cfg: Config, world_size: int):
     values = json.loads(config_json(cfg))
     values["params"] = {spec["name"]: spec for spec in values["params"]}
     for path, value in flatten(values).items():
-        parts = path.split(".")
-        column = path if parts[0] == "ngrams" else ".".join(parts[:1] + parts[2:3])
+        column = path if path in choices else ".".join(path.split(".")[::2])
         allowed = choices.get(column, [value])
         hint = ", or add it to windows of every stage and to val_windows" if column == "layers.window" else ""
         use = ", ".join(str(a) or "nothing" for a in allowed)
@@ -3912,8 +3899,6 @@ def config_rules(cfg: Config, world_size: int):
             f"layers.{i} has connections: it needs a value table, and a layer above it with saves=back",
         )
     tables = [layer.value for layer in cfg.layers if layer.value is not None]
-    gated = any(layer.value is not None and not layer.connections for layer in cfg.layers)
-    yield not gated, "layer table: no layer without connections has a value table; give one a table"
     misnumbered = sorted(tables) != list(range(len(tables)))
     yield misnumbered, f"layer table: value tables are {tables}; number them 0, 1, ... and use each once"
     shape = f"heads={cfg.heads} must be even, head_dim={cfg.head_dim} a multiple of 4"
@@ -3921,23 +3906,20 @@ def config_rules(cfg: Config, world_size: int):
     yield odd, f"{shape}, their product at least {GATE_DIM}"
     vocab = f"bos_id={cfg.bos_id} < vocab_size={cfg.vocab_size} <= padded_vocab={cfg.padded_vocab}"
     yield not cfg.bos_id < cfg.vocab_size <= cfg.padded_vocab, f"{vocab} must hold"
-    rows = cfg.bigram_vocab_size
-    yield not 2 <= rows < 2**31, f"bigram_vocab_size={rows}: use 2 to 2147483647, rows are numbered in int32"
     table = cfg.ngrams
-    repeated = len(set(table.orders)) < len(table.orders) or not set(table.orders) <= set(range(2, 17))
-    yield repeated, f"ngrams.orders={','.join(map(str, table.orders))}: use different numbers from 2 to 16"
+    unusable = sorted({*table.orders} & {*range(2, 17)}) != sorted(table.orders)
+    yield unusable, f"ngrams.orders={','.join(map(str, table.orders))}: use different numbers from 2 to 16"
     rows = table.ranges * table.rows
-    yield table.rows < 3, f"ngrams.rows={table.rows}: use 3 or more"
     yield cfg.sign_rows > 65536, f"sign_rows={cfg.sign_rows}: use at most 65536"
     yield (
         rows >= 2**31,
-        f"ngrams: {rows:,} rows of all orders and hashes; use fewer than 2147483648, for int32",
+        f"ngrams: {rows:,} rows of all orders and hashes; use sharinger than 2147483648, for int32",
     )
     wide = table.orders and table.width > cfg.dim
     yield wide, f"ngrams.width={table.width} is above the model's width; use at most {cfg.dim}"
-    yield table.beta2 > 1, f"ngrams.beta2={table.beta2}: use at most 1"
-    count, shapes = num_microbatches(cfg, n), param_shapes(cfg, n)
-    yield count % n, f"{n} processes cannot share {count} micro-batches; change one of these numbers"
+    count, shapes = num_microbatches(cfg, world_size), param_shapes(cfg, world_size)
+    sharing = f"{world_size} processes cannot share"
+    yield count % world_size, f"{sharing} {count} micro-batches; change one of these numbers"
     for i, stage in enumerate(cfg.stages):
         differ = ", ".join(sorted(set(stage.windows) ^ set(cfg.val_windows)))
         yield differ, f"stages.{i}.windows and val_windows differ in {differ}: name the same windows"
@@ -3954,12 +3936,10 @@ def config_rules(cfg: Config, world_size: int):
         no_bank = spec.optimizer == "normuon" and spec.name not in BANKS
         yield no_bank, f"{at}.optimizer=normuon: only for banks of matrices"
         yield spec.exchange == "sparse" and not spec.indexed_by, f"{at}.exchange=sparse: only for tables"
-        too_often = spec.indexed_by and OPTIMIZERS[spec.optimizer].every_step
-        yield too_often, f"{at}.optimizer={spec.optimizer}: tables update in steps with do_adam only"
         no_scalar = not spec.name.endswith(("lambdas", "scalars", "scale"))
         yield spec.dtype == "float32" and no_scalar, f"{at}.dtype=float32: only for lambdas, scalars, scales"
-        rest = spec.sharded and spec.name not in BANKS and rows % n
-        yield rest, f"{n} processes cannot share {rows} rows of {spec.name}; change one of these numbers"
+        rest = spec.sharded and spec.name not in BANKS and rows % world_size
+        yield rest, f"{sharing} {rows} rows of {spec.name}; change one of these numbers"
 
 
 def config_json(cfg: Config, **more) -> str:
@@ -4416,7 +4396,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         folder, run_id = resumed.path.parents[1], resumed.path.parent.stem
     with open_log(folder if rank == 0 else None, run_id, cfg.steps, args.seed, resumed) as log:
         log.print0(f"{script}\n{'=' * 100}", console=False)
-        for line in describe_environment(device, world_size) if rank == 0 else ():
+        for line in describe_environment(device, world_size):
             log.print0(line)
         log.print0(
             f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; "
@@ -4443,10 +4423,8 @@ def run(args: argparse.Namespace, script: str) -> None:
 
         try:
             with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced
-                trace = None
-                if args.profile and rank == 0:
-                    profiler = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log)
-                    trace = partial(traced.enter_context, profiler)
+                profiler = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log)
+                trace = partial(traced.enter_context, profiler) if args.profile and rank == 0 else None
                 every = args.checkpoint_every
                 model, summary = train(
                     cfg, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, trace
@@ -4468,19 +4446,15 @@ def run(args: argparse.Namespace, script: str) -> None:
             save_model(args.save, model, rank)
     if rank:
         return
-    checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
-    with contextlib.suppress(OSError):
-        checkpoint = checkpoint.rename(checkpoint.with_suffix(".partial"))
-    shutil.rmtree(checkpoint, ignore_errors=True)
+    shutil.rmtree(folder / f"{run_id}.checkpoint", ignore_errors=True)  # there is nothing left to resume
     logs = Path("records", track).glob("[0-9]*/seed*.txt")
     earlier = sorted({path.parent for path in logs if path.parent != folder and is_complete(path)})
-    python, per_byte = sys.executable.removeprefix(os.getcwd() + os.sep), ""
-    if "val_loss_per_byte" in summary:
-        per_byte = f", {float(summary['val_loss_per_byte']):.4f} per byte"
-    seconds = int(summary["train_time_ms"]) / 1000
+    python, per_byte = sys.executable.removeprefix(os.getcwd() + os.sep), summary.get("val_loss_per_byte")
     log.print0(
-        f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token{per_byte}\n"
-        f"training time    {seconds:.1f} s, {cfg.steps} steps, {train_tokens(cfg):,} tokens\n"
+        f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token"
+        f"{f', {float(per_byte):.4f} per byte' if per_byte else ''}\n"
+        f"training time    {int(summary['train_time_ms']) / 1000:.1f} s, {cfg.steps} steps, "
+        f"{train_tokens(cfg):,} tokens\n"
         f"log              {log.path}\n"
         f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}",
         file=False,
@@ -4511,7 +4485,7 @@ def train(
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
     model.ngrams = optimizer.ngrams
-    val = ValLoader(cfg, data.val, rank, world_size)
+    val = ValLoader(cfg, data.val)
 
     # Warm up, reset.
     if cfg.warmup:

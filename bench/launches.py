@@ -352,7 +352,7 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
         stack.enter_context(patched(tg.NgramTable, fetch=gpu_code.fetch_nothing))
         one_slice, model.ngrams = dataclasses.replace(cfg, val_slices=1), optimizer.ngrams
-        val = tg.ValLoader(one_slice, paths, 0, 1)
+        val = tg.ValLoader(one_slice, paths)
         gpu_code.validate(model, val, exchange, plans[0].windows, 1)
         for _ in range(4):
             batch = batches.next()

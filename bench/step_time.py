@@ -207,8 +207,8 @@ class Training:
         """Runs a validation forward, on training tokens."""
         plan, self.model.ngrams = tg.plan_step(self.variant.cfg, 0), self.optimizer.ngrams
         one_slice = replace(self.variant.cfg, val_slices=1)
-        for _, batch in tg.ValLoader(one_slice, self.paths, 0, 1):
-            self.model.token_losses(batch.to(self.device), plan.windows)
+        batch = tg.ValLoader(one_slice, self.paths).batch(0)
+        self.model.token_losses(batch.to(self.device), plan.windows)
         self.variant.validated = True
 
     def warm_up(self, steps: int) -> float:

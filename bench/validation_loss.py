@@ -41,9 +41,9 @@ def validation_loss(path: str, slices: tuple[int, int] | None, data: str | None)
         raise tg.UserError(
             f"{cfg.data} has {have} validation slices of {cfg.val_slice_tokens} tokens, not {end}"
         )
-    loader = tg.ValLoader(replace(cfg, val_slices=end), dataset.val, rank=first, world_size=1)
+    loader = tg.ValLoader(replace(cfg, val_slices=end), dataset.val)
     windows = tg.window_tokens(cfg, cfg.val_windows)
-    losses = [model.token_losses(batch, windows).mean().item() for _, batch in loader]
+    losses = [model.token_losses(loader.batch(i), windows).mean().item() for i in range(first, end)]
     return sum(losses) / len(losses), f"slices {first}:{end} of {dataset.fingerprint}"
 
 

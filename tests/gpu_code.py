@@ -259,8 +259,8 @@ def fetch_nothing(table, row_ids):
 def validate(model, loader, exchange, windows, slices):
     """Does the forwards of train_gpt.validate, whose losses have no values; nor have rows to fetch."""
     with mock.patch.object(torch.Tensor, "unique", lambda ids, return_inverse: (ids.flatten(), ids)):
-        for _, batch in loader:
-            model.token_losses(batch.to(model.device), windows)
+        for i in range(loader.cfg.val_slices):
+            model.token_losses(loader.batch(i).to(model.device), windows)
 
 
 class MetaRun:
@@ -285,7 +285,7 @@ class MetaRun:
         self.folder = tempfile.TemporaryDirectory()
         count = 20 * max(stage.batch_tokens for stage in self.cfg.stages)
         self.data = write_data(self.folder.name, self.cfg, count, self.cfg.val_slice_tokens + 1)
-        self.val = tg.ValLoader(self.cfg, self.data.val, 0, world_size)
+        self.val = tg.ValLoader(self.cfg, self.data.val)
 
     def warm_up(self):
         tg.warm_up(self.data, self.model, self.optimizer, self.val, self.prefetch)

@@ -324,9 +324,6 @@ CASES = [
         ("head_chunk=0", 1), ("max_docs=-5", 0), ("stages.1.steps=-1", 0), ("microbatches=0", 1),
         ("stages.2.batch_tokens=0", 1), ("cooldown_frac=-0.5", 0), ("val_windows.short=-1", 1),
         ("stages.0.windows.long=0", 1), ("adam_lr=nan", 0), ("adam_lr=-inf", 0), ("muon_lr=inf", 0))],
-    *[Case(f"{rows} bigrams", f"--set bigram_vocab_size={rows}",
-           f"bigram_vocab_size={rows}: use 2 to 2147483647, rows are numbered in int32")
-      for rows in (1, 2147483648)],
     Case("a name missing in the order", f"--set work_order={','.join(NAMES[1:])}",
          f"work_order: {NAMES[0]}: {ONCE}"),
     Case("an unknown name in the order", f"--set work_order={','.join(NAMES)},ghost",

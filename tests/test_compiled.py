@@ -63,7 +63,7 @@ def train(cfg, backend):
     exchange, model, optimizer = build(0, 1, cfg, backend=backend)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     batches, losses, graphs = batches_of(cfg, 0, 1), [], []
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), 0, 1)
+    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
     for _ in range(cfg.steps):
         loss = tg.train_step(model, optimizer, batches.next(), batches.peek)
         losses.append(loss.item())

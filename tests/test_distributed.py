@@ -90,7 +90,7 @@ def train(rank, world_size, cfg, warm=False, keep=True):
     """
     exchange, model, optimizer = build(rank, world_size, cfg)
     data = tg.open_dataset(cfg)
-    val = tg.ValLoader(cfg, data.val, rank, world_size)
+    val = tg.ValLoader(cfg, data.val)
     restored = True
     if warm:
         before, state = digest(model), tg.training_state(model, optimizer)
@@ -339,7 +339,7 @@ def test_validation_is_bitwise_the_same_at_any_world_size(workers, cfg):
 
 def validate(rank, world_size, cfg):
     exchange, model, _ = build(rank, world_size, cfg)
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size)
+    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
     return tg.validate(model, val, exchange, WINDOWS)
 
 
@@ -347,8 +347,8 @@ def test_validation_losses_are_averaged_in_fp32(cfg):
     """Validates a bf16 model: with its 8 bits the mean would be off in the third digit."""
     cfg = replace(with_dtype(cfg, "bfloat16"), val_slices=3)
     exchange, model, _ = build(0, 1, cfg)
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), 0, 1)
-    losses = [model.token_losses(batch, WINDOWS).mean().item() for _, batch in val]
+    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+    losses = [model.token_losses(batch, WINDOWS).mean().item() for batch in map(val.batch, range(3))]
     assert len(set(losses)) == 3
     assert tg.validate(model, val, exchange, WINDOWS) == pytest.approx(np.mean(losses), rel=1e-6)
 

@@ -307,24 +307,19 @@ def test_max_docs_just_suffices(tmp_path):
 # ------------------------------------------------------------------------------------------------- validation
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_validation_slices(tmp_path, world_size):
-    """Checks that slices are consecutive across shards, and each on one rank."""
+def test_validation_slices(tmp_path):
+    """Checks that slices are consecutive across shards."""
     shards = make_shards(tmp_path, np.random.default_rng(11), [333, 40, 500], "val", max_doc_len=60)
     cfg = config(tmp_path, val_slices=6, val_slice_tokens=128)
-    stream, seen = [int(t) for t in np.concatenate(shards)], []
-    for rank in range(world_size):
-        loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"), rank, world_size)
-        of_rank = []
-        for number, batch in list(loader):  # a later one does not change an earlier one
-            tokens = stream[128 * number : 128 * number + 129]
-            starts = [i for i, token in enumerate(tokens[:128]) if token == BOS]
-            check_micro_batch(batch, tokens, [0] + starts, cfg)
-            assert batch.max_doc_len == max(np.diff([0, *starts, 128])) and number % world_size == rank
-            of_rank.append(number)
-        assert [number for number, _ in loader] == of_rank  # a second pass gives the same
-        seen += of_rank
-    assert sorted(seen) == list(range(6))
+    stream = [int(t) for t in np.concatenate(shards)]
+    loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+    batches = [loader.batch(i) for i in range(6)]  # a later one does not change an earlier one
+    for number, batch in enumerate(batches):
+        tokens = stream[128 * number : 128 * number + 129]
+        starts = [i for i, token in enumerate(tokens[:128]) if token == BOS]
+        check_micro_batch(batch, tokens, [0] + starts, cfg)
+        assert batch.max_doc_len == max(np.diff([0, *starts, 128]))
+    assert len(loader.tokens) == 6 * 128 + 1
 
 
 # ---------------------------------------------------------------------------------------------------- folders

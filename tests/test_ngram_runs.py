@@ -537,7 +537,7 @@ def test_what_does_not_change_the_table(saved, change):
 
 def validation_loss(model, corpus):
     cfg = model.cfg
-    val = tg.ValLoader(cfg, tg.find_shards(str(corpus), "val"), 0, 1)
+    val = tg.ValLoader(cfg, tg.find_shards(str(corpus), "val"))
     return tg.validate(model, val, tg.Exchange(0, 1), tg.window_tokens(cfg, cfg.val_windows))
 
 
@@ -652,7 +652,6 @@ def script(corpus, tmp_path, monkeypatch, capsys):
         ("ngrams.orders=1,2", "ngrams.orders=1,2: use different numbers from 2 to 16"),
         ("ngrams.orders=3,0", "ngrams.orders.1=0 must be finite, and at least 1"),
         ("ngrams.orders=2;3", "--set ngrams.orders=2;3: ngrams.orders takes a value of type int"),
-        ("ngrams.rows=2", "ngrams.rows=2: use 3 or more"),
         (
             f"ngrams.rows={1 << 30}",
             "ngrams: 2,147,483,648 rows of all orders and hashes; use fewer than 2147483648, for int32",
@@ -661,7 +660,6 @@ def script(corpus, tmp_path, monkeypatch, capsys):
         ("ngrams.width=0", "ngrams.width=0 must be finite, and at least 1"),
         ("ngrams.hashes=0", "ngrams.hashes=0 must be finite, and at least 1"),
         ("ngrams.placement=disk", "ngrams.placement=disk: use sharded, host"),
-        ("ngrams.beta2=1.01", "ngrams.beta2=1.01: use at most 1"),
         ("ngrams.dtype=float8", "ngrams.dtype=float8: use bfloat16, float32, float64"),
         ("ngrams.lr=nan", "ngrams.lr=nan must be finite, and at least 0"),
         ("ngrams.prefetch=2", "--set ngrams.prefetch=2: ngrams.prefetch takes true or false"),

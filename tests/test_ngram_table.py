@@ -210,7 +210,7 @@ def train(rank, world_size, cfg, placement, warm=False):
     with placed(cfg, placement) as cfg:
         model, optimizer = build(rank, world_size, cfg, start=False)
         prefetch, data = prefetch_exchange(rank, world_size), tg.open_dataset(cfg)
-        val = tg.ValLoader(cfg, data.val, rank, world_size)
+        val = tg.ValLoader(cfg, data.val)
         if warm:
             tg.warm_up(data, model, optimizer, val, prefetch)
         fill(optimizer.ngrams, start_values(cfg))
@@ -348,7 +348,7 @@ def warm_up_and_look(rank, world_size, cfg):
     """Returns whether warm_up leaves everything as it was; the table's part before; what is fetched after."""
     model, optimizer = build(rank, world_size, cfg, start=False)
     table, prefetch, data = optimizer.ngrams, prefetch_exchange(rank, world_size), tg.open_dataset(cfg)
-    val = tg.ValLoader(cfg, data.val, rank, world_size)
+    val = tg.ValLoader(cfg, data.val)
     before = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)
     changes, on_rows = [], table.on_rows
 
@@ -471,7 +471,7 @@ def live(rank, world_size, cfg, folder, limit):
     built, memory.known = len(memory.found["build"]), own
     exchange, windows = optimizer.exchange, tg.window_tokens(cfg, cfg.val_windows)
     with memory.phase("warm-up"):
-        val = tg.ValLoader(cfg, data.val, rank, world_size)
+        val = tg.ValLoader(cfg, data.val)
         tg.warm_up(data, model, optimizer, val, prefetch)
     with memory.phase("training"):
         loader = tg.TrainLoader(cfg, data.train, rank, world_size)
@@ -492,7 +492,7 @@ def live(rank, world_size, cfg, folder, limit):
         exchange.all_gather_object(None)  # rank 0 has written it
     with memory.phase("load"):
         loaded = tg.load_model(str(folder / "model.pt"))
-        val = tg.ValLoader(cfg, data.val, 0, 1)
+        val = tg.ValLoader(cfg, data.val)
         loss_loaded = tg.validate(loaded, val, tg.Exchange(0, 1), windows)
     return built, memory.found, memory.peaks, (loss, loss_loaded)
 

@@ -281,7 +281,7 @@ def test_progress_shows_the_time_left(tmp_path, capsys):
 def validation_loss(model, folder):
     """Returns a model's final validation loss, as the script computes it."""
     cfg = model.cfg
-    val = tg.ValLoader(cfg, tg.find_shards(str(folder / "corpus"), "val"), 0, 1)
+    val = tg.ValLoader(cfg, tg.find_shards(str(folder / "corpus"), "val"))
     return tg.validate(model, val, tg.Exchange(0, 1), tg.window_tokens(cfg, cfg.val_windows))
 
 

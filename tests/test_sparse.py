@@ -509,7 +509,7 @@ def test_restore_drops_gradients(workers, cfg, world_size, first, how):
 def warm_up(rank, world_size, cfg):
     exchange, model, optimizer = build(rank, world_size, cfg)
     data = tg.open_dataset(cfg)
-    val, prefetch = tg.ValLoader(cfg, data.val, rank, world_size), prefetch_exchange(rank, world_size)
+    val, prefetch = tg.ValLoader(cfg, data.val), prefetch_exchange(rank, world_size)
     tg.warm_up(data, model, optimizer, val, prefetch)
     grads = [*optimizer.main_grad.values(), *optimizer.shard_grads.values()]
     assert len(grads) == (7 if world_size == 1 else 10) and not any(grad.any() for grad in grads)
