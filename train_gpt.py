@@ -3819,15 +3819,15 @@ class AsyncLoss:
 
 
 def flatten(value, path: str = "") -> dict[str, object]:
-    """Flattens nested JSON to {"layers.3.window": "long", ...}."""
-    if not isinstance(value, (dict, list)):
+    """Flattens nested dicts, lists and tuples to {"layers.3.window": "long", ...}."""
+    if not isinstance(value, (dict, list, tuple)):
         return {path: value}
     items = value.items() if isinstance(value, dict) else enumerate(value)
     return {k: v for key, child in items for k, v in flatten(child, f"{path}.{key}".lstrip(".")).items()}
 
 
 def config_diff(a: dict, b: dict) -> str:
-    """Names the first three differences of two JSON objects, with both values; "" if there are none."""
+    """Names the first three differences of two nested dicts, with both values; "" if there are none."""
     a, b = flatten(a), flatten(b)
     changed = [f"{key} ({a.get(key)}, {b.get(key)})" for key in a | b if a.get(key) != b.get(key)]
     return "; ".join(changed[:3])
@@ -3868,7 +3868,7 @@ def config_rules(cfg: Config, world_size: int):
     }
     may_be_0 = ["val_every", "max_docs", "bos_id", "momentum_warmup", "momentum_cooldown", "sign_rows"]
     may_be_0 += ["stages.steps", "layers.value", "params.wd_mul"]
-    values = json.loads(config_json(cfg))
+    values = dataclasses.asdict(cfg)
     values["params"] = {spec["name"]: spec for spec in values["params"]}
     for path, value in flatten(values).items():
         column = path if path in choices else ".".join(path.split(".")[::2])
@@ -3972,18 +3972,16 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
         return sum(t.nbytes for t in {t for t in tree_leaves(values) if isinstance(t, Tensor)})
 
     total, rows = nbytes(vars(table)), nbytes(table.stored)
-    in_memory = nbytes(table.stored, table.staged, table.updated) if isinstance(table, HostTable) else 0
-    on_gpu = total - in_memory if device.type == "cuda" else 0
-    shape = f"{table.rows:,} rows x {n.width} {n.dtype}"
-    needs = [("memory", total - on_gpu, available_memory() // local_ranks)]
-    if on_gpu:
-        needs.append(("GPU memory", on_gpu, torch.cuda.mem_get_info(device)[0]))
-    for what, need, have in needs:
-        if need > have:
-            raise UserError(
-                f"a process's part of the n-gram table ({shape}) needs {need:,} bytes of {what}, "
-                f"it has {have:,}; use more machines, or lower ngrams.rows or ngrams.width"
-            )
+    if device.type == "cpu":
+        need = total
+    else:  # rows on a GPU are allocated before the first step
+        need = nbytes(table.stored, table.staged, table.updated) if isinstance(table, HostTable) else 0
+    have, shape = available_memory() // local_ranks, f"{table.rows:,} rows x {n.width} {n.dtype}"
+    if need > have:
+        raise UserError(
+            f"a process's part of the n-gram table ({shape}) needs {need:,} bytes of memory, it has "
+            f"{have:,}; use more machines, or lower ngrams.rows or ngrams.width"
+        )
     return (
         f"n-grams: orders {','.join(map(str, n.orders))}, hashes {n.hashes}, {shape}, {n.placement}; "
         f"{rows:,} bytes a process, and {total - rows:,} for the rows that a step touches"
@@ -4067,20 +4065,19 @@ class Checkpoint(NamedTuple):
     def find(cls, where: str) -> "Checkpoint":
         """Finds the newest of a run, named by its log, its .checkpoint folder, or the folder of one such."""
         path = Path(where)
-        runs = sorted(run for run in path.glob("*.checkpoint") if any(run.glob("step????????")))
-        if not runs and path.suffix in (".checkpoint", ".txt"):
-            runs = [path.with_name(path.name.split(".")[0] + ".checkpoint")]
+        steps = sorted(path.glob("*.checkpoint/step????????"))
+        if not steps and path.suffix in (".checkpoint", ".txt"):
+            run = path.with_name(path.name.split(".")[0] + ".checkpoint")
+            steps = sorted(run.glob("step????????"))
+        runs = sorted({str(step.parent) for step in steps})
         if len(runs) > 1:
-            raise UserError(
-                f"--resume {where}: several runs have checkpoints; name one: {', '.join(map(str, runs))}"
-            )
-        steps = [step for run in runs for step in run.glob("step????????")]
+            raise UserError(f"--resume {where}: several runs have checkpoints; name one: {', '.join(runs)}")
         if not steps:
             raise UserError(
                 f"--resume {where}: no checkpoint there; give the log's folder of a run started with "
                 "--checkpoint-every that did not finish"
             )
-        path = max(steps) / "meta.json"
+        path = steps[-1] / "meta.json"
         with explain(f"cannot read {path}", "is the run still going?", OSError):
             text = path.read_bytes()
         fix = f"remove {path.parents[1]}, and start again"
@@ -4118,9 +4115,9 @@ class Checkpoint(NamedTuple):
             restore(saved, model, optimizer)
 
 
-def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exchange: Exchange) -> None:
+def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer) -> None:
     """Writes the checkpoint after `meta["step"]` steps into `run`, from all ranks; removes the one before."""
-    final, is_master = run / f"step{meta['step']:08d}", exchange.rank == 0
+    final, rank = run / f"step{meta['step']:08d}", optimizer.exchange.rank
     partial_path = final.with_suffix(".partial")
 
     def write_file(name: str, write: Callable) -> None:
@@ -4134,7 +4131,7 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
             shutil.rmtree(left)
         partial_path.mkdir(parents=True)
 
-    state = training_state(model, optimizer) | {"rank": exchange.rank}
+    state = training_state(model, optimizer) | {"rank": rank}
 
     def write_shard() -> None:
         for name, shard in state["model"].items():
@@ -4143,9 +4140,9 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
                     f"{name} is not finite after step {meta['step']}, which was not saved; lower the "
                     "learning rate that was raised last"
                 )
-        write_file(f"rank{exchange.rank}.pt", partial(torch.save, state))
+        write_file(f"rank{rank}.pt", partial(torch.save, state))
         if optimizer.ngrams:
-            write_file(f"rank{exchange.rank}.ngrams", optimizer.ngrams.write)
+            write_file(f"rank{rank}.ngrams", optimizer.ngrams.write)
 
     def finish() -> None:
         write_file("meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
@@ -4157,8 +4154,9 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer, exc
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
     # torch.save raises RuntimeError when the disk is full.
     guard = explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError)
-    for part, takes_part in ((begin, is_master), (write_shard, True), (finish, is_master)):
-        exchange.run_on_all_ranks(guard(part) if takes_part else lambda: None)
+    for part in (begin, write_shard, finish):
+        takes_part = rank == 0 or part is write_shard
+        optimizer.exchange.run_on_all_ranks(guard(part) if takes_part else lambda: None)
 
 
 # ============================================================================================================
@@ -4364,7 +4362,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         "processes": world_size,
         "data": data.fingerprint,
         "vocabulary": zlib.crc32(b"\n".join(data.vocabulary)),
-        "config": json.loads(config_json(replace(cfg, data=""))),
+        "config": dataclasses.asdict(replace(cfg, data="")),
     }
     versions = {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__}
     options = {
@@ -4419,7 +4417,7 @@ def run(args: argparse.Namespace, script: str) -> None:
 
         def save(meta: dict, model: GPT, optimizer: Optimizer) -> None:
             meta |= {"task": task, **versions}
-            save_checkpoint(folder / f"{run_id}.checkpoint", meta, model, optimizer, exchange)
+            save_checkpoint(folder / f"{run_id}.checkpoint", meta, model, optimizer)
 
         try:
             with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced

@@ -439,11 +439,11 @@ class BreakTable:
 
     def __call__(self):
         def around(save):
-            def save_checkpoint(run, meta, model, optimizer, exchange):
+            def save_checkpoint(run, meta, model, optimizer):
                 if meta["step"] == 4:
                     optimizer.ngrams.finish()
                     optimizer.ngrams.block[-1, -1] = torch.inf
-                save(run, meta, model, optimizer, exchange)
+                save(run, meta, model, optimizer)
 
             return save_checkpoint
 

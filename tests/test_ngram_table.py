@@ -415,7 +415,7 @@ def test_a_checkpoint_loads_while_rows_are_under_way(cfg, tmp_path, placement):
         if not first:
             position = batch.position
             meta = dict(step=last, train_ms=0.0, position=position, task={}, script="", torch="")
-            tg.save_checkpoint(tmp_path / "x.checkpoint", meta, model, optimizer, exchange)
+            tg.save_checkpoint(tmp_path / "x.checkpoint", meta, model, optimizer)
     assert runs[2][:3] == runs[1] and optimizer.ngrams.plan is None
 
 
@@ -483,7 +483,7 @@ def live(rank, world_size, cfg, folder, limit):
         loss = tg.validate(model, val, exchange, windows)
     with memory.phase("checkpoint"):
         meta = dict(step=cfg.steps, train_ms=0.0, position=[0, 0, 0], task={}, script="", torch="")
-        tg.save_checkpoint(folder / "x.checkpoint", meta, model, optimizer, exchange)
+        tg.save_checkpoint(folder / "x.checkpoint", meta, model, optimizer)
     with memory.phase("resume"):
         tg.Checkpoint.find(str(folder)).load(model, optimizer, rank)
         optimizer.gather_all()

@@ -483,7 +483,7 @@ def build(cfg, seed=0):
 def test_every_checkpoint_resumes(corpus, tmp_path, change):
     """Loaded into a model of another seed, each gives the same states after the next two steps."""
     cfg = make_config(corpus, change, *LONG)
-    data, exchange = tg.open_dataset(cfg), tg.Exchange(0, 1)
+    data = tg.open_dataset(cfg)
     model, optimizer = build(cfg)
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     batches = tg.Prefetcher(tg.TrainLoader(cfg, data.train, 0, 1), plans, tg.Exchange(0, 1))
@@ -493,7 +493,7 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
             run = tmp_path / f"{step}.checkpoint"
             meta = dict.fromkeys(("train_ms", "task", "script", "torch"))
             meta |= {"step": step, "position": positions[-1]}
-            tg.save_checkpoint(run, meta, model, optimizer, exchange)
+            tg.save_checkpoint(run, meta, model, optimizer)
             found.append(tg.Checkpoint.find(str(run)))
         batch = batches.next()
         positions.append(batch.position)
