@@ -4421,8 +4421,10 @@ def run(args: argparse.Namespace, script: str) -> None:
 
         try:
             with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced
-                profiler = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log)
-                trace = partial(traced.enter_context, profiler) if args.profile and rank == 0 else None
+                trace = None
+                if args.profile and rank == 0:
+                    profiler = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log)
+                    trace = partial(traced.enter_context, profiler)
                 every = args.checkpoint_every
                 model, summary = train(
                     cfg, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, trace
