@@ -3913,13 +3913,13 @@ def config_rules(cfg: Config, world_size: int):
     yield cfg.sign_rows > 65536, f"sign_rows={cfg.sign_rows}: use at most 65536"
     yield (
         rows >= 2**31,
-        f"ngrams: {rows:,} rows of all orders and hashes; use sharinger than 2147483648, for int32",
+        f"ngrams: {rows:,} rows of all orders and hashes; use fewer than 2147483648, for int32",
     )
     wide = table.orders and table.width > cfg.dim
     yield wide, f"ngrams.width={table.width} is above the model's width; use at most {cfg.dim}"
     count, shapes = num_microbatches(cfg, world_size), param_shapes(cfg, world_size)
-    sharing = f"{world_size} processes cannot share"
-    yield count % world_size, f"{sharing} {count} micro-batches; change one of these numbers"
+    cannot_share = f"{world_size} processes cannot share"
+    yield count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers"
     for i, stage in enumerate(cfg.stages):
         differ = ", ".join(sorted(set(stage.windows) ^ set(cfg.val_windows)))
         yield differ, f"stages.{i}.windows and val_windows differ in {differ}: name the same windows"
@@ -3939,7 +3939,7 @@ def config_rules(cfg: Config, world_size: int):
         no_scalar = not spec.name.endswith(("lambdas", "scalars", "scale"))
         yield spec.dtype == "float32" and no_scalar, f"{at}.dtype=float32: only for lambdas, scalars, scales"
         rest = spec.sharded and spec.name not in BANKS and rows % world_size
-        yield rest, f"{sharing} {rows} rows of {spec.name}; change one of these numbers"
+        yield rest, f"{cannot_share} {rows} rows of {spec.name}; change one of these numbers"
 
 
 def config_json(cfg: Config, **more) -> str:
