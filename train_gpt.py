@@ -690,8 +690,8 @@ def init_distributed() -> tuple[int, int, torch.device]:
 class Clock:
     """Counts training time in milliseconds: all that the device was given between start and stop."""
 
-    def __init__(self, device: torch.device, ms: float = 0.0):
-        self.device, self.ms = device, ms
+    def __init__(self, ms: float = 0.0):
+        self.ms = ms
 
     def start(self) -> None:
         self._synchronize()
@@ -706,8 +706,8 @@ class Clock:
         return self.ms + 1000 * (time.perf_counter() - self.began)
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
 
 class RunLog:
@@ -964,7 +964,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
         for seed in range(ngrams.hashes) if n in ngrams.orders else ():
             i = ngrams.orders.index(n) * ngrams.hashes + seed
             h = mixed + np.uint32(seed * MIX % 2**32)
-            if signs is not None:
+            if sign_rows:
                 upper = h * np.uint32(0x27D4EB2F) >> np.uint32(16)  # another odd factor
                 signs[i] = upper * np.uint32(sign_rows) >> np.uint32(16)
             h ^= h >> np.uint32(16)
@@ -4085,8 +4085,9 @@ class Checkpoint(NamedTuple):
             meta, keys = json.loads(text), ("step", "train_ms", "position", "task", "script", "torch")
             return cls(path.parent, {key: meta[key] for key in keys})
 
-    def load(self, model: GPT, optimizer: Optimizer, rank: int) -> None:
+    def load(self, model: GPT, optimizer: Optimizer) -> None:
         """Restores this rank's shards. Call optimizer.gather_all() afterwards."""
+        rank = optimizer.exchange.rank
         path = self.path / f"rank{rank}.ngrams"
         try:
             if optimizer.ngrams:
@@ -4263,10 +4264,10 @@ def track_of(cfg: Config, world_size: int) -> str:
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
 
 
-def peak_memory(device: torch.device) -> str:
+def peak_memory() -> str:
     mib = 1 << 20
-    if device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    if torch.cuda.is_initialized():
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         return f"peak memory allocated: {allocated // mib} MiB reserved: {reserved // mib} MiB"
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return f"peak memory allocated: {kib // 1024} MiB"
@@ -4480,8 +4481,7 @@ def train(
     every `every` steps (0: never); `resumed` is one to go on from. `trace()` starts a profiler, whose step()
     ends every step.
     """
-    rank, world_size, device = exchange.rank, exchange.world_size, exchange.device
-    model = GPT(cfg, world_size, device, seed, backend)
+    model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
     model.ngrams = optimizer.ngrams
@@ -4497,17 +4497,17 @@ def train(
         log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0, 0)
     if resumed:
-        exchange.run_on_all_ranks(resumed.load, model, optimizer, rank)
+        exchange.run_on_all_ranks(resumed.load, model, optimizer)
         optimizer.gather_all()
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
-    losses, clock = AsyncLoss(), Clock(device, train_ms)
+    losses, clock = AsyncLoss(), Clock(train_ms)
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
 
     # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
     profiler = trace() if trace else None
     clock.start()
-    loader = TrainLoader(cfg, data.train, rank, world_size, position)
+    loader = TrainLoader(cfg, data.train, exchange.rank, exchange.world_size, position)
     batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), prefetch)
     if data.vocabulary:
         model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
@@ -4552,7 +4552,7 @@ def train(
     loader.close()
     gc.unfreeze()
 
-    log.print0(peak_memory(device))
+    log.print0(peak_memory())
     summary = {
         "val_loss": f"{val_loss:.6f}",
         "train_time_ms": f"{clock.ms:.0f}",

@@ -402,7 +402,7 @@ def test_a_checkpoint_loads_while_rows_are_under_way(cfg, tmp_path, placement):
     runs = []
     for first, last in (0, 2), (2, 5), (2, cfg.steps):
         if runs:
-            tg.Checkpoint.find(str(tmp_path)).load(model, optimizer, 0)
+            tg.Checkpoint.find(str(tmp_path)).load(model, optimizer)
             optimizer.gather_all()
         loader, losses = tg.TrainLoader(cfg, paths, 0, 1, position), []
         plans = [tg.plan_step(cfg, step) for step in range(first, cfg.steps)]
@@ -485,7 +485,7 @@ def live(rank, world_size, cfg, folder, limit):
         meta = dict(step=cfg.steps, train_ms=0.0, position=[0, 0, 0], task={}, script="", torch="")
         tg.save_checkpoint(folder / "x.checkpoint", meta, model, optimizer)
     with memory.phase("resume"):
-        tg.Checkpoint.find(str(folder)).load(model, optimizer, rank)
+        tg.Checkpoint.find(str(folder)).load(model, optimizer)
         optimizer.gather_all()
     with memory.phase("save"):
         tg.save_model(str(folder / "model.pt"), model, rank)

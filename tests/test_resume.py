@@ -513,7 +513,7 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
             p.grad = torch.ones_like(p)
         for grad in optimizer.main_grad.values():
             grad.fill_(1)
-        checkpoint.load(model, optimizer, 0)
+        checkpoint.load(model, optimizer)
         loader = tg.TrainLoader(cfg, data.train, 0, 1, checkpoint.meta["position"])
         batches = tg.Prefetcher(loader, plans[step:], tg.Exchange(0, 1))
         for expected in states[step + 1 : step + 3]:
