@@ -1310,7 +1310,7 @@ class Prefetcher:
         self.touched: dict[str, np.ndarray] = {}  # by what indexes tables: rows since their last update
         # This rank's rows of n-grams in the batch before, ascending, and their places in RowPlan.owned.
         self.before: tuple[np.ndarray, np.ndarray] = NO_ROWS, NO_ROWS
-        # A generator ends with its first error: no exchange follows for which other ranks would not wait.
+        # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
         self.batches = (self._build(plan) for plan in plans)
         self.queue = [self._submit(), self._submit()]
 
