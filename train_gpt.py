@@ -4447,7 +4447,10 @@ def run(args: argparse.Namespace, script: str) -> None:
             save_model(args.save, model, rank)
     if rank:
         return
-    shutil.rmtree(folder / f"{run_id}.checkpoint", ignore_errors=True)  # there is nothing left to resume
+    checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
+    with contextlib.suppress(OSError):
+        checkpoint = checkpoint.rename(checkpoint.with_suffix(".partial"))
+    shutil.rmtree(checkpoint, ignore_errors=True)
     logs = Path("records", track).glob("[0-9]*/seed*.txt")
     earlier = sorted({path.parent for path in logs if path.parent != folder and is_complete(path)})
     python, per_byte = sys.executable.removeprefix(os.getcwd() + os.sep), summary.get("val_loss_per_byte")
