@@ -432,28 +432,34 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     d, V, L = cfg.dim, cfg.padded_vocab, len(cfg.layers)
     attention = sum(layer.attention is not None for layer in cfg.layers)
     tables = sum(layer.value is not None for layer in cfg.layers)
-    mudd = max(map(len, MUDD_BIASES))
     gates = max(sum(gate.columns for gate in gates) for gates in gate_table(cfg))
+    mudd = max(map(len, MUDD_BIASES))
     shapes = {
         "scalars": (2 * L + 2,),
         "smear_gate": (1, GATE_DIM),
         "ve_gate_bank": (tables, cfg.heads, GATE_DIM),
         "post_lambdas": (L, 2),
         "resid_lambdas": (L, 2),
+        "mudd_w1": (2, cfg.mudd_dim, d),
+        "mudd_w2": (2, mudd, cfg.mudd_dim),
+        "mudd_b2": (2, mudd),
+        "mudd_gate_w1": (2, cfg.mudd_dim, d),
+        "mudd_gate_w2": (2, gates, cfg.mudd_dim),
+        "mudd_gate_b2": (2, gates),
         "mudd_gate_scale": (1,),
         "value_embeds": (V, tables, d),
+        "bigram_embed": (cfg.bigram_vocab_size, d),
         "lm_head": (d, V),
         "embed": (V, d),
         "qk_bank": (padded(attention * cfg.heads, world_size), 2 * cfg.head_dim, d),
         "vo_bank": (padded(attention * 2, world_size), d, d),
         "mlp_bank": (padded(2 * L, math.lcm(2, world_size)) // 2, 2, cfg.mlp_dim, d),
     }
-    if not cfg.ngrams.orders:
-        shapes["bigram_embed"] = cfg.bigram_vocab_size, d
-    for name, outputs, on in (("mudd", mudd, cfg.mudd_connections), ("mudd_gate", gates, cfg.mudd_gates)):
-        shapes[f"{name}_b2"] = 2, outputs
-        if on:
-            shapes |= {f"{name}_w1": (2, cfg.mudd_dim, d), f"{name}_w2": (2, outputs, cfg.mudd_dim)}
+    if cfg.ngrams.orders:
+        del shapes["bigram_embed"]
+    for name, on in (("mudd", cfg.mudd_connections), ("mudd_gate", cfg.mudd_gates)):
+        if not on:
+            del shapes[f"{name}_w1"], shapes[f"{name}_w2"]
     return shapes
 
 
