@@ -3379,11 +3379,11 @@ class NgramTable:
         numbers = lr, self.cfg.beta2, seeds, self.column_seeds
         self.on_rows(update_rows, row_ids)(*self.tables, self.plan.at, grads, *numbers)
 
-    def reset(self) -> None:
-        """Sets rows and moments to 0, as at the start."""
+    def reset(self, rows: Tensor) -> None:
+        """Sets these rows (n,) of this rank's block, and their moments, to 0, as at the start."""
         self.finish()
         for t in self.stored:
-            t.zero_()
+            t.index_fill_(0, rows.long().to(t.device), 0)
 
     def finish(self) -> None:
         """Ends what is under way, so that the block holds every row's present values."""
@@ -4318,11 +4318,12 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     for plan in plans:
         model.rotary.use_stage(plan.stage)
         validate(model, val, optimizer.exchange, plan.windows, one_round)
-        AsyncLoss().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
+        batch = batches.next()
+        AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
+        if optimizer.ngrams:
+            optimizer.ngrams.reset(batch.rows["ngrams"].owned)
     loader.close()
     optimizer.finish_gathers()
-    if optimizer.ngrams:
-        optimizer.ngrams.reset()
     restore(before, model, optimizer)
     optimizer.gather_all()
     optimizer.exchange.sent.clear()
