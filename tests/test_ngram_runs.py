@@ -680,8 +680,8 @@ def bytes_needed(world_size, rows=602, width=12, itemsize=4):
     block = -(-rows // world_size)
     owned = world_size * min(touched, block)
     compact, exchanged = 3 * touched, 2 * owned if world_size > 1 else 0
-    sums = 4 * min(owned, block) * width
-    return block * (width * itemsize + 4) + (compact + exchanged) * width * itemsize + sums
+    sums, column_seeds = 4 * min(owned, block) * width, 4 * width
+    return block * (width * itemsize + 4) + (compact + exchanged) * width * itemsize + sums + column_seeds
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
