@@ -319,6 +319,7 @@ class Config:
     kernels: tuple[str, ...] = ("gram", "relu_square", "softcap_loss", "segment_sum_rows")
     attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     fp8: bool = True  # the head's matmuls in 8 bits, in training
+    fp8_mlp: bool = True  # with it, the forward matmuls of the MLPs too
     compile: bool = True  # torch.compile the code between kernels, and the updates
 
     @property
@@ -1529,6 +1530,13 @@ def relu_square(h: Tensor, fc: Tensor) -> Tensor:
     return F.linear(h, fc).relu_().square()
 
 
+E4M3_MAX = 448.0  # e4m3's largest number
+FP8_LEAST = 1e-12  # maxima below count as that
+# Factors from a maximum to the next step's: activations change more than weights.
+FP8_ACT_ROOM, FP8_PROJ_ROOM = 1.80, 1.12
+FP8_EXACT_STEPS = 17  # proj starts at 0, and grows by more than its room at first
+
+
 def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
 
@@ -1538,6 +1546,53 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
     root = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt().mul_(square)
     return (dy @ proj.T).to(root.dtype).mul_(root.mul_(2)).to(dy.dtype)
+
+
+class FP8MLP(NamedTuple):
+    """An MLP's weights in FP8 (e4m3), and scales, 0-d fp32: weight = weight in FP8 * scale."""
+
+    fc: Tensor  # (F, d)
+    proj: Tensor  # (d, F): FP8 matmuls need a column-major second factor
+    fc_scale: Tensor
+    proj_scale: Tensor
+    act_scale: Tensor  # of relu_square's result
+    act_amax: Tensor  # its maximum in this step so far
+
+
+def relu_square_fp8(h8: Tensor, h_amax: Tensor, weights: FP8MLP, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns relu(h fc^T)^2 of FP8 factors, (T, F), in `dtype`; and in FP8, divided by weights.act_scale.
+
+    h8 (T, d) stands for h8 * h_amax / 448; h_amax 0-d fp32. The product is rounded once, after its scales.
+    Raises weights.act_amax to the result's maximum.
+    """
+    product = h8.float() @ weights.fc.float().T
+    square = (product * (weights.fc_scale * h_amax / E4M3_MAX)).to(dtype).relu_().square()
+    weights.act_amax.copy_(torch.maximum(weights.act_amax, square.max()))
+    square8 = (square.float() * weights.act_scale.reciprocal()).clamp_max(E4M3_MAX)
+    return square, square8.to(torch.float8_e4m3fn)
+
+
+def amax_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns 448 / amax * x in e4m3, and amax, x's largest absolute entry, 0-d fp32."""
+    amax = x.abs().amax().float().clamp_min(FP8_LEAST)
+    return (x.float() * (E4M3_MAX / amax)).to(torch.float8_e4m3fn), amax
+
+
+def fp8_mlp_weights(bank: Tensor, proj_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Converts a bank (L, 2, F, d) of fc and proj for FP8 products (records 84, 89).
+
+    Returns fc (L, F, d), proj^T (L, d, F), their scales (L,) fp32, and the next step's proj_scale (L,). Those
+    of fc are exact, in the bank's dtype; proj's are from the step before, with room for growth, so that one
+    pass converts it. None: exact.
+    """
+    fc, proj = bank.unbind(1)
+    amax = bank.abs().amax((2, 3))
+    fc_scale, exact = (amax.clamp_min(FP8_LEAST) / E4M3_MAX).unbind(1)
+    proj_scale = exact.float() if proj_scale is None else proj_scale
+    fc8 = (fc / fc_scale[:, None, None]).to(torch.float8_e4m3fn)
+    proj8 = to_fp8(proj.mT, proj_scale[:, None, None], torch.float8_e4m3fn)
+    following = amax[:, 1].float().clamp_min(FP8_LEAST) * (FP8_PROJ_ROOM / E4M3_MAX)
+    return fc8, proj8, fc_scale.float(), proj_scale, following
 
 
 # Logits are capped, so that none runs away and gradients stay small (record 9; Gemma 2, arXiv:2408.00118).
@@ -1589,7 +1644,7 @@ def softcap_loss(
     return losses, to_fp8(grad, scale_inv, torch.float8_e5m2) if scale_inv else grad.to(logits.dtype)
 
 
-def to_fp8(x: Tensor, scale_inv: float, dtype: torch.dtype) -> Tensor:
+def to_fp8(x: Tensor, scale_inv: float | Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x / scale_inv, rounded to nearest, saturating, contiguous."""
     fp8_max = torch.finfo(dtype).max
     x = (x.float() / scale_inv).clamp(-fp8_max, fp8_max)
@@ -1825,12 +1880,17 @@ if triton is not None:
             mirror_offs = n * M * M + cols[:, None] * M + rows[None, :]
             tl.store(out + mirror_offs, tl.trans(tile), mask=(cols[:, None] < M) & (rows[None, :] < M))
 
-    @triton.jit
+    # The FP8 scales are numbers of arrays, aligned or not: one compilation serves both.
+    @triton.jit(do_not_specialize_on_alignment=["h_amax", "fc_scale", "act_scale", "act_amax"])
     def relu_square_kernel(
         a,
         b,
         square,
         out,
+        h_amax,
+        fc_scale,
+        act_scale,
+        act_amax,
         M,
         N,
         K,
@@ -1839,12 +1899,16 @@ if triton is not None:
         b_n,
         b_k,
         BACKWARD: tl.constexpr,
+        FP8_MAX: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
         GROUP: tl.constexpr,
     ):
-        """Computes a tile of a b^T and its epilogue. GROUP rows of tiles share operands in the L2 cache."""
+        """Computes a tile of a b^T and its epilogue. GROUP rows of tiles share operands in the L2 cache.
+
+        FP8_MAX: e4m3's; `square` is the second output. 0: no FP8.
+        """
         tiles_m, tiles_n, tile = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.program_id(0)
         first = tile // (GROUP * tiles_n) * GROUP
         height = min(tiles_m - first, GROUP)
@@ -1861,9 +1925,17 @@ if triton is not None:
             root = tl.sqrt_rn(tl.load(square + out_offs, mask=mask, other=0.0).to(tl.float32))
             result = 2 * root * total.to(out.dtype.element_ty).to(tl.float32)
         else:
+            if FP8_MAX:
+                total *= tl.load(fc_scale) * tl.load(h_amax) / FP8_MAX
             relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(out.dtype.element_ty)
             result = relu.to(tl.float32) * relu.to(tl.float32)
-        tl.store(out + out_offs, result.to(out.dtype.element_ty), mask=mask)
+        result = result.to(out.dtype.element_ty)
+        tl.store(out + out_offs, result, mask=mask)
+        if FP8_MAX:
+            tl.atomic_max(act_amax, tl.max(result.to(tl.float32)))  # in any order: a maximum is exact
+            units = result.to(tl.float32) * (1 / tl.load(act_scale))
+            units = tl.minimum(units, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+            tl.store(square + out_offs, units.to(square.dtype.element_ty), mask=mask)
 
     @triton.jit
     def softcap_loss_kernel(
@@ -1954,6 +2026,7 @@ RELU_SQUARE_TILES = {
     "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
     # 128 columns: with 256 the compiler spills registers.
     "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4),
+    "large fp8": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=4),
 }
 LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
 
@@ -1970,16 +2043,31 @@ def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: 
     return out
 
 
+def launch_relu_square(
+    a: Tensor, b: Tensor, dtype: torch.dtype, kind: str, square: Tensor | None = None, *scales: Tensor
+) -> Tensor:
+    (M, K), N = a.shape, b.size(0)
+    out = a.new_empty(M, N, dtype=dtype)
+    large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
+    tiles = RELU_SQUARE_TILES[f"large{kind}" if large else "small"]
+    blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
+    tensors, strides = (a, b, out if square is None else square, out), (*a.stride(), *b.stride())
+    options = {"BACKWARD": kind == " backward", "FP8_MAX": E4M3_MAX if scales else 0.0, **tiles}
+    relu_square_kernel[(blocks,)](*tensors, *(scales or [out] * 4), M, N, K, *strides, **options)
+    return out
+
+
 def triton_relu_square(a: Tensor, b: Tensor, square: Tensor | None = None) -> Tensor:
     """Computes relu_square(h, fc), or, given its result, relu_square_grad(dy, proj, square)."""
-    (M, K), N, backward = a.shape, b.size(0), square is not None
-    out = a.new_empty(M, N)
-    large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
-    tiles = RELU_SQUARE_TILES["small" if not large else "large backward" if backward else "large"]
-    blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
-    tensors, strides = (a, b, square if backward else out, out), (*a.stride(), *b.stride())
-    relu_square_kernel[(blocks,)](*tensors, M, N, K, *strides, BACKWARD=backward, **tiles)
-    return out
+    return launch_relu_square(a, b, a.dtype, "" if square is None else " backward", square)
+
+
+def triton_relu_square_fp8(
+    h8: Tensor, h_amax: Tensor, weights: FP8MLP, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    square8 = h8.new_empty(len(h8), len(weights.fc))
+    scales = h_amax, weights.fc_scale, weights.act_scale, weights.act_amax
+    return launch_relu_square(h8, weights.fc, dtype, " fp8", square8, *scales), square8
 
 
 def triton_softcap_loss(
@@ -2016,6 +2104,7 @@ class Backend(NamedTuple):
     gram: Callable = gram
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
+    relu_square_fp8: Callable = relu_square_fp8
     softcap_loss: Callable = softcap_loss
     segment_sum_rows: Callable = segment_sum_rows
     compiled: Callable = lambda function: function
@@ -2027,7 +2116,11 @@ TORCH_BACKEND = Backend()
 
 KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     "gram": {"gram": triton_gram},
-    "relu_square": {"relu_square": triton_relu_square, "relu_square_grad": triton_relu_square},
+    "relu_square": {
+        "relu_square": triton_relu_square,
+        "relu_square_grad": triton_relu_square,
+        "relu_square_fp8": triton_relu_square_fp8,
+    },
     "softcap_loss": {"softcap_loss": triton_softcap_loss},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
 }
@@ -2132,10 +2225,15 @@ def select_backend(
     return Backend(**chosen, fp8=cfg.fp8)
 
 
-def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, out: Tensor, fast: bool = False) -> Tensor:
-    """Writes scale a b to `out`, for fp8 a (n, k), row-major, b (k, m), column-major, scale 0-d fp32."""
-    one = constant(1.0, a.device)
-    return torch._scaled_mm(a, b, scale, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+def fp8_matmul(
+    a: Tensor, b: Tensor, scale: Tensor, out: Tensor, fast: bool = False, b_scale: Tensor | None = None
+) -> Tensor:
+    """Writes scale b_scale a b to `out`, for fp8 a (n, k), row-major, b (k, m), column-major.
+
+    The scales are 0-d fp32; b_scale is 1 by default.
+    """
+    b_scale = constant(1.0, a.device) if b_scale is None else b_scale
+    return torch._scaled_mm(a, b, scale, b_scale, out_dtype=out.dtype, use_fast_accum=fast, out=out)
 
 
 @cache
@@ -2246,9 +2344,9 @@ class WeightGrad:
 
 NO_MAIN_GRAD = WeightGrad()
 
-# FP8 scales (records 19, 51), fixed, so that no step searches for a maximum: e4m3's largest number, 448,
+# The head's FP8 scales (records 19, 51), fixed, so that no step searches for a maximum: e4m3's largest number
 # stands for x = 100 and w = 1.6. Gradients are e5m2, for its range, in units of FP8_GRAD times their scale.
-FP8_X, FP8_W, FP8_GRAD = 100 / 448, 1.6 / 448, 0.75 / 448
+FP8_X, FP8_W, FP8_GRAD = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX
 
 
 def whole(bank: Tensor) -> Tensor:
@@ -2298,10 +2396,17 @@ def scaled_weights(
 
 class MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, slices, backend, fc, proj):
-        ctx.slices, ctx.backend = slices, backend
-        ctx.save_for_backward(h, square := backend.relu_square(h, fc), fc, proj)
-        return square @ proj
+    def forward(ctx, h, slices, backend, weights, fc, proj):
+        ctx.slices, ctx.backend, square8 = slices, backend, None
+        if weights is None:
+            square = backend.relu_square(h, fc)
+        else:
+            square, square8 = backend.relu_square_fp8(*backend.compiled(amax_to_fp8)(h), weights, h.dtype)
+        ctx.save_for_backward(h, square, fc, proj)
+        if square8 is None:
+            return square @ proj
+        factors = square8, weights.proj.T, weights.act_scale, torch.empty_like(h)
+        return fp8_matmul(*factors, fast=True, b_scale=weights.proj_scale)
 
     @staticmethod
     def backward(ctx, dy):
@@ -2309,12 +2414,21 @@ class MLP(torch.autograd.Function):
         to_fc, to_proj = ctx.slices
         da = ctx.backend.relu_square_grad(dy, proj, square)
         dproj = to_proj.grad.accumulate(to_proj.part, square, dy)
-        return da @ fc, None, None, to_fc.grad.accumulate(to_fc.part, da, h), dproj
+        return da @ fc, None, None, None, to_fc.grad.accumulate(to_fc.part, da, h), dproj
 
 
-def mlp(h: Tensor, fc: WeightSlice, proj: WeightSlice, backend: Backend = TORCH_BACKEND) -> Tensor:
-    """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d)."""
-    return MLP.apply(h, (fc, proj), backend, fc.w, proj.w)
+def mlp(
+    h: Tensor,
+    fc: WeightSlice,
+    proj: WeightSlice,
+    backend: Backend = TORCH_BACKEND,
+    weights: FP8MLP | None = None,
+) -> Tensor:
+    """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
+
+    With `weights`, the same in FP8, the forward is FP8's; the gradients are those of the products without.
+    """
+    return MLP.apply(h, (fc, proj), backend, weights, fc.w, proj.w)
 
 
 class InjectGrad(torch.autograd.Function):
@@ -2583,6 +2697,8 @@ class GPT(nn.Module):
         shape = cfg.sign_rows, cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
         self.signs: Tensor
         self.register_buffer("signs", torch.zeros(shape, dtype=dtype_of(cfg.dtype), device=device))
+        # Of the MLPs in FP8: maxima of this step's activations, their scales, scales of proj.
+        self.act_amax, self.act_scale, self.proj_scale = torch.ones(3, len(cfg.layers), device=device)
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         self.initialize(seed)
@@ -2659,12 +2775,14 @@ class GPT(nn.Module):
         windows: dict[str, int],
         grads: dict[str, WeightGrad] | None = None,
         leaves: dict[str, Tensor] | None = None,
+        fp8_mlps: Callable[[], list[FP8MLP | None]] | None = None,
     ) -> Tensor:
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
         windows: tokens, by name. The backward gives the banks' gradients to `grads`, or to autograd where it
         has no entry. With `leaves`, the tables' gradients stay on the looked-up rows, put there by name.
-        Without `grads`, outside training, rows of n-grams are fetched first.
+        Without `grads`, outside training, rows of n-grams are fetched first. With `fp8_mlps`, which gives
+        GPT.fp8_mlps' result, MLPs are in FP8.
         """
         # Each where it is first used: the tables' gathers end one after the other.
         bigram = self.lookup_sums(batch, leaves, grads is not None)
@@ -2724,7 +2842,7 @@ class GPT(nn.Module):
                 x, h = mix(scales, [x, F.linear(y.flatten(1), out), *inputs])
             # Here, not above: its gather is one of the last.
             mlps = mlps or self.mlp_weights(grads)
-            y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1])
+            y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1], fp8_mlps()[i] if fp8_mlps else None)
             after = cfg.layers[i + 1] if i + 1 < L else None
             read_next = after and not after.adds and (after.reads == "stream" or not after.attention)
             x, h = mix(mlp_scales, [x, y], bool(layer.saves == "back" or read_next))
@@ -2757,9 +2875,27 @@ class GPT(nn.Module):
         parts = outputs.split([gate.columns for gate in table])
         return {(gate.kind, gate.layer): part.T for gate, part in zip(table, parts)}
 
-    def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice) -> Tensor:
+    def mlp(
+        self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice, weights: FP8MLP | None = None
+    ) -> Tensor:
         """Runs layer i's MLP on h (T, d). A method, so that a subclass can watch or replace one layer's."""
-        return mlp(h, fc, proj, self.backend)
+        return mlp(h, fc, proj, self.backend, weights)
+
+    @torch.no_grad()
+    def fp8_mlps(self, step: int) -> list[FP8MLP]:
+        """Converts the MLPs' weights to FP8, for all forwards of a step.
+
+        A forward's maxima are known after it. All forwards of a step use the maxima over those of the step
+        before, on all ranks: the scales do not depend on how micro-batches are spread.
+        """
+        bank, scale = self.weight("mlp_bank")[: len(self.act_amax)], self.proj_scale
+        scale = None if step < FP8_EXACT_STEPS else scale
+        *weights, self.proj_scale = self.backend.compiled(fp8_mlp_weights)(bank, scale)
+        return [FP8MLP(*row) for row in zip(*weights, self.weight("act_scale"), self.act_amax.zero_())]
+
+    def set_act_scale(self, amax: Tensor) -> None:
+        """Sets the scales of the next step's activations in FP8 from this one's maxima (L,)."""
+        self.act_scale = amax.clamp_min(FP8_LEAST) * (FP8_ACT_ROOM / E4M3_MAX)
 
     def attention(
         self,
@@ -3066,8 +3202,8 @@ class Exchange:
         self.sent[f"all_gather {name}"] += t.nbytes * (self.world_size - 1) // self.world_size
         return Pending(t, _all_gather(t, self.shard(t), **self.options))
 
-    def sum(self, t: Tensor) -> Tensor:
-        return t if self.world_size == 1 else Pending(t, dist.all_reduce(t, **self.options)).wait()
+    def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> Pending:
+        return Pending(t, None if self.world_size == 1 else dist.all_reduce(t, op, **self.options))
 
     def all_gather_object(self, value) -> list:
         """Returns every rank's small value, in rank order. Blocks: not for the timed loop."""
@@ -3753,14 +3889,20 @@ def train_step(
     optimizer.begin(batch)
     weights, losses = tuple(weight / len(micro_batches) for weight in plan.loss_weights), []
     grads, head_grad, fp8_head = optimizer.weight_grads, optimizer.weight_grads["lm_head"], []
+    # Converted at the first use, after the bank's gather.
+    in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp
+    fp8_mlps = cache(partial(model.fp8_mlps, plan.step)) if in_fp8 else None
     for i, micro_batch in enumerate(micro_batches):
         micro_batch, last = micro_batch.to(model.device), i == len(micro_batches) - 1
         leaves = {} if model.cfg.main_grad else None
-        x = model.hidden_states(micro_batch, plan.windows, grads, leaves)
+        x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8_mlps)
         head_grad.delay = last and model.cfg.delay_head_grad
         scale = 1 / len(micro_batches)
         targets = model.loss_targets(micro_batch.targets, plan)
         loss, backward_roots = model.head_loss_and_grad(x, targets, weights, head_grad, scale, fp8_head)
+        if last and fp8_mlps:
+            maximum = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
+            optimizer.in_flight["act_scale"] = maximum._replace(finish=model.set_act_scale)
         if last and optimizer.ngrams:
             optimizer.ngrams.fetch_early(following())
         torch.autograd.backward(*zip(*backward_roots))  # type: ignore[arg-type]
@@ -3784,7 +3926,7 @@ def validate(
             losses[i] = model.token_losses(loader.batch(i).to(losses.device), windows).mean()
         elif model.ngrams:
             model.ngrams.fetch(None)
-    return exchange.sum(losses).mean().item()
+    return exchange.all_reduce(losses).wait().mean().item()
 
 
 class AsyncLoss:
@@ -4042,8 +4184,13 @@ def training_state(model: GPT, optimizer: Optimizer) -> dict:
     """Copies this rank's share of all that training changes, between Adam steps, to host memory."""
     optimizer.finish_gathers()
     shards = {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()}
-    state = {"model": shards, "optimizer": optimizer.state_dict(), "signs": model.signs}
+    state = {"model": shards, "optimizer": optimizer.state_dict(), "others": other_state(model)}
     return map_tensors(lambda t: t.detach().to("cpu", copy=True), state)
+
+
+def other_state(model: GPT) -> dict[str, Tensor]:
+    """Returns the model's state that is no parameter."""
+    return {"signs": model.signs, "act_scale": model.act_scale, "proj_scale": model.proj_scale}
 
 
 @torch.no_grad()
@@ -4051,7 +4198,8 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     """Restores this rank's share, without gradients. Call optimizer.gather_all() afterwards."""
     for name, p in model.named_parameters():
         optimizer.shard_of(name, p).copy_(state["model"][name])
-    model.signs.copy_(state["signs"])
+    for name, t in other_state(model).items():
+        t.copy_(state["others"][name])
     optimizer.load_state_dict(state["optimizer"])
     optimizer.drop_grads()
 

@@ -66,8 +66,8 @@ def exchange_calls(exchange: tg.Exchange, device: torch.device) -> Iterator[tupl
             tg.mean_rows(result, row_grads, plan)
             wanted = (every.float() * touches.to(device)[:, :, None, None]).mean(0)
             yield f"sparse {name}, {case}", result, exchange.shard(wanted)
-    total = exchange.sum(torch.full((3,), rank + 1.0, device=device))
-    yield "sum", total, torch.full_like(total, n * (n + 1) / 2)
+    total = exchange.all_reduce(torch.full((3,), rank + 1.0, device=device)).wait()
+    yield "all_reduce", total, torch.full_like(total, n * (n + 1) / 2)
     yield "all_gather_object", torch.tensor(exchange.all_gather_object(rank)), torch.arange(n)
 
 

@@ -58,6 +58,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,8 +139,8 @@ class SingleRankExchange(tg.Exchange):
     def gather(self, name: str, t: Tensor) -> tg.Pending:
         return tg.Pending(t)
 
-    def sum(self, t: Tensor) -> Tensor:
-        return t
+    def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> tg.Pending:
+        return tg.Pending(t)
 
 
 @dataclass

@@ -577,7 +577,7 @@ def run_exchanges(rank, world_size):
         reduce_scatter=exchange.reduce("x", "reduce_scatter", t.clone()).wait(),
         reduce_scatter_fp32=exchange.reduce("x", "reduce_scatter", t.clone(), buffer(8 // world_size)).wait(),
         gather=exchange.gather("x", torch.where(owner == rank, t, -1.0)).wait(),
-        sum=exchange.sum(t.clone()),
+        sum=exchange.all_reduce(t.clone()).wait(),
         objects=exchange.all_gather_object({"rank": rank}),
     )
 

@@ -1116,3 +1116,116 @@ def test_xsa_of_a_zero_value_leaves_the_output():
 @pytest.mark.parametrize("name", ["v", "alpha"])
 def test_xsa_of_a_zero_value_has_no_gradient(name):
     assert not without_own_value()[0][name].grad[3, 1].any()
+
+
+# -------------------------------------------------------------------------------------- j: MLPs in FP8
+
+FP8 = GOLDEN["j_fp8"]
+
+
+def codes(t):
+    return t.contiguous().view(torch.uint8).flatten().tolist()
+
+
+def fp8_model(world_size=WORLD):
+    """Returns a model in bf16 whose MLPs have the shapes of the golden ones, with 11 layers."""
+    return tg.GPT(tiny_config("bfloat16"), world_size)
+
+
+def test_fp8_scales_of_steps():
+    """Follows the scales of layers 0, 1, 2 over 21 steps, each with one forward."""
+    model, sequences = fp8_model(), FP8["scale_sequences"]
+    with torch.no_grad():
+        model.mlp_bank.zero_()
+    layers = model.fp8_mlps(0)
+    for step, golden in enumerate(FP8["steps"]):
+        for key in ("act_scale", "proj_scale"):
+            found = [getattr(layer, key).item() for layer in layers[:3]]
+            assert found == np.float32(golden[f"{key}_used"][:3]).tolist(), (step, key)
+        assert not model.act_amax.any()
+        for layer, amax in zip(layers, golden["amax_p"]):
+            layer.act_amax.fill_(amax)
+        model.set_act_scale(model.act_amax)
+        assert model.act_scale[:3].tolist() == np.float32(golden["act_scale_after"][:3]).tolist(), step
+        for i in range(3):
+            proj = fill((768, 192), 700 + i, sequences["a_after_step"][str(i)][step])
+            model.mlp_bank.data[i, 1] = proj.bfloat16()
+            assert model.mlp_bank[i, 1].abs().max().item() == golden["amax_proj_after"][i]
+        layers = model.fp8_mlps(step + 1)
+        assert model.proj_scale[:3].tolist() == np.float32(golden["proj_next_after"][:3]).tolist(), step
+        for i, count in enumerate(golden["entries_beyond_448"][:3]):
+            units = model.mlp_bank[i, 1].float() / layers[i].proj_scale
+            assert (units.abs() > 448).sum() == count, (step, i)
+            assert codes(layers[i].proj.T) == codes(units.clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
+def test_fc_in_fp8():
+    model, golden = fp8_model(), FP8["fc_of_the_tiny_model"]
+    model.mlp_bank.data.copy_(fill(model.mlp_bank.shape, 11, 0.05))
+    model.mlp_bank.data[2, 0, 0, 0] = 1 / 16
+    layers = model.fp8_mlps(0)
+    assert [layer.fc_scale.item() for layer in layers] == np.float32(golden["fc_scale"][:11]).tolist()
+    assert codes(layers[2].fc)[:16] == golden["first16_codes_layer2"]
+    for i, want in golden["dequantised"].items():
+        assert distance(layers[int(i)].fc.double() * layers[int(i)].fc_scale, want) < 1e-11
+
+
+def fp8_layer(fc, proj, act_scale):
+    """Returns a layer's weights in FP8, with exact scales."""
+    fc, proj, fc_scale, proj_scale, _ = tg.fp8_mlp_weights(torch.stack([fc, proj])[None], None)
+    return tg.FP8MLP(fc[0], proj[0], fc_scale[0], proj_scale[0], torch.tensor(act_scale), torch.zeros(()))
+
+
+def test_small_mlp_in_fp8():
+    golden = FP8["small_mlp"]
+    h = fill((4, 16), 731, 2.0).bfloat16()
+    fc, proj = fill((8, 16), 730, 0.03).bfloat16(), fill((8, 16), 732, 0.02).bfloat16()
+    fc[0, 0], fc[7, 15] = 1 / 32, -1 / 32
+    layer = fp8_layer(fc, proj, golden["act_scale"])
+    h8, amax = tg.amax_to_fp8(h)
+    assert amax.item() == golden["amax_h"] and codes(h8) == golden["h8_codes"]
+    assert layer.fc_scale.item() == np.float32(golden["fc_scale"]) and codes(layer.fc) == golden["fc8_codes"]
+    # The golden scale of proj leaves no room for its largest entries.
+    layer = layer._replace(proj_scale=torch.tensor(golden["proj_scale"]))
+    proj8 = tg.to_fp8(proj.T, layer.proj_scale, torch.float8_e4m3fn)
+    assert codes(proj8.T) == golden["proj8_codes"]
+    square, square8 = tg.relu_square_fp8(h8, amax, layer, torch.bfloat16)
+    assert square.flatten().tolist() == torch.tensor(golden["p_bf16"]).bfloat16().tolist()
+    assert layer.act_amax.item() == golden["amax_p"] and codes(square8) == golden["p8_codes"]
+    weights = map(tg.WeightSlice, (fc, proj))
+    out = tg.mlp(h, *weights, weights=layer._replace(proj=proj8, act_amax=torch.zeros(())))
+    want = torch.tensor(golden["out_fp64"], dtype=torch.float64).view(4, 16)
+    assert (out.double() - want).abs().max() <= 2**-8 * want.abs().max() and out.dtype == torch.bfloat16
+
+
+def test_two_forwards_in_fp8():
+    """Checks statistics of two forwards, each a step of one slice: the second has the first's maximum."""
+    golden, model = FP8["two_micro_batches"], fp8_model()
+    model.mlp_bank.data.copy_(fill(model.mlp_bank.shape, 11, 0.05))
+    for name, stream, scale in (("first", 734, 1.9), ("second", 733, 1.7)):
+        want, layer = golden[name], model.fp8_mlps(0)[3]
+        assert layer.act_scale.item() == np.float32(want["act_scale_used"])
+        assert layer.fc_scale.item() == layer.proj_scale.item() == np.float32(golden["fc_scale"])
+        h = fill((32, 192), stream, scale).bfloat16()
+        h8, amax = tg.amax_to_fp8(h)
+        square, square8 = tg.relu_square_fp8(h8, amax, layer, torch.bfloat16)
+        found = {"h8_dequantised": h8.double() * (amax.double() / 448), "p": square.double()}
+        found["p8_dequantised"] = square8.double() * layer.act_scale.double()
+        for key, t in found.items():
+            assert distance(t, want[key]) < 1e-4, key
+        out = tg.mlp(h, *map(tg.WeightSlice, model.mlp_bank[3]), weights=layer)
+        assert distance(out, want["out"]) < 2e-3
+        exact = tg.mlp(h.double(), *(tg.WeightSlice(w.double()) for w in model.mlp_bank[3]))
+        error = ((out - exact).norm() / exact.norm()).item()
+        assert error == pytest.approx(want["relative_error_of_out"]["fp8"], rel=0.02)
+        model.set_act_scale(model.act_amax)
+        assert model.act_scale[3].item() == np.float32(want["act_scale_after"])
+
+
+def test_gradient_of_relu_square():
+    golden = FP8["relu2_backward"]
+    g, r = fill((32,), 735, 1.5).bfloat16(), fill((32,), 736, 2.0).clamp_min(0).bfloat16()
+    square = torch.tensor(golden["p"]).bfloat16()
+    assert torch.equal(r.square(), square)
+    da = tg.relu_square_grad(g[:, None], torch.ones(1, 1, dtype=g.dtype), square[:, None])[:, 0]
+    assert da.tolist() == torch.tensor(golden["da"]).bfloat16().tolist()
