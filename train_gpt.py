@@ -2052,7 +2052,7 @@ def launch_relu_square(
     tiles = RELU_SQUARE_TILES[f"large{kind}" if large else "small"]
     blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
     tensors, strides = (a, b, out if square is None else square, out), (*a.stride(), *b.stride())
-    options = {"BACKWARD": kind == " backward", "FP8_MAX": E4M3_MAX if scales else 0.0, **tiles}
+    options = {"BACKWARD": kind == " backward", "FP8_MAX": int(E4M3_MAX) if scales else 0, **tiles}
     relu_square_kernel[(blocks,)](*tensors, *(scales or [out] * 4), M, N, K, *strides, **options)
     return out
 

@@ -111,9 +111,10 @@ def patch_interpreter(interpreter):
         return out
 
     def convert_float(x, from_dtype, to_dtype, rounding):
-        if (from_dtype.name, to_dtype.name) not in (("fp32", "bf16"), ("fp32", "fp8e5")):
+        dtypes = {"bf16": torch.bfloat16, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
+        if from_dtype.name != "fp32" or to_dtype.name not in dtypes:
             return convert(x, from_dtype, to_dtype, rounding)
-        dtype = {"bf16": torch.bfloat16, "fp8e5": torch.float8_e5m2}[to_dtype.name]
+        dtype = dtypes[to_dtype.name]
         rounded = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
         return bits(rounded).numpy().view(interpreter._get_np_dtype(to_dtype))
 
@@ -247,6 +248,38 @@ def test_relu_square_keeps_nan(interpreted):
     w[1, 2] = math.nan
     actual = interpreted.triton_relu_square(h, w)
     assert torch.equal(actual.isnan(), tg.relu_square(h, w).isnan()) and actual.isnan().any()
+
+
+def fp8_case(T, d, width, seed=0):
+    """Returns h in FP8 with its maximum, and weights in FP8 whose scale cuts some activations."""
+    h, bank = randn(T, d, seed=seed), randn(1, 2, width, d, seed=seed + 1)
+    fc, proj, fc_scale, proj_scale, _ = tg.fp8_mlp_weights(bank, None)
+    largest = (h @ bank[0, 0].T).relu().square().max()
+    act_scale, act_amax = torch.stack([largest / 600, torch.tensor(1e-9)])  # of an array, not aligned
+    return *tg.amax_to_fp8(h), tg.FP8MLP(fc[0], proj[0], fc_scale[0], proj_scale[0], act_scale, act_amax)
+
+
+@pytest.mark.parametrize("T, d, width", [(1, 16, 16), (130, 48, 144), (200, 80, 16), (17, 16, 272)])
+def test_relu_square_fp8(interpreted, guarded, T, d, width):
+    for dtype in (torch.float32, torch.float16):
+        h8, amax, layer = fp8_case(T, d, width)
+        want, want8 = tg.relu_square_fp8(h8, amax, layer, dtype)
+        assert layer.act_amax == want.max() and (want8.float() == 448).any()
+        layer.act_amax.fill_(1e-9)
+        square, square8 = interpreted.triton_relu_square_fp8(h8, amax, layer, dtype)
+        assert square.dtype == dtype and square8.dtype == h8.dtype
+        torch.testing.assert_close(square, want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)
+        assert layer.act_amax == square.max()
+        exact8 = (square.float() * layer.act_scale.reciprocal()).clamp_max(448).to(h8.dtype)
+        assert torch.equal(bits(square8), bits(exact8))
+
+
+def test_relu_square_fp8_leaves_a_larger_maximum(interpreted):
+    h8, amax, layer = fp8_case(20, 16, 16)
+    for run in (tg.relu_square_fp8, interpreted.triton_relu_square_fp8):
+        layer.act_amax.fill_(1e9)
+        run(h8, amax, layer, torch.float32)
+        assert layer.act_amax == 1e9
 
 
 @pytest.mark.parametrize("scale_inv", [0.0, 1e-3])

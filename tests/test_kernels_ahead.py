@@ -79,12 +79,18 @@ def kernel_cases():
         call = functools.partial(tg.triton_gram, *args, 0.5, -0.5)
         cases[f"gram {size} {name}"] = "gram_kernel", tg.GRAM_TILES[size], call
     for size, tiles in tg.RELU_SQUARE_TILES.items():
-        if size != "large backward":
+        if size in ("small", "large"):
             call = functools.partial(tg.triton_relu_square, x, fc)
             cases[f"relu_square {size}"] = "relu_square_kernel", tiles, call
-        if size != "large":
+        if size in ("small", "large backward"):
             call = functools.partial(tg.triton_relu_square, x, fc, square)
             cases[f"relu_square_grad {size.split()[0]}"] = "relu_square_kernel", tiles, call
+        if size in ("small", "large fp8"):
+            x8, fc8 = meta(T, d, dtype=torch.float8_e4m3fn), meta(width, d, dtype=torch.float8_e4m3fn)
+            scales = [meta(12, dtype=torch.float32)[1] for _ in range(4)]
+            weights = tg.FP8MLP(fc8, None, scales[0], None, *scales[1:3])
+            call = functools.partial(tg.triton_relu_square_fp8, x8, scales[3], weights, torch.bfloat16)
+            cases[f"relu_square_fp8 {size.split()[0]}"] = "relu_square_kernel", tiles, call
     for weights, scale_inv in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
         targets = meta(chunk, len(weights), dtype=torch.int64)
         call = functools.partial(tg.triton_softcap_loss, meta(chunk, V), targets, weights, scale_inv)
@@ -99,11 +105,17 @@ def kernel_cases():
 
 
 CASES = kernel_cases()
-TARGETS = [(arch, name) for arch in (80, 90, 100) for name in CASES if arch >= 90 or "large" not in name]
+TARGETS = [
+    (arch, name)
+    for arch in (80, 90, 100)
+    for name in CASES
+    if arch >= 90 or "large" not in name and "fp8" not in name
+]
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float8_e5m2: "*fp8e5",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
