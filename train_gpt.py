@@ -2180,6 +2180,7 @@ def select_backend(
     compiler = any(map(shutil.which, compilers))
     count = num_microbatches(cfg, world_size)
     sizes = {"head_chunk": cfg.head_chunk, "padded_vocab": cfg.padded_vocab, "the model's width": cfg.dim}
+    sizes |= {"mlp_dim": cfg.mlp_dim} if cfg.fp8_mlp else {}
     sizes |= {f"a micro-batch of stage {i}": s.batch_tokens // count for i, s in enumerate(cfg.stages)}
     misaligned = [f"{name} is {n}" for name, n in sizes.items() if n % 16]
     chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}

@@ -76,6 +76,7 @@ SWITCHES = {
     "ngrams.placement": (["ngrams.placement=host"], EQUAL),
     **{f"kernel {name}": (["main_grad=true", f"kernels={name}"], ROUNDING) for name in tg.KERNELS},
     "fp8": (["fp8=true"], FP8),
+    "fp8 head": (["fp8=true", "fp8_mlp=false"], FP8),
     "compile": (["compile=true"], ROUNDING),
 }
 # Switches that are compared in a run with a table of n-grams.
@@ -202,6 +203,7 @@ def test_every_switch_of_the_config_is_here():
         "exchange",
         "kernels",
         "fp8",
+        "fp8_mlp",
         "compile",
         "prefetch",
         "placement",
