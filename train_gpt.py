@@ -316,7 +316,7 @@ class Config:
     delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
     head_chunk: int = 8192  # tokens whose logits exist at once; the head's gradient is rounded once per chunk
     # Operations done in Triton.
-    kernels: tuple[str, ...] = ("gram", "relu_square", "softcap_loss", "segment_sum_rows")
+    kernels: tuple[str, ...] = ("gram", "relu_square", "softcap_loss", "segment_sum_rows", "compose_heads")
     attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with it, the forward matmuls of the MLPs too
@@ -1460,8 +1460,7 @@ def query_blocks(
     T, block = len(q), min(max(32, window), 256)
     n = padded(T, block) // block
     tail = n * block - T
-    pos = torch.arange(T, device=q.device, dtype=cu_seqlens.dtype)
-    doc = torch.searchsorted(cu_seqlens, pos, right=True)
+    doc = document_numbers(cu_seqlens, T)
     doc_q = F.pad(doc, (0, tail), value=-1).view(n, block, 1)
     before = padded(window, block) // block  # blocks of keys before a query's own
     doc_k = F.pad(doc, (before * block, tail), value=-1).unfold(0, (before + 1) * block, block).unsqueeze(1)
@@ -1473,6 +1472,12 @@ def query_blocks(
     k, v = (F.pad(t, (0, 0, 0, 0, before * block, tail)).unflatten(0, (-1, block)) for t in (k, v))
     k, v = (torch.cat([t[i : i + n] for i in range(before + 1)], dim=1) for t in (k, v))
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask.unsqueeze(1)
+
+
+def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Returns which document each of T positions belongs to, (T,) int64, from 1 on."""
+    pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, pos, right=True)
 
 
 def compose_heads(
@@ -2017,6 +2022,116 @@ if triton is not None:
         total += tl.load(out_ptrs, mask=cols < width, other=0.0).to(tl.float32)
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
+    @triton.jit
+    def near_pairs(docs, rows, keys, T, WINDOW):
+        """Returns which queries see which keys, and where a tensor (T, WINDOW) has these pairs.
+
+        Also rows and keys in bounds, for loads of what is not seen: a row from T on sees nothing.
+        """
+        row_at, key_at = rows % T, tl.maximum(keys, 0) % T
+        seen = (tl.load(docs + row_at) == tl.load(docs + key_at)) & (keys >= 0) & (rows < T)
+        seen &= (keys <= rows) & (rows - keys < WINDOW)
+        return seen, row_at * WINDOW + (WINDOW - 1 + keys - rows), row_at, key_at
+
+    @triton.jit
+    def compose_heads_kernel(
+        x,
+        k,
+        v,
+        q,
+        weights,
+        docs,
+        mixed,
+        out,
+        dweights,
+        dscores,
+        T,
+        H,
+        scale,
+        WINDOW: tl.constexpr,
+        D: tl.constexpr,
+        BACKWARD: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Composes the heads of BLOCK queries: adds to those of x (y), into `out`.
+
+        BACKWARD: makes, of x (dy), the gradients of q (`out`), of the weights, and of the scaled scores. One
+        tile has all keys that the queries see, and one their values; both are transposed.
+        """
+        KEYS: tl.constexpr = triton.next_power_of_2(BLOCK + WINDOW - 1)
+        end, d = (tl.program_id(0) + 1) * BLOCK, tl.arange(0, D)
+        rows, keys = end - BLOCK + tl.arange(0, BLOCK)[:, None], end - KEYS + tl.arange(0, KEYS)[None, :]
+        seen, places, row_at, key_at = near_pairs(docs, rows, keys, T, WINDOW)
+        offs, key_offs = row_at * H * D + d, key_at * H * D + d[:, None]
+        total = tl.zeros((BLOCK, KEYS), tl.float32)
+        if BACKWARD:
+            before = tl.load(mixed + places, mask=seen, other=0.0)
+            for h in range(H):
+                value = tl.load(v + h * D + key_offs)
+                products = tl.dot(tl.load(x + h * D + offs), value, input_precision="ieee")
+                dw2 = tl.sum(products * before, 1, keep_dims=True)
+                tl.store(dweights + (T + row_at) * H + h, dw2, mask=rows < T)
+                total += tl.load(weights + (T + row_at) * H + h) * products
+        for h in range(H):
+            key = tl.load(k + h * D + key_offs)
+            scores = scale * tl.dot(tl.load(q + h * D + offs), key, input_precision="ieee")
+            scores = tl.where(seen, scores, float("-inf"))
+            p = tl.exp(scores - tl.max(scores, 1, keep_dims=True))
+            p /= tl.sum(p, 1, keep_dims=True)
+            w1 = tl.load(weights + row_at * H + h)
+            if BACKWARD:
+                dw1 = tl.sum(p * total, 1, keep_dims=True)
+                tl.store(dweights + row_at * H + h, dw1, mask=rows < T)
+                ds = (w1 * p * (total - dw1)).to(key.dtype)
+                tl.store(dscores + places, ds, mask=seen)
+                dscores += T * WINDOW
+                dquery = scale * tl.dot(ds, tl.trans(key), input_precision="ieee")
+                tl.store(out + h * D + offs, dquery, mask=rows < T)
+            else:
+                total += w1 * p
+        if not BACKWARD:
+            tl.store(mixed + places, total, mask=seen)
+            for h in range(H):
+                value = tl.load(v + h * D + key_offs)
+                weighted = tl.load(weights + (T + row_at) * H + h) * total
+                added = tl.dot(weighted.to(value.dtype), tl.trans(value), input_precision="ieee")
+                tl.store(out + h * D + offs, tl.load(x + h * D + offs) + added, mask=rows < T)
+
+    @triton.jit
+    def compose_heads_key_grad_kernel(
+        dy,
+        q,
+        weights,
+        docs,
+        mixed,
+        dscores,
+        dk,
+        dv,
+        T,
+        H,
+        scale,
+        WINDOW,
+        D: tl.constexpr,
+        BLOCK: tl.constexpr,
+        QUERIES: tl.constexpr,
+    ):
+        """Sums the gradients of BLOCK keys and values of a head over the queries that see them, in order."""
+        first, h, d = tl.program_id(0) * BLOCK, tl.program_id(1), tl.arange(0, D)
+        keys, dscores = first + tl.arange(0, BLOCK)[:, None], dscores + h * T * WINDOW
+        dkey, dvalue = tl.zeros((BLOCK, D), tl.float32), tl.zeros((BLOCK, D), tl.float32)
+        for start in range(first, min(T, first + BLOCK + WINDOW - 1), QUERIES):
+            rows = start + tl.arange(0, QUERIES)[None, :]
+            seen, places, row_at, _ = near_pairs(docs, rows, keys, T, WINDOW)
+            offs = (row_at * H + h) * D + d[:, None]
+            query, dout = tl.trans(tl.load(q + offs)), tl.trans(tl.load(dy + offs))
+            ds = tl.load(dscores + places, mask=seen, other=0.0)
+            dkey = tl.dot(ds, query, dkey, input_precision="ieee")
+            total = tl.load(weights + (T + row_at) * H + h) * tl.load(mixed + places, mask=seen, other=0.0)
+            dvalue = tl.dot(total.to(dout.dtype), dout, dvalue, input_precision="ieee")
+        offs = (keys * H + h) * D + d
+        tl.store(dk + offs, scale * dkey, mask=keys < T)
+        tl.store(dv + offs, dvalue, mask=keys < T)
+
 
 # Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
 # GPUs, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
@@ -2029,6 +2144,9 @@ RELU_SQUARE_TILES = {
     "large fp8": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=4),
 }
 LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
+# 16 queries and a window of 112 make 127 keys, close to a power of two.
+COMPOSE_TILES = dict(BLOCK=16, num_warps=8, num_stages=2)
+COMPOSE_GRAD_TILES = dict(BLOCK=64, QUERIES=32, num_warps=8)
 
 
 def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
@@ -2097,6 +2215,60 @@ def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: T
     segment_sum_rows_kernel[grid](*tensors, *operands, *strides, SIGNED=signed, **SEGMENT_SUM_TILES)
 
 
+class ComposeHeads(torch.autograd.Function):
+    """Does compose_heads, with both weights (2, T, H) fp32, and the positions' documents (T,) int64.
+
+    From the forward it keeps the mixed probabilities, (T, window) fp32, which the gradients of queries and
+    values need. A block of queries has all its keys, so it repeats their softmax. The scores' gradients, (H,
+    T, window), rounded for the products, go to the kernel that sums over queries. No sum is atomic, so that
+    results do not depend on timing. Offsets are int32: tensors have less than 2^31 numbers. A window of more
+    than 497, so more than 512 keys, takes more shared memory than an H100 has at D = 128.
+    """
+
+    @staticmethod
+    def forward(ctx, y, q, k, v, weights, docs, window, scale):
+        T, H, D = q.shape
+        y, *kvq = (t.contiguous() for t in (y, k, v, q))
+        tensors, out = (*kvq, weights, docs, weights.new_empty(T, window)), torch.empty_like(y)
+        ctx.save_for_backward(*tensors)
+        ctx.sizes, ctx.grid = (T, H, scale, window, D), (triton.cdiv(T, COMPOSE_TILES["BLOCK"]),)
+        tensors = (y, *tensors, out, out, out)
+        compose_heads_kernel[ctx.grid](*tensors, *ctx.sizes, BACKWARD=False, **COMPOSE_TILES)
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy, tensors, H = dy.contiguous(), ctx.saved_tensors, ctx.sizes[1]
+        dk, dv, dq, dweights = map(torch.empty_like, tensors[:4])
+        dscores = dq.new_empty(H, *tensors[-1].shape)
+        kernel, outs = compose_heads_kernel[ctx.grid], (dq, dweights, dscores)
+        kernel(dy, *tensors, *outs, *ctx.sizes, BACKWARD=True, **COMPOSE_TILES)
+        kernel = compose_heads_key_grad_kernel[triton.cdiv(len(dy), COMPOSE_GRAD_TILES["BLOCK"]), H]
+        kernel(dy, *tensors[2:], dscores, dk, dv, *ctx.sizes, **COMPOSE_GRAD_TILES)
+        return dy, dq, dk, dv, dweights, None, None, None
+
+
+def triton_compose_heads(
+    y: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    cu_seqlens: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    T, H, D = q.shape
+    w1 = F.rms_norm(w1.float(), w1.shape[1:], eps=1e-6)
+    weights = torch.stack([w1.expand(T, H), w2.expand(T, H)])
+    missing = max(16, triton.next_power_of_2(D)) - D  # of what tl.dot takes
+    if missing:
+        y, q, k, v = (F.pad(t, (0, missing)) for t in (y, q, k, v))
+    docs = document_numbers(cu_seqlens, T)
+    return ComposeHeads.apply(y, q, k, v, weights, docs, min(window, T), scale)[..., :D]
+
+
 class Backend(NamedTuple):
     """A run's implementations of operations of section 6; what compiles the others."""
 
@@ -2107,6 +2279,7 @@ class Backend(NamedTuple):
     relu_square_fp8: Callable = relu_square_fp8
     softcap_loss: Callable = softcap_loss
     segment_sum_rows: Callable = segment_sum_rows
+    compose_heads: Callable = compose_heads
     compiled: Callable = lambda function: function
     scalar: Callable = float  # wraps what changes by step, so that compiled code does not recompile
     fp8: bool = False
@@ -2123,6 +2296,7 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     },
     "softcap_loss": {"softcap_loss": triton_softcap_loss},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
+    "compose_heads": {"compose_heads": triton_compose_heads},
 }
 
 
@@ -2918,7 +3092,7 @@ class GPT(nn.Module):
         y = self.backend.attention(q, k, v, *seq, self.rotary.scale).view(T, heads, -1)
         if layer.dc:
             w1, w2, window = gates["dc1", i], gates["dc2", i], self.cfg.dc_window
-            y = compose_heads(y, q, k, v, w1, w2, seq[0], window, self.rotary.scale)
+            y = self.backend.compose_heads(y, q, k, v, w1, w2, seq[0], window, self.rotary.scale)
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
         return y if xsa is gate is None else compiled(finish_heads)(y, v, xsa, gate)
 
