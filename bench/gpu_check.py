@@ -268,7 +268,7 @@ def first_step(setup: Setup, name: str, settings: str) -> Iterator[Row]:
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 # Relative errors. One rounding to bf16 is at most 2^-9, and the square of a rounded number has three times
-# that. FlashAttention also rounds probabilities.
+# that. FlashAttention and composed heads also round probabilities.
 BF16, ATTENTION = 2.5 * 2.0**-9, 0.02
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01}
 
@@ -323,21 +323,24 @@ def compare_operation(case: st.KernelCase, backend: tg.Backend) -> Compared:
             yield a.dtype, double(a)[changed], e[changed]
 
 
-def compare_attention(case: st.KernelCase, backend: tg.Backend) -> Compared:
-    """Yields the output and the three gradients."""
+def compare_with_grad(case: st.KernelCase, backend: tg.Backend) -> Compared:
+    """Yields the output and the gradients."""
+    operation, plain = (getattr(b, case.operation) for b in (backend, tg.TORCH_BACKEND))
 
-    def exact_attention(q: Tensor, k: Tensor, v: Tensor, *options) -> Tensor:
-        return tg.attention(q.double(), k.double(), v.double(), *options).to(q.dtype)
+    def exact_operation(q: Tensor, *args) -> Tensor:
+        exact = (x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (q, *args))
+        return plain(*exact).to(q.dtype)
 
     results = []
-    for attention in (backend.attention, exact_attention):
+    for function in (operation, exact_operation):
         outputs: list[Tensor] = []
 
-        def keep(*args, attention=attention, outputs=outputs) -> Tensor:
-            outputs.append(attention(*args))
+        def keep(*args, function=function, outputs=outputs) -> Tensor:
+            outputs.append(function(*args))
             return outputs[0]
 
-        gradients = case.run(backend._replace(attention=keep))
+        recorder: dict[str, Any] = {case.operation: keep}
+        gradients = case.run(backend._replace(**recorder))
         results.append([outputs[0].detach(), *gradients])
     for actual, exact in zip(*results):
         yield actual.dtype, actual, exact
@@ -345,11 +348,12 @@ def compare_attention(case: st.KernelCase, backend: tg.Backend) -> Compared:
 
 def compare(case: st.KernelCase, backend: tg.Backend) -> tuple[float, float]:
     """Returns the error that is the largest for its bound, and that bound."""
-    errors, yields = [], compare_attention if case.operation == "attention" else compare_operation
+    with_grad = {"attention": ATTENTION, "compose_heads": ATTENTION}
+    errors, yields = [], compare_with_grad if case.operation in with_grad else compare_operation
     for dtype, actual, exact in yields(case, backend):
         if actual.shape != exact.shape:
             raise RuntimeError(f"{case.operation}: shapes {actual.shape} and {exact.shape}")
-        bound = ATTENTION if case.operation == "attention" else BOUNDS.get(dtype, 0.0)
+        bound = with_grad.get(case.operation, BOUNDS.get(dtype, 0.0))
         errors.append((rel_err(actual, exact), bound))
     return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / max(e[1], 1e-9))
 

@@ -35,9 +35,10 @@ A stage repeats its own steps. From the third stage on embed and lm_head are unt
 Each line starts from initial weights. Without --data and shards in the preset's folder, tokens are synthetic:
 those of data/synthetic.py, with the frequencies and document lengths of web text.
 
---kernels times each kernel that the config names, and FlashAttention forward and backward, against plain
-torch, interleaved; medians of 20. TFLOP/s are the kernel's, for plain torch's products: gram does half of
-them. GB/s count each operand once. Plain torch is not compiled. Caches are not cleared between calls.
+--kernels times each kernel that the config names, and FlashAttention, against plain torch, interleaved;
+FlashAttention and composed heads forward and backward; medians of 20. TFLOP/s are the kernel's, for plain
+torch's products: gram does half of them. GB/s count each operand once. Plain torch is not compiled. Caches
+are not cleared between calls.
 """
 
 import argparse
@@ -384,6 +385,13 @@ def call_operation(operation: str, *args) -> Callable[[tg.Backend], Any]:
     return lambda backend: getattr(backend, operation)(*args)
 
 
+def call_with_grad(operation: str, inputs: Sequence[Tensor], *options) -> Callable[[tg.Backend], Any]:
+    """Returns a function that runs an operation and its backward, by the gradient 1."""
+    inputs = [x.requires_grad_() for x in inputs]
+    dy = torch.ones_like(inputs[0])
+    return lambda b: torch.autograd.grad(getattr(b, operation)(*inputs, *options), inputs, dy)
+
+
 def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[KernelCase]:
     """Yields Polar Express's products for each bank, on one rank and on one of eight."""
     for spec in cfg.params:
@@ -474,15 +482,17 @@ def stage_cases(
     for (kind, name), seen_keys in dict(zip(attending, keys)).items():
         rows, window = 2 if kind == "paired" else 1, plan.windows[name]
         head_shape = T * rows, cfg.heads // rows, cfg.head_dim
-        qkv = [tg.norm(rand(*head_shape)).requires_grad_() for _ in range(3)]
+        qkv = [tg.norm(rand(*head_shape)) for _ in range(3)]
         options = batch.cu_seqlens * rows, plan.max_doc_len * rows, window, cfg.attn_scale
-        dy = torch.ones_like(qkv[0])
-
-        def forward_backward(backend: tg.Backend, qkv=qkv, options=options, dy=dy) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(backend.attention(*qkv, *options), qkv, dy)
-
+        run = call_with_grad("attention", qkv, *options)
         shapes, flops = f"{kind} {name}: {T * rows}, window {window}", 12 * d * seen_keys * T
-        yield KernelCase("attention", f"stage {plan.stage}, {shapes}", forward_backward, flops=flops)
+        yield KernelCase("attention", f"stage {plan.stage}, {shapes}", run, flops=flops)
+
+    heads, window = [tg.norm(rand(T, cfg.heads, cfg.head_dim)) for _ in range(4)], cfg.dc_window
+    operands_of_dc = [*heads, rand(T, cfg.heads), rand(T, cfg.heads)]
+    run = call_with_grad("compose_heads", operands_of_dc, batch.cu_seqlens, window, cfg.attn_scale)
+    flops = 12 * d * mean_keys(batch.cu_seqlens.cpu().numpy(), window - 1) * T
+    yield KernelCase("compose_heads", f"stage {plan.stage}: {T}, window {window}", run, flops=flops)
     loader.close()
 
 

@@ -318,7 +318,7 @@ CASES = [
     Case("another rate for an unknown parameter", "--set stages.1.param_lr_mul.qk=2",
          "stages.1.param_lr_mul: unknown qk; use names of the parameter table"),
     Case("an unknown kernel", "--set kernels=gram,transpse",
-         "kernels.1=transpse: use gram, relu_square, softcap_loss, segment_sum_rows"),
+         "kernels.1=transpse: use gram, relu_square, softcap_loss, segment_sum_rows, compose_heads"),
     *[Case(f"outside: {setting}", f"--set {setting}", f"{setting} must be finite, and at least {least}")
       for setting, least in (
         ("head_chunk=0", 1), ("max_docs=-5", 0), ("stages.1.steps=-1", 0), ("microbatches=0", 1),
