@@ -231,11 +231,23 @@ def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     }
     if "segment_sum_rows" in chosen:  # "meta" has no segment_reduce
         chosen["segment_sum_rows"] = counts.as_kernel(lambda *args: None)
+    if "compose_heads" in chosen:  # it has kernels in its backward too, which run_steps replaces
+        chosen["compose_heads"] = tg.triton_compose_heads
     if cfg.attention != "dense":
         chosen["attention"] = tg.flash_attention
     if cfg.compile:
         chosen |= {"compiled": counts.as_compiled, "scalar": partial(torch.tensor, dtype=tg.acc_dtype(cfg))}
     return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
+
+
+class CountedKernel:
+    """Takes a Triton kernel's place: counts its launches."""
+
+    def __init__(self, counts: Counts):
+        self.counts = counts
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return lambda *args, **options: self.counts.add("triton")
 
 
 @contextlib.contextmanager
@@ -350,6 +362,8 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
         stack.enter_context(count_functions(counts))
         stack.enter_context(patched(torch, _scaled_mm=gpu_code.scaled_mm))
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
+        for kernel in ("compose_heads_kernel", "compose_heads_key_grad_kernel"):
+            stack.enter_context(patched(tg, **{kernel: CountedKernel(counts)}))
         stack.enter_context(patched(tg.NgramTable, fetch=gpu_code.fetch_nothing))
         one_slice, model.ngrams = dataclasses.replace(cfg, val_slices=1), optimizer.ngrams
         val = tg.ValLoader(one_slice, paths)
