@@ -563,7 +563,8 @@ WEIGHT_LAYOUTS = {  # of w1 and w2 (T, H)
 
 @pytest.mark.parametrize(
     "layout, weights",
-    [*((layout, "gates") for layout in COMPOSE_LAYOUTS), *(("nan padded", name) for name in WEIGHT_LAYOUTS)],
+    [*((layout, "dense") for layout in COMPOSE_LAYOUTS)]
+    + [("nan padded", name) for name in WEIGHT_LAYOUTS if name != "dense"],
 )
 def test_compose_heads_of_views(interpreted, guarded, layout, weights):
     tensors, options, dy = compose_case(8, 3, 16, 20)
