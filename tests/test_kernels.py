@@ -596,6 +596,16 @@ def test_compose_heads_of_large_scores(interpreted, guarded):
             assert rel_err(a, e) < 1e-4
 
 
+def test_compose_heads_of_small_weights(interpreted, guarded):
+    """Checks what the norm of w1 adds to its mean square, 1e-6."""
+    (y, q, k, v, w1, w2), options, dy = compose_case(2, 3, 16, 9)
+    tensors = (y, q, k, v, 1e-3 * w1, w2)
+    actual = composed(interpreted.triton_compose_heads, tensors, options, dy)
+    exact = composed(tg.compose_heads, tensors, options, dy, torch.float64)
+    for name, a, e in zip(COMPOSED, actual, exact):
+        assert rel_err(a, e) < 1e-5, name
+
+
 def test_compose_heads_twice(interpreted, guarded):
     """Checks a second backward, and results without one."""
     tensors, options, dy = compose_case(3, 3, 16, 20)
