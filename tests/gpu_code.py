@@ -551,13 +551,13 @@ if tg.triton is not None:
 def triton_part():
     """Runs the warm-up, then steps of every stage, then the head of all steps, whose weights differ.
 
-    As 8 ranks, without and with n-grams, and as 1, which has two of its eight micro-batches, and composed
-    heads; but for the first, a tenth of the heads.
+    As 8 ranks, without and with n-grams, and as 1, which has two of its eight micro-batches; but for the
+    first, a tenth of the heads.
     """
     fake_gpu()
     report = {"kernels": [name for name in vars(tg) if name.endswith("_kernel")], "variants": {}, "late": {}}
     one_rank = replace(
-        tg.override(tg.RECORD, "layers.10.dc=true"),
+        tg.RECORD,
         microbatches=2,
         stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in tg.RECORD.stages),
     )

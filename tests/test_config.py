@@ -87,8 +87,8 @@ def test_presets_are_valid(preset):
     for world_size in (1, 2, 4, 8):
         tg.check_config(cfg, world_size)
     assert len(cfg.layers) == 11 and len(cfg.stages) == 4  # every role, every stage
-    assert [replace(layer, xsa=False) for layer in tg.LAYERS] == [
-        replace(layer, xsa=False) for layer in cfg.layers
+    assert [replace(layer, xsa=False, dc=False) for layer in tg.LAYERS] == [
+        replace(layer, xsa=False, dc=False) for layer in cfg.layers
     ]
 
 
@@ -157,8 +157,8 @@ def test_param_shapes(world_size):
         "mudd_w2": (2, 14, 64),
         "mudd_b2": (2, 14),
         "mudd_gate_w1": (2, 64, 768),
-        "mudd_gate_w2": (2, 29, 64),  # 5 x 6 + 11 with dc in the last layer
-        "mudd_gate_b2": (2, 29),
+        "mudd_gate_w2": (2, 41, 64),
+        "mudd_gate_b2": (2, 41),
         "mudd_gate_scale": (1,),
     }
     for name in ("qk_bank", "vo_bank"):
@@ -176,14 +176,13 @@ def test_param_shapes(world_size):
 
 
 def test_outputs_of_the_gates():
-    """3H + 8 for the layers up to the one that saves "skip", 5H + 11 for the others, with dc in the last."""
-    layers = tuple(replace(layer, dc=layer.connections) for layer in tg.LAYERS)
-    first, second = tg.gate_table(replace(tg.RECORD, layers=layers))
+    """3H + 8 for the layers up to the one that saves "skip", 5H + 11 for the others."""
+    first, second = tg.gate_table(tg.RECORD)
     assert [sum(gate.columns for gate in part) for part in (first, second)] == [26, 41]
     assert {gate.layer for gate in first} == {0, 1, 2, 3} and {gate.layer for gate in second} == {
         *range(4, 11)
     }
-    none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
+    none = tuple(replace(layer, xsa=False, gate=False, dc=False) for layer in tg.LAYERS)
     widths = [sum(gate.columns for gate in part) for part in tg.gate_table(replace(tg.RECORD, layers=none))]
     assert widths == [8, 11]  # of x0, bigrams and skip
 

@@ -325,7 +325,7 @@ def test_the_log_names_the_implementations_and_other_packing(folder):
         folder, *settings("microbatches=4", "fp8=true", "warmup=false", "val_every=0", *sizes)
     )
     for line in (
-        "\nattention: dense; kernels: none, plain torch; head: fp8; compiled: no\n",
+        "\nattention: dense; kernels: none, plain torch; head: fp8; MLPs: fp8; compiled: no\n",
         "for validation), packed in 4 micro-batches a batch, not 8: not the track's batches\n",
     ):
         assert line in out and line in log.read_text(encoding="utf-8")
