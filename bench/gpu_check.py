@@ -270,7 +270,7 @@ def first_step(setup: Setup, name: str, settings: str) -> Iterator[Row]:
 # Relative errors. One rounding to bf16 is at most 2^-9, and the square of a rounded number has three times
 # that. FlashAttention and composed heads also round probabilities.
 BF16, ATTENTION = 2.5 * 2.0**-9, 0.02
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01}
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01, torch.float8_e4m3fn: 0.01}
 
 
 def double(x: Tensor) -> Tensor:
@@ -278,8 +278,8 @@ def double(x: Tensor) -> Tensor:
 
 
 def rel_err(actual: Tensor, exact: Tensor) -> float:
-    """Returns ||actual - exact|| / ||exact||; of e5m2 numbers the share that are one apart, inf if more."""
-    if exact.dtype == torch.float8_e5m2:
+    """Returns ||actual - exact|| / ||exact||; of FP8 numbers the share that are one apart, inf if more."""
+    if exact.element_size() == 1:
         codes = [t.view(torch.uint8).int() for t in (actual, exact)]
         a, b = ((code & 127) * (1 - 2 * (code >> 7)) for code in codes)
         apart = (a - b).abs()
@@ -445,9 +445,12 @@ def one_micro_batch(setup: Setup, cfg: tg.Config) -> Iterator[tuple[st.Training,
 
 
 def loss_and_gradients(training: st.Training, batch: tg.Batch) -> tuple[float, dict[str, Tensor]]:
-    optimizer = training.optimizer
-    optimizer.drop_grads()
-    loss = tg.train_step(training.model, optimizer, batch).item()
+    optimizer, model = training.optimizer, training.model
+    optimizer.finish_gathers()
+    model.act_scale.fill_(1)
+    for _ in range(2):  # the first finds the scales of FP8 activations
+        optimizer.drop_grads()
+        loss = tg.train_step(model, optimizer, batch).item()
     return loss, {name: optimizer.grad_of(name) for name in optimizer.params}
 
 

@@ -455,6 +455,13 @@ def stage_cases(
     h, fc, square, dy = rand(T, d), rand(F, d), rand(T, F).relu().square(), rand(T, d)
     for operation, args in {"relu_square": (h, fc), "relu_square_grad": (dy, fc, square)}.items():
         yield KernelCase(operation, f"{T} x {d} x {F}", call_operation(operation, *args), flops=2 * T * F * d)
+    fc8, proj8, fc_scale, proj_scale, _ = (
+        t[0] for t in tg.fp8_mlp_weights(torch.stack([fc, fc])[None], None)
+    )
+    act_scale, act_amax = square.max().float() / tg.E4M3_MAX, torch.zeros((), device=device)
+    weights = tg.FP8MLP(fc8, proj8, fc_scale, proj_scale, act_scale, act_amax)
+    run = call_operation("relu_square_fp8", *tg.amax_to_fp8(h), weights, model_dtype)
+    yield KernelCase("relu_square_fp8", f"{T} x {d} x {F}", run, flops=2 * T * F * d)
 
     n, K = min(cfg.head_chunk, T), len(plan.loss_weights)
     prefixes = torch.arange(-1, V - 1, device=device) if plan.prefix else None
