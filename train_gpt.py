@@ -18,8 +18,8 @@ Sections; each uses only what is above it
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, clock, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
-    6  Reference    operations in plain torch, of kernels and others; attention; Polar Express
-    7  Kernels      four of these in Triton; the backend of a run; matmuls that write gradients into main_grad
+    6  Reference    operations in plain torch, of kernels and others; attention; composed heads; Polar Express
+    7  Kernels      some of these in Triton; the backend of a run; matmuls that write gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam and NorMuon on one shard

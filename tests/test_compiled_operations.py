@@ -10,7 +10,16 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import train_gpt as tg
-from test_kernels import bits, generator, nan_filled, nan_padded, needs_gpu, randn, random_signs
+from test_kernels import (
+    bits,
+    fp8_steps_apart,
+    generator,
+    nan_filled,
+    nan_padded,
+    needs_gpu,
+    randn,
+    random_signs,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -219,3 +228,28 @@ def test_no_row_and_one_row_are_not_compiled():
             == (moments > 0).tolist()
             == [False, False, n == 1, False]
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_conversion_to_fp8(form, dtype):
+    """Checks numbers and scales. Compiled code rounds quotients of bf16 numbers to fp32."""
+    compiled, device = form
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0 if device == "cpu" else 1e-6
+    bank, h = randn(3, 2, 48, 32, dtype=dtype), randn(21, 32, seed=1, dtype=dtype)
+    bank[2, 1] = 0
+    delayed = torch.tensor([0.003, 0.001, 2.5e-15])  # cuts, leaves room
+    for function, args in (
+        (tg.amax_to_fp8, (h,)),
+        (tg.fp8_mlp_weights, (bank, None)),
+        (tg.fp8_mlp_weights, (bank, delayed)),
+    ):
+        want = function(*args)
+        moved = (x if x is None else next(iter(on(device, x))) for x in args)
+        for found, expected in zip(compiled(function)(*moved), want, strict=True):
+            found = found.cpu()
+            assert found.dtype == expected.dtype and found.shape == expected.shape
+            if found.element_size() > 1 or dtype == torch.float32:
+                torch.testing.assert_close(found.float(), expected.float(), rtol=rounding, atol=0)
+            else:
+                apart = fp8_steps_apart(found, expected)
+                assert apart.max() <= 1 and apart.float().mean() < 0.2

@@ -198,6 +198,7 @@ UNSUPPORTED = [  # what the machine lacks, settings, device, capability, the rea
     ({}, ["head_chunk=1000"], CUDA, (9, 0), "head_chunk is 1000", ["fp8=false"]),
     ({}, ["stages.1.batch_tokens=262208"], CUDA, (9, 0), "a micro-batch of stage 1 is 32776", ["fp8=false"]),
     ({}, ["head_dim=132", "heads=2"], CUDA, (9, 0), "the model's width is 264", ["fp8=false"]),
+    ({}, ["mlp_dim=3080"], CUDA, (9, 0), "mlp_dim is 3080", ["fp8=false"]),
 ]
 # fmt: on
 
