@@ -1428,11 +1428,12 @@ class ValLoader:
 # ============================================================================================================
 
 NORM_EPS = 2.0**-23  # for every dtype
+DC_EPS = 1e-6  # of the norm of dynamically composed heads' first weights, over heads
 
 
-def norm(x: Tensor) -> Tensor:
+def norm(x: Tensor, eps: float = NORM_EPS) -> Tensor:
     """Applies RMSNorm without weight over the last axis, reduced in at least fp32 (arXiv:1910.07467)."""
-    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
 def attention(
@@ -1493,9 +1494,9 @@ def compose_heads(
 ) -> Tensor:
     """Adds to attention's heads y (T, H, D) what all heads together attend to among the last `window` keys.
 
-    Each head's softmax over these keys alone, weighted by w1 (T, H) after RMSNorm, sums to one matrix; w2 (T,
-    H) weighs its products with each head's values. Dynamically composed heads: Xiao et al. 2024,
-    arXiv:2405.08553; trimmed to this in record 85.
+    Each head's softmax over these keys alone, weighted by w1 (T, H), sums to one matrix; w2 (T, H) weighs its
+    products with each head's values. Dynamically composed heads: Xiao et al. 2024, arXiv:2405.08553; trimmed
+    to this in record 85.
     """
     T, H, _ = q.shape
     w1, w2 = w1.expand(T, H), w2.expand(T, H)  # they may be constants, (1, H)
@@ -1503,7 +1504,6 @@ def compose_heads(
     n, _, block, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = (scale * q.to(dtype) @ k.to(dtype).mT).masked_fill(~mask, -math.inf)
-    w1 = F.rms_norm(w1.to(dtype), (H,), eps=1e-6).to(q.dtype)
     w1 = F.pad(w1, (0, 0, 0, n * block - T)).view(n, block, H).transpose(1, 2)
     mixed = (w1[..., None] * scores.softmax(-1)).sum(1, keepdim=True).to(q.dtype)
     return y + w2[:, :, None] * (mixed @ v).transpose(1, 2).flatten(0, 1)[:T]
@@ -2260,8 +2260,7 @@ def triton_compose_heads(
     scale: float,
 ) -> Tensor:
     T, H, D = q.shape
-    w1 = F.rms_norm(w1.float(), w1.shape[1:], eps=1e-6)
-    weights = torch.stack([w1.expand(T, H), w2.expand(T, H)])
+    weights = torch.stack([w1.expand(T, H), w2.expand(T, H)]).float()
     missing = max(16, triton.next_power_of_2(D)) - D  # of what tl.dot takes
     if missing:
         y, q, k, v = (F.pad(t, (0, missing)) for t in (y, q, k, v))
@@ -3091,7 +3090,7 @@ class GPT(nn.Module):
         q, k, v = compiled(qkv_to_heads)(h, qkv, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
         y = self.backend.attention(q, k, v, *seq, self.rotary.scale).view(T, heads, -1)
         if layer.dc:
-            w1, w2, window = gates["dc1", i], gates["dc2", i], self.cfg.dc_window
+            w1, w2, window = compiled(norm)(gates["dc1", i], DC_EPS), gates["dc2", i], self.cfg.dc_window
             y = self.backend.compose_heads(y, q, k, v, w1, w2, seq[0], window, self.rotary.scale)
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
         return y if xsa is gate is None else compiled(finish_heads)(y, v, xsa, gate)

@@ -505,7 +505,7 @@ CASES = [
           (0, 2, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),
           (1, 2, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),
           (3, 4, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),
-          (1, 2, "in validation", "", "Exchange.sum", 2, die, 3, ()),
+          (1, 2, "in validation", "", "Exchange.all_reduce", 2, die, 3, ()),
           (0, 2, "while it writes a checkpoint", EVERY, "torch.save", 2, die, 4, ("step00000002",)),
           (1, 2, "while it writes a checkpoint", EVERY, "torch.save", 2, die, 4, ("step00000002",)))],
 ]

@@ -1037,9 +1037,9 @@ def composed_heads():
     return inputs, out.detach()
 
 
-def compose(**inputs):
-    cu_seqlens = torch.tensor(DC["cu_seqlens"], dtype=torch.int32)
-    return tg.compose_heads(*inputs.values(), cu_seqlens, DC["window"], DC["softmax_scale"])
+def compose(w1, w2, **inputs):
+    cu_seqlens, weights = torch.tensor(DC["cu_seqlens"], dtype=torch.int32), (tg.norm(w1, tg.DC_EPS), w2)
+    return tg.compose_heads(*inputs.values(), *weights, cu_seqlens, DC["window"], DC["softmax_scale"])
 
 
 def test_composed_heads():
