@@ -1535,13 +1535,6 @@ def relu_square(h: Tensor, fc: Tensor) -> Tensor:
     return F.linear(h, fc).relu_().square()
 
 
-E4M3_MAX = 448.0  # e4m3's largest number
-FP8_LEAST = 1e-12  # maxima below count as that
-# Factors from a maximum to the next step's: activations change more than weights.
-FP8_ACT_ROOM, FP8_PROJ_ROOM = 1.80, 1.12
-FP8_EXACT_STEPS = 17  # proj starts at 0, and grows by more than its room at first
-
-
 def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
 
@@ -1551,6 +1544,13 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
     root = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt().mul_(square)
     return (dy @ proj.T).to(root.dtype).mul_(root.mul_(2)).to(dy.dtype)
+
+
+E4M3_MAX = 448.0  # e4m3's largest number
+FP8_LEAST = 1e-12  # maxima below count as that
+# Factors from a maximum to the next step's: activations change more than weights.
+FP8_ACT_ROOM, FP8_PROJ_ROOM = 1.80, 1.12
+FP8_EXACT_STEPS = 17  # proj starts at 0, and grows by more than its room at first
 
 
 class FP8MLP(NamedTuple):
