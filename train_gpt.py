@@ -1587,8 +1587,8 @@ def fp8_mlp_weights(bank: Tensor, proj_scale: Tensor | None) -> tuple[Tensor, ..
     """Converts a bank (L, 2, F, d) of fc and proj for FP8 products (records 84, 89).
 
     Returns fc (L, F, d), proj^T (L, d, F), their scales (L,) fp32, and the next step's proj_scale (L,). Those
-    of fc are exact, in the bank's dtype; proj's are from the step before, with room for growth, so that one
-    pass converts it. None: exact.
+    of fc are exact, in the bank's dtype, compiled code may skip that rounding; proj's are from the step
+    before, with room for growth. None: exact.
     """
     fc, proj = bank.unbind(1)
     amax = bank.abs().amax((2, 3))
@@ -1937,7 +1937,7 @@ if triton is not None:
         result = result.to(out.dtype.element_ty)
         tl.store(out + out_offs, result, mask=mask)
         if FP8_MAX:
-            tl.atomic_max(act_amax, tl.max(result.to(tl.float32)))  # in any order: a maximum is exact
+            tl.atomic_max(act_amax, tl.max(result.to(tl.float32)), sem="relaxed")  # exact in any order
             units = result.to(tl.float32) * (1 / tl.load(act_scale))
             units = tl.minimum(units, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
             tl.store(square + out_offs, units.to(square.dtype.element_ty), mask=mask)
@@ -2571,16 +2571,16 @@ def scaled_weights(
 class MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, slices, backend, weights, fc, proj):
-        ctx.slices, ctx.backend, square8 = slices, backend, None
+        ctx.slices, ctx.backend = slices, backend
         if weights is None:
             square = backend.relu_square(h, fc)
+            out = square @ proj
         else:
             square, square8 = backend.relu_square_fp8(*backend.compiled(amax_to_fp8)(h), weights, h.dtype)
+            factors = square8, weights.proj.T, weights.act_scale, torch.empty_like(h)
+            out = fp8_matmul(*factors, fast=True, b_scale=weights.proj_scale)
         ctx.save_for_backward(h, square, fc, proj)
-        if square8 is None:
-            return square @ proj
-        factors = square8, weights.proj.T, weights.act_scale, torch.empty_like(h)
-        return fp8_matmul(*factors, fast=True, b_scale=weights.proj_scale)
+        return out
 
     @staticmethod
     def backward(ctx, dy):
@@ -2847,7 +2847,7 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
-        self.in_flight = {}  # by parameter, a gather of the optimizer's to wait for before use
+        self.in_flight = {}  # by name, what the optimizer or train_step sets: to wait for before use
         self.ngrams: typing.Any = None  # an NgramTable or NgramFile: where rows of n-grams come from
         shapes = param_shapes(cfg, world_size)
         for spec in used_params(cfg):
@@ -2949,7 +2949,7 @@ class GPT(nn.Module):
         windows: dict[str, int],
         grads: dict[str, WeightGrad] | None = None,
         leaves: dict[str, Tensor] | None = None,
-        fp8_mlps: Callable[[], list[FP8MLP | None]] | None = None,
+        fp8_mlps: Callable[[], list[FP8MLP]] | None = None,
     ) -> Tensor:
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
@@ -3065,7 +3065,8 @@ class GPT(nn.Module):
         bank, scale = self.weight("mlp_bank")[: len(self.act_amax)], self.proj_scale
         scale = None if step < FP8_EXACT_STEPS else scale
         *weights, self.proj_scale = self.backend.compiled(fp8_mlp_weights)(bank, scale)
-        return [FP8MLP(*row) for row in zip(*weights, self.weight("act_scale"), self.act_amax.zero_())]
+        act_scale = self.weight("act_scale")  # from act_amax: before that is reset
+        return [FP8MLP(*row) for row in zip(*weights, act_scale, self.act_amax.zero_())]
 
     def set_act_scale(self, amax: Tensor) -> None:
         """Sets the scales of the next step's activations in FP8 from this one's maxima (L,)."""
@@ -3848,7 +3849,7 @@ class Optimizer:
         self.weight_grads = {}  # of matmuls' weights, with or without main_grad
         self.shard_grads = {}  # with sparse exchange: this rank's block of the mean gradient, 0 between steps
         self.recv_buffers = {}  # of other ranks' gradients, with fp32 reduction
-        self.in_flight = {}  # its gather; whoever reads the parameter waits for it, and takes it out
+        self.in_flight = {}  # its gather (also "act_scale"); whoever reads it waits for it, and takes it out
         self.rows: dict[str, RowPlan] = {}  # of this step, by what indexes tables
         for name, p in params.items():
             spec, shard = self.specs[name], self.shard_of(name, p)
@@ -4002,7 +4003,7 @@ class Optimizer:
 
     @torch.no_grad()
     def finish_gathers(self) -> None:
-        """Waits for all gathers that nobody has waited for."""
+        """Waits for all in flight that nobody has waited for."""
         while self.in_flight:
             self.in_flight.popitem()[1].wait()
 

@@ -270,7 +270,8 @@ def first_step(setup: Setup, name: str, settings: str) -> Iterator[Row]:
 # Relative errors. One rounding to bf16 is at most 2^-9, and the square of a rounded number has three times
 # that. FlashAttention and composed heads also round probabilities.
 BF16, ATTENTION = 2.5 * 2.0**-9, 0.02
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01, torch.float8_e4m3fn: 0.01}
+# Hopper keeps few bits of FP8 sums: some e4m3 numbers are the next, 6 % of them away.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01, torch.float8_e4m3fn: 0.02}
 
 
 def double(x: Tensor) -> Tensor:
@@ -278,8 +279,8 @@ def double(x: Tensor) -> Tensor:
 
 
 def rel_err(actual: Tensor, exact: Tensor) -> float:
-    """Returns ||actual - exact|| / ||exact||; of FP8 numbers the share that are one apart, inf if more."""
-    if exact.element_size() == 1:
+    """Returns ||actual - exact|| / ||exact||; of e5m2 numbers the share that are one apart, inf if more."""
+    if exact.dtype == torch.float8_e5m2:
         codes = [t.view(torch.uint8).int() for t in (actual, exact)]
         a, b = ((code & 127) * (1 - 2 * (code >> 7)) for code in codes)
         apart = (a - b).abs()
@@ -414,10 +415,11 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
 # ---- steps -------------------------------------------------------------------------------------------------
 
 FORMS = {PLAIN: "plain torch", "compile=false": "compile=false", "": "the config"}  # settings: name
-FORMS |= {form: form for form in ("fp8=false", "kernels= fp8=false")}
-# A form may have 1.5 times plain bf16's errors (4 times, for few numbers: chance), and this more. FP8's is in
-# the gradient of the head's input, so in all: at full width, for 512 tokens on a CPU, 0.02 to 0.07.
-SLACK, FEW = {False: 0.005, True: 0.1}, 1000  # by Config.fp8
+FORMS |= {form: form for form in ("fp8_mlp=false", "fp8=false", "kernels= fp8=false")}
+# A form may have 1.5 times plain bf16's errors (4 times, for few numbers: chance), and this more. The head's
+# FP8 is in the gradient of its input, so in all: at full width, for 512 tokens on a CPU, 0.02 to 0.07. The
+# MLPs' alone makes about 0.1 in their weights' gradients.
+PLAIN_SLACK, HEAD_SLACK, MLP_SLACK, FEW = 0.005, 0.1, 0.2, 1000
 
 
 def exact_cfg(setup: Setup) -> tg.Config:
@@ -479,13 +481,14 @@ def gradients(setup: Setup, form: str) -> Iterator[Row]:
     plain = setup.once("plain errors", lambda: errors_of(setup, with_settings(setup.cfg, PLAIN)))
     loss, exact_loss, errors = plain if form == PLAIN else errors_of(setup, cfg)
     sizes = {name: math.prod(shape) for name, shape in tg.param_shapes(cfg, 1).items()}
-    bounds = {name: (4 if sizes[name] < FEW else 1.5) * e + SLACK[cfg.fp8] for name, e in plain[2].items()}
+    slack = (MLP_SLACK if cfg.fp8_mlp else HEAD_SLACK) if cfg.fp8 else PLAIN_SLACK
+    bounds = {name: (4 if sizes[name] < FEW else 1.5) * e + slack for name, e in plain[2].items()}
     if setup.on_gpu:  # tiny sizes have larger errors
         bounds = {name: min(bound, 0.5) for name, bound in bounds.items()}
     ratios = {name: error / bounds[name] for name, error in errors.items()}
     worst = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name])
     ok = ratios[worst] <= 1 and median(plain[2].values()) < 0.1 and abs(loss - exact_loss) < 0.01
-    expected = f"loss {exact_loss:.4f}, errors <= 1.5 plain + {SLACK[cfg.fp8]}"
+    expected = f"loss {exact_loss:.4f}, errors <= 1.5 plain + {slack}"
     seen = f"loss {loss:.4f}, worst: {worst} {errors[worst]:.1e}, plain {plain[2][worst]:.1e}"
     yield Row(what, expected, seen, ok, form=form, numbers={"loss": loss, "errors": errors})
 

@@ -219,6 +219,10 @@ class CountingExchange(SingleRankExchange):
         with self.counts.paused():
             return super().send_rows(*args)
 
+    def all_reduce(self, *args) -> tg.Pending:
+        self.counts.add("collectives")
+        return super().all_reduce(*args)
+
     def gather(self, name: str, t: Tensor) -> tg.Pending:
         self.counts.add("collectives")
         return super().gather(name, t)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train_gpt as tg
 from golden_inputs import prefetch_exchange, same_bits
@@ -151,3 +152,36 @@ def test_gradients_are_those_of_the_rounded_forward():
     exact = (h @ bank[0, 0].T).relu().square() @ bank[0, 1]
     out = tg.mlp(h, *map(tg.WeightSlice, weights), weights=layer)
     assert 0 < (out - exact).norm() < 0.1 * exact.norm()
+
+
+def record_order(rank, world_size, cfg):
+    """Returns forwards, exchanges of maxima and backwards of two steps, in their order."""
+    events, original, backward = [], dist.all_reduce, torch.autograd.backward
+    _, model, optimizer = build(rank, world_size, cfg, backend=FP8)
+    batches, forward = batches_of(cfg, rank, world_size), model.hidden_states
+
+    def all_reduce(t, op=dist.ReduceOp.SUM, **options):
+        events.extend(["maxima"] * (op == dist.ReduceOp.MAX))
+        return original(t, op, **options)
+
+    def logged(name, function):
+        return lambda *args: [events.append(name), function(*args)][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(torch.autograd, "backward", logged("backward", backward))
+        model.hidden_states = logged("forward", forward)
+        for _ in range(2):
+            tg.train_step(model, optimizer, batches.next(), batches.peek)
+    batches.loader.close()
+    return events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ngrams", [False, True])
+def test_maxima_are_exchanged_after_the_last_forward(workers, cfg, ngrams):
+    cfg = replace(cfg, microbatches=4)
+    if ngrams:
+        cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12))
+    want = ["forward", "backward", "forward", "maxima", "backward"] * 2
+    assert workers(2, record_order, cfg) == [want, want]

@@ -691,6 +691,25 @@ def test_gpu_segment_sum_rows(N, shape, sign_rows):
 
 
 @needs_gpu
+@pytest.mark.parametrize("T", [16, 1003, 16384])
+def test_gpu_relu_square_fp8(T):
+    """Checks the maximum to the bit, and the FP8 numbers against the kernel's own squares."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
+    h8, amax, layer = fp8_case(T, 768, 3072)
+    bank, scales = layer[:2], torch.stack([layer.act_scale.new_tensor(7.0), *layer[2:], amax]).cuda()
+    *scales, amax = scales[1:]  # not aligned
+    layer = tg.FP8MLP(*(t.cuda() for t in bank), *scales)
+    square, square8 = tg.triton_relu_square_fp8(h8.cuda(), amax, layer, torch.bfloat16)
+    want, _ = tg.relu_square_fp8(
+        h8.cuda(), amax, layer._replace(act_amax=torch.zeros((), device="cuda")), torch.float32
+    )
+    assert layer.act_amax == square.max() and rel_err(square, want.double()) < 3 * BF16
+    units = (square.float() * layer.act_scale.reciprocal()).clamp_max(448)
+    assert torch.equal(bits(square8), bits(units.to(square8.dtype)))
+
+
+@needs_gpu
 @pytest.mark.parametrize("T, window", [(16384, 112), (1003, 112), (500, 300), (77, 2)])
 def test_gpu_compose_heads(T, window):
     """Checks that errors are about those of plain torch, and that a second run gives the same bits."""
