@@ -185,3 +185,18 @@ def test_maxima_are_exchanged_after_the_last_forward(workers, cfg, ngrams):
         cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12))
     want = ["forward", "backward", "forward", "maxima", "backward"] * 2
     assert workers(2, record_order, cfg) == [want, want]
+
+
+@pytest.mark.numeric
+def test_each_matrix_has_its_own_scale():
+    bank = torch.randn(3, 2, 16, 32, generator=torch.Generator().manual_seed(3))
+    bank *= torch.tensor([[1.0, 30.0], [20.0, 0.1], [0.3, 0.3]])[:, :, None, None]
+    fc, proj, *scales, following = tg.fp8_mlp_weights(bank, None)
+    amax = bank.abs().amax((2, 3))
+    for t, matrices, scale, largest in zip((fc, proj.mT), bank.unbind(1), scales, amax.unbind(1)):
+        torch.testing.assert_close(scale, largest / 448)
+        error = (t.float() * scale[:, None, None] - matrices).abs()
+        assert (error <= 2**-4 * matrices.abs() + 2**-10 * scale[:, None, None]).all()
+    torch.testing.assert_close(following, 1.12 * amax[:, 1] / 448)
+    _, proj, _, scale, _ = tg.fp8_mlp_weights(bank, amax[:, 1] / 900)  # too small for the largest
+    assert torch.equal(scale, amax[:, 1] / 900) and (proj.float().abs().amax((1, 2)) == 448).all()
