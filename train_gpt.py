@@ -1583,17 +1583,17 @@ def amax_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() * (E4M3_MAX / amax)).to(torch.float8_e4m3fn), amax
 
 
-def fp8_mlp_weights(bank: Tensor, proj_scale: Tensor | None) -> tuple[Tensor, ...]:
+def fp8_mlp_weights(bank: Tensor, proj_scale: Tensor) -> tuple[Tensor, ...]:
     """Converts a bank (L, 2, F, d) of fc and proj for FP8 products (records 84, 89).
 
     Returns fc (L, F, d), proj^T (L, d, F), their scales (L,) fp32, and the next step's proj_scale (L,). Those
     of fc are exact, in the bank's dtype, compiled code may skip that rounding; proj's are from the step
-    before, with room for growth. None: exact.
+    before, with room for growth, or, where proj_scale is 0, exact.
     """
     fc, proj = bank.unbind(1)
     amax = bank.abs().amax((2, 3))
     fc_scale, exact = (amax.clamp_min(FP8_LEAST) / E4M3_MAX).unbind(1)
-    proj_scale = exact.float() if proj_scale is None else proj_scale
+    proj_scale = torch.where(proj_scale > 0, proj_scale, exact.float())
     fc8 = (fc / fc_scale[:, None, None]).to(torch.float8_e4m3fn)
     proj8 = to_fp8(proj.mT, proj_scale[:, None, None], torch.float8_e4m3fn)
     following = amax[:, 1].float().clamp_min(FP8_LEAST) * (FP8_PROJ_ROOM / E4M3_MAX)
@@ -3063,7 +3063,7 @@ class GPT(nn.Module):
         before, on all ranks: the scales do not depend on how micro-batches are spread.
         """
         bank, scale = self.weight("mlp_bank")[: len(self.act_amax)], self.proj_scale
-        scale = None if step < FP8_EXACT_STEPS else scale
+        scale = torch.zeros_like(scale) if step < FP8_EXACT_STEPS else scale
         *weights, self.proj_scale = self.backend.compiled(fp8_mlp_weights)(bank, scale)
         act_scale = self.weight("act_scale")  # from act_amax: before that is reset
         return [FP8MLP(*row) for row in zip(*weights, act_scale, self.act_amax.zero_())]

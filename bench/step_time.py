@@ -456,7 +456,7 @@ def stage_cases(
     for operation, args in {"relu_square": (h, fc), "relu_square_grad": (dy, fc, square)}.items():
         yield KernelCase(operation, f"{T} x {d} x {F}", call_operation(operation, *args), flops=2 * T * F * d)
     fc8, proj8, fc_scale, proj_scale, _ = (
-        t[0] for t in tg.fp8_mlp_weights(torch.stack([fc, fc])[None], None)
+        t[0] for t in tg.fp8_mlp_weights(torch.stack([fc, fc])[None], torch.zeros(1, device=device))
     )
     act_scale, act_amax = square.max().float() / tg.E4M3_MAX, torch.zeros((), device=device)
     weights = tg.FP8MLP(fc8, proj8, fc_scale, proj_scale, act_scale, act_amax)

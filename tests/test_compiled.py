@@ -86,7 +86,7 @@ def test_a_compiled_run_is_the_plain_run(cfg, compiled):
         torch.testing.assert_close(compiled_tensors[name], t, rtol=1e-11, atol=1e-12, msg=name)
     # Steps 0 and 1 update banks and Adam's parameters for the first time. Step 2 has another length; from
     # then on lengths are dynamic. embed's own update in step 7 has the shape of another table's.
-    assert 0 < graphs[0] < graphs[1] < graphs[2] == graphs[-1] < 110
+    assert 0 < graphs[0] < graphs[1] < graphs[2] == graphs[-1] < 115
 
 
 def test_generated_code(cfg, compiled):

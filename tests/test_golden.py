@@ -1172,7 +1172,7 @@ def test_fc_in_fp8():
 
 def fp8_layer(fc, proj, act_scale):
     """Returns a layer's weights in FP8, with exact scales."""
-    fc, proj, fc_scale, proj_scale, _ = tg.fp8_mlp_weights(torch.stack([fc, proj])[None], None)
+    fc, proj, fc_scale, proj_scale, _ = tg.fp8_mlp_weights(torch.stack([fc, proj])[None], torch.zeros(1))
     return tg.FP8MLP(fc[0], proj[0], fc_scale[0], proj_scale[0], torch.tensor(act_scale), torch.zeros(()))
 
 

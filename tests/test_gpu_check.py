@@ -66,7 +66,7 @@ def test_everything_runs_without_a_gpu(tmp_path):
         "fp8",
     }
     sizes = [row.numbers["errors"] for row in rows if row.form is not None]
-    assert len(sizes) == 2 and all(errors.keys() == tg.param_shapes(tg.RECORD, 1).keys() for errors in sizes)
+    assert len(sizes) == 3 and all(errors.keys() == tg.param_shapes(tg.RECORD, 1).keys() for errors in sizes)
     names = {path.name for path in (tmp_path / "answers").iterdir()}
     assert names == {
         *("rows.jsonl", "environment.txt", "summary.txt"),

@@ -256,7 +256,7 @@ def test_relu_square_keeps_nan(interpreted):
 def fp8_case(T, d, width, seed=0):
     """Returns h in FP8 with its maximum, and weights in FP8 whose scale cuts some activations."""
     h, bank = randn(T, d, seed=seed), randn(1, 2, width, d, seed=seed + 1)
-    fc, proj, fc_scale, proj_scale, _ = tg.fp8_mlp_weights(bank, None)
+    fc, proj, fc_scale, proj_scale, _ = tg.fp8_mlp_weights(bank, torch.zeros(1))
     largest = (h @ bank[0, 0].T).relu().square().max()
     act_scale, act_amax = torch.stack([largest / 600, torch.tensor(1e-9)])  # of an array, not aligned
     return *tg.amax_to_fp8(h), tg.FP8MLP(fc[0], proj[0], fc_scale[0], proj_scale[0], act_scale, act_amax)
