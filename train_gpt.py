@@ -2248,17 +2248,9 @@ class ComposeHeads(torch.autograd.Function):
         return dy, dq, dk, dv, dweights, None, None, None
 
 
-def triton_compose_heads(
-    y: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    cu_seqlens: Tensor,
-    window: int,
-    scale: float,
-) -> Tensor:
+def triton_compose_heads(*arguments) -> Tensor:
+    """Does compose_heads, with its arguments."""
+    y, q, k, v, w1, w2, cu_seqlens, window, scale = arguments
     T, H, D = q.shape
     weights = torch.stack([w1.expand(T, H), w2.expand(T, H)]).float()
     missing = max(16, triton.next_power_of_2(D)) - D  # of what tl.dot takes
