@@ -69,9 +69,15 @@ VALIDATION = pattern(
     r"step:(INT)/INT val_loss:(NUM)(?: val_\w+:NUM)* train_time:(NUM)(ms|s) step_avg:NUMms"
     r"(?: \w+:\S+)*[ \t\r]*(?=\n)"
 )
+# The loss is the line's own step's in public logs, in ours the last that had arrived, with its step.
+TRAINING = pattern(
+    r"step:(INT)/INT (?:train_loss:(NUM) )?train_time:(NUM)(ms|s) step_avg:NUMms"
+    r"(?: train_loss:(NUM)@(INT))?[ \t\r]*(?=\n)"
+)
 # The first logs of 2024, written by llm.c: no times, no number of steps.
 LLMC_STEP = pattern(r"s:(INT) (tel|trl):NUM")
 LLMC_VALIDATION = pattern(r"s:(INT) tel:(NUM)[ \t\r]*(?=\n)")
+LLMC_TRAINING = pattern(r"s:(INT) trl:(NUM) ")
 PEAK = pattern(r"peak memory (?:consumption|allocated): (INT) MiB")
 PER_BYTE = pattern(r"val_loss_per_byte: (NUM)\s")
 COMPLETE = pattern(r"complete: yes\s")
@@ -116,6 +122,7 @@ class Run:
     final_step: int  # the last one logged
     total_steps: int | None  # None: not logged (llm.c), and the run was cut off
     curve: list[list]  # validations: step, loss (nats per token), training time (s) or None
+    training: list[tuple]  # the same of training losses
     last_line: bytes
     peak_mem_mib: int | None = None
     per_byte: float | None = None
@@ -180,8 +187,9 @@ def read_log(path: str) -> tuple[list[Run], list[str]]:
             curve = [validation for position, *validation in validations if start <= position < end]
             if total is None and curve and curve[-1][0] == final_step:
                 total = final_step  # llm.c does not log it, but validates the last step
+            training = read_training(text[start : end + 1])
             last_line = text[last + 1 : text.index(b"\n", last + 1)]
-            runs.append(Run(path, len(runs), header, final_step, total, curve, last_line))
+            runs.append(Run(path, len(runs), header, final_step, total, curve, training, last_line))
             lines_of_runs.append(lines)
         # A repetition's too: it may hold closing lines that the run lacks.
         read_closing(text[last : end + 1], runs[-1])
@@ -227,6 +235,20 @@ def find_steps(text: bytes, start: int, line: re.Pattern[bytes], prefix: bytes) 
 
 def step_lines(text: bytes) -> set[bytes]:
     return {line.rstrip() for line in text.split(b"\n") if line.startswith((b"step:", b"s:"))}
+
+
+def read_training(text: bytes) -> list[tuple[int, float, float | None]]:
+    """Returns (step, training loss, training time in s or None) of a run's lines, of each step once."""
+    times: dict[int, float] = {}
+    losses: dict[int, float] = {}
+    if b" train_loss:" in text:
+        for step, loss, time, unit, late_loss, at in TRAINING.findall(text):
+            times[int(step)] = float(time) / (1000 if unit == b"ms" else 1)
+            if loss or late_loss:
+                losses[int(at or step)] = float(loss or late_loss)
+    else:
+        losses = {int(update) + 1: float(loss) for update, loss in LLMC_TRAINING.findall(text)}
+    return [(step, loss, times.get(step)) for step, loss in losses.items()]
 
 
 def read_closing(text: bytes, run: Run) -> None:
@@ -410,7 +432,7 @@ def drop_repeats(group: Group) -> None:
 def join_resumed(group: Group) -> None:
     """Keeps one of the logs of a run, RUN.txt and RUN.fromSTEP.txt of those that resumed it: the furthest.
 
-    The others may end in a validation too, and would count as more runs. The curve becomes the whole run's.
+    The others may end in a validation too, and would count as more runs. The curves become the whole run's.
     Loss and time are the whole run's already, since a resumed clock continues.
     """
     logs_of: dict[str, list[Run]] = {run.header.resumed[0]: [] for run in group.runs if run.header.resumed}
@@ -429,9 +451,11 @@ def join_resumed(group: Group) -> None:
             missing = "the log of the run's beginning is not here"
             group.notes.append(f"{kept.name}: resumed after step {kept.after}; {missing}")
         curve: list[list] = []
+        training: list[tuple] = []
         for run in [*earlier, kept]:
             curve = [point for point in curve if point[0] < run.after] + run.curve
-        kept.curve = curve
+            training = [point for point in training if point[0] <= run.after] + run.training
+        kept.curve, kept.training = curve, training
         group.runs = [r for r in group.runs if not any(r is other for other in others)]
 
 

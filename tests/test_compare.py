@@ -253,6 +253,39 @@ def test_llmc_log_cut_after_a_training_line_is_incomplete(tmp_path):
     assert (run.counted, run.complete, run.final_step, run.total_steps) == (False, False, 251, None)
 
 
+LLMC_LINE = "s:{} trl:{} lr:0.000001 norm:15.37\n".format
+OUR_LINE = "step:{}/4 train_time:{}ms step_avg:9.00ms{}\n".format
+PUBLIC_LINE = "step:{}/4 train_loss:{} train_time:{}ms step_avg:nanms\n".format
+# fmt: off
+TRAINING_LOGS = {  # name: text, (step, loss, seconds)
+    "ours": (OUR_LINE(1, 100, " train_loss:5.5@1") + OUR_LINE(2, 210, " train_loss:4.25@2"),
+             [(1, 5.5, 0.1), (2, 4.25, 0.21)]),
+    # Step 1's loss arrives while step 2 is done, step 2's with step 3's.
+    "late": (OUR_LINE(1, 100, "") + OUR_LINE(2, 210, " train_loss:5.5@1")
+             + OUR_LINE(3, 330, " train_loss:5.5@1") + OUR_LINE(4, 450, " train_loss:3.5@3"),
+             [(1, 5.5, 0.1), (3, 3.5, 0.33)]),
+    "public": (PUBLIC_LINE(1, 9.5, 100) + PUBLIC_LINE(2, "nan", 200), [(1, 9.5, 0.1), (2, math.nan, 0.2)]),
+    "llm.c": (LLMC_LINE(0, 11.5) + "s:1 tel:11.0\n" + LLMC_LINE(1, 10.5), [(1, 11.5, None), (2, 10.5, None)]),
+    "none": (steps(), []),
+    "none of ours": (OUR_LINE(1, 100, ""), []),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", TRAINING_LOGS)
+def test_training_losses(name, tmp_path):
+    text, expected = TRAINING_LOGS[name]
+    run, _ = read_one(tmp_path, text)
+    assert repr(run.training) == repr(expected)
+
+
+def test_training_losses_of_several_runs_in_a_file(tmp_path):
+    (first, losses), (second, more) = TRAINING_LOGS["late"], TRAINING_LOGS["ours"]
+    (tmp_path / "log").write_text(first + second)
+    runs, _ = compare.read_log(str(tmp_path / "log"))
+    assert [run.training for run in runs] == [losses, more]
+
+
 # ----------------------------------------------------------------------------------------------------- groups
 
 
@@ -430,6 +463,16 @@ def test_the_log_that_went_furthest_counts(parts):
     assert curve == [0, 125, 250, 375]
     assert "seed1.txt: stopped and resumed, one run with runs/seed1.from100.txt" in err
     assert "stopped at step 375" in err
+
+
+def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(tmp_path):
+    """Checks that those of the first log end with the checkpoint's step."""
+    first = [OUR_LINE(step, step, f" train_loss:{step}.5@{step}") for step in (1, 2, 3)]
+    second = [OUR_LINE(step, step, f" train_loss:{step}.25@{step}") for step in (3, 4)]
+    (tmp_path / "seed1.txt").write_text("config: {}\n" + "".join(first))
+    (tmp_path / "seed1.from2.txt").write_text("config: {}\nresumed: seed1 after step 2\n" + "".join(second))
+    (group,), _ = compare.read_groups([str(tmp_path)], None)
+    assert [loss for _, loss, _ in group.runs[0].training] == [1.5, 2.5, 3.25, 4.25]
 
 
 def test_a_run_whose_last_log_was_not_validated_does_not_count(parts):
