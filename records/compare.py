@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Compares groups of speedrun logs: do they meet the target loss, how do they differ from the first group?
 
-    python records/compare.py [LABEL=]PATH... [--target 3.28] [--json | --markdown] [--plot FILE.png]
+    python records/compare.py [LABEL=]PATH... [--target 3.28] [--json | --markdown]
+    python records/compare.py [LABEL=]PATH... --curves FILE.png [--line LABEL=LOSS]...
     python records/compare.py --diff A B
     python records/compare.py --table | --update
 
 A PATH is a log, a glob, or a folder. A folder means the logs directly in it or, if they hold no run, those in
 its sub-folders; so a record's `baseline/` is a separate group. Each PATH is a group, PATHs of one LABEL are
 one group, and the first is the baseline. Reads the logs of train_gpt.py and every format of the public
-speedrun. --table prints the tables of records/README.md, --update writes them there.
+speedrun. --table prints the tables of records/README.md. --update writes them there, and draws the pictures
+whose logs or data have changed: a record's curves.png, README.md's in bench/curves, records/history.png.
 
 A run counts if the last step it logged has a validation; its loss and time are that validation's. A run that
 was stopped and resumed has several logs, and counts once, as the one that went furthest. A group meets the
@@ -16,11 +18,17 @@ target if a one-sided one-sample t-test rejects, at p < 0.01, that its mean loss
 Groups are compared by Welch's t-test, two-sided. The exit code is 2 if something could not be read; all else
 is still reported.
 
+--curves draws losses over steps and over training time. Thick: validation loss, mean and standard deviation
+of a group's runs, at the steps that all validated. Thin, if logged: training loss, mean of the runs, smoothed
+by a centred window of 5 % of the steps, shorter at both ends. train_gpt.py logs the first process's, which is
+higher in stages that also predict later tokens. Dashed: the target, and constants from --line. The loss axis
+is logarithmic, and fits the losses after a group's first 10 % of steps.
+
     Logs                  read_log finds the runs in a file
     Groups                find and read logs, drop repeats, warn
     Statistics            scipy's tests
-    Reports               text, Markdown, JSON, plot, differences of two logs
-    records/README.md     tables of our records, from their logs, and of the public ones, from history.csv
+    Reports               text, Markdown, JSON, curves, differences of two logs
+    What --update makes   tables and pictures: of our records, from logs, of the public ones, from history.csv
 """
 
 import argparse
@@ -46,6 +54,8 @@ SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # of logs in a folder; a file na
 DEFAULT_TARGET = 3.28  # nats per token: the public speedrun's, if no log's config names another
 ALPHA = 0.01  # the public speedrun's level for "the mean loss is below the target"
 SHOWN = 24  # values printed before "…"
+SMOOTHED = 0.05  # of the steps: the window that training losses are averaged over
+STEEP = 0.1  # of the steps: the first, whose losses may lie above the picture
 
 
 class UserError(Exception):
@@ -712,48 +722,79 @@ def markdown_table(head: list[str], body: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in cells] + [""]
 
 
-def plot(groups: list[Group], path: str) -> None:
-    """Plots loss over steps and over time, mean and sd: above the whole runs, below their ends."""
+Line = tuple[str, float]  # a constant to draw: label, loss
+Picture = tuple[list[Group], list[Line]]
+
+
+def parse_line(text: str) -> Line:
+    label, _, loss = text.rpartition("=")
+    try:
+        valid = label and math.isfinite(float(loss))
+    except ValueError:
+        valid = False
+    if not valid:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LABEL=LOSS, like 4-gram=1.469")
+    return label, float(loss)
+
+
+def draw_curves(groups: list[Group], lines: list[Line], path: str | Path) -> None:
+    """Writes a PNG of losses over steps and over time, and of the constants, with `curves_mark` in it."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
-    fig, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
-    levels = sorted({g.target for g in groups})
-    for column, label in enumerate(("step", "training time, s")):
-        ax_all, ax_end = axes[:, column]
-        curves = []
-        for number, group in enumerate(groups):
-            points = (point for point in mean_curve(group) if math.isfinite(point[column]))
-            curve = [point for point in points if math.isfinite(point[2])]
-            if not curve:
-                continue
-            x, loss, sd = ([point[i] for point in curve] for i in (column, 2, 3))
-            curves.append((x, loss))
-            # matplotlib reads $ as mathematics, and hides labels that begin with _ from the legend.
-            name = group.label.replace("$", r"\$").lstrip("_") + f" (n={len(group.counted)})"
-            low, high = [y - s for y, s in zip(loss, sd)], [y + s for y, s in zip(loss, sd)]
-            for ax in (ax_all, ax_end):
-                ax.plot(x, loss, f"C{number}", marker="o", markersize=3, label=name)
-                ax.fill_between(x, low, high, color=f"C{number}", alpha=0.25, linewidth=0)
-        for ax in (ax_all, ax_end):
-            for level in levels:
-                ax.axhline(level, color="0.4", linestyle="--", linewidth=1, label=f"target {level:g}")
-            ax.set(xlabel=label, ylabel="validation loss, nats per token")
-            ax.grid(alpha=0.3)
-        if not curves:
-            ax_all.set_title("none logged")
-            continue
-        # The ends: from just before the first group finishes, scaled to the losses there.
-        left, right = 0.9 * min(x[-1] for x, _ in curves), max(x[-1] for x, _ in curves)
-        losses = levels + [b for x, loss in curves for a, b in zip(x, loss) if a >= left]
-        x_margin, y_margin = 0.05 * (right - left) or 1, 0.1 * (max(losses) - min(losses)) or 0.01
-        ylim = min(losses) - y_margin, max(losses) + y_margin
-        ax_end.set(xlim=(left, right + x_margin), ylim=ylim, title="the end")
-        ax_all.legend(loc="upper right")
-    fig.savefig(path, format="png", dpi=120)
+    fig, axes = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
+    levels = [("target", target) for target in sorted({g.target for g in groups})] + lines
+    thick: dict[str, Any] = {"linewidth": 2, "marker": "o", "markersize": 4}
+    thin: dict[str, Any] = {"linewidth": 0.8}
+    shown, handles = [level for _, level in levels], []
+    for number, group in enumerate(groups):
+        color, summary = f"C{number}", summarize(group)
+        # matplotlib reads $ as mathematics, and hides labels that begin with _ from the legend.
+        name = group.label.replace("$", r"\$").lstrip("_") + f" (n={summary['n']})"
+        name += f": {show(summary['loss_mean'])}"
+        name += f" after {summary['time_mean_s']:.1f} s" if group.times else ""
+        handles.append(Line2D([], [], color=color, linewidth=2, label=name))
+        for curve, style in ((mean_curve(group), thick), (training_curve(group), thin)):
+            points = [point for point in curve if math.isfinite(point[2])]
+            shown += [point[2] for point in points if point[0] >= STEEP * points[-1][0]]
+            for column, ax in enumerate(axes):
+                drawn = [(point[column], *point[2:]) for point in points if math.isfinite(point[column])]
+                if drawn:
+                    ax.errorbar(*zip(*drawn), color=color, **style)  # x, loss, sd of validations
+    for ax, label in zip(axes, ("step", "training time, s")):
+        ax.set(xlabel=label, xlim=(0, None), title="" if ax.lines else "none logged")
+        for _, level in levels:
+            ax.axhline(level, color="0.4", linestyle="--", linewidth=1)
+        ax.grid(alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    for name, level in levels:
+        right = axes[1].get_yaxis_transform()
+        axes[1].text(1.01, level, f"{name} {level:g}".replace("$", r"\$"), transform=right, va="center")
+    axes[0].set(ylabel="loss, nats per token", yscale="log", ylim=(0.98 * min(shown), 1.02 * max(shown)))
+    ticks = MaxNLocator(8, steps=[1, 2, 2.5, 5, 10])
+    axes[0].yaxis.set(major_locator=ticks, major_formatter="{x:g}", minor_locator=NullLocator())
+    fig.legend(handles=handles, loc="outside upper left")
+    kinds = [
+        Line2D([], [], color="0.4", label="validation", **thick),
+        Line2D([], [], color="0.4", label="training, smoothed, if logged", **thin),
+    ]
+    fig.legend(handles=kinds, loc="outside upper right")
+    fig.savefig(path, format="png", dpi=100, metadata={"Source": curves_mark(groups, lines)})
     plt.close(fig)
+
+
+def curves_mark(groups: list[Group], lines: list[Line]) -> str:
+    """Returns a hash of what is drawn. (A picture's bytes vary with matplotlib's version.)"""
+    inputs = [(g.label, g.target, [(r.curve, r.training) for r in g.counted]) for g in groups]
+    return "curves " + hashlib.sha256(repr((inputs, lines)).encode()).hexdigest()[:16]
+
+
+def is_current(path: Path, mark: str) -> bool:
+    return path.exists() and mark.encode() in path.read_bytes()
 
 
 def mean_curve(group: Group) -> list[tuple[int, float, float, float]]:
@@ -774,6 +815,30 @@ def mean_curve(group: Group) -> list[tuple[int, float, float, float]]:
             mean_time, mean_loss = sum(times) / len(times), sum(losses) / len(losses)
             points.append((step, mean_time, mean_loss, mean_and_sd(losses)[1] or 0.0))
     return points
+
+
+def training_curve(group: Group) -> list[tuple[int, float, float]]:
+    """Returns (step, mean time in s, mean training loss, smoothed) at each step that all runs' logs cover.
+
+    Smoothed: the mean of the covered steps from step - w to step + w, where 2 w is SMOOTHED of the last step.
+    """
+    import numpy as np
+
+    logged = [[point for point in run.training if math.isfinite(point[1])] for run in group.counted]
+    if not logged or not all(logged):
+        return []
+    # On a GPU some losses are not logged, those that arrive together with a later one: they are interpolated.
+    steps = np.arange(max(run[0][0] for run in logged), min(run[-1][0] for run in logged) + 1)
+    times, losses = np.zeros(len(steps)), np.zeros(len(steps))
+    for run in logged:
+        at, loss, time = np.array(run, float).T
+        time[time > np.fmin.accumulate(time[::-1])[::-1]] = math.nan  # before the clock restarted
+        times += np.interp(steps, at, time) / len(logged)
+        losses += np.interp(steps, at, loss) / len(logged)
+    w, i = round(SMOOTHED * steps.max(initial=0) / 2), np.arange(len(steps))
+    first, end = np.maximum(i - w, 0), np.minimum(i + w + 1, len(steps))
+    sums = np.concatenate([[0], losses.cumsum()])
+    return list(zip(steps.tolist(), times.tolist(), ((sums[end] - sums[first]) / (end - first)).tolist()))
 
 
 def diff_report(path_a: str, path_b: str) -> str:
@@ -808,7 +873,8 @@ def flatten(config, name: str = "") -> dict[str, str]:
 
 
 # ============================================================================================================
-# records/README.md. What is between its lines <!-- NAME --> and <!-- end of NAME --> is generated here.
+# What --update makes: what is between the lines <!-- NAME --> and <!-- end of NAME --> of records/README.md,
+# and pictures, which keep a mark of what was drawn, so that they are drawn again only if that changes.
 # ============================================================================================================
 
 HERE = Path(__file__).resolve().parent
@@ -818,7 +884,14 @@ RECORD_COLUMNS = (
     *("date", "record", "runs", "loss, mean", "p (mean < target)", "time, mean", "against its baseline"),
     *("machine", "commit"),
 )
-# Public records that the plot names, and the name's place: points right of and above the mark.
+# README.md's pictures in bench/curves: {label: log}, then target and constants, which bench/ngram.py printed.
+# They are single runs that validated often, by --set val_every=20 and --val-every: training is the same.
+PICTURES = {
+    "curves.png": {"cpu preset before n-grams": "cpu.txt", "plain GPT": "plain_gpt.txt"},
+    "ngrams.png": {"with n-grams, 311 steps": "ngrams.txt", "with bigrams, 431 steps": "no_ngrams.txt"},
+}
+PICTURES_TARGET, PICTURES_LINES = 1.07, [("4-gram", 1.469), ("5-gram", 1.350)]
+# Public records that history.png names, and the name's place: points right of and above the mark.
 NAMED = {
     1: ("llm.c", 8, -3),
     3: ("Muon", 8, 2),
@@ -829,22 +902,28 @@ NAMED = {
 }
 
 
-def record_tables(errors: list[str]) -> str:
-    """Returns a Markdown table of each track's records. Adds what could not be read to `errors`."""
+def read_records(errors: list[str]) -> dict[Path, list[Group]]:
+    """Returns each record's group, and its baseline's, by folder. Adds what could not be read to `errors`."""
+    records = {}
+    for folder in sorted(p for track in TRACKS for p in HERE.glob(f"{track}/{DATED}") if p.is_dir()):
+        baseline = [f"baseline={folder / 'baseline'}"] if (folder / "baseline").is_dir() else []
+        groups, unreadable = read_groups([str(folder), *baseline], None)
+        errors += unreadable
+        for base in groups[1:]:
+            base.notes += warn_between(base, groups[0])
+        print_warnings(groups)
+        if groups[0].counted:
+            records[folder] = groups
+        else:
+            print(f"compare.py: warning: {folder}: left out, holds no finished run", file=sys.stderr)
+    return records
+
+
+def record_tables(records: dict[Path, list[Group]]) -> str:
+    """Returns a Markdown table of each track's records."""
     out = []
     for track in TRACKS:
-        body = []
-        for folder in sorted(p for p in HERE.glob(f"{track}/{DATED}") if p.is_dir()):
-            baseline = [f"baseline={folder / 'baseline'}"] if (folder / "baseline").is_dir() else []
-            groups, unreadable = read_groups([str(folder), *baseline], None)
-            errors += unreadable
-            for base in groups[1:]:
-                base.notes += warn_between(base, groups[0])
-            print_warnings(groups)
-            if groups[0].counted:
-                body.append(record_row(track, folder.name, groups))
-            else:
-                print(f"compare.py: warning: {folder}: left out, holds no finished run", file=sys.stderr)
+        body = [record_row(track, p.name, groups) for p, groups in records.items() if p.parent.name == track]
         out += [f"### `{track}`", ""]
         out += markdown_table(list(RECORD_COLUMNS), body) if body else ["None yet.", ""]
     return "\n".join(out)
@@ -904,7 +983,7 @@ def history_table(history: list[dict[str, str]]) -> str:
 
 
 def plot_history(history: list[dict[str, str]], path: Path, mark: str) -> None:
-    """Plots the public records' times over their dates. Stores `mark` in the file, for `plot_is_current`."""
+    """Plots the public records' times over their dates. Stores `mark` in the file, for `is_current`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -939,19 +1018,28 @@ def history_mark() -> str:
     return "history.csv " + hashlib.sha256((HERE / "history.csv").read_bytes()).hexdigest()[:16]
 
 
-def plot_is_current(path: Path) -> bool:
-    """Tells whether the plot was drawn from this history.csv. (Its bytes vary with matplotlib's version.)"""
-    return path.exists() and history_mark().encode() in path.read_bytes()
-
-
-def readme_parts(errors: list[str]) -> dict[str, str]:
+def readme_parts(records: dict[Path, list[Group]]) -> dict[str, str]:
     """Returns the generated parts of records/README.md, by name."""
-    return {"records": record_tables(errors), "history": history_table(read_history())}
+    return {"records": record_tables(records), "history": history_table(read_history())}
 
 
-def update_readme(parts: dict[str, str]) -> None:
-    """Writes the parts into records/README.md, and draws history.png if history.csv has changed."""
-    path, plot_path = HERE / "README.md", HERE / "history.png"
+def find_pictures(records: dict[Path, list[Group]], errors: list[str]) -> dict[Path, Picture]:
+    """Returns what to draw in each record's picture and in README.md's, by file. Adds to `errors`."""
+    pictures: dict[Path, Picture] = {}
+    for folder, (record, *baseline) in records.items():
+        pictures[folder / "curves.png"] = [*baseline, record], []
+    folder = HERE.parent / "bench" / "curves"
+    for name, logs in PICTURES.items():
+        paths = [f"{label}={folder / log}" for label, log in logs.items()]
+        groups, unreadable = read_groups(paths, PICTURES_TARGET)
+        errors += unreadable
+        pictures[folder / name] = groups, PICTURES_LINES
+    return pictures
+
+
+def update_files(parts: dict[str, str], pictures: dict[Path, Picture]) -> None:
+    """Writes the parts into records/README.md, and draws the pictures whose marks differ."""
+    path = HERE / "README.md"
     text = path.read_text(encoding="utf-8")
     for name, part in parts.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
@@ -959,12 +1047,20 @@ def update_readme(parts: dict[str, str]) -> None:
             raise UserError(f"{path}: needs one line '{start.strip()}' and after it one '{end.strip()}'")
         text = text[: text.index(start) + len(start)] + part + text[text.index(end) :]
     path.write_text(text, encoding="utf-8")
-    if not plot_is_current(plot_path):
-        plot_history(read_history(), plot_path, history_mark())
+    if not is_current(HERE / "history.png", history_mark()):
+        plot_history(read_history(), HERE / "history.png", history_mark())
+    for path, (groups, lines) in pictures.items():
+        if not is_current(path, curves_mark(groups, lines)):
+            draw_curves(groups, lines, path)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="compare.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add, output = parser.add_argument, parser.add_mutually_exclusive_group()
     paths_help = "log, folder or glob; the first is the baseline"
     add("paths", nargs="*", metavar="[LABEL=]PATH", help=paths_help)
@@ -972,19 +1068,23 @@ def main(argv: list[str] | None = None) -> int:
     add("--target", type=float, help=target_help)
     output.add_argument("--json", action="store_true", help="print one JSON object; warnings go to stderr")
     output.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    add("--plot", metavar="FILE.png", help="draw loss over steps and over time")
+    add("--curves", metavar="FILE.png", help="draw losses over steps and over training time")
+    line_help = "a constant in the picture of --curves; may be repeated"
+    add("--line", action="append", default=[], type=parse_line, metavar="LABEL=LOSS", help=line_help)
     diff_help = "what changed in script and config from log A to log B"
     add("--diff", nargs=2, metavar=("A", "B"), help=diff_help)
     add("--table", action="store_true", help="print the tables of records/README.md")
-    update_help = "write them there, and draw history.png from history.csv"
+    update_help = "write them there, and draw the pictures of records and of README.md"
     add("--update", action="store_true", help=update_help)
     args = parser.parse_intermixed_args(argv)
     if sum(map(bool, (args.paths, args.diff, args.table, args.update))) != 1:
         parser.error("give logs to compare, or --diff A B, or --table, or --update")
     if not args.paths:
-        for option in ("json", "markdown", "plot", "target"):
+        for option in ("json", "markdown", "curves", "line", "target"):
             if getattr(args, option) != parser.get_default(option):
                 parser.error(f"--{option} is for logs to compare; leave it out")
+    if args.line and not args.curves:
+        parser.error("--line is for a picture: add --curves FILE.png")
     if args.target is not None and not math.isfinite(args.target):
         parser.error("--target: not a finite number")
 
@@ -1005,11 +1105,11 @@ def main(argv: list[str] | None = None) -> int:
             print_warnings(groups)
         else:
             print((markdown_report if args.markdown else text_report)(groups, summaries, comparisons))
-        if args.plot:
+        if args.curves:
             try:
-                plot(groups, args.plot)
+                draw_curves(groups, args.line, args.curves)
             except OSError as e:
-                errors.append(f"--plot {args.plot}: cannot be written: {e.strerror}")
+                errors.append(f"--curves {args.curves}: cannot be written: {e.strerror}")
     except UserError as e:
         errors = [str(e)]
     except ModuleNotFoundError as e:
@@ -1030,11 +1130,14 @@ def make_tables(update: bool) -> int:
     """Runs --table or --update, which writes nothing if something could not be read."""
     errors: list[str] = []
     try:
-        parts = readme_parts(errors)
+        records = read_records(errors)
+        parts = readme_parts(records)
         if not update:
             print("\n".join(parts.values()).rstrip())
-        elif not errors:
-            update_readme(parts)
+        else:
+            pictures = find_pictures(records, errors)
+            if not errors:
+                update_files(parts, pictures)
     except OSError as e:
         errors.append(f"{e.filename}: {e.strerror}")
     return exit_code(errors)

@@ -1,4 +1,4 @@
-"""Tests records/compare.py: log formats and their traps, statistics, reports, tables of records/README.md."""
+"""Tests records/compare.py: log formats and their traps, statistics, reports, what --update makes."""
 
 import itertools
 import json
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -673,18 +674,85 @@ def test_markdown(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_plot_is_a_png(run, tmp_path):
+def test_curves_are_a_png_with_their_mark(run, tmp_path):
     write_runs(tmp_path / "a", LOSSES, TIMES)
     write(tmp_path / "diverged", [own_log(float("nan"))])
-    (tmp_path / "llmc.log").write_text("s:0 tel:11.0\ns:500 tel:3.27\n")
+    llmc = LLMC_LINE(0, 11.5) + "s:0 tel:11.0\n" + LLMC_LINE(499, 3.3) + "s:500 tel:3.27\n"
+    (tmp_path / "llmc.log").write_text(llmc)
     (tmp_path / "cut.log").write_text(steps(last=150, validate_last=False))
-    code, out, err = run("a", "diverged", "llmc.log", "cut.log", "--plot", "loss.png")
+    paths = ["a", "_m$_$x=a/000.txt", "diverged", "llmc.log", "cut.log"]  # matplotlib reads $ and _
+    code, out, err = run(*paths, "--curves", "loss.png", "--line", "4-gram=4.5", "--line", "$_$=3.5")
     assert (code, err) == (0, "")
+    groups, lines = compare.read_groups(paths, None)[0], [("4-gram", 4.5), ("$_$", 3.5)]
     image = (tmp_path / "loss.png").read_bytes()
     assert image.startswith(b"\x89PNG\r\n\x1a\n") and len(image) > 20_000
-    assert run("cut.log", "--plot", "empty.png")[0] == 0  # nothing to draw is no error
-    code, out, err = run("a", "--plot", "missing/loss.png")
+    assert compare.is_current(tmp_path / "loss.png", compare.curves_mark(groups, lines))
+    assert run("cut.log", "--curves", "empty.png")[0] == 0  # nothing to draw is no error
+    code, out, err = run("a", "--curves", "missing/loss.png")
     assert code == 2 and "missing/loss.png: cannot be written" in err and "3.2785" in out
+
+
+def test_the_mark_of_curves_changes_with_what_is_drawn_only(tmp_path):
+    def mark(text=own_log(3.27, config={"seed": 1}), name="a.txt", target=3.28, lines=()):
+        (tmp_path / name).write_text(text)
+        groups, _ = compare.read_groups([f"label={tmp_path / name}"], target)
+        return compare.curves_mark(groups, list(lines))
+
+    before = mark()
+    assert before == mark(own_log(3.27, source="y = 2\n", config={"seed": 2}), "b.txt")
+    (tmp_path / "c.txt").write_text(own_log(3.27))
+    relabelled = compare.curves_mark(compare.read_groups([f"other={tmp_path}/c.txt"], 3.28)[0], [])
+    with_training = own_log(3.27) + PUBLIC_LINE(500, 3.5, 95000).replace("/4", "/500")
+    changed = [mark(text) for text in (own_log(3.26), own_log(3.27, 96), with_training)]
+    changed += [mark(target=3.3), mark(lines=[("4-gram", 1.5)]), relabelled]
+    assert len({before, *changed}) == 7
+
+
+def group_of(*trainings):
+    """Returns a group of counted runs with these training losses, each of (step, loss, seconds or None)."""
+    runs = []
+    for training in trainings:
+        last = training[-1][0] if training else 9
+        runs.append(compare.Run("path", 0, compare.Header(), last, last, [[last, 3.0, 9.0]], training, b""))
+    return compare.Group("label", runs)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_smoothed_training_loss(seed):
+    """Compares with the mean over steps s - w to s + w, w a fortieth of the last step, over all runs."""
+    rng = np.random.default_rng(seed)
+    ends, firsts = rng.integers(50, 300, 3), rng.integers(1, 20, 3)
+    runs = [
+        {step: (rng.uniform(1, 9), rng.uniform(0, 0.5) + step) for step in range(first, end + 1)}
+        for first, end in zip(firsts, ends)
+    ]
+    curve = compare.training_curve(group_of(*([(step, *v) for step, v in run.items()] for run in runs)))
+    steps = range(max(firsts), min(ends) + 1)
+    assert [step for step, _, _ in curve] == list(steps)
+    w = round(0.025 * min(ends))
+    for step, time, loss in curve:
+        window = [run[s][0] for s in range(step - w, step + w + 1) if s in steps for run in runs]
+        assert loss == pytest.approx(sum(window) / len(window), rel=1e-12)
+        assert time == pytest.approx(sum(run[step][1] for run in runs) / 3, rel=1e-12)
+
+
+def test_training_losses_that_were_not_logged_are_interpolated():
+    training = [(1, 4.0, 1.0), (2, math.nan, 1.5), (3, 2.0, 2.0), (4, 2.0, 4.0)]
+    curve = compare.training_curve(group_of(training))
+    assert curve == [(1, 1.0, 4.0), (2, 1.5, 3.0), (3, 2.0, 2.0), (4, 4.0, 2.0)]
+
+
+def test_training_losses_of_some_runs_only_are_not_drawn():
+    training = [(1, 4.0, 1.0), (2, 3.0, 2.0)]
+    assert compare.training_curve(group_of(training, [])) == compare.training_curve(group_of()) == []
+    assert compare.training_curve(group_of(training, [(3, 4.0, 1.0)])) == []
+
+
+def test_times_of_training_losses_before_the_clock_restarted_are_unknown():
+    curve = compare.training_curve(group_of([(1, 5.0, 2.5), (2, 5.0, 2.75), (3, 5.0, 0.5), (4, 5.0, 3.0)]))
+    assert repr([time for _, time, _ in curve]) == "[nan, nan, 0.5, 3.0]"
+    curve = compare.training_curve(group_of([(1, 5.0, None), (2, 4.0, None)]))
+    assert repr(curve) == "[(1, nan, 5.0), (2, nan, 4.0)]"
 
 
 def test_plotted_curve_is_over_the_steps_all_runs_share(tmp_path):
@@ -764,7 +832,14 @@ BAD_USAGE = [
     "--diff a b --json",
     "--diff a b --target 0",
     "--table --markdown",
-    "--table --plot x.png",
+    "--table --curves x.png",
+    "--update --curves x.png --line a=1",
+    "x --plot x.png",
+    "x --line a=1",
+    "x --curves x.png --line 1",
+    "x --curves x.png --line =1",
+    "x --curves x.png --line a=low",
+    "x --curves x.png --line a=nan",
 ]
 
 
@@ -779,7 +854,7 @@ def test_bad_usage(run, arguments):
 def test_a_missing_package_is_one_line(run, tmp_path, monkeypatch, name):
     write(tmp_path / "a", [own_log(3.27), own_log(3.28)])
     monkeypatch.setitem(sys.modules, name, None)
-    code, out, err = run("a", "--plot", "x.png")
+    code, out, err = run("a", "--curves", "x.png")
     needs = f"needs {name.split('.')[0]}, which this Python lacks: pip install -r requirements.txt"
     assert code == 2 and err == f"compare.py: {needs}\n"
 
@@ -838,6 +913,8 @@ def records(tmp_path, monkeypatch):
         "<!-- history -->\n<!-- end of history -->\nafter\n"
     )
     monkeypatch.setattr(compare, "HERE", folder)
+    write_runs(tmp_path / "bench" / "curves", [3.27, 3.3], [90, 91])
+    monkeypatch.setattr(compare, "PICTURES", {"a.png": {"one": "000.txt", "two": "001.txt"}})
     return folder
 
 
@@ -877,6 +954,7 @@ def test_tables_of_records(run, records):
     assert err.splitlines() == [f"compare.py: warning: {FIRST}: {records}/cpu/{FIRST}/002.txt: holds no run"]
 
 
+@pytest.mark.slow
 def test_update_writes_the_tables_and_only_them(run, records):
     assert run("--update")[:2] == (0, "")
     text, image = (records / "README.md").read_text(), (records / "history.png").read_bytes()
@@ -895,6 +973,20 @@ def test_update_writes_the_tables_and_only_them(run, records):
     assert "| 4 | 20 |" in (records / "README.md").read_text()
     new_image = (records / "history.png").read_bytes()
     assert new_image[:8] == image[:8] and image not in new_image
+
+
+@pytest.mark.slow
+def test_update_draws_the_pictures_whose_logs_changed(run, records):
+    folder = records.parent / "bench" / "curves"
+    paths = [records / "cpu" / FIRST / "curves.png", records / "cpu" / NEXT / "curves.png", folder / "a.png"]
+    assert run("--update")[0] == 0 and all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert sorted(records.parent.rglob("*.png")) == sorted([*paths, records / "history.png"])
+    write_runs(folder, [3.26], [90])
+    write_runs(records / "cpu" / NEXT / "baseline", [3.275], [100])
+    for path in paths:
+        path.write_bytes(path.read_bytes() + b"not drawn again")
+    run("--update")
+    assert [path.read_bytes().endswith(b"not drawn again") for path in paths] == [True, False, False]
 
 
 def test_a_warning_about_a_baseline_from_another_machine(run, records):
@@ -931,13 +1023,14 @@ BAD_FILES = [  # name, contents, message
     ("history.csv", COLUMNS, "and a line for each record"),
     *(("history.csv", f"{COLUMNS}1,45,2024-05-28,x,y\n{line}\n", BAD_LINE) for line in BAD_LINES),
     (f"cpu/{FIRST}/001.txt", "config: {broken}\n" + steps(), "its config line is not JSON"),
+    ("../bench/curves/000.txt", "config: {broken}\n" + steps(), "its config line is not JSON"),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize("name, text, message", BAD_FILES)
 def test_update_with_bad_files_is_one_line_and_writes_nothing(run, records, name, text, message):
-    path, readme = records / name, records / "README.md"
+    path, readme = (records / name).resolve(), records / "README.md"
     path.unlink()
     if text is not None:
         path.write_text(text)
@@ -963,22 +1056,26 @@ def committed(tmp_path_factory):
         paths += subprocess.run(ls_files, cwd=ROOT, capture_output=True, text=True).stdout
     for folder in set(re.findall(r"^records/(.+?/\d{4}-\d\d-\d\d_.+?)/", paths, re.MULTILINE)):
         shutil.copytree(records / folder, copy / folder)
+    shutil.copytree(ROOT / "bench" / "curves", copy.parent / "bench" / "curves")
     return copy
 
 
-def test_the_tables_in_the_readme_are_what_the_logs_give(committed, monkeypatch, capsys):
+def test_the_tables_and_pictures_are_what_the_logs_give(committed, monkeypatch, capsys):
     monkeypatch.setattr(compare, "HERE", committed)
     errors, fix = [], "python records/compare.py --update"
-    parts = compare.readme_parts(errors)
+    records = compare.read_records(errors)
+    parts, pictures = compare.readme_parts(records), compare.find_pictures(records, errors)
     readme = (committed / "README.md").read_text()
     assert errors == [], capsys.readouterr().err
     for name, part in parts.items():
         assert f"<!-- {name} -->\n{part}<!-- end of {name} -->\n" in readme, fix
-    assert compare.plot_is_current(committed / "history.png"), fix
-    assert (committed / "history.png").stat().st_size < 100_000
+    marks = {path: compare.curves_mark(*drawn) for path, drawn in pictures.items()}
+    marks[committed / "history.png"] = compare.history_mark()
+    assert {path for path, mark in marks.items() if not compare.is_current(path, mark)} == set(), fix
+    assert all(path.stat().st_size < 100_000 for path in marks)
 
 
-def test_every_record_has_a_readme_with_what_compare_prints(committed, monkeypatch, capsys):
+def test_every_record_has_a_readme_with_its_curves_and_what_compare_prints(committed, monkeypatch, capsys):
     """Compares without indentation and empty lines."""
     monkeypatch.chdir(committed.parent)
     folders = [p for track in compare.TRACKS for p in Path("records").glob(f"{track}/[0-9]*") if p.is_dir()]
@@ -990,7 +1087,8 @@ def test_every_record_has_a_readme_with_what_compare_prints(committed, monkeypat
     for folder in folders:
         base = [str(folder / "baseline")] if (folder / "baseline").is_dir() else []
         assert compare.main([*base, str(folder)]) == 0
-        assert stripped(capsys.readouterr().out) in stripped((folder / "README.md").read_text()), folder
+        readme = (folder / "README.md").read_text()
+        assert stripped(capsys.readouterr().out) in stripped(readme) and "](curves.png)" in readme, folder
 
 
 def test_the_public_history(committed, monkeypatch):
@@ -1052,8 +1150,3 @@ def test_a_record_is_not_its_baseline(tmp_path, capsys):
     (tmp_path / "baseline" / "a.txt").write_text(steps(3.2))
     assert compare.main([str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
-
-
-def test_a_label_that_matplotlib_would_read_as_mathematics(tmp_path):
-    (tmp_path / "a.txt").write_text(steps(3.2))
-    assert compare.main([f"_m$_$x={tmp_path}/a.txt", "--plot", str(tmp_path / "x.png")]) == 0
