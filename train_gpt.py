@@ -321,6 +321,7 @@ class Config:
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with it, the forward matmuls of the MLPs too
     compile: bool = True  # torch.compile the code between kernels, and the updates
+    samples: int = 3  # texts of 100 tokens, printed after training, off the clock; 0: none
 
     @property
     def dim(self) -> int:
@@ -887,8 +888,8 @@ def open_dataset(cfg: Config) -> Dataset:
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
     """Returns the bytes of each of `size` tokens, from a line each of hexadecimal digits; none: b""."""
     settings = "--set stages.*.prefix_start=0 --set stages.*.prefix_end=0"
-    fix = f"make it with the script in data/ that made the shards, or train without: {settings}"
-    with explain(f"the loss on prefixes needs {path}", fix, OSError, ValueError):
+    fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
+    with explain(f"cannot read {path}", fix, OSError, ValueError):
         vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]
     if len(vocabulary) != size:
         raise UserError(f"{path}: {len(vocabulary)} tokens, the config has {size}; {fix}")
@@ -3137,6 +3138,14 @@ class GPT(nn.Module):
         return SOFTCAP_SCALE * softcap_sigmoid(x @ self.weight("lm_head"))
 
     @torch.no_grad()
+    def next_token_logits(self, tokens: Sequence[int]) -> Tensor:
+        """Returns the logits (vocab_size,) of the token after `tokens`, all of which are computed again."""
+        text = np.array([*tokens, 0])  # there is no target yet
+        batch = make_micro_batch(text, NO_ROWS, len(text), 2, self.cfg).pack().to(self.device)
+        x = self.hidden_states(batch, window_tokens(self.cfg, self.cfg.val_windows))
+        return self.logits(x[-1:])[0, : self.cfg.vocab_size]
+
+    @torch.no_grad()
     def token_losses(self, batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         x, w, losses = self.hidden_states(batch, windows), self.weight("lm_head"), []
@@ -3923,7 +3932,7 @@ class Optimizer:
     def step(self, plan: StepPlan) -> None:
         self.work(plan, self.scatter(plan))
         self.rows = {}
-        if plan.untie:
+        if plan.untie and self.is_tied:
             self.untie()
 
     def scatter(self, plan: StepPlan) -> dict[str, Pending]:
@@ -4338,13 +4347,43 @@ class NgramFile:
 
 def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss."""
-    saved = torch.load(path, map_location=device, weights_only=True)
-    model = GPT(config_from_dict(json.loads(saved["config"])), device=device)
-    model.load_state_dict(saved["weights"])
+    with explain(f"cannot load {path}", "give a file that --save wrote", Exception):  # depends on the damage
+        saved = torch.load(path, map_location=device, weights_only=True)
+        config, weights = json.loads(saved["config"]), saved["weights"]
+    model = GPT(config_from_dict(config), device=device)
+    model.load_state_dict(weights)
     model.rotary.use_stage(len(model.cfg.stages) - 1)
     if model.cfg.ngrams.orders:
         model.ngrams = NgramFile(f"{path}.ngrams", model.cfg.ngrams, device)
     return model
+
+
+def check_init(path: str, cfg: Config) -> str:
+    """Returns a saved model's hash. Raises UserError if its weights do not fit a model of `cfg`."""
+
+    def fields(model: GPT) -> dict:
+        n = model.cfg.ngrams
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        return shapes | {"ngrams": (n.orders, n.hashes, n.rows, n.width)}
+
+    if diff := config_diff(fields(load_model(path)), fields(GPT(cfg, device="meta"))):
+        raise UserError(f"--init {path}: another model (there, here): {diff}; give the options it had")
+    return dataset_hash([Path(path)])
+
+
+@torch.no_grad()
+def start_from(path: str, model: GPT, optimizer: Optimizer) -> None:
+    """Gives a model that is to be trained a saved one's weights, not the optimizer's state.
+
+    Tied parameters train on their own from the start: they may differ.
+    """
+    saved, exchange = load_model(path), optimizer.exchange
+    for name, value in saved.state_dict().items():
+        getattr(model, name)[: len(value)].copy_(value)
+    optimizer.is_tied = False
+    if table := saved.ngrams:
+        rows = table.fetch(torch.arange(exchange.rank, len(table.rows), exchange.world_size))
+        optimizer.ngrams.block[: len(rows)].copy_(rows)
 
 
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
@@ -4535,6 +4574,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="change one setting; may be repeated",
     )
     add("--data", metavar="DIR", help="folder of .bin shards (default: the preset's)")
+    add("--init", metavar="FILE", help="start from a saved model's weights; such a run counts for no track")
     add("--save", metavar="FILE", help="write the final weights and the config there")
     add(
         "--checkpoint-every",
@@ -4645,6 +4685,21 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     prefetch.sent.clear()
 
 
+def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLog) -> None:
+    """Prints cfg.samples texts that follow BOS, if there is a vocabulary. All ranks must call it: rows of
+    n-grams may be with any.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model.backend = TORCH_BACKEND  # there is nothing to compile for these lengths
+    for _ in range(model.cfg.samples if vocabulary else 0):
+        tokens = [model.cfg.bos_id]
+        while len(tokens) <= 100:
+            probs = (model.next_token_logits(tokens).cpu() / 0.8).softmax(0)
+            tokens.append(int(probs.multinomial(1, generator=generator)))
+        text = b"".join(vocabulary[token] for token in tokens).decode("utf-8", "replace")
+        log.print0(f"sample: {text!r}")
+
+
 def run(args: argparse.Namespace, script: str) -> None:
     cfg = reduce(override, args.settings, PRESETS[args.preset])
     if args.data:
@@ -4676,8 +4731,8 @@ def run(args: argparse.Namespace, script: str) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     ngrams = exchange.run_on_all_ranks(check_ngram_memory, cfg, world_size, device, local)
     data = exchange.run_on_all_ranks(open_dataset, cfg)
-    if any(stage.prefix_start or stage.prefix_end for stage in cfg.stages):
-        path = Path(cfg.data, "vocabulary.txt")
+    path = Path(cfg.data, "vocabulary.txt")
+    if path.exists() or any(stage.prefix_start or stage.prefix_end for stage in cfg.stages):
         vocabulary = exchange.run_on_all_ranks(read_vocabulary, path, cfg.vocab_size)
         data = data._replace(vocabulary=vocabulary)
     task = {
@@ -4687,6 +4742,8 @@ def run(args: argparse.Namespace, script: str) -> None:
         "vocabulary": zlib.crc32(b"\n".join(data.vocabulary)),
         "config": dataclasses.asdict(replace(cfg, data="")),
     }
+    if args.init:
+        task["init"] = exchange.run_on_all_ranks(check_init, args.init, cfg)
     versions = {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__}
     options = {
         "--checkpoint-every": args.checkpoint_every,
@@ -4709,7 +4766,8 @@ def run(args: argparse.Namespace, script: str) -> None:
             "processes"
         )
 
-    track = "other" if args.checkpoint_every or args.profile or resumed else track_of(cfg, world_size)
+    is_special = args.checkpoint_every or args.profile or args.init or resumed
+    track = "other" if is_special else track_of(cfg, world_size)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     run_id = f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
     folder, run_id = exchange.all_gather_object((folder, run_id))[0]
@@ -4731,6 +4789,8 @@ def run(args: argparse.Namespace, script: str) -> None:
         log.print0(f"data: {data.fingerprint}{'' if count == usual else packing}")
         if ngrams:
             log.print0(ngrams)
+        if args.init:
+            log.print0(f"init: {os.path.relpath(args.init)} ({task['init']})")
         if resumed:
             line = f"resumed: {run_id} after step {resumed.meta['step']}"
             for name, version in versions.items():
@@ -4749,10 +4809,11 @@ def run(args: argparse.Namespace, script: str) -> None:
                 if args.profile and rank == 0:
                     profiler = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log)
                     trace = partial(traced.enter_context, profiler)
-                every = args.checkpoint_every
+                every, init = args.checkpoint_every, args.init
                 model, summary = train(
-                    cfg, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, trace
+                    cfg, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, trace, init
                 )
+            print_samples(model, data.vocabulary, args.seed, log)
         except (RuntimeError, MemoryError) as e:
             is_full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
             if not is_full and "can't allocate memory" not in str(e):
@@ -4783,7 +4844,8 @@ def run(args: argparse.Namespace, script: str) -> None:
         f"training time    {int(summary['train_time_ms']) / 1000:.1f} s, {cfg.steps} steps, "
         f"{train_tokens(cfg):,} tokens\n"
         f"log              {log.path}\n"
-        f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}",
+        f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}"
+        + (f"\ngenerate         {python} evals/generate.py {args.save}" if args.save else ""),
         file=False,
     )
 
@@ -4800,12 +4862,13 @@ def train(
     save: Callable | None = None,
     resumed: Checkpoint | None = None,
     trace: Callable | None = None,
+    init: str | None = None,
 ) -> tuple[GPT, dict]:
     """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
 
     `prefetch` is for the thread that builds batches. `save(meta, model, optimizer)` keeps a checkpoint after
     every `every` steps (0: never); `resumed` is one to go on from. `trace()` starts a profiler, whose step()
-    ends every step.
+    ends every step. `init` is a saved model to start from.
     """
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
@@ -4826,6 +4889,8 @@ def train(
         exchange.run_on_all_ranks(resumed.load, model, optimizer)
         optimizer.gather_all()
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
+    elif init:
+        exchange.run_on_all_ranks(start_from, init, model, optimizer)
     losses, clock = AsyncLoss(), Clock(train_ms)
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again

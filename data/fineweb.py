@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from tokenize_text import VOCABULARY, UserError, get_encoding, read_tokens, write_vocabulary
+from tokenize_text import VOCABULARY, UserError, get_encoding, read_tokens, token_bytes, write_token_bytes
 
 try:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -135,7 +135,7 @@ def make_vocabulary(out: Path) -> None:
             f"({type(error.__cause__).__name__}); connect to the internet once, or copy the file from a "
             "machine that has it"
         ) from error
-    write_vocabulary(out, encoding)
+    write_token_bytes(out, token_bytes(encoding))
     tqdm.write(f"{VOCABULARY}: written")
 
 

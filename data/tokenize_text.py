@@ -245,9 +245,13 @@ def prepare(document: Document | BadDocument, val_one_in: int, passage_bytes: in
 
 
 @functools.lru_cache
-def get_encoding(name: str) -> tiktoken.Encoding:
-    """Returns `gpt2`, or `bytes`: 256 bytes, and 256 as BOS. Raises UserError if GPT-2's is unavailable."""
+def get_encoding(name: str, vocabulary: Path | None = None) -> tiktoken.Encoding:
+    """Returns `gpt2`, or `bytes`: 256 bytes, and 256 as BOS. Raises UserError if GPT-2's is unavailable.
+
+    vocabulary: a file of this script with GPT-2's tokens, which are then not downloaded.
+    """
     import tiktoken  # here, because those who only read or write shards need not have it
+    from tiktoken_ext.openai_public import r50k_pat_str
 
     if name == "bytes":
         # Only for its vocabulary, and to decode: in encode() below a byte is its token. No bytes ever merge.
@@ -258,6 +262,11 @@ def get_encoding(name: str) -> tiktoken.Encoding:
             mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|endoftext|>": 256},
         )
+    if vocabulary:
+        lines = vocabulary.read_text(encoding="ascii").splitlines()
+        ranks = {bytes.fromhex(line): i for i, line in enumerate(lines) if line}
+        special = {"<|endoftext|>": len(lines) - 1}
+        return tiktoken.Encoding(name, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:
@@ -275,13 +284,10 @@ def write_token_bytes(folder: Path, tokens: Iterable[bytes]) -> None:
         os.replace(file.name, folder / VOCABULARY)
 
 
-def write_vocabulary(folder: Path, encoding: tiktoken.Encoding) -> None:
-    """Writes FOLDER/vocabulary.txt for an encoding, one line per token: encoding.n_vocab lines.
+def token_bytes(encoding: tiktoken.Encoding) -> list[bytes]:
+    """Returns each of encoding.n_vocab tokens' bytes; b"" of special ones, and of numbers without a token."""
 
-    Special tokens, such as BOS, and numbers without a token have empty lines.
-    """
-
-    def token_bytes(token: int) -> bytes:
+    def bytes_of(token: int) -> bytes:
         if encoding.is_special_token(token):
             return b""
         try:
@@ -289,7 +295,7 @@ def write_vocabulary(folder: Path, encoding: tiktoken.Encoding) -> None:
         except KeyError:  # an encoding's numbers may have gaps
             return b""
 
-    write_token_bytes(folder, map(token_bytes, range(encoding.n_vocab)))
+    return [bytes_of(token) for token in range(encoding.n_vocab)]
 
 
 def encode(texts: list[Text], encoding: tiktoken.Encoding) -> list[list[np.ndarray] | BadDocument]:
@@ -394,7 +400,7 @@ def write_shards(
                     f"none of {all_documents} documents fell to {what} ({bad} bad and {empty} empty ones "
                     f"left out), and train_gpt.py needs both splits: nothing was written; {fix}"
                 )
-        write_vocabulary(Path(folder), encoding)
+        write_token_bytes(Path(folder), token_bytes(encoding))
         for path in sorted(Path(folder).iterdir()):
             os.replace(path, out / path.name)
     return Written(train, val, bad, empty)

@@ -176,8 +176,8 @@ NO_SHARDS = ("make them with data/fineweb.py (record), data/local_corpus.py (cpu
 CANNOT_FIT = ("the training documents, of which at most 40 tokens each are used, give {have} of the "
               "schedule's {need} batches, <n> tokens; add text or cut long documents into passages as "
               "data/tokenize_text.py does")
-NEEDS = "the loss on prefixes needs corpus/vocabulary.txt"
-NO_PREFIXES = ("make it with the script in data/ that made the shards, or train without: --set "
+NEEDS = "cannot read corpus/vocabulary.txt"
+NO_PREFIXES = ("make it with the script in data/ that made the shards, or train without one: --set "
                "stages.*.prefix_start=0 --set stages.*.prefix_end=0")
 MATCHING = "choose the matching --preset or --data"
 MORE_DOCS = "cu_seqlens room for {room}; use --set max_docs=128"

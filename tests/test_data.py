@@ -121,7 +121,7 @@ def test_the_vocabulary_has_a_line_per_token_with_its_bytes(tmp_path):
     ranks = {bytes([i]): i for i in range(256)} | {b"\r\n": 256, "🙂".encode(): 299}
     special = {"<|a|>": 270, "<|endoftext|>": 300}
     encoding = tiktoken.Encoding("gaps", pat_str=r"\W", mergeable_ranks=ranks, special_tokens=special)
-    tt.write_vocabulary(tmp_path, encoding)
+    tt.write_token_bytes(tmp_path, tt.token_bytes(encoding))
     assert [path.name for path in tmp_path.iterdir()] == ["vocabulary.txt"]
     lines = (tmp_path / "vocabulary.txt").read_bytes().split(b"\n")
     assert len(lines) == 302 and lines[301] == b""  # 301 lines, the last of which is ended too

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Continues a text with a model that `./run.sh --save MODEL` has written.
+
+    python evals/generate.py MODEL ["PROMPT"] [--tokens 200] [--temperature 0.8] [--top-k 0] [--top-p 1]
+                             [--seed 0] [--samples 1] [--prompt-file FILE]
+    cat FILE | python evals/generate.py MODEL -
+
+Prints the prompt and what follows as it is drawn, until the model ends the document or there are --tokens.
+Without a prompt the model begins a document. On a GPU if there is one, in plain torch either way.
+
+Each token is drawn from the distribution that training computes after the same text, by its last windows. All
+of the context is computed again for each token: the last tokens, as many as the longest document of training
+has (512 in the `cpu` preset, 2,048 in `record`). Earlier ones are forgotten.
+
+257 tokens are bytes; 50,257 are GPT-2's, from vocabulary.txt in the data's folder, or downloaded by tiktoken.
+"""
+
+import argparse
+import codecs
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+import tiktoken
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+import tokenize_text
+import train_gpt as tg
+
+
+def load(path: str) -> tuple[tg.GPT, tiktoken.Encoding]:
+    """Loads a saved model, onto the GPU if there is one, and its encoding.
+
+    Raises tg.UserError if there is no tokenizer of as many tokens.
+    """
+    model = tg.load_model(path, "cuda" if torch.cuda.is_available() else "cpu")
+    if model.cfg.dim < 256:
+        torch.set_num_threads(1)  # with less to share, threads wait more than they work
+    names, count = {257: "bytes", 50257: "gpt2"}, model.cfg.vocab_size
+    if count not in names:
+        raise tg.UserError(f"{path} has {count} tokens; tokenizers here have {' or '.join(map(str, names))}")
+    file = ROOT / model.cfg.data / tokenize_text.VOCABULARY
+    return model, tokenize_text.get_encoding(names[count], file if file.exists() else None)
+
+
+def max_context(cfg: tg.Config) -> int:
+    """Returns the tokens of the longest document that training could see."""
+    return max(min(stage.max_doc_len, stage.batch_tokens // cfg.microbatches) for stage in cfg.stages)
+
+
+def choose(
+    logits: Tensor, generator: torch.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> int:
+    """Draws a token from logits (V,).
+
+    temperature: divides the logits; 0: the likeliest token. top_k: only of so many, the likeliest; 0: all. Of
+    these, top_p: only the fewest that have together this share of their probability (nucleus sampling:
+    Holtzman et al. 2019, arXiv:1904.09751).
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    logits, tokens = logits.double().cpu().sort(descending=True, stable=True)
+    probs = (logits[: top_k or None] / temperature).softmax(0)
+    probs[probs.cumsum(0) - probs >= top_p] = 0  # never the first
+    return int(tokens[probs.multinomial(1, generator=generator)])
+
+
+def generate(
+    model: tg.GPT, tokens: Sequence[int], count: int, seed: int = 0, **options: Any
+) -> Iterator[int]:
+    """Yields at most `count` tokens after `tokens`, each as soon as it is drawn; none from BOS on.
+
+    options: those of choose().
+    """
+    tokens, generator, context = list(tokens), torch.Generator().manual_seed(seed), max_context(model.cfg)
+    for _ in range(count):
+        token = choose(model.next_token_logits(tokens[-context:]), generator, **options)
+        if token == model.cfg.bos_id:
+            return
+        tokens.append(token)
+        yield token
+
+
+def number(kind: type, least: float, most: float = float("inf"), above: bool = False) -> Callable:
+    """Returns an argparse type: a `kind` from `least` (with `above`: more than that) to `most`."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not (least < value if above else least <= value) or not value <= most:
+            bound = f"{'above' if above else 'at least'} {least}"
+            raise argparse.ArgumentTypeError(f"{text}: give a number {bound}, at most {most}")
+        return value
+
+    return parse
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="the file that --save wrote")
+    add("prompt", nargs="?", metavar="PROMPT", help="text to continue; -: standard input")
+    add("--prompt-file", type=Path, metavar="FILE", help="take the prompt from a file")
+    add("--tokens", type=number(int, 1), default=200, help="at most so many (default: %(default)s)")
+    add("--temperature", type=number(float, 0), default=0.8, help="0: the likeliest (default: %(default)s)")
+    add("--top-k", type=number(int, 0), default=0, help="draw from the K likeliest tokens; 0: from all")
+    add("--top-p", type=number(float, 0, 1, above=True), default=1.0, help="and of these, from that share")
+    add("--seed", type=number(int, 0), default=0, help="of the first sample; of others 1, 2, ... more")
+    add("--samples", type=number(int, 1), default=1, help="how often (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.prompt is not None and args.prompt_file:
+        parser.error("a PROMPT and --prompt-file: give one of them")
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    model, encoding = load(args.model)
+    token_bytes = tokenize_text.token_bytes(encoding)
+    prompt = args.prompt_file.read_text(encoding="utf-8") if args.prompt_file else args.prompt or ""
+    prompt = sys.stdin.read() if args.prompt == "-" else prompt
+    tokens, context = [model.cfg.bos_id, *encoding.encode_ordinary(prompt)], max_context(model.cfg)
+    if len(tokens) > context:
+        print(f"of the prompt's {len(tokens)} tokens the last {context} count", file=sys.stderr)
+    began, count = time.perf_counter(), 0
+    for sample in range(args.samples):
+        if sample:
+            print("-" * 80)
+        print(prompt, end="", flush=True)
+        text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
+        options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        for token in generate(model, tokens, args.tokens, args.seed + sample, **options):
+            print(text.decode(token_bytes[token]), end="", flush=True)
+            count += 1
+        print(text.decode(b"", final=True))
+    seconds = time.perf_counter() - began
+    print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        run(parse_args(argv))
+    except (OSError, ValueError, tg.UserError, tokenize_text.UserError) as error:
+        sys.exit(f"generate.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Prints a saved model's loss on files: nats per token, and bits per byte, which other tokenizers share.
+
+    python evals/loss.py MODEL FILE... [--passage-bytes N] [--field text]
+    python evals/loss.py MODEL SHARD.bin [--slices 128:161]
+
+Each number comes with its standard error, that of a ratio of sums: documents count as independent draws.
+
+A FILE is text, of any name; of a .jsonl file each line is a document, and a name may end in .gz. As in
+data/tokenize_text.py, documents are cut into passages of at most --passage-bytes (default: 512 for bytes,
+8,192 for GPT-2's tokens). Each begins after a BOS token; the next BOS, by which a passage ends, is a token
+too, of no bytes.
+
+A shard is cut as for validation, into slices of val_slice_tokens, wherever documents end. --slices FIRST:END
+chooses; by default they are those that a run takes, and its last loss is this one, if it had this shard (its
+log has the data's fingerprint), up to the rounding of other numbers of processes. The `cpu` preset's are
+0:128; what follows has decided nothing about it.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from generate import load, number, tg, tokenize_text
+
+
+def parse_slices(text: str) -> tuple[int, int]:
+    first, _, end = text.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:END, like 128:161")
+    return int(first), int(end)
+
+
+class Losses(NamedTuple):
+    """Of the n documents of a text, each (n,) float64."""
+
+    nats: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
+
+
+def read_text(path: Path, field: str, passage_bytes: int, encoding) -> np.ndarray:
+    """Returns the tokens (n,) uint16 of a file's passages, each after BOS, and a last BOS."""
+    parts = []
+    for document in tokenize_text.read_documents([path], field):
+        text = tokenize_text.prepare(document, 1, passage_bytes)
+        (passages,) = tokenize_text.encode([text], encoding)
+        if isinstance(passages, tokenize_text.BadDocument):
+            raise passages
+        parts += [part for passage in passages for part in ([encoding.eot_token], passage)]
+    if not parts:
+        raise tg.UserError(f"{path} has no text")
+    return np.concatenate([*parts, [encoding.eot_token]]).astype(np.uint16)
+
+
+def cut_text(tokens: np.ndarray, bos_id: int, size: int) -> Iterator[np.ndarray]:
+    """Yields parts of at most `size` tokens and a last target; at documents' ends where it can."""
+    starts, begin = np.flatnonzero(tokens == bos_id), 0
+    while begin < len(tokens) - 1:
+        end = starts[np.searchsorted(starts, begin + size, "right") - 1]
+        end = end if end > begin else min(begin + size, len(tokens) - 1)
+        yield tokens[begin : end + 1]
+        begin = end
+
+
+def cut_shard(path: Path, cfg: tg.Config, slices: tuple[int, int] | None) -> Iterator[np.ndarray]:
+    """Yields slices of val_slice_tokens of a shard, and a last target."""
+    first, end = slices or (0, cfg.val_slices)
+    T, tokens = cfg.val_slice_tokens, tokenize_text.read_tokens(path)
+    if end > (have := (len(tokens) - 1) // T):
+        raise tg.UserError(f"{path} has {have} slices of {T} tokens, not {end}; choose others by --slices")
+    return (tokens[i * T : (i + 1) * T + 1] for i in range(first, end))
+
+
+def document_losses(model: tg.GPT, tokens: np.ndarray, token_bytes: np.ndarray) -> Losses:
+    """Returns the losses of the documents in T + 1 tokens, the last of which is only a target."""
+    cfg, starts = model.cfg, np.flatnonzero(tokens[:-1] == model.cfg.bos_id)
+    longest = int(np.diff(starts, prepend=0, append=len(tokens) - 1).max())
+    batch = tg.make_micro_batch(tokens, starts, longest, len(starts) + 2, cfg).pack().to(model.device)
+    nats = model.token_losses(batch, tg.window_tokens(cfg, cfg.val_windows)).double().cpu().numpy()
+    starts = np.union1d(0, starts)
+    counts = nats, np.ones(len(nats)), token_bytes[tokens[1:]].astype(float)
+    return Losses(*(np.add.reduceat(count, starts) for count in counts))
+
+
+def ratio(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Returns sum(x) / sum(y) and its standard error, linearized (Cochran 1977, Sampling Techniques)."""
+    n, mean = len(x), x.sum() / y.sum()
+    return mean, math.sqrt(n / (n - 1) * ((x - mean * y) ** 2).sum()) / y.sum() if n > 1 else math.nan
+
+
+def report(losses: Losses, name: str) -> str:
+    """Returns a line on what `name` holds."""
+    (nats, nats_se), (bits, bits_se) = ratio(losses.nats, losses.tokens), ratio(losses.nats, losses.bytes)
+    bits, bits_se = bits / math.log(2), bits_se / math.log(2)
+    return (
+        f"{nats:.4f} +- {nats_se:.4f} nats per token, {bits:.4f} +- {bits_se:.4f} bits per byte: {name}, "
+        f"{losses.tokens.sum():,.0f} tokens, {losses.bytes.sum():,.0f} bytes, {len(losses.nats):,} documents"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    model, encoding = load(args.model)
+    token_bytes = np.array([len(token) for token in tokenize_text.token_bytes(encoding)])
+    size = tokenize_text.PASSAGE_BYTES[encoding.name] if args.passage_bytes is None else args.passage_bytes
+    found = []
+    for path in args.files:
+        if path.suffix == ".bin":
+            parts = cut_shard(path, model.cfg, args.slices)
+        else:
+            tokens = read_text(path, args.field, size, encoding)
+            parts = cut_text(tokens, model.cfg.bos_id, model.cfg.val_slice_tokens)
+        progress = tqdm(parts, desc=path.name, disable=None, leave=False)
+        losses = [document_losses(model, part, token_bytes) for part in progress]
+        found.append(Losses(*map(np.concatenate, zip(*losses))))
+        print(report(found[-1], str(path)), flush=True)
+    if len(found) > 1:
+        print(report(Losses(*map(np.concatenate, zip(*found))), "all"))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--slices", type=parse_slices, metavar="FIRST:END", help="of shards")
+    parser.add_argument("--passage-bytes", type=number(int, 4), metavar="N")
+    parser.add_argument(
+        "--field", default="text", help="key of the text in a .jsonl line (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    try:
+        run(args)
+    except (OSError, tg.UserError, tokenize_text.UserError, tokenize_text.BadDocument) as error:
+        sys.exit(f"loss.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
