@@ -1,0 +1,400 @@
+"""Tests evals/generate.py and evals/loss.py, on random models and on the model of a run with n-grams."""
+
+import gzip
+import json
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+
+import tokenize_text as tt
+import train_gpt as tg
+from launch import Launch, make_corpus, settings
+from test_config import ROOT
+from test_ngram_runs import closing_block, log_of, make_config
+
+sys.path.insert(0, str(ROOT / "evals"))
+import generate
+import loss
+
+NGRAMS = ("ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Returns the folder of a run of 3 slices of 256 tokens, on two ranks, with n-grams; its corpus has 5."""
+    folder = tmp_path_factory.mktemp("run")
+    make_corpus(folder / "corpus", val=5 * 256 + 1)
+    change = settings("warmup=false", "samples=3", *NGRAMS)
+    with Launch(
+        folder, "--preset", "cpu", "--data", "corpus", *change, "--save", "m.pt", world_size=2
+    ) as process:
+        assert process.wait() == [0, 0], process.err
+    (folder / "screen.txt").write_text(process.final_output["out"])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(run, monkeypatch):
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(generate, "ROOT", run)
+
+
+def randomize(model):
+    """Makes every parameter of a model matter."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator)
+
+
+# ---- the distribution --------------------------------------------------------------------------------------
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("ngrams", [False, True])
+def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
+    """At every position of a micro-batch's first document, with all that a model can have; windows end there.
+
+    Of a later document, the first rows of bigrams and the smear read the token before BOS.
+    """
+    if ngrams:
+        model = tg.load_model("m.pt")
+    else:
+        cfg = make_config(run / "corpus", "ngrams.orders=", "window_unit=2", "dc_window=5")
+        model = tg.GPT(cfg)
+        model.rotary.use_stage(len(cfg.stages) - 1)
+    randomize(model)
+    cfg, rng = model.cfg, np.random.default_rng(0)
+    lengths = [40, 7, 5]
+    tokens = np.concatenate([[cfg.bos_id, *rng.integers(97, 104, n - 1)] for n in lengths] + [[0]])
+    batch = tg.make_micro_batch(tokens, np.cumsum([0, *lengths[:-1]]), max(lengths), 8, cfg)
+    windows = tg.window_tokens(cfg, cfg.val_windows)
+    assert ngrams or windows["long"] == 40 and windows["short"] == 12
+    x = model.hidden_states(batch, windows, None if ngrams else {})
+    expected = model.logits(x)[:, : cfg.vocab_size].softmax(1)
+    document = tokens[:40].tolist()
+    for i in range(40):
+        probs = model.next_token_logits(document[: i + 1]).softmax(0)
+        torch.testing.assert_close(probs, expected[i], rtol=0, atol=1e-6)
+    assert expected[:40].std(0).max() > 1e-4  # positions differ
+
+
+def test_rows_of_ngrams_come_from_the_mapped_file():
+    model, text = tg.load_model("m.pt"), [256, 97, 98, 99]
+    before = model.next_token_logits(text)
+    assert isinstance(model.ngrams.rows, np.memmap)
+    model.ngrams.rows = np.zeros_like(model.ngrams.rows)
+    assert (model.next_token_logits(text) - before).abs().max() > 1e-4
+
+
+def allowed(probs, temperature, top_k, top_p):
+    """Returns by brute force the tokens that may be drawn, with their probabilities, from a list."""
+    ranked = sorted(range(len(probs)), key=lambda i: -probs[i])[: top_k or None]
+    weights = {i: probs[i] ** (1 / temperature) for i in ranked}
+    total, kept, share = sum(weights.values()), {}, 0.0
+    for i in ranked:
+        if share >= top_p:
+            break
+        kept[i] = weights[i]
+        share += weights[i] / total
+    return {i: weight / sum(kept.values()) for i, weight in kept.items()}
+
+
+@pytest.mark.parametrize(
+    "options", [(1, 0, 1), (0.5, 0, 1), (2, 5, 1), (1, 0, 0.6), (0.7, 6, 0.8), (1, 1, 1)]
+)
+def test_tokens_are_drawn_by_temperature_top_k_and_top_p(options):
+    temperature, top_k, top_p = options
+    rng, draws = np.random.default_rng(1), 4000
+    probs = rng.dirichlet(np.full(9, 0.7))
+    logits, generator = torch.from_numpy(np.log(probs)) + 3, torch.Generator().manual_seed(0)
+    drawn = [generate.choose(logits, generator, temperature, top_k, top_p) for _ in range(draws)]
+    expected = allowed(probs.tolist(), temperature, top_k, top_p)
+    assert set(drawn) <= set(expected) and len(expected) >= (2 if top_k != 1 else 1)
+    for token, p in expected.items():
+        assert abs(drawn.count(token) / draws - p) < 5 * math.sqrt(p * (1 - p) / draws) + 1e-12
+
+
+def test_temperature_zero_draws_the_likeliest():
+    logits = torch.randn(50)
+    assert generate.choose(logits, torch.Generator(), 0) == logits.argmax()
+
+
+# ---- generation --------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Has logits that follow the context's last token and length, and keeps the contexts."""
+
+    def __init__(self, cfg, end=None):
+        self.cfg, self.contexts, self.end = cfg, [], end
+
+    def next_token_logits(self, tokens):
+        self.contexts.append(list(tokens))
+        token = self.cfg.bos_id if len(self.contexts) == self.end else len(self.contexts)
+        return torch.nn.functional.one_hot(torch.tensor(token), self.cfg.vocab_size).float()
+
+
+def test_the_context_is_the_longest_document_of_training(run):
+    """Which is max_doc_len, or what a micro-batch holds."""
+    cfg = make_config(run / "corpus", "stages.3.max_doc_len=30", "stages.0.max_doc_len=30")
+    longest = [min(stage.max_doc_len, stage.batch_tokens // cfg.microbatches) for stage in cfg.stages]
+    assert generate.max_context(cfg) == max(longest) == 40
+    assert (generate.max_context(tg.CPU), generate.max_context(tg.RECORD)) == (512, 2048)
+    model, tokens = Recorder(cfg), [256, *range(30, 60)]
+    new = list(generate.generate(model, tokens, 20, temperature=0))
+    assert new == list(range(1, 21))
+    text = tokens + new
+    assert model.contexts == [text[: 31 + i][-40:] for i in range(20)]
+
+
+def test_it_ends_where_the_model_ends_the_document(run):
+    model = Recorder(make_config(run / "corpus"), end=4)
+    assert list(generate.generate(model, [256], 9, temperature=0)) == [1, 2, 3]
+
+
+def generated(capsys, *arguments):
+    generate.main(["m.pt", *arguments])
+    return capsys.readouterr().out
+
+
+def test_the_command_continues_the_prompt(capsys, monkeypatch):
+    """Given as an argument, in a file, or on standard input; the seed repeats it."""
+    text = generated(capsys, "abc", "--tokens", "30")
+    assert text.startswith("abc") and len(text) > len("abc\n")
+    (generate.ROOT / "prompt.txt").write_text("abc")
+    assert generated(capsys, "--prompt-file", "prompt.txt", "--tokens", "30") == text
+    monkeypatch.setattr("sys.stdin", open("prompt.txt"))
+    assert generated(capsys, "-", "--tokens", "30") == text
+    assert generated(capsys, "abc", "--tokens", "30", "--seed", "1") != text
+
+
+def test_samples_are_those_of_consecutive_seeds(capsys):
+    texts = [generated(capsys, "ab", "--tokens", "20", "--seed", str(seed)) for seed in (5, 6)]
+    rule = "-" * 80 + "\n"
+    assert generated(capsys, "ab", "--tokens", "20", "--seed", "5", "--samples", "2") == rule.join(texts)
+
+
+def test_characters_of_several_tokens_are_printed_whole(capsys, monkeypatch):
+    monkeypatch.setattr(generate, "generate", lambda *args, **options: iter("é€🙂x".encode() + b"\xe2\x82"))
+    assert generated(capsys, "à") == "àé€🙂x�\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["no.pt"], "cannot load no.pt: No such file or directory; give a file that --save wrote"),
+        (["screen.txt"], "cannot load screen.txt: "),
+        (["m.pt", "--prompt-file", "no.txt"], "No such file or directory: 'no.txt'"),
+        (["m.pt", "x", "--prompt-file", "m.pt"], "give one of them"),
+        (["m.pt", "--prompt-file", "m.pt"], "'utf-8' codec can't decode"),
+        (["m.pt", "--top-p", "0"], "0: give a number above 0, at most 1"),
+        (["m.pt", "--temperature", "-1"], "-1: give a number at least 0"),
+        (["m.pt", "--tokens", "none"], "argument --tokens: "),
+    ],
+)
+def test_bad_input_of_generate_gets_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as error:
+        generate.main(arguments)
+    line = error.value.code if isinstance(error.value.code, str) else capsys.readouterr().err.splitlines()[-1]
+    assert message in line and "\n" not in line
+
+
+def test_a_vocabulary_without_a_tokenizer_is_refused(run):
+    model = tg.GPT(make_config(run / "corpus", "ngrams.orders=", "vocab_size=200", "bos_id=199"))
+    tg.save_model("other.pt", model)
+    with pytest.raises(tg.UserError, match="other.pt has 200 tokens; tokenizers here have 257 or 50257"):
+        generate.load("other.pt")
+
+
+def merges(count):
+    """Returns a vocabulary of all bytes and `count` merges of earlier tokens, and BOS."""
+    rng = np.random.default_rng(0)
+    tokens = [bytes([i]) for i in rng.permutation(256)]
+    while len(tokens) < 256 + count:
+        a, b = (tokens[i] for i in rng.integers(max(0, len(tokens) - 300), len(tokens), 2))
+        if a + b not in tokens and len(a + b) < 5:
+            tokens.append(a + b)
+    return [*tokens, b""]
+
+
+def test_a_vocabulary_file_gives_the_encoding_it_was_written_from(tmp_path):
+    tokens = merges(400)
+    tt.write_token_bytes(tmp_path, tokens)
+    encoding = tt.get_encoding("gpt2", tmp_path / tt.VOCABULARY)
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    ranks, special = {token: i for i, token in enumerate(tokens[:-1])}, {"<|endoftext|>": 656}
+    same = tiktoken.Encoding("same", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    ids = encoding.encode_ordinary(text)
+    assert ids == same.encode_ordinary(text) and max(ids) > 255
+    assert encoding.decode(ids) == text and encoding.eot_token == 656
+    assert tt.token_bytes(encoding) == tokens
+
+
+# ---- the end of a run --------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_three_texts_and_the_command(run):
+    """On the screen and in the log, where nothing else changes."""
+    screen = (run / "screen.txt").read_text()
+    texts = re.findall(r"^sample: (.+)$", screen, re.MULTILINE)
+    assert len(texts) == 3 == len(set(texts))
+    assert re.findall(r"^sample: (.+)$", log_of(run), re.MULTILINE) == texts
+    assert re.search(r"^generate +\S+ evals/generate.py m.pt$", screen, re.MULTILINE)
+
+
+class Screen:
+    def __init__(self):
+        self.lines = []
+
+    def print0(self, line):
+        self.lines.append(line)
+
+
+def test_the_texts_are_the_models(run):
+    """Of 100 tokens each, with the run's seed; in the run, rows of n-grams come from two ranks."""
+    words, screen = tg.read_vocabulary(run / "corpus/vocabulary.txt", 257), Screen()
+    words = [word or b"?" for word in words]
+    tg.print_samples(tg.load_model("m.pt"), words, 0, screen)
+    shown = re.findall(r"^sample: .+$", log_of(run), re.MULTILINE)
+    assert [line.replace("?", "") for line in screen.lines] == shown
+    tg.print_samples(tg.load_model("m.pt"), [b"."] * 257, 0, screen)
+    assert screen.lines[3:] == [f"sample: {'.' * 101!r}"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["samples=0", "vocabulary"])
+def test_without_the_switch_or_a_vocabulary_there_are_no_texts(tmp_path, change):
+    make_corpus(tmp_path / "corpus")
+    more = [] if change == "vocabulary" else [change]
+    if change == "vocabulary":
+        (tmp_path / "corpus/vocabulary.txt").unlink()
+        more = ["samples=3", "stages.*.prefix_start=0", "stages.*.prefix_end=0"]
+    arguments = ["--preset", "cpu", "--data", "corpus", *settings("warmup=false", *more)]
+    with Launch(tmp_path, *arguments, world_size=0) as process:
+        assert process.wait() == [0], process.err
+    assert "sample:" not in log_of(tmp_path).partition("\nstep:")[2]
+    assert "generate  " not in process.final_output["out"]
+
+
+# ---- losses ------------------------------------------------------------------------------------------------
+
+
+def losses_of(capsys, *arguments):
+    """Returns the numbers of each line: nats, their error, bits, their error, tokens, bytes, documents."""
+    loss.main(["m.pt", *arguments])
+    lines = capsys.readouterr().out.splitlines()
+    number = r"(\d[\d,]*(?:\.\d+)?|nan)"
+    form = f"{number} \\+- {number} nats per token, {number} \\+- {number} bits per byte: .*, "
+    form += f"{number} tokens, {number} bytes, {number} documents"
+    return [[float(x.replace(",", "")) for x in re.fullmatch(form, line).groups()] for line in lines]
+
+
+def test_a_shards_loss_is_the_runs(run, capsys):
+    ((nats, *_, tokens, size, documents),) = losses_of(capsys, "corpus/tiny_val_000000.bin")
+    assert nats == pytest.approx(float(closing_block(log_of(run))["val_loss"]), abs=6e-5)
+    stream = tt.read_tokens(run / "corpus/tiny_val_000000.bin")[1:769]
+    assert (tokens, size) == (768, (stream < 256).sum())
+    assert documents >= (stream == 256).sum()
+
+
+def test_slices_are_those_named(capsys):
+    """Losses of parts, also of slices that the run never read, average to those of the whole."""
+    shard = "corpus/tiny_val_000000.bin"
+    each = [losses_of(capsys, shard, "--slices", f"{i}:{i + 1}")[0][0] for i in range(5)]
+    assert len(set(each)) == 5
+    for first, end in ((0, 3), (1, 3), (3, 5), (0, 5)):
+        ((nats, *_),) = losses_of(capsys, shard, "--slices", f"{first}:{end}")
+        assert nats == pytest.approx(sum(each[first:end]) / (end - first), abs=1e-4)
+
+
+@pytest.mark.numeric
+def test_a_texts_loss_is_that_of_its_passages(capsys):
+    """Each after BOS, with the BOS that ends it; in nats per token, and bits per byte of the text."""
+    words = [b"abc", b"", "gfé".encode(), b"d" * 30, b"fedcba"]
+    texts = [word.decode() for word in words]
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in texts)
+    with gzip.open("five.jsonl.gz", "wt") as file:
+        file.write(lines)
+    model = tg.load_model("m.pt")
+    passages = [passage for word in words if word for passage in tt.cut_passages(word, 8)]
+    tokens = np.array([token for passage in passages for token in (256, *passage)] + [256])
+    batch = tg.make_micro_batch(tokens, np.flatnonzero(tokens[:-1] == 256), 9, 32, model.cfg)
+    windows = tg.window_tokens(model.cfg, model.cfg.val_windows)
+    total = model.token_losses(batch, windows).double().sum().item()
+    count, parts = len(tokens) - 1, len(passages)
+    size = sum(map(len, words))
+    arguments = ["five.jsonl.gz", "--field", "body", "--passage-bytes", "8"]
+    ((nats, _, bits, _, *counts),) = losses_of(capsys, *arguments)
+    assert counts == [count, size, parts] and parts > 4
+    assert nats == pytest.approx(total / count, abs=6e-5)
+    assert bits == pytest.approx(total / size / math.log(2), abs=6e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_of_a_text_hold_every_target_once(seed):
+    """They end at documents' ends, unless a document is longer than a part."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 12, 40)
+    tokens = np.concatenate([[256, *rng.integers(0, 256, n - 1)] for n in lengths] + [[256]])
+    size = int(rng.integers(6, 30))
+    parts = list(loss.cut_text(tokens, 256, size))
+    assert np.concatenate([part[1:] for part in parts]).tolist() == tokens[1:].tolist()
+    assert all(1 < len(part) <= size + 1 for part in parts)
+    begins = np.cumsum([0] + [len(part) - 1 for part in parts[:-1]])
+    inside = [begin for begin in begins if tokens[begin] != 256]
+    assert bool(inside) <= (lengths.max() > size)
+    for part, following in zip(parts, parts[1:]):  # as few as that allows
+        document = [*np.flatnonzero(following[1:] == 256) + 1, len(following) - 1][0]
+        assert following[0] != 256 or len(part) - 1 + document > size
+
+
+def test_the_standard_error_is_that_of_a_ratio():
+    """Against the spread over many draws of the same documents' distribution."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(600):
+        tokens = rng.integers(5, 60, 80).astype(float)
+        found.append(loss.ratio(tokens * rng.normal(1, 0.2, 80) + rng.normal(0, 3, 80), tokens))
+    means, errors = map(np.array, zip(*found))
+    assert means.mean() == pytest.approx(1, abs=0.01)
+    assert errors.mean() == pytest.approx(means.std(), rel=0.1)
+    assert math.isnan(loss.ratio(np.ones(1), np.ones(1))[1])
+
+
+def test_several_files_and_all_of_them(capsys):
+    for name, text in (("a.txt", "abcabc"), ("b.md", "gfedcba" * 9)):
+        (generate.ROOT / name).write_text(text)
+    a, b, both = losses_of(capsys, "a.txt", "b.md")
+    assert both[4:] == [x + y for x, y in zip(a[4:], b[4:])]
+    assert both[0] == pytest.approx((a[0] * a[4] + b[0] * b[4]) / both[4], abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["corpus/tiny_val_000000.bin", "--slices", "3:6"], "has 5 slices of 256 tokens, not 6"),
+        (["corpus/tiny_val_000000.bin", "--slices", "3:3"], "'3:3' is not FIRST:END"),
+        (["no.txt"], "No such file or directory: 'no.txt'"),
+        (["empty.txt"], "empty.txt has no text"),
+        (["latin.txt"], "latin.txt:1: not UTF-8 (byte 0xe9)"),
+        (["five.jsonl"], "five.jsonl:1: no text under 'text' (choose with --field)"),
+        (["empty.bin"], "empty.bin: not a shard (wrong header)"),
+        (["empty.txt", "--passage-bytes", "3"], "3: give a number at least 4"),
+    ],
+)
+def test_bad_input_of_loss_gets_one_line(run, capsys, arguments, message):
+    for name in ("empty.txt", "empty.bin"):
+        (run / name).write_text("")
+    (run / "latin.txt").write_bytes("é".encode("latin-1"))
+    (run / "five.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(SystemExit) as error:
+        loss.main(["m.pt", *arguments])
+    line = error.value.code if isinstance(error.value.code, str) else capsys.readouterr().err.splitlines()[-1]
+    assert message in line and "\n" not in line

@@ -1,0 +1,143 @@
+"""Tests --init: runs that start from the model of an earlier one, with real processes."""
+
+import re
+
+import pytest
+import torch
+
+import train_gpt as tg
+from launch import Launch, make_corpus, settings
+from test_ngram_runs import closing_block, log_of
+
+NGRAMS = ("ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12")
+STILL = ("adam_lr=0", "muon_lr=0", "ngrams.lr=0")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    make_corpus(folder, train=(9000, 9000))
+    return folder
+
+
+def start(folder, corpus, *arguments, change=(), world_size=2):
+    arguments = ["--preset", "cpu", "--data", corpus, *settings("warmup=false", *change), *arguments]
+    return Launch(folder, *arguments, world_size=world_size)
+
+
+@pytest.fixture(scope="module")
+def first(corpus, tmp_path_factory):
+    """Returns first(*change): it makes the folder of a run on two ranks that saved first.pt."""
+    runs = {}
+
+    def first(*change):
+        if change not in runs:
+            runs[change] = folder = tmp_path_factory.mktemp("first")
+            with start(folder, corpus, "--save", "first.pt", change=change) as process:
+                assert process.wait() == [0, 0], process.err
+        return runs[change]
+
+    return first
+
+
+def go_on(folder, corpus, source, *arguments, change, world_size=1):
+    """Runs from the model in `source`, and saves second.pt. Returns both models."""
+    folder.mkdir(exist_ok=True)
+    options = ["--init", source / "first.pt", "--save", "second.pt", *arguments]
+    with start(folder, corpus, *options, change=change, world_size=world_size) as process:
+        assert process.wait() == [0] * max(1, world_size), process.err
+    return tg.load_model(str(source / "first.pt")), tg.load_model(str(folder / "second.pt"))
+
+
+def table_of(model):
+    return model.ngrams.rows.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world_size, change",
+    [(0, ()), (4, ()), (0, (*NGRAMS, "ngrams.placement=host")), (2, (*NGRAMS, "warmup=true")), (4, NGRAMS)],
+)
+def test_training_starts_with_the_saved_weights(corpus, first, tmp_path, change, world_size):
+    """On any number of ranks, with another seed: with rates of 0 the run ends as it began, in every bit."""
+    saved = first(*(setting for setting in change if "warmup" not in setting))
+    before, after = go_on(
+        tmp_path / "x", corpus, saved, "--seed", 3, change=(*change, *STILL), world_size=world_size
+    )
+    for name, value in before.state_dict().items():
+        assert torch.equal(value, after.state_dict()[name]), name
+    if change:
+        assert table_of(before) == table_of(after) and any(table_of(before))
+    losses = [float(closing_block(log_of(folder))["val_loss"]) for folder in (saved, tmp_path / "x")]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+
+
+@pytest.mark.slow
+def test_a_new_schedule_goes_on_learning(corpus, first, tmp_path):
+    """More stages and other lengths; the log names the model, and the run counts for no track."""
+    change = ("stages.*.steps=4", "stages.*.lr_mul=0.5", "stages.0.batch_tokens=256")
+    _, after = go_on(tmp_path / "x", corpus, first(), change=change, world_size=2)
+    log = log_of(tmp_path / "x")
+    begin, *_, end = (float(x) for x in re.findall(r"val_loss:(\S+)", log))
+    assert float(closing_block(log_of(first()))["val_loss"]) == pytest.approx(begin, abs=0.1)
+    assert end < begin - 0.02
+    assert re.search(r"^init: \S*first\.pt \([0-9a-f]{16}\)$", log, re.MULTILINE)
+    assert (tmp_path / "x/records/other/attempts").exists()
+    # Both were trained apart from the first step on, in spite of the tie that a new run begins with.
+    before = tg.load_model(str(first() / "first.pt"))
+    moved = [(after.get_parameter(n) - before.get_parameter(n)) for n in ("embed", "lm_head")]
+    assert all(step.abs().max() > 0 for step in moved)
+    assert not torch.equal(moved[0], moved[1].T)
+
+
+@pytest.mark.slow
+def test_untied_parameters_stay_apart(corpus, first, tmp_path):
+    """Also where a new run's would be tied until its end."""
+    before, after = go_on(
+        tmp_path / "x", corpus, first(), change=("stages.2.steps=0", "stages.3.steps=0", *STILL)
+    )
+    assert torch.equal(before.embed, after.embed) and not torch.equal(after.embed, after.lm_head.T)
+
+
+@pytest.mark.slow
+def test_it_resumes_as_any_run_does(corpus, first, tmp_path):
+    """To the same bits, if the model is still there; another model is another run."""
+    source = first(*NGRAMS)
+    change = (*NGRAMS, "stages.*.steps=4")
+    every = ["--checkpoint-every", 4]
+    go_on(tmp_path / "whole", corpus, source, *every, change=change, world_size=2)
+    options = ["--init", source / "first.pt", *every, "--save", "second.pt"]
+    (tmp_path / "part").mkdir()
+    with start(tmp_path / "part", corpus, *options, change=change) as process:
+        while not list((tmp_path / "part").glob("records/*/*/*.checkpoint/step*8")) and process.running:
+            pass
+        process.kill()
+    resume = [*options, "--resume", "records/other/attempts"]
+    with start(tmp_path / "part", corpus, *resume, change=change) as process:
+        assert process.wait() == [0, 0], process.err
+    whole, part = (tg.load_model(str(tmp_path / name / "second.pt")) for name in ("whole", "part"))
+    assert all(map(torch.equal, whole.state_dict().values(), part.state_dict().values()))
+    assert table_of(whole) == table_of(part)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--init", "no.pt"], "cannot load no.pt: No such file or directory; give a file that --save wrote"),
+        (["--init", "corpus.txt"], "cannot load corpus.txt: "),
+        (["--set", "head_dim=12"], "another model (there, here): head_dim (8, 12); give the options it had"),
+        (["--set", "layers.1.xsa=false"], "another model (there, here): layers.1.xsa (True, False); "),
+        (["--set", "sign_rows=32", "--set", "mudd_dim=8"], "here): sign_rows (64, 32); mudd_dim (64, 8); "),
+        (["--set", "ngrams.orders=2,4"], "another model (there, here): ngrams.orders.1 (3, 4); "),
+        (["--set", "ngrams.orders=2,3,4"], "another model (there, here): ngrams.orders.2 (None, 4); "),
+    ],
+)
+def test_what_does_not_fit_gets_one_line(corpus, first, tmp_path, options, message):
+    """Before anything is trained or logged, on every rank."""
+    (tmp_path / "corpus.txt").write_text("no model")
+    options = options if "--init" in options else ["--init", first(*NGRAMS) / "first.pt", *options]
+    with start(tmp_path, corpus, *options, change=NGRAMS) as process:
+        assert process.wait() == [1, 1]
+    (line,) = process.final_output["err"].splitlines()
+    assert line.startswith("train_gpt.py: error: ") and message in line
+    assert not (tmp_path / "records").exists()
