@@ -1,6 +1,7 @@
 """Tests --init: runs that start from the model of an earlier one, with real processes."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_it_resumes_as_any_run_does(corpus, first, tmp_path):
     (tmp_path / "part").mkdir()
     with start(tmp_path / "part", corpus, *options, change=change) as process:
         while not list((tmp_path / "part").glob("records/*/*/*.checkpoint/step*8")) and process.running:
-            pass
+            time.sleep(0.05)
         process.kill()
     resume = [*options, "--resume", "records/other/attempts"]
     with start(tmp_path / "part", corpus, *resume, change=change) as process:
