@@ -16,7 +16,7 @@ Sections; each uses only what is above it
     1  This text, imports
     2  Config       layer, parameter, scalar and stage tables; presets; --set name=value
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
-    4  Runtime      processes and devices, clock, log
+    4  Runtime      processes and devices, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
     6  Reference    operations in plain torch, of kernels and others; attention; composed heads; Polar Express
     7  Kernels      some of these in Triton; the backend of a run; matmuls that write gradients into main_grad
@@ -64,7 +64,7 @@ from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
-from functools import cache, partial, reduce
+from functools import cache, partial, reduce, wraps
 from pathlib import Path
 from typing import Callable, Iterable, NamedTuple, Sequence
 
@@ -629,7 +629,7 @@ def train_tokens(cfg: Config) -> int:
 
 
 # ============================================================================================================
-# 4  Runtime. Processes and devices, the clock, the log and the screen.
+# 4  Runtime. Processes and devices, the clock, labels in traces, the log and the screen.
 # ============================================================================================================
 
 
@@ -642,14 +642,33 @@ class PeerFailure(UserError):
     """Another rank died or failed; only its own message says why."""
 
 
-@contextlib.contextmanager
-def peer_failure_guard():
-    """Wraps blocking collectives: a RuntimeError means that a peer died, unless it is this GPU's own.
+def section(label: str) -> Callable:
+    """Returns a decorator that labels a function's calls in traces; in `label`, {1} is their argument 1.
+
+    A label is a section of a step and, after a space, the parameter's name. Not for code that is compiled.
+    """
+
+    def decorate(function):
+        @wraps(function)
+        def labelled(*args, **kwargs):
+            if not torch.autograd.profiler._is_profiler_enabled:  # record_function takes 10 us even so
+                return function(*args, **kwargs)
+            with torch.profiler.record_function(label.format(*args)):
+                return function(*args, **kwargs)
+
+        return labelled
+
+    return decorate
+
+
+@section("waiting")
+def wait_for(blocking: Callable, *args) -> None:
+    """Calls what waits for other ranks: a RuntimeError means that a peer died, unless it is this GPU's own.
 
     A GPU reports a failed kernel at any later call: that error is raised as it is.
     """
     try:
-        yield
+        blocking(*args)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as e:
@@ -1327,14 +1346,17 @@ class Prefetcher:
 
     def next(self) -> Batch | None:
         """Returns the next batch; None after the last."""
-        batch = self.queue.pop(0).result()
+        batch = self.peek()
+        self.queue.pop(0)
         self.queue.append(self._submit())
         return batch
 
+    @section("waiting batch")
     def peek(self) -> Batch | None:
         """Returns the batch that next() will return."""
         return self.queue[0].result()
 
+    @section("index")
     def _build(self, plan: StepPlan) -> Batch:
         micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len)
         for batch in micro_batches:
@@ -2936,6 +2958,7 @@ class GPT(nn.Module):
         weights = scaled_weights(scale_rows.view(2, n), qk, v, out, self.backend)
         return list(zip(*(w.unbind() for w in weights)))
 
+    @section("forward")
     def hidden_states(
         self,
         batch: MicroBatch,
@@ -3153,6 +3176,7 @@ class GPT(nn.Module):
             losses.append(self.backend.compiled(next_token_losses)(x_part @ w, targets))
         return torch.cat(losses)
 
+    @section("head")
     def head_loss_and_grad(
         self,
         x: Tensor,
@@ -3270,8 +3294,7 @@ class Pending(NamedTuple):
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            with peer_failure_guard():
-                self.work.wait()
+            wait_for(self.work.wait)
         return self.result if self.finish is None else self.finish(self.result)
 
 
@@ -3317,6 +3340,7 @@ class Exchange:
         """Returns this rank's block of t's first axis, a view."""
         return t.chunk(self.world_size)[self.rank]
 
+    @section("exchange {1}")
     def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> Pending:
         """Averages `grad` over ranks: all of it (all_reduce), or this rank's block (otherwise).
 
@@ -3360,6 +3384,7 @@ class Exchange:
         recv_counts = self.send_numbers("counts", kind, np.array(send_counts), ones, ones).tolist()
         return self.send_numbers("row ids", kind, ids, send_counts, recv_counts), recv_counts
 
+    @section("rows {2}")
     def send_rows(
         self, kind: str, name: str, rows: Tensor, transfer: Transfer, out: Tensor | None = None
     ) -> Pending:
@@ -3371,6 +3396,7 @@ class Exchange:
         self.sent[f"{kind} {name}"] += rows.nbytes - rows.split(send_counts)[self.rank].nbytes
         return Pending(out, dist.all_to_all_single(out, rows, recv_counts, send_counts, **self.options))
 
+    @section("gather {1}")
     def gather(self, name: str, t: Tensor) -> Pending:
         """Fills t, of which each rank has updated its own block, from all ranks."""
         if self.world_size == 1:
@@ -3385,8 +3411,7 @@ class Exchange:
         """Returns every rank's small value, in rank order. Blocks: not for the timed loop."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            with peer_failure_guard():
-                dist.all_gather_object(values, value, group=self.group)
+            wait_for(dist.all_gather_object, values, value, self.group)
         return values
 
     def run_on_all_ranks(self, function: Callable, *args):
@@ -3425,6 +3450,7 @@ def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     }
 
 
+@section("update {3.name}")
 def adam(
     p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
 ) -> None:
@@ -3494,6 +3520,7 @@ def normuon_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict
     return state
 
 
+@section("update {3.name}")
 def normuon(
     p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
 ) -> None:
@@ -3893,6 +3920,7 @@ class Optimizer:
             self.ngrams.begin(batch)
         self.rows = self.ngrams.plans if self.ngrams else move(batch.rows, self.device)
 
+    @section("rows")
     @torch.no_grad()
     def accumulate_row_grads(
         self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex], signs: Tensor | None = None
@@ -3966,6 +3994,7 @@ class Optimizer:
             grad += tied_grad.T
         self.zero_grad_of(name)
 
+    @section("update")
     def work(self, plan: StepPlan, pending: dict[str, Pending]) -> None:
         """Updates what has a scattered gradient: rows of n-grams, then parameters in work_order and a gather.
 
@@ -4081,7 +4110,7 @@ def train_step(
             optimizer.in_flight["act_scale"] = maximum._replace(finish=model.set_act_scale)
         if last and optimizer.ngrams:
             optimizer.ngrams.fetch_early(following())
-        torch.autograd.backward(*zip(*backward_roots))  # type: ignore[arg-type]
+        section("backward")(torch.autograd.backward)(*zip(*backward_roots))
         optimizer.accumulate_row_grads(leaves, micro_batch.index, model.signs)
         losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.loss_weights)))
     optimizer.step(plan)
@@ -4598,8 +4627,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=whole,
         const=8,
         default=0,
-        help="trace four steps from STEP on (default 8) into RUN.trace.json.gz beside the log, for "
-        "ui.perfetto.dev; such a run counts for no track",
+        help="trace four steps from STEP on (default 8) into RUN.rank0.trace.json.gz, RUN.rank1..., "
+        "beside the log, for bench/timeline.py and ui.perfetto.dev; such a run counts for no track",
     )
     add(
         "--check",
@@ -4666,10 +4695,11 @@ def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
     def write(profiler) -> None:
         with explain(f"cannot write the trace {path}", "make room, or omit --profile", OSError, RuntimeError):
             profiler.export_chrome_trace(str(path))
-        log.print0(f"trace: {path}; writing it was on the clock", file=False)
+        log.print0(f"trace: {path}, and one of every other rank; writing it was on the clock", file=False)
 
     schedule = torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1)
-    return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=True)  # the one that builds batches, too
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write, experimental_config=config)
 
 
 def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, prefetch: Exchange) -> None:
@@ -4814,8 +4844,8 @@ def run(args: argparse.Namespace, script: str) -> None:
         try:
             with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced
                 trace = None
-                if args.profile and rank == 0:
-                    profiler = trace_steps(folder / f"{run_id}.trace.json.gz", args.profile, log)
+                if args.profile:
+                    profiler = trace_steps(folder / f"{run_id}.rank{rank}.trace.json.gz", args.profile, log)
                     trace = partial(traced.enter_context, profiler)
                 every, init = args.checkpoint_every, args.init
                 model, summary = train(

@@ -16,7 +16,7 @@
     gains     what planned changes of the script would save (gpu_gains.py)
 
 Prints each row as soon as it is known. OUT gets the rows (rows.jsonl), tracebacks (errors.txt), the machine's
-description (environment.txt), the runs' logs, a trace for ui.perfetto.dev, and the closing table with the
+description (environment.txt), the runs' logs, traces for ui.perfetto.dev, and the closing table with the
 settings for this card (summary.txt). Needs no internet. Exit status: 1 if a check failed.
 
 A check that raises, hangs or kills its process costs its own rows only (check_runner.py). When --minutes are
@@ -681,7 +681,7 @@ def call(command: Sequence[Any], cwd: Path) -> None:
 
 
 def timed_run(setup: Setup, name: str, settings: str) -> Iterator[Row]:
-    """Trains by train_gpt.py, on all GPUs, on synthetic tokens. Keeps the log, and the first run's trace."""
+    """Trains by train_gpt.py, on all GPUs, on synthetic tokens. Keeps the log, and the first run's traces."""
     settings = f"{setup.settings} val_slices=2 val_every=0 {settings}"
     settings += " stages.*.steps=12" if setup.on_gpu else ""
     cfg = with_settings(tg.PRESETS[setup.preset], settings)

@@ -70,7 +70,7 @@ def test_everything_runs_without_a_gpu(tmp_path):
     names = {path.name for path in (tmp_path / "answers").iterdir()}
     assert names == {
         *("rows.jsonl", "environment.txt", "summary.txt"),
-        *("run.txt", "run.trace.json.gz", "plain_run.txt"),
+        *("run.txt", "run.rank0.trace.json.gz", "plain_run.txt"),
     }
     assert (tmp_path / "answers/plain_run.txt").read_text().endswith("complete: yes\n")
 

@@ -409,7 +409,7 @@ def test_profile(folder):
     """The trace beside the log has four numbered steps with their operations. The run is in no track."""
     out, log = run_forked(folder, *settings("warmup=false", "microbatches=2"), "--profile", "2")
     assert log.parent.parent.name == "other"
-    trace = log.with_name(f"{log.stem}.trace.json.gz")
+    trace = log.with_name(f"{log.stem}.rank0.trace.json.gz")
     assert str(trace.relative_to(folder)) in out
     with gzip.open(trace, "rt") as f:
         events = json.load(f)["traceEvents"]
