@@ -16,7 +16,7 @@ mode=''
 case ${1-} in --fast|--cpus) mode=$1; shift ;; esac
 
 find_environment "$(count_gpus)"
-packages="pytest pytest-xdist scipy matplotlib"
+packages="pytest pytest-xdist scipy matplotlib safetensors"
 if [[ $#$mode == 0 ]]; then packages+=" ruff==0.17.6 mypy"; fi
 if [[ $(uname -sm) == "Linux x86_64" ]]; then
     packages+=" triton"   # torch's CPU build brings none, yet triton's interpreter runs our kernels without a GPU

@@ -1,4 +1,4 @@
-"""Tests evals/generate.py and evals/loss.py, on random models and on the model of a run with n-grams."""
+"""Tests evals/generate.py, loss.py and export.py, on random models and on the model of a run with n-grams."""
 
 import gzip
 import json
@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import safetensors
 import tiktoken
 import torch
 
@@ -18,6 +19,7 @@ from test_config import ROOT
 from test_ngram_runs import closing_block, log_of, make_config
 
 sys.path.insert(0, str(ROOT / "evals"))
+import export
 import generate
 import loss
 
@@ -398,3 +400,37 @@ def test_bad_input_of_loss_gets_one_line(run, capsys, arguments, message):
         loss.main(["m.pt", *arguments])
     line = error.value.code if isinstance(error.value.code, str) else capsys.readouterr().err.splitlines()[-1]
     assert message in line and "\n" not in line
+
+
+# ---- export ------------------------------------------------------------------------------------------------
+
+
+def test_an_exported_model_is_the_saved_one(run, capsys):
+    """In names, shapes, dtypes and every bit, with its table and config."""
+    cfg = make_config(run / "corpus", "dtype=bfloat16", "ngrams.orders=")
+    tg.save_model("bigrams.pt", tg.GPT(cfg))
+    for name in ("m", "bigrams"):
+        export.main([f"{name}.pt", f"{name}.safetensors"])
+        with safetensors.safe_open(f"{name}.safetensors", "pt") as file:
+            config, tensors = file.metadata()["config"], {key: file.get_tensor(key) for key in file.keys()}
+        model = tg.load_model(f"{name}.pt")
+        assert tg.config_from_dict(json.loads(config)) == model.cfg
+        expected = model.state_dict()
+        if name == "m":
+            expected["ngrams"] = torch.from_file("m.pt.ngrams", size=602 * 12, dtype=torch.float32).view(
+                602, 12
+            )
+        assert tensors.keys() == expected.keys()
+        for key, value in expected.items():
+            assert tensors[key].dtype == value.dtype and torch.equal(tensors[key], value), key
+        shapes = {line.split()[0]: line.split(None, 2)[2] for line in capsys.readouterr().out.splitlines()}
+        assert shapes == {key: str(tuple(value.shape)) for key, value in expected.items()}
+
+
+@pytest.mark.parametrize(
+    "arguments, message", [(["no.pt", "x"], "cannot load no.pt: "), (["m.pt", "no/x"], "No such file")]
+)
+def test_bad_input_of_export_gets_one_line(arguments, message):
+    with pytest.raises(SystemExit) as error:
+        export.main(arguments)
+    assert message in error.value.code and "\n" not in error.value.code

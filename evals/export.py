@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Writes a saved model as a safetensors file, for other programs.
+
+    python evals/export.py MODEL OUT.safetensors
+
+Needs the package safetensors. The file's metadata has one entry, "config": the config as JSON, which says
+what the layers are. Its tensors are printed with dtypes and shapes, which do not depend on processes:
+
+    embed (V, d), lm_head (d, V)        token embeddings, the head
+    bigram_embed (rows, d)              rows of hashed bigrams; with n-grams in their place:
+    ngrams (ranges * rows, width)       rows of each order and hash, in turn
+    signs (sign_rows, d or width)       -1 and 1, by which rows of bigrams or n-grams are multiplied
+    value_embeds (V, tables, d)         token embeddings that layers add to their values
+    qk_bank (layers * H, 2 D, d)        of each layer with attention: query rows (d, d), then key rows (d, d)
+    vo_bank (layers * 2, d, d)          their value and output matrices, in turn
+    mlp_bank (L, 2, F, d)               of each layer: fc, proj; the MLP is relu(h fc.T)^2 proj
+    scalars (2 L + 2,)                  factors of each layer's QKV and output weight; the smear's, the skip's
+    resid_lambdas, post_lambdas (L, 2)  factors of the stream and of the output, at attention and at the MLP
+    smear_gate (1, 12), ve_gate_bank (tables, H, 12)    gates that read 12 channels
+    mudd_w1, mudd_w2, mudd_b2           two MLPs: weights of the last layer's and of the head's connections
+    mudd_gate_w1, _w2, _b2, _scale      two MLPs: gates of every token
+
+V tokens, padded; d = H * D channels, H heads; L layers; F the MLPs' width. train_gpt.py says what each does.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt as tg
+
+
+def named_tensors(model: tg.GPT) -> dict[str, torch.Tensor]:
+    """Returns all that a saved model consists of; a table of n-grams is read into memory."""
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    if model.ngrams:
+        tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(model.ngrams.rows)))
+    return tensors
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
+    parser.add_argument("out", metavar="OUT.safetensors")
+    args = parser.parse_args(argv)
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError:
+        sys.exit("export.py: needs safetensors: python -m pip install safetensors")
+    try:
+        model = tg.load_model(args.model)
+        tensors = named_tensors(model)
+        save_file(tensors, args.out, {"config": json.dumps(dataclasses.asdict(model.cfg))})
+    except (OSError, SafetensorError, tg.UserError) as error:
+        sys.exit(f"export.py: {error}")
+    for name, tensor in sorted(tensors.items()):
+        print(f"{name:20} {str(tensor.dtype).removeprefix('torch.'):10} {tuple(tensor.shape)}")
+
+
+if __name__ == "__main__":
+    main()
