@@ -335,6 +335,10 @@ class Config:
     def stage_starts(self) -> list[int]:
         return [sum(stage.steps for stage in self.stages[:i]) for i in range(len(self.stages))]
 
+    @property
+    def predicts_prefixes(self) -> bool:
+        return any(stage.prefix_start or stage.prefix_end for stage in self.stages)
+
 
 RECORD = Config()
 
@@ -878,7 +882,7 @@ class Dataset(NamedTuple):
     val: list[Path]
     bytes_per_token: float  # of the validation text; 0: unknown
     fingerprint: str
-    vocabulary: Sequence[bytes] = ()  # each token's; empty if no loss needs them
+    vocabulary: Sequence[bytes] = ()  # each token's, if the data's folder has them
 
 
 def open_dataset(cfg: Config) -> Dataset:
@@ -4770,7 +4774,7 @@ def run(args: argparse.Namespace, script: str) -> None:
     ngrams = exchange.run_on_all_ranks(check_ngram_memory, cfg, world_size, device, local)
     data = exchange.run_on_all_ranks(open_dataset, cfg)
     path = Path(cfg.data, "vocabulary.txt")
-    if path.exists() or any(stage.prefix_start or stage.prefix_end for stage in cfg.stages):
+    if path.exists() or cfg.predicts_prefixes:
         vocabulary = exchange.run_on_all_ranks(read_vocabulary, path, cfg.vocab_size)
         data = data._replace(vocabulary=vocabulary)
     task = {
@@ -4938,7 +4942,7 @@ def train(
     clock.start()
     loader = TrainLoader(cfg, data.train, exchange.rank, exchange.world_size, position)
     batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), prefetch)
-    if data.vocabulary:
+    if cfg.predicts_prefixes:
         model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
