@@ -108,6 +108,10 @@ class Counts(TorchDispatchMode):
     def begin_step(self) -> None:
         self.step = Step(Counter(), Counter())
 
+    def begin_batch(self, batch: tg.Batch) -> None:
+        """Begins a step on this batch, whose numbers are on the CPU."""
+        self.begin_step()
+
     def end_step(self) -> Step:
         return self.step
 
@@ -149,13 +153,29 @@ class Counts(TorchDispatchMode):
 
         return call
 
+    def add_kernel(self, name: str, tensors: Any, *sizes: Any) -> None:
+        """Counts the launch of a Triton kernel, with what it reads and writes."""
+        self.add("triton")
+
+    def add_collective(self, kind: str, name: str, nbytes: int) -> None:
+        """Counts a collective, in which each rank sends so many bytes."""
+        self.add("collectives")
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[list]:
+        """Counts a call of compiled code. Whoever runs it appends its results to the list."""
+        self.add("calls")
+        with self.paused():
+            yield []
+
     def as_kernel(self, plain: Callable) -> Callable:
         """Wraps an operation as one launch of a Triton kernel."""
 
         def call(*args):
-            self.add("triton")
             with self.paused():
-                return plain(*args)
+                out = plain(*args)
+            self.add_kernel(plain.__name__, (args, out))
+            return out
 
         return call
 
@@ -166,9 +186,9 @@ class Counts(TorchDispatchMode):
             leaves, spec = tree_flatten((args, kwargs))
             if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in leaves):
                 return CompiledCall.apply(self, function, spec, *leaves)
-            self.add("calls")
-            with self.paused():
-                return function(*args, **kwargs)
+            with self.inside(function.__name__) as results:
+                results.append(function(*args, **kwargs))
+            return results[0]
 
         return call
 
@@ -178,14 +198,14 @@ class CompiledCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, counts: Counts, function: Callable, spec, *leaves):
-        counts.add("calls")
-        ctx.counts = counts
-        with counts.paused(), torch.enable_grad():
+        ctx.counts, ctx.name = counts, function.__name__
+        with counts.inside(ctx.name) as results, torch.enable_grad():
             ctx.inputs = [
                 x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves
             ]
             args, kwargs = tree_unflatten(ctx.inputs, spec)
             out = function(*args, **kwargs)
+            results.append(out)
         outs = out if isinstance(out, tuple) else (out,)
         ctx.outs = outs
         ctx.set_materialize_grads(False)
@@ -194,11 +214,11 @@ class CompiledCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        ctx.counts.add("calls")
         wanted = [x for x in ctx.inputs if isinstance(x, Tensor) and x.requires_grad]
-        with ctx.counts.paused():
+        with ctx.counts.inside(f"{ctx.name} backward") as results:
             outs, grads = zip(*((x, g) for x, g in zip(ctx.outs, grads) if g is not None))
-            found = iter(torch.autograd.grad(outs, wanted, grads, allow_unused=True))
+            results.append(torch.autograd.grad(outs, wanted, grads, allow_unused=True))
+        found = iter(results[0])
         grads = (next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in ctx.inputs)
         return None, None, None, *grads
 
@@ -210,22 +230,33 @@ class CountingExchange(SingleRankExchange):
         super().__init__(0, world_size)
         self.counts = counts
 
-    def reduce(self, *args, **kwargs) -> tg.Pending:
-        self.counts.add("collectives")
-        return super().reduce(*args, **kwargs)
+    def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> tg.Pending:
+        others, rings = self.world_size - 1, 2 if how == "all_reduce" else 1
+        nbytes = rings * grad.nbytes * others // self.world_size
+        if how == "all_reduce" and recv_buffer is not None:  # all of it to each
+            nbytes = grad.nbytes * others
+        self.counts.add_collective(how, name, nbytes)
+        return super().reduce(name, how, grad, recv_buffer)
 
-    def send_rows(self, *args) -> tg.Pending:
-        self.counts.add("collectives")
+    def send_rows(
+        self, kind: str, name: str, rows: Tensor, transfer: tg.Transfer, out: Tensor | None = None
+    ) -> tg.Pending:
+        others = 1 - transfer.send_counts[self.rank] / max(1, len(rows))
+        self.counts.add_collective(kind, name, round(others * rows.nbytes))
         with self.counts.paused():
-            return super().send_rows(*args)
+            return super().send_rows(kind, name, rows, transfer, out)
 
-    def all_reduce(self, *args) -> tg.Pending:
-        self.counts.add("collectives")
-        return super().all_reduce(*args)
+    def all_reduce(self, t: Tensor, op=torch.distributed.ReduceOp.SUM) -> tg.Pending:
+        self.counts.add_collective("all_reduce", "", 2 * t.nbytes * (self.world_size - 1) // self.world_size)
+        return super().all_reduce(t, op)
 
     def gather(self, name: str, t: Tensor) -> tg.Pending:
-        self.counts.add("collectives")
+        self.counts.add_collective("all_gather", name, t.nbytes * (self.world_size - 1) // self.world_size)
         return super().gather(name, t)
+
+
+def segment_sum_rows(out: Tensor, grad: Tensor, index: tg.RowIndex, signs: Tensor | None = None) -> None:
+    """Does nothing: torch's "meta" has no segment_reduce."""
 
 
 def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
@@ -233,8 +264,8 @@ def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     chosen: dict[str, Any] = {
         name: counts.as_kernel(getattr(tg, name)) for kernel in cfg.kernels for name in tg.KERNELS[kernel]
     }
-    if "segment_sum_rows" in chosen:  # "meta" has no segment_reduce
-        chosen["segment_sum_rows"] = counts.as_kernel(lambda *args: None)
+    if "segment_sum_rows" in chosen:
+        chosen["segment_sum_rows"] = counts.as_kernel(segment_sum_rows)
     if "compose_heads" in chosen:  # it has kernels in its backward too, which run_steps replaces
         chosen["compose_heads"] = tg.triton_compose_heads
     if cfg.attention != "dense":
@@ -247,11 +278,15 @@ def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
 class CountedKernel:
     """Takes a Triton kernel's place: counts its launches."""
 
-    def __init__(self, counts: Counts):
-        self.counts = counts
+    def __init__(self, name: str, counts: Counts):
+        self.name, self.counts = name, counts
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        return lambda *args, **options: self.counts.add("triton")
+        def call(*args, BACKWARD=False, **tiles):
+            sizes = [x for x in args if not isinstance(x, Tensor)]
+            self.counts.add_kernel(self.name + (" backward" if BACKWARD else ""), args, *sizes)
+
+        return call
 
 
 @contextlib.contextmanager
@@ -330,7 +365,9 @@ class GeneratedCounts(Counts):
         return call
 
 
-def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, counts: Counts) -> list[Step]:
+def run_steps(
+    cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, counts: Counts, validated: bool = True
+) -> list[Step]:
     """Runs four steps of rank 0 of `world_size` in a stage, every second with Adam. Returns the last two.
 
     As in a run, validation comes first: compiled code is then for any length from the first step on.
@@ -367,14 +404,15 @@ def run_steps(cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, 
         stack.enter_context(patched(torch, _scaled_mm=gpu_code.scaled_mm))
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
         for kernel in ("compose_heads_kernel", "compose_heads_key_grad_kernel"):
-            stack.enter_context(patched(tg, **{kernel: CountedKernel(counts)}))
+            stack.enter_context(patched(tg, **{kernel: CountedKernel(kernel, counts)}))
         stack.enter_context(patched(tg.NgramTable, fetch=gpu_code.fetch_nothing))
         one_slice, model.ngrams = dataclasses.replace(cfg, val_slices=1), optimizer.ngrams
         val = tg.ValLoader(one_slice, paths)
-        gpu_code.validate(model, val, exchange, plans[0].windows, 1)
+        if validated:
+            gpu_code.validate(model, val, exchange, plans[0].windows, 1)
         for _ in range(4):
             batch = batches.next()
-            counts.begin_step()
+            counts.begin_batch(batch)
             with counts.watch():
                 tg.train_step(model, optimizer, batch, batches.peek)
             steps.append(counts.end_step())
@@ -397,6 +435,13 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Step]
             if column in ("eager", "triton", "inductor"):
                 step.columns[phase, "launches"] += n
     return steps, memory.peak
+
+
+def check(cfg: tg.Config, world_size: int) -> None:
+    """Raises UserError for a config whose steps cannot be counted."""
+    tg.check_config(cfg, world_size)
+    if cfg.ngrams.orders and cfg.ngrams.placement == "host":
+        raise tg.UserError("rows in host memory have no place on torch's meta device; use sharded")
 
 
 def print_step(name: str, step: Step, details: bool) -> None:
@@ -430,9 +475,7 @@ def main(argv: list[str] | None = None) -> int:
             cfg = tg.override(cfg, setting)
         if args.ranks < 1:
             raise tg.UserError(f"--ranks {args.ranks}: give 1 or more")
-        tg.check_config(cfg, args.ranks)
-        if cfg.ngrams.orders and cfg.ngrams.placement == "host":
-            raise tg.UserError("rows in host memory have no place on torch's meta device; use sharded")
+        check(cfg, args.ranks)
         if not 0 <= args.stage < len(cfg.stages) or not cfg.stages[args.stage].steps:
             raise tg.UserError(f"--stage {args.stage}: name a stage with steps, 0 to {len(cfg.stages) - 1}")
         steps, peak = count_steps(cfg, args.stage, args.ranks)
