@@ -19,6 +19,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Callable
 
 import numpy as np
 from tqdm import tqdm
@@ -85,8 +86,8 @@ def download(url: str, part: Path, size: int, name: str) -> None:
         time.sleep(1)
 
 
-def fetch(out: Path, name: str) -> None:
-    """Downloads OUT/NAME unless it is complete. Raises UserError if what arrives is not a complete shard."""
+def fetch(out: Path, name: str, dataset: str = DATASET, check: Callable[[Path], None] = check) -> None:
+    """Downloads OUT/NAME unless it is complete. Raises UserError if what arrives is not, by `check`."""
     path = out / name
     if path.exists():
         try:
@@ -94,7 +95,7 @@ def fetch(out: Path, name: str) -> None:
         except UserError as error:
             tqdm.write(f"{name}: removing a broken file ({error})")
             path.unlink()
-    url = hf_hub_url(DATASET, name, repo_type="dataset")
+    url = hf_hub_url(dataset, name, repo_type="dataset")
     hub = get_hf_file_metadata(url)
     if not hub.etag or not hub.size:
         raise UserError(

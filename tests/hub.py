@@ -13,18 +13,16 @@ import threading
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-RESOLVE = "/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
-
 
 class Hub:
-    """Serves `files`, {name: bytes}, in a with block.
+    """Serves `files`, {name: bytes}, of a dataset, in a with block.
 
     heads: names of the files whose size and checksum were requested. requests: requests for bytes, as (name,
     Range or None). Both in order of arrival.
     """
 
-    def __init__(self, files: dict[str, bytes]):
-        self.files = files
+    def __init__(self, files: dict[str, bytes], dataset: str = "kjj0/fineweb10B-gpt2"):
+        self.files, self.root = files, f"/datasets/{dataset}/resolve/main/"
         self.heads, self.requests = [], []
         # name: [(size, how)], one per response: it ends after `size` bytes. close: the connection is closed;
         # hold: it is silent until `release` is set; reset: likewise, and is then reset.
@@ -73,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         name = self.path.rpartition("/")[2]
-        if self.path.startswith(RESOLVE):
+        if self.path.startswith(self.hub.root):
             return self.redirect(name)
         if self.path != f"/bytes/{name}":
             return self.answer(404, Content_Length=0)
@@ -104,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = how is not None
 
     def redirect(self, name):
-        if name not in self.hub.files or not self.path.startswith(RESOLVE):
+        if name not in self.hub.files or not self.path.startswith(self.hub.root):
             return self.answer(404, X_Error_Code="EntryNotFound", Content_Length=0)
         body = self.hub.files[name]
         etag = self.hub.etags.get(name, hashlib.sha256(body).hexdigest())
