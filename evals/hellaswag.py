@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Takes HellaSwag with a model that `./run.sh --save MODEL` has written: which of four endings fits a text?
+
+    python evals/hellaswag.py MODEL [--limit N]                       (first downloads 12 MB)
+    python evals/hellaswag.py MODEL --file hellaswag_val.jsonl
+
+Prints two accuracies on the validation split's 10,042 items (Zellers et al. 2019, arXiv:1905.07830), each
+with its standard error (binomial). The model is trained on none of them. Chance is 0.25.
+
+    acc_norm   the right ending has the lowest mean loss per token
+    acc        the right ending has the lowest sum of losses
+
+As in llm.c, a text is `ctx` as it is, a space and an ending, whose tokens alone count; by this GPT-2 (124M)
+has 0.2955 and 0.2859. lm-evaluation-harness cleans the texts and divides by the ending's characters.
+
+Items come in a fixed pseudorandom order, and --limit takes the first N. So the accuracy so far, beside the
+progress bar, is that of a random sample. On a GPU if there is one, in plain torch either way.
+
+A line of a FILE is JSON: `ctx`, four `endings`, a `label` from 0 to 3. What is downloaded must have the
+SHA-256 of the original, whose own repository GitHub has blocked since September 2026 (a copyright claim by
+wikiHow). If the copy goes too, the dataset Rowan/hellaswag has the same fields, in Parquet.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Iterator, NamedTuple, Sequence
+
+import numpy as np
+import tiktoken
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from generate import ROOT, load, number, tg, tokenize_text
+
+DATASET, NAME, FOLDER = "DavidNguyen/Data_Language_Pretrain", "hellaswag_val.jsonl", ROOT / "data/hellaswag"
+SHA256, ITEMS = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588", 10042  # of the original
+CPU_BATCH_TOKENS = 4096
+
+
+class Item(NamedTuple):
+    context: str
+    endings: list[str]
+    label: int
+
+
+class Document(NamedTuple):
+    tokens: np.ndarray  # (n,) uint16: BOS, the context, an ending
+    scored: int  # how many of the last are the ending's
+
+
+def check(path: Path) -> None:
+    """Raises tokenize_text.UserError unless the file is the original."""
+    if hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
+        raise tokenize_text.UserError(f"{path}: not the original, whose SHA-256 begins with {SHA256[:12]}")
+
+
+def download() -> Path:
+    """Returns the original file, which is downloaded unless it is there. A stopped download continues."""
+    import fineweb  # here: a FILE needs no hub
+
+    fineweb.logging.set_verbosity_error()  # of its retries; the last error is reported
+    try:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        fineweb.fetch(FOLDER, NAME, DATASET, check)
+    except fineweb.ERRORS as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise tg.UserError(f"cannot get {NAME} from {DATASET}: {reason}; try again, or use --file") from error
+    return FOLDER / NAME
+
+
+def read_items(path: Path, limit: int | None = None) -> list[Item]:
+    """Returns `limit` items, or all, in the fixed order. Raises tg.UserError if any in the file is bad."""
+    items = []
+    for line, text in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            entry = json.loads(text)
+            item = Item(entry["ctx"], entry["endings"], int(entry["label"]))  # Rowan/hellaswag's are texts
+            texts = [type(part) for part in (item.context, *item.endings)]
+        except (ValueError, KeyError, TypeError):
+            texts = []
+        if texts != [str] * 5 or item.label not in range(4):
+            message = "not an item; it needs a text `ctx`, four texts `endings`, a `label` from 0 to 3"
+            raise tg.UserError(f"{path}:{line}: {message}")
+        items.append(item)
+    if len(items) < limit if limit else len(items) != ITEMS:
+        raise tg.UserError(
+            f"{path} has {len(items)} items, not {limit or ITEMS}; get it again, or use --limit"
+        )
+    order = np.random.RandomState(0).permutation(len(items))  # a generator that NumPy never changes
+    return [items[i] for i in order[:limit]]
+
+
+def encode(item: Item, encoding: tiktoken.Encoding) -> list[Document]:
+    begin = [encoding.eot_token, *encoding.encode_ordinary(item.context)]
+    endings = [encoding.encode_ordinary(" " + ending) for ending in item.endings]
+    return [Document(np.array(begin + ending, np.uint16), len(ending)) for ending in endings]
+
+
+def pack(documents: Sequence[Document], cfg: tg.Config) -> tg.MicroBatch:
+    """Returns a micro-batch in which each document has the losses that it has alone.
+
+    N-grams, the smear and shifted keys look back over a document's start. So n-grams are hashed document by
+    document, and each has two BOS before it, documents of one token. The smear takes from the token before:
+    the first BOS has something of other text, the second is a multiple of itself, which its norm undoes. So
+    the second has the key of the document's own BOS, to which that is shifted.
+    """
+    lengths = [len(d.tokens) for d in documents]
+    alone = [
+        tg.make_micro_batch(np.append(d.tokens, 0), tg.NO_ROWS, len(d.tokens), 2, cfg) for d in documents
+    ]
+
+    def join(name: str) -> torch.Tensor:
+        return torch.cat([getattr(b, name)[..., [0, 0, *range(len(b.inputs))]] for b in alone], -1)
+
+    signs = join("signs") if cfg.sign_rows else None
+    ends = tg.int32(np.cumsum([0, *(size for n in lengths for size in (1, 1, n))]))
+    return tg.MicroBatch(join("inputs"), join("targets"), join("ngrams"), signs, ends, max(lengths)).pack()
+
+
+def ending_losses(model: tg.GPT, documents: Sequence[Document]) -> list[np.ndarray]:
+    """Returns the losses of each document's ending, (scored,) float64, by one forward."""
+    batch, windows = pack(documents, model.cfg), tg.window_tokens(model.cfg, model.cfg.val_windows)
+    losses = model.token_losses(batch.to(model.device), windows).double().cpu().numpy()
+    lasts = np.cumsum([2 + len(d.tokens) for d in documents]) - 1  # whose target is no longer the document's
+    return [losses[last - d.scored : last] for d, last in zip(documents, lasts)]
+
+
+def batches(documents: Sequence[Document], budget: int) -> Iterator[Sequence[Document]]:
+    """Yields `documents` in batches of at most `budget` tokens, with the two before each document."""
+    ends, begin = np.cumsum([0, *(2 + len(d.tokens) for d in documents)]), 0
+    while begin < len(documents):
+        end = int(np.searchsorted(ends, ends[begin] + budget, "right")) - 1
+        if end == begin:
+            raise tg.UserError(
+                f"a text has {len(documents[begin].tokens)} tokens; this model takes {budget - 2}"
+            )
+        yield documents[begin:end]
+        begin = end
+
+
+def score(losses: Sequence[np.ndarray], labels: Sequence[int]) -> np.ndarray:
+    """Returns whether means, and sums, choose the right one of each item's four endings, (n, 2) bool."""
+    values = np.array([(x.mean(), x.sum()) for x in losses]).reshape(-1, 4, 2)
+    return values.argmin(1) == np.array(labels, int)[:, None]
+
+
+def standard_error(share: float, n: int) -> float:
+    return math.sqrt(share * (1 - share) / n)
+
+
+def run(args: argparse.Namespace) -> None:
+    model, encoding = load(args.model)
+    path = args.file or download()
+    items = read_items(path, args.limit)
+    documents = [document for item in items for document in encode(item, encoding)]
+    budget = min(model.cfg.val_slice_tokens, CPU_BATCH_TOKENS if model.device.type == "cpu" else sys.maxsize)
+    right, done, losses = np.zeros(2), 0, []
+    with tqdm(total=len(items), unit="item", disable=None) as bar:
+        for batch in batches(documents, budget):
+            losses += ending_losses(model, batch)
+            new = len(losses) // 4  # items of which all endings are there
+            right += score(losses[: 4 * new], [item.label for item in items[done : done + new]]).sum(0)
+            losses, done = losses[4 * new :], done + new
+            bar.update(new)
+            bar.set_postfix(acc_norm=f"{right[0] / max(done, 1):.4f}")
+    for name, share in zip(("acc_norm", "acc"), right / done):
+        print(f"{name:8} {share:.4f} +- {standard_error(share, done):.4f}")
+    print(f"chance   0.2500; {done:,} items of {path}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="with items (default: downloads it)")
+    parser.add_argument("--limit", type=number(int, 1), metavar="N", help="take N items (default: all)")
+    args = parser.parse_args(argv)
+    try:
+        run(args)
+    except (OSError, tg.UserError, tokenize_text.UserError) as error:
+        sys.exit(f"hellaswag.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
