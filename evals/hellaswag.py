@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Takes HellaSwag with a model that `./run.sh --save MODEL` has written: which of four endings fits a text?
 
-    python evals/hellaswag.py MODEL [--limit N]                       (first downloads 12 MB)
-    python evals/hellaswag.py MODEL --file hellaswag_val.jsonl
+    python evals/hellaswag.py MODEL --file hellaswag_val.jsonl [--limit N]
+    python evals/hellaswag.py MODEL --dataset OWNER/NAME              (downloads that file, 12 MB)
 
 Prints two accuracies on the validation split's 10,042 items (Zellers et al. 2019, arXiv:1905.07830), each
 with its standard error (binomial). The model is trained on none of them. Chance is 0.25.
@@ -16,9 +16,9 @@ has 0.2955 and 0.2859. lm-evaluation-harness cleans the texts and divides by the
 Items come in a fixed pseudorandom order, and --limit takes the first N. So the accuracy so far, beside the
 progress bar, is that of a random sample. On a GPU if there is one, in plain torch either way.
 
-A line of a FILE is JSON: `ctx`, four `endings`, a `label` from 0 to 3. What is downloaded must have the
-SHA-256 of the original, whose own repository GitHub has blocked since September 2026 (a copyright claim by
-wikiHow). If the copy goes too, the dataset Rowan/hellaswag has the same fields, in Parquet.
+A line of a FILE is JSON: `ctx`, four `endings`, a `label` from 0 to 3. --dataset names a dataset of the hub
+that has hellaswag_val.jsonl. None is built in: copies come and go, and their licence is yours to judge. What
+arrives must have the SHA-256 of the original, and stays in data/hellaswag.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from generate import ROOT, load, number, tg, tokenize_text
 
-DATASET, NAME, FOLDER = "DavidNguyen/Data_Language_Pretrain", "hellaswag_val.jsonl", ROOT / "data/hellaswag"
+NAME, FOLDER = "hellaswag_val.jsonl", ROOT / "data/hellaswag"
 SHA256, ITEMS = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588", 10042  # of the original
 CPU_BATCH_TOKENS = 4096
 
@@ -59,17 +59,17 @@ def check(path: Path) -> None:
         raise tokenize_text.UserError(f"{path}: not the original, whose SHA-256 begins with {SHA256[:12]}")
 
 
-def download() -> Path:
-    """Returns the original file, which is downloaded unless it is there. A stopped download continues."""
+def download(dataset: str) -> Path:
+    """Returns the original file, downloaded unless it is there. A stopped download continues."""
     import fineweb  # here: a FILE needs no hub
 
     fineweb.logging.set_verbosity_error()  # of its retries; the last error is reported
     try:
         FOLDER.mkdir(parents=True, exist_ok=True)
-        fineweb.fetch(FOLDER, NAME, DATASET, check)
+        fineweb.fetch(FOLDER, NAME, dataset, check)
     except fineweb.ERRORS as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise tg.UserError(f"cannot get {NAME} from {DATASET}: {reason}; try again, or use --file") from error
+        raise tg.UserError(f"cannot get {NAME} from {dataset}: {reason}; try again, or use --file") from error
     return FOLDER / NAME
 
 
@@ -155,7 +155,7 @@ def standard_error(share: float, n: int) -> float:
 
 def run(args: argparse.Namespace) -> None:
     model, encoding = load(args.model)
-    path = args.file or download()
+    path = args.file or download(args.dataset)
     items = read_items(path, args.limit)
     documents = [document for item in items for document in encode(item, encoding)]
     budget = min(model.cfg.val_slice_tokens, CPU_BATCH_TOKENS if model.device.type == "cpu" else sys.maxsize)
@@ -178,7 +178,9 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
-    parser.add_argument("--file", type=Path, metavar="FILE", help="with items (default: downloads it)")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--file", type=Path, metavar="FILE", help="the items")
+    source.add_argument("--dataset", metavar="OWNER/NAME", help="of the hub: download them from there")
     parser.add_argument("--limit", type=number(int, 1), metavar="N", help="take N items (default: all)")
     args = parser.parse_args(argv)
     try:

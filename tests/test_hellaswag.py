@@ -229,13 +229,14 @@ def test_a_text_that_the_model_cannot_take_is_an_error(saved, tmp_path):
 # ---- Download ----------------------------------------------------------------------------------------------
 
 
+DATASET = "someone/texts"
 BODY = ("\n".join(as_line(item) for item in some_items(30)) + "\n").encode()
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """Returns a hub whose file is the original."""
-    with Hub({hellaswag.NAME: BODY}, hellaswag.DATASET) as hub:
+    with Hub({hellaswag.NAME: BODY}, DATASET) as hub:
         template = hub_settings.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(hub_settings.ENDPOINT)
         address = f"http://127.0.0.1:{hub.port}"
         monkeypatch.setattr(hub_settings, "ENDPOINT", address)
@@ -259,16 +260,16 @@ def files():
 
 
 def test_the_original_is_downloaded_once(hub):
-    path = hellaswag.download()
+    path = hellaswag.download(DATASET)
     assert path.read_bytes() == BODY and files() == {hellaswag.NAME: BODY}
     assert hub.requests == [(hellaswag.NAME, None)]
-    assert hellaswag.download() == path and len(hub.requests) == len(hub.heads) == 1
+    assert hellaswag.download(DATASET) == path and len(hub.requests) == len(hub.heads) == 1
     assert len(hellaswag.read_items(path, 30)) == 30
 
 
 def test_a_stopped_download_continues(hub):
     partial(BODY).write_bytes(BODY[:1000])
-    assert hellaswag.download().read_bytes() == BODY
+    assert hellaswag.download(DATASET).read_bytes() == BODY
     assert hub.requests == [(hellaswag.NAME, "bytes=1000-")] and files() == {hellaswag.NAME: BODY}
 
 
@@ -278,14 +279,14 @@ def test_a_closed_connection_is_resumed(hub, monkeypatch):
     hub.files[hellaswag.NAME] = body
     hub.breaks[hellaswag.NAME] = [(CHUNK + 100, "close")]
     monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(body).hexdigest())
-    assert hellaswag.download().read_bytes() == body
+    assert hellaswag.download(DATASET).read_bytes() == body
     assert hub.requests == [(hellaswag.NAME, None), (hellaswag.NAME, f"bytes={CHUNK}-")]
 
 
 def test_a_damaged_file_is_replaced(hub):
     hellaswag.FOLDER.mkdir()
     (hellaswag.FOLDER / hellaswag.NAME).write_bytes(BODY[:-1])
-    assert hellaswag.download().read_bytes() == BODY
+    assert hellaswag.download(DATASET).read_bytes() == BODY
 
 
 @pytest.mark.parametrize("fault", ("another file", "damaged", "missing", "no server"))
@@ -306,6 +307,6 @@ def test_what_is_not_the_original_is_not_kept(hub, monkeypatch, fault):
     else:
         hub.server.server_close()
         hub.server.shutdown()
-    error = error_of("m")
+    error = error_of("m", "--dataset", DATASET)
     assert message in error and "cannot get hellaswag_val.jsonl from" in error and "--file" in error
     assert files() == {}
