@@ -4223,16 +4223,10 @@ def config_rules(cfg: Config, world_size: int):
         "params.tied_to": ("", "lm_head"),
         "params.reduction": ("backend", "fp32"),
     }
-    may_be_0 = [
-        "val_every",
-        "max_docs",
-        "bos_id",
-        "momentum_warmup",
-        "momentum_cooldown",
-        "sign_rows",
-        "samples",
-    ]
-    may_be_0 += ["sign_rows", "stages.steps", "layers.value", "params.wd_mul"]
+    may_be_0 = (
+        "val_every max_docs bos_id momentum_warmup momentum_cooldown sign_rows samples stages.steps "
+        "layers.value params.wd_mul"
+    ).split()
     values = dataclasses.asdict(cfg)
     values["params"] = {spec["name"]: spec for spec in values["params"]}
     for path, value in flatten(values).items():
@@ -4402,11 +4396,11 @@ def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
 def check_init(path: str, cfg: Config) -> str:
     """Returns a saved model's hash. Raises UserError if its weights do not fit a model of `cfg`."""
     model = (
-        *("vocab_size", "padded_vocab", "bos_id", "bigram_vocab_size", "sign_rows", "heads", "head_dim"),
-        *("mlp_dim", "layers", "mudd", "ngrams.orders", "ngrams.hashes", "ngrams.rows", "ngrams.width"),
-    )
+        "vocab_size padded_vocab bos_id bigram_vocab_size sign_rows heads head_dim mlp_dim layers mudd "
+        "ngrams.orders ngrams.hashes ngrams.rows ngrams.width"
+    ).split()
     configs = (flatten(dataclasses.asdict(c)) for c in (load_model(path).cfg, cfg))
-    there, here = ({key: c[key] for key in c if key.startswith(model)} for c in configs)
+    there, here = ({key: c[key] for key in c if key.startswith(tuple(model))} for c in configs)
     if diff := config_diff(there, here):
         raise UserError(f"--init {path}: another model (there, here): {diff}; give the options it had")
     return dataset_hash([Path(path)])
