@@ -76,9 +76,8 @@ class Span(NamedTuple):
     """A lane's time in one section. Times are nanoseconds."""
 
     rank: int
-    lane: (
-        str  # "main", "builder", "gloo 0", "builder gloo 2"; "stream", a GPU's busiest, "stream 9", "nccl 7"
-    )
+    # "main", "builder", "gloo 0", "builder gloo 2"; of a GPU "stream", the busiest, "stream 9", "nccl 7".
+    lane: str
     section: str
     name: str  # of the parameter, or "ngrams", "tokens"; else ""
     start: int
