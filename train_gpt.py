@@ -274,6 +274,7 @@ class Config:
     # At the final validation.
     val_windows: dict[str, int] = field(default_factory=lambda: {"short": 6, "long": 20})
     attn_scale: float = 0.1  # of the softmax before any window grows
+    past_windows: tuple[int, ...] = ()  # tokens: the longest of each stage before --init, which sets them
     dtype: str = "bfloat16"  # weights and activations: bfloat16, float32, float64
     # The schedule. Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
     # agree, large ones average out noise at the end. The last stage is the extension, trained at the final
@@ -321,7 +322,7 @@ class Config:
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with it, the forward matmuls of the MLPs too
     compile: bool = True  # torch.compile the code between kernels, and the updates
-    samples: int = 3  # texts of 100 tokens, printed after training, off the clock; 0: none
+    samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
 
     @property
     def dim(self) -> int:
@@ -613,6 +614,12 @@ def window_tokens(cfg: Config, windows: dict[str, int]) -> dict[str, int]:
     return {name: units * cfg.window_unit for name, units in windows.items()}
 
 
+def longest_windows(cfg: Config, count: int) -> list[int]:
+    """Returns the longest window, in tokens, of each of the first `count` stages that have steps."""
+    stages = [stage for stage in cfg.stages[:count] if stage.steps] or cfg.stages[:1]
+    return [max(window_tokens(cfg, stage.windows).values()) for stage in stages]
+
+
 def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
     """Returns a parameter's learning rate in a step; `base` is its optimizer's."""
     return base * plan.lr_mul * spec.lr_mul * plan.param_lr_mul.get(spec.name, 1.0)
@@ -766,7 +773,7 @@ class RunLog:
             with explain(f"cannot write the log {self.path}", fix, OSError):
                 self.file.write(text + "\n")
         if console:
-            with explain("cannot write to the screen", "send the output to a file", OSError):
+            with explain("cannot write to the screen", "send the output to a file", OSError, UnicodeError):
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
 
@@ -882,7 +889,7 @@ class Dataset(NamedTuple):
     val: list[Path]
     bytes_per_token: float  # of the validation text; 0: unknown
     fingerprint: str
-    vocabulary: Sequence[bytes] = ()  # each token's, if the data's folder has them
+    vocabulary: Sequence[bytes] = ()  # each token's, if a loss or texts need them
 
 
 def open_dataset(cfg: Config) -> Dataset:
@@ -904,8 +911,10 @@ def open_dataset(cfg: Config) -> Dataset:
         )
     count, text = sum(headers[p].tokens for p in train), [headers[p].text_bytes for p in val]
     counts = f"{count} training tokens in {len(train)} shards, {have} for validation"
-    fingerprint = f"{dataset_hash(train + val)} ({counts})"
-    return Dataset(train, val, sum(text) / have if all(text) else 0.0, fingerprint)
+    fingerprint, path = f"{dataset_hash(train + val)} ({counts})", Path(cfg.data, "vocabulary.txt")
+    is_read = cfg.predicts_prefixes or cfg.samples and path.exists()
+    vocabulary = read_vocabulary(path, cfg.vocab_size) if is_read else ()
+    return Dataset(train, val, sum(text) / have if all(text) else 0.0, fingerprint, vocabulary)
 
 
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
@@ -2667,9 +2676,8 @@ class Rotary:
         if stage == self.stage:
             return
         self.stage, self.scale, freq = stage, self.cfg.attn_scale, self.base_freq
-        first, *later = self.cfg.stages[: stage + 1]
-        window = max(first.windows.values()) * self.cfg.window_unit
-        for new in (max(s.windows.values()) * self.cfg.window_unit for s in later if s.steps):
+        window, *later = (*self.cfg.past_windows, *longest_windows(self.cfg, stage + 1))
+        for new in later:
             turns, ratio = window * freq / (2 * math.pi), window / new
             keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
             freq = freq * (ratio + keep * (1 - ratio))
@@ -3168,7 +3176,7 @@ class GPT(nn.Module):
     def next_token_logits(self, tokens: Sequence[int]) -> Tensor:
         """Returns the logits (vocab_size,) of the token after `tokens`, all of which are computed again."""
         text = np.array([*tokens, 0])  # there is no target yet
-        batch = make_micro_batch(text, NO_ROWS, len(text), 2, self.cfg).pack().to(self.device)
+        batch = make_micro_batch(text, NO_ROWS, len(tokens), 2, self.cfg).pack().to(self.device)
         x = self.hidden_states(batch, window_tokens(self.cfg, self.cfg.val_windows))
         return self.logits(x[-1:])[0, : self.cfg.vocab_size]
 
@@ -4382,28 +4390,33 @@ class NgramFile:
 
 def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss."""
-    with explain(f"cannot load {path}", "give a file that --save wrote", Exception):  # depends on the damage
+    fix = "give a file that --save of this script wrote"
+    with explain(f"cannot load {path}", fix, Exception):  # which one depends on the damage
         saved = torch.load(path, map_location=device, weights_only=True)
-        config, weights = json.loads(saved["config"]), saved["weights"]
-    model = GPT(config_from_dict(config), device=device)
-    model.load_state_dict(weights)
+        model = GPT(config_from_dict(json.loads(saved["config"])), device=device)
+        model.load_state_dict(saved["weights"])
     model.rotary.use_stage(len(model.cfg.stages) - 1)
     if model.cfg.ngrams.orders:
         model.ngrams = NgramFile(f"{path}.ngrams", model.cfg.ngrams, device)
     return model
 
 
-def check_init(path: str, cfg: Config) -> str:
-    """Returns a saved model's hash. Raises UserError if its weights do not fit a model of `cfg`."""
+def check_init(path: str, cfg: Config) -> tuple[str, Config]:
+    """Returns a saved model's hash, and `cfg` for a run from it on.
+
+    Raises UserError if its weights do not fit a model of `cfg`.
+    """
     model = (
         "vocab_size padded_vocab bos_id bigram_vocab_size sign_rows heads head_dim mlp_dim layers mudd "
         "ngrams.orders ngrams.hashes ngrams.rows ngrams.width"
     ).split()
-    configs = (flatten(dataclasses.asdict(c)) for c in (load_model(path).cfg, cfg))
+    saved = load_model(path).cfg
+    configs = (flatten(dataclasses.asdict(c)) for c in (saved, cfg))
     there, here = ({key: c[key] for key in c if key.startswith(tuple(model))} for c in configs)
     if diff := config_diff(there, here):
         raise UserError(f"--init {path}: another model (there, here): {diff}; give the options it had")
-    return dataset_hash([Path(path)])
+    windows = (*saved.past_windows, *longest_windows(saved, len(saved.stages)))
+    return dataset_hash([Path(path)]), replace(cfg, past_windows=windows)
 
 
 @torch.no_grad()
@@ -4417,8 +4430,9 @@ def start_from(path: str, model: GPT, optimizer: Optimizer) -> None:
         getattr(model, name)[: len(value)].copy_(value)
     optimizer.is_tied = False
     if table := saved.ngrams:
-        rows = table.fetch(torch.arange(exchange.rank, len(table.rows), exchange.world_size))
-        optimizer.ngrams.block[: len(rows)].copy_(rows)
+        ids, n = torch.arange(exchange.rank, len(table.rows), exchange.world_size), 1 << 16
+        for part, row_ids in zip(optimizer.ngrams.block.split(n), ids.split(n)):
+            part[: len(row_ids)].copy_(table.fetch(row_ids))
 
 
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
@@ -4609,7 +4623,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="change one setting; may be repeated",
     )
     add("--data", metavar="DIR", help="folder of .bin shards (default: the preset's)")
-    add("--init", metavar="FILE", help="start from a saved model's weights; such a run counts for no track")
+    add("--init", metavar="FILE", help="start from a model that --save wrote; such a run counts for no track")
     add("--save", metavar="FILE", help="write the final weights and the config there")
     add(
         "--checkpoint-every",
@@ -4643,8 +4657,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not re.fullmatch(r"[\w.-]*", args.name):
         parser.error(f"--name {args.name!r}: letters, digits, and . _ - only: it becomes a folder's name")
-    if args.resume == "":
-        parser.error("--resume: give the folder of a log")
+    if "" in (args.resume, args.init):
+        parser.error("--resume and --init: give a path, not nothing")
     if args.profile and args.resume:
         parser.error("--profile and --resume: trace a run from its start; leave one of them out")
     if args.name and args.resume:
@@ -4692,6 +4706,7 @@ def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
 
     def write(profiler) -> None:
         with explain(f"cannot write the trace {path}", "make room, or omit --profile", OSError, RuntimeError):
+            path.parent.mkdir(parents=True, exist_ok=True)  # another machine's
             profiler.export_chrome_trace(str(path))
         log.print0(f"trace: {path}, and one of every other rank; writing it was on the clock", file=False)
 
@@ -4722,18 +4737,19 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
 
 
 def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLog) -> None:
-    """Prints cfg.samples texts that follow BOS, if there is a vocabulary. All ranks must call it: rows of
-    n-grams may be with any.
+    """Prints cfg.samples texts that follow BOS, if there is a vocabulary.
+
+    All ranks must call it: rows of n-grams may be with any.
     """
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     model.backend = TORCH_BACKEND  # there is nothing to compile for these lengths
     for _ in range(model.cfg.samples if vocabulary else 0):
         tokens = [model.cfg.bos_id]
         while len(tokens) <= 100:
             probs = (model.next_token_logits(tokens).cpu() / 0.8).softmax(0)
-            tokens.append(int(probs.multinomial(1, generator=generator)))
+            tokens += probs.multinomial(1).tolist()
         text = b"".join(vocabulary[token] for token in tokens).decode("utf-8", "replace")
-        log.print0(f"sample: {text!r}")
+        log.print0(f"sample: {text!r}", file=False)
 
 
 def run(args: argparse.Namespace, script: str) -> None:
@@ -4754,6 +4770,8 @@ def run(args: argparse.Namespace, script: str) -> None:
         ngrams = check_ngram_memory(cfg, args.check, device, args.check)
         if args.resume:
             Checkpoint.find(args.resume)
+        if args.init:
+            check_init(args.init, cfg)
         print(f"{args.check} process{'' if args.check == 1 else 'es'} could run this here")
         if ngrams:
             print(ngrams)
@@ -4767,10 +4785,6 @@ def run(args: argparse.Namespace, script: str) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     ngrams = exchange.run_on_all_ranks(check_ngram_memory, cfg, world_size, device, local)
     data = exchange.run_on_all_ranks(open_dataset, cfg)
-    path = Path(cfg.data, "vocabulary.txt")
-    if path.exists() or cfg.predicts_prefixes:
-        vocabulary = exchange.run_on_all_ranks(read_vocabulary, path, cfg.vocab_size)
-        data = data._replace(vocabulary=vocabulary)
     task = {
         "seed": args.seed,
         "processes": world_size,
@@ -4778,11 +4792,10 @@ def run(args: argparse.Namespace, script: str) -> None:
         "vocabulary": zlib.crc32(b"\n".join(data.vocabulary)),
         "config": dataclasses.asdict(replace(cfg, data="")),
     }
-    if args.init:
-        task["init"] = exchange.run_on_all_ranks(check_init, args.init, cfg)
     versions = {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__}
     options = {
         "--checkpoint-every": args.checkpoint_every,
+        "--init": args.init,
         "--resume": args.resume,
         "--profile": args.profile,
     }
@@ -4795,6 +4808,8 @@ def run(args: argparse.Namespace, script: str) -> None:
             )
     check = partial(check_schedule, cfg, data.train, world_size)
     exchange.run_on_all_ranks(check if rank == 0 else lambda: None)
+    if args.init:
+        task["init"], cfg = exchange.run_on_all_ranks(check_init, args.init, cfg)
     resumed = exchange.run_on_all_ranks(Checkpoint.find, args.resume) if args.resume else None
     if resumed and (diff := config_diff(resumed.meta["task"], task)):
         raise UserError(
@@ -4845,11 +4860,10 @@ def run(args: argparse.Namespace, script: str) -> None:
                 if args.profile:
                     profiler = trace_steps(folder / f"{run_id}.rank{rank}.trace.json.gz", args.profile, log)
                     trace = partial(traced.enter_context, profiler)
-                every, init = args.checkpoint_every, args.init
+                every, more = args.checkpoint_every, (resumed, trace, args.init)
                 model, summary = train(
-                    cfg, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, trace, init
+                    cfg, backend, exchange, prefetch, data, args.seed, log, every, save, *more
                 )
-            print_samples(model, data.vocabulary, args.seed, log)
         except (RuntimeError, MemoryError) as e:
             is_full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
             if not is_full and "can't allocate memory" not in str(e):
@@ -4865,6 +4879,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         done = f"the run itself is complete, its log is {log.path}"
         with explain(f"--save {args.save}", done, OSError, RuntimeError):
             save_model(args.save, model, rank)
+    print_samples(model, data.vocabulary, args.seed, log)
     if rank:
         return
     checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume

@@ -41,7 +41,7 @@ import json
 import sys
 import zlib
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterable, NamedTuple
@@ -202,8 +202,11 @@ def read_trace(path: Path) -> Trace:
         group = "builder gloo" if is_builders else "gloo"
         groups[group] += [(start, end, f"{group} {i}") for start, end, _ in calls]
     for thread, calls in zip((main, builder), groups.values()):
-        for launch, (start, end, lane) in zip(sorted(ops[thread]), sorted(calls)):
-            lanes[lane].append(Span(rank, lane, *label_at(thread, launch, "exchange"), start, end, launch))
+        waiting = deque(sorted(ops[thread]))
+        for start, end, lane in sorted(calls):
+            if waiting and waiting[0] <= start:  # else it was launched before the trace began
+                at = waiting.popleft()
+                lanes[lane].append(Span(rank, lane, *label_at(thread, at, "exchange"), start, end, at))
     for start, end, name, stream, correlation in sorted(kernels):
         thread, launch = launches.get(correlation, (main, start))
         is_nccl = name.startswith("nccl")

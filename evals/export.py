@@ -24,8 +24,6 @@ V tokens, padded; d = H * D channels, H heads; L layers; F the MLPs' width. trai
 """
 
 import argparse
-import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -58,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         model = tg.load_model(args.model)
         tensors = named_tensors(model)
-        save_file(tensors, args.out, {"config": json.dumps(dataclasses.asdict(model.cfg))})
+        save_file(tensors, args.out, {"config": tg.config_json(model.cfg)})
     except (OSError, SafetensorError, tg.UserError) as error:
         sys.exit(f"export.py: {error}")
     for name, tensor in sorted(tensors.items()):

@@ -91,10 +91,13 @@ def number(kind: type, least: float, most: float = float("inf"), above: bool = F
     def parse(text: str):
         value = kind(text)
         if not (least < value if above else least <= value) or not value <= most:
-            bound = f"{'above' if above else 'at least'} {least}"
-            raise argparse.ArgumentTypeError(f"{text}: give a number {bound}, at most {most}")
+            bound = f"{'above' if above else 'at least'} {least}" + (
+                f", at most {most}" if most < 9e9 else ""
+            )
+            raise argparse.ArgumentTypeError(f"{text}: give a number {bound}")
         return value
 
+    parse.__name__ = kind.__name__  # for argparse's own messages
     return parse
 
 
@@ -110,7 +113,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=number(float, 0), default=0.8, help="0: the likeliest (default: %(default)s)")
     add("--top-k", type=number(int, 0), default=0, help="draw from the K likeliest tokens; 0: from all")
     add("--top-p", type=number(float, 0, 1, above=True), default=1.0, help="and of these, from that share")
-    add("--seed", type=number(int, 0), default=0, help="of the first sample; of others 1, 2, ... more")
+    add("--seed", type=number(int, 0, 1e9), default=0, help="of the first sample; of others 1, 2, ... more")
     add("--samples", type=number(int, 1), default=1, help="how often (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.prompt is not None and args.prompt_file:

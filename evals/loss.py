@@ -13,8 +13,8 @@ too, of no bytes.
 
 A shard is cut as for validation, into slices of val_slice_tokens, wherever documents end. --slices FIRST:END
 chooses; by default they are those that a run takes, and its last loss is this one, if it had this shard (its
-log has the data's fingerprint), up to the rounding of other numbers of processes. The `cpu` preset's are
-0:128; what follows has decided nothing about it.
+log has the data's fingerprint), up to the rounding of other kernels and numbers of processes. The `cpu`
+preset's are 0:128; what follows has decided nothing about it.
 """
 
 import argparse
@@ -72,7 +72,9 @@ def cut_text(tokens: np.ndarray, bos_id: int, size: int) -> Iterator[np.ndarray]
 def cut_shard(path: Path, cfg: tg.Config, slices: tuple[int, int] | None) -> Iterator[np.ndarray]:
     """Yields slices of val_slice_tokens of a shard, and a last target."""
     first, end = slices or (0, cfg.val_slices)
-    T, tokens = cfg.val_slice_tokens, tokenize_text.read_tokens(path)
+    if (size := tg.read_header(path).vocab_size) not in (0, cfg.vocab_size):
+        raise tg.UserError(f"{path} has a vocabulary of {size} tokens, the model {cfg.vocab_size}")
+    T, tokens = cfg.val_slice_tokens, tg.read_shard(path, cfg.vocab_size, cfg.bos_id).tokens
     if end > (have := (len(tokens) - 1) // T):
         raise tg.UserError(f"{path} has {have} slices of {T} tokens, not {end}; choose others by --slices")
     return (tokens[i * T : (i + 1) * T + 1] for i in range(first, end))

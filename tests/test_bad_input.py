@@ -438,7 +438,10 @@ CASES = [
     Case("--resume with a name", f"{RESUME} --name x",
          "--name and --resume: a resumed run's log goes beside the first one; leave --name out; -h lists the "
          "options"),
-    Case("--resume with nothing", "--resume=", "--resume: give the folder of a log; -h lists the options"),
+    Case("--resume with nothing", "--resume=",
+         "--resume and --init: give a path, not nothing; -h lists the options"),
+    Case("--check with no model", "--check 2 --init no.pt",
+         "cannot load no.pt: No such file or directory; give a file that --save of this script wrote"),
     Case("--resume with --profile", f"{RESUME} --profile",
          "--profile and --resume: trace a run from its start; leave one of them out; -h lists the options"),
     Case("--resume with another config",

@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from test_ngram_runs import closing_block, log_of
 
 NGRAMS = ("ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12")
 STILL = ("adam_lr=0", "muon_lr=0", "ngrams.lr=0")
+# As at the end of the run before, so that nothing changes on the way.
+LAST = ("stages.*.windows.long=13", "stages.*.windows.short=6", "val_windows.long=13", "val_windows.short=6")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def test_training_starts_with_the_saved_weights(corpus, first, tmp_path, change,
     """On any number of ranks, with another seed: with rates of 0 the run ends as it began, in every bit."""
     saved = first(*(setting for setting in change if "warmup" not in setting))
     before, after = go_on(
-        tmp_path / "x", corpus, saved, "--seed", 3, change=(*change, *STILL), world_size=world_size
+        tmp_path / "x", corpus, saved, "--seed", 3, change=(*change, *STILL, *LAST[:2]), world_size=world_size
     )
     for name, value in before.state_dict().items():
         assert torch.equal(value, after.state_dict()[name]), name
@@ -89,6 +92,41 @@ def test_a_new_schedule_goes_on_learning(corpus, first, tmp_path):
     moved = [(after.get_parameter(n) - before.get_parameter(n)) for n in ("embed", "lm_head")]
     assert all(step.abs().max() > 0 for step in moved)
     assert not torch.equal(moved[0], moved[1].T)
+
+
+@pytest.mark.slow
+def test_rotary_goes_on_from_the_last_window(corpus, first, tmp_path):
+    """So the loss before the first step is the last one; a third run goes on from the second."""
+    windows = ("window_unit=2", *LAST[2:])
+    source = first(*windows)
+    last = closing_block(log_of(source))["val_loss"]
+    for name in ("second", "third"):
+        _, model = go_on(tmp_path / name, corpus, source, change=(*windows, *LAST[:2], *STILL))
+        begin, *_, end = re.findall(r"val_loss:(\S+)", log_of(tmp_path / name))
+        assert float(begin) == pytest.approx(float(last), abs=6e-5) == float(end)
+        (tmp_path / name / "second.pt").rename(tmp_path / name / "first.pt")
+        source = tmp_path / name
+    assert model.cfg.past_windows == (18, 20, 22, 26) + (26,) * 4
+    torch.testing.assert_close(
+        model.rotary.scale, tg.load_model(str(first(*windows) / "first.pt")).rotary.scale
+    )
+
+
+@pytest.mark.parametrize("past", [(), (6, 10)])
+def test_rotary_tables_are_those_of_one_schedule(past):
+    """Of stages before and after a start from a saved model."""
+    stages = [replace(tg.RECORD.stages[0], windows={"long": n, "short": 1}) for n in (3, 5, 4, 9)]
+    cfg = replace(tg.RECORD, window_unit=2, stages=tuple(stages))
+    later = replace(cfg, past_windows=past, stages=cfg.stages[len(past) :])
+    whole, part = (tg.Rotary(c, 64, torch.device("cpu")) for c in (cfg, later))
+    for stage in range(len(past), 4):
+        whole.use_stage(stage)
+        part.use_stage(stage - len(past))
+        assert (
+            part.scale == whole.scale
+            and torch.equal(part.cos, whole.cos)
+            and torch.equal(part.sin, whole.sin)
+        )
 
 
 @pytest.mark.slow
@@ -124,7 +162,10 @@ def test_it_resumes_as_any_run_does(corpus, first, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--init", "no.pt"], "cannot load no.pt: No such file or directory; give a file that --save wrote"),
+        (
+            ["--init", "no.pt"],
+            "cannot load no.pt: No such file or directory; give a file that --save of this ",
+        ),
         (["--init", "corpus.txt"], "cannot load corpus.txt: "),
         (["--set", "head_dim=12"], "another model (there, here): head_dim (8, 12); give the options it had"),
         (["--set", "layers.1.xsa=false"], "another model (there, here): layers.1.xsa (True, False); "),
