@@ -68,6 +68,11 @@ class Step(NamedTuple):
     operations: Counter  # eager launches, by (phase, operation)
 
 
+def on_meta(tree: Any) -> list[Tensor]:
+    """Returns the tensors on "meta", but for empty ones, for which torch launches nothing."""
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_meta and t.numel()]
+
+
 class Memory(TorchDispatchMode):
     """Counts the bytes of the tensors on "meta" that are alive, and the most that ever were."""
 
@@ -78,9 +83,8 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.is_meta:
-                self.add(t.untyped_storage())
+        for t in on_meta(out):
+            self.add(t.untyped_storage())
         return out
 
     def add(self, storage: torch.UntypedStorage) -> None:
@@ -110,6 +114,7 @@ class Counts(TorchDispatchMode):
 
     def begin_batch(self, batch: tg.Batch) -> None:
         """Begins a step on this batch, whose numbers are on the CPU."""
+        self.batch = batch
         self.begin_step()
 
     def end_step(self) -> Step:
@@ -126,9 +131,7 @@ class Counts(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, out = function._schema.name.split("::")[1], function(*args, **(kwargs or {}))
         self.add("dispatches")
-        # torch launches nothing for empty tensors.
-        on_device = any(isinstance(t, Tensor) and t.is_meta and t.numel() for t in tree_leaves(out))
-        if on_device and name not in NO_LAUNCH and not self.is_paused:
+        if on_meta(out) and name not in NO_LAUNCH and not self.is_paused:
             self.add("eager", LAUNCHES.get(name, 1))
             self.step.operations[self.phase, name] += LAUNCHES.get(name, 1)
         return out
