@@ -4708,7 +4708,9 @@ def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
         with explain(f"cannot write the trace {path}", "make room, or omit --profile", OSError, RuntimeError):
             path.parent.mkdir(parents=True, exist_ok=True)  # another machine's
             profiler.export_chrome_trace(str(path))
-        log.print0(f"trace: {path}, and one of every other rank; writing it was on the clock", file=False)
+        log.print0(
+            f"trace: {path}, and every rank's, for bench/timeline.py; writing it was on the clock", file=False
+        )
 
     schedule = torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1)
     config = torch.profiler._ExperimentalConfig(profile_all_threads=True)  # the one that builds batches, too

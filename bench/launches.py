@@ -442,6 +442,8 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Step]
 
 def check(cfg: tg.Config, world_size: int) -> None:
     """Raises UserError for a config whose steps cannot be counted."""
+    if tg.triton is None:
+        raise tg.UserError("this needs the package triton, without a GPU too: ./test.sh installs it")
     tg.check_config(cfg, world_size)
     if cfg.ngrams.orders and cfg.ngrams.placement == "host":
         raise tg.UserError("rows in host memory have no place on torch's meta device; use sharded")

@@ -343,7 +343,7 @@ def draw(traces: list[Trace], step: int, path: str) -> None:
     ax.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane in rows])
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     fig.legend(patches, COLOURS, loc="outside upper center", ncols=len(COLOURS), frameon=False)
-    fig.savefig(path, dpi=120)
+    fig.savefig(path, format="png", dpi=120)
     plt.close(fig)
 
 

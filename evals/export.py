@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
     parser.add_argument("out", metavar="OUT.safetensors")
     args = parser.parse_args(argv)
+    if Path(args.out).resolve() in [Path(f"{args.model}{end}").resolve() for end in ("", ".ngrams")]:
+        sys.exit(f"export.py: {args.out} is the model itself; choose another name")
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file

@@ -17,6 +17,7 @@ has (512 in the `cpu` preset, 2,048 in `record`). Earlier ones are forgotten.
 
 import argparse
 import codecs
+import os
 import sys
 import time
 from pathlib import Path
@@ -61,7 +62,7 @@ def choose(
     these, top_p: only the fewest that have together this share of their probability (nucleus sampling:
     Holtzman et al. 2019, arXiv:1904.09751).
     """
-    if temperature == 0:
+    if temperature < 1e-6:  # logits are at most 23: this is 0
         return int(logits.argmax())
     logits, tokens = logits.double().cpu().sort(descending=True, stable=True)
     probs = (logits[: top_k or None] / temperature).softmax(0)
@@ -110,7 +111,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("prompt", nargs="?", metavar="PROMPT", help="text to continue; -: standard input")
     add("--prompt-file", type=Path, metavar="FILE", help="take the prompt from a file")
     add("--tokens", type=number(int, 1), default=200, help="at most so many (default: %(default)s)")
-    add("--temperature", type=number(float, 0), default=0.8, help="0: the likeliest (default: %(default)s)")
+    add(
+        "--temperature",
+        type=number(float, 0, 100),
+        default=0.8,
+        help="0: the likeliest (default: %(default)s)",
+    )
     add("--top-k", type=number(int, 0), default=0, help="draw from the K likeliest tokens; 0: from all")
     add("--top-p", type=number(float, 0, 1, above=True), default=1.0, help="and of these, from that share")
     add("--seed", type=number(int, 0, 1e9), default=0, help="of the first sample; of others 1, 2, ... more")
@@ -124,8 +130,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     model, encoding = load(args.model)
     token_bytes = tokenize_text.token_bytes(encoding)
-    prompt = args.prompt_file.read_text(encoding="utf-8") if args.prompt_file else args.prompt or ""
-    prompt = sys.stdin.read() if args.prompt == "-" else prompt
+    prompt = args.prompt or ""
+    if args.prompt_file or prompt == "-":
+        raw = args.prompt_file.read_bytes() if args.prompt_file else sys.stdin.buffer.read()
+        name = args.prompt_file or "standard input"
+        with tg.explain(f"{name} is not UTF-8", "convert it", UnicodeDecodeError):
+            prompt = raw.decode()
     tokens, context = [model.cfg.bos_id, *encoding.encode_ordinary(prompt)], max_context(model.cfg)
     if len(tokens) > context:
         print(f"of the prompt's {len(tokens)} tokens the last {context} count", file=sys.stderr)
@@ -139,7 +149,7 @@ def run(args: argparse.Namespace) -> None:
         for token in generate(model, tokens, args.tokens, args.seed + sample, **options):
             print(text.decode(token_bytes[token]), end="", flush=True)
             count += 1
-        print(text.decode(b"", final=True))
+        print(text.decode(b"", final=True), flush=True)
     seconds = time.perf_counter() - began
     print(f"{count} tokens, {count / seconds:.1f} a second", file=sys.stderr)
 
@@ -147,7 +157,9 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     try:
         run(parse_args(argv))
-    except (OSError, ValueError, tg.UserError, tokenize_text.UserError) as error:
+    except BrokenPipeError:  # whoever read it, as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, tg.UserError, tokenize_text.UserError) as error:
         sys.exit(f"generate.py: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -89,7 +89,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
         items.append(item)
     if len(items) < limit if limit else len(items) != ITEMS:
         raise tg.UserError(
-            f"{path} has {len(items)} items, not {limit or ITEMS}; get it again, or use --limit"
+            f"{path} has {len(items)} items, not {limit or ITEMS}; get it again, or use a smaller --limit"
         )
     order = np.random.RandomState(0).permutation(len(items))  # a generator that NumPy never changes
     return [items[i] for i in order[:limit]]

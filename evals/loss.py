@@ -4,7 +4,8 @@
     python evals/loss.py MODEL FILE... [--passage-bytes N] [--field text]
     python evals/loss.py MODEL SHARD.bin [--slices 128:161]
 
-Each number comes with its standard error, that of a ratio of sums: documents count as independent draws.
+Each number comes with its standard error, that of a ratio of sums: passages count as independent draws, which
+neighbours in a text are not quite. Of one passage there is none: nan.
 
 A FILE is text, of any name; of a .jsonl file each line is a document, and a name may end in .gz. As in
 data/tokenize_text.py, documents are cut into passages of at most --passage-bytes (default: 512 for bytes,
@@ -38,7 +39,7 @@ def parse_slices(text: str) -> tuple[int, int]:
 
 
 class Losses(NamedTuple):
-    """Of the n documents of a text, each (n,) float64."""
+    """Of the n passages of a text, each (n,) float64."""
 
     nats: np.ndarray
     tokens: np.ndarray
@@ -103,7 +104,7 @@ def report(losses: Losses, name: str) -> str:
     bits, bits_se = bits / math.log(2), bits_se / math.log(2)
     return (
         f"{nats:.4f} +- {nats_se:.4f} nats per token, {bits:.4f} +- {bits_se:.4f} bits per byte: {name}, "
-        f"{losses.tokens.sum():,.0f} tokens, {losses.bytes.sum():,.0f} bytes, {len(losses.nats):,} documents"
+        f"{losses.tokens.sum():,.0f} tokens, {losses.bytes.sum():,.0f} bytes, {len(losses.nats):,} passages"
     )
 
 

@@ -454,6 +454,9 @@ CASES = [
          f"{HEAD} is of another run (there, here): data (<hash> (12000 training tokens in 2 shards, 1500 for "
          f"validation), <hash> (12000 training tokens in 2 shards, 1500 for validation)); {OTHER_RUN}",
          set_token(FIRST, 9, 0)),
+    Case("--resume with another vocabulary", RESUME,
+         f"{HEAD} is of another run (there, here): vocabulary (<n>, <n>); {OTHER_RUN}",
+         write_text("corpus/vocabulary.txt", "61\n" * 257)),
     Case("--resume with fewer processes", RESUME,
          f"{HEAD} is of another run (there, here): processes (2, 1); {OTHER_RUN}", fixture="stopped_pair"),
     Case("--resume with more processes", RESUME,

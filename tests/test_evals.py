@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import tokenize_text as tt
 import train_gpt as tg
+from golden_inputs import write_shard
 from launch import Launch, make_corpus, settings
 from test_config import ROOT
 from test_ngram_runs import closing_block, log_of, make_config
@@ -24,17 +26,20 @@ import generate
 import loss
 
 NGRAMS = ("ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12")
+NO_PREFIXES = ("stages.*.prefix_start=0", "stages.*.prefix_end=0")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Returns the folder of a run of 3 slices of 256 tokens, on two ranks, with n-grams; its corpus has 5."""
+    """Returns the folder of a run of 3 slices of 256 tokens, on two ranks, with n-grams; its corpus has 5.
+
+    It predicts no prefixes, as the `cpu` preset, and has another seed than the default.
+    """
     folder = tmp_path_factory.mktemp("run")
     make_corpus(folder / "corpus", val=5 * 256 + 1)
-    change = settings("warmup=false", "samples=3", *NGRAMS)
-    with Launch(
-        folder, "--preset", "cpu", "--data", "corpus", *change, "--save", "m.pt", world_size=2
-    ) as process:
+    change = settings("warmup=false", "samples=3", *NO_PREFIXES, *NGRAMS)
+    arguments = ["--preset", "cpu", "--data", "corpus", *change, "--seed", 1, "--save", "m.pt"]
+    with Launch(folder, *arguments, world_size=2) as process:
         assert process.wait() == [0, 0], process.err
     (folder / "screen.txt").write_text(process.final_output["out"])
     return folder
@@ -86,6 +91,28 @@ def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
     assert expected[:40].std(0).max() > 1e-4  # positions differ
 
 
+def test_a_loaded_model_computes_as_the_saved_one(run):
+    """In every bit, also by its rotary angles and attention's scale, which are those of the last stage."""
+    cfg = make_config(run / "corpus", "ngrams.orders=")
+    model = tg.GPT(cfg)
+    randomize(model)
+    model.rotary.use_stage(len(cfg.stages) - 1)
+    tg.save_model("random.pt", model)
+    text = [256, *range(97, 104)]
+    expected = model.next_token_logits(text)
+    assert torch.equal(tg.load_model("random.pt").next_token_logits(text), expected)
+    model.rotary.use_stage(len(cfg.stages) - 2)
+    assert not torch.equal(model.next_token_logits(text), expected)
+
+
+def test_a_model_that_lacks_a_weight_is_not_loaded():
+    saved = torch.load("m.pt")
+    del saved["weights"]["value_embeds"]
+    torch.save(saved, "less.pt")
+    with pytest.raises(RuntimeError, match="value_embeds"):
+        tg.load_model("less.pt")
+
+
 def test_rows_of_ngrams_come_from_the_mapped_file():
     model, text = tg.load_model("m.pt"), [256, 97, 98, 99]
     before = model.next_token_logits(text)
@@ -108,7 +135,7 @@ def allowed(probs, temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    "options", [(1, 0, 1), (0.5, 0, 1), (2, 5, 1), (1, 0, 0.6), (0.7, 6, 0.8), (1, 1, 1)]
+    "options", [(1, 0, 1), (0.5, 0, 1), (2, 5, 1), (1, 0, 0.6), (0.7, 6, 0.8), (2, 4, 0.8), (1, 1, 1)]
 )
 def test_tokens_are_drawn_by_temperature_top_k_and_top_p(options):
     temperature, top_k, top_p = options
@@ -176,6 +203,14 @@ def test_the_command_continues_the_prompt(capsys, monkeypatch):
     assert generated(capsys, "abc", "--tokens", "30", "--seed", "1") != text
 
 
+def test_the_prompt_follows_bos(capsys, monkeypatch):
+    given = []
+    monkeypatch.setattr(generate, "generate", lambda _, tokens, *args, **options: given.append(tokens) or [])
+    for prompt in (["ab"], ["é"], []):
+        generated(capsys, *prompt)
+    assert given == [[256, 97, 98], [256, *"é".encode()], [256]]
+
+
 def test_samples_are_those_of_consecutive_seeds(capsys):
     texts = [generated(capsys, "ab", "--tokens", "20", "--seed", str(seed)) for seed in (5, 6)]
     rule = "-" * 80 + "\n"
@@ -197,7 +232,7 @@ def test_characters_of_several_tokens_are_printed_whole(capsys, monkeypatch):
         (["screen.txt"], "cannot load screen.txt: "),
         (["m.pt", "--prompt-file", "no.txt"], "No such file or directory: 'no.txt'"),
         (["m.pt", "x", "--prompt-file", "m.pt"], "give one of them"),
-        (["m.pt", "--prompt-file", "m.pt"], "'utf-8' codec can't decode"),
+        (["m.pt", "--prompt-file", "m.pt"], "m.pt is not UTF-8: "),
         (["m.pt", "--top-p", "0"], "0: give a number above 0, at most 1"),
         (["m.pt", "--temperature", "-1"], "-1: give a number at least 0"),
         (["m.pt", "--tokens", "2.5"], "argument --tokens: invalid int value: '2.5'"),
@@ -244,6 +279,23 @@ def test_a_vocabulary_file_gives_the_encoding_it_was_written_from(tmp_path):
     assert tt.token_bytes(encoding) == tokens
 
 
+def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, capsys):
+    """Relative to the checkout, not to the current folder. Their passages are long, those of bytes short."""
+    numbers = ("vocab_size=50257", "padded_vocab=50304", "bos_id=50256")
+    tg.save_model("gpt2.pt", tg.GPT(make_config("gpt2", "ngrams.orders=", *numbers)))
+    pairs = [bytes([i, j]) for i in range(256) for j in range(256)][: 50256 - 256]
+    tokens = [*(bytes([255 - i]) for i in range(256)), *pairs, b""]
+    (run / "gpt2").mkdir()
+    tt.write_token_bytes(run / "gpt2", tokens)
+    monkeypatch.chdir(tmp_path)
+    _, encoding = generate.load(str(run / "gpt2.pt"))
+    assert tt.token_bytes(encoding) == tokens
+    Path("long.txt").write_text("ab" * 400)
+    for name, count in (("gpt2", 401), ("m", 802)):  # with the BOS that ends a passage
+        loss.main([str(run / f"{name}.pt"), "long.txt"])
+        assert f" {count} tokens, 800 bytes, " in capsys.readouterr().out
+
+
 # ---- the end of a run --------------------------------------------------------------------------------------
 
 
@@ -269,11 +321,24 @@ def test_the_texts_are_the_models(run):
     """Of 100 tokens each, with the run's seed; in the run, rows of n-grams come from two ranks."""
     words, screen = tg.read_vocabulary(run / "corpus/vocabulary.txt", 257), Screen()
     words = [word or b"?" for word in words]
-    tg.print_samples(tg.load_model("m.pt"), words, 0, screen)
+    tg.print_samples(tg.load_model("m.pt"), words, 1, screen)
     shown = re.findall(r"^sample: .+$", (run / "screen.txt").read_text(), re.MULTILINE)
     assert [line.replace("?", "") for line in screen.lines] == shown
     tg.print_samples(tg.load_model("m.pt"), [b"."] * 257, 0, screen)
     assert screen.lines[3:] == [f"sample: {'.' * 101!r}"] * 3
+
+
+def test_the_texts_are_drawn_at_temperature_0_8_by_the_seed(run, monkeypatch):
+    cfg, texts = make_config(run / "corpus", "ngrams.orders=", "samples=20"), []
+    model, logits = tg.GPT(cfg), torch.full((257,), -torch.inf)
+    logits[97], logits[98] = 0.8 * math.log(4), 0  # odds of 4 at this temperature
+    monkeypatch.setattr(model, "next_token_logits", lambda tokens: logits)
+    for seed in (0, 0, 1):
+        screen = Screen()
+        tg.print_samples(model, [b"a" if i == 97 else b"b" for i in range(257)], seed, screen)
+        texts.append("".join(line.removeprefix("sample: 'b").removesuffix("'") for line in screen.lines))
+    assert texts[0] == texts[1] != texts[2] and all(len(text) == 2000 for text in texts)
+    assert texts[0].count("a") / 2000 == pytest.approx(0.8, abs=0.04)
 
 
 @pytest.mark.slow
@@ -283,7 +348,7 @@ def test_without_the_switch_or_a_vocabulary_there_are_no_texts(tmp_path, change)
     more = [] if change == "vocabulary" else [change]
     if change == "vocabulary":
         (tmp_path / "corpus/vocabulary.txt").unlink()
-        more = ["samples=3", "stages.*.prefix_start=0", "stages.*.prefix_end=0"]
+        more = ["samples=3", *NO_PREFIXES]
     arguments = ["--preset", "cpu", "--data", "corpus", *settings("warmup=false", *more)]
     with Launch(tmp_path, *arguments, world_size=0) as process:
         assert process.wait() == [0], process.err
@@ -294,12 +359,12 @@ def test_without_the_switch_or_a_vocabulary_there_are_no_texts(tmp_path, change)
 
 
 def losses_of(capsys, *arguments):
-    """Returns the numbers of each line: nats, their error, bits, their error, tokens, bytes, documents."""
+    """Returns the numbers of each line: nats, their error, bits, their error, tokens, bytes, passages."""
     loss.main(["m.pt", *arguments])
     lines = capsys.readouterr().out.splitlines()
     number = r"(\d[\d,]*(?:\.\d+)?|nan)"
     form = f"{number} \\+- {number} nats per token, {number} \\+- {number} bits per byte: .*, "
-    form += f"{number} tokens, {number} bytes, {number} documents"
+    form += f"{number} tokens, {number} bytes, {number} passages"
     return [[float(x.replace(",", "")) for x in re.fullmatch(form, line).groups()] for line in lines]
 
 
@@ -344,6 +409,21 @@ def test_a_texts_loss_is_that_of_its_passages(capsys):
     assert bits == pytest.approx(total / size / math.log(2), abs=6e-5)
 
 
+def test_losses_are_those_of_the_last_windows(run):
+    """Which are longer than the last stage's, in a document longer than both."""
+    cfg = make_config(run / "corpus", "ngrams.orders=", "window_unit=2")
+    model = tg.GPT(cfg)
+    randomize(model)
+    tokens = np.array([256, *np.random.default_rng(0).integers(97, 104, 60), 256])
+    batch = tg.make_micro_batch(tokens, np.zeros(1, int), 61, 8, cfg)
+    last, stages = (
+        model.token_losses(batch, tg.window_tokens(cfg, windows)).double().numpy().mean()
+        for windows in (cfg.val_windows, cfg.stages[-1].windows)
+    )
+    found = loss.document_losses(model, tokens, np.ones(257))
+    assert found.nats.sum() / 61 == pytest.approx(last, abs=1e-6) and abs(last - stages) > 1e-5
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_parts_of_a_text_hold_every_target_once(seed):
     """They end at documents' ends, unless a document is longer than a part."""
@@ -374,6 +454,15 @@ def test_the_standard_error_is_that_of_a_ratio():
     assert math.isnan(loss.ratio(np.ones(1), np.ones(1))[1])
 
 
+def test_the_standard_error_of_three_documents():
+    """By hand: residuals of -3, -1 and 4 sevenths. Bits and their error have the same unit."""
+    nats, sizes = np.array([3.0, 5, 4]), np.array([2.0, 3, 2])
+    mean, error = loss.ratio(nats, sizes)
+    assert (mean, error) == pytest.approx((12 / 7, math.sqrt(3 / 2 * 26 / 49) / 7))
+    expected = f"{mean / math.log(2):.4f} +- {error / math.log(2):.4f} bits per byte"
+    assert expected in loss.report(loss.Losses(nats, sizes, sizes), "x")
+
+
 def test_several_files_and_all_of_them(capsys):
     for name, text in (("a.txt", "abcabc"), ("b.md", "gfedcba" * 9)):
         (generate.ROOT / name).write_text(text)
@@ -386,6 +475,7 @@ def test_several_files_and_all_of_them(capsys):
     "arguments, message",
     [
         (["corpus/tiny_val_000000.bin", "--slices", "3:6"], "has 5 slices of 256 tokens, not 6"),
+        (["even.bin", "--slices", "0:2"], "even.bin has 1 slices of 256 tokens, not 2"),
         (["corpus/tiny_val_000000.bin", "--slices", "3:3"], "'3:3' is not FIRST:END"),
         (["no.txt"], "No such file or directory: 'no.txt'"),
         (["empty.txt"], "empty.txt has no text"),
@@ -402,10 +492,18 @@ def test_bad_input_of_loss_gets_one_line(run, capsys, arguments, message):
     (run / "gpt2.bin").write_bytes(tt.shard_header(2, 50257, 50256) + bytes(4))
     (run / "latin.txt").write_bytes("é".encode("latin-1"))
     (run / "five.jsonl").write_text('{"body": "x"}\n')
+    write_shard(run / "even.bin", [256] + [97] * 511, 257, 256)  # the second slice lacks its last target
     with pytest.raises(SystemExit) as error:
         loss.main(["m.pt", *arguments])
     line = error.value.code if isinstance(error.value.code, str) else capsys.readouterr().err.splitlines()[-1]
     assert message in line and "\n" not in line
+
+
+def test_a_text_that_cannot_be_tokenized_is_not_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(tt, "encode", lambda texts, _: [tt.BadDocument("a.txt:1: cannot be tokenized")])
+    (generate.ROOT / "a.txt").write_text("abc")
+    with pytest.raises(SystemExit, match="^loss.py: a.txt:1: cannot be tokenized$"):
+        loss.main(["m.pt", "a.txt"])
 
 
 # ---- export ------------------------------------------------------------------------------------------------

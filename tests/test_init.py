@@ -1,6 +1,7 @@
 """Tests --init: runs that start from the model of an earlier one, with real processes."""
 
 import re
+import shutil
 import time
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from launch import Launch, make_corpus, settings
+from launch import Launch, SetGlobal, make_corpus, settings
 from test_ngram_runs import closing_block, log_of
 
 NGRAMS = ("ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12")
@@ -24,9 +25,15 @@ def corpus(tmp_path_factory):
     return folder
 
 
+def cpu_track(cfg, world_size):
+    """Replaces tg.track_of, for which these runs are too small: only --init is to keep them off a track."""
+    return "cpu"
+
+
 def start(folder, corpus, *arguments, change=(), world_size=2):
     arguments = ["--preset", "cpu", "--data", corpus, *settings("warmup=false", *change), *arguments]
-    return Launch(folder, *arguments, world_size=world_size)
+    faults = dict.fromkeys(range(max(1, world_size)), SetGlobal("track_of", cpu_track))
+    return Launch(folder, *arguments, world_size=world_size, faults=faults)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +93,7 @@ def test_a_new_schedule_goes_on_learning(corpus, first, tmp_path):
     assert float(closing_block(log_of(first()))["val_loss"]) == pytest.approx(begin, abs=0.1)
     assert end < begin - 0.02
     assert re.search(r"^init: \S*first\.pt \([0-9a-f]{16}\)$", log, re.MULTILINE)
-    assert (tmp_path / "x/records/other/attempts").exists()
+    assert (tmp_path / "x/records/other/attempts").exists() and (first() / "records/cpu/attempts").exists()
     # Both were trained apart from the first step on, in spite of the tie that a new run begins with.
     before = tg.load_model(str(first() / "first.pt"))
     moved = [(after.get_parameter(n) - before.get_parameter(n)) for n in ("embed", "lm_head")]
@@ -152,11 +159,53 @@ def test_it_resumes_as_any_run_does(corpus, first, tmp_path):
             time.sleep(0.05)
         process.kill()
     resume = [*options, "--resume", "records/other/attempts"]
+    other = shutil.copytree(source, tmp_path / "other") / "first.pt"
+    saved = torch.load(other)
+    saved["weights"]["embed"] += 1
+    torch.save(saved, other)
+    with start(tmp_path / "part", corpus, *resume, "--init", other, change=change) as process:
+        assert process.wait() == [1, 1]
+    assert " is of another run (there, here): init (" in process.final_output["err"]
     with start(tmp_path / "part", corpus, *resume, change=change) as process:
         assert process.wait() == [0, 0], process.err
     whole, part = (tg.load_model(str(tmp_path / name / "second.pt")) for name in ("whole", "part"))
     assert all(map(torch.equal, whole.state_dict().values(), part.state_dict().values()))
     assert table_of(whole) == table_of(part)
+
+
+@pytest.mark.slow
+def test_the_state_of_untied_parameters_is_their_own(corpus, first):
+    """Also after the step that unties a new run's, whose copy begins with its target's state."""
+    path = str(first() / "first.pt")
+    cfg = tg.load_model(path).cfg
+    model = tg.GPT(cfg)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1))
+    tg.start_from(path, model, optimizer)
+    loader = tg.TrainLoader(cfg, tg.open_dataset(cfg).train, 0, 1)
+    plans = [tg.plan_step(cfg, step) for step in range(tg.untie_step(cfg) + 1)]
+    batches = tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
+    for plan in plans:
+        tg.train_step(model, optimizer, batches.next())
+    loader.close()
+    assert plan.untie
+    (target, name), *_ = optimizer.tied_copy.items()
+    for key, value in optimizer.state[target].items():
+        if torch.is_tensor(value):
+            assert not torch.equal(value, optimizer.state[name][key].T), key
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["vocab_size=256", "padded_vocab=272", "bos_id=255", "bigram_vocab_size=640", "sign_rows=32", "heads=4"]
+    + ["head_dim=12", "mlp_dim=64", "layers.1.xsa=false", "mudd_dim=8", "mudd_gates=false"]
+    + ["ngrams.orders=3,4", "ngrams.hashes=3", "ngrams.rows=302", "ngrams.width=16"],
+)
+def test_all_that_shapes_or_reads_the_weights_must_fit(first, setting):
+    path = str(first(*NGRAMS) / "first.pt")
+    cfg = tg.load_model(path).cfg
+    assert re.fullmatch("[0-9a-f]{16}", tg.check_init(path, cfg))
+    with pytest.raises(tg.UserError, match=f"another model .*: {setting.partition('=')[0]}[. ]"):
+        tg.check_init(path, tg.override(cfg, setting))
 
 
 @pytest.mark.parametrize(
