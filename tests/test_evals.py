@@ -109,7 +109,7 @@ def test_a_model_that_lacks_a_weight_is_not_loaded():
     saved = torch.load("m.pt")
     del saved["weights"]["value_embeds"]
     torch.save(saved, "less.pt")
-    with pytest.raises(RuntimeError, match="value_embeds"):
+    with pytest.raises(tg.UserError, match="cannot load less.pt: "):
         tg.load_model("less.pt")
 
 
@@ -538,3 +538,11 @@ def test_bad_input_of_export_gets_one_line(arguments, message):
     with pytest.raises(SystemExit) as error:
         export.main(arguments)
     assert message in error.value.code and "\n" not in error.value.code
+
+
+@pytest.mark.parametrize("out", ["m.pt", "./m.pt", "m.pt.ngrams"])
+def test_an_export_never_replaces_the_model(run, out):
+    before = [(run / name).read_bytes() for name in ("m.pt", "m.pt.ngrams")]
+    with pytest.raises(SystemExit, match="is the model itself; choose another name"):
+        export.main(["m.pt", out])
+    assert before == [(run / name).read_bytes() for name in ("m.pt", "m.pt.ngrams")]
