@@ -919,7 +919,7 @@ def open_dataset(cfg: Config) -> Dataset:
 
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
     """Returns the bytes of each of `size` tokens, from a line each of hexadecimal digits; none: b""."""
-    settings = "--set stages.*.prefix_start=0 --set stages.*.prefix_end=0"
+    settings = "--set samples=0 --set stages.*.prefix_start=0 --set stages.*.prefix_end=0"
     fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
     with explain(f"cannot read {path}", fix, OSError, ValueError):
         vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]

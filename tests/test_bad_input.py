@@ -178,7 +178,7 @@ CANNOT_FIT = ("the training documents, of which at most 40 tokens each are used,
               "data/tokenize_text.py does")
 NEEDS = "cannot read corpus/vocabulary.txt"
 NO_PREFIXES = ("make it with the script in data/ that made the shards, or train without one: --set "
-               "stages.*.prefix_start=0 --set stages.*.prefix_end=0")
+               "samples=0 --set stages.*.prefix_start=0 --set stages.*.prefix_end=0")
 MATCHING = "choose the matching --preset or --data"
 MORE_DOCS = "cu_seqlens room for {room}; use --set max_docs=128"
 WRITABLE = "give a file in a folder that can be written to"
@@ -292,7 +292,7 @@ CASES = [
         ("stages.0=1", "stages.0: unknown; use stages.0.steps, stages.0.lr_mul, stages.0.mtp_end"),
         ("stages.1.param_lr_mul=2", "stages.1.param_lr_mul: unknown; use stages.1.param_lr_mul.*, <others>"),
         ("params.embed.*=2", "params.embed.*: unknown; use params.embed.<others>"),
-        ("val_windows=3,4", "val_windows: unknown; use val_windows.*, dc_window"),
+        ("val_windows=3,4", "val_windows: unknown; use val_windows.*, past_windows, dc_window"),
         ("adam_lr.x=1", "adam_lr.x: unknown; use adam_lr, adam_wd"),
         ("microbatches=1.5", "microbatches=1.5: microbatches takes a value of type int"),
         ("val_windows.long=b", "val_windows.long=b: val_windows.long takes a value of type int"),

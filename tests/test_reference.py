@@ -785,11 +785,11 @@ def test_a_wrong_vocabulary(content, reason, tmp_path):
         tg.read_vocabulary(path, 3)
     message = str(error.value)
     assert reason in message and str(path) in message and len(message.splitlines()) == 1
-    settings = message.split("train without: ")[1].split(" --set ")
+    settings = message.split("train without one: ")[1].split(" --set ")
     cfg = tg.RECORD
     for setting in settings:
         cfg = tg.override(cfg, setting.removeprefix("--set "))
-    assert not any(stage.prefix_start or stage.prefix_end for stage in cfg.stages)
+    assert not cfg.samples and not any(stage.prefix_start or stage.prefix_end for stage in cfg.stages)
 
 
 # ---------------------------------------------------------------------------------------------- polar express
