@@ -4684,7 +4684,7 @@ def peak_memory() -> str:
 
 
 def is_complete(log: Path) -> bool:
-    return log.read_text(encoding="utf-8", errors="replace").endswith("complete: yes\n")
+    return log.read_bytes().endswith(b"complete: yes\n")
 
 
 def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: Checkpoint | None) -> RunLog:
