@@ -4435,17 +4435,16 @@ def start_from(path: str, model: GPT, optimizer: Optimizer) -> None:
             part[: len(row_ids)].copy_(table.fetch(row_ids))
 
 
+OTHER_STATE = "signs", "act_scale", "proj_scale"  # of the model; no parameters
+
+
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
     """Copies this rank's share of all that training changes, between Adam steps, to host memory."""
     optimizer.finish_gathers()
     shards = {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()}
-    state = {"model": shards, "optimizer": optimizer.state_dict(), "others": other_state(model)}
-    return map_tensors(lambda t: t.detach().to("cpu", copy=True), state)
-
-
-def other_state(model: GPT) -> dict[str, Tensor]:
-    """Returns the model's state that is no parameter."""
-    return {"signs": model.signs, "act_scale": model.act_scale, "proj_scale": model.proj_scale}
+    others = {name: getattr(model, name) for name in OTHER_STATE}
+    state = {"model": shards, "optimizer": optimizer.state_dict(), "others": others}
+    return map_tensors(lambda t: t.to("cpu", copy=True), state)
 
 
 @torch.no_grad()
@@ -4453,8 +4452,8 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     """Restores this rank's share, without gradients. Call optimizer.gather_all() afterwards."""
     for name, p in model.named_parameters():
         optimizer.shard_of(name, p).copy_(state["model"][name])
-    for name, t in other_state(model).items():
-        t.copy_(state["others"][name])
+    for name in OTHER_STATE:
+        getattr(model, name).copy_(state["others"][name])
     optimizer.load_state_dict(state["optimizer"])
     optimizer.drop_grads()
 
