@@ -4674,12 +4674,11 @@ def track_of(cfg: Config, world_size: int) -> str:
 
 
 def peak_memory() -> str:
-    mib = 1 << 20
     if torch.cuda.is_initialized():
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return f"peak memory allocated: {allocated // mib} MiB reserved: {reserved // mib} MiB"
+        return f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB"
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"peak memory allocated: {kib // 1024} MiB"
+    return f"peak memory allocated: {kib >> 10} MiB"
 
 
 def is_complete(log: Path) -> bool:
@@ -4829,7 +4828,8 @@ def run(args: argparse.Namespace, script: str) -> None:
         log.print0(f"{script}\n{'=' * 100}", console=False)
         for line in describe_environment(device, world_size):
             log.print0(line)
-        head, mlps = ("fp8" if cfg.fp8 and on else cfg.dtype for on in (True, cfg.fp8_mlp))
+        head = "fp8" if cfg.fp8 else cfg.dtype
+        mlps = head if cfg.fp8_mlp else cfg.dtype
         log.print0(
             f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; "
             f"head: {head}; MLPs: {mlps}; compiled: {'yes' if cfg.compile else 'no'}"
