@@ -4793,7 +4793,7 @@ def run(args: argparse.Namespace, script: str) -> None:
         "config": dataclasses.asdict(replace(cfg, data="")),
     }
     versions = {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__}
-    options = {
+    options = {  # with any of them a run counts for no track
         "--checkpoint-every": args.checkpoint_every,
         "--init": args.init,
         "--resume": args.resume,
@@ -4817,8 +4817,7 @@ def run(args: argparse.Namespace, script: str) -> None:
             "processes"
         )
 
-    is_special = args.checkpoint_every or args.profile or args.init or resumed
-    track = "other" if is_special else track_of(cfg, world_size)
+    track = "other" if any(options.values()) else track_of(cfg, world_size)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     run_id = f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
     folder, run_id = exchange.all_gather_object((folder, run_id))[0]
