@@ -4618,7 +4618,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        dest="settings",
         help="change one setting; may be repeated",
     )
     add("--data", metavar="DIR", help="folder of .bin shards (default: the preset's)")
@@ -4628,7 +4627,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--checkpoint-every",
         metavar="N",
         type=whole,
-        default=0,
         help="save everything beside the log after every N steps; such a run counts for no track",
     )
     add(
@@ -4637,7 +4635,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         type=whole,
         const=8,
-        default=0,
         help="trace four steps from STEP on (default 8) into RUN.rank0.trace.json.gz, RUN.rank1..., "
         "beside the log, for bench/timeline.py and ui.perfetto.dev; such a run counts for no track",
     )
@@ -4645,7 +4642,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--check",
         metavar="PROCESSES",
         type=whole,
-        default=0,
         help="say whether that many processes could run this here, data aside, and stop",
     )
     add(
@@ -4753,7 +4749,7 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 
 
 def run(args: argparse.Namespace, script: str) -> None:
-    cfg = reduce(override, args.settings, PRESETS[args.preset])
+    cfg = reduce(override, args.set, PRESETS[args.preset])
     if args.data:
         cfg = replace(cfg, data=args.data)
     if args.save and (not os.access(Path(args.save).resolve().parent, os.W_OK) or Path(args.save).is_dir()):
@@ -4909,7 +4905,7 @@ def train(
     data: Dataset,
     seed: int,
     log: RunLog,
-    every: int = 0,
+    every: int | None = None,
     save: Callable | None = None,
     resumed: Checkpoint | None = None,
     trace: Callable | None = None,
@@ -4918,8 +4914,8 @@ def train(
     """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
 
     `prefetch` is for the thread that builds batches. `save(meta, model, optimizer)` keeps a checkpoint after
-    every `every` steps (0: never); `resumed` is one to go on from. `trace()` starts a profiler, whose step()
-    ends every step. `init` is a saved model to start from.
+    every `every` steps, if that is given; `resumed` is one to go on from. `trace()` starts a profiler, whose
+    step() ends every step. `init` is a saved model to start from.
     """
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
