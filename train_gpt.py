@@ -4819,6 +4819,7 @@ def run(args: argparse.Namespace, script: str) -> None:
     folder, run_id = exchange.all_gather_object((folder, run_id))[0]
     if resumed:
         folder, run_id = resumed.path.parents[1], resumed.path.parent.stem
+    checkpoints = folder / f"{run_id}.checkpoint"
     with open_log(folder if rank == 0 else None, run_id, cfg.steps, args.seed, resumed) as log:
         log.print0(f"{script}\n{'=' * 100}", console=False)
         for line in describe_environment(device, world_size):
@@ -4848,7 +4849,7 @@ def run(args: argparse.Namespace, script: str) -> None:
 
         def save(meta: dict, model: GPT, optimizer: Optimizer) -> None:
             meta |= {"task": task, **versions}
-            save_checkpoint(folder / f"{run_id}.checkpoint", meta, model, optimizer)
+            save_checkpoint(checkpoints, meta, model, optimizer)
 
         try:
             with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced
@@ -4878,10 +4879,8 @@ def run(args: argparse.Namespace, script: str) -> None:
     print_samples(model, data.vocabulary, args.seed, log)
     if rank:
         return
-    checkpoint = folder / f"{run_id}.checkpoint"  # there is nothing left to resume
-    with contextlib.suppress(OSError):
-        checkpoint = checkpoint.rename(checkpoint.with_suffix(".partial"))
-    shutil.rmtree(checkpoint, ignore_errors=True)
+    with contextlib.suppress(OSError):  # there is nothing left to resume
+        shutil.rmtree(checkpoints.rename(checkpoints.with_suffix(".partial")))
     logs = Path("records", track).glob("[0-9]*/seed*.txt")
     earlier = sorted({path.parent for path in logs if path.parent != folder and is_complete(path)})
     python, per_byte = sys.executable.removeprefix(os.getcwd() + os.sep), summary.get("val_loss_per_byte")

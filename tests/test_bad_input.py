@@ -423,7 +423,7 @@ CASES = [
           ("in mid-run", 2, 0, "step:5/8 <time>"), ("within a line", 0, 9, "step:6/8 "))],
     Case("a closed screen", "", NO_SCREEN, ranks=2, faults={0: lose_reader}, steps=0),
     Case("a screen closed at the end", "", NO_SCREEN, ranks=2,
-         faults={0: FaultAtCall("shutil.rmtree", 1, lose_reader)}, statuses=(1, 0), steps=8,
+         faults={0: FaultAtCall("Path.rename", 1, lose_reader)}, statuses=(1, 0), steps=8,
          last="complete: yes"),
     *[Case(f"a disk too full for rank {rank}'s checkpoint", EVERY,
            f"cannot write the checkpoint {RUN}/step00000004: No space left on device; make room, in a folder "
