@@ -4536,6 +4536,8 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer) -> 
             os.fsync(f.fileno())
 
     def begin() -> None:
+        if rank:
+            return
         for left in run.glob("*.partial"):
             shutil.rmtree(left)
         partial_path.mkdir(parents=True)
@@ -4554,6 +4556,8 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer) -> 
             write_file(f"rank{rank}.ngrams", optimizer.ngrams.write)
 
     def finish() -> None:
+        if rank:
+            return
         write_file("meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
         earlier = list(run.glob("step????????"))
         partial_path.rename(final)
@@ -4564,8 +4568,7 @@ def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer) -> 
     # torch.save raises RuntimeError when the disk is full.
     guard = explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError)
     for part in (begin, write_shard, finish):
-        takes_part = rank == 0 or part is write_shard
-        optimizer.exchange.run_on_all_ranks(guard(part) if takes_part else lambda: None)
+        optimizer.exchange.run_on_all_ranks(guard(part))
 
 
 # ============================================================================================================
