@@ -4411,8 +4411,10 @@ def check_init(path: str, cfg: Config) -> tuple[str, Config]:
         "ngrams.orders ngrams.hashes ngrams.rows ngrams.width"
     ).split()
     saved = load_model(path).cfg
-    configs = (flatten(dataclasses.asdict(c)) for c in (saved, cfg))
-    there, here = ({key: c[key] for key in c if key.startswith(tuple(model))} for c in configs)
+    there, here = (
+        {key: value for key, value in flatten(dataclasses.asdict(c)).items() if key.startswith(tuple(model))}
+        for c in (saved, cfg)
+    )
     if diff := config_diff(there, here):
         raise UserError(f"--init {path}: another model (there, here): {diff}; give the options it had")
     windows = (*saved.past_windows, *longest_windows(saved, len(saved.stages)))
@@ -4709,9 +4711,12 @@ def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
             f"trace: {path}, and every rank's, for bench/timeline.py; writing it was on the clock", file=False
         )
 
-    schedule = torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1)
-    config = torch.profiler._ExperimentalConfig(profile_all_threads=True)  # the one that builds batches, too
-    return torch.profiler.profile(schedule=schedule, on_trace_ready=write, experimental_config=config)
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
+        on_trace_ready=write,
+        # The thread that builds batches, too.
+        experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
+    )
 
 
 def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, prefetch: Exchange) -> None:
@@ -5023,8 +5028,8 @@ def claim_report(error: UserError) -> bool:
             store = dist.TCPStore(*address, timeout=timedelta(seconds=10))
         else:
             return True
-        earlier = store.add("reports", 1) - 1
-        return earlier == 0 if isinstance(error, PeerFailure) else store.add("causes", 1) == 1
+        is_first = store.add("reports", 1) == 1
+        return is_first if isinstance(error, PeerFailure) else store.add("causes", 1) == 1
     except RuntimeError:  # the store is gone: better reported twice than not at all
         return True
 
