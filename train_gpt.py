@@ -4477,8 +4477,7 @@ class Checkpoint(NamedTuple):
         path = Path(where)
         steps = sorted(path.glob("*.checkpoint/step????????"))
         if not steps and path.suffix in (".checkpoint", ".txt"):
-            run = path.with_name(path.name.split(".")[0] + ".checkpoint")
-            steps = sorted(run.glob("step????????"))
+            steps = sorted(path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????"))
         runs = sorted({str(step.parent) for step in steps})
         if len(runs) > 1:
             raise UserError(f"--resume {where}: several runs have checkpoints; name one: {', '.join(runs)}")
