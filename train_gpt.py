@@ -5040,12 +5040,12 @@ def main(argv: list[str] | None = None) -> int:
         run(parse_args(argv), Path(__file__).read_text(encoding="utf-8"))
     except UserError as e:
         if claim_report(e):
-            print(f"train_gpt.py: error: {e}", file=sys.stderr, flush=True)
+            print(f"train_gpt.py: error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end this in a traceback
         if claim_report(UserError("interrupted")):
-            print("train_gpt.py: interrupted", file=sys.stderr, flush=True)
+            print("train_gpt.py: interrupted", file=sys.stderr)
         return 130
     if dist.is_initialized():
         dist.destroy_process_group()
