@@ -4191,11 +4191,14 @@ def flatten(value, path: str = "") -> dict[str, object]:
     return {k: v for key, child in items for k, v in flatten(child, f"{path}.{key}".lstrip(".")).items()}
 
 
-def config_diff(a: dict, b: dict) -> str:
-    """Names the first three differences of two nested dicts, with both values; "" if there are none."""
+def config_diff(a: dict, b: dict, fields: tuple[str, ...] = ("",)) -> str:
+    """Names the first three differences of two nested dicts, with both values; "" if there are none.
+
+    fields: what the keys that are compared may start with.
+    """
     a, b = flatten(a), flatten(b)
-    changed = [f"{key} ({a.get(key)}, {b.get(key)})" for key in a | b if a.get(key) != b.get(key)]
-    return "; ".join(changed[:3])
+    changed = [key for key in a | b if key.startswith(fields) and a.get(key) != b.get(key)]
+    return "; ".join(f"{key} ({a.get(key)}, {b.get(key)})" for key in changed[:3])
 
 
 def check_config(cfg: Config, world_size: int) -> None:
@@ -4411,11 +4414,7 @@ def check_init(path: str, cfg: Config) -> tuple[str, Config]:
         "ngrams.orders ngrams.hashes ngrams.rows ngrams.width"
     ).split()
     saved = load_model(path).cfg
-    there, here = (
-        {key: value for key, value in flatten(dataclasses.asdict(c)).items() if key.startswith(tuple(model))}
-        for c in (saved, cfg)
-    )
-    if diff := config_diff(there, here):
+    if diff := config_diff(dataclasses.asdict(saved), dataclasses.asdict(cfg), tuple(model)):
         raise UserError(f"--init {path}: another model (there, here): {diff}; give the options it had")
     windows = (*saved.past_windows, *longest_windows(saved, len(saved.stages)))
     return dataset_hash([Path(path)]), replace(cfg, past_windows=windows)
