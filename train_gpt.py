@@ -4524,8 +4524,12 @@ class Checkpoint(NamedTuple):
             restore(saved, model, optimizer)
 
 
-def save_checkpoint(run: Path, meta: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Writes the checkpoint after `meta["step"]` steps into `run`, from all ranks; removes the one before."""
+def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
+    """Writes the checkpoint after progress["step"] steps into `run`, from all ranks; removes the one before.
+
+    about, progress: what its meta.json holds, of the run and of this moment.
+    """
+    meta = about | progress
     final, rank = run / f"step{meta['step']:08d}", optimizer.exchange.rank
     partial_path = final.with_suffix(".partial")
 
@@ -4853,10 +4857,7 @@ def run(args: argparse.Namespace, script: str) -> None:
             log.print0(line)
         log.print0("=" * 100, console=False)
 
-        def save(meta: dict, model: GPT, optimizer: Optimizer) -> None:
-            meta |= {"task": task, **versions}
-            save_checkpoint(checkpoints, meta, model, optimizer)
-
+        save = partial(save_checkpoint, checkpoints, {"task": task, **versions})
         try:
             with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced
                 trace = None
@@ -4918,9 +4919,9 @@ def train(
 ) -> tuple[GPT, dict]:
     """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
 
-    `prefetch` is for the thread that builds batches. `save(meta, model, optimizer)` keeps a checkpoint after
-    every `every` steps, if that is given; `resumed` is one to go on from. `trace()` starts a profiler, whose
-    step() ends every step. `init` is a saved model to start from.
+    `prefetch` is for the thread that builds batches. `save(progress, model, optimizer)` keeps a checkpoint
+    after every `every` steps, if that is given; `resumed` is one to go on from. `trace()` starts a profiler,
+    whose step() ends every step. `init` is a saved model to start from.
     """
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)

@@ -439,11 +439,11 @@ class BreakTable:
 
     def __call__(self):
         def around(save):
-            def save_checkpoint(run, meta, model, optimizer):
-                if meta["step"] == 4:
+            def save_checkpoint(run, about, progress, model, optimizer):
+                if progress["step"] == 4:
                     optimizer.ngrams.finish()
                     optimizer.ngrams.block[-1, -1] = torch.inf
-                save(run, meta, model, optimizer)
+                save(run, about, progress, model, optimizer)
 
             return save_checkpoint
 

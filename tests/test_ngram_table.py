@@ -414,8 +414,9 @@ def test_a_checkpoint_loads_while_rows_are_under_way(cfg, tmp_path, placement):
         runs.append(losses)
         if not first:
             position = batch.position
-            meta = dict(step=last, train_ms=0.0, position=position, task={}, script="", torch="")
-            tg.save_checkpoint(tmp_path / "x.checkpoint", meta, model, optimizer)
+            about = dict(task={}, script="", torch="")
+            progress = dict(step=last, train_ms=0.0, position=position)
+            tg.save_checkpoint(tmp_path / "x.checkpoint", about, progress, model, optimizer)
     assert runs[2][:3] == runs[1] and optimizer.ngrams.plan is None
 
 
@@ -482,8 +483,9 @@ def live(rank, world_size, cfg, folder, limit):
     with memory.phase("validation"):
         loss = tg.validate(model, val, exchange, windows)
     with memory.phase("checkpoint"):
-        meta = dict(step=cfg.steps, train_ms=0.0, position=[0, 0, 0], task={}, script="", torch="")
-        tg.save_checkpoint(folder / "x.checkpoint", meta, model, optimizer)
+        about = dict(task={}, script="", torch="")
+        progress = dict(step=cfg.steps, train_ms=0.0, position=[0, 0, 0])
+        tg.save_checkpoint(folder / "x.checkpoint", about, progress, model, optimizer)
     with memory.phase("resume"):
         tg.Checkpoint.find(str(folder)).load(model, optimizer)
         optimizer.gather_all()

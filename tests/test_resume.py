@@ -491,9 +491,9 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
     for step in range(cfg.steps):
         if step % 2 == 0:
             run = tmp_path / f"{step}.checkpoint"
-            meta = dict.fromkeys(("train_ms", "task", "script", "torch"))
-            meta |= {"step": step, "position": positions[-1]}
-            tg.save_checkpoint(run, meta, model, optimizer)
+            about = dict.fromkeys(("task", "script", "torch"))
+            progress = {"step": step, "train_ms": None, "position": positions[-1]}
+            tg.save_checkpoint(run, about, progress, model, optimizer)
             found.append(tg.Checkpoint.find(str(run)))
         batch = batches.next()
         positions.append(batch.position)
