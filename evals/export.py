@@ -24,13 +24,11 @@ V tokens, padded; d = H * D channels, H heads; L layers; F the MLPs' width. trai
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt as tg
+from generate import make_parser, run_script, tg
 
 
 def named_tensors(model: tg.GPT) -> dict[str, torch.Tensor]:
@@ -41,28 +39,24 @@ def named_tensors(model: tg.GPT) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
-    parser.add_argument("out", metavar="OUT.safetensors")
-    args = parser.parse_args(argv)
+def run(args: argparse.Namespace) -> None:
     if Path(args.out).resolve() in [Path(f"{args.model}{end}").resolve() for end in ("", ".ngrams")]:
-        sys.exit(f"export.py: {args.out} is the model itself; choose another name")
-    try:
+        raise tg.UserError(f"{args.out} is the model itself; choose another name")
+    with tg.explain("this needs safetensors", "python -m pip install safetensors", ImportError):
         from safetensors import SafetensorError
         from safetensors.torch import save_file
-    except ImportError:
-        sys.exit("export.py: needs safetensors: python -m pip install safetensors")
-    try:
-        model = tg.load_model(args.model)
-        tensors = named_tensors(model)
+    model = tg.load_model(args.model)
+    tensors = named_tensors(model)
+    with tg.explain(f"cannot write {args.out}", "choose another place", SafetensorError):
         save_file(tensors, args.out, {"config": tg.config_json(model.cfg)})
-    except (OSError, SafetensorError, tg.UserError) as error:
-        sys.exit(f"export.py: {error}")
     for name, tensor in sorted(tensors.items()):
         print(f"{name:20} {str(tensor.dtype).removeprefix('torch.'):10} {tuple(tensor.shape)}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("export.py", __doc__)
+    parser.add_argument("out", metavar="OUT.safetensors")
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":

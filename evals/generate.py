@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Continues a text with a model that `./run.sh --save MODEL` has written.
 
-    python evals/generate.py MODEL ["PROMPT"] [--tokens 200] [--temperature 0.8] [--top-k 0] [--top-p 1]
-                             [--seed 0] [--samples 1] [--prompt-file FILE]
+    python evals/generate.py MODEL ["PROMPT"] [--tokens 200] [--temperature 0.8] [--samples 1] ...
     cat FILE | python evals/generate.py MODEL -
 
 Prints the prompt and what follows as it is drawn, until the model ends the document or there are --tokens.
@@ -43,7 +42,7 @@ def load(path: str) -> tuple[tg.GPT, tiktoken.Encoding]:
         torch.set_num_threads(1)  # with less to share, threads wait more than they work
     names, count = {257: "bytes", 50257: "gpt2"}, model.cfg.vocab_size
     if count not in names:
-        raise tg.UserError(f"{path} has {count} tokens; tokenizers here have {' or '.join(map(str, names))}")
+        raise tg.UserError(f"{path} has {count} tokens; tokenizers here have 257 or 50257")
     file = ROOT / model.cfg.data / tokenize_text.VOCABULARY
     return model, tokenize_text.get_encoding(names[count], file if file.exists() else None)
 
@@ -86,51 +85,42 @@ def generate(
         yield token
 
 
-def number(kind: type, least: float, most: float = float("inf"), above: bool = False) -> Callable:
-    """Returns an argparse type: a `kind` from `least` (with `above`: more than that) to `most`."""
+def number(kind: type, least: float, most: float = 1e9) -> Callable:
+    """Returns an argparse type: a `kind` from `least` to `most`."""
 
     def parse(text: str):
         value = kind(text)
-        if not (least < value if above else least <= value) or not value <= most:
-            bound = f"{'above' if above else 'at least'} {least}" + (
-                f", at most {most}" if most < 9e9 else ""
-            )
-            raise argparse.ArgumentTypeError(f"{text}: give a number {bound}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most:g}")
         return value
 
     parse.__name__ = kind.__name__  # for argparse's own messages
     return parse
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="the file that --save wrote")
-    add("prompt", nargs="?", metavar="PROMPT", help="text to continue; -: standard input")
-    add("--prompt-file", type=Path, metavar="FILE", help="take the prompt from a file")
-    add("--tokens", type=number(int, 1), default=200, help="at most so many (default: %(default)s)")
-    add(
-        "--temperature",
-        type=number(float, 0, 100),
-        default=0.8,
-        help="0: the likeliest (default: %(default)s)",
-    )
-    add("--top-k", type=number(int, 0), default=0, help="draw from the K likeliest tokens; 0: from all")
-    add("--top-p", type=number(float, 0, 1, above=True), default=1.0, help="and of these, from that share")
-    add("--seed", type=number(int, 0, 1e9), default=0, help="of the first sample; of others 1, 2, ... more")
-    add("--samples", type=number(int, 1), default=1, help="how often (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if args.prompt is not None and args.prompt_file:
-        parser.error("a PROMPT and --prompt-file: give one of them")
-    return args
+def make_parser(prog: str, description: str) -> tg.Parser:
+    """Returns the parser of a script whose first argument is a model."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = tg.Parser(prog=prog, description=description, formatter_class=layout, allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
+    return parser
+
+
+def run_script(run: Callable, parser: tg.Parser, argv: list[str] | None) -> None:
+    """Calls run(options). Errors that the user can fix end the script with one line."""
+    try:
+        run(parser.parse_args(argv))
+    except BrokenPipeError:  # whoever read it, as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, tg.UserError, tokenize_text.UserError, tokenize_text.BadDocument) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def run(args: argparse.Namespace) -> None:
     model, encoding = load(args.model)
-    token_bytes = tokenize_text.token_bytes(encoding)
-    prompt = args.prompt or ""
+    token_bytes, prompt = tokenize_text.token_bytes(encoding), args.prompt or ""
     if args.prompt_file or prompt == "-":
         raw = args.prompt_file.read_bytes() if args.prompt_file else sys.stdin.buffer.read()
         name = args.prompt_file or "standard input"
@@ -139,13 +129,13 @@ def run(args: argparse.Namespace) -> None:
     tokens, context = [model.cfg.bos_id, *encoding.encode_ordinary(prompt)], max_context(model.cfg)
     if len(tokens) > context:
         print(f"of the prompt's {len(tokens)} tokens the last {context} count", file=sys.stderr)
+    options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     began, count = time.perf_counter(), 0
     for sample in range(args.samples):
         if sample:
             print("-" * 80)
         print(prompt, end="", flush=True)
         text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
-        options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
         for token in generate(model, tokens, args.tokens, args.seed + sample, **options):
             print(text.decode(token_bytes[token]), end="", flush=True)
             count += 1
@@ -155,14 +145,17 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
-        run(parse_args(argv))
-    except BrokenPipeError:  # whoever read it, as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, tg.UserError, tokenize_text.UserError) as error:
-        sys.exit(f"generate.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    parser = make_parser("generate.py", __doc__)
+    prompt, add = parser.add_mutually_exclusive_group(), parser.add_argument
+    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; -: standard input")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="take the prompt from a file")
+    add("--tokens", type=number(int, 1), default=200, help="at most so many (default: %(default)s)")
+    add("--temperature", type=number(float, 0), default=0.8, help="0: the likeliest (default: %(default)s)")
+    add("--top-k", type=number(int, 0), default=0, help="draw from the K likeliest tokens; 0: from all")
+    add("--top-p", type=number(float, 1e-9, 1), default=1.0, help="and of these, from that share")
+    add("--seed", type=number(int, 0), default=0, help="of the first sample; of others 1, 2, ... more")
+    add("--samples", type=number(int, 1), default=1, help="how often (default: %(default)s)")
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ arrives must have the SHA-256 of the original, and stays in data/hellaswag.
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import sys
@@ -34,8 +35,7 @@ import tiktoken
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from generate import ROOT, load, number, tg, tokenize_text
+from generate import ROOT, load, make_parser, number, run_script, tg, tokenize_text
 
 NAME, FOLDER = "hellaswag_val.jsonl", ROOT / "data/hellaswag"
 SHA256, ITEMS = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588", 10042  # of the original
@@ -75,17 +75,14 @@ def download(dataset: str) -> Path:
 
 def read_items(path: Path, limit: int | None = None) -> list[Item]:
     """Returns `limit` items, or all, in the fixed order. Raises tg.UserError if any in the file is bad."""
-    items = []
+    items, needs = [], "it needs a text `ctx`, four texts `endings`, a `label` from 0 to 3"
     for line, text in enumerate(path.read_bytes().splitlines(), 1):
-        try:
+        with tg.explain(f"{path}:{line}: not an item", needs, ValueError, KeyError, TypeError):
             entry = json.loads(text)
             item = Item(entry["ctx"], entry["endings"], int(entry["label"]))  # Rowan/hellaswag's are texts
-            texts = [type(part) for part in (item.context, *item.endings)]
-        except (ValueError, KeyError, TypeError):
-            texts = []
-        if texts != [str] * 5 or item.label not in range(4):
-            message = "not an item; it needs a text `ctx`, four texts `endings`, a `label` from 0 to 3"
-            raise tg.UserError(f"{path}:{line}: {message}")
+            kinds = [type(part) for part in (item.context, *item.endings)]
+            if kinds != [str] * 5 or item.label not in range(4):
+                raise ValueError("other types or numbers")
         items.append(item)
     if len(items) < limit if limit else len(items) != ITEMS:
         raise tg.UserError(
@@ -143,10 +140,9 @@ def batches(documents: Sequence[Document], budget: int) -> Iterator[Sequence[Doc
         begin = end
 
 
-def score(losses: Sequence[np.ndarray], labels: Sequence[int]) -> np.ndarray:
-    """Returns whether means, and sums, choose the right one of each item's four endings, (n, 2) bool."""
-    values = np.array([(x.mean(), x.sum()) for x in losses]).reshape(-1, 4, 2)
-    return values.argmin(1) == np.array(labels, int)[:, None]
+def score(losses: Sequence[np.ndarray], label: int) -> np.ndarray:
+    """Returns whether the least mean, and the least sum, of four endings' losses is the right one's, (2,)."""
+    return np.array([(x.mean(), x.sum()) for x in losses]).argmin(0) == label
 
 
 def standard_error(share: float, n: int) -> float:
@@ -159,36 +155,24 @@ def run(args: argparse.Namespace) -> None:
     items = read_items(path, args.limit)
     documents = [document for item in items for document in encode(item, encoding)]
     budget = min(model.cfg.val_slice_tokens, CPU_BATCH_TOKENS if model.device.type == "cpu" else sys.maxsize)
-    right, done, losses = np.zeros(2), 0, []
-    with tqdm(total=len(items), unit="item", disable=None) as bar:
-        for batch in batches(documents, budget):
-            losses += ending_losses(model, batch)
-            new = len(losses) // 4  # items of which all endings are there
-            right += score(losses[: 4 * new], [item.label for item in items[done : done + new]]).sum(0)
-            losses, done = losses[4 * new :], done + new
-            bar.update(new)
-            bar.set_postfix(acc_norm=f"{right[0] / max(done, 1):.4f}")
-    for name, share in zip(("acc_norm", "acc"), right / done):
-        print(f"{name:8} {share:.4f} +- {standard_error(share, done):.4f}")
-    print(f"chance   0.2500; {done:,} items of {path}")
+    losses = (x for batch in batches(documents, budget) for x in ending_losses(model, batch))
+    right = np.zeros(2)
+    with tqdm(items, unit="item", disable=None) as bar:
+        for done, item in enumerate(bar, 1):
+            right += score(list(itertools.islice(losses, 4)), item.label)
+            bar.set_postfix(acc_norm=f"{right[0] / done:.4f}", refresh=False)
+    for name, share in zip(("acc_norm", "acc"), right / len(items)):
+        print(f"{name:8} {share:.4f} +- {standard_error(share, len(items)):.4f}")
+    print(f"chance   0.2500; {len(items):,} items of {path}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
+    parser = make_parser("hellaswag.py", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--file", type=Path, metavar="FILE", help="the items")
     source.add_argument("--dataset", metavar="OWNER/NAME", help="of the hub: download them from there")
     parser.add_argument("--limit", type=number(int, 1), metavar="N", help="take N items (default: all)")
-    args = parser.parse_args(argv)
-    try:
-        run(args)
-    except (OSError, tg.UserError, tokenize_text.UserError) as error:
-        sys.exit(f"hellaswag.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":

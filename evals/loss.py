@@ -20,15 +20,13 @@ preset's are 0:128; what follows has decided nothing about it.
 
 import argparse
 import math
-import sys
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Iterator
 
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from generate import load, number, tg, tokenize_text
+from generate import load, make_parser, number, run_script, tg, tokenize_text
 
 
 def parse_slices(text: str) -> tuple[int, int]:
@@ -36,14 +34,6 @@ def parse_slices(text: str) -> tuple[int, int]:
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
         raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:END, like 128:161")
     return int(first), int(end)
-
-
-class Losses(NamedTuple):
-    """Of the n passages of a text, each (n,) float64."""
-
-    nats: np.ndarray
-    tokens: np.ndarray
-    bytes: np.ndarray
 
 
 def read_text(path: Path, field: str, passage_bytes: int, encoding) -> np.ndarray:
@@ -81,15 +71,17 @@ def cut_shard(path: Path, cfg: tg.Config, slices: tuple[int, int] | None) -> Ite
     return (tokens[i * T : (i + 1) * T + 1] for i in range(first, end))
 
 
-def document_losses(model: tg.GPT, tokens: np.ndarray, token_bytes: np.ndarray) -> Losses:
-    """Returns the losses of the documents in T + 1 tokens, the last of which is only a target."""
+def document_losses(model: tg.GPT, tokens: np.ndarray, token_bytes: np.ndarray) -> np.ndarray:
+    """Returns nats, tokens and bytes of the n documents in T + 1 tokens: (3, n) float64.
+
+    The last token is only a target.
+    """
     cfg, starts = model.cfg, np.flatnonzero(tokens[:-1] == model.cfg.bos_id)
     longest = int(np.diff(starts, prepend=0, append=len(tokens) - 1).max())
     batch = tg.make_micro_batch(tokens, starts, longest, len(starts) + 2, cfg).pack().to(model.device)
     nats = model.token_losses(batch, tg.window_tokens(cfg, cfg.val_windows)).double().cpu().numpy()
-    starts = np.union1d(0, starts)
-    counts = nats, np.ones(len(nats)), token_bytes[tokens[1:]].astype(float)
-    return Losses(*(np.add.reduceat(count, starts) for count in counts))
+    counts = np.stack([nats, np.ones(len(nats)), token_bytes[tokens[1:]]])
+    return np.add.reduceat(counts, np.union1d(0, starts), axis=1)
 
 
 def ratio(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -98,20 +90,20 @@ def ratio(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return mean, math.sqrt(n / (n - 1) * ((x - mean * y) ** 2).sum()) / y.sum() if n > 1 else math.nan
 
 
-def report(losses: Losses, name: str) -> str:
+def report(losses: np.ndarray, name: str) -> str:
     """Returns a line on what `name` holds."""
-    (nats, nats_se), (bits, bits_se) = ratio(losses.nats, losses.tokens), ratio(losses.nats, losses.bytes)
-    bits, bits_se = bits / math.log(2), bits_se / math.log(2)
+    nats, tokens, nbytes = losses
+    found = (*ratio(nats, tokens), *ratio(nats / math.log(2), nbytes))
     return (
-        f"{nats:.4f} +- {nats_se:.4f} nats per token, {bits:.4f} +- {bits_se:.4f} bits per byte: {name}, "
-        f"{losses.tokens.sum():,.0f} tokens, {losses.bytes.sum():,.0f} bytes, {len(losses.nats):,} passages"
+        "{:.4f} +- {:.4f} nats per token, {:.4f} +- {:.4f} bits per byte: ".format(*found)
+        + f"{name}, {tokens.sum():,.0f} tokens, {nbytes.sum():,.0f} bytes, {len(nats):,} passages"
     )
 
 
 def run(args: argparse.Namespace) -> None:
     model, encoding = load(args.model)
     token_bytes = np.array([len(token) for token in tokenize_text.token_bytes(encoding)])
-    size = tokenize_text.PASSAGE_BYTES[encoding.name] if args.passage_bytes is None else args.passage_bytes
+    size = args.passage_bytes or tokenize_text.PASSAGE_BYTES[encoding.name]
     found = []
     for path in args.files:
         if path.suffix == ".bin":
@@ -120,31 +112,20 @@ def run(args: argparse.Namespace) -> None:
             tokens = read_text(path, args.field, size, encoding)
             parts = cut_text(tokens, model.cfg.bos_id, model.cfg.val_slice_tokens)
         progress = tqdm(parts, desc=path.name, disable=None, leave=False)
-        losses = [document_losses(model, part, token_bytes) for part in progress]
-        found.append(Losses(*map(np.concatenate, zip(*losses))))
+        found.append(np.hstack([document_losses(model, part, token_bytes) for part in progress]))
         print(report(found[-1], str(path)), flush=True)
     if len(found) > 1:
-        print(report(Losses(*map(np.concatenate, zip(*found))), "all"))
+        print(report(np.hstack(found), "all"))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--slices", type=parse_slices, metavar="FIRST:END", help="of shards")
-    parser.add_argument("--passage-bytes", type=number(int, 4), metavar="N")
-    parser.add_argument(
-        "--field", default="text", help="key of the text in a .jsonl line (default: %(default)s)"
-    )
-    args = parser.parse_args(argv)
-    try:
-        run(args)
-    except (OSError, tg.UserError, tokenize_text.UserError, tokenize_text.BadDocument) as error:
-        sys.exit(f"loss.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    parser = make_parser("loss.py", __doc__)
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE")
+    add("--slices", type=parse_slices, metavar="FIRST:END", help="of shards")
+    add("--passage-bytes", type=number(int, 4), metavar="N")
+    add("--field", default="text", help="key of the text in a .jsonl line (default: %(default)s)")
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":
