@@ -20,18 +20,18 @@ A kernel is in the section that launched it. Collectives are gloo's operations o
 those of the builder's thread. `collectives` is the time in which any ran, `hidden` the share of it in which
 the main thread did not wait or, on a GPU, other kernels ran.
 
-The critical path, `critical`, is what the step's end follows from. The walk begins on the rank that ends
-last, on its main thread or, on a GPU, its main stream. It goes back along that. Where that waits or is idle,
-it goes on to what finished last before: a collective, a batch, or the launch of the next kernel. The ranks'
-calls of a collective are one: it takes the time since the last of them started. From there the walk goes on
-with that rank: with what finished last of the launch, the collective before, and the kernels launched before.
-The time between is waiting; that of a collective is in exchange, rows or gather. Not seen: a host that waits
-for its GPU, and builders that wait for each other.
+`critical` is the critical path, from which the step's end follows. It is walked back from the rank that ends
+last, along its main thread or, on a GPU, its main stream. Where that waits or is idle, it goes on to what
+finished last before: a collective, a batch, or the launch of the next kernel. A collective takes the time
+since the last rank started it. From there the walk goes on with that rank: with what finished last of the
+launch, the collective before, and the kernels launched before. The time between is waiting; that of a
+collective is in exchange, rows or gather. Not seen: a host that waits for its GPU, and builders that wait for
+each other.
 
 --picture draws a step (--step, else the first traced): a lane for each thread and stream, and a black line
-along the critical path. All ranks must be on one machine, whose clock they share. Tracing slows threads: an
-operation takes microseconds more. Tested on traces of gloo processes; of GPUs on small ones that were written
-by hand, never on a real GPU's.
+along the critical path. All ranks must share one machine's clock. Tracing slows threads: an operation takes
+microseconds more. Tested on traces of gloo processes, and of GPUs on small ones written by hand, never a real
+GPU's.
 """
 
 import argparse
@@ -107,19 +107,17 @@ class Trace:
     @property
     def collectives(self) -> list[Span]:
         """Returns those that the main thread launched in steps, in order."""
-        lanes = (spans for lane, spans in self.lanes.items() if kind_of(lane) in ("gloo", "nccl"))
-        spans = sorted(itertools.chain(*lanes), key=lambda s: s.launch)
+        spans = [s for lane in self.lanes.values() for s in lane if kind_of(s.lane) in ("gloo", "nccl")]
+        spans.sort(key=lambda s: s.launch)
         return [s for s in spans if any(start <= s.launch < end for start, end in self.steps.values())]
 
     def windows(self, lane: str) -> dict[int, tuple[int, int]]:
         """Returns the steps' times on a lane. On a stream one lasts until the next one's first kernel."""
         if lane != "stream":
             return self.steps
-        windows, until = {}, self.lanes[lane][-1].end
-        for step, (start, end) in reversed(self.steps.items()):
-            first = next((s.start for s in self.lanes[lane] if start <= s.launch < end), until)
-            windows[step], until = (first, until), first
-        return dict(reversed(windows.items()))
+        spans, starts = self.lanes[lane], [start for start, _ in self.steps.values()]
+        firsts = [next((s.start for s in spans if s.launch >= start), spans[-1].end) for start in starts]
+        return dict(zip(self.steps, zip(firsts, [*firsts[1:], spans[-1].end])))
 
 
 def exclusive(labels: Iterable[Label]) -> list[Label]:
@@ -127,22 +125,15 @@ def exclusive(labels: Iterable[Label]) -> list[Label]:
 
     What touches and is the same becomes one.
     """
-    starts = [(label[0], 1, -label[1], label) for label in labels if label[0] < label[1]]
-    ends = [(label[1], 0, 0, label) for *_, label in starts]
-    pieces, stack, before = [], [], 0
-    for time, is_start, _, label in sorted(starts + ends):
-        if stack and time > before:
-            if pieces and pieces[-1][1:] == (before, *stack[-1]):
-                before = pieces.pop()[0]
-            pieces.append((before, time, *stack[-1]))
-        before = time
-        if not is_start:
-            stack.pop()
-        elif stack and stack[-1][0] == "index" and label[2] != "waiting":
-            stack.append(("index", label[3]))
-        else:
-            stack.append(label[2:])
-    return pieces
+    outer_first = sorted(labels, key=lambda label: (label[0], -label[1]))
+    times = sorted({time for label in outer_first for time in label[:2]})
+    found: list = [None] * len(times)  # section and name from each time to the next
+    for start, end, section, name in outer_first:
+        for i in range(bisect_left(times, start), bisect_left(times, end)):
+            in_index = found[i] and found[i][0] == "index" and section != "waiting"
+            found[i] = ("index" if in_index else section), name
+    changes = [i for i in range(len(times)) if i == 0 or found[i] != found[i - 1]]
+    return [(times[i], times[j], *found[i]) for i, j in zip(changes, changes[1:]) if found[i]]
 
 
 def read_trace(path: Path) -> Trace:
@@ -182,17 +173,16 @@ def read_trace(path: Path) -> Trace:
     builder = next((t for t, found in labels.items() if any(label[2] == "index" for label in found)), None)
     starts, ends = zip(*steps.values())
     labels[main].append((starts[0], ends[-1], "other", ""))
-    pieces = {thread: exclusive(labels[thread]) for thread in (main, builder)}
-    for thread, found in pieces.items():
-        lane = "main" if thread == main else "builder"
+    for lane, thread in (("main", main), ("builder", builder)):
+        found = exclusive(labels[thread])
         lanes[lane] = [Span(rank, lane, what, name, at, end, at) for at, end, what, name in found]
 
-    def label_at(thread: Any, time: int, default: str) -> tuple[str, str]:
-        """Returns section and name; `default` where there is none. Autograd's threads have the main one's."""
-        found = pieces[builder if thread == builder else main]
-        i = bisect_right(found, time, key=lambda piece: piece[0]) - 1
-        _, end, section, name = found[i] if i >= 0 else (0, 0, "", "")
-        return (section, name) if time < end and section != "other" else (default, "")
+    def add(lane: str, start: int, end: int, thread: Any, launch: int, default: str) -> None:
+        """Adds what a thread launched, in the section of that moment; `default` where there is none."""
+        launcher = lanes["builder" if thread == builder else "main"]  # autograd's threads: the main one's
+        i = bisect_right(launcher, launch, key=lambda s: s.start)
+        sections = (s[2:4] for s in launcher[max(0, i - 1) : i] if launch < s.end and s.section != "other")
+        lanes[lane].append(Span(rank, lane, *next(sections, (default, "")), start, end, launch))
 
     # A group of processes runs its operations in their order, on threads of its own. The builder's group is
     # not the main thread's, and knows no operation but all_to_all.
@@ -205,13 +195,12 @@ def read_trace(path: Path) -> Trace:
         waiting = deque(sorted(ops[thread]))
         for start, end, lane in sorted(calls):
             if waiting and waiting[0] <= start:  # else it was launched before the trace began
-                at = waiting.popleft()
-                lanes[lane].append(Span(rank, lane, *label_at(thread, at, "exchange"), start, end, at))
+                add(lane, start, end, thread, waiting.popleft(), "exchange")
     for start, end, name, stream, correlation in sorted(kernels):
         thread, launch = launches.get(correlation, (main, start))
         is_nccl = name.startswith("nccl")
         lane, default = (f"nccl {stream}", "exchange") if is_nccl else (f"stream {stream}", "other")
-        lanes[lane].append(Span(rank, lane, *label_at(thread, launch, default), start, end, launch))
+        add(lane, start, end, thread, launch, default)
     if streams := [lane for lane in lanes if lane.startswith("stream")]:
         busiest = max(streams, key=lambda lane: sum(s.end - s.start for s in lanes[lane]))
         lanes["stream"] = [s._replace(lane="stream") for s in lanes.pop(busiest)]
@@ -225,12 +214,11 @@ def read_traces(paths: Iterable[Path]) -> list[Trace]:
     if ranks != list(range(first.world_size)):
         raise UserError(f"the traces are of ranks {ranks}; give one of each of the run's {first.world_size}")
     for trace in traces:
+        steps = zip(first.steps.values(), trace.steps.values())
         calls = zip(first.collectives, trace.collectives)
         if trace.steps.keys() != first.steps.keys():
             problem = f"trace steps {list(first.steps)} and {list(trace.steps)}"
-        elif any(
-            max(a, c) >= min(b, d) for (a, b), (c, d) in zip(first.steps.values(), trace.steps.values())
-        ):
+        elif any(max(a, c) >= min(b, d) for (a, b), (c, d) in steps):
             problem = "trace steps at other times"
         elif any(a[2:4] != b[2:4] for a, b in calls):
             problem = "have other collectives"
@@ -319,10 +307,8 @@ def table(traces: list[Trace], lane: str) -> list[str]:
 
 def draw(traces: list[Trace], step: int, path: str) -> None:
     """Writes a PNG of a step: its lanes, coloured by section, and its critical path."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # here: without a picture it is not needed
+    from matplotlib.patches import Patch
 
     windows = [trace.windows(trace.compute)[step] for trace in traces]
     begin, end = min(start for start, _ in windows), max(end for _, end in windows)
@@ -331,20 +317,19 @@ def draw(traces: list[Trace], step: int, path: str) -> None:
         for lane, spans in sorted(trace.lanes.items(), key=lambda item: (item[0] != "main", item[0])):
             if shown := [s for s in spans if s.start < end and s.end > begin]:
                 rows[trace.rank, lane] = shown
-    fig, ax = plt.subplots(figsize=(16, 1.5 + 0.4 * len(rows)), layout="constrained")
+    fig = Figure(figsize=(16, 1.5 + 0.4 * len(rows)), layout="constrained")
+    ax = fig.subplots()
     for y, spans in enumerate(rows.values()):
-        for section, colour in COLOURS.items():
-            bars = [((s.start - begin) / 1e6, (s.end - s.start) / 1e6) for s in spans if s.section == section]
-            ax.broken_barh(bars, (y - 0.4, 0.8), color=colour)
+        bars = [((s.start - begin) / 1e6, (s.end - s.start) / 1e6) for s in spans]
+        ax.broken_barh(bars, (y - 0.4, 0.8), color=[COLOURS[s.section] for s in spans])
     height, along = {at: y for y, at in enumerate(rows)}, critical_path(traces, step)
     times = [(t - begin) / 1e6 for s in along for t in (s.start, s.end)]
     ax.plot(times, [height[s.rank, s.lane] for s in along for _ in range(2)], color="black", linewidth=1.5)
     ax.set(xlim=(0, (end - begin) / 1e6), xlabel=f"step {step}, ms", ylim=(len(rows) - 0.5, -0.5))
     ax.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane in rows])
-    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    fig.legend(patches, COLOURS, loc="outside upper center", ncols=len(COLOURS), frameon=False)
+    patches = [Patch(color=colour, label=section) for section, colour in COLOURS.items()]
+    fig.legend(handles=patches, loc="outside upper center", ncols=len(COLOURS), frameon=False)
     fig.savefig(path, format="png", dpi=120)
-    plt.close(fig)
 
 
 def main(argv: list[str] | None = None) -> None:
