@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Estimates a training step's time on 8 H100s, stage by stage, without a GPU.
 
-    python bench/projection.py [--set NAME=VALUE ...] [--what-if "NAME=VALUE ..."]
+    python bench/projection.py [--set NAME=VALUE ...] [--what-if "NAME=VALUE ..."] ...
     python bench/projection.py --what-if "layers.*.xsa=false" --what-if "mlp_dim=2560 fp8_mlp=false"
 
 All times are estimates, but for those called published. --set changes the record preset, and each --what-if
@@ -17,11 +17,10 @@ as long as web text's; sparse exchanges send about twice as many rows of bigrams
     launch       the most of FLOPs / rate, bytes / memory's rate, kernel_us
     collective   bytes sent / exchange's rate + collective_us
 
-Rates are assumed, as fractions of an H100 SXM's peaks by NVIDIA's data sheet (1e12/s: FLOPs or bytes): of
+Rates (1e12/s: FLOPs or bytes) are assumed, as fractions of an H100 SXM's peaks by NVIDIA's data sheet: of
 matmuls what large ones attain under the power limit, of attention FlashAttention-3's, of memory streaming
 kernels', of the exchange NCCL's. Only slowdown and fixed are fitted, to record 80's published ms. Not
-counted: waiting for the host, and second reads of what FP8 scales by its maximum, some 0.2 ms of a step in
-the second stage.
+counted: waiting for the host, and second reads of what FP8 scales by its maximum, 0.2 ms in stage 1.
 
 Stages are in ms of a step, the mean of one with Adam and one without. tokens: of each GPU's micro-batch;
 matmuls, attention, other: the sum over launches, composed heads in other; exchange: what is not hidden of
@@ -30,8 +29,8 @@ estimates from logs of other configurations.
 
 Record 80 is this script with its parts switched off, as far as settings go, and layer 10 and the head reading
 no saved streams but "back". Not expressed: one graph for the whole model, dense gradients of tables, its
-gates' products, a second result of the squared ReLU. To differences of records nothing is fitted; estimates
-are of the second stage, whose batch is the mean over a run, published ones are means over a run.
+gates' products, a second result of the squared ReLU. Estimated differences of records are of stage 1, whose
+batch is the mean over a run; published ones are means over a run.
 """
 
 import argparse
@@ -40,16 +39,13 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import reduce
-from pathlib import Path
 from typing import Any, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
-import launches
+import launches  # it finds the others
 import step_time
 import train_gpt as tg
 from launches import on_meta
@@ -279,7 +275,7 @@ def step_ms(ops: list[Op], model: Model) -> dict[str, float]:
     """Estimates a step's ms and its parts: the mean of the two that were counted."""
     parts = dict.fromkeys(PARTS, 0.0) | {"fixed": model.fixed}
     for op in ops:
-        part = {"": "other", "attention": "attention", "exchange": "exchange"}.get(op.kind, "matmuls")
+        part = op.kind if op.kind in PARTS else "matmuls" if op.kind else "other"
         parts[part] += op_ms(op, model) / 2 * (1 - model.hidden if part == "exchange" else model.slowdown)
     return parts | {"ms": sum(parts.values())}
 
@@ -338,24 +334,20 @@ def print_run(title: str, cfg: tg.Config, model: Model) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = tg.Parser(
-        prog="projection.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = tg.Parser(description=__doc__, formatter_class=layout, allow_abbrev=False)
     add = parser.add_argument
-    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
+    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE")
     add("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
     try:
         args = parser.parse_args(argv)
-        base = reduce(tg.override, args.settings, tg.RECORD)
+        base = reduce(tg.override, args.set, tg.RECORD)
         changed = {changes: reduce(tg.override, changes.split(), base) for changes in args.what_if}
         for cfg in (base, *changed.values()):
             launches.check(cfg, RANKS)
             tg.select_backend(replace(cfg, attention="varlen"), torch.device("cuda", 0), (9, 0), RANKS)
         model = fit(compared=base == tg.RECORD and not changed)
-        seconds = print_run(" ".join(["the record preset", *args.settings]), base, model)
+        seconds = print_run(" ".join(["the record preset", *args.set]), base, model)
         print(f"total {seconds:.2f} s" + (", published for record 89: 73.8 s" if base == tg.RECORD else ""))
         for changes, cfg in changed.items():
             new = print_run(changes, cfg, model)
