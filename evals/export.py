@@ -31,14 +31,6 @@ import torch
 from generate import make_parser, run_script, tg
 
 
-def named_tensors(model: tg.GPT) -> dict[str, torch.Tensor]:
-    """Returns all that a saved model consists of; a table of n-grams is read into memory."""
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    if model.ngrams:
-        tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(model.ngrams.rows)))
-    return tensors
-
-
 def run(args: argparse.Namespace) -> None:
     if Path(args.out).resolve() in [Path(f"{args.model}{end}").resolve() for end in ("", ".ngrams")]:
         raise tg.UserError(f"{args.out} is the model itself; choose another name")
@@ -46,7 +38,9 @@ def run(args: argparse.Namespace) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     model = tg.load_model(args.model)
-    tensors = named_tensors(model)
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    if model.ngrams:  # reads the whole table into memory
+        tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(model.ngrams.rows)))
     with tg.explain(f"cannot write {args.out}", "choose another place", SafetensorError):
         save_file(tensors, args.out, {"config": tg.config_json(model.cfg)})
     for name, tensor in sorted(tensors.items()):

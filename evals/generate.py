@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import tiktoken
 import torch
@@ -52,9 +52,7 @@ def max_context(cfg: tg.Config) -> int:
     return max(min(stage.max_doc_len, stage.batch_tokens // cfg.microbatches) for stage in cfg.stages)
 
 
-def choose(
-    logits: Tensor, generator: torch.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> int:
+def choose(logits: Tensor, generator: torch.Generator, temperature=1.0, top_k=0, top_p=1.0) -> int:
     """Draws a token from logits (V,).
 
     temperature: divides the logits; 0: the likeliest token. top_k: only of so many, the likeliest; 0: all. Of
@@ -69,9 +67,7 @@ def choose(
     return int(tokens[probs.multinomial(1, generator=generator)])
 
 
-def generate(
-    model: tg.GPT, tokens: Sequence[int], count: int, seed: int = 0, **options: Any
-) -> Iterator[int]:
+def generate(model: tg.GPT, tokens: Sequence[int], count: int, seed: int = 0, **options) -> Iterator[int]:
     """Yields at most `count` tokens after `tokens`, each as soon as it is drawn; none from BOS on.
 
     options: those of choose().

@@ -86,7 +86,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
         items.append(item)
     if len(items) < limit if limit else len(items) != ITEMS:
         raise tg.UserError(
-            f"{path} has {len(items)} items, not {limit or ITEMS}; get it again, or use a smaller --limit"
+            f"{path} has {len(items)} items, not {limit or ITEMS}; complete it, or lower --limit"
         )
     order = np.random.RandomState(0).permutation(len(items))  # a generator that NumPy never changes
     return [items[i] for i in order[:limit]]
@@ -107,9 +107,7 @@ def pack(documents: Sequence[Document], cfg: tg.Config) -> tg.MicroBatch:
     the second has the key of the document's own BOS, to which that is shifted.
     """
     lengths = [len(d.tokens) for d in documents]
-    alone = [
-        tg.make_micro_batch(np.append(d.tokens, 0), tg.NO_ROWS, len(d.tokens), 2, cfg) for d in documents
-    ]
+    alone = [tg.make_micro_batch(np.append(t, 0), tg.NO_ROWS, len(t), 2, cfg) for t, _ in documents]
 
     def join(name: str) -> torch.Tensor:
         return torch.cat([getattr(b, name)[..., [0, 0, *range(len(b.inputs))]] for b in alone], -1)
@@ -129,13 +127,12 @@ def ending_losses(model: tg.GPT, documents: Sequence[Document]) -> list[np.ndarr
 
 def batches(documents: Sequence[Document], budget: int) -> Iterator[Sequence[Document]]:
     """Yields `documents` in batches of at most `budget` tokens, with the two before each document."""
-    ends, begin = np.cumsum([0, *(2 + len(d.tokens) for d in documents)]), 0
+    sizes = [2 + len(d.tokens) for d in documents]
+    if max(sizes) > budget:
+        raise tg.UserError(f"a text has {max(sizes) - 2} tokens; this model takes {budget - 2}")
+    ends, begin = np.cumsum([0, *sizes]), 0
     while begin < len(documents):
         end = int(np.searchsorted(ends, ends[begin] + budget, "right")) - 1
-        if end == begin:
-            raise tg.UserError(
-                f"a text has {len(documents[begin].tokens)} tokens; this model takes {budget - 2}"
-            )
         yield documents[begin:end]
         begin = end
 
@@ -157,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
     budget = min(model.cfg.val_slice_tokens, CPU_BATCH_TOKENS if model.device.type == "cpu" else sys.maxsize)
     losses = (x for batch in batches(documents, budget) for x in ending_losses(model, batch))
     right = np.zeros(2)
-    with tqdm(items, unit="item", disable=None) as bar:
+    with tqdm(items, unit="item", miniters=1, disable=None) as bar:
         for done, item in enumerate(bar, 1):
             right += score(list(itertools.islice(losses, 4)), item.label)
             bar.set_postfix(acc_norm=f"{right[0] / done:.4f}", refresh=False)

@@ -234,6 +234,7 @@ def test_characters_of_several_tokens_are_printed_whole(capsys, monkeypatch):
         (["m.pt", "x", "--prompt-file", "m.pt"], "argument --prompt-file: not allowed with argument PROMPT"),
         (["m.pt", "--prompt-file", "m.pt"], "m.pt is not UTF-8: "),
         (["m.pt", "--top-p", "0"], "0: give a number from 1e-09 to 1"),
+        (["m.pt", "--top-p", "1.1"], "1.1: give a number from 1e-09 to 1"),
         (["m.pt", "--temperature", "-1"], "-1: give a number from 0 to 1e+09"),
         (["m.pt", "--tokens", "2.5"], "argument --tokens: invalid int value: '2.5'"),
         (["m.pt", "--tokens", "0"], "argument --tokens: 0: give a number from 1 to 1e+09"),
