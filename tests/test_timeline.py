@@ -167,6 +167,19 @@ def test_a_collective_without_a_label_is_an_exchange(tmp_path):
     assert in_ms(trace.collectives) == [(0, "gloo 0", "exchange", "", 50, 60)]
 
 
+def test_between_labels_there_is_no_section(tmp_path):
+    events = [
+        *(event("ProfilerStep#3", 0, 100), event("index", 10, 20, BUILDER), event("index", 30, 40, BUILDER)),
+        *(op(25, "c10d::alltoall_base_", BUILDER), event("gloo:all_to_all", 26, 50, OTHER_GLOO)),
+    ]
+    trace = timeline.read_trace(write_trace(tmp_path / "a.json", events))
+    assert [span[2:] for span in in_ms(trace.lanes["builder"])] == [
+        ("index", "", 10, 20),
+        ("index", "", 30, 40),
+    ]
+    assert in_ms(trace.lanes["builder gloo 0"]) == [(0, "builder gloo 0", "exchange", "", 26, 50)]
+
+
 def test_a_table(two_ranks):
     """Main threads compute during 1 ms of collectives of 6 and 16 ms."""
     lines = timeline.table(timeline.read_traces(two_ranks), "main")
