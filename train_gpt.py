@@ -3889,6 +3889,7 @@ class Optimizer:
         self.weight_grads = {}  # of matmuls' weights, with or without main_grad
         self.shard_grads = {}  # with sparse exchange: this rank's block of the mean gradient, 0 between steps
         self.recv_buffers = {}  # of other ranks' gradients, with fp32 reduction
+        self.state = {}  # its rule's
         self.in_flight = {}  # its gather (also "act_scale"); whoever reads it waits for it, and takes it out
         self.rows: dict[str, RowPlan] = {}  # of this step, by what indexes tables
         for name, p in params.items():
@@ -3902,9 +3903,6 @@ class Optimizer:
                 self.shard_grads[name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
             elif exchange.world_size > 1 and spec.reduction == "fp32":
                 self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
-        self.state = {}  # its rule's
-        for name in (name for name in cfg.work_order if name in self.specs):
-            spec, shard = self.specs[name], self.shard_of(name, params[name])
             first = exchange.rank * len(shard) if spec.sharded else 0
             self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
         table = TABLES[cfg.ngrams.placement]
@@ -4015,12 +4013,12 @@ class Optimizer:
         self.finish_gathers()
         if self.ngrams:
             self.ngrams.update(pending["ngrams"].wait(), plan)
-        for name, state in self.state.items():
+        for name in self.cfg.work_order:
             if name not in pending:
                 continue
             spec, grad = self.specs[name], pending[name].wait()
             shard, update = self.shard_of(name, self.params[name]), OPTIMIZERS[spec.optimizer].update
-            update(shard, grad, state, spec, plan, self.cfg, self.backend)
+            update(shard, grad, self.state[name], spec, plan, self.cfg, self.backend)
             self.zero_grad_of(name)
             if name in self.shard_grads:
                 grad.index_fill_(0, self.rows[spec.indexed_by].arriving.long(), 0)
