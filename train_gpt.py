@@ -2885,9 +2885,6 @@ class GPT(nn.Module):
         count = num_microbatches(cfg, world_size)
         length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
-        attending = [i for i, layer in enumerate(cfg.layers) if layer.attention]
-        # A layer's place in attention's banks.
-        self.attention_index = {layer: n for n, layer in enumerate(attending)}
         self.gate_table = gate_table(cfg)
         gate_biases = [
             [gate.bias for gate in gates for _ in range(gate.columns)] for gates in self.gate_table
@@ -2947,28 +2944,31 @@ class GPT(nn.Module):
                 self.in_flight.pop(name).wait()
         return getattr(self, name)
 
-    def bank_slice(self, name: str, part: Callable, grads: dict[str, WeightGrad]) -> WeightSlice:
-        return WeightSlice(part(self.weight(name)), part, grads.get(name, NO_MAIN_GRAD))
-
     def mlp_weights(self, grads: dict[str, WeightGrad]) -> list[WeightSlice]:
         """Returns the layers' fc and proj matrices (F, d), in turn."""
         # One unbind: autograd then assembles the bank's gradient once. Of slices it would sum whole banks.
-        matrices, _, grad = self.bank_slice("mlp_bank", lambda bank: bank.flatten(0, 1), grads)
+        matrices = self.weight("mlp_bank").flatten(0, 1).unbind()
         parts = (lambda bank, i=i: bank[i // 2, i % 2] for i in range(len(matrices)))
-        return [WeightSlice(w, part, grad) for w, part in zip(matrices.unbind(), parts)]
+        grad = grads.get("mlp_bank", NO_MAIN_GRAD)
+        return [WeightSlice(w, part, grad) for w, part in zip(matrices, parts)]
 
     def attention_weights(
         self, scales: Sequence[Tensor], grads: dict[str, WeightGrad]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Returns the scaled weights, QKV (3d, d) and output (d, d), of each layer with attention."""
-        d, n = self.cfg.dim, len(self.attention_index)
-        rows = 2 * n * d  # without padding
-        qk = self.bank_slice("qk_bank", lambda bank: bank.view(-1, d)[:rows].view(n, 2 * d, d), grads)
-        vo = (lambda bank, i=i: bank[i : 2 * n : 2] for i in range(2))
-        v, out = (self.bank_slice("vo_bank", part, grads) for part in vo)
-        scale_rows = torch.stack([scales[2 * i + k] for k in range(2) for i in self.attention_index])
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Returns the scaled weights, QKV (3d, d) and output (d, d), of the layers with attention."""
+
+        def bank_slice(name: str, part: Part) -> WeightSlice:
+            return WeightSlice(part(self.weight(name)), part, grads.get(name, NO_MAIN_GRAD))
+
+        cfg, d = self.cfg, self.cfg.dim
+        layers = [i for i, layer in enumerate(cfg.layers) if layer.attention]
+        n = len(layers)  # banks can be longer, by padding
+        qk = bank_slice("qk_bank", lambda bank: bank[: n * cfg.heads].view(n, 2 * d, d))
+        v = bank_slice("vo_bank", lambda bank: bank[: 2 * n : 2])
+        out = bank_slice("vo_bank", lambda bank: bank[1 : 2 * n : 2])
+        scale_rows = torch.stack([scales[2 * i + k] for k in range(2) for i in layers])
         weights = scaled_weights(scale_rows.view(2, n), qk, v, out, self.backend)
-        return list(zip(*(w.unbind() for w in weights)))
+        return dict(zip(layers, zip(*(w.unbind() for w in weights))))
 
     @section("forward")
     def hidden_states(
@@ -3022,7 +3022,7 @@ class GPT(nn.Module):
                 x, h = mix([None, torch.sigmoid(skip) * gates["skip", i]], [x, saved[layer.adds]])
             mlp_scales = [resid[2 * i + 1], post[2 * i + 1]]
             if layer.attention:
-                qkv, out = weights[self.attention_index[i]]
+                qkv, out = weights[i]
                 value, ve_gate = None, None
                 if layer.value is not None:
                     values = values or self.lookup("value_embeds", batch, leaves).unbind(1)

@@ -117,7 +117,8 @@ class Training:
 
     def weight_shapes(self) -> dict[tuple[int, ...], str]:
         """Returns the kind of each shape of a weight's gradient, with transposed and per-layer shapes."""
-        cfg, d, n = self.model.cfg, self.model.cfg.dim, len(self.model.attention_index)
+        cfg, d = self.model.cfg, self.model.cfg.dim
+        n = sum(layer.attention is not None for layer in cfg.layers)
         layers = {
             "qk_bank": (n, 2 * d),
             "vo_bank": (2 * n, d),
