@@ -3751,10 +3751,10 @@ class NgramTable:
         order = np.argsort(ids % n, kind="stable")
         counts = np.bincount(ids % n, minlength=n).tolist()
         asked, ask_counts = self.exchange.send_ids("ngrams", (ids // n)[order], counts)
-        rows = self.block[torch.from_numpy(asked).to(self.block.device)].to(self.device)
+        rows = self.block[torch.from_numpy(asked)].to(self.device)
         transfer = Transfer(rows, ask_counts, counts)
         received = self.exchange.send_rows("rows outside training", "ngrams", rows, transfer).wait()
-        return received[torch.from_numpy(np.argsort(order)).to(self.device)]
+        return received[torch.from_numpy(inverse(order))]
 
     def parts(self) -> Iterable[Tensor]:
         """Yields views of the block and its state, of at most CHUNK_BYTES each."""
@@ -3786,12 +3786,11 @@ class NgramTable:
         step = max(1, CHUNK_BYTES // self.block[0].nbytes)
         for start in range(0, self.rows, step):
             ids = torch.arange(start, min(start + step, self.rows), dtype=torch.int32)
-            rows = self.fetch(ids if self.exchange.rank == 0 else None)
-            file.write(as_bytes(rows))
+            file.write(as_bytes(self.fetch(ids if self.exchange.rank == 0 else None)))
 
 
 def as_bytes(t: Tensor) -> bytes:
-    return t.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return t.cpu().view(torch.uint8).numpy().tobytes()
 
 
 class HostTable(NgramTable):
