@@ -3656,14 +3656,10 @@ class NgramTable:
         self.make_block(block, acc_dtype(cfg), self.device)
 
     def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
-        self.stored = [block, torch.zeros(rows, dtype=dtype, device=device)]  # rows, their moments
+        self.block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
+        self.stored = [self.block, torch.zeros(rows, dtype=dtype, device=device)]  # rows, their moments
         # Where the present step's rows and their state are updated, and where the next step's are sent from.
         self.tables = self.next_tables = self.stored
-
-    @property
-    def block(self) -> Tensor:
-        return self.stored[0]
 
     def begin(self, batch: Batch) -> None:
         """Fetches all rows of a step, if the one before has not."""
