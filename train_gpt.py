@@ -2666,8 +2666,8 @@ class Rotary:
     """
 
     def __init__(self, cfg: Config, rows: int, device: torch.device):
-        self.cfg, self.rows, self.stage, self.angle_dtype = cfg, rows, -1, acc_dtype(cfg)
-        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=self.angle_dtype, device=device)
+        self.cfg, self.rows, self.stage = cfg, rows, -1
+        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
         self.base_freq = (1 / 1024) ** steps
         self.use_stage(0)
 
@@ -2683,7 +2683,7 @@ class Rotary:
             freq = freq * (ratio + keep * (1 - ratio))
             self.scale *= 0.2 * math.log(new / window) + 1
             window = new
-        angles = torch.arange(self.rows, dtype=self.angle_dtype, device=freq.device)[:, None] * freq
+        angles = torch.arange(self.rows, dtype=freq.dtype, device=freq.device)[:, None] * freq
         self.cos, self.sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
 
 
@@ -2742,8 +2742,9 @@ def mix_streams_grad(
         root = (x.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
         x = x * root
         d_total = d_total + (root * (dh - x * (x * dh).mean(-1, keepdim=True))).to(d_total.dtype)
-    pairs = list(zip(scales, streams))
-    dscales = [None if scale is None else (d_total * x).sum_to_size(scale.shape) for scale, x in pairs]
+    dscales = [
+        None if scale is None else (d_total * x).sum_to_size(scale.shape) for scale, x in zip(scales, streams)
+    ]
     dstreams = [d_total if scale is None else scale * d_total for scale in scales]
     return dscales, [dx if so_far is None else so_far.add_(dx) for so_far, dx in zip(sums, dstreams)]
 
@@ -3059,9 +3060,7 @@ class GPT(nn.Module):
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
         """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T)."""
-        scale = None
-        if name == "mudd_gate":
-            scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype))
+        scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype)) if name == "mudd_gate" else None
         parts = [f"{name}_{part}" for part in ("w1", "w2")]
         # One unbind, as in mlp_weights.
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
@@ -3219,7 +3218,8 @@ class GPT(nn.Module):
             else:
                 chunk = self.head_chunks(x.detach(), w, weights)
             for i in range(0, x.size(0), n):
-                part_losses, *grad_factors = chunk(slice(i, i + n), targets[i : i + n], dx[i : i + n])
+                part = slice(i, i + n)
+                part_losses, *grad_factors = chunk(part, targets[part], dx[part])
                 losses.append(part_losses)
                 returned = head_grad.accumulate(whole, *grad_factors, first=i == 0)  # type: ignore[misc]
         for_autograd = [head_grad.main_grad if to_autograd else returned]
@@ -4093,23 +4093,22 @@ def train_step(
 
     `following()` is the next batch, whose early rows of n-grams this step fetches; None after the last.
     """
-    plan, micro_batches = batch.plan, batch.micro_batches
+    plan, micro_batches, count = batch.plan, batch.micro_batches, len(batch.micro_batches)
     model.rotary.use_stage(plan.stage)
     model.in_flight, model.ngrams = optimizer.in_flight, optimizer.ngrams
     optimizer.begin(batch)
-    weights, losses = tuple(weight / len(micro_batches) for weight in plan.loss_weights), []
+    weights, losses = tuple(weight / count for weight in plan.loss_weights), []
     grads, head_grad, fp8_head = optimizer.weight_grads, optimizer.weight_grads["lm_head"], []
     # Converted at the first use, after the bank's gather.
     in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp
     fp8_mlps = cache(partial(model.fp8_mlps, plan.step)) if in_fp8 else None
     for i, micro_batch in enumerate(micro_batches):
-        micro_batch, last = micro_batch.to(model.device), i == len(micro_batches) - 1
+        micro_batch, last = micro_batch.to(model.device), i == count - 1
         leaves = {} if model.cfg.main_grad else None
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8_mlps)
         head_grad.delay = last and model.cfg.delay_head_grad
-        scale = 1 / len(micro_batches)
         targets = model.loss_targets(micro_batch.targets, plan)
-        loss, backward_roots = model.head_loss_and_grad(x, targets, weights, head_grad, scale, fp8_head)
+        loss, backward_roots = model.head_loss_and_grad(x, targets, weights, head_grad, 1 / count, fp8_head)
         if last and fp8_mlps:
             maximum = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
             optimizer.in_flight["act_scale"] = maximum._replace(finish=model.set_act_scale)
@@ -4160,9 +4159,9 @@ class AsyncLoss:
         """Takes what has arrived. Raises UserError if it is not finite."""
         while self.queue:
             step, loss, arrived = self.queue[0]
-            if arrived and not wait and not arrived.query():
-                return
             if arrived:
+                if not wait and not arrived.query():
+                    return
                 arrived.synchronize()
             self.queue.pop(0)
             self.latest = step, loss.item()
