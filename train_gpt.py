@@ -3903,13 +3903,13 @@ class Optimizer:
         table = TABLES[cfg.ngrams.placement]
         self.ngrams = table(cfg, exchange, self.device, backend) if cfg.ngrams.orders else None
 
-    def as_matrices(self, name: str, t: Tensor) -> Tensor:
-        """Views a bank, or its gradient, as (matrices, rows, cols); returns other parameters as they are."""
-        return t.view(-1, *t.shape[-2:]) if name in BANKS else t
+    def as_matrices(self, t: Tensor) -> Tensor:
+        """Views mlp_bank, or its gradient, as (matrices, rows, cols); others stay as they are."""
+        return t.flatten(0, 1) if t.dim() == 4 else t
 
     def shard_of(self, name: str, t: Tensor) -> Tensor:
         """Returns the part of `t` that this rank updates."""
-        t = self.as_matrices(name, t.detach())
+        t = self.as_matrices(t.detach())
         return self.exchange.shard(t) if self.specs[name].sharded else t
 
     def is_due(self, name: str, plan: StepPlan) -> bool:
@@ -3985,7 +3985,7 @@ class Optimizer:
                 mean = partial(mean_rows, self.shard_grads[name], plan=rows)
                 pending[name] = arriving._replace(finish=mean)
             else:
-                grad, recv_buffer = self.as_matrices(name, grad), self.recv_buffers.get(name)
+                grad, recv_buffer = self.as_matrices(grad), self.recv_buffers.get(name)
                 pending[name] = self.exchange.reduce(name, spec.exchange, grad, recv_buffer)
         return pending
 
@@ -4028,7 +4028,7 @@ class Optimizer:
                     self.in_flight[name] = source._replace(finish=copy)
 
     def gather(self, name: str) -> Pending:
-        return self.exchange.gather(name, self.as_matrices(name, self.params[name].detach()))
+        return self.exchange.gather(name, self.as_matrices(self.params[name].detach()))
 
     def gather_all(self) -> None:
         """Completes every sharded parameter from the ranks' own shards, and waits."""

@@ -167,7 +167,7 @@ def first_gradients(rank, world_size, cfg):
     batches.loader.close()
     grads = {}
     for row in cfg.params:
-        grad = optimizer.as_matrices(row.name, optimizer.grad_of(row.name))
+        grad = optimizer.as_matrices(optimizer.grad_of(row.name))
         recv_buffer = optimizer.recv_buffers.get(row.name)
         grads[row.name] = row.exchange, exchange.reduce(row.name, row.exchange, grad, recv_buffer).wait()
     return grads
@@ -423,7 +423,7 @@ def test_shards_of_the_record_configuration(world_size):
         }
         optimizer = tg.Optimizer(with_reduction(cfg, "fp32"), params, tg.Exchange(rank, world_size))
         for name, p in params.items():
-            shard, full = optimizer.shard_of(name, p), optimizer.as_matrices(name, p)
+            shard, full = optimizer.shard_of(name, p), optimizer.as_matrices(p)
             row, state = optimizer.specs[name], optimizer.state[name]
             if row.sharded:
                 assert len(shard) * world_size == len(full)
@@ -548,7 +548,7 @@ def train_sgd(rank, world_size, cfg):
         tg.train_step(model, optimizer, batches.next())
         batches.loader.close()
         optimizer.finish_gathers()
-        return before, grad, optimizer.as_matrices("mlp_bank", model.mlp_bank.detach())
+        return before, grad, optimizer.as_matrices(model.mlp_bank.detach())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
