@@ -3076,9 +3076,7 @@ class GPT(nn.Module):
         parts = outputs.split([gate.columns for gate in table])
         return {(gate.kind, gate.layer): part.T for gate, part in zip(table, parts)}
 
-    def mlp(
-        self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice, weights: FP8MLP | None = None
-    ) -> Tensor:
+    def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice, weights: FP8MLP | None) -> Tensor:
         """Runs layer i's MLP on h (T, d). A method, so that a subclass can watch or replace one layer's."""
         return mlp(h, fc, proj, self.backend, weights)
 
@@ -3106,8 +3104,8 @@ class GPT(nn.Module):
         qkv: Tensor,
         seq: tuple[Tensor, int, int],
         gates: dict[tuple[str, int], Tensor],
-        value: Tensor | None = None,
-        ve_gate: Tensor | None = None,
+        value: Tensor | None,
+        ve_gate: Tensor | None,
     ) -> Tensor:
         """Runs layer i's attention on h (T, d), with the weight qkv (3d, d). Returns its heads (T, H, D).
 
@@ -3123,7 +3121,7 @@ class GPT(nn.Module):
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
         return y if xsa is gate is None else compiled(finish_heads)(y, v, xsa, gate)
 
-    def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None = None) -> Tensor:
+    def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None) -> Tensor:
         """Returns a table's rows at a micro-batch's tokens, (T, d), of value_embeds (T, tables, d).
 
         They are autograd leaves, and added to `leaves`, if that is given. Else autograd builds a dense
@@ -3928,7 +3926,7 @@ class Optimizer:
     @section("rows")
     @torch.no_grad()
     def accumulate_row_grads(
-        self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex], signs: Tensor | None = None
+        self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex], signs: Tensor
     ) -> None:
         """Ends a micro-batch's backward: adds the looked-up rows' gradients to the tables' main_grad.
 
@@ -4075,7 +4073,6 @@ class Optimizer:
             main_grad.zero_()
         for grad in self.weight_grads.values():
             grad.overwrite = True
-        self.rows = {}
         if self.ngrams:
             self.ngrams.finish()
             self.ngrams.plan = self.ngrams.next_plan = self.ngrams.compact.grad = None
