@@ -1467,6 +1467,11 @@ NORM_EPS = 2.0**-23  # for every dtype
 DC_EPS = 1e-6  # of the norm of dynamically composed heads' first weights, over heads
 
 
+def upcast(x: Tensor) -> Tensor:
+    """Returns x in at least fp32: as it is, if it is fp32 or fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def norm(x: Tensor, eps: float = NORM_EPS) -> Tensor:
     """Applies RMSNorm without weight over the last axis, reduced in at least fp32 (arXiv:1910.07467)."""
     return F.rms_norm(x, (x.size(-1),), eps=eps)
@@ -1538,8 +1543,7 @@ def compose_heads(
     w1, w2 = w1.expand(T, H), w2.expand(T, H)  # they may be constants, (1, H)
     q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window - 1, T - 1))
     n, _, block, _ = q.shape
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = (scale * q.to(dtype) @ k.to(dtype).mT).masked_fill(~mask, -math.inf)
+    scores = (scale * upcast(q) @ upcast(k).mT).masked_fill(~mask, -math.inf)
     w1 = F.pad(w1, (0, 0, 0, n * block - T)).view(n, block, H).transpose(1, 2)
     mixed = (w1[..., None] * scores.softmax(-1)).sum(1, keepdim=True).to(q.dtype)
     return y + w2[:, :, None] * (mixed @ v).transpose(1, 2).flatten(0, 1)[:T]
@@ -1576,7 +1580,7 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
 
     The root is not rounded; rounded to bf16 it would be relu(h fc^T) again.
     """
-    square = square.to(torch.promote_types(dy.dtype, torch.float32))
+    square = upcast(square)
     # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
     root = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt().mul_(square)
     return (dy @ proj.T).to(root.dtype).mul_(root.mul_(2)).to(dy.dtype)
@@ -1644,8 +1648,7 @@ SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
 
 def softcap_sigmoid(logits: Tensor) -> Tensor:
     """Returns sigmoid((logits + 5) / 7.5) in at least fp32; 23 times that are the softcapped logits."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.sigmoid((logits + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
+    return torch.sigmoid((upcast(logits) + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
 
 
 def next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -1734,7 +1737,7 @@ def gather_rows(
     They are multiplied by rows sign_ids (K, n) of `signs`, if given; summed in order, in at least fp32, and
     rounded once.
     """
-    parts = [table[rows].to(torch.promote_types(table.dtype, torch.float32)) for rows in ids]
+    parts = [upcast(table[rows]) for rows in ids]
     if signs is not None and sign_ids is not None:
         parts = [part * signs[rows] for part, rows in zip(parts, sign_ids)]
     out.copy_(sum(parts[1:], parts[0]))
@@ -1817,8 +1820,7 @@ def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -
     """Returns beta add + alpha x y for batches of matrices, summed in at least fp32 and rounded once."""
     if x.is_cuda:  # tensor cores already accumulate in fp32
         return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.baddbmm(add.to(dtype), x.to(dtype), y.to(dtype), beta=beta, alpha=alpha).to(x.dtype)
+    return torch.baddbmm(upcast(add), upcast(x), upcast(y), beta=beta, alpha=alpha).to(x.dtype)
 
 
 def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
@@ -2738,7 +2740,7 @@ def mix_streams_grad(
 ) -> tuple[list[Tensor | None], list[Tensor]]:
     """Returns the gradients of mix_streams' scales and streams, a stream's added to its `sums`, if given."""
     if d_normed is not None:
-        x, dh = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (total, d_normed))
+        x, dh = upcast(total), upcast(d_normed)
         root = (x.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
         x = x * root
         d_total = d_total + (root * (dh - x * (x * dh).mean(-1, keepdim=True))).to(d_total.dtype)
@@ -2856,7 +2858,7 @@ def finish_heads(y: Tensor, v: Tensor, xsa: Tensor | None, gate: Tensor | None) 
     instead of attending to a first token as a sink (PR 117).
     """
     if xsa is not None:
-        y32, v32 = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (y, v))
+        y32, v32 = upcast(y), upcast(v)
         along = (y32 * v32).sum(-1, keepdim=True) / v32.square().sum(-1, keepdim=True).clamp_min(1e-8)
         y = (y32 - xsa.tanh()[:, :, None] * along * v32).to(y.dtype)
     return y if gate is None else y * gate[:, :, None]
