@@ -956,16 +956,16 @@ class Shard(NamedTuple):
     starts: np.ndarray  # int64: positions of BOS tokens
 
 
-def read_shard(path: Path, vocab_size: int, bos_id: int, count: int = -1) -> Shard:
-    """Reads a shard, or its first `count` tokens, into memory."""
+def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
+    """Reads a shard, or up to `count` of its first tokens, into memory."""
     read_header(path)
     tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES, count=count)
-    if len(tokens) and tokens.max() >= vocab_size:
+    if len(tokens) and tokens.max() >= cfg.vocab_size:
         raise UserError(
-            f"{path}: token {tokens.max()} is outside the vocabulary of {vocab_size}; the file is damaged or "
-            "made with another tokenizer: build it again"
+            f"{path}: token {tokens.max()} is outside the vocabulary of {cfg.vocab_size}; the file is "
+            "damaged or made with another tokenizer: build it again"
         )
-    return Shard(tokens, np.flatnonzero(tokens == bos_id))
+    return Shard(tokens, np.flatnonzero(tokens == cfg.bos_id))
 
 
 def hash_bigrams(tokens: np.ndarray, rows: int, sign_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -1234,7 +1234,7 @@ class TrainLoader:
         if self.is_partial:
             # A run starts on the clock. A batch that needs more of the last document takes it from the whole
             # shard.
-            self.shard = read_shard(self.paths[0], cfg.vocab_size, cfg.bos_id, FIRST_READ)
+            self.shard = read_shard(self.paths[0], cfg, FIRST_READ)
         else:
             self._open()
 
@@ -1244,7 +1244,7 @@ class TrainLoader:
 
     def _read(self, i: int):
         if i < len(self.paths):
-            return self.reader.submit(read_shard, self.paths[i], self.cfg.vocab_size, self.cfg.bos_id)
+            return self.reader.submit(read_shard, self.paths[i], self.cfg)
 
     def _open(self) -> None:
         """Opens the shard that is being read: all of the present one, or the next."""
@@ -1442,10 +1442,8 @@ class ValLoader:
     def __init__(self, cfg: Config, paths: list[Path]):
         self.cfg, parts, need = cfg, [], cfg.val_slices * cfg.val_slice_tokens + 1
         for path in paths:
-            if need > 0:
-                count = min(need, read_header(path).tokens)
-                parts.append(read_shard(path, cfg.vocab_size, cfg.bos_id, count).tokens)
-                need -= count
+            parts.append(read_shard(path, cfg, need).tokens)
+            need -= len(parts[-1])
         self.tokens = np.concatenate(parts)
         self.max_docs = max(cfg.max_docs, default_max_docs(cfg.val_slice_tokens))
 

@@ -65,7 +65,7 @@ def cut_shard(path: Path, cfg: tg.Config, slices: tuple[int, int] | None) -> Ite
     first, end = slices or (0, cfg.val_slices)
     if (size := tg.read_header(path).vocab_size) not in (0, cfg.vocab_size):
         raise tg.UserError(f"{path} has a vocabulary of {size} tokens, the model {cfg.vocab_size}")
-    T, tokens = cfg.val_slice_tokens, tg.read_shard(path, cfg.vocab_size, cfg.bos_id).tokens
+    T, tokens = cfg.val_slice_tokens, tg.read_shard(path, cfg).tokens
     if end > (have := (len(tokens) - 1) // T):
         raise tg.UserError(f"{path} has {have} slices of {T} tokens, not {end}; choose others by --slices")
     return (tokens[i * T : (i + 1) * T + 1] for i in range(first, end))

@@ -209,9 +209,9 @@ def test_a_runs_first_batches_need_only_the_first_tokens(tmp_path, monkeypatch, 
     monkeypatch.setattr(tg, "FIRST_READ", first_read)
     may_read, read_shard = threading.Event(), tg.read_shard
 
-    def slow_read(path, vocab_size, bos_id, count=-1):
+    def slow_read(path, cfg, count=-1):
         assert count in (-1, first_read) and (count == first_read or may_read.wait(WAIT))
-        return read_shard(path, vocab_size, bos_id, count)
+        return read_shard(path, cfg, count)
 
     monkeypatch.setattr(tg, "read_shard", slow_read)
     loader, positions = train_loader(config(tmp_path)), []
@@ -308,8 +308,8 @@ def test_max_docs_just_suffices(tmp_path):
 
 
 def test_validation_slices(tmp_path):
-    """Checks that slices are consecutive across shards."""
-    shards = make_shards(tmp_path, np.random.default_rng(11), [333, 40, 500], "val", max_doc_len=60)
+    """Checks that slices are consecutive across shards, of which the last is not needed."""
+    shards = make_shards(tmp_path, np.random.default_rng(11), [333, 40, 500, 90], "val", max_doc_len=60)
     cfg = config(tmp_path, val_slices=6, val_slice_tokens=128)
     stream = [int(t) for t in np.concatenate(shards)]
     loader = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
