@@ -1341,12 +1341,10 @@ class Prefetcher:
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
-        self.loader, self.exchange = loader, exchange
-        shapes = param_shapes(loader.cfg, 1)
-        tables = [spec for spec in used_params(loader.cfg) if spec.indexed_by]
-        self.table_rows = {spec.indexed_by: shapes[spec.name][0] for spec in tables}
-        self.is_sparse = {spec.indexed_by for spec in tables if spec.exchange == "sparse"} | {"ngrams"}
-        self.hashed = "ngrams" if loader.cfg.ngrams.orders else "bigrams"
+        self.loader, self.exchange, cfg = loader, exchange, loader.cfg
+        self.table_rows = {"tokens": cfg.padded_vocab, "bigrams": cfg.bigram_vocab_size}
+        self.is_sparse = {spec.indexed_by for spec in cfg.params if spec.exchange == "sparse"} | {"ngrams"}
+        self.hashed = "ngrams" if cfg.ngrams.orders else "bigrams"
         self.touched: dict[str, np.ndarray] = {}  # by what indexes tables: rows since their last update
         # This rank's rows of n-grams in the batch before, ascending, and their places in RowPlan.owned.
         self.before: tuple[np.ndarray, np.ndarray] = NO_ROWS, NO_ROWS
