@@ -1014,7 +1014,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
             h ^= h >> np.uint32(16)
             h -= h // np.uint32(size - 1) * np.uint32(size - 1)  # NumPy's % is not vectorized
             h[: n - 1] = size - 1
-            np.add(h, np.uint32(i * size), out=rows[i].view(np.uint32))
+            rows[i] = h + np.uint32(i * size)
     return rows, signs
 
 
