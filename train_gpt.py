@@ -627,8 +627,8 @@ def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
 
 def warmup_steps(cfg: Config) -> list[int]:
     """Returns steps that do all that a run does: the first two, and two on either side of a stage's start."""
-    steps = {0, 1} | {s + k for s in cfg.stage_starts[1:] for k in (-2, -1, 0, 1)}
-    return sorted(s for s in steps if 0 <= s < cfg.steps)
+    steps = {start + k for start in cfg.stage_starts for k in (-2, -1, 0, 1)}
+    return sorted(steps.intersection(range(cfg.steps)))
 
 
 def validates(cfg: Config, step: int) -> bool:
