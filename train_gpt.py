@@ -96,10 +96,9 @@ def first_line(error: Exception) -> str:
     """Shortens a library's error to its first sentence, without source locations."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    sentences = (str(error) or type(error).__name__).splitlines()[0].split("] ", 1)[-1].split(". ")
-    return next(
-        (sentence for sentence in sentences if sentence and "==" not in sentence), type(error).__name__
-    )
+    sentences = str(error).partition("\n")[0].split("] ", 1)[-1].split(". ")
+    useful = (sentence for sentence in sentences if sentence and "==" not in sentence)
+    return next(useful, type(error).__name__)
 
 
 @contextlib.contextmanager
