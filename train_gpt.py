@@ -1180,11 +1180,10 @@ def index_rows(ids: np.ndarray, touched: np.ndarray = NO_ROWS, signs: np.ndarray
     touched: rows that earlier micro-batches since the last update have touched, ascending. signs: (K, T).
     """
     ranges = np.atleast_2d(ids)
-    row_ids, perm, offsets = map(list, zip(*map(sort_by_row, ranges)))
+    row_ids, perm, offsets = zip(*map(sort_by_row, ranges))
     starts = [part[:-1] + k * ranges.shape[1] for k, part in enumerate(offsets)]
-    rows = np.concatenate(row_ids)
-    parts = [rows, np.concatenate(perm), np.append(np.concatenate(starts), ids.size).astype(np.int32)]
-    parts += [~is_in(touched, rows)]
+    rows, ends = np.concatenate(row_ids), np.append(np.concatenate(starts), ids.size).astype(np.int32)
+    parts = [rows, np.concatenate(perm), ends, ~is_in(touched, rows)]
     if signs is not None:
         parts.append(np.concatenate([row[order] for row, order in zip(signs, perm)]))
     return RowIndex(*map(torch.from_numpy, parts))
