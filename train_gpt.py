@@ -2403,12 +2403,13 @@ def select_backend(
         if reason := flash_attention_unsupported(cfg.attention, dtype, capability):
             varlen_too = flash_attention_unsupported("varlen", dtype, capability)
             problems["attention=dense" if varlen_too else "attention=varlen"] = reason
-    if cfg.fp8 and on_gpu and capability < (8, 9):
-        problems["fp8=false"] = f"FP8 needs compute capability 8.9 (RTX 40, H100) or newer, {gpu}"
-    elif cfg.fp8 and dtype == "float64":
-        problems["fp8=false"] = "FP8 is for dtype bfloat16 or float32"
-    elif cfg.fp8 and misaligned:
-        problems["fp8=false"] = f"FP8 matmuls take multiples of 16, but {' and '.join(misaligned)}"
+    if cfg.fp8:
+        if on_gpu and capability < (8, 9):
+            problems["fp8=false"] = f"FP8 needs compute capability 8.9 (RTX 40, H100) or newer, {gpu}"
+        elif dtype == "float64":
+            problems["fp8=false"] = "FP8 is for dtype bfloat16 or float32"
+        elif misaligned:
+            problems["fp8=false"] = f"FP8 matmuls take multiples of 16, but {' and '.join(misaligned)}"
     if cfg.compile and not compiler:
         problems["compile=false"] = "torch.compile needs a C++ compiler (g++, clang++)"
     if problems:
