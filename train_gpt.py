@@ -2556,7 +2556,7 @@ class WeightSlice(NamedTuple):
     """Weights of matmuls: a part of a bank, or all of a parameter."""
 
     w: Tensor  # (rows, cols); or (n, rows, cols), one a layer
-    part: Callable[[Tensor], Tensor] = whole  # gives this view of the bank, and of its main_grad
+    part: Part = whole  # gives this view of the bank, and of its main_grad
     grad: WeightGrad = NO_MAIN_GRAD
 
 
