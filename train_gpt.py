@@ -1078,8 +1078,7 @@ def pack(nest: dict) -> dict:
     One copy then takes it to a GPU. If the process uses one, the buffer is page-locked; torch reuses such
     memory when no tensor holds it and the asynchronous copies from it are done.
     """
-    sizes: list[int] = []
-    map_tensors(lambda t: sizes.append(padded(t.nbytes, 16)), nest)
+    sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
     parts = iter(buffer.split(sizes))
     packed = map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
