@@ -1493,19 +1493,17 @@ def query_blocks(
     Also returns a mask (n, 1, block, keys): which key is in a query's document and window.
     """
     T, block = len(q), min(max(32, window), 256)
-    n = padded(T, block) // block
-    tail = n * block - T
+    before, tail = padded(window, block), -T % block  # keys before a block's own; what the last block lacks
     doc = document_numbers(cu_seqlens, T)
-    doc_q = F.pad(doc, (0, tail), value=-1).view(n, block, 1)
-    before = padded(window, block) // block  # blocks of keys before a query's own
-    doc_k = F.pad(doc, (before * block, tail), value=-1).unfold(0, (before + 1) * block, block).unsqueeze(1)
-    offs = torch.arange(-before * block, block, device=q.device)
-    distance = offs[before * block :, None] - offs
+    doc_q = F.pad(doc, (0, tail), value=-1).view(-1, block, 1)
+    doc_k = F.pad(doc, (before, tail), value=-1).unfold(0, before + block, block).unsqueeze(1)
+    offs = torch.arange(-before, block, device=q.device)
+    distance = offs[before:, None] - offs
     mask = (doc_q == doc_k) & (distance >= 0) & (distance <= window)
-    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (n, block))
+    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (-1, block))
     # Overlapping blocks of keys from neighbouring ones: the backward of unfold() is five times as slow.
-    k, v = (F.pad(t, (0, 0, 0, 0, before * block, tail)).unflatten(0, (-1, block)) for t in (k, v))
-    k, v = (torch.cat([t[i : i + n] for i in range(before + 1)], dim=1) for t in (k, v))
+    k, v = (F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block)) for t in (k, v))
+    k, v = (torch.cat([t[i : i + len(q)] for i in range(before // block + 1)], dim=1) for t in (k, v))
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask.unsqueeze(1)
 
 
@@ -1535,9 +1533,9 @@ def compose_heads(
     T, H, _ = q.shape
     w1, w2 = w1.expand(T, H), w2.expand(T, H)  # they may be constants, (1, H)
     q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window - 1, T - 1))
-    n, _, block, _ = q.shape
+    block = q.size(2)
     scores = (scale * upcast(q) @ upcast(k).mT).masked_fill(~mask, -math.inf)
-    w1 = F.pad(w1, (0, 0, 0, n * block - T)).view(n, block, H).transpose(1, 2)
+    w1 = F.pad(w1, (0, 0, 0, -T % block)).view(-1, block, H).transpose(1, 2)
     mixed = (w1[..., None] * scores.softmax(-1)).sum(1, keepdim=True).to(q.dtype)
     return y + w2[:, :, None] * (mixed @ v).transpose(1, 2).flatten(0, 1)[:T]
 
