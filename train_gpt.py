@@ -3897,7 +3897,7 @@ class Optimizer:
 
     def as_matrices(self, t: Tensor) -> Tensor:
         """Views mlp_bank, or its gradient, as (matrices, rows, cols); others stay as they are."""
-        return t.flatten(0, 1) if t.dim() == 4 else t
+        return t.view(-1, *t.shape[-2:]) if t.dim() == 4 else t
 
     def shard_of(self, name: str, t: Tensor) -> Tensor:
         """Returns the part of `t` that this rank updates."""
