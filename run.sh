@@ -117,8 +117,8 @@ args=()
 while (( $# )); do
     option=$1; shift
     case $option in
-        --runs=*|--seed=*|--name=*|--preset=*|--data=*|--init=*|--save=*|--resume=*) value=${option#*=}; option=${option%%=*} ;;
-        --runs|--seed|--name|--preset|--data|--init|--save|--resume)
+        --runs=*|--seed=*|--name=*|--preset=*|--data=*|--save=*|--resume=*) value=${option#*=}; option=${option%%=*} ;;
+        --runs|--seed|--name|--preset|--data|--save|--resume)
             (( $# )) || die "$option needs a value"
             value=$1; shift ;;
         -h|--help) help=1; continue ;;
@@ -134,7 +134,6 @@ while (( $# )); do
         --name)   name=$value; args+=(--name "$name") ;;
         --preset) preset=$value ;;
         --data)   data=$(from_caller "$value"); args+=(--data "$data") ;;
-        --init)   args+=(--init "$(from_caller "$value")") ;;
         --save)   args+=(--save "$(from_caller "$value")") ;;
         --resume) resume=1; args+=(--resume "$(from_caller "$value")") ;;
     esac

@@ -14,7 +14,7 @@ Results
 
 Sections; each uses only what is above it
     1  This text, imports
-    2  Config       layer, parameter, scalar and stage tables; presets; --set name=value
+    2  Config       layer, parameter and stage tables; presets; --set name=value
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
@@ -26,7 +26,7 @@ Sections; each uses only what is above it
     11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
     12 Optimizer    scatter, work, gather, in explicit orders
     13 Step         train_step, validate, losses that leave the device asynchronously
-    14 Checks       what a config must satisfy; memory; saved models; checkpoints
+    14 Saving       what a config must satisfy; memory; saved models; checkpoints
     15 Main         command line, warm-up, the timed loop
 
 The algorithm follows the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt, commit f411b3d3).
@@ -40,6 +40,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import fnmatch
 import gc
 import hashlib
 import inspect
@@ -49,7 +50,6 @@ import os
 import platform
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
@@ -58,6 +58,7 @@ import time
 import traceback
 import typing
 import uuid
+import weakref
 import zipfile
 import zlib
 from collections import defaultdict
@@ -66,7 +67,8 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cache, partial, reduce, wraps
 from pathlib import Path
-from typing import Callable, Iterable, NamedTuple, Sequence
+from types import SimpleNamespace
+from typing import Callable, Iterable, Iterator, Literal, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -84,7 +86,7 @@ except ImportError:  # PyTorch's CPU build brings none
 
 
 # ============================================================================================================
-# 2  Config. What a reader edits: tables of layers, parameters, scalars and stages, and fields for the rest.
+# 2  Config. What a reader edits: tables of layers, parameters and stages, and fields for the rest.
 # ============================================================================================================
 
 
@@ -92,13 +94,14 @@ class UserError(Exception):
     """An error that the user can fix. Its message is one line: what is wrong, and what to do."""
 
 
+def refuse_if(wrong: object, message: str) -> None:
+    if wrong:
+        raise UserError(message)
+
+
 def first_line(error: Exception) -> str:
-    """Shortens a library's error to its first sentence, without source locations."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    sentences = str(error).partition("\n")[0].split("] ", 1)[-1].split(". ")
-    useful = (sentence for sentence in sentences if sentence and "==" not in sentence)
-    return next(useful, type(error).__name__)
+    """Shortens a library's error to its first sentence."""
+    return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -110,15 +113,17 @@ def explain(problem: str, fix: str, *kinds: type[Exception]):
         raise UserError(f"{problem}: {first_line(e)}; {fix}") from None
 
 
+Float = Literal["bfloat16", "float32", "float64"]
+Kernel = Literal["gram", "relu_square", "softcap_loss", "segment_sum_rows", "compose_heads"]
+
+
 @dataclass(frozen=True)
 class Layer:
-    attention: str | None = "plain"  # paired: two heads share one stream of twice the length. None: MLP only
-    window: str = "short"  # a key of Stage.windows: its attention window
+    # paired: two heads share one stream of twice the length. None: MLP only
+    attention: Literal["plain", "paired"] | None = "plain"
+    window: Literal["short", "long"] = "short"  # a field of Windows
     key_shift: bool = False  # half of each key comes from the token before
     value: int | None = None  # the value embedding table added to this layer's values
-    reads: str = "stream"  # attention's input: the residual stream, or the saved "back"
-    saves: str | None = None  # the name under which the stream after this layer's MLP is kept: skip or back
-    adds: str | None = None  # a saved activation added, gated, before the layer: skip
     xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
     gate: bool = False  # each head's output is gated
     dc: bool = False  # dynamically composed heads: near tokens are read with the heads' attention mixed
@@ -129,36 +134,51 @@ LAYERS = (
     Layer("paired"),
     Layer("plain", value=0, xsa=True),
     Layer("paired", value=1),
-    Layer("plain", "long", key_shift=True, saves="skip", xsa=True, gate=True),
+    Layer("plain", "long", key_shift=True, xsa=True, gate=True),
     Layer("plain", xsa=True),
     Layer("paired"),
-    Layer(None, adds="skip"),
-    Layer("plain", saves="back", xsa=True),
-    Layer("plain", value=2, reads="back"),
-    Layer("paired", value=3, reads="back"),
-    Layer("plain", "long", key_shift=True, value=4, reads="back", gate=True, dc=True, connections=True),
+    Layer(None),
+    Layer("plain", xsa=True),
+    Layer("plain", value=2),
+    Layer("paired", value=3),
+    Layer("plain", "long", key_shift=True, value=4, gate=True, dc=True, connections=True),
 )
 
-BANKS = ("qk_bank", "vo_bank", "mlp_bank")  # stacks of matrices
-# Tables: what selects their rows.
-INDEXED_BY = {"value_embeds": "tokens", "bigram_embed": "bigrams", "embed": "tokens"}
+
+@dataclass(frozen=True)
+class Windows:
+    """Attention windows, in units of Config.window_unit tokens."""
+
+    short: int
+    long: int
 
 
 @dataclass(frozen=True)
 class Param:
+    """The only declaration of a parameter: a row of PARAMS."""
+
     name: str
-    optimizer: str  # a key of OPTIMIZERS, section 10
-    # all_reduce: every rank updates all of it. Otherwise each rank updates one block, whose gradient arrives
-    # by reduce_scatter or, sparse, as the touched rows.
-    exchange: str
+    shape: str  # of numbers, and names in sizes(); the parameter does not exist if one is 0
+    init: str  # a number, or a distribution of initial_value() with its standard deviation
     betas: tuple[float, ...] = ()  # Adam's
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    dtype: str = "model"  # model: the config's dtype; float32
+    # plain: autograd sums the gradient. matmul: the backward of matmuls does, in main_grad. bank: as matmul,
+    # a stack of matrices, padded so that each rank owns equally many. tokens, bigrams: a table, whose rows
+    # these select.
+    kind: Literal["plain", "matmul", "bank", "tokens", "bigrams"] = "plain"
+    # all_reduce: every rank updates all of it. Otherwise each rank updates one block, whose gradient arrives
+    # by reduce_scatter or, sparse, as the touched rows.
+    exchange: Literal["all_reduce", "reduce_scatter", "sparse"] = "all_reduce"
+    # Parameters are updated and gathered in the order of this number: roughly as the next forward reads them,
+    # but lm_head before embed, its copy.
+    work: int = 0
+    optimizer: Literal["adam", "normuon"] = "adam"
+    dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
     tied_to: str = ""  # until the untie step this is the transpose of that parameter
     # backend: NCCL or gloo sums in the gradient's dtype. fp32: all-to-all, then an fp32 sum in rank order
     # (sparse always does this).
-    reduction: str = "backend"
+    reduction: Literal["backend", "fp32"] = "backend"
     matrix_lr_mul: tuple[float, ...] = ()  # NorMuon: factors of successive matrices, repeating
 
     @property
@@ -166,38 +186,39 @@ class Param:
         return self.exchange != "all_reduce"
 
     @property
-    def indexed_by(self) -> str:
-        """Returns tokens or bigrams for a table, "" for other parameters."""
-        return INDEXED_BY.get(self.name, "")
+    def is_table(self) -> bool:
+        return self.kind in ("tokens", "bigrams")
 
-    @property
-    def is_matmul_weight(self) -> bool:
-        """True for weights of matmuls: their backward can write straight into main_grad."""
-        return self.name == "lm_head" or self.name in BANKS
 
+GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 
 # fmt: off
 PARAMS = (  # gradients are exchanged in this order
-    #     name              optimizer   exchange          betas       lr_mul  wd_mul
-    Param("qk_bank",        "normuon", "reduce_scatter"),
-    Param("vo_bank",        "normuon", "reduce_scatter"),
-    Param("mlp_bank",       "normuon", "reduce_scatter", matrix_lr_mul=(1.0, 2.0)),
-    Param("scalars",        "adam",    "all_reduce",     (.90, .99),   5.00,    0, "float32"),
-    Param("smear_gate",     "adam",    "all_reduce",     (.90, .99),   0.01,    0),
-    Param("ve_gate_bank",   "adam",    "all_reduce",     (.90, .99),   1.00,    1),
-    Param("mudd_w1",        "adam",    "all_reduce",     (.90, .99),   0.25,    1),
-    Param("mudd_w2",        "adam",    "all_reduce",     (.90, .99),   0.25,    1),
-    Param("mudd_b2",        "adam",    "all_reduce",     (.90, .99),   0.25,    0),
-    Param("mudd_gate_w1",   "adam",    "all_reduce",     (.90, .99),   0.10,    1),
-    Param("mudd_gate_w2",   "adam",    "all_reduce",     (.90, .99),   0.10,    1),
-    Param("mudd_gate_b2",   "adam",    "all_reduce",     (.90, .99),   0.10,    0),
-    Param("mudd_gate_scale","adam",    "all_reduce",     (.90, .99),   0.10,    0, "float32"),
-    Param("lm_head",        "adam",    "reduce_scatter", (.50, .95),   1.00,  150),
-    Param("bigram_embed",   "adam",    "sparse",         (.75, .95),  75.00,    5),
-    Param("post_lambdas",   "adam",    "all_reduce",     (.90, .95),   1.00,    0, "float32"),
-    Param("resid_lambdas",  "adam",    "all_reduce",     (.90, .95),   5.00,    0, "float32"),
-    Param("value_embeds",   "adam",    "sparse",         (.75, .95),  75.00,    5),
-    Param("embed",          "adam",    "sparse",         (.50, .95),   1.00,  150, tied_to="lm_head"),
+    #     name              shape       init            betas      lr_mul wd_mul
+    Param("qk_bank",        "A*H 2D d", "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
+          optimizer="normuon"),
+    Param("vo_bank",        "2A d d",   "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
+          optimizer="normuon"),
+    Param("mlp_bank",       "2L F d",   "fc 0.5",       kind="bank", exchange="reduce_scatter", work=4,
+          optimizer="normuon", matrix_lr_mul=(1.0, 2.0)),
+    Param("scalars",        "2L+2",     "scalars",      (.90, .99),  5.00,    0, dtype="float32"),
+    Param("smear_gate",     "1 gate",   "0",            (.90, .99),  0.01,    0),
+    Param("ve_gate_bank",   "E H gate", "0",            (.90, .99),  1.00,    1),
+    Param("mudd_w1",        "2 m d",    "uniform 0.577",(.90, .99),  0.25,    1),
+    Param("mudd_w2",        "2 M m",    "0",            (.90, .99),  0.25,    1),
+    Param("mudd_b2",        "2 M",      "biases",       (.90, .99),  0.25,    0),
+    Param("mudd_gate_w1",   "2 g d",    "uniform 0.577",(.90, .99),  0.10,    1),
+    Param("mudd_gate_w2",   "2 G g",    "0",            (.90, .99),  0.10,    1),
+    Param("mudd_gate_b2",   "2 G",      "biases",       (.90, .99),  0.10,    0),
+    Param("mudd_gate_scale","1",        "0.1",          (.90, .99),  0.10,    0, dtype="float32"),
+    Param("lm_head",        "d V",      "normal 0.005", (.50, .95),  1.00,  150, "matmul",
+          "reduce_scatter", work=2),
+    Param("bigram_embed",   "B d",      "0",            (.75, .95), 75.00,    5, "bigrams", "sparse", work=1),
+    Param("post_lambdas",   "L 2",      "1",            (.90, .95),  1.00,    0, dtype="float32"),
+    Param("resid_lambdas",  "L 2",      "1.0488",       (.90, .95),  5.00,    0, dtype="float32"),
+    Param("value_embeds",   "V E d",    "normal 0.01",  (.75, .95), 75.00,    5, "tokens", "sparse", work=5),
+    Param("embed",          "V d",      "0",            (.50, .95),  1.00,  150, "tokens", "sparse", work=3,
+          tied_to="lm_head"),
 )
 # fmt: on
 
@@ -207,19 +228,16 @@ class Ngrams:
     """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
 
     orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
-    hashes: int = 1  # of each order
-    rows: int = 1 << 23  # of each order and hash
+    rows: int = 1 << 23  # of each order
     width: int = 768  # columns, at most the model's width: rows are added to the stream's first channels
-    dtype: str = "float32"
-    placement: str = "sharded"  # row r on rank r % world_size: there on the device, or in host memory (host)
+    # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
+    dtype: Float = "float32"
+    # Row r is on rank r % world_size: on its device (sharded), or in its host memory (host), which its GPU
+    # reads and writes over PCIe.
+    placement: Literal["sharded", "host"] = "sharded"
     lr: float = 1.0
     beta2: float = 0.95  # decay of a row's second moment, at each of its updates; 1: Adagrad's sum
     prefetch: bool = True  # rows of the next step that this one does not change are fetched during it
-
-    @property
-    def ranges(self) -> int:
-        """Returns how many rows a position reads: one of each order and hash."""
-        return len(self.orders) * self.hashes
 
 
 @dataclass(frozen=True)
@@ -227,8 +245,8 @@ class Stage:
     steps: int
     batch_tokens: int  # over all ranks and micro-batches
     max_doc_len: int  # documents are cut to this many tokens
-    windows: dict[str, int]  # attention windows by name, in units of Config.window_unit tokens
-    lr_mul: float
+    windows: Windows
+    lr_mul: float  # the last stage ignores it: its rate is Config.final_lr_frac
     # Loss weights of the next, second and third next token, interpolated linearly over the stage. Later
     # tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle et
     # al. 2024, arXiv:2404.19737).
@@ -238,7 +256,6 @@ class Stage:
     # begins with is easier, and teaches early (record 88).
     prefix_start: float = 0.0
     prefix_end: float = 0.0
-    param_lr_mul: dict[str, float] = field(default_factory=dict)  # further factors, by parameter
 
 
 @dataclass(frozen=True)
@@ -264,6 +281,11 @@ class Config:
     head_dim: int = 128
     mlp_dim: int = 3072
     layers: tuple[Layer, ...] = LAYERS
+    # As in a U-net, layer skip_to gets back the stream that left layer skip_from (record 11). From the layer
+    # after back_from on, attention reads the stream that left back_from.
+    skip_from: int = 3
+    skip_to: int = 6
+    back_from: int = 7
     # Gates, and the connections' weights, come from small MLPs of every token; false: learned constants.
     mudd_gates: bool = True
     mudd_connections: bool = True
@@ -271,19 +293,18 @@ class Config:
     dc_window: int = 112  # keys that dynamically composed heads look at, the query's own with them
     window_unit: int = 128
     # At the final validation.
-    val_windows: dict[str, int] = field(default_factory=lambda: {"short": 6, "long": 20})
+    val_windows: Windows = Windows(6, 20)
     attn_scale: float = 0.1  # of the softmax before any window grows
-    past_windows: tuple[int, ...] = ()  # tokens: the longest of each stage before --init, which sets them
-    dtype: str = "bfloat16"  # weights and activations: bfloat16, float32, float64
+    dtype: Float = "bfloat16"  # of weights and activations
     # The schedule. Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
     # agree, large ones average out noise at the end. The last stage is the extension, trained at the final
     # learning rate.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(423, 131072,  896, {"short": 1, "long":  3}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), .25, .25),
-        Stage(424, 262144, 2048, {"short": 3, "long":  7}, 1.52, (1.0, 0.5), (1.0, 0.0), .25),
-        Stage(423, 393216, 2048, {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
-        Stage( 15, 393216, 2048, {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
+        Stage(423, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), .25, .25),
+        Stage(424, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), .25),
+        Stage(423, 393216, 2048, Windows(5, 11), 1.73, (1.0,), (1.0,)),
+        Stage( 15, 393216, 2048, Windows(6, 13), 0.15, (1.0,), (1.0,)),
     )
     # fmt: on
     cooldown_frac: float = 0.60  # last part of the scheduled steps; the rate falls to final_lr_frac
@@ -296,28 +317,23 @@ class Config:
     max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
     # optimizers
     params: tuple[Param, ...] = PARAMS
-    # fmt: off
-    work_order: tuple[str, ...] = (  # of updates and gathers: as the next forward first reads them
-        "scalars", "smear_gate", "ve_gate_bank", "mudd_w1", "mudd_w2", "mudd_b2", "mudd_gate_w1",
-        "mudd_gate_w2", "mudd_gate_b2", "mudd_gate_scale", "post_lambdas", "resid_lambdas", "bigram_embed",
-        "lm_head", "embed", *BANKS, "value_embeds",
-    )
-    # fmt: on
     adam_lr: float = 0.008
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
     muon_lr: float = 0.023
     muon_wd: float = 1.2
     muon_beta2: float = 0.9
-    muon_dtype: str = "bfloat16"  # of the orthogonalization
+    muon_dtype: Float = "bfloat16"  # of the orthogonalization
     # the run
     warmup: bool = True  # rehearse every stage off the clock, then reset
-    main_grad: bool = True  # gradients of banks, head and tables are written in place; false: autograd sums
+    # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
+    # sums the banks'.
+    main_grad: bool = True
     delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
     head_chunk: int = 8192  # tokens whose logits exist at once; the head's gradient is rounded once per chunk
-    # Operations done in Triton.
-    kernels: tuple[str, ...] = ("gram", "relu_square", "softcap_loss", "segment_sum_rows", "compose_heads")
-    attention: str = "varlen"  # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
+    kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done in Triton
+    # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
+    attention: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with it, the forward matmuls of the MLPs too
     compile: bool = True  # torch.compile the code between kernels, and the updates
@@ -346,7 +362,6 @@ RECORD = Config()
 # and no prefixes, which bytes do not have. Micro-batches hold 256 and 512 tokens, so a document gives at most
 # that many; max_doc_len is larger, since a document can also give the last target.
 # fmt: off
-WINDOWS = [stage.windows for stage in RECORD.stages]  # for the names that a row below leaves out
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
@@ -355,15 +370,16 @@ CPU = replace(
     muon_dtype="float32", momentum_warmup=125, momentum_cooldown=20, kernels=(), attention="dense", fp8=False,
     compile=False,
     stages=(
-        Stage( 90, 2048,  512, WINDOWS[0] | {"short": 3, "long": 9}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        Stage( 90, 4096, 1024, WINDOWS[1] | {"short": 4, "long": 10}, 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage( 90, 4096, 1024, WINDOWS[2] | {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
-        Stage( 20, 4096, 1024, WINDOWS[3] | {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
+        Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage( 90, 4096, 1024, Windows(5, 11), 1.73, (1.0,), (1.0,)),
+        Stage( 20, 4096, 1024, Windows(6, 13), 0.15, (1.0,), (1.0,)),
     ))
 # fmt: on
 
-# The record preset with n-gram memory of 2^24 rows in the place of bigram_embed. Not run on GPUs, not tuned.
-NGRAM = replace(RECORD, preset="ngram", ngrams=Ngrams(orders=(2, 3), dtype="bfloat16"))
+# The record preset with n-gram memory of 2^24 rows in the place of bigram_embed: 6.5 GB on each of 8 GPUs,
+# and about 2 for the rows that a step touches. Not run on GPUs, not tuned.
+NGRAM = replace(RECORD, preset="ngram", ngrams=Ngrams(orders=(2, 3)))
 
 PRESETS = {"record": RECORD, "ngram": NGRAM, "cpu": CPU}
 
@@ -385,9 +401,6 @@ def padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
-
-
 class Gate(NamedTuple):
     kind: str  # xsa, output, x0, bigram, skip, dc1, dc2
     layer: int
@@ -396,11 +409,11 @@ class Gate(NamedTuple):
 
 
 def gate_table(cfg: Config) -> list[list[Gate]]:
-    """Returns the outputs, in order, of the two gate MLPs: of x0, for the layers up to the one that saves
-    "skip", and of what that saves, for the others.
+    """Returns the gates that each of the two gate MLPs outputs, in order.
+
+    The first reads x0 and serves layers 0 .. skip_from; the second reads the stream that leaves skip_from.
     """
-    layers, H = list(enumerate(cfg.layers)), cfg.heads
-    split = next((i + 1 for i, layer in layers if layer.saves == "skip"), 0)
+    layers, H, split = list(enumerate(cfg.layers)), cfg.heads, cfg.skip_from + 1
     tables = []
     for part in (layers[:split], layers[split:]):
         inputs = [i for i, layer in part if layer.attention and not layer.connections]
@@ -408,7 +421,7 @@ def gate_table(cfg: Config) -> list[list[Gate]]:
             [Gate("xsa", i, H, 0.0) for i, layer in part if layer.xsa]
             + [Gate("output", i, H, 2.5) for i, layer in part if layer.gate]
             + [Gate(kind, i, 1, bias) for i in inputs for kind, bias in (("x0", 0.0), ("bigram", 0.5))]
-            + [Gate("skip", i, 1, 5.0) for i, layer in part if layer.adds]
+            + [Gate("skip", i, 1, 5.0) for i, _ in part if i == cfg.skip_to]
             + [Gate("dc1", i, H, 10.0) for i, layer in part if layer.dc]
             + [Gate("dc2", i, H, 0.0) for i, layer in part if layer.dc]
         )
@@ -429,43 +442,40 @@ RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
 MUDD_BIASES = ((0, 0, 0, 0, 0, 0, 20, 20, RESID_BIAS, 10, 0, 0.5, RESID_BIAS, 10), (0, -5, 0, 0, 0))
 
 
-def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns every parameter's shape. Padding lets each of `world_size` ranks own equally many matrices.
-
-    An n-gram table is none of them, and takes the place of bigram_embed. Without a technique there are no
-    parameters of it.
-    """
-    d, V, L = cfg.dim, cfg.padded_vocab, len(cfg.layers)
+def sizes(cfg: Config) -> dict[str, int]:
+    """Returns the sizes that Param.shape names; those of a technique that is off are 0."""
     attention = sum(layer.attention is not None for layer in cfg.layers)
-    tables = sum(layer.value is not None for layer in cfg.layers)
-    gates = max(sum(gate.columns for gate in gates) for gates in gate_table(cfg))
-    mudd = max(map(len, MUDD_BIASES))
-    shapes = {
-        "scalars": (2 * L + 2,),
-        "smear_gate": (1, GATE_DIM),
-        "ve_gate_bank": (tables, cfg.heads, GATE_DIM),
-        "post_lambdas": (L, 2),
-        "resid_lambdas": (L, 2),
-        "mudd_w1": (2, cfg.mudd_dim, d),
-        "mudd_w2": (2, mudd, cfg.mudd_dim),
-        "mudd_b2": (2, mudd),
-        "mudd_gate_w1": (2, cfg.mudd_dim, d),
-        "mudd_gate_w2": (2, gates, cfg.mudd_dim),
-        "mudd_gate_b2": (2, gates),
-        "mudd_gate_scale": (1,),
-        "value_embeds": (V, tables, d),
-        "bigram_embed": (cfg.bigram_vocab_size, d),
-        "lm_head": (d, V),
-        "embed": (V, d),
-        "qk_bank": (padded(attention * cfg.heads, world_size), 2 * cfg.head_dim, d),
-        "vo_bank": (padded(attention * 2, world_size), d, d),
-        "mlp_bank": (padded(2 * L, math.lcm(2, world_size)) // 2, 2, cfg.mlp_dim, d),
+    return {
+        "d": cfg.dim,
+        "2D": 2 * cfg.head_dim,
+        "H": cfg.heads,
+        "V": cfg.padded_vocab,
+        "F": cfg.mlp_dim,
+        "L": len(cfg.layers),
+        "2L": 2 * len(cfg.layers),
+        "2L+2": 2 * len(cfg.layers) + 2,
+        "A*H": attention * cfg.heads,
+        "2A": attention * 2,
+        "E": max((layer.value + 1 for layer in cfg.layers if layer.value is not None), default=0),
+        "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
+        "gate": GATE_DIM,
+        # Outputs and hidden units of the small MLPs, of connections and of gates.
+        "M": max(map(len, MUDD_BIASES)),
+        "m": cfg.mudd_dim * cfg.mudd_connections,
+        "G": max(sum(gate.columns for gate in gates) for gates in gate_table(cfg)),
+        "g": cfg.mudd_dim * cfg.mudd_gates,
     }
-    if cfg.ngrams.orders:
-        del shapes["bigram_embed"]
-    for name, on in (("mudd", cfg.mudd_connections), ("mudd_gate", cfg.mudd_gates)):
-        if not on:
-            del shapes[f"{name}_w1"], shapes[f"{name}_w2"]
+
+
+def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter that this model has; banks are padded for `world_size` ranks."""
+    named, shapes = sizes(cfg), {}
+    for spec in cfg.params:
+        first, *rest = (int(named.get(size, size)) for size in spec.shape.split())
+        if spec.kind == "bank":
+            first = padded(first, world_size)
+        if first and all(rest):
+            shapes[spec.name] = (first, *rest)
     return shapes
 
 
@@ -475,36 +485,55 @@ def used_params(cfg: Config) -> list[Param]:
     return [spec for spec in cfg.params if spec.name in shapes]
 
 
-def config_from_dict(value, hint=Config):
-    """Inverts dataclasses.asdict after JSON. Raises UserError if a field is unknown or missing."""
-    if typing.get_origin(hint) is tuple:
-        return tuple(config_from_dict(item, typing.get_args(hint)[0]) for item in value)
-    if not dataclasses.is_dataclass(hint):
-        return value
-    hints = typing.get_type_hints(hint)
-    if wrong := sorted(hints.keys() ^ value.keys()):
-        raise UserError(
-            f"a saved {hint.__name__} and this script's differ in {', '.join(wrong)}; use its own script"
-        )
-    return hint(**{name: config_from_dict(value[name], hints[name]) for name in hints})
+def mlp_biases(cfg: Config) -> dict[str, Sequence[Sequence[float]]]:
+    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
+    gates = [[gate.bias for gate in gates for _ in range(gate.columns)] for gates in gate_table(cfg)]
+    return {"mudd": MUDD_BIASES, "mudd_gate": gates}
 
 
-def setting_paths(values: dict, kind, path: tuple[str, ...] = ()):
-    """Yields (path, the dict that holds it, its type) of every setting in the dataclasses.asdict of a `kind`.
+def seeded(name: str, seed: int) -> torch.Generator:
+    """Returns a generator for one tensor alone: what it draws does not depend on which others there are."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
 
-    A path is ("stages", "0", "steps"): dots in --set. It ends in * where any name may stand.
+
+def initial_value(spec: Param, cfg: Config, seed: int) -> Tensor:
+    """Returns a parameter's initial value, drawn on the CPU and without padding.
+
+    normal, uniform: drawn with that standard deviation, uniform in units of 1 / sqrt(d). fc: the same for an
+    MLP's first matrix, and 0 for its second, so that a layer begins without MLP. scalars: for each layer the
+    factors of its QKV and of its output products; then the smear's factor, and the skip's before its sigmoid.
     """
-    for name, hint in typing.get_type_hints(kind).items():
-        args = typing.get_args(hint)
-        if dataclasses.is_dataclass(hint):
-            yield from setting_paths(values[name], hint, (*path, name))
-        elif args and dataclasses.is_dataclass(args[0]):
-            for i, row in enumerate(values[name]):
-                yield from setting_paths(row, args[0], (*path, name, row.get("name", str(i))))
-        elif typing.get_origin(hint) is dict:
-            yield (*path, name, "*"), values[name], args[1]
-        else:
-            yield (*path, name), values, hint
+    shape, generator = param_shapes(cfg, 1)[spec.name], seeded(spec.name, seed)
+    kind, *std = spec.init.split()
+    if kind == "normal":
+        return float(*std) * torch.randn(shape, generator=generator)
+    if kind in ("uniform", "fc"):
+        bound = math.sqrt(3) * float(*std) * cfg.dim**-0.5
+        value = (torch.rand(shape, generator=generator) * 2 - 1) * bound
+        if kind == "fc":
+            value[1::2] = 0
+        return value
+    if kind == "scalars":
+        return torch.tensor([0.5, 1.0] * len(cfg.layers) + [0.0, -1.5])
+    if kind == "biases":
+        rows = map(torch.tensor, mlp_biases(cfg)[spec.name.removesuffix("_b2")])
+        return nn.utils.rnn.pad_sequence([*rows], batch_first=True)
+    return torch.full(shape, float(kind))
+
+
+def config_from_dict(value, hint=Config, path: str = "", change: Callable = lambda value, *_: value):
+    """Inverts dataclasses.asdict, after JSON too. Raises KeyError if a field is unknown or missing.
+
+    Every setting becomes change(setting, its type, its name in --set); by default it stays.
+    """
+    again, args = partial(config_from_dict, change=change), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        fields = {name: again(value[name], hints[name], f"{path}.{name}") for name in hints | value}
+        return hint(**fields)  # type: ignore
+    if args and dataclasses.is_dataclass(args[0]):
+        return tuple(again(row, args[0], f"{path}.{row.get('name', i)}") for i, row in enumerate(value))
+    return change(tuple(value) if isinstance(value, list) else value, hint, path[1:])
 
 
 def override(cfg: Config, setting: str) -> Config:
@@ -514,34 +543,33 @@ def override(cfg: Config, setting: str) -> Config:
     stages.*.windows.long=9, params.embed.lr_mul=2.
     """
     name, eq, text = setting.partition("=")
-    if not eq:
-        raise UserError(f"--set {setting}: write name=value")
-    if name in ("preset", "track"):
-        raise UserError(f"--set {name}: it follows from --preset")
-    values, keys, found = dataclasses.asdict(cfg), name.split("."), False
-    known = list(setting_paths(values, Config))
-    for path, holder, hint in known:
-        alike = len(path) == len(keys) and all(a == b or "*" in (a, b) for a, b in zip(path, keys))
-        if alike and keys[-1] != "*":
-            holder[keys[-1]], found = parse(text, hint, name), True
-    if not found:
-        near = difflib.get_close_matches(name, [".".join(path) for path, *_ in known])
-        raise UserError(f"--set {name}: unknown; use {', '.join(near) or 'the fields of Config'}")
-    return config_from_dict(values)
+    refuse_if(not eq, f"--set {setting}: write name=value")
+    refuse_if(name in ("preset", "track"), f"--set {name}: it follows from --preset")
+    known: list[str] = []
+
+    def change(value, hint, path: str):
+        known.append(path)
+        return parse(text, hint, path) if fnmatch.fnmatch(path, name) else value
+
+    new = config_from_dict(dataclasses.asdict(cfg), change=change)
+    near = ", ".join(difflib.get_close_matches(name, known))
+    refuse_if(not fnmatch.filter(known, name), f"--set {name}: unknown; use {near or 'a field of Config'}")
+    return new
 
 
 def parse(text: str, hint, name: str):
-    """Parses a bool, int, float, str, a tuple of one of these, or one of these or None, as `hint` says."""
+    """Parses a bool, int, float, str or Literal, a tuple of one of these, or one of these or None."""
     args = typing.get_args(hint)
-    if type(None) in args:
-        return None if text.lower() == "none" else parse(text, args[0], name)
     if typing.get_origin(hint) is tuple:
         return tuple(parse(part, args[0], name) for part in text.split(",") if part)
+    if type(None) in args:
+        return None if text.lower() == "none" else parse(text, args[0], name)
+    choices = {str(choice).lower(): choice for choice in ((True, False) if hint is bool else args)}
     try:
-        return {"true": True, "false": False}[text.lower()] if hint is bool else hint(text)
-    except (ValueError, KeyError):
-        kind = "true or false" if hint is bool else f"a value of type {hint.__name__}"
-        raise UserError(f"--set {name}={text}: {name} takes {kind}") from None
+        return choices[text.lower()] if choices else hint(text)
+    except (KeyError, ValueError):
+        kinds = " or ".join(choices) or hint.__name__
+        raise UserError(f"--set {name}={text}: give {kinds}") from None
 
 
 # ============================================================================================================
@@ -553,7 +581,6 @@ class StepPlan(NamedTuple):
     step: int
     stage: int
     lr_mul: float  # of every learning rate, as scheduled; Param.lr_mul multiplies it
-    param_lr_mul: dict[str, float]  # the stage's
     momentum: float  # NorMuon's
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
@@ -597,7 +624,6 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         step=step,
         stage=index,
         lr_mul=lr_mul,
-        param_lr_mul=stage.param_lr_mul,
         momentum=momentum,
         windows=window_tokens(cfg, stage.windows),
         batch_tokens=stage.batch_tokens,
@@ -609,19 +635,13 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     )
 
 
-def window_tokens(cfg: Config, windows: dict[str, int]) -> dict[str, int]:
-    return {name: units * cfg.window_unit for name, units in windows.items()}
-
-
-def longest_windows(cfg: Config, count: int) -> list[int]:
-    """Returns the longest window, in tokens, of each of the first `count` stages that have steps."""
-    stages = [stage for stage in cfg.stages[:count] if stage.steps] or cfg.stages[:1]
-    return [max(window_tokens(cfg, stage.windows).values()) for stage in stages]
+def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
+    return {name: units * cfg.window_unit for name, units in vars(windows).items()}
 
 
 def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
     """Returns a parameter's learning rate in a step; `base` is its optimizer's."""
-    return base * plan.lr_mul * spec.lr_mul * plan.param_lr_mul.get(spec.name, 1.0)
+    return base * plan.lr_mul * spec.lr_mul
 
 
 def warmup_steps(cfg: Config) -> list[int]:
@@ -648,20 +668,19 @@ def train_tokens(cfg: Config) -> int:
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-class PeerFailure(UserError):
-    """Another rank died or failed; only its own message says why."""
+TRACING = False  # set by --profile: record_function takes 10 us even if nothing is profiled
 
 
 def section(label: str) -> Callable:
     """Returns a decorator that labels a function's calls in traces; in `label`, {1} is their argument 1.
 
-    A label is a section of a step and, after a space, the parameter's name. Not for code that is compiled.
+    A label is a section of the step, then the parameter's name. Compiled functions cannot be labelled.
     """
 
     def decorate(function):
         @wraps(function)
         def labelled(*args, **kwargs):
-            if not torch.autograd.profiler._is_profiler_enabled:  # record_function takes 10 us even so
+            if not TRACING:
                 return function(*args, **kwargs)
             with torch.profiler.record_function(label.format(*args)):
                 return function(*args, **kwargs)
@@ -671,142 +690,85 @@ def section(label: str) -> Callable:
     return decorate
 
 
-@section("waiting")
-def wait_for(blocking: Callable, *args) -> None:
-    """Calls what waits for other ranks: a RuntimeError means that a peer died, unless it is this GPU's own.
-
-    A GPU reports a failed kernel at any later call: that error is raised as it is.
-    """
-    try:
-        blocking(*args)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except RuntimeError as e:
-        raise PeerFailure(
-            f"another process of this run was killed or failed ({first_line(e)}); look for its own message, "
-            "and start the run again"
-        ) from None
-
-
-def env_world_size() -> int:
-    """Returns the number of processes that torchrun's environment names; 1 without it."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"WORLD_SIZE={text}: not a number of processes; start with torchrun, or unset it")
-    return int(text)
-
-
 def init_distributed() -> tuple[int, int, torch.device]:
     """Joins the process group of torchrun's environment. Returns rank, world size and this rank's device.
 
     Without torchrun there is one rank, and no group.
     """
-    world_size, rank = env_world_size(), int(os.environ.get("RANK", 0))
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         # PR_SET_PDEATHSIG: a killed torchrun would leave its ranks running.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     device, on_gpu = torch.device("cpu"), torch.cuda.is_available()
     if on_gpu:
-        device, gpus = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.cuda.device_count()
-        if device.index >= gpus:  # torchrun --virtual-local-rank shows each process one GPU, its 0th
-            raise UserError(
-                f"{os.environ.get('LOCAL_WORLD_SIZE', device.index + 1)} processes for {gpus} GPUs; start "
-                f"torchrun with --nproc_per_node={gpus} or fewer"
-            )
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         # Split-K matmuls, too, sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if world_size > 1:
         backend, own_gpu = ("nccl", device) if on_gpu else ("gloo", None)
-        fix = "start them with torchrun, and do not use another run's port"
-        with explain(f"the {world_size} processes cannot meet", fix, RuntimeError, ValueError):
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=own_gpu)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=own_gpu)
     return rank, world_size, device
 
 
-class Clock:
-    """Counts training time in milliseconds: all that the device was given between start and stop."""
+class compiled:
+    """Decorates a function that torch.compile compiles in runs with Config.compile, and that runs as written
+    in others.
 
-    def __init__(self, ms: float = 0.0):
-        self.ms = ms
+    compiler: the one switch, for all functions: None, or what makes a function's compiled form.
+    """
 
-    def start(self) -> None:
-        self._synchronize()
-        self.began = time.perf_counter()
+    compiler: Callable | None = None
 
-    def stop(self) -> None:
-        self._synchronize()
-        self.ms = self.read()
+    def __init__(self, function: Callable):
+        self.function = function
 
-    def read(self) -> float:
-        """Returns the time so far without waiting for the device."""
-        return self.ms + 1000 * (time.perf_counter() - self.began)
+    def __call__(self, *args, **kwargs):
+        if compiled.compiler is None or torch.compiler.is_compiling():
+            return self.function(*args, **kwargs)
+        return compiled.compiler(self.function)(*args, **kwargs)
 
-    def _synchronize(self) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+
+def compiler_of(cfg: Config) -> Callable | None:
+    """Returns what `compiled.compiler` must be in a run of `cfg`."""
+    if not cfg.compile:
+        return None
+    # A function has 8 graphs by default, but one serves all kinds of layers. From torch 2.12 on a setting
+    # holds in its own thread, so autograd's threads, which run a GPU's backward, would keep the default:
+    # there the limit is an argument. Guards and AOTAutograd check sizes, so generated code need not.
+    torch._dynamo.config.recompile_limit = 64
+    options: dict = {"options": {"size_asserts": False}}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = 64
+    return cache(partial(torch.compile, fullgraph=True, **options))
+
+
+def synchronized_time() -> float:
+    """Returns the time in seconds, after all that the device was given is done."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class RunLog:
-    """Writes the run's log file and screen output; silent on every rank but the first (folder=None).
+    """Writes the run's log file and its screen output. On ranks without a path it writes nothing.
 
     The file is line-buffered, so it holds every finished step whatever ends the process.
     """
 
-    def __init__(self, folder: Path | None, steps: int, run_id: str):
-        self.path = folder and folder / f"{run_id}.txt"
-        self.file, self.steps = None, steps
-        self.bar: tqdm = None
-        if folder:
-            fix = "remove what is in its way, or make the folder writable"
-            with explain(f"cannot write the log {self.path}", fix, OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-                self.file = open(self.path, "x", buffering=1, encoding="utf-8")
+    def __init__(self, path: Path | None = None):
+        self.path, self.file = path, None
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "x", buffering=1, encoding="utf-8")
 
     def print0(self, text: str, console: bool = True, file: bool = True) -> None:
         """Prints a line from rank 0 to the screen, to the log file, or to both."""
-        if not self.file:
-            return
-        if file:
-            fix = "it holds the run up to here; make room and start again"
-            with explain(f"cannot write the log {self.path}", fix, OSError):
-                self.file.write(text + "\n")
-        if console:
-            with explain("cannot write to the screen", "send the output to a file", OSError, UnicodeError):
-                tqdm.write(text, file=sys.stdout)
-                sys.stdout.flush()
-
-    def progress(self, step: int, loss: float | None, train_ms: float) -> None:
-        """Shows that `step` steps are done: a bar on a terminal, else a line every twentieth of the run."""
-        if not self.file:
-            return
-        text = "" if loss is None else f"loss {loss:.3f}"
-        if sys.stdout.isatty():
-            if self.bar is None:
-                self.bar = tqdm(
-                    total=self.steps, initial=step - 1, unit="step", dynamic_ncols=True, file=sys.stdout
-                )
-            self.bar.set_postfix_str(f"{text} time {train_ms / 1000:.1f}s", refresh=False)
-            self.bar.update(step - self.bar.n)
-        elif step * 20 // self.steps > (step - 1) * 20 // self.steps:
-            eta = train_ms / step * (self.steps - step) / 1000
-            line = f"step {step}/{self.steps}  {text}  time {train_ms / 1000:.0f}s  ETA {eta:.0f}s"
-            self.print0(line, file=False)
-
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        if self.file:
-            with contextlib.suppress(OSError):  # a full disk may be what is being reported
-                if error is not None:
-                    why = {KeyboardInterrupt: "interrupted"}.get(kind, kind.__name__)
-                    if isinstance(error, UserError):
-                        why = str(error).replace(os.getcwd() + os.sep, "")
-                    self.file.write(f"stopped: {why}\n")
-                self.file.close()
+        if self.file and file:
+            self.file.write(text + "\n")
+        if self.file and console:
+            tqdm.write(text)  # above the progress bar
+            sys.stdout.flush()
 
 
 def describe_environment(device: torch.device, world_size: int) -> list[str]:
@@ -818,16 +780,10 @@ def describe_environment(device: torch.device, world_size: int) -> list[str]:
         with contextlib.suppress(OSError, TypeError):  # not Linux; no such line
             hardware = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
         hardware += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
-    script = Path(__file__).resolve()
-    # Prints the commit; the script, if it is tracked; then what is changed.
-    commands = (
-        f"git rev-parse --verify HEAD && git ls-files --error-unmatch {shlex.quote(script.name)} && "
-        "git status --porcelain --untracked-files=no"
-    )
-    git = subprocess.run(commands, shell=True, capture_output=True, text=True, cwd=script.parent)
-    lines, commit = git.stdout.splitlines(), "unknown"
-    if lines:
-        commit = f"{lines[0]} {'(clean)' if git.returncode == 0 and len(lines) == 2 else '(modified)'}"
+    # Prints the commit, if there is one, and what is changed.
+    git, folder = "git rev-parse HEAD && git status --short --untracked-files=no", Path(__file__).parent
+    found = subprocess.run(git, shell=True, capture_output=True, text=True, cwd=folder).stdout.split("\n")
+    commit = f"{found[0]} ({'modified' if found[1] else 'clean'})" if found[0] else "unknown"
     return [
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
         f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {hardware} "
@@ -845,39 +801,30 @@ MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 
 class Header(NamedTuple):
     tokens: int
-    vocab_size: int  # 0: GPT-2's
+    vocab_size: int  # GPT-2's, where the file has 0
     bos_id: int
     text_bytes: int  # of the text that the tokens encode; 0: unknown
 
 
 def read_header(path: Path) -> Header:
-    """Checks magic, version and length of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
-    with explain(str(path), "download or build the data again", OSError):
-        words, size = np.fromfile(path, dtype="<i4", count=256), path.stat().st_size
-    rebuild = "delete it, and download or build it again"
-    if len(words) < 256 or words[0] != MAGIC:
-        raise UserError(f"{path}: not a token shard (its first word is not {MAGIC}); {rebuild}")
-    if words[1] != VERSION:
-        raise UserError(
-            f"{path}: shard format version {words[1]}, this script reads {VERSION}; build it again"
-        )
-    header = Header(*map(int, words[2:6]))
-    declared = HEADER_BYTES + 2 * header.tokens
-    if size != declared:
-        raise UserError(
-            f"{path}: {size} bytes, but its header declares {header.tokens} tokens, {declared}; {rebuild}"
-        )
-    return header
+    """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
+    words, size = np.fromfile(path, dtype="<i4", count=256).tolist(), path.stat().st_size
+    refuse_if(
+        words[:2] != [MAGIC, VERSION] or size != HEADER_BYTES + 2 * words[2],
+        f"{path}: not a whole token shard of version {VERSION}; delete it, and download or build it again",
+    )
+    vocab_size, bos_id = words[3:5] if words[3] else (50257, 50256)
+    return Header(words[2], vocab_size, bos_id, words[5])
 
 
 def find_shards(folder: str, split: str) -> list[Path]:
     paths = sorted(Path(folder).glob(f"[!.]*_{split}_*.bin"))
-    if not paths:
-        raise UserError(
-            f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record), "
-            "data/local_corpus.py (cpu), data/tokenize_text.py (your text) or data/synthetic.py (random "
-            "tokens), or use another --data"
-        )
+    refuse_if(
+        not paths,
+        f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record), "
+        "data/local_corpus.py (cpu), data/tokenize_text.py (your text) or data/synthetic.py (random tokens), "
+        "or use another --data",
+    )
     return paths
 
 
@@ -895,20 +842,18 @@ def open_dataset(cfg: Config) -> Dataset:
     train, val = find_shards(cfg.data, "train"), find_shards(cfg.data, "val")
     headers = {path: read_header(path) for path in train + val}
     for path, header in headers.items():
-        vocab, bos = (header.vocab_size, header.bos_id) if header.vocab_size else (50257, 50256)
-        if (vocab, bos) != (cfg.vocab_size, cfg.bos_id):
-            raise UserError(
-                f"{path}: its vocabulary has {vocab} tokens and bos_id {bos}, the config "
-                f"{cfg.vocab_size} and {cfg.bos_id}; choose the matching --preset or --data"
-            )
-    need, have = cfg.val_slices * cfg.val_slice_tokens + 1, sum(headers[p].tokens for p in val)
-    if have < need:
-        fit = max(0, have - 1) // cfg.val_slice_tokens
-        hint = f", or --set val_slices={fit}" if fit else ""
-        raise UserError(
-            f"{cfg.data}: {have:,} validation tokens, of {need:,} needed; add validation shards{hint}"
+        refuse_if(
+            header[1:3] != (cfg.vocab_size, cfg.bos_id),
+            f"{path}: its vocabulary has {header.vocab_size} tokens and bos_id {header.bos_id}, the config "
+            f"{cfg.vocab_size} and {cfg.bos_id}; choose the matching --preset or --data",
         )
-    count, text = sum(headers[p].tokens for p in train), [headers[p].text_bytes for p in val]
+    count, have = (sum(headers[path].tokens for path in paths) for paths in (train, val))
+    need = cfg.val_slices * cfg.val_slice_tokens + 1
+    refuse_if(
+        have < need,
+        f"{cfg.data}: {have:,} validation tokens, of {need:,} needed; add some, or lower val_slices",
+    )
+    text = [headers[path].text_bytes for path in val]
     counts = f"{count} training tokens in {len(train)} shards, {have} for validation"
     fingerprint, path = f"{dataset_hash(train + val)} ({counts})", Path(cfg.data, "vocabulary.txt")
     is_read = cfg.predicts_prefixes or cfg.samples and path.exists()
@@ -922,8 +867,7 @@ def read_vocabulary(path: Path, size: int) -> list[bytes]:
     fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
     with explain(f"cannot read {path}", fix, OSError, ValueError):
         vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]
-    if len(vocabulary) != size:
-        raise UserError(f"{path}: {len(vocabulary)} tokens, the config has {size}; {fix}")
+    refuse_if(len(vocabulary) != size, f"{path}: {len(vocabulary)} tokens, the config has {size}; {fix}")
     return vocabulary
 
 
@@ -957,13 +901,12 @@ class Shard(NamedTuple):
 
 def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
     """Reads a shard, or up to `count` of its first tokens, into memory."""
-    read_header(path)
     tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES, count=count)
-    if len(tokens) and tokens.max() >= cfg.vocab_size:
-        raise UserError(
-            f"{path}: token {tokens.max()} is outside the vocabulary of {cfg.vocab_size}; the file is "
-            "damaged or made with another tokenizer: build it again"
-        )
+    refuse_if(
+        tokens.max(initial=0) >= cfg.vocab_size,
+        f"{path.name} has tokens outside the vocabulary of {cfg.vocab_size}: it is damaged, or another "
+        "tokenizer's; build it again",
+    )
     return Shard(tokens, np.flatnonzero(tokens == cfg.bos_id))
 
 
@@ -989,31 +932,31 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
     """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, by ranges; and the
     rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0.
 
-    A range belongs to one order and hash. Its last row serves the first n - 1 positions. The hash is a
+    A range belongs to one order. Its last row serves the first n - 1 positions. The hash is a
     polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It
     crosses document starts, as hash_bigrams does.
     """
     T, size = len(tokens), ngrams.rows
     words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
-    rows = np.empty((ngrams.ranges, T), np.int32)
+    rows = np.empty((len(ngrams.orders), T), np.int32)
     signs = np.empty_like(rows) if sign_rows else None
     for n in range(1, max(ngrams.orders) + 1):
         mixed[n - 1 :] += words[: max(0, T - n + 1)]
         mixed *= np.uint32(MIX)
-        for seed in range(ngrams.hashes) if n in ngrams.orders else ():
-            i = ngrams.orders.index(n) * ngrams.hashes + seed
-            h = mixed + np.uint32(seed * MIX % 2**32)
-            if sign_rows:
-                upper = h * np.uint32(0x27D4EB2F) >> np.uint32(16)  # another odd factor
-                signs[i] = upper * np.uint32(sign_rows) >> np.uint32(16)
-            h ^= h >> np.uint32(16)
-            h *= np.uint32(0x85EBCA6B)
-            h ^= h >> np.uint32(13)
-            h *= np.uint32(0xC2B2AE35)
-            h ^= h >> np.uint32(16)
-            h -= h // np.uint32(size - 1) * np.uint32(size - 1)  # NumPy's % is not vectorized
-            h[: n - 1] = size - 1
-            rows[i] = h + np.uint32(i * size)
+        if n not in ngrams.orders:
+            continue
+        i, h = ngrams.orders.index(n), mixed.copy()
+        if sign_rows:
+            upper = h * np.uint32(0x27D4EB2F) >> np.uint32(16)  # another odd factor
+            signs[i] = upper * np.uint32(sign_rows) >> np.uint32(16)
+        h ^= h >> np.uint32(16)
+        h *= np.uint32(0x85EBCA6B)
+        h ^= h >> np.uint32(13)
+        h *= np.uint32(0xC2B2AE35)
+        h ^= h >> np.uint32(16)
+        h -= h // np.uint32(size - 1) * np.uint32(size - 1)  # NumPy's % is not vectorized
+        h[: n - 1] = size - 1
+        rows[i] = h + np.uint32(i * size)
     return rows, signs
 
 
@@ -1025,13 +968,12 @@ def default_max_docs(tokens: int) -> int:
 class RowIndex(NamedTuple):
     """The n distinct rows of a table that a micro-batch touches, and its positions sorted by row.
 
-    A position of an n-gram table stands once for each of its rows.
+    In an n-gram table a position has a row of each order, and occurs once for each.
     """
 
     row_ids: Tensor  # (n,) int32; ascending until places replace an n-gram table's rows
     perm: Tensor  # (T,) int32: positions by row, those of one row in the text's order
     offsets: Tensor  # (n + 1,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of row_ids[i]
-    first_touch: Tensor  # (n,) bool: no earlier micro-batch since the last update touched the row
     signs: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
 
 
@@ -1043,30 +985,22 @@ class Transfer(NamedTuple):
     recv_counts: list[int]
 
 
-class RowPlan(NamedTuple):
-    """How the rows of a table that ranks have touched since its last update travel (diagram: section 9)."""
+class RowRoutes(NamedTuple):
+    """Who sends which rows of a table to whom: those touched since its last update (diagram: section 9)."""
 
     grads: Transfer  # rows of main_grad, to their owners
     # (sum(recv_counts),) int32: the rows of its block that an owner receives; of n-grams, places in `owned`.
     arriving: Tensor
-    # The others are for n-grams. (n,) int32: the rows of its block that any rank has touched.
+    # The others are for n-grams. (n,) int32: the rows of its block that any rank touches, ascending.
     owned: Tensor | None = None
-    # (n,) int32: their places in NgramTable.tables: themselves; with placement host, 0 .. n - 1.
-    at: Tensor | None = None
-    # Where the last of these, touched in the step before too, were in its `owned`.
-    kept_from: Tensor | None = None
-    # Rows for who asked, early and late, as places in those tables.
-    fetches: dict[str, Transfer] = {}
+    fetches: dict[str, Transfer] = {}  # rows of its block for who asked, early and late
 
 
-def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int, int]:
-    """Returns the most rows of the n-gram table that a step touches on a rank, and that a rank owns; the
-    rows of a rank's block.
-    """
+def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Returns the most rows of the n-gram table that a step touches on a rank; the rows of a rank's block."""
     n, count = cfg.ngrams, num_microbatches(cfg, world_size)
     tokens = max(stage.batch_tokens for stage in cfg.stages) // count * (count // world_size)
-    touched, block = n.ranges * min(tokens, n.rows), padded(n.ranges * n.rows, world_size) // world_size
-    return touched, world_size * min(touched, block), block
+    return len(n.orders) * min(tokens, n.rows), padded(len(n.orders) * n.rows, world_size) // world_size
 
 
 map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
@@ -1102,8 +1036,9 @@ def move(packed: dict, device: torch.device) -> dict:
 class MicroBatch:
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
-    # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table; in training, of what a step fetches.
-    ngrams: Tensor
+    # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table; in training these are replaced by
+    # their places in NgramTable.compact.
+    hashed_rows: Tensor
     signs: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, then T
     max_doc_len: int  # bound on a document's length
@@ -1160,7 +1095,7 @@ def merge_rows(*lists: np.ndarray) -> np.ndarray:
 
 
 def is_in(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Returns for each of the `ids` whether it is among `rows`; both ascend."""
+    """Returns for each of the `ids` whether it is among `rows`, which ascend."""
     return np.append(rows, -1)[np.searchsorted(rows, ids)] == ids
 
 
@@ -1173,16 +1108,16 @@ def inverse(permutation: np.ndarray) -> np.ndarray:
 NO_ROWS = np.empty(0, np.int32)
 
 
-def index_rows(ids: np.ndarray, touched: np.ndarray = NO_ROWS, signs: np.ndarray | None = None) -> RowIndex:
+def index_rows(ids: np.ndarray, signs: np.ndarray | None = None) -> RowIndex:
     """Sorts a micro-batch's positions by row `ids`, (T,) or, with ranges that ascend, (K, T) int32.
 
-    touched: rows that earlier micro-batches since the last update have touched, ascending. signs: (K, T).
+    signs: (K, T) int32, rows of signs.
     """
     ranges = np.atleast_2d(ids)
     row_ids, perm, offsets = zip(*map(sort_by_row, ranges))
     starts = [part[:-1] + k * ranges.shape[1] for k, part in enumerate(offsets)]
     rows, ends = np.concatenate(row_ids), np.append(np.concatenate(starts), ids.size).astype(np.int32)
-    parts = [rows, np.concatenate(perm), ends, ~is_in(touched, rows)]
+    parts = [rows, np.concatenate(perm), ends]
     if signs is not None:
         parts.append(np.concatenate([row[order] for row, order in zip(signs, perm)]))
     return RowIndex(*map(torch.from_numpy, parts))
@@ -1197,17 +1132,13 @@ def place_rows(ids: Tensor, index: RowIndex, places: Tensor) -> Tensor:
 FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
 
 
-class OutOfData(UserError):
-    """The schedule needs more batches than the training shards give."""
-
-
 class TrainLoader:
     """Cuts training shards into batches of whole documents; micro-batch m * world_size + r is rank r's m-th.
 
     A micro-batch takes documents in order, each cut to max_doc_len tokens, until it holds T + 1 tokens; the
     rest of a cut document is dropped. A batch that does not fit before the end of a shard starts over in the
-    next one, which a thread reads meanwhile. `position` continues where an earlier loader's position() was
-    taken.
+    next one, which a thread reads meanwhile; the first follows the last, as another epoch. `position`
+    continues where an earlier loader's position() was taken.
     """
 
     def __init__(
@@ -1216,7 +1147,7 @@ class TrainLoader:
         paths: list[Path],
         rank: int,
         world_size: int,
-        position: tuple[int, ...] = (0, 0, 0),
+        position: tuple[int, ...] = (0, 0),
     ):
         self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
         self.microbatches = num_microbatches(cfg, world_size)
@@ -1225,7 +1156,7 @@ class TrainLoader:
         on_gpu = torch.cuda.is_initialized()
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
-        self.opened, self.document, self.delivered = position  # delivered: tokens, over all ranks
+        self.opened, self.document = position
         self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
         self.is_partial = not any(position)
         if self.is_partial:
@@ -1235,18 +1166,15 @@ class TrainLoader:
         else:
             self._open()
 
-    def position(self) -> tuple[int, int, int]:
-        """Returns where the next batch begins: shard number, document number, tokens delivered before."""
-        return self.opened, self.document, self.delivered
+    def position(self) -> tuple[int, int]:
+        """Returns where the next batch begins: number of the shard, counting on in later epochs; document."""
+        return self.opened, self.document
 
-    def _read(self, i: int):
-        if i < len(self.paths):
-            return self.reader.submit(read_shard, self.paths[i], self.cfg)
+    def _read(self, i: int) -> Future:
+        return self.reader.submit(read_shard, self.paths[i % len(self.paths)], self.cfg)
 
     def _open(self) -> None:
         """Opens the shard that is being read: all of the present one, or the next."""
-        if self.upcoming is None:
-            raise OutOfData(f"training data ran out after {self.delivered:,} tokens; add training shards")
         self.shard, self.upcoming, self.ends = self.upcoming.result(), self._read(self.opened + 1), {}
 
     def close(self) -> None:
@@ -1269,14 +1197,18 @@ class TrainLoader:
 
     def advance(self, batch_tokens: int, max_doc_len: int) -> list[tuple[int, int]]:
         """Skips a batch. Returns each micro-batch's first document and the one after its last."""
-        while (cuts := self._cut(batch_tokens // self.microbatches, max_doc_len)) is None:
+        for _ in range(len(self.paths) + 2):  # the rest of this shard, its tokens as yet unread, every shard
+            if cuts := self._cut(batch_tokens // self.microbatches, max_doc_len):
+                self.document = cuts[-1][1]
+                return cuts
             if not self.is_partial:
                 self.opened, self.document = self.opened + 1, 0
             self._open()
             self.is_partial = False
-        self.document = cuts[-1][1]
-        self.delivered += batch_tokens
-        return cuts
+        raise UserError(
+            f"no training shard holds a batch of {batch_tokens:,} tokens, documents cut to {max_doc_len:,}; "
+            "add larger shards, or lower batch_tokens"
+        )
 
     def batch(self, batch_tokens: int, max_doc_len: int) -> list[MicroBatch]:
         """Builds this rank's micro-batches of the next batch."""
@@ -1291,60 +1223,27 @@ class TrainLoader:
         return micro_batches
 
 
-def count_batches(cfg: Config, paths: list[Path], world_size: int) -> int:
-    """Counts how many of the schedule's batches the training shards give, without building one."""
-    loader, count = TrainLoader(cfg, paths, 0, world_size), 0
-    with contextlib.closing(loader), contextlib.suppress(OutOfData):
-        while count < cfg.steps:
-            plan = plan_step(cfg, count)
-            loader.advance(plan.batch_tokens, plan.max_doc_len)
-            count += 1
-    return count
-
-
-def check_schedule(cfg: Config, paths: list[Path], world_size: int) -> None:
-    """Raises UserError, with a shorter schedule that fits, if the shards run out before the last step."""
-    if (batches := count_batches(cfg, paths, world_size)) == cfg.steps:
-        return
-    share = sum(plan_step(cfg, step).batch_tokens for step in range(batches)) / train_tokens(cfg)
-    shorter = cfg
-    while shorter.steps and count_batches(shorter, paths, world_size) < shorter.steps:
-        # All stages by one factor; a guess, since batches waste different shares.
-        shorter = replace(cfg, stages=tuple(replace(s, steps=int(s.steps * share)) for s in cfg.stages))
-        share *= 0.95
-    fits = " ".join(f"--set stages.{i}.steps={stage.steps}" for i, stage in enumerate(shorter.stages))
-    count = num_microbatches(cfg, world_size)
-    used = max(min(stage.max_doc_len, stage.batch_tokens // count + 1) for stage in cfg.stages if stage.steps)
-    raise UserError(
-        f"{cfg.data}: the training documents, of which at most {used:,} tokens each are used, give "
-        f"{batches:,} of the schedule's {cfg.steps:,} batches, {train_tokens(cfg):,} tokens; add text or cut "
-        "long documents into passages as data/tokenize_text.py does"
-        + (f"; this would fit: {fits}" if shorter.steps else "")
-    )
-
-
 class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
     position: tuple[int, ...]  # of the loader, after it
-    rows: dict  # packed RowPlans of the tables that this step updates, by what indexes them
+    rows: dict  # packed RowRoutes of the tables that this step updates, by kind of table
 
 
 class Prefetcher:
     """Builds the planned steps' batches on a thread, two ahead of the one in use.
 
-    With it, ranks tell each other by `exchange`, used by nothing else, which rows they touch. The first plan
-    must be step 0 or follow an Adam step: no rows may have been touched since.
+    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. The first plan
+    must be step 0 or follow an Adam step, so that no gradient awaits an update.
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
         self.loader, self.exchange, cfg = loader, exchange, loader.cfg
         self.table_rows = {"tokens": cfg.padded_vocab, "bigrams": cfg.bigram_vocab_size}
-        self.is_sparse = {spec.indexed_by for spec in cfg.params if spec.exchange == "sparse"} | {"ngrams"}
-        self.hashed = "ngrams" if cfg.ngrams.orders else "bigrams"
-        self.touched: dict[str, np.ndarray] = {}  # by what indexes tables: rows since their last update
-        # This rank's rows of n-grams in the batch before, ascending, and their places in RowPlan.owned.
-        self.before: tuple[np.ndarray, np.ndarray] = NO_ROWS, NO_ROWS
+        self.sparse_kinds = {spec.kind for spec in cfg.params if spec.exchange == "sparse"} | {"ngrams"}
+        self.hashed_kind = "ngrams" if cfg.ngrams.orders else "bigrams"
+        self.touched: dict[str, np.ndarray] = {}  # by kind of table: rows since their last update
+        self.owned_before = NO_ROWS  # RowRoutes.owned of the batch before
         # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
         self.batches = (self._build(plan) for plan in plans)
         self.queue = [self._submit(), self._submit()]
@@ -1368,21 +1267,24 @@ class Prefetcher:
     def _build(self, plan: StepPlan) -> Batch:
         micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len)
         for batch in micro_batches:
-            signs = batch.signs if batch.signs is None else batch.signs.numpy()
-            for kind, ids, own_signs in (("tokens", batch.inputs, None), (self.hashed, batch.ngrams, signs)):
-                touched = self.touched.get(kind, NO_ROWS)
-                batch.index[kind] = index_rows(ids.numpy(), touched, own_signs)
-                self.touched[kind] = merge_rows(touched, batch.index[kind].row_ids.numpy())
+            signs = None if batch.signs is None else batch.signs.numpy()
+            for kind, ids, own_signs in (
+                ("tokens", batch.inputs, None),
+                (self.hashed_kind, batch.hashed_rows, signs),
+            ):
+                batch.index[kind] = index_rows(ids.numpy(), own_signs)
+                row_ids = batch.index[kind].row_ids.numpy()
+                self.touched[kind] = merge_rows(self.touched.get(kind, NO_ROWS), row_ids)
         updated = [kind for kind in self.touched if plan.do_adam or kind == "ngrams"]
         plans = self._plan_rows(updated, micro_batches)
         packed = [batch.pack() for batch in micro_batches]
         return Batch(plan, packed, self.loader.position(), pack(plans))
 
-    def _plan_rows(self, kinds: list[str], micro_batches: list[MicroBatch]) -> dict[str, RowPlan]:
+    def _plan_rows(self, kinds: list[str], micro_batches: list[MicroBatch]) -> dict[str, RowRoutes]:
         """Tells the owners which of their rows are touched, for tables that are updated now."""
         plans = {}
         for kind in kinds:
-            rows, n = self.touched.pop(kind), self.exchange.world_size if kind in self.is_sparse else 1
+            rows, n = self.touched.pop(kind), self.exchange.world_size if kind in self.sparse_kinds else 1
             if kind == "ngrams":
                 place, owner = np.divmod(rows, n)
             else:
@@ -1390,33 +1292,29 @@ class Prefetcher:
             order = np.argsort(owner.astype(np.uint16), kind="stable")
             send_counts = np.bincount(owner, minlength=n).tolist()
             arriving, recv_counts = self.exchange.send_ids(kind, place[order], send_counts)
-            plans[kind] = RowPlan(Transfer(int32(rows[order]), send_counts, recv_counts), int32(arriving))
+            plans[kind] = RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), int32(arriving))
             if kind == "ngrams":
                 plans[kind] = self._plan_fetches(plans[kind], micro_batches)
         return plans
 
-    def _plan_fetches(self, plan: RowPlan, micro_batches: list[MicroBatch]) -> RowPlan:
+    def _plan_fetches(self, routes: RowRoutes, micro_batches: list[MicroBatch]) -> RowRoutes:
         """Plans the fetch of the n-grams' rows, and numbers them in the micro-batches as they will arrive.
 
-        Tells who asked for a row of this rank's whether it comes late: the step before changes it.
+        Tells each rank that asked for one of this rank's rows whether it comes late, because the step before
+        changes it.
         """
-        (wanted, send_counts, recv_counts), (before, places_before) = plan.grads, self.before
-        ngrams, n = self.loader.cfg.ngrams, self.exchange.world_size
-        owned = merge_rows(plan.arriving.numpy())
-        asked = np.searchsorted(owned, plan.arriving.numpy())  # indices of `owned`
-        is_kept = is_in(before, owned)
-        by_place = np.argsort(is_kept, kind="stable")  # new rows first: a HostTable reads them in one piece
-        places = inverse(by_place)
-        kept_from = places_before[np.searchsorted(before, owned[is_kept])]
-        self.before = owned, places
-        is_late = (is_kept[asked] if ngrams.prefetch else np.ones(len(asked))).astype(np.uint8)
+        (wanted, send_counts, recv_counts), asked = routes.grads, routes.arriving.numpy()
+        n, owned = self.exchange.world_size, merge_rows(asked)
+        prefetch = self.loader.cfg.ngrams.prefetch
+        is_late = (is_in(self.owned_before, asked) if prefetch else np.ones(len(asked))).astype(np.uint8)
+        self.owned_before = owned
         comes_late = self.exchange.send_numbers("late marks", "ngrams", is_late, recv_counts, send_counts)
-        fetches, numbers = {}, places if ngrams.placement == "host" else owned
+        fetches = {}
         askers, owners = (np.repeat(np.arange(n), counts) for counts in (recv_counts, send_counts))
         for name, flag in ("early", 0), ("late", 1):
             to = np.bincount(askers[is_late == flag], minlength=n)
             by = np.bincount(owners[comes_late == flag], minlength=n)
-            fetches[name] = Transfer(int32(numbers[asked[is_late == flag]]), to.tolist(), by.tolist())
+            fetches[name] = Transfer(int32(asked[is_late == flag]), to.tolist(), by.tolist())
         # Early rows arrive before late ones, each sorted by owner.
         arrival = inverse(np.argsort(comes_late, kind="stable"))
         by_row = np.argsort(wanted.numpy(), kind="stable")
@@ -1424,11 +1322,10 @@ class Prefetcher:
         for batch in micro_batches:
             index = batch.index["ngrams"]
             arrives = int32(arrival_by_row[np.searchsorted(rows, index.row_ids.numpy())])
-            batch.ngrams = place_rows(batch.ngrams, index, arrives)
+            batch.hashed_rows = place_rows(batch.hashed_rows, index, arrives)
             batch.index["ngrams"] = index._replace(row_ids=arrives)
-        grads = plan.grads._replace(rows=int32(arrival))
-        at = int32(numbers[by_place])
-        return RowPlan(grads, int32(places[asked]), int32(owned[by_place]), at, int32(kept_from), fetches)
+        grads = routes.grads._replace(rows=int32(arrival))
+        return RowRoutes(grads, int32(np.searchsorted(owned, asked)), int32(owned), fetches)
 
 
 class ValLoader:
@@ -1540,6 +1437,12 @@ def compose_heads(
     return y + w2[:, :, None] * (mixed @ v).transpose(1, 2).flatten(0, 1)[:T]
 
 
+@compiled
+def norm_heads(w: Tensor) -> Tensor:
+    """Norms the first weights (T, H) of dynamically composed heads over the heads."""
+    return norm(w, DC_EPS)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding to the first half of x (..., D), by angles given as cos, sin (..., D/4)."""
     rotated, passthrough = x.chunk(2, dim=-1)
@@ -1608,21 +1511,23 @@ def relu_square_fp8(h8: Tensor, h_amax: Tensor, weights: FP8MLP, dtype: torch.dt
     return square, square8.to(torch.float8_e4m3fn)
 
 
+@compiled
 def amax_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns 448 / amax * x in e4m3, and amax, x's largest absolute entry, 0-d fp32."""
     amax = x.abs().amax().float().clamp_min(FP8_LEAST)
     return (x.float() * (E4M3_MAX / amax)).to(torch.float8_e4m3fn), amax
 
 
+@compiled
 def fp8_mlp_weights(bank: Tensor, proj_scale: Tensor) -> tuple[Tensor, ...]:
-    """Converts a bank (L, 2, F, d) of fc and proj for FP8 products (records 84, 89).
+    """Converts a bank (2L, F, d) of fc and proj matrices in turn for FP8 products (records 84, 89).
 
-    Returns fc (L, F, d), proj^T (L, d, F), their scales (L,) fp32, and the next step's proj_scale (L,). Those
-    of fc are exact, in the bank's dtype, compiled code may skip that rounding; proj's are from the step
-    before, with room for growth, or, where proj_scale is 0, exact.
+    Returns fc (L, F, d), proj^T (L, d, F), their scales (L,) fp32, and the next step's proj_scale (L,). The
+    scales of fc are its exact maxima, rounded to the bank's dtype (compiled code may skip that rounding).
+    Those of proj come from the step before, with room for growth; where proj_scale is 0 they are exact too.
     """
-    fc, proj = bank.unbind(1)
-    amax = bank.abs().amax((2, 3))
+    fc, proj = bank[::2], bank[1::2]
+    amax = bank.abs().amax((1, 2)).view(-1, 2)
     fc_scale, exact = (amax.clamp_min(FP8_LEAST) / E4M3_MAX).unbind(1)
     proj_scale = torch.where(proj_scale > 0, proj_scale, exact.float())
     fc8 = (fc / fc_scale[:, None, None]).to(torch.float8_e4m3fn)
@@ -1642,11 +1547,13 @@ def softcap_sigmoid(logits: Tensor) -> Tensor:
     return torch.sigmoid((upcast(logits) + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
 
 
+@compiled
 def next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns the cross-entropies (n,) of logits (n, V) after the softcap, in at least fp32."""
     return F.cross_entropy(SOFTCAP_SCALE * softcap_sigmoid(logits), targets, reduction="none")
 
 
+@compiled
 def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
     """Returns the next `count` tokens of each position, (T, count) int64, from the next one, `targets` (T,).
 
@@ -1679,6 +1586,7 @@ def softcap_loss(
     return losses, to_fp8(grad, scale_inv, torch.float8_e5m2) if scale_inv else grad.to(logits.dtype)
 
 
+@compiled
 def to_fp8(x: Tensor, scale_inv: float | Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x / scale_inv, rounded to nearest, saturating, contiguous."""
     fp8_max = torch.finfo(dtype).max
@@ -1686,24 +1594,11 @@ def to_fp8(x: Tensor, scale_inv: float | Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, memory_format=torch.contiguous_format)
 
 
-def scaled_grad(
-    out: Tensor, dots: Tensor, product: Tensor, scales: Tensor, row: int, w: Tensor, overwrite: bool
-) -> None:
-    """out = scales[row] * product; += unless `overwrite`. dots = product . w, by rows, in at least fp32.
-
-    out, product, w (n, rows, cols); dots (n, rows); scales (2, n), not one of its rows: compiled code would
-    copy the second, which is not aligned to 16 bytes. Each result is rounded once.
-    """
-    dots.copy_((product.to(dots.dtype) * w).sum(-1))
-    scale = scales[row, :, None, None]
-    out.copy_(product * scale) if overwrite else out.addcmul_(product, scale)
-
-
 COLUMN_CHUNK = 768  # columns of a table summed at once, so that no temporary has a table's size
 
 
 def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
-    """Adds each touched row's position gradients to that row of `out` (N, ...); a first touch overwrites it.
+    """Adds each touched row's position gradients to that row of `out` (N, ...).
 
     grad (T, ...), multiplied by rows index.signs of `signs`, if there are any. A row's gradients are summed
     in at least fp32, in the text's order, and rounded once.
@@ -1716,10 +1611,10 @@ def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor |
         if signs is not None and index.signs is not None:
             grad_part *= signs[index.signs, i : i + COLUMN_CHUNK]
         sums = torch.segment_reduce(grad_part, "sum", lengths=lengths, unsafe=True)
-        sums = torch.where(index.first_touch[:, None], sums, part[ids].to(dtype) + sums)
-        part.index_copy_(0, ids.long(), sums.to(out.dtype))
+        part.index_copy_(0, ids.long(), (part[ids].to(dtype) + sums).to(out.dtype))
 
 
+@compiled
 def gather_rows(
     out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
 ) -> None:
@@ -1737,15 +1632,9 @@ def gather_rows(
 ROW_EPS = 1e-10
 
 
+@compiled
 def update_rows(
-    table: Tensor,
-    moments: Tensor,
-    rows: Tensor,
-    grads: Tensor,
-    lr: float | Tensor,
-    beta2: float,
-    row_seeds: Tensor,
-    column_seeds: Tensor,
+    table: Tensor, moments: Tensor, rows: Tensor, grads: Tensor, lr: float | Tensor, beta2: float
 ) -> None:
     """Updates distinct `rows` (n,) int32 of `table` (N, w) from grads (n, w), scaled by rows' second moments.
 
@@ -1753,48 +1642,13 @@ def update_rows(
     updates: RMSProp (Tieleman, Hinton 2012) by row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad (Duchi
     et al. 2011, jmlr.org/papers/v12/duchi11a.html), which sums them: beta2 = 1. The first sets a moment of 0;
     averaged with it, a row's first step would be 1 / sqrt(1 - beta2) times as long.
-    A bf16 table is rounded stochastically, by int32 seeds (n,) and (w,).
     """
     at, squares, weight = rows.long(), grads.square().mean(-1), (1 - beta2) or 1
     old = moments[at]
     new = torch.where(old == 0, squares, beta2 * old + weight * squares)
     moments.index_copy_(0, at, new)
     values = table[at].to(grads.dtype) - lr * grads / (new.sqrt() + ROW_EPS)[:, None]
-    if table.dtype == torch.bfloat16:
-        values = round_stochastically(values.float(), row_seeds, column_seeds)
     table.index_copy_(0, at, values.to(table.dtype))
-
-
-def signed(x: int) -> int:
-    """Returns the int32 with the bits of a uint32."""
-    return (x & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
-
-
-def mix_bits(x: Tensor) -> Tensor:
-    """Mixes the bits of int32 x by the finalizer of MurmurHash3, in int32, which wraps."""
-    x = (x ^ (x >> 16 & 0xFFFF)) * signed(0x85EBCA6B)  # >> copies the sign, which the masks take away
-    x = (x ^ (x >> 13 & 0x7FFFF)) * signed(0xC2B2AE35)
-    return x ^ (x >> 16 & 0xFFFF)
-
-
-def seed_rows(row_ids: Tensor, step: int) -> Tensor:
-    """Returns seeds for round_stochastically, (n,) int32, that differ by row and step."""
-    return row_ids + signed(step * MIX)
-
-
-def seed_columns(width: int, device: torch.device | str = "cpu") -> Tensor:
-    """Returns its seeds of columns. Outside compiled code, where an arange of int32 must not wrap."""
-    return torch.arange(width, dtype=torch.int32, device=device) * signed(MIX)
-
-
-def round_stochastically(x: Tensor, row_seeds: Tensor, column_seeds: Tensor) -> Tensor:
-    """Returns fp32 x (n, w) without its lower 16 bits, so that bf16 holds it, and its mean over steps is x.
-
-    Adds a hash of the seeds of row and column below bf16's last bit, and truncates. NaN passes: a carry could
-    make it a zero. Rounded to nearest, a weight would not move by less than 1/512 of itself.
-    """
-    bits, noise = x.view(torch.int32), mix_bits(mix_bits(row_seeds)[:, None] + column_seeds) & 0xFFFF
-    return torch.where(x.isnan(), bits, bits + noise & -0x10000).view(torch.float32)
 
 
 # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02.
@@ -1834,6 +1688,7 @@ def polar_express(g: Tensor, dtype: torch.dtype, gram: Callable = gram) -> Tenso
     return x
 
 
+@compiled
 def transpose_copy(out: Tensor, x: Tensor) -> None:
     """Writes x^T, for x (m, n), to out (n, m). FP8 moves as bytes, of which generated code rounds none."""
     if x.element_size() == 1:
@@ -1841,6 +1696,13 @@ def transpose_copy(out: Tensor, x: Tensor) -> None:
     out.copy_(x.T)
 
 
+def transposed(x: Tensor) -> Tensor:
+    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
+    transpose_copy(out := x.new_empty(x.size(1), x.size(0)), x)
+    return out
+
+
+@compiled
 def transpose_add(out: Tensor, x: Tensor, row_ids: Tensor) -> None:
     """Adds rows `row_ids` (k,) int32, distinct, of x (n, m) to those columns of out (m, n)."""
     at = row_ids.long()
@@ -2024,7 +1886,6 @@ if triton is not None:
         row_ids,
         perm,
         offsets,
-        first_touch,
         signs,
         sign_ids,
         columns,
@@ -2047,8 +1908,7 @@ if triton is not None:
                     part *= tl.load(signs + row * columns + cols, mask=cols < width, other=0.0).to(tl.float32)
                 total += part
         out_ptrs = out + tl.load(row_ids + i).to(tl.int64) * columns + cols
-        width = tl.where(tl.load(first_touch + i) == 0, columns, 0)
-        total += tl.load(out_ptrs, mask=cols < width, other=0.0).to(tl.float32)
+        total += tl.load(out_ptrs, mask=cols < columns, other=0.0).to(tl.float32)
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
     @triton.jit
@@ -2237,8 +2097,8 @@ def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: T
         return
     out, grad = out.view(out.size(0), -1), grad.flatten(1)
     grid = (len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"]))
-    first_touch, signed = index.first_touch.view(torch.uint8), index.signs is not None
-    tensors = (out, grad, index.row_ids, index.perm, index.offsets, first_touch)
+    signed = index.signs is not None
+    tensors = (out, grad, index.row_ids, index.perm, index.offsets)
     operands = (signs, index.signs) if signed else (out, out)
     strides = (out.size(1), grad.stride(0))
     segment_sum_rows_kernel[grid](*tensors, *operands, *strides, SIGNED=signed, **SEGMENT_SUM_TILES)
@@ -2290,7 +2150,7 @@ def triton_compose_heads(*arguments) -> Tensor:
 
 
 class Backend(NamedTuple):
-    """A run's implementations of operations of section 6; what compiles the others."""
+    """A run's implementations of operations of section 6."""
 
     attention: Callable = attention
     gram: Callable = gram
@@ -2300,8 +2160,6 @@ class Backend(NamedTuple):
     softcap_loss: Callable = softcap_loss
     segment_sum_rows: Callable = segment_sum_rows
     compose_heads: Callable = compose_heads
-    compiled: Callable = lambda function: function
-    scalar: Callable = float  # wraps what changes by step, so that compiled code does not recompile
     fp8: bool = False
 
 
@@ -2329,95 +2187,44 @@ def flash_attention(
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
 
 
-def flash_attention_unsupported(name: str, dtype: str, capability: tuple[int, int]) -> str:
-    """Returns why torch's FlashAttention cannot run, "" if it can. "fa3" activates version 3."""
-    if not capability[0]:
-        return "FlashAttention needs a GPU, there is none here"
-    if dtype != "bfloat16":
-        return f"FlashAttention is for bf16, not {dtype}"
-    from torch.nn.attention.varlen import varlen_attn
-
-    if not {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys():
-        return f"torch {torch.__version__}'s varlen_attn has no window, torch 2.13's does"
-    if name == "fa3" and capability[0] != 9:
-        return "FlashAttention-3 needs compute capability 9.0 (H100), this GPU's is {}.{}".format(*capability)
-    if name == "fa3":
-        try:
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-        except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as e:
-            return f"FlashAttention-3 cannot be used ({first_line(e)}), README.md says how to get it"
-    return ""
-
-
-def select_backend(
-    cfg: Config, device: torch.device, capability: tuple[int, int] | None = None, world_size: int = 1
-) -> Backend:
+def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Backend:
     """Returns the implementations that the config names; there are no silent fallbacks.
 
-    Raises UserError with the settings that would run, if one is unsupported here. `capability`: by default
-    the device's.
+    Raises UserError with the first reason against them here, and a setting that avoids it. `capability`: by
+    default the device's.
     """
     on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
+    usable = torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    refuse_if(
+        not usable and os.path.exists("/dev/nvidia0"),
+        "this PyTorch cannot use this machine's GPU: update its driver, or train without it, with "
+        "CUDA_VISIBLE_DEVICES= in the environment",
+    )
     capability = capability or (torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
-    gpu = "this GPU's compute capability is {}.{}".format(*capability)
-    if (
-        on_gpu
-        and capability < (8, 0)
-        and (cfg.dtype == "bfloat16" or cfg.kernels or cfg.attention != "dense")
-    ):
-        raise UserError(
-            "bf16, the kernels and FlashAttention need compute capability 8.0 (A100, RTX 30) or newer, "
-            f"{gpu}; --preset cpu, which computes in fp32, would run"
-        )
-    dtype, dtypes = cfg.dtype, {cfg.dtype, cfg.muon_dtype}
-    compilers = (os.environ.get("CC", "cc"), "gcc", "clang", os.environ.get("CXX", "g++"), "clang++")
-    compiler = any(map(shutil.which, compilers))
-    count = num_microbatches(cfg, world_size)
-    sizes = {"head_chunk": cfg.head_chunk, "padded_vocab": cfg.padded_vocab, "the model's width": cfg.dim}
-    sizes |= {"mlp_dim": cfg.mlp_dim} if cfg.fp8_mlp else {}
-    sizes |= {f"a micro-batch of stage {i}": s.batch_tokens // count for i, s in enumerate(cfg.stages)}
-    misaligned = [f"{name} is {n}" for name, n in sizes.items() if n % 16]
+    too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
+    lacks_kernels = triton is None or too_old and not interpreted
+    refuse_if(
+        cfg.kernels and (lacks_kernels or {cfg.dtype, cfg.muon_dtype} != {kernel_dtype}),
+        "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
+        "dtype and muon_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
+    )
+    lacks_flash = too_old or cfg.dtype != "bfloat16"
+    refuse_if(
+        cfg.attention != "dense" and lacks_flash,
+        "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
+        "bfloat16; use --set attention=dense",
+    )
+    refuse_if(
+        cfg.fp8 and on_gpu and capability < (8, 9),
+        "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
+    )
     chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}
-    problems = {}  # by the setting that would run
-    if cfg.kernels:
-        if triton is None:
-            problems["kernels="] = "the kernels need the package triton (pip install triton)"
-        elif interpreted:
-            dtype = "float32"  # the one that would run
-            if dtypes != {dtype}:
-                reason = "Triton's interpreter is right in fp32 only"
-                problems["dtype=float32 --set muon_dtype=float32"] = reason
-        elif not on_gpu:
-            reason = "the kernels need a GPU (or TRITON_INTERPRET=1, for tests), there is no GPU here"
-            problems["kernels="] = reason
-        elif dtypes != {"bfloat16"}:
-            reason = f"the kernels are for bf16, not dtype={cfg.dtype}, muon_dtype={cfg.muon_dtype}"
-            problems["kernels="] = reason
-        elif not compiler:
-            problems["kernels="] = "Triton needs a C compiler (gcc, clang)"
     if cfg.attention != "dense":
         chosen["attention"] = flash_attention
-        if reason := flash_attention_unsupported(cfg.attention, dtype, capability):
-            varlen_too = flash_attention_unsupported("varlen", dtype, capability)
-            problems["attention=dense" if varlen_too else "attention=varlen"] = reason
-    if cfg.fp8:
-        if on_gpu and capability < (8, 9):
-            problems["fp8=false"] = f"FP8 needs compute capability 8.9 (RTX 40, H100) or newer, {gpu}"
-        elif dtype == "float64":
-            problems["fp8=false"] = "FP8 is for dtype bfloat16 or float32"
-        elif misaligned:
-            problems["fp8=false"] = f"FP8 matmuls take multiples of 16, but {' and '.join(misaligned)}"
-    if cfg.compile and not compiler:
-        problems["compile=false"] = "torch.compile needs a C++ compiler (g++, clang++)"
-    if problems:
-        preset = "" if on_gpu or cfg.preset == "cpu" else "--preset cpu; or, slowly, this model with "
-        settings = " ".join(f"--set {setting}" for setting in problems)
-        raise UserError(f"{'; '.join(problems.values())}; this would run: {preset}{settings}")
-    if cfg.compile:
-        torch._dynamo.config.recompile_limit = 64  # 8 by default, but one function serves all kinds of layers
-        torch._inductor.config.size_asserts = False  # in every call; guards and AOTAutograd check sizes
-        chosen["compiled"] = cache(partial(torch.compile, fullgraph=True))
-        chosen["scalar"] = partial(torch.tensor, dtype=acc_dtype(cfg))
+    if cfg.attention == "fa3":
+        fix = "README.md says how to get it; or use --set attention=varlen"
+        with explain("FlashAttention-3 cannot be used", fix, Exception):
+            torch.nn.attention.activate_flash_attention_impl("FA3")
     return Backend(**chosen, fp8=cfg.fp8)
 
 
@@ -2438,16 +2245,12 @@ def constant(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
 
-def write_grad(
-    out: Tensor, a: Tensor, b: Tensor | None, overwrite: bool, scale: Tensor | None = None
-) -> None:
-    """out = a^T b (a without b); += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
+def write_grad(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None, overwrite: bool) -> None:
+    """out = a^T b; += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
 
-    fp8 a and b, both column-major: scale a^T b; added through an fp32 temporary.
+    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary.
     """
-    if b is None:
-        out.copy_(a) if overwrite else out.add_(a)
-    elif a.element_size() > 1:
+    if a.element_size() > 1:
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
     elif overwrite:
         fp8_matmul(a.T, b, scale, out)
@@ -2455,139 +2258,104 @@ def write_grad(
         out.add_(fp8_matmul(a.T, b, scale, torch.empty_like(out, dtype=torch.float32)))
 
 
-Part = Callable[[Tensor], Tensor]  # gives a view of a weight, or of its main_grad
+class Gradient:
+    """One parameter's gradient, summed over micro-batches from one update to the next.
 
-
-class WeightGrad:
-    """Collects one weight's gradient in backward, by TransformerEngine's contract (its PR 2871):
-
-        main_grad   delay    weight has grad_added_to_main_grad   autograd gets
-        none        no       -                                    the gradient
-        none        yes      -                                    None; `flush` adds it to weight.grad
-        a buffer    either   no                                   None
-        a buffer    either   yes (it becomes True)                a new tensor, for the weight's hooks
-
-    main_grad has the weight's shape and dtype, and persists. `overwrite` holds from an optimizer step to the
-    end of the next backward: every part in use must be given in every backward, once. The caller reports each
-    end_backward(). The new tensor is uninitialized, for a hook to drop. A view of main_grad would count
-    twice: autograd adds it.
+    main_grad: a persistent buffer with the parameter's shape and dtype. Matmuls' backwards write to it
+    directly, by `add`; rows of tables are added to it. Without it autograd sums the gradient in p.grad.
+    mean: for tables with sparse exchange, this rank's block of the mean over ranks, at least fp32.
     """
 
-    def __init__(self, weight: Tensor | None = None, main_grad: Tensor | None = None):
-        self.weight, self.main_grad = weight, main_grad
-        self.overwrite, self.delay, self.delayed = True, False, []
+    def __init__(self, name: str = "", p: Tensor | None = None, main_grad: Tensor | None = None):
+        self.name, self.p, self.main_grad = name, p, main_grad
+        self.mean: Tensor | None = None
+        self.written: set[int] = set()  # parts, by their first row, that were added since the last reset
+        self.delay, self.delayed = False, []
 
-    def accumulate(
-        self,
-        part: Part,
-        a: Tensor,
-        b: Tensor | None = None,
-        scale: Tensor | None = None,
-        first: bool = True,
-    ) -> Tensor | None:
-        """Takes the gradient of a part of the weight, as factors for `write_grad`.
+    def add(self, a: Tensor, b: Tensor, start: int = 0, scale: Tensor | None = None) -> Tensor | None:
+        """main_grad.view(-1, cols)[start : start + rows] += a^T b, as write_grad does; the first one since a
+        reset overwrites. With `delay` it is computed by take().
 
-        part(t) is a view of t, which has the weight's shape. first=False: this backward has given the part
-        before. Returns what autograd gets.
+        Returns what autograd gets. That is None; without main_grad the gradient; or, by TransformerEngine's
+        contract (its PR 2871), an uninitialized tensor if the parameter has an attribute
+        grad_added_to_main_grad, which becomes True: hooks that wait for a gradient then run, and drop it.
         """
+        if self.main_grad is None:
+            return a.T @ b
+        out = self.main_grad.view(-1, b.size(1))[start : start + a.size(1)]
+        product = partial(write_grad, out, a, b, scale, start not in self.written)
+        self.written.add(start)
         if self.delay:
-            self.delayed.append((part, a, b, self.overwrite and first, scale))
-        elif self.main_grad is None:
-            return a if b is None else a.T @ b
+            self.delayed.append(product)
         else:
-            write_grad(part(self.main_grad), a, b, self.overwrite and first, scale)
-        return self.for_autograd(part)
-
-    def accumulate_scaled(
-        self,
-        part: Part,
-        dots: Tensor,
-        product: Tensor,
-        scales: Tensor,
-        row: int,
-        w: Tensor,
-        backend: Backend,
-    ) -> Tensor | None:
-        """Takes scales[row] * product, the gradient of a part w of the weight, as scaled_grad does."""
-        in_place = self.main_grad is not None and not self.delay
-        out = part(self.main_grad) if in_place else torch.empty_like(product)
-        overwrite = self.overwrite or not in_place
-        backend.compiled(scaled_grad)(out, dots, product, scales, row, w, overwrite)
-        return self.for_autograd(part) if in_place else self.accumulate(part, out)
-
-    def for_autograd(self, part: Part) -> Tensor | None:
-        """Returns an uninitialized gradient of a part if the weight's hooks wait for one."""
-        if self.main_grad is None or not hasattr(self.weight, "grad_added_to_main_grad"):
+            product()
+        if not hasattr(self.p, "grad_added_to_main_grad"):
             return None
-        self.weight.grad_added_to_main_grad = True
-        return torch.empty_like(part(self.main_grad))
-
-    def end_backward(self) -> None:
-        self.overwrite = False
+        self.p.grad_added_to_main_grad = True
+        return torch.empty_like(out)
 
     @torch.no_grad()
-    def flush(self) -> None:
-        """Computes what was delayed."""
-        out = self.main_grad
-        if self.delayed and out is None:
-            if self.weight.grad is None:
-                self.weight.grad = torch.zeros_like(self.weight)
-            out = self.weight.grad
-        for part, a, b, overwrite, scale in self.delayed:
-            write_grad(part(out), a, b, overwrite and out is self.main_grad, scale)
+    def take(self) -> Tensor:
+        """Returns the sum, after computing what was delayed."""
+        while self.delayed:
+            self.delayed.pop(0)()
+        grad = self.p.grad if self.main_grad is None else self.main_grad
+        if grad is None:
+            raise RuntimeError(f"{self.name} has no gradient: nothing that the loss depends on reads it")
+        return grad
+
+    def reset(self) -> None:
+        """Begins a new sum."""
+        self.p.grad = None
+        self.written.clear()
         self.delayed.clear()
 
 
-NO_MAIN_GRAD = WeightGrad()
+class TableGradient(Gradient):
+    """A table's gradient: main_grad is 0 but for rows that were looked up since the last reset."""
+
+    def reset(self, rows: RowRoutes | None = None) -> None:
+        """Begins a new sum. rows: the only ones of this rank's main_grad and mean that are not 0."""
+        for t, ids in (self.main_grad, rows and rows.grads.rows), (self.mean, rows and rows.arriving):
+            if t is not None:
+                t.zero_() if ids is None else t.index_fill_(0, ids.long(), 0)
+
+
+NO_MAIN_GRAD = Gradient()
 
 # The head's FP8 scales (records 19, 51), fixed, so that no step searches for a maximum: e4m3's largest number
 # stands for x = 100 and w = 1.6. Gradients are e5m2, for its range, in units of FP8_GRAD times their scale.
 FP8_X, FP8_W, FP8_GRAD = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX
 
 
-def whole(bank: Tensor) -> Tensor:
-    return bank
-
-
 class WeightSlice(NamedTuple):
-    """Weights of matmuls: a part of a bank, or all of a parameter."""
+    """A matrix of a bank."""
 
-    w: Tensor  # (rows, cols); or (n, rows, cols), one a layer
-    part: Part = whole  # gives this view of the bank, and of its main_grad
-    grad: WeightGrad = NO_MAIN_GRAD
+    w: Tensor  # (rows, cols)
+    start: int = 0  # its first row, in the bank as one matrix (.., cols)
+    grad: Gradient = NO_MAIN_GRAD
 
 
-class ScaledWeights(torch.autograd.Function):
+class Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scales, backend, slices, qk, v, out):
-        ctx.backend, ctx.slices, ctx.dtype = backend, slices, scales.dtype
-        ctx.save_for_backward(scales := scales.to(qk.dtype), qk, v, out)
-        first, last = scales[:, :, None, None]
-        return first * torch.cat([qk, v], dim=1), last * out
+    def forward(ctx, x, weights, *matrices):
+        ctx.weights = weights
+        ctx.save_for_backward(x, *matrices)
+        return tuple(F.linear(x, w) for w in matrices)
 
     @staticmethod
-    def backward(ctx, dqkv, dout):
-        scales, *weights = ctx.saved_tensors
-        dqkv, dout, (n, d, _) = dqkv.contiguous(), dout.contiguous(), dout.shape
-        dots, grads = dout.new_empty(n, 4 * d, dtype=ctx.dtype), []
-        products = dqkv[:, : 2 * d], dqkv[:, 2 * d :], dout
-        dot_parts = dots.split((2 * d, d, d), dim=1)
-        for weight, out, product, row, w in zip(ctx.slices, dot_parts, products, (0, 0, 1), weights):
-            factors = out, product, scales, row, w
-            grads.append(weight.grad.accumulate_scaled(weight.part, *factors, ctx.backend))
-        dscales = torch.stack([dots[:, : 3 * d].sum(1), dots[:, 3 * d :].sum(1)])
-        return dscales, None, None, *grads
+    def backward(ctx, *dys):
+        x, *matrices = ctx.saved_tensors
+        dx = dys[0] @ matrices[0]
+        for dy, w in zip(dys[1:], matrices[1:]):
+            dx.addmm_(dy, w)
+        grads = (weight.grad.add(dy, x, weight.start) for weight, dy in zip(ctx.weights, dys))
+        return dx, None, *grads
 
 
-def scaled_weights(
-    scales: Tensor, qk: WeightSlice, v: WeightSlice, out: WeightSlice, backend: Backend = TORCH_BACKEND
-) -> tuple[Tensor, Tensor]:
-    """Returns scales[0] * qk and v, stacked by rows, (n, 3d, d); and scales[1] * out, (n, d, d).
-
-    scales (2, n), at least fp32, as are their gradients' sums, rounded to the weights' dtype; with main_grad
-    they must require a gradient. qk (n, 2d, d); v, out (n, d, d).
-    """
-    return ScaledWeights.apply(scales, backend, (qk, v, out), qk.w, v.w, out.w)
+def linear(x: Tensor, *weights: WeightSlice) -> tuple[Tensor, ...]:
+    """Returns x w^T for each of the weights (rows, cols), for x (T, cols)."""
+    return Linear.apply(x, weights, *(weight.w for weight in weights))
 
 
 class MLP(torch.autograd.Function):
@@ -2598,7 +2366,7 @@ class MLP(torch.autograd.Function):
             square = backend.relu_square(h, fc)
             out = square @ proj
         else:
-            square, square8 = backend.relu_square_fp8(*backend.compiled(amax_to_fp8)(h), weights, h.dtype)
+            square, square8 = backend.relu_square_fp8(*amax_to_fp8(h), weights, h.dtype)
             factors = square8, weights.proj.T, weights.act_scale, torch.empty_like(h)
             out = fp8_matmul(*factors, fast=True, b_scale=weights.proj_scale)
         ctx.save_for_backward(h, square, fc, proj)
@@ -2609,8 +2377,8 @@ class MLP(torch.autograd.Function):
         h, square, fc, proj = ctx.saved_tensors
         to_fc, to_proj = ctx.slices
         da = ctx.backend.relu_square_grad(dy, proj, square)
-        dproj = to_proj.grad.accumulate(to_proj.part, square, dy)
-        return da @ fc, None, None, None, to_fc.grad.accumulate(to_fc.part, da, h), dproj
+        dproj = to_proj.grad.add(square, dy, to_proj.start)
+        return da @ fc, None, None, None, to_fc.grad.add(da, h, to_fc.start), dproj
 
 
 def mlp(
@@ -2625,22 +2393,6 @@ def mlp(
     With `weights`, the same in FP8, the forward is FP8's; the gradients are those of the products without.
     """
     return MLP.apply(h, (fc, proj), backend, weights, fc.w, proj.w)
-
-
-class InjectGrad(torch.autograd.Function):
-    """Returns a zero whose backward gives autograd a weight's gradient, popped from a list.
-
-    Popping it makes autograd its only owner, which saves a copy.
-    """
-
-    @staticmethod
-    def forward(ctx, weight, gradient):
-        ctx.gradient = gradient
-        return weight.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, one):
-        return ctx.gradient.pop(), None
 
 
 # ============================================================================================================
@@ -2670,7 +2422,8 @@ class Rotary:
         if stage == self.stage:
             return
         self.stage, self.scale, freq = stage, self.cfg.attn_scale, self.base_freq
-        window, *later = (*self.cfg.past_windows, *longest_windows(self.cfg, stage + 1))
+        stages = [s for s in self.cfg.stages[: stage + 1] if s.steps] or self.cfg.stages[:1]
+        window, *later = (max(window_tokens(self.cfg, s.windows).values()) for s in stages)
         for new in later:
             turns, ratio = window * freq / (2 * math.pi), window / new
             keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
@@ -2685,6 +2438,7 @@ class Rotary:
 # all layers together take few compilations. MLPs, FlashAttention and kernels are called uncompiled.
 
 
+@compiled
 def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor:
     """Returns x0, the normed rows of `embed` (T, d), each with a gated share of the one before.
 
@@ -2694,6 +2448,7 @@ def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor
     return norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
 
 
+@compiled
 def token_weights(
     u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: Tensor | None, count: int
 ) -> Tensor:
@@ -2709,6 +2464,7 @@ def token_weights(
     return (MUDD_SCALE if scale is None else scale) * out
 
 
+@compiled
 def mix_streams(
     scales: Sequence[Tensor | None], streams: Sequence[Tensor], normed: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -2722,77 +2478,33 @@ def mix_streams(
     return total, norm(total) if normed else None
 
 
-def mix_streams_grad(
-    scales: Sequence[Tensor | None],
-    streams: Sequence[Tensor],
-    sums: Sequence[Tensor | None],
-    total: Tensor,
-    d_total: Tensor,
-    d_normed: Tensor | None,
-) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Returns the gradients of mix_streams' scales and streams, a stream's added to its `sums`, if given."""
-    if d_normed is not None:
-        x, dh = upcast(total), upcast(d_normed)
-        root = (x.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
-        x = x * root
-        d_total = d_total + (root * (dh - x * (x * dh).mean(-1, keepdim=True))).to(d_total.dtype)
-    dscales = [
-        None if scale is None else (d_total * x).sum_to_size(scale.shape) for scale, x in zip(scales, streams)
-    ]
-    dstreams = [d_total if scale is None else scale * d_total for scale in scales]
-    return dscales, [dx if so_far is None else so_far.add_(dx) for so_far, dx in zip(sums, dstreams)]
+def fan_out(x: Tensor, count: int) -> Iterator[Tensor]:
+    """Yields x, for `count` readers. Their gradients are added up at once, not in pairs, a launch each."""
+    return iter(x.expand(count, *x.shape).unbind())
 
 
-class Mix(torch.autograd.Function):
-    """Computes mix_streams. Adds the gradients of shared streams up in place: autograd's sums, of pairs,
-    would be a launch each, and as much memory traffic again.
-    """
-
-    @staticmethod
-    def forward(ctx, compiled, normed, sums, *factors):
-        ctx.compiled, ctx.sums, n = compiled, sums, len(sums)
-        total, h = compiled(mix_streams)(factors[:n], factors[n:], normed)
-        ctx.save_for_backward(total, *factors)
-        return total, h
-
-    @staticmethod
-    def backward(ctx, d_total, d_normed):
-        (total, *factors), n = ctx.saved_tensors, len(ctx.sums)
-        so_far = [held[0] if held else None for held in ctx.sums]
-        factors = factors[:n], factors[n:]
-        dscales, dstreams = ctx.compiled(mix_streams_grad)(*factors, so_far, total, d_total, d_normed)
-        for i, held in enumerate(ctx.sums):
-            if held is not None:
-                held[:], dstreams[i] = [dstreams[i]], None
-        return None, None, None, *dscales, *dstreams
-
-
-class Share(torch.autograd.Function):
-    """Returns x, a stream that many Mixes share; its gradient is what they have added up in `held`."""
-
-    @staticmethod
-    def forward(ctx, x, held):
-        ctx.held = held
-        ctx.set_materialize_grads(False)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        total = ctx.held.pop()
-        return total if dx is None else total.add_(dx), None
-
-
-def connect(x: Tensor, first: Tensor, back: Tensor, value: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what is added to the values, and the stream, of the layer with connections (record 81).
+@compiled
+def connect(
+    x: Tensor,
+    first: Tensor,
+    back: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    output_weight: Tensor,
+    out_scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what is added to the values, and the stream, of the layer with connections (record 81); and the
+    weight (T, 1) of attention's output times out_scale, 0-d.
 
     x, first, back: streams (T, d); value (T, d), of value_embeds; weights (T, 8) in the order of MUDD_BIASES.
     """
     w = weights.split(1, dim=1)
     halves = weights[:, 6:8, None] * value.view(len(value), 2, -1)
     values = halves.flatten(1) + (w[0] * first + w[1] * back + w[2] * x)
-    return values, (1 + w[5]) * x + w[3] * first + w[4] * back
+    return values, (1 + w[5]) * x + w[3] * first + w[4] * back, output_weight * out_scale
 
 
+@compiled
 def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Returns the head's input: the norm of x and `streams`, these times weights (T, len(streams))."""
     for weight, stream in zip(weights.split(1, dim=1), streams):
@@ -2800,9 +2512,12 @@ def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     return norm(x)
 
 
+@compiled
 def qkv_to_heads(
     h: Tensor,
-    weight: Tensor,
+    qk: Tensor,
+    v: Tensor,
+    scale: Tensor,
     value: Tensor | None,
     ve_gate: Tensor | None,
     cos: Tensor,
@@ -2811,14 +2526,15 @@ def qkv_to_heads(
     paired: bool,
     key_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes q, k, v of a layer's input h (T, d) and weight (3d, d).
+    """Makes a layer's queries, keys and values of `scale` times products with its input h (T, d).
 
-    Returns them (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4). `value` (T, d) is added to v,
-    each head times its gate by ve_gate, if that is given.
+    qk (T, 2d); v (T, d). Returns q, k, v (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4).
+    `value` (T, d) is added to v, each head times its gate by ve_gate, if that is given.
     """
     T, d = h.shape
     D = d // heads
-    q, k, v = F.linear(h, weight).view(T, 3, heads, D).unbind(1)
+    q, k = (scale * qk).view(T, 2, heads, D).unbind(1)
+    v = (scale * v).view(T, heads, D)
     # Bounds scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
     q, k = norm(q), norm(k)
     if value is not None:
@@ -2842,6 +2558,7 @@ def qkv_to_heads(
     return q, shift_keys(k) if key_shift else k, v
 
 
+@compiled
 def finish_heads(y: Tensor, v: Tensor, xsa: Tensor | None, gate: Tensor | None) -> Tensor:
     """Takes part of what lies along its own token's value v off each head's output y; multiplies by a gate.
 
@@ -2869,7 +2586,7 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
-        self.in_flight = {}  # by name, what the optimizer or train_step sets: to wait for before use
+        self.wait_for: Callable[[str], None] = lambda name: None  # the optimizer's: ends a tensor's gather
         self.ngrams: typing.Any = None  # an NgramTable or NgramFile: where rows of n-grams come from
         shapes = param_shapes(cfg, world_size)
         for spec in used_params(cfg):
@@ -2881,10 +2598,7 @@ class GPT(nn.Module):
         length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
         self.gate_table = gate_table(cfg)
-        gate_biases = [
-            [gate.bias for gate in gates for _ in range(gate.columns)] for gates in self.gate_table
-        ]
-        self.biases = {"mudd": MUDD_BIASES, "mudd_gate": gate_biases}
+        self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
         shape = cfg.sign_rows, cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
@@ -2898,171 +2612,122 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Draws on the CPU, without padding: the values depend on neither device nor world size."""
-        generator, cfg, L = torch.Generator().manual_seed(seed), self.cfg, len(self.cfg.layers)
-        shapes = param_shapes(cfg, 1)
-
-        def uniform(*shape: int) -> Tensor:
-            bound = math.sqrt(3) * 0.5 * cfg.dim**-0.5
-            return (torch.rand(*shape, generator=generator) * 2 - 1) * bound
-
-        # Draws one unused layer, so that old seeds still give the same weights.
-        mlp_bank = uniform(L + 1, *shapes["mlp_bank"][1:])[:L]
-        mlp_bank[:, 1] = 0
-        lm_head = 0.005 * torch.randn(shapes["lm_head"], generator=generator)
-        values = {
-            "qk_bank": uniform(*shapes["qk_bank"]),
-            "vo_bank": uniform(*shapes["vo_bank"]),
-            "mlp_bank": mlp_bank,
-            "lm_head": lm_head,
-            "embed": lm_head.T,
-            "value_embeds": 0.01 * torch.randn(shapes["value_embeds"], generator=generator),
-            "signs": torch.randint(2, self.signs.shape, generator=generator) * 2 - 1,
-            "mudd_gate_scale": torch.tensor([0.1]),
-            "post_lambdas": torch.ones(L, 2),
-            "resid_lambdas": torch.full((L, 2), math.sqrt(1.1)),
-            # Factors of each layer's QKV and output weight; the smear's, and the skip's before a sigmoid.
-            "scalars": torch.tensor([0.5, 1.0] * L + [0.0, -1.5]),
-        }
-        for name, biases in self.biases.items():
-            if f"{name}_w1" in shapes:  # to 1 / sqrt(dim), as Kaiming
-                values[f"{name}_w1"] = uniform(*shapes[f"{name}_w1"]) * (2 / math.sqrt(3))
-            rows = [*map(torch.tensor, biases)]
-            values[f"{name}_b2"] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        for name, value in values.items():
-            getattr(self, name)[: value.size(0)].copy_(value)
+        """Sets all parameters to their initial values, and draws the signs."""
+        for spec in sorted(used_params(self.cfg), key=lambda spec: spec.tied_to):  # tied ones come last
+            value = getattr(self, spec.tied_to).T if spec.tied_to else initial_value(spec, self.cfg, seed)
+            getattr(self, spec.name)[: len(value)].copy_(value)
+        signs = torch.randint(2, self.signs.shape, generator=seeded("signs", seed)) * 2 - 1
+        self.signs.copy_(signs)
 
     def weight(self, name: str) -> Tensor:
         """Returns a parameter, after its gather."""
-        if name in self.in_flight:
-            with torch.no_grad():
-                self.in_flight.pop(name).wait()
+        self.wait_for(name)
         return getattr(self, name)
 
-    def mlp_weights(self, grads: dict[str, WeightGrad]) -> list[WeightSlice]:
-        """Returns the layers' fc and proj matrices (F, d), in turn."""
-        # One unbind: autograd then assembles the bank's gradient once. Of slices it would sum whole banks.
-        matrices = self.weight("mlp_bank").flatten(0, 1).unbind()
-        parts = (lambda bank, i=i: bank[i // 2, i % 2] for i in range(len(matrices)))
-        grad = grads.get("mlp_bank", NO_MAIN_GRAD)
-        return [WeightSlice(w, part, grad) for w, part in zip(matrices, parts)]
-
-    def attention_weights(
-        self, scales: Sequence[Tensor], grads: dict[str, WeightGrad]
-    ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Returns the scaled weights, QKV (3d, d) and output (d, d), of the layers with attention."""
-
-        def bank_slice(name: str, part: Part) -> WeightSlice:
-            return WeightSlice(part(self.weight(name)), part, grads.get(name, NO_MAIN_GRAD))
-
-        cfg, d = self.cfg, self.cfg.dim
-        layers = [i for i, layer in enumerate(cfg.layers) if layer.attention]
-        n = len(layers)  # banks can be longer, by padding
-        qk = bank_slice("qk_bank", lambda bank: bank[: n * cfg.heads].view(n, 2 * d, d))
-        v = bank_slice("vo_bank", lambda bank: bank[: 2 * n : 2])
-        out = bank_slice("vo_bank", lambda bank: bank[1 : 2 * n : 2])
-        scale_rows = torch.stack([scales[2 * i + k] for k in range(2) for i in layers])
-        weights = scaled_weights(scale_rows.view(2, n), qk, v, out, self.backend)
-        return dict(zip(layers, zip(*(w.unbind() for w in weights))))
+    def matrices(self, name: str, rows: int, grads: dict[str, Gradient]) -> list[WeightSlice]:
+        """Returns a bank's matrices (rows, d), in their order."""
+        # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
+        # gradient as large as the bank.
+        matrices, grad = self.weight(name).flatten(0, -2).split(rows), grads.get(name, NO_MAIN_GRAD)
+        return [WeightSlice(w, i * rows, grad) for i, w in enumerate(matrices)]
 
     @section("forward")
     def hidden_states(
         self,
         batch: MicroBatch,
         windows: dict[str, int],
-        grads: dict[str, WeightGrad] | None = None,
+        grads: dict[str, Gradient] | None = None,
         leaves: dict[str, Tensor] | None = None,
         fp8_mlps: Callable[[], list[FP8MLP]] | None = None,
     ) -> Tensor:
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
         windows: tokens, by name. The backward gives the banks' gradients to `grads`, or to autograd where it
-        has no entry. With `leaves`, the tables' gradients stay on the looked-up rows, put there by name.
-        Without `grads`, outside training, rows of n-grams are fetched first. With `fp8_mlps`, which gives
-        GPT.fp8_mlps' result, MLPs are in FP8.
+        has no entry. In training, rows that are looked up in tables are put into `leaves`, by name, where
+        autograd leaves their gradients; outside it, rows of n-grams are fetched first. With `fp8_mlps`, which
+        gives GPT.fp8_mlps' result, MLPs are in FP8.
         """
-        # Each where it is first used: the tables' gathers end one after the other.
-        bigram = self.lookup_sums(batch, leaves, grads is not None)
+        # Tables are looked up where they are first used, so that their gathers are waited for late.
+        bigram = self.lookup_sums(batch, leaves)
         grads, embed = grads or {}, self.lookup("embed", batch, leaves)
         sequences = {
             "plain": (batch.cu_seqlens, batch.max_doc_len),
             "paired": (2 * batch.cu_seqlens, 2 * batch.max_doc_len),  # two rows a token
         }
-        cfg, L, compiled = self.cfg, len(self.cfg.layers), self.backend.compiled
-        *attn_scales, smear, skip = self.weight("scalars").unbind()
-        # Backwards: code that is compiled for numbers which happen to be aligned to 16 bytes would copy all
-        # others, and the first that it sees then are not.
-        post, resid = (
-            self.weight(f"{name}_lambdas").to(embed.dtype).flatten().flip(0).unbind()[::-1]
-            for name in ("post", "resid")
-        )
+        cfg, d, L = self.cfg, self.cfg.dim, len(self.cfg.layers)
+        products, others = self.weight("scalars").split([2 * L, 2])
+        smear, skip = others
+        qkv_scales, out_scales = products.view(L, 2).split(1, dim=1)
+        post = self.weight("post_lambdas") * F.pad(out_scales, (0, 1), value=1.0)
+        factors = torch.cat([qkv_scales, self.weight("resid_lambdas"), post], dim=1)
+        # Code that was compiled for a number at a multiple of 16 bytes copies numbers that are elsewhere. At
+        # odd places none is at such a multiple, so one compilation serves all.
+        numbers, count = F.pad(factors.view(-1, 1), (1, 0))[:, 1].unbind(), factors.size(1)
         ve_gates = self.weight("ve_gate_bank").unbind()
-        x0 = compiled(smear_embeddings)(embed, smear, self.weight("smear_gate"))
-        # Mix sums the gradients of these two in lists, from which Share takes them.
-        held = [], []
-        x0, bigram = (Share.apply(stream, sums) for stream, sums in zip((x0, bigram), held))
-        shared = {id(x0): held[0], id(bigram): held[1]}
-
-        def mix(scales: list, streams: list[Tensor], normed: bool = True) -> tuple[Tensor, Tensor]:
-            sums = [shared.get(id(stream)) for stream in streams]
-            return Mix.apply(compiled, normed, sums, *scales, *streams)
-
+        x0 = smear_embeddings(embed, smear, self.weight("smear_gate"))
         mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
-        gates = self.split_gates(0, mudd_gate[0](x0))
-        x, h = mix([None, gates["bigram", 0]], [x0, bigram])
-        weights = self.attention_weights(attn_scales, grads)
-        values, mlps, saved = None, None, {"first": x}
+        mixing = sum(bool(layer.attention) and not layer.connections for layer in cfg.layers)
+        # x0 goes to the gates, the first mix and the layers that mix it in; the bigrams to all but the gates,
+        # and instead of layer 0 to the layer with connections.
+        x0s, bigrams = fan_out(x0, mixing + 2), fan_out(bigram, mixing + 1)
+        gates = self.split_gates(0, mudd_gate[0](next(x0s)))
+        x, h = mix_streams([None, gates["bigram", 0]], [next(x0s), next(bigrams)], True)
+        qk, vo = iter(self.matrices("qk_bank", 2 * d, grads)), iter(self.matrices("vo_bank", d, grads))
+        first = skipped = back = normed_back = connected = x  # later layers read some of the streams
+        values, mlps = None, None
         for i, layer in enumerate(cfg.layers):
-            if layer.adds:  # as in a U-net, a late layer gets an early one's view back (record 11)
-                x, h = mix([None, torch.sigmoid(skip) * gates["skip", i]], [x, saved[layer.adds]])
-            mlp_scales = [resid[2 * i + 1], post[2 * i + 1]]
+            if i == cfg.skip_to:
+                x, h = mix_streams([None, torch.sigmoid(skip) * gates["skip", i]], [x, skipped], True)
+            qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
+                count * i : count * (i + 1)
+            ]
+            mlp_scales = [resid_mlp, post_mlp]
             if layer.attention:
-                qkv, out = weights[i]
                 value, ve_gate = None, None
                 if layer.value is not None:
                     values = values or self.lookup("value_embeds", batch, leaves).unbind(1)
                     value, ve_gate = values[layer.value], ve_gates[layer.value]
                 if layer.connections:
-                    saved["connected"] = x
+                    connected = x
                     before, *columns = (rows.T for rows in mudd[0](x).split([8, 1, 1, 1, 1, 1, 1]))
-                    value, x = compiled(connect)(x, saved["first"], saved["back"], value, before)
-                    scales, mlp_scales, inputs = columns[:4], columns[4:], [saved["first"], bigram]
+                    value, x, columns[1] = connect(
+                        x, first, back, value, before, columns[1], out_scales[i, 0]
+                    )
+                    mix_scales, mlp_scales, inputs = columns[:4], columns[4:], [first, next(bigrams)]
                     ve_gate = None
                 else:
-                    scales, inputs = [resid[2 * i], post[2 * i], gates["x0", i]], [x0]
+                    mix_scales, inputs = [resid_attention, post_attention, gates["x0", i]], [next(x0s)]
                     if i > 0:  # layer 0's share of the bigram is in x already
-                        scales.append(gates["bigram", i])
-                        inputs.append(bigram)
-                h = h if layer.reads == "stream" else saved["normed back"]
-                seq = (*sequences[layer.attention], windows[layer.window])
-                y = self.attention(i, h, qkv, seq, gates, value, ve_gate)
-                x, h = mix(scales, [x, F.linear(y.flatten(1), out), *inputs])
-            # Here, not above: its gather is one of the last.
-            mlps = mlps or self.mlp_weights(grads)
+                        mix_scales.append(gates["bigram", i])
+                        inputs.append(next(bigrams))
+                seq, weights = (*sequences[layer.attention], windows[layer.window]), (next(qk), next(vo))
+                attention_input = h if i <= cfg.back_from else normed_back
+                y = self.attention(i, attention_input, weights, qkv_scale, seq, gates, value, ve_gate)
+                x, h = mix_streams(mix_scales, [x, *linear(y.flatten(1), next(vo)), *inputs], True)
+            # The MLPs' weights are among the last to be gathered, so they are waited for only here.
+            mlps = mlps or self.matrices("mlp_bank", cfg.mlp_dim, grads)
+            h = norm(x) if h is None else h  # of a layer without attention, after back_from
             y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1], fp8_mlps()[i] if fp8_mlps else None)
-            after = cfg.layers[i + 1] if i + 1 < L else None
-            read_next = after and not after.adds and (after.reads == "stream" or not after.attention)
-            x, h = mix(mlp_scales, [x, y], bool(layer.saves == "back" or read_next))
-            if layer.saves:
-                saved[layer.saves] = x
-            if layer.saves == "skip":
+            normed = i == cfg.back_from or i < cfg.back_from and i + 1 != cfg.skip_to
+            x, h = mix_streams(mlp_scales, [x, y], normed)
+            if i == cfg.skip_from:
+                skipped = x
                 gates |= self.split_gates(1, mudd_gate[1](x))
-            if layer.saves == "back":
-                saved["normed back"] = h
-        streams = [saved["first"], saved["back"], saved["connected"], values[0], saved["skip"]]
-        return compiled(final_norm)(x, mudd[1](x).T, streams)
+            if i == cfg.back_from:
+                back, normed_back = x, h
+        return final_norm(x, mudd[1](x).T, [first, back, connected, values[0], skipped])
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
         """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T)."""
         scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype)) if name == "mudd_gate" else None
         parts = [f"{name}_{part}" for part in ("w1", "w2")]
-        # One unbind, as in mlp_weights.
+        # One unbind, as one split in matrices().
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
         b2 = self.weight(f"{name}_b2")
         b2 = F.pad(b2, (0, -b2.size(1) % 8))  # each row begins at a multiple of 16 bytes
-        rows = zip(*weights, b2.unbind(), self.biases[name])
-        run = partial(self.backend.compiled(token_weights), scale=scale)
-        return [partial(run, w1=w1, w2=w2, b2=b2, count=len(biases)) for w1, w2, b2, biases in rows]
+        rows = zip(*weights, b2.unbind(), self.mlp_sizes[name])
+        run = partial(token_weights, scale=scale)
+        return [partial(run, w1=w1, w2=w2, b2=b2, count=count) for w1, w2, b2, count in rows]
 
     def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
         """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs (k, T)."""
@@ -3078,14 +2743,13 @@ class GPT(nn.Module):
     def fp8_mlps(self, step: int) -> list[FP8MLP]:
         """Converts the MLPs' weights to FP8, for all forwards of a step.
 
-        A forward's maxima are known after it. All forwards of a step use the maxima over those of the step
-        before, on all ranks: the scales do not depend on how micro-batches are spread.
+        All forwards of a step use the maxima of the step before, over all ranks: this step's are not known
+        yet, and so the scales do not depend on how micro-batches are spread.
         """
-        bank, scale = self.weight("mlp_bank")[: len(self.act_amax)], self.proj_scale
+        bank, scale = self.weight("mlp_bank")[: 2 * len(self.act_amax)], self.proj_scale
         scale = torch.zeros_like(scale) if step < FP8_EXACT_STEPS else scale
-        *weights, self.proj_scale = self.backend.compiled(fp8_mlp_weights)(bank, scale)
-        act_scale = self.weight("act_scale")  # from act_amax: before that is reset
-        return [FP8MLP(*row) for row in zip(*weights, act_scale, self.act_amax.zero_())]
+        *weights, self.proj_scale = fp8_mlp_weights(bank, scale)
+        return [FP8MLP(*row) for row in zip(*weights, self.act_scale, self.act_amax.zero_())]
 
     def set_act_scale(self, amax: Tensor) -> None:
         """Sets the scales of the next step's activations in FP8 from this one's maxima (L,)."""
@@ -3095,60 +2759,60 @@ class GPT(nn.Module):
         self,
         i: int,
         h: Tensor,
-        qkv: Tensor,
+        weights: tuple[WeightSlice, WeightSlice],
+        scale: Tensor,
         seq: tuple[Tensor, int, int],
         gates: dict[tuple[str, int], Tensor],
         value: Tensor | None,
         ve_gate: Tensor | None,
     ) -> Tensor:
-        """Runs layer i's attention on h (T, d), with the weight qkv (3d, d). Returns its heads (T, H, D).
+        """Runs layer i's attention on h (T, d). Returns its heads (T, H, D).
+
+        weights: of queries and keys (2d, d), and of values (d, d); `scale`, 0-d, multiplies their products.
 
         seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
         """
-        T, layer, heads, compiled = len(h), self.cfg.layers[i], self.cfg.heads, self.backend.compiled
+        T, layer, heads = len(h), self.cfg.layers[i], self.cfg.heads
         paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
-        q, k, v = compiled(qkv_to_heads)(h, qkv, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
+        qk, v = linear(h, *weights)
+        q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
         y = self.backend.attention(q, k, v, *seq, self.rotary.scale).view(T, heads, -1)
         if layer.dc:
-            w1, w2, window = compiled(norm)(gates["dc1", i], DC_EPS), gates["dc2", i], self.cfg.dc_window
+            w1, w2, window = norm_heads(gates["dc1", i]), gates["dc2", i], self.cfg.dc_window
             y = self.backend.compose_heads(y, q, k, v, w1, w2, seq[0], window, self.rotary.scale)
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
-        return y if xsa is gate is None else compiled(finish_heads)(y, v, xsa, gate)
+        return y if xsa is gate is None else finish_heads(y, v, xsa, gate)
 
     def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None) -> Tensor:
         """Returns a table's rows at a micro-batch's tokens, (T, d), of value_embeds (T, tables, d).
 
-        They are autograd leaves, and added to `leaves`, if that is given. Else autograd builds a dense
-        gradient of the table.
+        In training they are autograd leaves, and added to `leaves`.
         """
         table = self.weight(name)
-        found = F.embedding(batch.inputs, (table if leaves is None else table.detach()).flatten(1))
-        found = found.unflatten(1, table.shape[1:])
+        found = F.embedding(batch.inputs, table.flatten(1)).unflatten(1, table.shape[1:])
         if leaves is not None:
-            leaves[name] = found.requires_grad_()
+            found = leaves[name] = found.detach().requires_grad_()
         return found
 
-    def lookup_sums(self, batch: MicroBatch, leaves: dict[str, Tensor] | None, training: bool) -> Tensor:
+    def lookup_sums(self, batch: MicroBatch, leaves: dict[str, Tensor] | None) -> Tensor:
         """Returns the rows of bigram_embed, or the sums of n-grams' rows, at a micro-batch's positions.
 
         An embedding of this token and those before, so that no layer need recognize frequent ones (PR 201).
-        Rows are multiplied by their signs; the result is (T, d), padded with zeros. As lookup does, for the
-        sums. Outside training, the rows of n-grams are fetched first.
+        Rows are multiplied by their signs; the result is (T, d), padded with zeros. In training the sums are
+        autograd leaves, and added to `leaves`; outside it the rows of n-grams are fetched first.
         """
-        name, ids = "ngrams" if self.cfg.ngrams.orders else "bigram_embed", batch.ngrams
+        name, ids = "ngrams" if self.cfg.ngrams.orders else "bigram_embed", batch.hashed_rows
         if name != "ngrams":
-            rows = self.weight(name) if leaves is None else self.weight(name).detach()
-        elif training:
+            rows = self.weight(name)
+        elif leaves is not None:
             rows = self.ngrams.arrived()
         else:
             row_ids, ids = ids.unique(return_inverse=True)
             rows = self.ngrams.fetch(row_ids)
         found = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
-        # Without main_grad autograd sums the rows' gradients, which knows plain torch alone.
-        gather = gather_rows if rows.requires_grad else self.backend.compiled(gather_rows)
-        gather(found, rows, ids.int(), self.signs, batch.signs)
+        gather_rows(found, rows, ids.int(), self.signs, batch.signs)
         if leaves is not None:
-            leaves[name] = found.requires_grad_()
+            found = leaves[name] = found.detach().requires_grad_()
         missing = self.cfg.dim - rows.size(1)
         return F.pad(found, (0, missing)) if missing else found
 
@@ -3157,7 +2821,7 @@ class GPT(nn.Module):
         if len(plan.loss_weights) == 1:
             return targets[:, None]
         prefixes = self.prefixes if plan.prefix else None
-        return self.backend.compiled(loss_targets)(targets, len(plan.mtp), prefixes)
+        return loss_targets(targets, len(plan.mtp), prefixes)
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
@@ -3176,7 +2840,7 @@ class GPT(nn.Module):
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         x, w, losses = self.hidden_states(batch, windows), self.weight("lm_head"), []
         for x_part, targets in zip(x.split(self.cfg.head_chunk), batch.targets.split(self.cfg.head_chunk)):
-            losses.append(self.backend.compiled(next_token_losses)(x_part @ w, targets))
+            losses.append(next_token_losses(x_part @ w, targets))
         return torch.cat(losses)
 
     @section("head")
@@ -3185,81 +2849,46 @@ class GPT(nn.Module):
         x: Tensor,
         targets: Tensor,
         weights: tuple[float, ...],
-        grad: WeightGrad = NO_MAIN_GRAD,
-        grad_scale: float = 1.0,
-        converted: list[Tensor] | None = None,
+        grad: Gradient,
+        grad_scale: float,
+        converted: list[Tensor],
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Runs the head's forward and backward at once, `head_chunk` tokens at a time.
 
         x (T, d); targets (T, K) int64. Memory holds one chunk's logits and their gradient at a time (a
-        delayed matmul keeps the gradients). lm_head's gradient goes to `grad`. `grad_scale`, which `weights`
-        contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call.
+        delayed matmul keeps the gradients). lm_head's gradient is added to `grad`. `grad_scale`, which
+        `weights` contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the
+        next call.
 
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the roots of the
-        remaining backward, tensors with their gradients: x, and one for lm_head if autograd gets its
-        gradient.
+        remaining backward, tensors with their gradients: x, and lm_head if its hooks wait for one.
         """
-        to_autograd, n = grad.main_grad is None and not grad.delay, self.cfg.head_chunk
-        w = self.weight("lm_head")
+        w, n, dx, losses = self.weight("lm_head"), self.cfg.head_chunk, torch.empty_like(x), []
         with torch.no_grad():
-            head_grad = WeightGrad(None, torch.empty_like(w)) if to_autograd else grad
-            dx, losses = torch.empty_like(x), []
-            if self.backend.fp8:
-                converted = [] if converted is None else converted
-                chunk = self.fp8_head_chunks(x.detach(), w, weights, grad_scale, converted)
-            else:
-                chunk = self.head_chunks(x.detach(), w, weights)
+            if self.backend.fp8:  # with fixed scales, and second factors of products column-major
+                unit = FP8_GRAD * grad_scale
+                units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
+                forward_scale, dx_scale, dw_scale = (constant(u, x.device) for u in units)
+                x8 = to_fp8(x, FP8_X, torch.float8_e4m3fn)
+                xt8 = transposed(x8)
+                if not converted:
+                    converted += [w8 := to_fp8(w, FP8_W, torch.float8_e4m3fn), transposed(w8)]
+                w8, wt8 = converted
             for i in range(0, x.size(0), n):
                 part = slice(i, i + n)
-                part_losses, *grad_factors = chunk(part, targets[part], dx[part])
+                if self.backend.fp8:
+                    logits = x.new_empty(len(x[part]), w.size(1), dtype=torch.bfloat16)
+                    fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
+                    part_losses, dlogits = self.backend.softcap_loss(logits, targets[part], weights, unit)
+                    fp8_matmul(dlogits, w8.T, dx_scale, dx[part])
+                    for_hooks = grad.add(xt8[:, part].T, transposed(dlogits).T, scale=dw_scale)
+                else:
+                    part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, targets[part], weights)
+                    torch.mm(dlogits, w.T, out=dx[part])
+                    for_hooks = grad.add(x[part], dlogits)
                 losses.append(part_losses)
-                returned = head_grad.accumulate(whole, *grad_factors, first=i == 0)  # type: ignore[misc]
-        for_autograd = [head_grad.main_grad if to_autograd else returned]
-        backward_roots = [(x, dx)]
-        if w.requires_grad and for_autograd[0] is not None:
-            backward_roots.append((InjectGrad.apply(w, for_autograd), w.new_ones(())))
+        backward_roots = [(x, dx)] if for_hooks is None else [(x, dx), (w, for_hooks)]
         return torch.cat(losses).sum(), backward_roots
-
-    def head_chunks(self, x: Tensor, w: Tensor, weights: tuple[float, ...]) -> Callable:
-        """Returns a function of a chunk that writes dx, and returns losses and w's gradient factors."""
-
-        def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            losses, grad = self.backend.softcap_loss(x[part] @ w, targets, weights)
-            torch.mm(grad, w.T, out=dx)
-            return losses, x[part], grad
-
-        return chunk
-
-    def fp8_head_chunks(
-        self, x: Tensor, w: Tensor, weights: tuple[float, ...], grad_scale: float, converted: list[Tensor]
-    ) -> Callable:
-        """Does the same in FP8 with fixed scales; the function also returns the gradient's scale.
-
-        FP8 matmuls need a column-major second factor: x, w and the gradient are kept in both layouts.
-        """
-
-        def transposed(t: Tensor) -> Tensor:
-            self.backend.compiled(transpose_copy)(out := t.new_empty(t.size(1), t.size(0)), t)
-            return out
-
-        unit = FP8_GRAD * grad_scale
-        to_e4m3 = partial(self.backend.compiled(to_fp8), dtype=torch.float8_e4m3fn)
-        units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
-        forward_scale, dx_scale, dw_scale = (constant(u, x.device) for u in units)
-        x8 = to_e4m3(x, FP8_X)
-        xt8 = transposed(x8)
-        if not converted:
-            converted += [w8 := to_e4m3(w, FP8_W), transposed(w8)]
-        w8, wt8 = converted
-
-        def chunk(part: slice, targets: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            logits = x.new_empty(len(dx), w.size(1), dtype=torch.bfloat16)
-            fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
-            losses, grad = self.backend.softcap_loss(logits, targets, weights, unit)
-            fp8_matmul(grad, w8.T, dx_scale, dx)
-            return losses, xt8[:, part].T, transposed(grad).T, dw_scale
-
-        return chunk
 
 
 # ============================================================================================================
@@ -3270,7 +2899,7 @@ class GPT(nn.Module):
 #
 #    prefetch thread   index_rows              which rows each micro-batch touches, and at which positions
 #                      send_ids                tells every owner which of its rows are touched
-#    each backward     accumulate_row_grads    adds the positions' gradients to their rows of main_grad
+#    each backward     add_row_grads           adds the positions' gradients to their rows of main_grad
 #    scatter           send_rows               the touched rows of main_grad, as they are
 #    work              mean_rows               the owner sums in fp32, in rank order; then Adam; then zeroing
 #
@@ -3291,6 +2920,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+@section("waiting")
+def wait_for(work: dist.Work) -> None:
+    work.wait()
+
+
 class Pending(NamedTuple):
     result: Tensor
     work: dist.Work | None = None
@@ -3298,7 +2932,7 @@ class Pending(NamedTuple):
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            wait_for(self.work.wait)
+            wait_for(self.work)
         return self.result if self.finish is None else self.finish(self.result)
 
 
@@ -3310,14 +2944,14 @@ def rank_order_mean(parts: Tensor) -> Tensor:
     return total.div_(len(parts))
 
 
-def mean_rows(out: Tensor, row_grads: Tensor, plan: RowPlan) -> Tensor:
+def mean_rows(out: Tensor, row_grads: Tensor, routes: RowRoutes) -> Tensor:
     """Adds row_grads (sum(recv_counts), ...) to rows of `out`, 0 before; divides by the ranks. Returns `out`.
 
     They are added in rank order, in `out`'s dtype, at least fp32, to the bits of rank_order_mean. A sender's
     rows are distinct, so no two additions collide.
     """
-    counts, row_grads = plan.grads.recv_counts, row_grads.to(out.dtype)
-    for rows, part in zip(plan.arriving.split(counts), row_grads.split(counts)):
+    counts, row_grads = routes.grads.recv_counts, row_grads.to(out.dtype)
+    for rows, part in zip(routes.arriving.split(counts), row_grads.split(counts)):
         out.index_add_(0, rows, part)
     return out.div_(len(counts))
 
@@ -3358,9 +2992,10 @@ class Exchange:
         whole, others = how == "all_reduce", self.world_size - 1
         nbytes = grad.nbytes * others // self.world_size
         if recv_buffer is not None:
-            collective = _all_gather if whole else dist.all_to_all_single
-            kind, nbytes = ("all_gather", grad.nbytes * others) if whole else ("all_to_all", nbytes)
-            self.sent[f"{kind} {name}"] += nbytes
+            kind, collective = (
+                ("all_gather", _all_gather) if whole else ("all_to_all", dist.all_to_all_single)
+            )
+            self.sent[f"{kind} {name}"] += grad.nbytes * others if whole else nbytes
             work = collective(recv_buffer.flatten(0, 1), grad, **self.options)
             return Pending(recv_buffer, work, rank_order_mean)
         if whole:
@@ -3394,7 +3029,7 @@ class Exchange:
     ) -> Pending:
         """Sends rows (sum(send_counts), ...), by receiver; returns those sent here, by sender, in `out`."""
         if self.world_size == 1:
-            return Pending(rows)
+            return Pending(rows if out is None else out.copy_(rows))
         _, send_counts, recv_counts = transfer
         out = rows.new_empty((sum(recv_counts), *rows.shape[1:])) if out is None else out
         self.sent[f"{kind} {name}"] += rows.nbytes - rows.split(send_counts)[self.rank].nbytes
@@ -3415,20 +3050,8 @@ class Exchange:
         """Returns every rank's small value, in rank order. Blocks: not for the timed loop."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            wait_for(dist.all_gather_object, values, value, self.group)
+            dist.all_gather_object(values, value, self.group)
         return values
-
-    def run_on_all_ranks(self, function: Callable, *args):
-        """Returns function(*args). If it raises a UserError on any rank, all ranks raise it."""
-        result = error = None
-        try:
-            result = function(*args)
-        except UserError as e:
-            error = str(e)
-        for message in self.all_gather_object(error):
-            if message:
-                raise UserError(message)
-        return result
 
 
 # ============================================================================================================
@@ -3444,6 +3067,11 @@ class UpdateRule(NamedTuple):
     # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place.
     update: Callable
     every_step: bool  # else in steps with plan.do_adam
+
+
+def scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """Returns a 0-d tensor on the CPU of what changes by step, so that compiled code does not recompile."""
+    return torch.tensor(value, dtype=dtype)
 
 
 def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
@@ -3465,14 +3093,16 @@ def adam(
     """
     t = state["steps"] = state["steps"] + 1
     (beta1, beta2), lr = spec.betas, learning_rate(cfg.adam_lr, spec, plan)
-    step_size = backend.scalar(lr * math.sqrt(1 - beta2**t) / (1 - beta1**t))
-    decay = backend.scalar(lr * lr * (cfg.adam_wd * spec.wd_mul))
+    step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+    decay = lr * lr * (cfg.adam_wd * spec.wd_mul)
     # As vectors, so that code compiled for any length serves every parameter.
     tensors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
-    numbers = 1 - beta1, beta2, step_size, decay, cfg.adam_eps
-    backend.compiled(adam_update)(*tensors, grad.flatten(), *numbers)
+    dtype = state["exp_avg"].dtype
+    numbers = 1 - beta1, beta2, scalar(step_size, dtype), scalar(decay, dtype), cfg.adam_eps
+    adam_update(*tensors, grad.flatten(), *numbers)
 
 
+@compiled
 def adam_update(
     p: Tensor,
     exp_avg: Tensor,
@@ -3532,16 +3162,17 @@ def normuon(
 
     The update is Nesterov momentum, orthogonalized, then scaled to even rows (columns of wide matrices).
     """
-    momentum = backend.compiled(nesterov)(grad, state["momentum_buffer"], backend.scalar(1 - plan.momentum))
+    dtype = state["momentum_buffer"].dtype
+    momentum = nesterov(grad, state["momentum_buffer"], scalar(1 - plan.momentum, dtype))
     x = polar_express(momentum, dtype_of(cfg.muon_dtype), backend.gram)
-    x = backend.compiled(normuon_variance_reduction)(x, state["second_momentum_buffer"], cfg.muon_beta2)
+    x = normuon_variance_reduction(x, state["second_momentum_buffer"], cfg.muon_beta2)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = learning_rate(cfg.muon_lr, spec, plan) * shape_mul
     decay = cfg.muon_wd * spec.wd_mul * cfg.muon_lr * plan.lr_mul
-    numbers = (backend.scalar(lr), backend.scalar(decay))
-    backend.compiled(muon_update)(p, state.get("mantissa"), x, state["matrix_lr_mul"], *numbers)
+    muon_update(p, state.get("mantissa"), x, state["matrix_lr_mul"], scalar(lr, dtype), scalar(decay, dtype))
 
 
+@compiled
 def nesterov(grad: Tensor, momentum_buffer: Tensor, weight: float | Tensor) -> Tensor:
     """Returns Muon's Nesterov momentum (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
@@ -3553,6 +3184,7 @@ def nesterov(grad: Tensor, momentum_buffer: Tensor, weight: float | Tensor) -> T
     return momentum_buffer + weight * (grad - momentum_buffer)
 
 
+@compiled
 def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2: float) -> Tensor:
     """Scales the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares.
 
@@ -3569,6 +3201,7 @@ def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2:
     return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
 
 
+@compiled
 def muon_update(
     p: Tensor,
     mantissa: Tensor | None,
@@ -3609,7 +3242,7 @@ OPTIMIZERS = {
 #    late   send_numbers: owner -> asker,            late rows of s, just updated: to askers
 #           does step s - 1 touch it?        s       forwards: lookup_sums sums rows of `compact`
 #                                                    last forward; early rows of s + 1
-#                                                    backward: accumulate_row_grads, to a compact main_grad
+#                                                    backward: add_row_grads, to a compact main_grad
 #                                                    gradient rows: to owners, first of the scatter
 #                                                    update: owners' mean in rank order, and the rule
 #                                                    late rows of s + 1
@@ -3620,7 +3253,18 @@ OPTIMIZERS = {
 #    in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
 # ============================================================================================================
 
-CHUNK_BYTES = 1 << 26  # of a table that are copied, checked or sent at once, outside training
+
+def map_to_gpu(t: Tensor) -> Tensor:
+    """Page-locks a tensor in host memory; returns it as one of the present GPU, whose kernels read and write
+    it in place, over PCIe. (pin_memory=True would round its size up to a power of two.)
+    """
+    check, cuda, where = torch.cuda.check_error, torch.cuda.cudart(), t.data_ptr()
+    check(cuda.cudaHostRegister(where, t.nbytes, 0))
+    weakref.finalize(t, cuda.cudaHostUnregister, where)
+    shape = tuple(t.view(torch.uint8).shape)
+    array = {"version": 3, "typestr": "|u1", "shape": shape, "data": (where, False)}
+    kept = SimpleNamespace(__cuda_array_interface__=array, host=t)  # as long as the result
+    return torch.as_tensor(kept, device="cuda").view(t.dtype)
 
 
 class NgramTable:
@@ -3629,64 +3273,46 @@ class NgramTable:
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Rows start at 0.
     """
 
-    def __init__(self, cfg: Config, exchange: Exchange, device: torch.device, backend: Backend):
+    def __init__(self, cfg: Config, exchange: Exchange, device: torch.device):
         n = self.cfg = cfg.ngrams
-        self.exchange, self.backend, self.device = exchange, backend, device
-        self.rows, (touched, owned, block) = n.ranges * n.rows, ngram_bounds(cfg, exchange.world_size)
-        make = partial(torch.zeros, dtype=dtype_of(n.dtype), device=device)
-        received = owned if exchange.world_size > 1 else 0
-        self.compact, self.main_grad, self.sent_grads = (make(touched, n.width) for _ in range(3))
-        self.sent, self.received = make(received, n.width), make(received, n.width)
-        self.sums = torch.zeros(min(owned, block), n.width, dtype=acc_dtype(cfg), device=device)
-        self.column_seeds = seed_columns(n.width, device)
-        self.compact.requires_grad_(not cfg.main_grad)
+        self.exchange, self.device = exchange, device
+        self.rows, (touched, block) = len(n.orders) * n.rows, ngram_bounds(cfg, exchange.world_size)
+        self.compact = torch.zeros(touched, n.width, dtype=dtype_of(n.dtype), device=device)
+        self.main_grad = torch.zeros_like(self.compact)
         self.pending: list[Pending] = []  # fetches of the rows in `compact`
-        # Of the present step; of the next, from its early rows to its late ones, which go to `compact` too.
-        self.plan: RowPlan = None
-        self.next_plan: RowPlan = None
-        self.plans: dict[str, RowPlan] = {}  # of all tables in the step begun last, on the device
-        self.make_block(block, acc_dtype(cfg), self.device)
-
-    def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.block = torch.zeros(rows, self.cfg.width, dtype=dtype_of(self.cfg.dtype), device=device)
-        self.stored = [self.block, torch.zeros(rows, dtype=dtype, device=device)]  # rows, their moments
-        # Where the present step's rows and their state are updated, and where the next step's are sent from.
-        self.tables = self.next_tables = self.stored
+        # Of the present step; of the next, from the fetch of its early rows to that of its late ones.
+        self.routes: RowRoutes = None
+        self.next_routes: RowRoutes = None
+        self.all_routes: dict[str, RowRoutes] = {}  # of all tables in the step begun last, on the device
+        on_host = n.placement == "host" and device.type == "cuda"
+        rows = torch.zeros(block, n.width, dtype=dtype_of(n.dtype), device="cpu" if on_host else device)
+        self.stored = [rows, rows.new_zeros(block, dtype=acc_dtype(cfg))]
+        # Row r lies at r // world_size on rank r % world_size.
+        self.block, self.moments = map(map_to_gpu, self.stored) if on_host else self.stored
 
     def begin(self, batch: Batch) -> None:
         """Fetches all rows of a step, if the one before has not."""
-        if self.plan is None:
+        if self.routes is None:
             self.fetch_early(batch)
             self.fetch_late()
 
     def fetch_early(self, batch: Batch | None) -> None:
         """Starts to fetch those rows of the next step, if there is one, that this step does not change."""
         if batch is not None:
-            self.plans = move(batch.rows, self.device)
-            self.next_plan = self.plans["ngrams"]
-            self.read(batch.rows["ngrams"])
-            self._fetch("early", 0, 0)
+            self.all_routes = move(batch.rows, self.device)
+            self.next_routes = self.all_routes["ngrams"]
+            self._fetch("early", 0)
 
     def fetch_late(self) -> None:
         """Starts to fetch the others, after their update. The next step begins."""
-        early = self.next_plan.fetches["early"]
-        self._fetch("late", len(early.rows), sum(early.recv_counts))
-        self.plan, self.next_plan = self.next_plan, None
-        self.tables, self.next_tables = self.next_tables, self.tables
+        self._fetch("late", sum(self.next_routes.fetches["early"].recv_counts))
+        self.routes, self.next_routes = self.next_routes, None
 
-    def on_rows(self, function: Callable, rows: Tensor) -> Callable:
-        """Compiles a function of rows, but for none or one: compiled code takes these as constants."""
-        return self.backend.compiled(function) if len(rows) > 1 else function
-
-    def _fetch(self, part: str, sent: int, received: int) -> None:
-        transfer = self.next_plan.fetches[part]
-        out = self.compact.detach()[received : received + sum(transfer.recv_counts)]
-        rows = self.sent[sent : sent + len(transfer.rows)] if self.exchange.world_size > 1 else out
-        self.on_rows(gather_rows, transfer.rows)(rows, self.next_tables[0], transfer.rows[None])
+    def _fetch(self, part: str, first: int) -> None:
+        transfer = self.next_routes.fetches[part]
+        out = self.compact[first : first + sum(transfer.recv_counts)]
+        rows = self.block.index_select(0, transfer.rows)
         self.pending.append(self.exchange.send_rows(f"{part} rows", "ngrams", rows, transfer, out))
-
-    def read(self, plan: RowPlan) -> None:
-        """Prepares next_tables, by the next step's plan in host memory."""
 
     def arrived(self) -> Tensor:
         """Returns the rows that the present step reads, after their arrival."""
@@ -3695,38 +3321,40 @@ class NgramTable:
         return self.compact
 
     def send_grads(self) -> Pending:
-        """Starts the return of the step's gradient rows; the result is their mean, by place in plan.owned."""
-        plan, grad = self.plan, self.main_grad if self.compact.grad is None else self.compact.grad
-        rows, owned = plan.grads.rows, self.sums[: len(plan.owned)]
-        sent = self.sent_grads[: len(rows)]
-        self.on_rows(gather_rows, rows)(sent, grad, rows[None])
-        self.compact.grad = None
-        received = self.received[: sum(plan.grads.recv_counts)]
-        pending = self.exchange.send_rows("gradient rows", "ngrams", sent, plan.grads, received)
-        return pending._replace(finish=lambda rows: mean_rows(owned.zero_(), rows, plan))
+        """Starts the return of the step's gradient rows; the result is their mean, as routes.owned orders."""
+        routes = self.routes
+        rows = self.main_grad.index_select(0, routes.grads.rows)
+        self.main_grad[: len(rows)].zero_()
+        sums = rows.new_zeros((len(routes.owned), rows.size(1)), dtype=self.moments.dtype)
+        pending = self.exchange.send_rows("gradient rows", "ngrams", rows, routes.grads)
+        return pending._replace(finish=lambda rows: mean_rows(sums, rows, routes))
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads()."""
-        self.apply_rule(grads, plan)
-        self.plan = None
-        if self.next_plan:
+        lr, rows = scalar(self.cfg.lr * plan.lr_mul, self.moments.dtype), self.routes.owned
+        # Compiled code takes none and one as constants.
+        rule = update_rows if len(rows) > 1 else update_rows.function
+        rule(self.block, self.moments, rows, grads, lr, self.cfg.beta2)
+        self.routes = None
+        if self.next_routes:
             self.fetch_late()
 
-    def apply_rule(self, grads: Tensor, plan: StepPlan) -> None:
-        row_ids = self.plan.owned * self.exchange.world_size + self.exchange.rank
-        lr, seeds = self.backend.scalar(self.cfg.lr * plan.lr_mul), seed_rows(row_ids, plan.step)
-        numbers = lr, self.cfg.beta2, seeds, self.column_seeds
-        self.on_rows(update_rows, row_ids)(*self.tables, self.plan.at, grads, *numbers)
-
-    def reset(self, rows: Tensor) -> None:
+    def zero(self, rows: Tensor) -> None:
         """Sets these rows (n,) of this rank's block, and their moments, to 0, as at the start."""
-        self.finish()
-        for t in self.stored:
+        for t in (self.block, self.moments):
             t.index_fill_(0, rows.long().to(t.device), 0)
 
     def finish(self) -> None:
-        """Ends what is under way, so that the block holds every row's present values."""
+        """Ends what is under way, so that `stored` holds every row's present values."""
         self.arrived()
+        if self.block.is_cuda:
+            torch.cuda.synchronize()
+
+    def reset(self) -> None:
+        """Forgets the step under way: the next one fetches all of its rows."""
+        self.finish()
+        self.main_grad.zero_()
+        self.routes = self.next_routes = None
 
     @torch.no_grad()
     def fetch(self, row_ids: Tensor | None) -> Tensor:
@@ -3739,108 +3367,10 @@ class NgramTable:
         order = np.argsort(ids % n, kind="stable")
         counts = np.bincount(ids % n, minlength=n).tolist()
         asked, ask_counts = self.exchange.send_ids("ngrams", (ids // n)[order], counts)
-        rows = self.block[torch.from_numpy(asked)].to(self.device)
+        rows = self.block[torch.from_numpy(asked)]
         transfer = Transfer(rows, ask_counts, counts)
         received = self.exchange.send_rows("rows outside training", "ngrams", rows, transfer).wait()
         return received[torch.from_numpy(inverse(order))]
-
-    def parts(self) -> Iterable[Tensor]:
-        """Yields views of the block and its state, of at most CHUNK_BYTES each."""
-        for t in self.stored:
-            yield from t.split(max(1, CHUNK_BYTES // t[0].nbytes))
-
-    def write(self, file) -> None:
-        """Writes this rank's rows and state, each part with its checksum. Raises UserError if not finite."""
-        self.finish()
-        for part in self.parts():
-            if not part.isfinite().all():
-                raise UserError("the n-gram table is not finite, and was not saved; lower ngrams.lr")
-            data = as_bytes(part)
-            file.write(data)
-            file.write(zlib.crc32(data, self.exchange.rank).to_bytes(4, "little"))
-
-    def load(self, file) -> None:
-        """Reads what `write` has written. Raises ValueError if it is damaged."""
-        self.finish()
-        for part in self.parts():
-            data = bytearray(file.read(part.nbytes))
-            checksum = zlib.crc32(data, self.exchange.rank)
-            if len(data) < part.nbytes or checksum != int.from_bytes(file.read(4), "little"):
-                raise ValueError("checksum of the n-gram table")
-            part.copy_(torch.frombuffer(data, dtype=part.dtype).view(part.shape))
-
-    def save(self, file) -> None:
-        """Writes all rows in order to rank 0's `file`. All ranks must call it."""
-        step = max(1, CHUNK_BYTES // self.block[0].nbytes)
-        for start in range(0, self.rows, step):
-            ids = torch.arange(start, min(start + step, self.rows), dtype=torch.int32)
-            file.write(as_bytes(self.fetch(ids if self.exchange.rank == 0 else None)))
-
-
-def as_bytes(t: Tensor) -> bytes:
-    return t.cpu().view(torch.uint8).numpy().tobytes()
-
-
-class HostTable(NgramTable):
-    """Keeps the rows and their state in host memory, and on the device what a step touches: `tables`.
-
-    The rule runs there. Rows that the step before has touched are copied from its tables, others read through
-    staging buffers, page-locked for a GPU, after what the step before that has updated is written back. In
-    training this thread waits for the device for that alone, with a forward launched: no row is stale.
-    """
-
-    def make_block(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().make_block(rows, dtype, torch.device("meta" if device.type == "meta" else "cpu"))
-        on_gpu = device.type == "cuda"
-
-        def make(on: torch.device, **options) -> list[Tensor]:
-            return [t.new_zeros((len(self.sums), *t.shape[1:]), device=on, **options) for t in self.stored]
-
-        self.tables, self.next_tables = make(device), make(device)
-        self.staged, self.updated = (make(self.block.device, pin_memory=on_gpu) for _ in range(2))
-        self.copied = torch.cuda.Event() if on_gpu else None  # after the last copy from or to these two
-        self.unwritten: Tensor | None = None  # rows in `updated`
-
-    def write_back(self) -> None:
-        if self.copied:
-            self.copied.synchronize()
-        if self.unwritten is not None:
-            for t, values in zip(self.stored, self.updated):
-                t.index_copy_(0, self.unwritten.long(), values[: len(self.unwritten)])
-            self.unwritten = None
-
-    def read(self, plan: RowPlan) -> None:
-        self.write_back()
-        n, self.next_owned = len(plan.owned) - len(plan.kept_from), plan.owned
-        for t, staged, table in zip(self.stored, self.staged, self.next_tables):
-            torch.index_select(t, 0, plan.owned[:n], out=staged[:n])
-            table[:n].copy_(staged[:n], non_blocking=True)
-        if self.copied:
-            self.copied.record()
-
-    def fetch_late(self) -> None:
-        kept_from, self.owned = self.next_plan.kept_from, self.next_owned
-        n = len(self.owned)
-        for table, before in zip(self.next_tables, self.tables):
-            torch.index_select(before, 0, kept_from, out=table[n - len(kept_from) : n])
-        super().fetch_late()
-
-    def apply_rule(self, grads: Tensor, plan: StepPlan) -> None:
-        if self.unwritten is not None:  # nothing has been read since
-            self.write_back()
-        super().apply_rule(grads, plan)
-        for updated, table in zip(self.updated, self.tables):
-            updated[: len(self.owned)].copy_(table[: len(self.owned)], non_blocking=True)
-        self.unwritten = self.owned
-        if self.copied:
-            self.copied.record()
-
-    def finish(self) -> None:
-        super().finish()
-        self.write_back()
-
-
-TABLES = {"sharded": NgramTable, "host": HostTable}  # by Ngrams.placement
 
 
 # ============================================================================================================
@@ -3851,12 +3381,10 @@ TABLES = {"sharded": NgramTable, "host": HostTable}  # by Ngrams.placement
 class Optimizer:
     """Shards updates over ranks: scatters gradients, updates own shards (work), gathers parameters.
 
-    Gradients are exchanged in the order of cfg.params, updates done in cfg.work_order; n-grams come before
-    all others. A gradient is summed over micro-batches (Adam: over two steps) in its parameter's dtype. Those
-    of banks, lm_head and tables are in main_grad, if cfg.main_grad: `weight_grads` take the matmuls',
-    accumulate_row_grads the tables' touched rows. The first write after an update overwrites, later ones add.
-    All others are in .grad, dropped after use. Until the untie step, a tied parameter, another's transpose,
-    adds its gradient to that one's and copies its values.
+    Gradients are exchanged in the order of cfg.params, updates done by Param.work; n-grams come before
+    all others. A gradient is summed over micro-batches (Adam: over two steps) in its parameter's dtype, by
+    its Gradient in `grads`. Until the untie step, a tied parameter, another's transpose, adds its gradient to
+    that one's and copies its values.
 
     Neither order changes the result: an update reads only its own gradient and state; the sum over ranks has
     an order of its own; a tied gradient is added before its target's sum, a tied copy made after its target's
@@ -3871,38 +3399,29 @@ class Optimizer:
         self.specs = {spec.name: spec for spec in used_params(cfg)}
         self.tied_copy = {spec.tied_to: name for name, spec in self.specs.items() if spec.tied_to}
         self.is_tied = True
-        # By parameter:
-        self.main_grad = {}
-        self.weight_grads = {}  # of matmuls' weights, with or without main_grad
-        self.shard_grads = {}  # with sparse exchange: this rank's block of the mean gradient, 0 between steps
-        self.recv_buffers = {}  # of other ranks' gradients, with fp32 reduction
-        self.state = {}  # its rule's
-        self.in_flight = {}  # its gather (also "act_scale"); whoever reads it waits for it, and takes it out
-        self.rows: dict[str, RowPlan] = {}  # of this step, by what indexes tables
+        # By parameter name:
+        self.grads: dict[str, Gradient] = {}
+        self.recv_buffers = {}  # with fp32 reduction: what the other ranks send
+        self.state = {}  # the update rule's state of this rank's shard
+        self.in_flight: dict[str, Pending] = {}  # gathers under way; also the all-reduce of act_scale
+        self.rows: dict[str, RowRoutes] = {}  # of this step, by kind of table
         for name, p in params.items():
             spec, shard = self.specs[name], self.shard_of(name, p)
-            if cfg.main_grad and (spec.is_matmul_weight or spec.indexed_by):
-                self.main_grad[name] = torch.zeros_like(p, requires_grad=False)
-            p.requires_grad_(name not in self.main_grad)
-            if spec.is_matmul_weight:
-                self.weight_grads[name] = WeightGrad(p, self.main_grad.get(name))
+            has_main_grad = spec.kind != "plain" and (spec.kind != "bank" or cfg.main_grad)
+            main_grad = torch.zeros_like(p, requires_grad=False) if has_main_grad else None
+            self.grads[name] = (TableGradient if spec.is_table else Gradient)(name, p, main_grad)
+            p.requires_grad_(main_grad is None)
             if exchange.world_size > 1 and spec.exchange == "sparse":
-                self.shard_grads[name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
+                self.grads[name].mean = torch.zeros_like(shard, dtype=acc_dtype(cfg))
             elif exchange.world_size > 1 and spec.reduction == "fp32":
                 self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
             first = exchange.rank * len(shard) if spec.sharded else 0
             self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
-        table = TABLES[cfg.ngrams.placement]
-        self.ngrams = table(cfg, exchange, self.device, backend) if cfg.ngrams.orders else None
-
-    def as_matrices(self, t: Tensor) -> Tensor:
-        """Views mlp_bank, or its gradient, as (matrices, rows, cols); others stay as they are."""
-        return t.view(-1, *t.shape[-2:]) if t.dim() == 4 else t
+        self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
 
     def shard_of(self, name: str, t: Tensor) -> Tensor:
         """Returns the part of `t` that this rank updates."""
-        t = self.as_matrices(t.detach())
-        return self.exchange.shard(t) if self.specs[name].sharded else t
+        return self.exchange.shard(t.detach()) if self.specs[name].sharded else t.detach()
 
     def is_due(self, name: str, plan: StepPlan) -> bool:
         """True if this step updates the parameter; a tied one is copied instead."""
@@ -3912,46 +3431,31 @@ class Optimizer:
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
-        """Begins a step: takes its plans of rows."""
+        """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
         if self.ngrams:
             self.ngrams.begin(batch)
-        self.rows = self.ngrams.plans if self.ngrams else move(batch.rows, self.device)
+        self.rows = self.ngrams.all_routes if self.ngrams else move(batch.rows, self.device)
 
     @section("rows")
     @torch.no_grad()
-    def accumulate_row_grads(
-        self, leaves: dict[str, Tensor] | None, index: dict[str, RowIndex], signs: Tensor
-    ) -> None:
-        """Ends a micro-batch's backward: adds the looked-up rows' gradients to the tables' main_grad.
+    def add_row_grads(self, leaves: dict[str, Tensor], index: dict[str, RowIndex], signs: Tensor) -> None:
+        """Adds the gradients of a micro-batch's looked-up rows to the tables' main_grad.
 
         signs: the model's, by which bigrams' and n-grams' rows were multiplied.
         """
-        for grad in self.weight_grads.values():
-            grad.end_backward()
-        for name, main_grad in self.main_grad.items():
-            if kind := self.specs[name].indexed_by:
-                self.backend.segment_sum_rows(main_grad, leaves[name].grad, index[kind], signs)
-        if self.ngrams and leaves is not None:
-            grads = leaves["ngrams"].grad
-            self.backend.segment_sum_rows(self.ngrams.main_grad, grads, index["ngrams"], signs)
+        for name, leaf in leaves.items():
+            kind, table = (
+                (name, self.ngrams) if name == "ngrams" else (self.specs[name].kind, self.grads[name])
+            )
+            self.backend.segment_sum_rows(table.main_grad, leaf.grad, index[kind], signs)
 
-    def grad_of(self, name: str) -> Tensor:
-        grad = self.main_grad.get(name, self.params[name].grad)
-        if grad is None:
-            raise RuntimeError(f"{name} has no gradient")
-        return grad
-
-    def zero_grad_of(self, name: str) -> None:
-        """Drops a used gradient. Zeros a table's main_grad if sent whole: a backward writes few rows."""
-        self.params[name].grad = None
-        if name in self.weight_grads:
-            self.weight_grads[name].overwrite = True
-        kind = self.specs[name].indexed_by
-        if kind and name in self.main_grad and name not in self.shard_grads:
-            if self.exchange.world_size > 1:
-                self.main_grad[name].zero_()
-            else:
-                self.main_grad[name].index_fill_(0, self.rows[kind].grads.rows.long(), 0)
+    def reset_grad(self, name: str) -> None:
+        """Begins a new sum of a gradient that was used."""
+        spec, grad = self.specs[name], self.grads[name]
+        if isinstance(grad, TableGradient) and (grad.mean is not None or self.exchange.world_size == 1):
+            grad.reset(self.rows[spec.kind])
+        else:  # an exchange of whole gradients may leave other ranks' rows in main_grad
+            grad.reset()
 
     @torch.no_grad()
     def step(self, plan: StepPlan) -> None:
@@ -3964,63 +3468,54 @@ class Optimizer:
         """Starts the exchange of every gradient that is due: n-grams', then in the order of the table."""
         pending = {"ngrams": self.ngrams.send_grads()} if self.ngrams else {}
         for name, spec in self.specs.items():
-            if name in self.weight_grads:
-                self.weight_grads[name].flush()  # while earlier gradients are on their way
+            grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
             if not self.is_due(name, plan):
                 continue
-            grad = self.grad_of(name)
             if self.is_tied and name in self.tied_copy:
                 self.add_tied_grad(grad, self.tied_copy[name])
-            if name in self.shard_grads:
-                rows = self.rows[spec.indexed_by]
+            if (mean := self.grads[name].mean) is not None:
+                rows = self.rows[spec.kind]
                 arriving = self.exchange.send_rows("rows", name, grad[rows.grads.rows], rows.grads)
-                mean = partial(mean_rows, self.shard_grads[name], plan=rows)
-                pending[name] = arriving._replace(finish=mean)
+                pending[name] = arriving._replace(finish=partial(mean_rows, mean, routes=rows))
             else:
-                grad, recv_buffer = self.as_matrices(grad), self.recv_buffers.get(name)
-                pending[name] = self.exchange.reduce(name, spec.exchange, grad, recv_buffer)
+                buffer = self.recv_buffers.get(name)
+                pending[name] = self.exchange.reduce(name, spec.exchange, grad, buffer)
         return pending
 
     def add_tied_grad(self, grad: Tensor, name: str) -> None:
-        """Adds the gradient of `name`, (n, m), to its target's, (m, n); of a table, only touched rows."""
-        tied_grad = self.grad_of(name)
-        if name in self.main_grad:
-            row_ids = self.rows[self.specs[name].indexed_by].grads.rows
-            self.backend.compiled(transpose_add)(grad, tied_grad, row_ids)
-        else:
-            grad += tied_grad.T
-        self.zero_grad_of(name)
+        """Adds the gradient of the table `name`, (n, m), to its target's, (m, n): only touched rows."""
+        row_ids = self.rows[self.specs[name].kind].grads.rows
+        transpose_add(grad, self.grads[name].take(), row_ids)
+        self.reset_grad(name)
 
     @section("update")
     def work(self, plan: StepPlan, pending: dict[str, Pending]) -> None:
-        """Updates what has a scattered gradient: rows of n-grams, then parameters in work_order and a gather.
+        """Updates what has a scattered gradient: rows of n-grams, then parameters, each with its gather.
 
         Mean gradients exist only here, each rank's block of them.
         """
         self.finish_gathers()
         if self.ngrams:
             self.ngrams.update(pending["ngrams"].wait(), plan)
-        for name in self.cfg.work_order:
+        for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
             if name not in pending:
                 continue
-            spec, grad = self.specs[name], pending[name].wait()
+            grad = pending[name].wait()
             shard, update = self.shard_of(name, self.params[name]), OPTIMIZERS[spec.optimizer].update
             update(shard, grad, self.state[name], spec, plan, self.cfg, self.backend)
-            self.zero_grad_of(name)
-            if name in self.shard_grads:
-                grad.index_fill_(0, self.rows[spec.indexed_by].arriving.long(), 0)
+            self.reset_grad(name)
             if spec.sharded:
                 self.in_flight[name] = self.gather(name)
         if self.is_tied:
             for target, name in self.tied_copy.items():
                 if target in pending:
-                    # The copy waits for the target's gather, and for whoever needs it.
+                    # The copy is made when somebody waits for it, after the target's gather.
                     source = self.in_flight.get(target) or Pending(self.params[target].detach())
-                    copy = partial(self.backend.compiled(transpose_copy), self.params[name])
+                    copy = partial(transpose_copy, self.params[name])
                     self.in_flight[name] = source._replace(finish=copy)
 
     def gather(self, name: str) -> Pending:
-        return self.exchange.gather(name, self.as_matrices(self.params[name].detach()))
+        return self.exchange.gather(name, self.params[name].detach())
 
     def gather_all(self) -> None:
         """Completes every sharded parameter from the ranks' own shards, and waits."""
@@ -4029,10 +3524,14 @@ class Optimizer:
                 self.gather(name).wait()
 
     @torch.no_grad()
+    def wait_for(self, name: str) -> None:
+        """Ends a parameter's gather, if one is in flight."""
+        if name in self.in_flight:
+            self.in_flight.pop(name).wait()
+
     def finish_gathers(self) -> None:
-        """Waits for all in flight that nobody has waited for."""
-        while self.in_flight:
-            self.in_flight.popitem()[1].wait()
+        for name in list(self.in_flight):
+            self.wait_for(name)
 
     def untie(self) -> None:
         """Lets tied parameters train on their own, from their target's state, transposed and resharded."""
@@ -4061,15 +3560,10 @@ class Optimizer:
     @torch.no_grad()
     def drop_grads(self) -> None:
         """Drops all gradients, as after an Adam step."""
-        for p in self.params.values():
-            p.grad = None
-        for main_grad in self.main_grad.values():
-            main_grad.zero_()
-        for grad in self.weight_grads.values():
-            grad.overwrite = True
+        for grad in self.grads.values():
+            grad.reset()
         if self.ngrams:
-            self.ngrams.finish()
-            self.ngrams.plan = self.ngrams.next_plan = self.ngrams.compact.grad = None
+            self.ngrams.reset()
 
 
 # ============================================================================================================
@@ -4086,16 +3580,15 @@ def train_step(
     """
     plan, micro_batches, count = batch.plan, batch.micro_batches, len(batch.micro_batches)
     model.rotary.use_stage(plan.stage)
-    model.in_flight, model.ngrams = optimizer.in_flight, optimizer.ngrams
+    model.wait_for, model.ngrams = optimizer.wait_for, optimizer.ngrams
     optimizer.begin(batch)
     weights, losses = tuple(weight / count for weight in plan.loss_weights), []
-    grads, head_grad, fp8_head = optimizer.weight_grads, optimizer.weight_grads["lm_head"], []
+    grads, head_grad, fp8_head = optimizer.grads, optimizer.grads["lm_head"], []
     # Converted at the first use, after the bank's gather.
     in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp
     fp8_mlps = cache(partial(model.fp8_mlps, plan.step)) if in_fp8 else None
     for i, micro_batch in enumerate(micro_batches):
-        micro_batch, last = micro_batch.to(model.device), i == count - 1
-        leaves = {} if model.cfg.main_grad else None
+        micro_batch, last, leaves = micro_batch.to(model.device), i == count - 1, {}
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8_mlps)
         head_grad.delay = last and model.cfg.delay_head_grad
         targets = model.loss_targets(micro_batch.targets, plan)
@@ -4106,7 +3599,7 @@ def train_step(
         if last and optimizer.ngrams:
             optimizer.ngrams.fetch_early(following())
         section("backward")(torch.autograd.backward)(*zip(*backward_roots))
-        optimizer.accumulate_row_grads(leaves, micro_batch.index, model.signs)
+        optimizer.add_row_grads(leaves, micro_batch.index, model.signs)
         losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.loss_weights)))
     optimizer.step(plan)
     return sum(losses[1:], losses[0])
@@ -4117,7 +3610,7 @@ def validate(
 ) -> float:
     """Returns the mean over slices of their mean losses: the same however slices are spread over ranks.
 
-    slices: the first so many only.
+    slices: how many of the first slices; None: all.
     """
     slices = slices or model.cfg.val_slices
     losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
@@ -4130,7 +3623,7 @@ def validate(
 
 
 class AsyncLoss:
-    """Reads steps' losses without stalling the GPU: starts an asynchronous copy, polls for its arrival.
+    """Reads steps' losses without waiting for the device.
 
     latest: the newest (step, loss) that has arrived; before the first (0, None).
     """
@@ -4146,23 +3639,17 @@ class AsyncLoss:
             arrived.record()
         self.queue.append((step, loss, arrived))
 
-    def poll(self, wait: bool = False) -> None:
+    def poll(self) -> None:
         """Takes what has arrived. Raises UserError if it is not finite."""
-        while self.queue:
-            step, loss, arrived = self.queue[0]
-            if arrived:
-                if not wait and not arrived.query():
-                    return
-                arrived.synchronize()
-            self.queue.pop(0)
+        while self.queue and (self.queue[0][2] is None or self.queue[0][2].query()):
+            step, loss, _ = self.queue.pop(0)
             self.latest = step, loss.item()
             if not loss.isfinite():
-                fix = "lower the learning rate that was raised last, or look at that batch"
-                raise UserError(f"train_loss is {loss.item()} at step {step}; {fix}")
+                raise UserError(f"train_loss is {loss} at step {step}; lower the learning rates")
 
 
 # ============================================================================================================
-# 14  Checks. What a config must satisfy; saved models; checkpoints.
+# 14  Saving. What a config must satisfy; saved models; checkpoints.
 # ============================================================================================================
 
 
@@ -4174,171 +3661,56 @@ def flatten(value, path: str = "") -> dict[str, object]:
     return {k: v for key, child in items for k, v in flatten(child, f"{path}.{key}".lstrip(".")).items()}
 
 
-def config_diff(a: dict, b: dict, fields: tuple[str, ...] = ("",)) -> str:
-    """Names the first three differences of two nested dicts, with both values; "" if there are none.
-
-    fields: what the keys that are compared may start with.
-    """
+def config_diff(a: dict, b: dict) -> str:
+    """Names the first three differences of two nested dicts, with both values; "" if there are none."""
     a, b = flatten(a), flatten(b)
-    changed = [key for key in a | b if key.startswith(fields) and a.get(key) != b.get(key)]
+    changed = [key for key in a | b if a.get(key) != b.get(key)]
     return "; ".join(f"{key} ({a.get(key)}, {b.get(key)})" for key in changed[:3])
 
 
 def check_config(cfg: Config, world_size: int) -> None:
-    """Raises UserError if the tables contradict each other or `world_size` ranks cannot share the work."""
-    for broken, message in config_rules(cfg, world_size):
-        if broken:
-            raise UserError(message)
-
-
-def config_rules(cfg: Config, world_size: int):
-    """Yields (whether a rule is broken, message). Later rules may assume that earlier ones hold."""
-    whole = replace(cfg, ngrams=Ngrams(), mudd_gates=True, mudd_connections=True)
-    names = list(param_shapes(whole, 1))
-    for what, order in ("parameter table", [p.name for p in cfg.params]), ("work_order", cfg.work_order):
-        wrong = sorted(name for name in {*names, *order} if order.count(name) != names.count(name))
-        yield wrong, f"{what}: {', '.join(wrong)}: it must name each parameter exactly once"
-    floats = ("bfloat16", "float32", "float64")
-    choices = {
-        "dtype": floats,
-        "muon_dtype": floats,
-        "attention": ("dense", "varlen", "fa3"),
-        "kernels": KERNELS,
-        "layers.attention": ("plain", "paired", None),
-        "layers.window": list(cfg.val_windows),
-        "layers.reads": ("stream", "back"),
-        "layers.saves": ("skip", "back", None),
-        "layers.adds": ("skip", None),
-        "ngrams.dtype": floats,
-        "ngrams.placement": TABLES,
-        "params.optimizer": OPTIMIZERS,
-        "params.exchange": ("all_reduce", "reduce_scatter", "sparse"),
-        "params.dtype": ("model", "float32"),
-        "params.tied_to": ("", "lm_head"),
-        "params.reduction": ("backend", "fp32"),
-    }
-    may_be_0 = (
-        "val_every max_docs bos_id momentum_warmup momentum_cooldown sign_rows samples stages.steps "
-        "layers.value params.wd_mul"
-    ).split()
-    values = dataclasses.asdict(cfg)
-    values["params"] = {spec["name"]: spec for spec in values["params"]}
-    for path, value in flatten(values).items():
-        column = path if path in choices else ".".join(path.split(".")[::2])
-        allowed = choices.get(column, [value])
-        hint = ", or add it to windows of every stage and to val_windows" if column == "layers.window" else ""
-        use = ", ".join(str(a) or "nothing" for a in allowed)
-        yield value not in allowed, f"{path}={value}: use {use}{hint}"
-        least = 1 if type(value) is int and column not in may_be_0 else 0
-        outside = isinstance(value, (int, float)) and not least <= value < math.inf
-        yield outside, f"{path}={value} must be finite, and at least {least}"
-    for column, role in (("saves", "skip"), ("saves", "back"), ("adds", "skip"), ("connections", True)):
-        count = sum(getattr(layer, column) == role for layer in cfg.layers)
-        yield count != 1, f"layer table: exactly one layer must have {column}={role}"
-    yield not cfg.layers[0].attention, "layers.0 has no attention; the first layer needs it"
-    for i, layer in enumerate(cfg.layers):
-        saved = {"stream", None, *(above.saves for above in cfg.layers[:i])}
-        for used in (layer.adds, layer.reads if layer.attention else None):
-            yield used not in saved, f"layers.{i} uses {used}, which no layer above it saves"
-        useless = layer.value is not None and not layer.attention
-        yield useless, f"layers.{i} has a value table, but no attention"
-        for column in ("key_shift", "xsa", "dc"):
-            paired = getattr(layer, column) and layer.attention != "plain"
-            yield paired, f"layers.{i}.{column}=true: only for plain attention"
-        yield layer.gate and not layer.attention, f"layers.{i} has a gate, but no attention"
-        lacks = layer.connections and (layer.value is None or "back" not in saved)
-        yield (
-            lacks,
-            f"layers.{i} has connections: it needs a value table, and a layer above it with saves=back",
-        )
-    tables = [layer.value for layer in cfg.layers if layer.value is not None]
-    misnumbered = sorted(tables) != list(range(len(tables)))
-    yield misnumbered, f"layer table: value tables are {tables}; number them 0, 1, ... and use each once"
-    shape = f"heads={cfg.heads} must be even, head_dim={cfg.head_dim} a multiple of 4"
-    odd = cfg.heads % 2 or cfg.head_dim % 4 or cfg.dim < GATE_DIM
-    yield odd, f"{shape}, their product at least {GATE_DIM}"
-    vocab = f"bos_id={cfg.bos_id} < vocab_size={cfg.vocab_size} <= padded_vocab={cfg.padded_vocab}"
-    yield not cfg.bos_id < cfg.vocab_size <= cfg.padded_vocab, f"{vocab} must hold"
-    table = cfg.ngrams
-    unusable = sorted({*table.orders} & {*range(2, 17)}) != sorted(table.orders)
-    yield unusable, f"ngrams.orders={','.join(map(str, table.orders))}: use different numbers from 2 to 16"
-    rows = table.ranges * table.rows
-    yield cfg.sign_rows > 65536, f"sign_rows={cfg.sign_rows}: use at most 65536"
-    yield (
-        rows >= 2**31,
-        f"ngrams: {rows:,} rows of all orders and hashes; use fewer than 2147483648, for int32",
-    )
-    wide = table.orders and table.width > cfg.dim
-    yield wide, f"ngrams.width={table.width} is above the model's width; use at most {cfg.dim}"
-    count, shapes = num_microbatches(cfg, world_size), param_shapes(cfg, world_size)
+    """Raises UserError for settings that would silently train something else, or fail unclearly."""
+    count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
     cannot_share = f"{world_size} processes cannot share"
-    yield count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers"
-    for i, stage in enumerate(cfg.stages):
-        differ = ", ".join(sorted(set(stage.windows) ^ set(cfg.val_windows)))
-        yield differ, f"stages.{i}.windows and val_windows differ in {differ}: name the same windows"
-        unknown = ", ".join(set(stage.param_lr_mul) - set(names))
-        yield unknown, f"stages.{i}.param_lr_mul: unknown {unknown}; use names of the parameter table"
-        uneven = not stage.mtp_start or len(stage.mtp_start) != len(stage.mtp_end)
-        yield uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights, at least one"
-        rest, what = stage.batch_tokens % count, f"{stage.batch_tokens} tokens of a batch"
-        yield rest, f"stages.{i}: {what} do not divide into {count} micro-batches, at least one a process"
+    refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
-        at, rows = f"params.{spec.name}", shapes[spec.name][0]
-        bad_betas = spec.optimizer == "adam" and (len(spec.betas) != 2 or max(spec.betas) >= 1)
-        yield bad_betas, f"{at}.betas={spec.betas}: Adam takes two below 1"
-        no_bank = spec.optimizer == "normuon" and spec.name not in BANKS
-        yield no_bank, f"{at}.optimizer=normuon: only for banks of matrices"
-        yield spec.exchange == "sparse" and not spec.indexed_by, f"{at}.exchange=sparse: only for tables"
-        no_scalar = not spec.name.endswith(("lambdas", "scalars", "scale"))
-        yield spec.dtype == "float32" and no_scalar, f"{at}.dtype=float32: only for lambdas, scalars, scales"
-        rest = spec.sharded and spec.name not in BANKS and rows % world_size
-        yield rest, f"{cannot_share} {rows} rows of {spec.name}; change one of these numbers"
+        rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
+        refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
+    for i, stage in enumerate(cfg.stages):
+        rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
+        refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
+        refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights")
+    for i, layer in enumerate(cfg.layers):
+        unused = (layer.key_shift or layer.xsa or layer.dc) and layer.attention != "plain"
+        unused |= (layer.gate or layer.value is not None) and not layer.attention
+        refuse_if(unused, f"layers.{i} has what attention={layer.attention} does not use")
+    repeated = sorted({*n.orders} - {0, 1}) != sorted(n.orders)
+    refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
+    refuse_if(len(n.orders) * n.rows >= 2**31, "ngrams: use fewer than 2**31 rows of all orders")
+    refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
+    refuse_if(n.orders and n.width > cfg.dim, "ngrams.width must not be above the model's width")
 
 
 def config_json(cfg: Config, **more) -> str:
     return json.dumps(dataclasses.asdict(cfg) | more)
 
 
-CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
+    """Raises UserError if this machine's memory cannot hold its ranks' rows of the n-gram table.
 
-
-def available_memory() -> int:
-    """Returns the bytes of memory free on this machine, at most its cgroup's limit; many where unknown."""
-    free = sys.maxsize
-    with contextlib.suppress(OSError):
-        words = Path("/proc/meminfo").read_text().split()
-        free = 1024 * int(words[words.index("MemAvailable:") + 1])
-    for path in CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # no such cgroup; no limit: "max"
-            free = min(free, int(Path(path).read_text()))
-    return free
-
-
-def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> str:
-    """Returns a line on the n-gram table. Raises UserError if this machine cannot hold its ranks' parts."""
+    Without this the kernel would grant them, and kill a process later. A GPU's memory is allocated at once.
+    """
     n = cfg.ngrams
-    if not n.orders:
-        return ""
-    table = TABLES[n.placement](cfg, Exchange(0, world_size), torch.device("meta"), TORCH_BACKEND)
-
-    def nbytes(*values) -> int:
-        return sum(t.nbytes for t in {t for t in tree_leaves(values) if isinstance(t, Tensor)})
-
-    total, rows = nbytes(vars(table)), nbytes(table.stored)
-    if device.type == "cpu":
-        need = total
-    else:  # rows on a GPU are allocated before the first step
-        need = nbytes(table.stored, table.staged, table.updated) if isinstance(table, HostTable) else 0
-    have, shape = available_memory() // local_ranks, f"{table.rows:,} rows x {n.width} {n.dtype}"
-    if need > have:
-        raise UserError(
-            f"a process's part of the n-gram table ({shape}) needs {need:,} bytes of memory, it has "
-            f"{have:,}; use more machines, or lower ngrams.rows or ngrams.width"
-        )
-    return (
-        f"n-grams: orders {','.join(map(str, n.orders))}, hashes {n.hashes}, {shape}, {n.placement}; "
-        f"{rows:,} bytes a process, and {total - rows:,} for the rows that a step touches"
+    nbytes = len(n.orders) * n.rows * n.width * dtype_of(n.dtype).itemsize * local_ranks // world_size
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    refuse_if(
+        nbytes > have and (device.type == "cpu" or n.placement == "host"),
+        f"the n-gram table needs {nbytes:,} bytes, this machine has {have:,}; use more machines, or lower "
+        "ngrams.rows or ngrams.width",
     )
+
+
+SAVED_ROWS = 1 << 14  # of n-grams that are gathered at once, to save a model
 
 
 def save_model(path: str, model: GPT, rank: int = 0) -> None:
@@ -4346,28 +3718,28 @@ def save_model(path: str, model: GPT, rank: int = 0) -> None:
 
     All ranks must call it; rank 0 writes, also the n-gram table beside it: its rows in order, nothing else.
     """
-    shapes = param_shapes(model.cfg, 1)
-    if model.ngrams:
-        aside = f"{path}.ngrams.partial"  # a process may have mapped an earlier table
-        with open(os.devnull if rank else aside, "wb") as file:
-            model.ngrams.save(file)
+    shapes, table = param_shapes(model.cfg, 1), model.ngrams
     if rank == 0:
         weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
         weights["signs"] = model.signs.cpu()
         torch.save({"config": config_json(model.cfg), "weights": weights}, path)
-        if model.ngrams:
+    if table:
+        aside = f"{path}.ngrams.partial"  # a process may have mapped an earlier table
+        with open(os.devnull if rank else aside, "wb") as file:
+            for start in range(0, table.rows, SAVED_ROWS):
+                ids = torch.arange(start, min(start + SAVED_ROWS, table.rows), dtype=torch.int32)
+                rows = table.fetch(None if rank else ids)
+                file.write(rows.cpu().view(torch.uint8).numpy())
+        if rank == 0:
             os.replace(aside, f"{path}.ngrams")
 
 
-class NgramFile:
-    """The table of n-grams of a saved model, mapped: a fetch reads the rows asked for."""
+class NgramFile(NamedTuple):
+    """The n-gram table of a saved model: a fetch reads no other rows."""
 
-    def __init__(self, path: str, cfg: Ngrams, device: torch.device | str):
-        self.dtype, self.device = dtype_of(cfg.dtype), device
-        fix = "keep the whole file beside the model it was saved with"
-        with explain(f"cannot read {path}", fix, OSError, ValueError):
-            row_bytes = cfg.width * self.dtype.itemsize
-            self.rows = np.memmap(path, np.uint8, "r").reshape(cfg.ranges * cfg.rows, row_bytes)
+    rows: np.ndarray  # (N, bytes of a row) uint8, mapped from the file
+    dtype: torch.dtype
+    device: torch.device | str
 
     def fetch(self, row_ids: Tensor) -> Tensor:
         """Returns rows (n,) of the table, (n, width)."""
@@ -4376,47 +3748,17 @@ class NgramFile:
 
 def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss."""
-    fix = "give a file that --save of this script wrote"
-    with explain(f"cannot load {path}", fix, Exception):  # which one depends on the damage
-        saved = torch.load(path, map_location=device, weights_only=True)
-        model = GPT(config_from_dict(json.loads(saved["config"])), device=device)
+    fix = "give a file that --save of this script wrote, and keep its .ngrams beside it"
+    saved = read_saved(path, fix)
+    with explain(f"cannot load {path}", fix, Exception):  # which one depends on the script that wrote it
+        cfg = config_from_dict(json.loads(saved["config"]))
+        model, n = GPT(cfg, device=device), cfg.ngrams
         model.load_state_dict(saved["weights"])
-    model.rotary.use_stage(len(model.cfg.stages) - 1)
-    if model.cfg.ngrams.orders:
-        model.ngrams = NgramFile(f"{path}.ngrams", model.cfg.ngrams, device)
+        if n.orders:
+            rows = np.memmap(f"{path}.ngrams", np.uint8, "r").reshape(len(n.orders) * n.rows, -1)
+            model.ngrams = NgramFile(rows, dtype_of(n.dtype), device)
+    model.rotary.use_stage(len(cfg.stages) - 1)
     return model
-
-
-def check_init(path: str, cfg: Config) -> tuple[str, Config]:
-    """Returns a saved model's hash, and `cfg` for a run from it on.
-
-    Raises UserError if its weights do not fit a model of `cfg`.
-    """
-    model = (
-        "vocab_size padded_vocab bos_id bigram_vocab_size sign_rows heads head_dim mlp_dim layers mudd "
-        "ngrams.orders ngrams.hashes ngrams.rows ngrams.width"
-    ).split()
-    saved = load_model(path).cfg
-    if diff := config_diff(dataclasses.asdict(saved), dataclasses.asdict(cfg), tuple(model)):
-        raise UserError(f"--init {path}: another model (there, here): {diff}; give the options it had")
-    windows = (*saved.past_windows, *longest_windows(saved, len(saved.stages)))
-    return dataset_hash([Path(path)]), replace(cfg, past_windows=windows)
-
-
-@torch.no_grad()
-def start_from(path: str, model: GPT, optimizer: Optimizer) -> None:
-    """Gives a model that is to be trained a saved one's weights, not the optimizer's state.
-
-    Tied parameters train on their own from the start: they may differ.
-    """
-    saved, exchange = load_model(path), optimizer.exchange
-    for name, value in saved.state_dict().items():
-        getattr(model, name)[: len(value)].copy_(value)
-    optimizer.is_tied = False
-    if table := saved.ngrams:
-        ids, n = torch.arange(exchange.rank, len(table.rows), exchange.world_size), 1 << 16
-        for part, row_ids in zip(optimizer.ngrams.block.split(n), ids.split(n)):
-            part[: len(row_ids)].copy_(table.fetch(row_ids))
 
 
 OTHER_STATE = "signs", "act_scale", "proj_scale"  # of the model; no parameters
@@ -4442,120 +3784,83 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     optimizer.drop_grads()
 
 
+def read_saved(path: str | Path, fix: str) -> dict:
+    """Reads a file of torch.save: its tensors are mapped, not copied. Raises UserError if it is damaged."""
+    with explain(f"cannot read {path}", fix, Exception):  # which one depends on the damage
+        with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
+            if damaged := file.testzip():
+                raise ValueError(f"checksum of {damaged}")
+        return torch.load(path, "cpu", mmap=True, weights_only=True)
+
+
 class Checkpoint(NamedTuple):
-    """A folder RUN.checkpoint/step00000120 beside the run's log: meta.json, and each rank's rank0.pt,
-    rank1.pt, ...
+    """A folder RUN.checkpoint/step00000120 beside the run's log, with each rank's rank0.pt, rank1.pt, ...
 
     It is renamed to that when all of it is written, so a folder of that name is complete, whatever ended the
     run.
     """
 
     path: Path
-    meta: dict  # step, train_ms, the loader's position, script, torch; task: what must be equal to resume
+    meta: dict  # step, train_ms, the loader's position; task: what must be equal to resume
 
     @classmethod
     def find(cls, where: str) -> "Checkpoint":
-        """Finds the newest of a run, named by its log, its .checkpoint folder, or the folder of one such."""
+        """Finds the newest of a run, by its log, its .checkpoint folder, or the folder of a single such."""
         path = Path(where)
-        steps = sorted(path.glob("*.checkpoint/step????????"))
-        if not steps and path.suffix in (".checkpoint", ".txt"):
-            steps = sorted(path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????"))
-        runs = sorted({str(step.parent) for step in steps})
-        if len(runs) > 1:
-            raise UserError(f"--resume {where}: several runs have checkpoints; name one: {', '.join(runs)}")
-        if not steps:
+        of_run = path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????")
+        steps = sorted([*path.glob("*.checkpoint/step????????"), *of_run])
+        runs = {step.parent for step in steps}
+        if len(runs) != 1:
             raise UserError(
-                f"--resume {where}: no checkpoint there; give the log's folder of a run started with "
+                f"--resume {where}: checkpoints of {len(runs)} runs are there; give the log of one run with "
                 "--checkpoint-every that did not finish"
             )
-        path = steps[-1] / "meta.json"
-        with explain(f"cannot read {path}", "is the run still going?", OSError):
-            text = path.read_bytes()
-        fix = f"remove {path.parents[1]}, and start again"
-        with explain(f"{path} is damaged", fix, ValueError, LookupError, TypeError):
-            meta, keys = json.loads(text), ("step", "train_ms", "position", "task", "script", "torch")
-            return cls(path.parent, {key: meta[key] for key in keys})
+        return cls(steps[-1], json.loads(cls.read(steps[-1], 0)["meta"]))
+
+    @staticmethod
+    def read(path: Path, rank: int) -> dict:
+        return read_saved(path / f"rank{rank}.pt", f"if it is damaged, remove {path.parent}, and start again")
 
     def load(self, model: GPT, optimizer: Optimizer) -> None:
-        """Restores this rank's shards. Call optimizer.gather_all() afterwards."""
-        rank = optimizer.exchange.rank
-        path = self.path / f"rank{rank}.ngrams"
-        try:
-            if optimizer.ngrams:
-                with open(path, "rb") as table:
-                    optimizer.ngrams.load(table)
-            path = path.with_suffix(".pt")
-            with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
-                if bad := file.testzip():
-                    raise ValueError(f"checksum of {bad}")
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            if saved["rank"] != rank:
-                raise ValueError(f"rank {saved['rank']}'s share")
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except OSError as e:
-            raise UserError(
-                f"cannot read {path}: {first_line(e)}; is the run still going, and do all machines see its "
-                "folder?"
-            ) from None
-        except Exception as e:  # what torch.load raises depends on the damage
-            raise UserError(
-                f"{path} is damaged: {first_line(e)}; remove {path.parents[1]}, and start again"
-            ) from None
-        fix = "resume with the script that wrote it, which the log holds"
-        with explain(f"{path} lacks what this script saves", fix, KeyError):
-            restore(saved, model, optimizer)
+        """Restores this rank's shards, and its rows of n-grams. Call optimizer.gather_all() afterwards."""
+        saved = self.read(self.path, optimizer.exchange.rank)
+        restore(saved, model, optimizer)
+        if optimizer.ngrams:
+            for t, value in zip(optimizer.ngrams.stored, saved["ngrams"]):
+                t.copy_(value)
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
     """Writes the checkpoint after progress["step"] steps into `run`, from all ranks; removes the one before.
 
-    about, progress: what its meta.json holds, of the run and of this moment.
+    about, progress: its meta, of the run and of this moment. A rank that fails does not reach the meeting, so
+    that the one before stays the last.
     """
-    meta = about | progress
-    final, rank = run / f"step{meta['step']:08d}", optimizer.exchange.rank
-    partial_path = final.with_suffix(".partial")
-
-    def write_file(name: str, write: Callable) -> None:
-        with open(partial_path / name, "wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-
-    def begin() -> None:
-        if rank:
-            return
-        for left in run.glob("*.partial"):
-            shutil.rmtree(left)
-        partial_path.mkdir(parents=True)
-
-    state = training_state(model, optimizer) | {"rank": rank}
-
-    def write_shard() -> None:
-        for name, shard in state["model"].items():
-            if not shard.isfinite().all():
-                raise UserError(
-                    f"{name} is not finite after step {meta['step']}, which was not saved; lower the "
-                    "learning rate that was raised last"
-                )
-        write_file(f"rank{rank}.pt", partial(torch.save, state))
-        if optimizer.ngrams:
-            write_file(f"rank{rank}.ngrams", optimizer.ngrams.write)
-
-    def finish() -> None:
-        if rank:
-            return
-        write_file("meta.json", lambda f: f.write(json.dumps(meta, indent=1).encode()))
-        earlier = list(run.glob("step????????"))
-        partial_path.rename(final)
-        for path in earlier:
-            shutil.rmtree(path.rename(path.with_suffix(".partial")))
-
+    step, rank, table = progress["step"], optimizer.exchange.rank, optimizer.ngrams
+    final, state = run / f"step{step:08d}", training_state(model, optimizer)
+    weights, state["meta"] = state["model"], json.dumps(about | progress)
+    if table:
+        table.finish()
+        state["ngrams"] = table.stored  # written from where they lie
+        weights = weights | {"the n-gram table": table.block}
+    for name, value in weights.items():
+        if not value.sum().isfinite():  # isfinite() of all would make as many booleans
+            fix = "lower the learning rate that was raised last"
+            raise UserError(f"{name} is not finite after step {step}, which was not saved; {fix}")
+    aside = final.with_suffix(".partial")
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
     # torch.save raises RuntimeError when the disk is full.
-    guard = explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError)
-    for part in (begin, write_shard, finish):
-        optimizer.exchange.run_on_all_ranks(guard(part))
+    with explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError):
+        aside.mkdir(parents=True, exist_ok=True)
+        with open(aside / f"rank{rank}.pt", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    optimizer.exchange.all_gather_object(None)  # all ranks have written
+    if rank == 0:
+        aside.rename(final)
+        for other in set(run.iterdir()) - {final}:
+            shutil.rmtree(other)
 
 
 # ============================================================================================================
@@ -4563,92 +3868,28 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
 # ============================================================================================================
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises wrong options as UserErrors of one line; prints help from one process of a machine."""
-
-    def error(self, message: str) -> typing.NoReturn:
-        raise UserError(f"{message}; -h lists the options")
-
-    def print_help(self, file=None) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            super().print_help(file)
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    def whole(text: str, least: int = 1) -> int:
-        if not text.isdecimal() or not least <= int(text) < 2**63:
-            raise argparse.ArgumentTypeError(f"give a whole number, {least} or more, not {text!r}")
-        return int(text)
-
-    parser = Parser(
-        prog="train_gpt.py",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun,\n"
+    parser = argparse.ArgumentParser(
+        "train_gpt.py",
+        description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
         "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
-        epilog="examples:\n"
-        "  torchrun --standalone --nproc_per_node=8 train_gpt.py --name MyIdea --seed 3\n"
-        "  torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu --set stages.0.steps=50\n"
-        "--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul,\n"
-        "stages.*.windows.long, params.embed.wd_mul, params.*.reduction",
+        epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
+        "stages.*.windows.long, params.embed.wd_mul. A run with --checkpoint-every, --resume or --profile "
+        "counts for no track.",
+        allow_abbrev=False,
     )
     add, preset = parser.add_argument, "record" if torch.cuda.is_available() else "cpu"
-    add(
-        "--preset",
-        choices=PRESETS,
-        default=preset,
-        help="the 8-GPU one, or a small one (default here: %(default)s)",
-    )
+    add("--preset", choices=PRESETS, default=preset, help="default here: %(default)s")
     add("--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/")
-    add(
-        "--seed", type=partial(whole, least=0), default=0, help="of the initial weights (default %(default)s)"
-    )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change one setting; may be repeated",
-    )
-    add("--data", metavar="DIR", help="folder of .bin shards (default: the preset's)")
-    add("--init", metavar="FILE", help="start from a model that --save wrote; such a run counts for no track")
-    add("--save", metavar="FILE", help="write the final weights and the config there")
-    add(
-        "--checkpoint-every",
-        metavar="N",
-        type=whole,
-        help="save everything beside the log after every N steps; such a run counts for no track",
-    )
-    add(
-        "--profile",
-        metavar="STEP",
-        nargs="?",
-        type=whole,
-        const=8,
-        help="trace four steps from STEP on (default 8) into RUN.rank0.trace.json.gz, RUN.rank1..., "
-        "beside the log, for bench/timeline.py and ui.perfetto.dev; such a run counts for no track",
-    )
-    add(
-        "--check",
-        metavar="PROCESSES",
-        type=whole,
-        help="say whether that many processes could run this here, data aside, and stop",
-    )
-    add(
-        "--resume",
-        metavar="LOG",
-        help="continue from a run's last checkpoint, with the same options: its log, or the log's folder",
-    )
-    args = parser.parse_args(argv)
-    if not re.fullmatch(r"[\w.-]*", args.name):
-        parser.error(f"--name {args.name!r}: letters, digits, and . _ - only: it becomes a folder's name")
-    if "" in (args.resume, args.init):
-        parser.error("--resume and --init: give a path, not nothing")
-    if args.profile and args.resume:
-        parser.error("--profile and --resume: trace a run from its start; leave one of them out")
-    if args.name and args.resume:
-        parser.error("--name and --resume: a resumed run's log goes beside the first one; leave --name out")
-    return args
+    add("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting; may be repeated")
+    add("--data", help="folder of .bin shards (default: the preset's)")
+    add("--save", help="file for the final weights and the config")
+    add("--checkpoint-every", type=int, metavar="N", help="save all state beside the log after every N steps")
+    add("--resume", help="log of a run to continue from its last checkpoint, with the same options")
+    add("--profile", type=int, nargs="?", const=8, help="trace four steps from this on (without a number: 8)")
+    add("--check", type=int, help="say whether that many processes could run this here, data aside")
+    return parser.parse_args(argv)
 
 
 def track_of(cfg: Config, world_size: int) -> str:
@@ -4667,34 +3908,14 @@ def peak_memory() -> str:
     return f"peak memory allocated: {kib >> 10} MiB"
 
 
-def is_complete(log: Path) -> bool:
-    return log.read_bytes().endswith(b"complete: yes\n")
-
-
-def open_log(folder: Path | None, run_id: str, steps: int, seed: int, resumed: Checkpoint | None) -> RunLog:
-    """Opens a run's log. Raises UserError if its record folder has a complete run with the same seed."""
-    if folder and resumed:
-        run_id = first = f"{run_id}.from{resumed.meta['step']}"
-        n = 1
-        while (folder / f"{run_id}.txt").exists():
-            n += 1
-            run_id = f"{first}_{n}"
-    elif folder and folder.name != "attempts":
-        for path in filter(is_complete, folder.glob(f"seed{seed}_*.txt")):
-            raise UserError(f"{path} is a complete run with this seed; choose another --seed or --name")
-    return RunLog(folder, steps, run_id)
-
-
-def trace_steps(path: Path, first: int, log: RunLog) -> torch.profiler.profile:
+def trace_steps(path: Path, first: int) -> torch.profiler.profile:
     """Returns a profiler of steps first .. first + 3 that writes to `path`; it counts calls of step()."""
+    global TRACING
+    TRACING = True
 
     def write(profiler) -> None:
-        with explain(f"cannot write the trace {path}", "make room, or omit --profile", OSError, RuntimeError):
-            path.parent.mkdir(parents=True, exist_ok=True)  # another machine's
-            profiler.export_chrome_trace(str(path))
-        log.print0(
-            f"trace: {path}, and every rank's, for bench/timeline.py; writing it was on the clock", file=False
-        )
+        path.parent.mkdir(parents=True, exist_ok=True)  # on another machine than rank 0's
+        profiler.export_chrome_trace(str(path))
 
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
@@ -4716,7 +3937,7 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
         batch = batches.next()
         AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
         if optimizer.ngrams:
-            optimizer.ngrams.reset(batch.rows["ngrams"].owned)
+            optimizer.ngrams.zero(batch.rows["ngrams"].owned)
     loader.close()
     optimizer.finish_gathers()
     restore(before, model, optimizer)
@@ -4731,7 +3952,7 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
     All ranks must call it: rows of n-grams may be with any.
     """
     torch.manual_seed(seed)
-    model.backend = TORCH_BACKEND  # there is nothing to compile for these lengths
+    model.backend, compiled.compiler = TORCH_BACKEND, None  # nothing is compiled for these lengths
     for _ in range(model.cfg.samples if vocabulary else 0):
         tokens = [model.cfg.bos_id]
         while len(tokens) <= 100:
@@ -4741,149 +3962,90 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
         log.print0(f"sample: {text!r}", file=False)
 
 
-def run(args: argparse.Namespace, script: str) -> None:
+def run(args: argparse.Namespace) -> None:
     cfg = reduce(override, args.set, PRESETS[args.preset])
-    if args.data:
-        cfg = replace(cfg, data=args.data)
-    if args.save and (not os.access(Path(args.save).resolve().parent, os.W_OK) or Path(args.save).is_dir()):
-        raise UserError(f"--save {args.save}: give a file in a folder that can be written to")
-    check_config(cfg, args.check or env_world_size())
-    if args.profile and args.profile + 4 > cfg.steps:
-        raise UserError(
-            f"--profile {args.profile} traces steps {args.profile} to {args.profile + 3}, the run has steps "
-            f"0 to {cfg.steps - 1}; give an earlier one"
-        )
+    cfg = replace(cfg, data=args.data or cfg.data)
+    check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
+    if args.save and not os.access(Path(args.save).resolve().parent, os.W_OK):
+        raise UserError(f"--save {args.save}: its folder does not exist or cannot be written to")
+    resumed = None if args.resume is None else Checkpoint.find(args.resume)
     if args.check:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        select_backend(cfg, device, world_size=args.check)
-        ngrams = check_ngram_memory(cfg, args.check, device, args.check)
-        if args.resume:
-            Checkpoint.find(args.resume)
-        if args.init:
-            check_init(args.init, cfg)
-        print(f"{args.check} process{'' if args.check == 1 else 'es'} could run this here")
-        if ngrams:
-            print(ngrams)
+        select_backend(cfg, device)
+        check_ngram_memory(cfg, args.check, device, args.check)
+        print(f"processes that could run this here: {args.check}")
         return
 
     rank, world_size, device = init_distributed()
-    backend = select_backend(cfg, device, world_size=world_size)
+    backend = select_backend(cfg, device)
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device)
     prefetch = Exchange(rank, world_size, group)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    ngrams = exchange.run_on_all_ranks(check_ngram_memory, cfg, world_size, device, local)
-    data = exchange.run_on_all_ranks(open_dataset, cfg)
+    check_ngram_memory(cfg, world_size, device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    data = open_dataset(cfg)
+
+    # All ranks must have been started alike. Rank 0 names the run.
+    script = Path(__file__).read_text(encoding="utf-8")
     task = {
         "seed": args.seed,
         "processes": world_size,
         "data": data.fingerprint,
-        "vocabulary": zlib.crc32(b"\n".join(data.vocabulary)),
         "config": dataclasses.asdict(replace(cfg, data="")),
     }
-    versions = {"script": hashlib.sha256(script.encode()).hexdigest()[:16], "torch": torch.__version__}
-    options = {  # with any of them a run counts for no track
-        "--checkpoint-every": args.checkpoint_every,
-        "--init": args.init,
-        "--resume": args.resume,
-        "--profile": args.profile,
-    }
-    setups = exchange.all_gather_object(task | versions | options)
-    for other, setup in enumerate(setups):
-        if diff := config_diff(setup, setups[0]):
-            raise UserError(
-                f"rank {other} differs from rank 0 (there, here): {diff}; start all machines with the same "
-                "script, options, torch and data"
-            )
-    check = partial(check_schedule, cfg, data.train, world_size)
-    exchange.run_on_all_ranks(check if rank == 0 else lambda: None)
-    if args.init:
-        task["init"], cfg = exchange.run_on_all_ranks(check_init, args.init, cfg)
-    resumed = exchange.run_on_all_ranks(Checkpoint.find, args.resume) if args.resume else None
-    if resumed and (diff := config_diff(resumed.meta["task"], task)):
-        raise UserError(
-            f"{resumed.path} is of another run (there, here): {diff}; give its options, its data and as many "
-            "processes"
-        )
-
-    track = "other" if any(options.values()) else track_of(cfg, world_size)
+    about = vars(args) | task | {"script": zlib.crc32(script.encode()), "torch": torch.__version__}
+    uncounted = args.checkpoint_every or args.resume or args.profile
+    track = "other" if uncounted else track_of(cfg, world_size)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
-    run_id = f"seed{args.seed}_{uuid.uuid4().hex[:12]}"
-    folder, run_id = exchange.all_gather_object((folder, run_id))[0]
+    setups = exchange.all_gather_object((about, folder / f"seed{args.seed}_{uuid.uuid4().hex[:12]}"))
+    for other, (setup, _) in enumerate(setups):
+        if diff := config_diff(setup, setups[0][0]):
+            raise UserError(f"rank {other} differs from rank 0 (there, here): {diff}; start all ranks alike")
+    path, suffix = setups[0][1], ".txt"
     if resumed:
-        folder, run_id = resumed.path.parents[1], resumed.path.parent.stem
-    checkpoints = folder / f"{run_id}.checkpoint"
-    with open_log(folder if rank == 0 else None, run_id, cfg.steps, args.seed, resumed) as log:
-        log.print0(f"{script}\n{'=' * 100}", console=False)
-        for line in describe_environment(device, world_size):
-            log.print0(line)
-        head = "fp8" if cfg.fp8 else cfg.dtype
-        mlps = head if cfg.fp8_mlp else cfg.dtype
-        log.print0(
-            f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; "
-            f"head: {head}; MLPs: {mlps}; compiled: {'yes' if cfg.compile else 'no'}"
-        )
-        logged = config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed)
-        log.print0(f"config: {logged}", console=False)
-        count, usual = num_microbatches(cfg, world_size), PRESETS[cfg.preset].microbatches
-        packing = f", packed in {count} micro-batches a batch, not {usual}: not the track's batches"
-        log.print0(f"data: {data.fingerprint}{'' if count == usual else packing}")
-        if ngrams:
-            log.print0(ngrams)
-        if args.init:
-            log.print0(f"init: {os.path.relpath(args.init)} ({task['init']})")
-        if resumed:
-            line = f"resumed: {run_id} after step {resumed.meta['step']}"
-            for name, version in versions.items():
-                if resumed.meta[name] != version:
-                    line += f"; {name} {resumed.meta[name]} wrote the checkpoint, this is {version}"
-            log.print0(line)
-        log.print0("=" * 100, console=False)
-
-        save = partial(save_checkpoint, checkpoints, {"task": task, **versions})
-        try:
-            with contextlib.ExitStack() as traced:  # a failed run, too, writes what it has traced
-                trace = None
-                if args.profile:
-                    profiler = trace_steps(folder / f"{run_id}.rank{rank}.trace.json.gz", args.profile, log)
-                    trace = partial(traced.enter_context, profiler)
-                every, more = args.checkpoint_every, (resumed, trace, args.init)
-                model, summary = train(
-                    cfg, backend, exchange, prefetch, data, args.seed, log, every, save, *more
-                )
-        except (RuntimeError, MemoryError) as e:
-            is_full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
-            if not is_full and "can't allocate memory" not in str(e):
-                raise
+        if diff := config_diff(resumed.meta["task"], task):
             raise UserError(
-                f"out of memory: {first_line(e)}; use more processes, or shrink what grew last (head_chunk, "
-                "batch_tokens, the model)"
-            ) from None
-        for key, value in summary.items():
-            log.print0(f"{key}: {value}", console=False)
-        log.print0("complete: yes", console=False)
-    if args.save:
-        done = f"the run itself is complete, its log is {log.path}"
-        with explain(f"--save {args.save}", done, OSError, RuntimeError):
-            save_model(args.save, model, rank)
-    print_samples(model, data.vocabulary, args.seed, log)
-    if rank:
-        return
-    with contextlib.suppress(OSError):  # there is nothing left to resume
-        shutil.rmtree(checkpoints.rename(checkpoints.with_suffix(".partial")))
-    logs = Path("records", track).glob("[0-9]*/seed*.txt")
-    earlier = sorted({path.parent for path in logs if path.parent != folder and is_complete(path)})
-    python, per_byte = sys.executable.removeprefix(os.getcwd() + os.sep), summary.get("val_loss_per_byte")
+                f"{resumed.path} is of another run (there, here): {diff}; start it as that one was"
+            )
+        suffix = f".from{resumed.meta['step']}_{path.name[-12:]}.txt"
+        path = resumed.path.parent.with_suffix("")
+
+    log = RunLog(None if rank else path.with_suffix(suffix))
+    log.print0(f"{script}\n{'=' * 100}", console=False)
+    for line in describe_environment(device, world_size):
+        log.print0(line)
+    head = "fp8" if cfg.fp8 else cfg.dtype
+    mlps, how = head if cfg.fp8_mlp else cfg.dtype, "yes" if cfg.compile else "no"
     log.print0(
-        f"\nvalidation loss  {float(summary['val_loss']):.4f} nats per token"
-        f"{f', {float(per_byte):.4f} per byte' if per_byte else ''}\n"
-        f"training time    {int(summary['train_time_ms']) / 1000:.1f} s, {cfg.steps} steps, "
-        f"{train_tokens(cfg):,} tokens\n"
-        f"log              {log.path}\n"
-        f"compare          {python} records/compare.py {f'{earlier[-1]} ' if earlier else ''}{log.path}"
-        + (f"\ngenerate         {python} evals/generate.py {args.save}" if args.save else ""),
-        file=False,
+        f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; "
+        f"head: {head}; MLPs: {mlps}; compiled: {how}"
     )
+    logged = config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed)
+    log.print0(f"config: {logged}", console=False)
+    count, usual = num_microbatches(cfg, world_size), PRESETS[cfg.preset].microbatches
+    packing = f", packed in {count} micro-batches a batch, not {usual}: not the track's batches"
+    log.print0(f"data: {data.fingerprint}{'' if count == usual else packing}")
+    if resumed:
+        log.print0(f"resumed: {path.name} after step {resumed.meta['step']}")
+    log.print0("=" * 100, console=False)
+
+    trace, every = path.with_suffix(f".rank{rank}.trace.json.gz"), args.checkpoint_every
+    profiler = args.profile and trace_steps(trace, min(args.profile, cfg.steps - 4))
+    checkpoints = path.with_suffix(".checkpoint")
+    save = partial(save_checkpoint, checkpoints, {"task": task})
+    model, summary = train(
+        cfg, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, profiler
+    )
+    for key, value in summary.items():
+        log.print0(f"{key}: {value}", console="bytes" not in key)
+    log.print0("complete: yes", console=False)
+    if args.save:
+        save_model(args.save, model, rank)
+    print_samples(model, data.vocabulary, args.seed, log)
+    log.print0(f"log: {log.path}", file=False)
+    if rank == 0:
+        shutil.rmtree(checkpoints, ignore_errors=True)  # there is nothing left to resume
+    if world_size > 1:
+        dist.destroy_process_group()
 
 
 def train(
@@ -4897,15 +4059,15 @@ def train(
     every: int | None = None,
     save: Callable | None = None,
     resumed: Checkpoint | None = None,
-    trace: Callable | None = None,
-    init: str | None = None,
+    profiler=None,
 ) -> tuple[GPT, dict]:
     """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
 
     `prefetch` is for the thread that builds batches. `save(progress, model, optimizer)` keeps a checkpoint
-    after every `every` steps, if that is given; `resumed` is one to go on from. `trace()` starts a profiler,
-    whose step() ends every step. `init` is a saved model to start from.
+    after every `every` steps, if that is given; `resumed` is one to go on from. `profiler` is started after
+    the warm-up.
     """
+    compiled.compiler = compiler_of(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
@@ -4920,71 +4082,83 @@ def train(
         warm_up(data, model, optimizer, val, prefetch)
         steps = " ".join(map(str, warmup_steps(cfg)))
         log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
-    first, train_ms, position = 0, 0.0, (0, 0, 0)
+    first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
-        exchange.run_on_all_ranks(resumed.load, model, optimizer)
+        resumed.load(model, optimizer)
         optimizer.gather_all()
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
-    elif init:
-        exchange.run_on_all_ranks(start_from, init, model, optimizer)
-    losses, clock = AsyncLoss(), Clock(train_ms)
+    losses = AsyncLoss()
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
 
-    # Train. The clock runs except while validating and saving; the loader opens its first shard on it.
-    profiler = trace() if trace else None
-    clock.start()
+    # Train. The clock runs except while validating and saving, when threads go on building batches; the
+    # loader opens its first shard on it.
+    if profiler:
+        profiler.start()
+    began = synchronized_time() - train_ms / 1000
     loader = TrainLoader(cfg, data.train, exchange.rank, exchange.world_size, position)
     batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), prefetch)
     if cfg.predicts_prefixes:
         model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
+    epochs = position[0] // len(data.train) + 1
+    every_seconds = 0.1 if sys.stderr.isatty() else 10
+    bar = tqdm(
+        total=cfg.steps, initial=first, unit="step", mininterval=every_seconds, disable=log.file is None
+    )
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
         if done or validates(cfg, step):
-            clock.stop()
-            losses.poll(wait=True)
+            stopped = synchronized_time()
+            train_ms = 1000 * (stopped - began)
+            losses.poll()
             windows = window_tokens(cfg, cfg.val_windows)
             if not done:
                 plan = plan_step(cfg, step)
                 windows = plan.windows
                 model.rotary.use_stage(plan.stage)
             val_loss = validate(model, val, exchange, windows)
-            if not math.isfinite(val_loss):
-                fix = "undo what was changed last, learning rates first"
-                raise UserError(f"the validation loss is {val_loss} at step {step}; {fix}")
             log.print0(
-                f"step:{step}/{cfg.steps} val_loss:{val_loss:.4f} train_time:{clock.ms:.0f}ms "
-                f"step_avg:{clock.ms / max(step, 1):.2f}ms"
+                f"step:{step}/{cfg.steps} val_loss:{val_loss:.4f} train_time:{train_ms:.0f}ms "
+                f"step_avg:{train_ms / max(step, 1):.2f}ms"
             )
-            clock.start()
+            began += synchronized_time() - stopped
         if done:
             break
         batch = batches.next()
         n = step + 1  # as the log counts
+        if batch.position[0] >= epochs * len(data.train):
+            epochs += 1
+            log.print0(f"epoch {epochs} begins in step {n}: all training shards were read")
         losses.push(n, train_step(model, optimizer, batch, batches.peek))
         losses.poll()
         if profiler:
             profiler.step()
-        elapsed = clock.read()
-        line = f"step:{n}/{cfg.steps} train_time:{elapsed:.0f}ms step_avg:{elapsed / n:.2f}ms"
+        train_ms = 1000 * (time.perf_counter() - began)
+        line = f"step:{n}/{cfg.steps} train_time:{train_ms:.0f}ms step_avg:{train_ms / n:.2f}ms"
         at, loss = losses.latest
         log.print0(line + (f" train_loss:{loss:.4f}@{at}" if at else ""), console=False)
-        log.progress(n, loss, elapsed)
+        bar.set_postfix_str(f"loss {loss:.3f}" if at else "", refresh=False)
+        bar.update()
         if every and n % every < 2 and batch.plan.do_adam and n < cfg.steps:  # no gradients are pending then
-            clock.stop()
-            losses.poll(wait=True)
-            save({"step": n, "train_ms": clock.ms, "position": batch.position}, model, optimizer)
+            stopped = synchronized_time()
+            train_ms = 1000 * (stopped - began)
+            losses.poll()
+            save({"step": n, "train_ms": train_ms, "position": batch.position}, model, optimizer)
             log.print0(f"checkpoint: after step {n}", console=False)
-            clock.start()
+            began += synchronized_time() - stopped
+    bar.close()
+    if profiler:
+        profiler.stop()
     loader.close()
     gc.unfreeze()
 
     log.print0(peak_memory())
     summary = {
         "val_loss": f"{val_loss:.6f}",
-        "train_time_ms": f"{clock.ms:.0f}",
+        "train_time_ms": f"{train_ms:.0f}",
         "steps": cfg.steps,
         "tokens": train_tokens(cfg),
+        "epochs": epochs,
         "seed": seed,
     }
     if resumed:
@@ -4996,52 +4170,24 @@ def train(
     return model, summary
 
 
-def claim_report(error: UserError) -> bool:
-    """Returns True on exactly one rank, the first to report. A PeerFailure counts only if no rank has
-    reported a cause.
-
-    Ranks meet in the store that torchrun keeps for them.
-    """
-    try:
-        if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(*address, timeout=timedelta(seconds=10))
-        else:
-            return True
-        is_first = store.add("reports", 1) == 1
-        return is_first if isinstance(error, PeerFailure) else store.add("causes", 1) == 1
-    except RuntimeError:  # the store is gone: better reported twice than not at all
-        return True
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None when the shell closed it
+    """Runs the command line; returns the exit status. What a user can set right is one line on every rank."""
+    args = parse_args(argv)
     try:
-        run(parse_args(argv), Path(__file__).read_text(encoding="utf-8"))
-    except UserError as e:
-        if claim_report(e):
-            print(f"train_gpt.py: error: {e}", file=sys.stderr)
+        run(args)
+    except Exception as error:
+        text = traceback.format_exc()
+        if isinstance(error, (UserError, OSError, torch.OutOfMemoryError)):
+            rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
+            text = f"train_gpt.py: error{rank}: {error}"
+        tqdm.write(text, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end this in a traceback
-        if claim_report(UserError("interrupted")):
-            print("train_gpt.py: interrupted", file=sys.stderr)
-        return 130
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    if status:  # at once: what is left of this process may wait for ranks that no longer answer
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(status)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that waits in a collective, too
+    status = main()
+    with contextlib.suppress(OSError):  # nobody may read the screen any more
+        sys.stdout.flush()
+    os._exit(status)  # a thread may still wait for ranks that no longer answer; torchrun ends those

@@ -46,10 +46,10 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
     options = [f"--set={setting}" for setting in settings]
     command = [sys.executable, str(script), "--preset", preset, "--seed", str(seed), *options]
     run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    log = re.search(r"^log +(.+\.txt)$", run.stdout, re.M)
+    log = re.search(r"^log:? +(.+\.txt)$", run.stdout, re.M)
     if run.returncode or not log:
-        last = (run.stderr.strip() or run.stdout.strip() or "nothing was printed").splitlines()[-1]
-        raise compare.UserError(f"{' '.join(command)} failed: {last}")
+        errors = re.findall(r"^.*error.*$", run.stderr, re.M | re.I) or ["no error was printed"]
+        raise compare.UserError(f"{' '.join(command)} failed: {errors[-1]}")
     path = Path(log[1]).resolve()
     (result,), _ = compare.read_log(str(path))
     return {"loss": result.val_loss, "log": str(path)}

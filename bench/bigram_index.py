@@ -7,7 +7,7 @@ Claim: building row indices is never the bottleneck. train_gpt.py builds them on
 on the batch before, so they must take well under the GPU's time. Columns, in ms a micro-batch, on one thread:
 
     hash      hash_bigrams, with signs
-    index     index_rows: distinct rows, each row's positions in the text's order, first touches
+    index     index_rows: distinct rows, each row's positions in the text's order
     plan      merge_rows and _plan_rows: the rows touched since the last Adam step, by owner (8 ranks), and
               the index of as many that 8 ranks ask for
     ours      the three together

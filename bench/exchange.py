@@ -73,7 +73,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     path.write_bytes(header + tokens.astype("<u2").tobytes())
 
 
-def touched_in(stage: int, shard: Path, rank: int, world_size: int) -> dict[str, tg.RowPlan]:
+def touched_in(stage: int, shard: Path, rank: int, world_size: int) -> dict[str, tg.RowRoutes]:
     """Plans the rows that the rank touches in the stage's first two steps, on the shard's first batches."""
     first = CFG.stage_starts[stage]
     loader = tg.TrainLoader(CFG, [shard], rank, world_size)
@@ -96,10 +96,10 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(
-    name: str, rank: int, world_size: int, touched: dict[str, tg.RowPlan], repeats: int
+    name: str, rank: int, world_size: int, touched: dict[str, tg.RowRoutes], repeats: int
 ) -> tuple[str, ...]:
     """Measures one table. Returns the columns of its line, from the distinct rows on."""
-    kind, shape = SPECS[name].indexed_by, tg.param_shapes(CFG, world_size)[name]
+    kind, shape = SPECS[name].kind, tg.param_shapes(CFG, world_size)[name]
     (row_ids, send_counts, _), rows_per_rank = touched[kind].grads, shape[0] // world_size
     request = kind, (row_ids % rows_per_rank).numpy(), send_counts
     # The gradient is 0 except in touched rows, which repeat 251 random ones: a random table takes seconds.
@@ -110,9 +110,9 @@ def measure(
     shard_grad = torch.zeros(recv_buffer.shape[1:])
     exchange = tg.Exchange(rank, world_size)
 
-    def sparse() -> tg.RowPlan:
+    def sparse() -> tg.RowRoutes:
         places, recv_counts = exchange.send_ids(*request)
-        plan = tg.RowPlan(tg.Transfer(row_ids, send_counts, recv_counts), torch.from_numpy(places))
+        plan = tg.RowRoutes(tg.Transfer(row_ids, send_counts, recv_counts), torch.from_numpy(places))
         row_grads = exchange.send_rows("rows", name, grad[row_ids], plan.grads).wait()
         tg.mean_rows(shard_grad, row_grads, plan)
         return plan

@@ -59,7 +59,7 @@ def exchange_calls(exchange: tg.Exchange, device: torch.device) -> Iterator[tupl
             marks = exchange.send_numbers("marks", "p", places.astype(np.uint8), recv_counts, counts)
             yield f"marks with {name}, {case}", torch.from_numpy(marks), (row_ids % 2).byte()
             transfer = tg.Transfer(row_ids, counts, recv_counts)
-            plan = tg.RowPlan(transfer, torch.from_numpy(places).to(device))
+            plan = tg.RowRoutes(transfer, torch.from_numpy(places).to(device))
             out = grad.new_empty((sum(recv_counts), *grad.shape[1:])) if case == "uneven" else None
             row_grads = exchange.send_rows("rows", "p", grad[row_ids.to(device)], transfer, out).wait()
             result = torch.zeros_like(exchange.shard(mean))
@@ -115,7 +115,7 @@ def exchange_rank(rank: int, world_size: int, on_gpu: bool, cfg: tg.Config, shar
             file.write(json.dumps([name, torch.equal(result, wanted)]) + "\n")
         fp32 = tg.override(cfg, "params.*.reduction=fp32")
         sharded = tg.override(fp32, "ngrams.orders=2,3")
-        whole = (replace(p, exchange="reduce_scatter") if p.indexed_by else p for p in fp32.params)
+        whole = (replace(p, exchange="reduce_scatter") if p.is_table else p for p in fp32.params)
         pairs = {
             "n-grams on the host as sharded": (sharded, tg.override(sharded, "ngrams.placement=host")),
             "n-grams late as ahead": (sharded, tg.override(sharded, "ngrams.prefetch=false")),

@@ -3,11 +3,10 @@
 
     python bench/grad_accumulation.py [--sizes cpu,quarter] [--micro-batches 1,8] [--processes 1] [--pairs 20]
 
-Claim: with main_grad, gradients of banks, head and tables take at least 25% less memory at their peak and
-move fewer bytes, and a step takes no longer. Variants of the same training, in one process, each with its own
-model:
+Claim: with main_grad, the banks' gradients move less than half of the bytes, and a step takes no longer.
+Variants of the same training, in one process, each with its own model:
 
-    autograd  main_grad=false: autograd sums; one lookup per table; .grad is dropped after use, not cleared
+    autograd  main_grad=false: autograd sums the banks' gradients; .grad is dropped after use, not cleared
     in place  main_grad=true
     delayed   main_grad=true, delay_head_grad=true
 
@@ -19,8 +18,8 @@ with probabilities as 1/rank.
              before the update with the size of a weight, of a bank's used layers, or of one layer's matrices.
              In brackets: main_grad and all that the two steps allocate, updates included
     traffic  bytes a step that operations of the backward read and write of tensors with those shapes: mean of
-             two steps. Not weights and scaled weights. Operations by row count only those rows, views
-             nothing. What an operation does inside is not seen, like clearing its result before it adds to it
+             two steps. Not weights. Operations by row count only those rows, views nothing. What an operation
+             does inside is not seen, like clearing its result before it adds to it
     time     of a whole step with its update: median. The ratio is the median of the ratios of successive
              steps, with quartiles. The order rotates from step to step; two warm-up steps go before
 """
@@ -126,11 +125,11 @@ class Training:
         }
         shapes: dict[tuple[int, ...], str] = {}
         for spec in cfg.params:
-            if not (spec.is_matmul_weight or spec.indexed_by):
+            if spec.kind == "plain":
                 continue
             shape = tuple(getattr(self.model, spec.name).shape)
             kind, flat = "head", (shape[0], math.prod(shape[1:]))
-            if spec.indexed_by:
+            if spec.is_table:
                 kind, chunk = "tables", tg.COLUMN_CHUNK  # of segment_sum_rows
                 shapes |= {(shape[0], min(chunk, flat[1] - i)): kind for i in range(0, flat[1], chunk)}
             elif spec.name in layers:
@@ -149,25 +148,11 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.shapes, self.moved = shapes, Counter()
         self.weights = {p.untyped_storage().data_ptr() for p in parameters}
-        self.scaled, self.original_scaled_weights = [], tg.scaled_weights
-
-    def scaled_weights(self, *args) -> tuple[Tensor, Tensor]:
-        with torch._C._DisableTorchDispatch():
-            made = self.original_scaled_weights(*args)
-        self.scaled += made  # kept alive, so that no other tensor gets their addresses
-        self.weights |= {t.untyped_storage().data_ptr() for t in made}
-        return made
 
     def run(self, function: Callable, *args) -> Any:
         """Returns function(*args), and counts what it moves."""
-        setattr(tg, "scaled_weights", self.scaled_weights)
-        try:
-            with self:
-                return function(*args)
-        finally:
-            setattr(tg, "scaled_weights", self.original_scaled_weights)
-            self.weights -= {t.untyped_storage().data_ptr() for t in self.scaled}
-            self.scaled.clear()
+        with self:
+            return function(*args)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -232,7 +217,11 @@ def measure_peaks(training: Training, folder: str) -> tuple[float, float]:
         of_all += nbytes
         of_weights += nbytes if is_weights else 0
         peak, peak_of_all = max(peak, of_weights), max(peak_of_all, of_all)
-    main_grads = sum(t.untyped_storage().nbytes() for t in optimizer.main_grad.values())
+    main_grads = sum(
+        grad.main_grad.untyped_storage().nbytes()
+        for grad in optimizer.grads.values()
+        if grad.main_grad is not None
+    )
     return peak + main_grads, peak_of_all + main_grads
 
 
@@ -241,8 +230,8 @@ def measure_traffic(training: Training) -> dict[str, float]:
     model, optimizer = training.model, training.optimizer
     traffic = Traffic(training.weight_shapes(), list(model.parameters()))
     backward = torch.autograd.backward
-    methods = [(model, "head_loss_and_grad"), (optimizer, "accumulate_row_grads")]
-    methods += [(grad, "flush") for grad in optimizer.weight_grads.values()]
+    methods = [(model, "head_loss_and_grad"), (optimizer, "add_row_grads")]
+    methods += [(grad, "take") for grad in optimizer.grads.values()]
     for owner, name in methods:
         method = getattr(owner, name)
         setattr(owner, name, lambda *args, method=method: traffic.run(method, *args))

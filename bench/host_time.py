@@ -69,6 +69,8 @@ def serve(path: str, shard: str) -> None:
     if hasattr(script, "Ngrams"):
         sizes["ngrams"] = script.Ngrams()  # bigrams, as all scripts before have
     cfg = resized(script.CPU, fields, **sizes, compile=True, val_slice_tokens=128, stages=stages)
+    if hasattr(script, "compiler_of"):  # a backend had what compiles in earlier ones
+        script.compiled.compiler = script.compiler_of(cfg)
     backend, device = script.select_backend(cfg, torch.device("cpu")), torch.device("cpu")
     model = script.GPT(cfg, 1, device, 0, backend)
     optimizer = script.Optimizer(cfg, dict(model.named_parameters()), script.Exchange(0, 1), backend)

@@ -34,7 +34,6 @@ import sys
 import tempfile
 import weakref
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -138,11 +137,9 @@ class Counts(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        before, self.is_paused = self.is_paused, True
-        try:
+        """Counts nothing, not even calls of compiled code, while the returned context is open."""
+        with patched(self, is_paused=True), patched(tg.compiled, compiler=None):
             yield
-        finally:
-            self.is_paused = before
 
     def in_phase(self, phase: str, function: Callable) -> Callable:
         """Wraps a function: what it launches counts in that phase."""
@@ -183,7 +180,7 @@ class Counts(TorchDispatchMode):
         return call
 
     def as_compiled(self, function: Callable) -> Callable:
-        """Wraps a function as torch.compile would: one call forward, one backward."""
+        """Makes a function's compiled form, as torch.compile would: one call forward, one backward."""
 
         def call(*args, **kwargs):
             leaves, spec = tree_flatten((args, kwargs))
@@ -273,8 +270,6 @@ def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
         chosen["compose_heads"] = tg.triton_compose_heads
     if cfg.attention != "dense":
         chosen["attention"] = tg.flash_attention
-    if cfg.compile:
-        chosen |= {"compiled": counts.as_compiled, "scalar": partial(torch.tensor, dtype=tg.acc_dtype(cfg))}
     return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
 
 
@@ -337,6 +332,9 @@ class GeneratedCounts(Counts):
         gpu_code.fake_gpu_for_inductor()
         self.code = gpu_code.GeneratedCode()
 
+    def as_compiled(self, function: Callable) -> Callable:
+        return self.code.compiler(function)
+
     def watch(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()  # torch.compile compiles nothing inside a TorchDispatchMode
 
@@ -395,7 +393,7 @@ def run_steps(
             (tg.GPT, "hidden_states"): "forward",
             (tg.GPT, "head_loss_and_grad"): "head",
             (torch.autograd, "backward"): "backward",
-            (tg.Optimizer, "accumulate_row_grads"): "rows",
+            (tg.Optimizer, "add_row_grads"): "rows",
             (tg.Optimizer, "step"): "optimizer",
             (tg.NgramTable, "fetch_early"): "n-grams",
             (tg.NgramTable, "send_grads"): "n-grams",
@@ -406,6 +404,7 @@ def run_steps(
         stack.enter_context(count_functions(counts))
         stack.enter_context(patched(torch, _scaled_mm=gpu_code.scaled_mm))
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
+        stack.enter_context(patched(tg.compiled, compiler=counts.as_compiled if cfg.compile else None))
         for kernel in ("compose_heads_kernel", "compose_heads_key_grad_kernel"):
             stack.enter_context(patched(tg, **{kernel: CountedKernel(kernel, counts)}))
         stack.enter_context(patched(tg.NgramTable, fetch=gpu_code.fetch_nothing))
@@ -428,9 +427,8 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Step]
     with memory:
         steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)
     if cfg.compile:
-        torch._dynamo.config.recompile_limit = 64
         generated = GeneratedCounts()
-        backend = make_backend(cfg, generated)._replace(compiled=generated.code.compiled)
+        backend = make_backend(cfg, generated)
         for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)):
             step.columns.update(inside.columns)
     for step in steps:
@@ -445,8 +443,6 @@ def check(cfg: tg.Config, world_size: int) -> None:
     if tg.triton is None:
         raise tg.UserError("this needs the package triton, without a GPU too: ./test.sh installs it")
     tg.check_config(cfg, world_size)
-    if cfg.ngrams.orders and cfg.ngrams.placement == "host":
-        raise tg.UserError("rows in host memory have no place on torch's meta device; use sharded")
 
 
 def print_step(name: str, step: Step, details: bool) -> None:
@@ -461,7 +457,7 @@ def print_step(name: str, step: Step, details: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = tg.Parser(
+    parser = argparse.ArgumentParser(
         prog="launches.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -17,7 +17,7 @@ system still has to give; before the others every page is written once.
     early    share of fetched rows that come while the step before trains
     sent     bytes that rank 0 sends for n-grams in two steps, and their ratio to (rows asked of it + rows
              whose gradients it sends) x width x 4; the rest is row ids, marks and counts
-    buffers  MB of the table's gradients and of rows under way, allocated once
+    buffers  MB of the rows that a step reads and of their gradients, allocated once
     peak     MB of temporaries, at most at once, torch's and NumPy's, in two steps
 
 On a CPU, over loopback: ratios, not times, say something about other machines.
@@ -81,7 +81,7 @@ def drawn_rows(rank: int):
     rng = np.random.default_rng(rank)
 
     def draw(tokens: np.ndarray, ngrams: tg.Ngrams, sign_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        T, K = len(tokens), ngrams.ranges
+        T, K = len(tokens), len(ngrams.orders)
         rows = [rng.choice(ngrams.rows, T, replace=False) + k * ngrams.rows for k in range(K)]
         signs = rng.integers(sign_rows, size=(K, T), dtype=np.int32)
         return np.array(rows, dtype=np.int32), signs
@@ -131,7 +131,7 @@ def config(rows: int, steps: int, dense: bool) -> tg.Config:
     return replace(cfg, ngrams=tg.Ngrams(ORDERS, rows=rows // len(ORDERS), width=WIDTH))
 
 
-def wanted_bytes(plans: list[tg.RowPlan], rank: int) -> int:
+def wanted_bytes(plans: list[tg.RowRoutes], rank: int) -> int:
     """Returns the bytes of the rows that others asked of a rank, and of the gradient rows it sent."""
     rows = 0
     for plan in plans:

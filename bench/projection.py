@@ -187,11 +187,21 @@ class Traffic(launches.Counts):
         self.ops.append(Op(f"{kind} {name}", nbytes, "exchange"))
 
 
-def read_no_streams(x: Tensor, first: Tensor, back: Tensor, value: Tensor, weights: Tensor):
+@tg.compiled
+def read_no_streams(
+    x: Tensor,
+    first: Tensor,
+    back: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    output_weight: Tensor,
+    out_scale: Tensor,
+):
     """Does connect() as before record 81: gates a value embedding."""
-    return weights[:, 6:7] * value, x
+    return weights[:, 6:7] * value, x, output_weight * out_scale
 
 
+@tg.compiled
 def norm_of_two(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Does final_norm() as before record 81: takes "back" off."""
     return tg.norm(x + weights[:, 1:2] * streams[1])
@@ -202,37 +212,29 @@ class UpInFP8(tg.MLP):
     def forward(ctx, h, slices, backend, weights, fc, proj):
         """Does the down-projection in bf16, as before record 89."""
         ctx.slices, ctx.backend = slices, backend
-        square, _ = backend.relu_square_fp8(*backend.compiled(tg.amax_to_fp8)(h), weights, h.dtype)
+        square, _ = backend.relu_square_fp8(*tg.amax_to_fp8(h), weights, h.dtype)
         ctx.save_for_backward(h, square, fc, proj)
         return square @ proj
 
 
 ROWS, COLUMNS = 754560, 192  # of bigram_embed in record 83
-param_shapes, mix_streams, mix_streams_grad = tg.param_shapes, tg.mix_streams, tg.mix_streams_grad
+param_shapes, mix_streams = tg.param_shapes, tg.mix_streams
 
 
 class NarrowGPT(tg.GPT):
-    def lookup_sums(self, batch, leaves, training):
+    def lookup_sums(self, batch, leaves):
         """Does the same without padding."""
-        rows, ids = self.weight("bigram_embed").detach(), batch.ngrams
+        rows, ids = self.weight("bigram_embed").detach(), batch.hashed_rows
         found = rows.new_empty(ids.size(1), COLUMNS)
-        self.backend.compiled(tg.gather_rows)(found, rows, ids.int(), self.signs[:, :COLUMNS], batch.signs)
+        tg.gather_rows(found, rows, ids.int(), self.signs[:, :COLUMNS], batch.signs)
         leaves["bigram_embed"] = found.requires_grad_()
         return found
 
 
-def widen(streams):
-    return [torch.nn.functional.pad(x, (0, streams[0].size(1) - x.size(1))) for x in streams]
-
-
+@tg.compiled
 def mix_narrow(scales, streams, normed):
-    return mix_streams(scales, widen(streams), normed)
-
-
-def mix_narrow_grad(scales, streams, sums, *grads):
-    dscales, wide = mix_streams_grad(scales, widen(streams), [None] * len(sums), *grads)
-    dstreams = [dx[:, : x.size(1)] for x, dx in zip(streams, wide)]
-    return dscales, [dx if so_far is None else so_far.add_(dx) for so_far, dx in zip(sums, dstreams)]
+    wide = [torch.nn.functional.pad(x, (0, streams[0].size(1) - x.size(1))) for x in streams]
+    return mix_streams(scales, wide, normed)
 
 
 SETTINGS_80 = """
@@ -241,7 +243,7 @@ SETTINGS_80 = """
     params.value_embeds.exchange=reduce_scatter params.embed.exchange=reduce_scatter
     layers.*.gate=true layers.6.gate=false"""
 BEFORE_81: dict[str, Any] = {"connect": read_no_streams, "final_norm": norm_of_two}
-NARROW_TABLE = BEFORE_81 | {"GPT": NarrowGPT, "mix_streams": mix_narrow, "mix_streams_grad": mix_narrow_grad}
+NARROW_TABLE = BEFORE_81 | {"GPT": NarrowGPT, "mix_streams": mix_narrow}
 NARROW_TABLE["param_shapes"] = lambda *args: param_shapes(*args) | {"bigram_embed": (ROWS, COLUMNS)}
 XSA = " ".join(f"layers.{i}.xsa=true" for i in (1, 3, 4, 7))
 PUBLISHED_80, ESTIMATED_89 = (31.1, 56.3, 82.0, 82.4), (31.6, 57.1, 82.6, 83.5)  # ms by stage
@@ -335,7 +337,7 @@ def print_run(title: str, cfg: tg.Config, model: Model) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     layout = argparse.RawDescriptionHelpFormatter
-    parser = tg.Parser(description=__doc__, formatter_class=layout, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
     add = parser.add_argument
     add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE")
     add("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
@@ -345,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         changed = {changes: reduce(tg.override, changes.split(), base) for changes in args.what_if}
         for cfg in (base, *changed.values()):
             launches.check(cfg, RANKS)
-            tg.select_backend(replace(cfg, attention="varlen"), torch.device("cuda", 0), (9, 0), RANKS)
+            tg.select_backend(replace(cfg, attention="varlen"), torch.device("cuda", 0), (9, 0))
         model = fit(compared=base == tg.RECORD and not changed)
         seconds = print_run(" ".join(["the record preset", *args.set]), base, model)
         print(f"total {seconds:.2f} s" + (", published for record 89: 73.8 s" if base == tg.RECORD else ""))

@@ -94,15 +94,17 @@ def number(kind: type, least: float, most: float = 1e9) -> Callable:
     return parse
 
 
-def make_parser(prog: str, description: str) -> tg.Parser:
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Returns the parser of a script whose first argument is a model."""
     layout = argparse.RawDescriptionHelpFormatter
-    parser = tg.Parser(prog=prog, description=description, formatter_class=layout, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=layout, allow_abbrev=False
+    )
     parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
     return parser
 
 
-def run_script(run: Callable, parser: tg.Parser, argv: list[str] | None) -> None:
+def run_script(run: Callable, parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
     """Calls run(options). Errors that the user can fix end the script with one line."""
     try:
         run(parser.parse_args(argv))

@@ -114,7 +114,9 @@ def pack(documents: Sequence[Document], cfg: tg.Config) -> tg.MicroBatch:
 
     signs = join("signs") if cfg.sign_rows else None
     ends = tg.int32(np.cumsum([0, *(size for n in lengths for size in (1, 1, n))]))
-    return tg.MicroBatch(join("inputs"), join("targets"), join("ngrams"), signs, ends, max(lengths)).pack()
+    return tg.MicroBatch(
+        join("inputs"), join("targets"), join("hashed_rows"), signs, ends, max(lengths)
+    ).pack()
 
 
 def ending_losses(model: tg.GPT, documents: Sequence[Document]) -> list[np.ndarray]:

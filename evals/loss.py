@@ -63,7 +63,7 @@ def cut_text(tokens: np.ndarray, bos_id: int, size: int) -> Iterator[np.ndarray]
 def cut_shard(path: Path, cfg: tg.Config, slices: tuple[int, int] | None) -> Iterator[np.ndarray]:
     """Yields slices of val_slice_tokens of a shard, and a last target."""
     first, end = slices or (0, cfg.val_slices)
-    if (size := tg.read_header(path).vocab_size) not in (0, cfg.vocab_size):
+    if (size := tg.read_header(path).vocab_size) != cfg.vocab_size:
         raise tg.UserError(f"{path} has a vocabulary of {size} tokens, the model {cfg.vocab_size}")
     T, tokens = cfg.val_slice_tokens, tg.read_shard(path, cfg).tokens
     if end > (have := (len(tokens) - 1) // T):

@@ -12,9 +12,10 @@ one group, and the first is the baseline. Reads the logs of train_gpt.py and eve
 speedrun. --table prints the tables of records/README.md. --update writes them there, and draws the pictures
 whose logs or data have changed: a record's curves.png, README.md's in bench/curves, records/history.png.
 
-A run counts if the last step it logged has a validation; its loss and time are that validation's. A run that
-was stopped and resumed has several logs, and counts once, as the one that went furthest. A group meets the
-target if a one-sided one-sample t-test rejects, at p < 0.01, that its mean loss is not below the target.
+A run counts if the last step it logged has a validation; its loss and time are that validation's. One whose
+log says `epochs: 2` or more does not count: it ran out of training data, and read some again. A run that was
+stopped and resumed has several logs, and counts once, as the one that went furthest. A group meets the target
+if a one-sided one-sample t-test rejects, at p < 0.01, that its mean loss is not below the target.
 Groups are compared by Welch's t-test, two-sided. The exit code is 2 if something could not be read; all else
 is still reported.
 
@@ -90,6 +91,7 @@ LLMC_VALIDATION = pattern(r"s:(INT) tel:(NUM)[ \t\r]*(?=\n)")
 LLMC_TRAINING = pattern(r"s:(INT) trl:(NUM) ")
 PEAK = pattern(r"peak memory (?:consumption|allocated): (INT) MiB")
 PER_BYTE = pattern(r"val_loss_per_byte: (NUM)\s")
+EPOCHS = pattern(r"epochs: (INT)\s")
 COMPLETE = pattern(r"complete: yes\s")
 TORCH = pattern(
     r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (INT))?[ \t\r]*(?=\n)"
@@ -136,12 +138,13 @@ class Run:
     last_line: bytes
     peak_mem_mib: int | None = None
     per_byte: float | None = None
+    epochs: int = 1  # how often training began to read its data
     closed: bool = False  # `complete: yes` was written
 
     @property
     def counted(self) -> bool:
-        """Tells whether the last logged step has a validation."""
-        return bool(self.curve) and self.curve[-1][0] == self.final_step
+        """Tells whether the last logged step has a validation, and no training data was read twice."""
+        return bool(self.curve) and self.curve[-1][0] == self.final_step and self.epochs == 1
 
     @property
     def val_loss(self) -> float | None:
@@ -267,6 +270,8 @@ def read_closing(text: bytes, run: Run) -> None:
         run.peak_mem_mib = int(m[1])
     for m in PER_BYTE.finditer(text):
         run.per_byte = float(m[1])
+    for m in EPOCHS.finditer(text):
+        run.epochs = int(m[1])
     run.closed |= bool(COMPLETE.search(text))
 
 
@@ -482,7 +487,9 @@ def warn(group: Group) -> None:
     notes = group.notes
     for run in group.runs:
         total = "an unknown number" if run.total_steps is None else run.total_steps
-        if not run.counted:
+        if run.epochs > 1:
+            notes.append(f"{run.name}: trained on its data in {run.epochs} epochs, left out")
+        elif not run.counted:
             reached = f"step {run.final_step} of {total} was logged but not validated"
             notes.append(f"{run.name}: incomplete, left out: {reached}")
         elif run.final_step != run.total_steps:

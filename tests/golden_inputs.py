@@ -86,7 +86,9 @@ def golden_key(name):
 
 
 def golden_layout(name, t):
-    """Returns our tensor as the reference stores it: value_embeds by table, not by token."""
+    """Returns our tensor as the reference stores it: value_embeds by table, the MLPs' matrices in pairs."""
+    if name == "mlp_bank":
+        return t.unflatten(0, (-1, 2))
     return t.permute(1, 0, 2).flatten(0, 1) if name == "value_embeds" else t
 
 
@@ -165,14 +167,34 @@ def tiny_batch(rank=0):
 def backward(model, batch, plan, grads=None, leaves=None):
     """Runs a micro-batch forward and backward; returns its loss, summed over tokens.
 
-    Without `grads`, autograd gets every gradient.
+    Without `grads`, every parameter has its gradient in .grad.
     """
-    x = model.hidden_states(batch, plan.windows, grads, leaves)
-    head_grad = (grads or {}).get("lm_head", tg.NO_MAIN_GRAD)
+    x, w = model.hidden_states(batch, plan.windows, grads, leaves), model.lm_head
+    head_grad = grads["lm_head"] if grads else tg.Gradient("lm_head", w, torch.zeros_like(w))
     targets = model.loss_targets(batch.targets, plan)
-    loss, backward_roots = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad)
+    loss, backward_roots = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
     torch.autograd.backward(*zip(*backward_roots))
+    if not grads:
+        w.grad = head_grad.take()
     return loss
+
+
+def give_grad(optimizer, name, grad):
+    """Sets a parameter's gradient, where the optimizer takes it from."""
+    own = optimizer.grads[name]
+    if own.main_grad is None:
+        own.p.grad = grad.clone()
+    else:
+        own.main_grad.copy_(grad)
+
+
+def plans_of_all_rows(cfg):
+    """Returns RowRoutes, on one rank, by which a step takes all rows of the tables' gradients."""
+    plans = {}
+    for kind, count in (("tokens", cfg.padded_vocab), ("bigrams", cfg.bigram_vocab_size)):
+        rows = torch.arange(count, dtype=torch.int32)
+        plans[kind] = tg.RowRoutes(tg.Transfer(rows, [count], [count]), rows)
+    return plans
 
 
 def write_shard(path, tokens, vocab_size=0, bos_id=0, text_bytes=0):
@@ -219,7 +241,7 @@ class FixedLoader:
 
 
 def row_plans(cfg, exchange, ids):
-    """Returns the RowPlans of an Adam step whose one micro-batch reads these rows, int32 arrays by kind."""
+    """Returns the RowRoutes of an Adam step whose one micro-batch reads these rows, int32 arrays by kind."""
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
     batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)

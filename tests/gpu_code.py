@@ -11,6 +11,7 @@ tensors have shapes, strides and addresses, but no values. "dynamo" trains a sma
 """
 
 import ast
+import concurrent.futures
 import contextlib
 import copy
 import ctypes
@@ -237,7 +238,7 @@ class DistinctRows(tg.TrainLoader):
     def batch(self, *args):
         micro_batches = super().batch(*args)
         for batch in micro_batches if self.rows else ():
-            for ids in (batch.inputs, batch.ngrams):
+            for ids in (batch.inputs, batch.hashed_rows):
                 # Each range begins at another rank's row, so that one rank owns a single row.
                 k = torch.arange(len(ids))[:, None] if ids.ndim > 1 else 0
                 ids.copy_(k * self.cfg.ngrams.rows + k + torch.arange(ids.size(-1)) % self.rows)
@@ -266,15 +267,16 @@ def validate(model, loader, exchange, windows, slices):
 class MetaRun:
     """Runs the steps of rank 0 of `world_size`, with everything that a GPU would hold on "meta"."""
 
-    def __init__(self, cfg, world_size, compiled):
+    def __init__(self, cfg, world_size, compiler=None):
         torch._scaled_mm = scaled_mm
         tg.GPT.initialize = lambda self, seed: None
         tg.training_state = lambda *args: None  # nothing to keep: there are no values
         tg.restore, tg.validate = lambda *args: None, validate
         tg.NgramTable.fetch = fetch_nothing
+        tg.compiled.compiler = compiler
         tg.AsyncLoss = lambda: types.SimpleNamespace(push=lambda *args: None)
         self.cfg, self.world_size = replace(cfg, val_slices=1), world_size
-        backend = tg.select_backend(self.cfg, CUDA, (9, 0), world_size)._replace(compiled=compiled)
+        backend = tg.select_backend(self.cfg, CUDA, (9, 0))
         self.model = tg.GPT(self.cfg, world_size, META, 0, backend)
         exchange, self.prefetch = (
             (SingleRankExchange if world_size > 1 else tg.Exchange)(0, world_size) for _ in range(2)
@@ -305,8 +307,8 @@ class MetaRun:
         count = tg.num_microbatches(self.cfg, self.world_size) // self.world_size
         x = torch.empty(T, self.cfg.dim, dtype=tg.dtype_of(self.cfg.dtype), device=META)
         targets = self.model.loss_targets(torch.empty(T, dtype=torch.int64, device=META), plan)
-        weights, grad = tuple(w / count for w in plan.loss_weights), self.optimizer.weight_grads["lm_head"]
-        self.model.head_loss_and_grad(x, targets, weights, grad, 1 / count)
+        weights, grad = tuple(w / count for w in plan.loss_weights), self.optimizer.grads["lm_head"]
+        self.model.head_loss_and_grad(x, targets, weights, grad, 1 / count, [])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -370,7 +372,7 @@ HOST_CALLS = re.compile(
 
 
 class GeneratedCode:
-    """Collects the code that Inductor generates for the functions of `compiled`, and what their runs launch.
+    """Collects the code that Inductor generates for the functions of `compiler`, and what their runs launch.
 
     graphs: of each, the kernels and other calls of one run, the sizes of the tensors that it makes and of the
     inputs that it changes, and by phase its runs and copies of inputs that are not aligned.
@@ -378,7 +380,8 @@ class GeneratedCode:
 
     def __init__(self):
         self.functions, self.graphs, self.phase = [], [], "none"
-        self.compiled = functools.cache(self.compile)
+        self.compiler = functools.cache(self.compile)
+        torch._dynamo.config.recompile_limit = 64  # as in a run
 
     def compile(self, function):
         self.functions.append(function.__name__)
@@ -514,21 +517,22 @@ def inductor_part():
 
     tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
     tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
-    MetaRun(tg.RECORD, 8, code.compiled).warm_up()
+    MetaRun(tg.RECORD, 8, code.compiler).warm_up()
     of_rows = GeneratedCode()
     cfg = replace(tg.NGRAM, microbatches=1, stages=tg.NGRAM.stages[:2])
 
     def compile_of_rows(function):
-        return of_rows.compiled(function) if function in (tg.gather_rows, tg.update_rows) else function
+        of_a_row = tg.gather_rows.function, tg.update_rows.function
+        return of_rows.compiler(function) if function in of_a_row else function
 
     MetaRun(cfg, 1, compile_of_rows).warm_up()
     bad = GeneratedCode()
-    bad.compiled(makes_as_much)(torch.empty(4096, 8, device=META))
-    bad.compiled(falls_back)(torch.empty(4096, 8, device=META))
+    bad.compiler(makes_as_much)(torch.empty(4096, 8, device=META))
+    bad.compiler(falls_back)(torch.empty(4096, 8, device=META))
     x = torch.empty(4097, device=META)
-    bad.compiled(computes_on_host)(x, torch.tensor(0.5))
-    bad.compiled(assumes_alignment)(x[:-1])
-    bad.compiled(assumes_alignment)(x[1:])
+    bad.compiler(computes_on_host)(x, torch.tensor(0.5))
+    bad.compiler(assumes_alignment)(x[:-1])
+    bad.compiler(assumes_alignment)(x[1:])
     kernels = compile_kernels([*code.graphs, *of_rows.graphs])
     for graph in bad.graphs:
         del graph["sources"]
@@ -564,7 +568,7 @@ def triton_part():
     runs = {"8 ranks": (tg.RECORD, 8), "8 ranks, n-grams": (tg.NGRAM, 8), "1 rank": (one_rank, 1)}
     for where, (cfg, world_size) in runs.items():
         seen = Launches()
-        run = MetaRun(cfg, world_size, lambda function: function)
+        run = MetaRun(cfg, world_size)
         seen.phase = "warm-up"
         run.warm_up()
         for stage, start in enumerate(cfg.stage_starts):
@@ -610,6 +614,7 @@ class AloneExchange(SingleRankExchange):
 def graphs_of_a_run(cfg, traced=lambda name: True):
     """Trains as rank 0 of 8 on the CPU. Returns each function's number of graphs: in the warm-up, after it.
 
+    The backward runs on a thread of its own, where torch 2.12 and newer lack the main thread's settings.
     Compiles, with AOTAutograd but without generated code, the functions whose name is `traced`.
     """
     from torch._dynamo.backends.debugging import aot_eager
@@ -617,28 +622,35 @@ def graphs_of_a_run(cfg, traced=lambda name: True):
     graphs = {"warm-up": Counter(), "after": Counter()}
     phase = "warm-up"
 
-    def compile(function):
+    tg_warm_up, torch_compile, torch_backward = tg.warm_up, torch.compile, torch.autograd.backward
+
+    @functools.wraps(torch_compile)
+    def compile(function, **options):
         def backend(gm, example_inputs):
             graphs[phase][function.__name__] += 1
             return aot_eager(gm, example_inputs)
 
         if not traced(function.__name__):
             return function
-        return torch.compile(function, fullgraph=True, backend=backend)
+        options.pop("options", None)  # Inductor's
+        return torch_compile(function, backend=backend, **options)
+
+    def backward(*roots):
+        """Runs on a thread of its own, as a GPU's backward does."""
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(torch_backward, *roots).result()
 
     def warm_up(*args):
         nonlocal phase
         tg_warm_up(*args)
         phase = "after"
 
-    tg_warm_up, tg.warm_up = tg.warm_up, warm_up
+    tg.warm_up, torch.compile, torch.autograd.backward = warm_up, compile, backward
     backend = tg.select_backend(cfg, torch.device("cpu"))
-    backend = backend._replace(compiled=functools.cache(compile))
     data = tg.open_dataset(cfg)
     torch._dynamo.reset()
-    with tg.RunLog(None, cfg.steps, "") as log:
-        tg.train(cfg, backend, *(AloneExchange(0, 8) for _ in range(2)), data, 0, log)
-    tg.warm_up = tg_warm_up
+    tg.train(cfg, backend, *(AloneExchange(0, 8) for _ in range(2)), data, 0, tg.RunLog())
+    tg.warm_up, torch.compile, torch.autograd.backward = tg_warm_up, torch_compile, torch_backward
     return graphs
 
 
@@ -674,7 +686,7 @@ def dynamo_part():
         write_data(folder, cfg, 50000, 8 * 256 + 1)
         whole = graphs_of_a_run(cfg)
         tg.warmup_steps = lambda cfg: [0, 1]  # other lengths come later, and embed's own update
-        traced = ("to_fp8", "adam_update")
+        traced = ("adam_update",)
         short = graphs_of_a_run(cfg, lambda name: name in traced)
     return {"whole": whole, "short": short}
 

@@ -5,7 +5,7 @@ status. The processes are forks of one that has torch loaded, so a start takes a
 happens in one rank, at a given call of a given function.
 """
 
-import contextlib
+import ast
 import errno
 import functools
 import io
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from golden_inputs import random_documents, write_shard
 
 # Timeout in seconds of whatever a test waits for: enough for a slow or busy machine.
 WAIT = 200
+GRACE = 3
 STEPS = 8
 # The cpu preset at a size that takes seconds: all layers, all stages at two steps each. It validates before
 # steps 0, 3 and 6, and at the end. It has bigram_embed, like the record preset; tests of n-grams set theirs.
@@ -83,13 +85,18 @@ def _rank(folder, arguments, environment, output, fault):
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
     tg.torch.set_num_threads(1)
     tg.COLLECTIVE_TIMEOUT = timedelta(seconds=60)  # no torchrun here ends ranks that gloo leaves waiting
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if fault:
         fault()
-    status = tg.main(arguments)
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    os._exit(status)
+    run_main(arguments)
+
+
+LAST_STATEMENT = ast.Module([ast.parse(Path(tg.__file__).read_text(encoding="utf-8")).body[-1]], [])
+
+
+def run_main(arguments):
+    """Runs the script's last statement, as `python train_gpt.py ARGUMENTS` does. Does not return."""
+    sys.argv = ["train_gpt.py", *arguments]
+    exec(compile(LAST_STATEMENT, "train_gpt.py", "exec"), vars(tg) | {"__name__": "__main__"})
 
 
 def wrap(where, around):
@@ -191,10 +198,6 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def no_memory():
-    raise MemoryError
-
-
 def lose_reader():
     """Turns standard output into a pipe that nobody reads."""
     reader, writer = os.pipe()
@@ -256,10 +259,18 @@ class Launch:
             process.start()
 
     def wait(self, seconds=WAIT):
-        """Returns the exit statuses by rank (killed: minus the signal). Fails after `seconds`."""
+        """Returns the exit statuses by rank (killed: minus the signal). Fails after `seconds`.
+
+        When a rank fails, those that still run after GRACE seconds are terminated, as torchrun does.
+        """
         end = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0, end - time.monotonic()))
+        while self.running and time.monotonic() < end:
+            if any(process.exitcode for process in self.processes):
+                time.sleep(GRACE)
+                for process in self.processes:
+                    process.terminate()
+                    process.join()
+            wait([process.sentinel for process in self.processes if process.exitcode is None], 1)
         running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         assert not running, f"ranks {running} still run after {seconds} s; their output: {self.err}"
         return [process.exitcode for process in self.processes]

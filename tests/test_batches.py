@@ -19,21 +19,21 @@ VOCAB, BOS = 257, 256
 # ------------------------------------------------------------------------------------------------ row indices
 
 
-def naive_index(row_ids, touched):
-    """Returns RowIndex's four lists for `row_ids` (T,), if the rows in `touched` were touched before."""
+def naive_index(row_ids):
+    """Returns RowIndex's three lists for `row_ids` (T,)."""
     positions = {}
     for position, row in enumerate(row_ids.tolist()):
         positions.setdefault(row, []).append(position)
     rows = sorted(positions)
     perm = [position for row in rows for position in positions[row]]
     offsets = [sum(len(positions[row]) for row in rows[:i]) for i in range(len(rows) + 1)]
-    return rows, perm, offsets, [row not in touched for row in rows]
+    return rows, perm, offsets
 
 
-def check_index(index, row_ids, touched):
+def check_index(index, row_ids):
     """Compares with naive lists; signs are for the caller to check."""
-    assert [t.dtype for t in index[:4]] == [torch.int32, torch.int32, torch.int32, torch.bool]
-    assert tuple(t.tolist() for t in index[:4]) == naive_index(row_ids, touched)
+    assert [t.dtype for t in index[:3]] == [torch.int32] * 3
+    assert tuple(t.tolist() for t in index[:3]) == naive_index(row_ids)
 
 
 def random_row_ids(distribution, rows, T, rng):
@@ -64,23 +64,7 @@ def test_index(rows, distribution):
     rng = np.random.default_rng(rows)
     for T in (0, 1, 2, 37, 900):
         row_ids = random_row_ids(distribution, rows, T, rng)
-        check_index(tg.index_rows(row_ids), row_ids, set())
-
-
-@pytest.mark.parametrize("rows", [50, 70000])
-def test_first_touch(rows):
-    """Checks that only the first micro-batch to touch a row has first_touch, until an update."""
-    rng = np.random.default_rng(1)
-    touched, seen = tg.NO_ROWS, set()
-    for i in range(30):
-        if i % 5 == 4:
-            touched, seen = tg.NO_ROWS, set()
-        row_ids = random_row_ids("skewed", rows, int(rng.integers(1, 200)), rng)
-        index = tg.index_rows(row_ids, touched)
-        check_index(index, row_ids, seen)
-        seen |= set(row_ids.tolist())
-        touched = tg.merge_rows(touched, index.row_ids.numpy())
-        assert touched.dtype == np.int32 and touched.tolist() == sorted(seen)
+        check_index(tg.index_rows(row_ids), row_ids)
 
 
 # ---------------------------------------------------------------------------------------------- plans of rows
@@ -89,7 +73,7 @@ TABLE_ROWS = {"tokens": 264, "bigrams": 24 * 40}
 
 
 def check_plan(plan, by_rank, rank, rows):
-    """Checks a rank's RowPlan of a table of `rows`, if the ranks have touched these rows."""
+    """Checks a rank's RowRoutes of a table of `rows`, if the ranks have touched these rows."""
     world_size = len(by_rank)
     shard = rows // world_size
     own = range(rank * shard, (rank + 1) * shard)
@@ -165,7 +149,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train_loader(cfg, rank=0, world_size=1, position=(0, 0, 0)):
+def train_loader(cfg, rank=0, world_size=1, position=(0, 0)):
     return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size, position)
 
 
@@ -195,21 +179,20 @@ def check_batch(batch, plan, want, seen, rank=0):
     """
     assert batch.plan == plan and len(batch.micro_batches) == len(want[rank])
     for i, (actual, expected) in enumerate(zip(batch.micro_batches, want[rank])):
-        for name in ("inputs", "targets", "ngrams", "signs", "cu_seqlens"):
+        for name in ("inputs", "targets", "hashed_rows", "signs", "cu_seqlens"):
             a, b = getattr(actual, name), getattr(expected, name)
             assert a.dtype == b.dtype and torch.equal(a, b), (plan.step, i, name)
         assert actual.max_doc_len == expected.max_doc_len
         assert actual.index.keys() == {"tokens", "bigrams"}
-        for kind, ids in (("tokens", expected.inputs), ("bigrams", expected.ngrams[0])):
-            check_index(actual.index[kind], ids.numpy(), seen[rank][kind])
-            seen[rank][kind] |= set(ids.tolist())
+        for kind, ids in (("tokens", expected.inputs), ("bigrams", expected.hashed_rows[0])):
+            check_index(actual.index[kind], ids.numpy())
         assert actual.index["tokens"].signs is None
         perm = actual.index["bigrams"].perm
         assert torch.equal(actual.index["bigrams"].signs, expected.signs[0, perm])
     for other, micro_batches in enumerate(want):
         for micro_batch in micro_batches:
             seen[other]["tokens"] |= set(micro_batch.inputs.tolist())
-            seen[other]["bigrams"] |= set(micro_batch.ngrams[0].tolist())
+            seen[other]["bigrams"] |= set(micro_batch.hashed_rows[0].tolist())
     assert batch.rows.keys() == ({"tokens", "bigrams", "buffer"} if plan.do_adam else {"buffer"})
     if plan.do_adam:
         for kind, rows in (("tokens", 264), ("bigrams", 640)):
@@ -324,13 +307,13 @@ def test_packed_tensors_lie_in_one_buffer(folder):
     loader.close()
     micro_batch.index["tokens"] = tg.index_rows(micro_batch.inputs.numpy())
     signs = micro_batch.signs.numpy()
-    micro_batch.index["bigrams"] = tg.index_rows(micro_batch.ngrams.numpy(), tg.NO_ROWS, signs)
+    micro_batch.index["bigrams"] = tg.index_rows(micro_batch.hashed_rows.numpy(), signs)
     packed, size = micro_batch.pack(), 0
     for actual, want in zip(tensors_of(packed), tensors_of(micro_batch)):
         assert actual.dtype == want.dtype and torch.equal(actual, want)
         assert actual.data_ptr() == packed.buffer.data_ptr() + size
         size += -(-want.nbytes // 16) * 16
-    assert len(tensors_of(packed)) == len(tensors_of(micro_batch)) == 14 and packed.buffer.nbytes == size
+    assert len(tensors_of(packed)) == len(tensors_of(micro_batch)) == 12 and packed.buffer.nbytes == size
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -375,15 +358,13 @@ def test_too_many_documents(tmp_path):
     batches.loader.close()
 
 
-def test_data_run_out(tmp_path):
+def test_the_first_shard_follows_the_last(tmp_path):
     write_shard(tmp_path / "x_train_000001.bin", [BOS] + 80 * [1, 2], VOCAB, BOS)
     write_shard(tmp_path / "x_train_000002.bin", ([BOS] + 30 * [3]) * 2, VOCAB, BOS)
     cfg = config(tmp_path, microbatches=1)
     batches = prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 1000)))
-    positions = [batches.next().position for _ in range(3)]
-    assert positions == [(0, 1, 30), (1, 1, 60), (1, 2, 90)]
-    with pytest.raises(tg.UserError, match="ran out after 90 tokens.*add training shards"):
-        batches.next()
+    positions = [batches.next().position for _ in range(5)]
+    assert positions == [(0, 1), (1, 1), (1, 2), (2, 1), (3, 2)]
     batches.loader.close()
 
 
@@ -394,7 +375,7 @@ def test_a_bad_shard(tmp_path):
     cfg = config(tmp_path, microbatches=1)
     batches = prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 40)))
     batches.next()
-    with pytest.raises(tg.UserError, match="x_train_000002.bin: token 300 is outside the vocabulary"):
+    with pytest.raises(tg.UserError, match="x_train_000002.bin has tokens outside the vocabulary"):
         batches.next()
     batches.loader.close()
 
@@ -449,7 +430,7 @@ def cancelling_numbers(shape, dtype, generator):
     return x.to(dtype)
 
 
-def naive_sums(out, grad, index, signs=None, backwards=False, rounding="once"):
+def naive_sums(out, grad, index, signs=None, backwards=False, rounding="once", overwrites=False):
     """Sums row by row, position by position, in at least fp32. Non-default options are mutants."""
     if signs is not None:
         grad = grad.clone()
@@ -465,7 +446,7 @@ def naive_sums(out, grad, index, signs=None, backwards=False, rounding="once"):
                 total = total.to(out.dtype).to(acc_dtype)
         if rounding == "twice":
             total = total.to(out.dtype).to(acc_dtype)
-        out[row] = (total if index.first_touch[i] else out[row].to(acc_dtype) + total).to(out.dtype)
+        out[row] = (total if overwrites else out[row].to(acc_dtype) + total).to(out.dtype)
     return out
 
 
@@ -474,16 +455,13 @@ def bits(t):
 
 
 def indices_and_grads(shape, dtype, sign_rows=1):
-    """Yields (index, gradient) of four micro-batches between two Adam steps, twice."""
+    """Yields (index, gradient) of eight micro-batches."""
     rng, g = np.random.default_rng(5), torch.Generator().manual_seed(6)
     for _ in range(2):
-        touched = tg.NO_ROWS
         for distribution, T in (("one", 60), ("skewed", 90), ("uniform", 90), ("uniform", 1)):
             row_ids = random_row_ids(distribution, shape[0], T, rng)
             signs = rng.integers(0, sign_rows, (1, T)).astype(np.int32)
-            index = tg.index_rows(row_ids, touched, signs)
-            touched = tg.merge_rows(touched, index.row_ids.numpy())
-            yield index, cancelling_numbers((T, *shape[1:]), dtype, g)
+            yield tg.index_rows(row_ids, signs), cancelling_numbers((T, *shape[1:]), dtype, g)
 
 
 SHAPES = [(40, 1), (300, 5), (30, 3, 7), (17, 769), (9, 5, 320), (70000, 2), (40, 768), (5, 1, 1)]
@@ -492,8 +470,10 @@ SHAPES = [(40, 1), (300, 5), (30, 3, 7), (17, 769), (9, 5, 320), (70000, 2), (40
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_segment_sum_rows(shape, dtype):
-    """Checks all bits. The table starts as NaN, which remains only where nothing touches it."""
+    """Checks all bits. Rows that nothing touches stay NaN."""
     out = torch.full(shape, torch.nan, dtype=dtype)
+    for index, _ in indices_and_grads(shape, dtype):
+        out[index.row_ids.long()] = 0
     out[::3] = 7
     for i, (index, grad) in enumerate(indices_and_grads(shape, dtype)):
         out_before, grad_before = out.clone(), grad.clone()
@@ -525,8 +505,7 @@ MUTANTS = [
     dict(backwards=True),
     dict(rounding="every addition"),
     dict(rounding="twice"),
-    dict(first_touch=True),
-    dict(first_touch=False),
+    dict(overwrites=True),
 ]
 
 
@@ -541,16 +520,12 @@ MUTANTS = [
     ids=str,
 )
 def test_the_numbers_expose_wrong_sums(dtype, mutant):
-    """Checks that another order, another rounding, and a wrong first write change the sums."""
+    """Checks that another order, another rounding, and overwriting change the sums."""
     right, wrong = torch.zeros(30, 50, dtype=dtype), torch.zeros(30, 50, dtype=dtype)
     differ = False
     for index, grad in indices_and_grads((30, 50), dtype):
-        options, wrong_index = dict(mutant), index
-        if "first_touch" in options:
-            first_touch = torch.full_like(index.first_touch, options.pop("first_touch"))
-            wrong_index = index._replace(first_touch=first_touch)
         right = naive_sums(right, grad, index)
-        wrong = naive_sums(wrong, grad, wrong_index, **options)
+        wrong = naive_sums(wrong, grad, index, **mutant)
         differ |= not torch.equal(right, wrong)
     assert differ
 

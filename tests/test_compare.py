@@ -348,6 +348,14 @@ def test_incomplete_runs_are_listed_and_left_out(run, tmp_path):
     assert "002.txt: incomplete, left out: step 150 of 500" in err
 
 
+def test_runs_of_several_epochs_are_left_out(run, tmp_path):
+    again = own_log(3.2, 80, closing="epochs: 2\ncomplete: yes\n")
+    write(tmp_path / "runs", [own_log(3.27, 90, closing="epochs: 1\ncomplete: yes\n"), again])
+    out, err = read_json(run, "runs")
+    assert (out["groups"][0]["n"], out["groups"][0]["loss_mean"]) == (1, 3.27)
+    assert "001.txt: trained on its data in 2 epochs, left out" in err
+
+
 def test_planned_stop_counts_with_a_warning(run, tmp_path):
     write(tmp_path / "runs", [steps(3.27, 90, last=450)])
     out, err = read_json(run, "runs")

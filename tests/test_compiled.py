@@ -25,42 +25,53 @@ WINDOWS = {"short": 9, "long": 33}
 def cfg(every_layer):  # noqa: F811
     """Returns a config with a layer of each kind, and two of one kind."""
     layers = (
-        tg.Layer("paired", value=0, saves="skip"),
-        tg.Layer("plain", "long", key_shift=True, saves="back", xsa=True, gate=True),
-        tg.Layer(None, adds="skip"),
-        tg.Layer("plain", value=1, reads="back", xsa=True),
-        tg.Layer("plain", value=2, reads="back", xsa=True),
-        tg.Layer("plain", "long", value=3, reads="back", gate=True, dc=True, connections=True),
+        tg.Layer("paired", value=0),
+        tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
+        tg.Layer(None),
+        tg.Layer("plain", value=1, xsa=True),
+        tg.Layer("plain", value=2, xsa=True),
+        tg.Layer("plain", "long", value=3, gate=True, dc=True, connections=True),
     )
     stages = tuple(replace(stage, prefix_start=0.25) for stage in every_layer.stages[:2])
     stages += every_layer.stages[2:]
-    return replace(every_layer, layers=layers, microbatches=2, stages=stages, dc_window=7)
+    return replace(
+        every_layer,
+        layers=layers,
+        skip_from=0,
+        back_from=1,
+        skip_to=2,
+        microbatches=2,
+        stages=stages,
+        dc_window=7,
+    )
 
 
 @pytest.fixture
-def compiled(monkeypatch):
-    """Returns compiled(cfg, **arguments): a compiled run's backend, with arguments for torch.compile."""
+def compile(monkeypatch):
+    """Returns compile(**arguments): from its call on torch.compile compiles the script's functions.
+
+    Before it they are plain.
+    """
     # Torch's cache does not distinguish vectors of 16 numbers from those of 8: code compiled under another
     # ATEN_CPU_CAPABILITY would be used here, and compute NaN.
     capability = torch.backends.cpu.get_cpu_capability()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(default_cache_dir(), capability))
 
-    def backend(cfg, **arguments):
-        return tg.TORCH_BACKEND._replace(
-            compiled=cache(partial(torch.compile, fullgraph=True, **arguments)),
-            scalar=partial(torch.tensor, dtype=tg.acc_dtype(cfg)),
-        )
+    def compile(**arguments):
+        compiler = cache(partial(torch.compile, fullgraph=True, **arguments))
+        monkeypatch.setattr(tg.compiled, "compiler", compiler)
 
+    monkeypatch.setattr(tg.compiled, "compiler", None)
     with torch._dynamo.config.patch(recompile_limit=64):
         torch._dynamo.reset()
         counters.clear()
-        yield backend
+        yield compile
         torch._dynamo.reset()
 
 
-def train(cfg, backend):
+def train(cfg):
     """Trains a run; returns losses, the number of compiled graphs after each step, the model's tensors."""
-    exchange, model, optimizer = build(0, 1, cfg, backend=backend)
+    exchange, model, optimizer = build(0, 1, cfg)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     batches, losses, graphs = batches_of(cfg, 0, 1), [], []
     val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
@@ -73,13 +84,14 @@ def train(cfg, backend):
     return losses, graphs, model.state_dict()
 
 
-def test_a_compiled_run_is_the_plain_run(cfg, compiled):
+def test_a_compiled_run_is_the_plain_run(cfg, compile):
     """Trains through all stages and untying: torch.compile traces and differentiates, generates no code.
 
     Shapes change with the stages. Rates, windows and momentum change with every step and compile nothing.
     """
-    want, no_graphs, tensors = train(cfg, tg.TORCH_BACKEND)
-    losses, graphs, compiled_tensors = train(cfg, compiled(cfg, backend="aot_eager"))
+    want, no_graphs, tensors = train(cfg)
+    compile(backend="aot_eager")
+    losses, graphs, compiled_tensors = train(cfg)
     assert no_graphs == [0] * cfg.steps
     assert losses == pytest.approx(want, rel=1e-12)
     for name, t in tensors.items():
@@ -89,55 +101,65 @@ def test_a_compiled_run_is_the_plain_run(cfg, compiled):
     assert 0 < graphs[0] < graphs[1] < graphs[2] == graphs[-1] < 115
 
 
-def test_generated_code(cfg, compiled):
+def test_generated_code(cfg, compile):
     """Compares a batch's loss and gradients in fp32 with torch.compile's own backend, with the plain ones."""
     layers = (
-        tg.Layer("plain", "long", key_shift=True, value=0, saves="skip", xsa=True, gate=True),
-        tg.Layer("plain", "long", key_shift=True, saves="back", adds="skip", xsa=True, gate=True),
+        tg.Layer("plain", "long", key_shift=True, value=0, xsa=True, gate=True),
+        tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
         tg.Layer("plain", "long", value=1, xsa=True, gate=True, connections=True),
     )
-    cfg, results = replace(with_dtype(cfg, "float32"), layers=layers, microbatches=1), []
-    for backend in (tg.TORCH_BACKEND, compiled(cfg)):
-        _, model, optimizer = build(0, 1, cfg, backend=backend)
+    cfg, results = (
+        replace(
+            with_dtype(cfg, "float32"), layers=layers, skip_from=0, back_from=1, skip_to=1, microbatches=1
+        ),
+        [],
+    )
+    for prepare in (lambda: None, compile):
+        prepare()
+        _, model, optimizer = build(0, 1, cfg)
         model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
         optimizer.step = lambda plan: None
         batches = batches_of(cfg, 0, 1)
         loss = tg.train_step(model, optimizer, batches.next()).item()
         batches.loader.close()
-        results.append((loss, {name: optimizer.grad_of(name) for name in optimizer.params}))
+        results.append((loss, {name: grad.take() for name, grad in optimizer.grads.items()}))
     (want, grads), (loss, compiled_grads) = results
     assert loss == pytest.approx(want, rel=1e-6) and counters["stats"]["unique_graphs"] > 5
     for name, grad in grads.items():
         assert (compiled_grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-def test_updates_in_generated_code(compiled):
+def test_updates_in_generated_code(compile):
     cfg, g, results = replace(tg.CPU, muon_wd=5.0), torch.Generator().manual_seed(0), []
     start, grad = (torch.randn(3, 10, 8, generator=g) for _ in range(2))
     plans = [tg.plan_step(cfg, 0)._replace(lr_mul=1 / t, momentum=0.85 + t / 100) for t in (1, 2)]
     rows = {row.name: row for row in cfg.params}
-    for backend in (tg.TORCH_BACKEND, compiled(cfg)):
+    for prepare in (lambda: None, compile):
+        prepare()
         results.append([])
         for row, p in ((rows["embed"], start.bfloat16()), (rows["mlp_bank"], start.clone())):
             rule = tg.OPTIMIZERS[row.optimizer]
             state = rule.init(p, row, torch.float32, 0)
             for t, plan in enumerate(plans, 1):
-                rule.update(p, grad * t, state, row, plan, cfg, backend)
+                rule.update(p, grad * t, state, row, plan, cfg, tg.TORCH_BACKEND)
             results[-1] += [p.float(), *(t for t in state.values() if isinstance(t, torch.Tensor))]
+    assert counters["stats"]["unique_graphs"] > 2
     for plain, generated in zip(*results):
         assert (generated - plain).norm() <= 1e-5 * plain.norm() and plain.any()
 
 
-def test_mantissas_in_generated_code(compiled):
+def test_mantissas_in_generated_code(compile):
     """Updates bf16 weights with their mantissas: to fp32's rounding as the plain update."""
     g, results = torch.Generator().manual_seed(0), []
     high, x = (torch.randn(2, 8, 6, generator=g).bfloat16() for _ in range(2))
     low = torch.randint(0, 65536, (2, 8, 6), generator=g).to(torch.uint16)
     lr = torch.tensor([[[0.02]], [[0.04]]])
-    for backend in (tg.TORCH_BACKEND, compiled(tg.RECORD)):
+    for prepare in (lambda: None, compile):
+        prepare()
         p, mantissa = high.clone(), low.clone()
-        backend.compiled(tg.muon_update)(p, mantissa, x, lr, torch.tensor(1.0), torch.tensor(0.1))
+        tg.muon_update(p, mantissa, x, lr, torch.tensor(1.0), torch.tensor(0.1))
         assert not torch.equal(p, high)
         results.append(tg.merge_mantissa(p, mantissa))
+    assert counters["stats"]["unique_graphs"] == 1
     plain, generated = results
     assert ((generated - plain).abs() <= 2**-22 * plain.abs()).all()  # one may fuse a product

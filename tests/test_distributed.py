@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 
 import train_gpt as tg
-from golden_inputs import prefetch_exchange, random_documents, row_plans, same_bits, write_shard
+from golden_inputs import (
+    give_grad,
+    plans_of_all_rows,
+    prefetch_exchange,
+    random_documents,
+    row_plans,
+    same_bits,
+    write_shard,
+)
 
 WINDOWS = {"short": 6, "long": 20}  # of validation, in tokens
 
@@ -31,10 +39,10 @@ def cfg(tmp_path_factory):
         write_shard(path, random_documents(rng, count, 61, 60, 50), 61, 60)
     # fmt: off
     stages = (
-        tg.Stage(2, 128, 24, {"short": 1, "long":  3}, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        tg.Stage(2, 256, 40, {"short": 3, "long":  7}, 1.52, (1.0, 0.5), (1.0, 0.0)),
-        tg.Stage(2, 384, 40, {"short": 5, "long": 11}, 1.73, (1.0,), (1.0,)),
-        tg.Stage(2, 384, 40, {"short": 6, "long": 13}, 0.15, (1.0,), (1.0,)),
+        tg.Stage(2, 128, 24, tg.Windows(1, 3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        tg.Stage(2, 256, 40, tg.Windows(3, 7), 1.52, (1.0, 0.5), (1.0, 0.0)),
+        tg.Stage(2, 384, 40, tg.Windows(5, 11), 1.73, (1.0,), (1.0,)),
+        tg.Stage(2, 384, 40, tg.Windows(6, 13), 0.15, (1.0,), (1.0,)),
     )
     return replace(
         tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, ngrams=tg.Ngrams(),
@@ -52,7 +60,7 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
     model = tg.GPT(cfg, world_size, seed=seed, backend=backend)
     with torch.no_grad():  # away from zeros, which hide mistakes
         noise = torch.Generator().manual_seed(99)
-        for name, shape in tg.param_shapes(cfg, 1).items():
+        for name, shape in sorted(tg.param_shapes(cfg, 1).items()):  # in any order of the table
             if name != "embed":
                 getattr(model, name)[: shape[0]] += 0.03 * torch.randn(shape, generator=noise)
         model.embed.copy_(model.lm_head.T)
@@ -118,7 +126,7 @@ def same_on_all_ranks(results):
 
 def dense(cfg):
     """Makes every table's exchange whole."""
-    params = (replace(row, exchange="reduce_scatter") if row.indexed_by else row for row in cfg.params)
+    params = (replace(row, exchange="reduce_scatter") if row.is_table else row for row in cfg.params)
     return replace(cfg, params=tuple(params))
 
 
@@ -167,7 +175,7 @@ def first_gradients(rank, world_size, cfg):
     batches.loader.close()
     grads = {}
     for row in cfg.params:
-        grad = optimizer.as_matrices(optimizer.grad_of(row.name))
+        grad = optimizer.grads[row.name].take()
         recv_buffer = optimizer.recv_buffers.get(row.name)
         grads[row.name] = row.exchange, exchange.reduce(row.name, row.exchange, grad, recv_buffer).wait()
     return grads
@@ -178,8 +186,8 @@ def test_eight_ranks_sum_as_eight_micro_batches_do(workers, cfg):
     """Compares mean gradients bit by bit, with the fp32 sum and one micro-batch a rank.
 
     Micro-batch after micro-batch is added at both world sizes, and factors of 1/8 are exact. That holds where
-    autograd adds up micro-batches. Written in place, a product is added inside its own sum, and the bits
-    differ.
+    autograd adds up micro-batches, and in tables. Written in place, as the head's always is, a product is
+    added inside its own sum, and the bits may differ.
     """
     cfg = dense(with_reduction(replace(with_dtype(cfg, "float32"), main_grad=False), "fp32"))
     single, parts = workers(1, first_gradients, cfg)[0], workers(8, first_gradients, cfg)
@@ -188,7 +196,9 @@ def test_eight_ranks_sum_as_eight_micro_batches_do(workers, cfg):
         if exchange == "reduce_scatter":
             grad = torch.cat([part[name][1] for part in parts])
         rows = min(len(grad), len(want))  # banks have other padding
-        assert want.any() and torch.equal(grad[:rows], want[:rows]), name
+        if name == "lm_head":
+            torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-6 * want.abs().max().item())
+        assert want.any() and (name == "lm_head" or torch.equal(grad[:rows], want[:rows])), name
         assert not grad[rows:].any() and not want[rows:].any()
 
 
@@ -226,15 +236,25 @@ def shuffled(items, seed):
     return tuple(items)
 
 
+def work_order(cfg):
+    """Returns the parameters' names in the order of their updates."""
+    return tuple(row.name for row in sorted(cfg.params, key=lambda row: row.work))
+
+
+def with_work(params, names):
+    """Returns rows of the table whose updates are in the order of `names`."""
+    return tuple(replace(row, work=names.index(row.name)) for row in params)
+
+
 @pytest.mark.slow
 def test_orders_do_not_matter(workers, cfg):
     """Gives the same bits in whole runs: the same order again, a random one and the reverse."""
     cfg = with_dtype(cfg, "float32")
     want = same_on_all_ranks(workers(4, train, cfg, False, False))
     for order in (lambda items: items, lambda items: shuffled(items, 7), lambda items: items[::-1]):
-        orders = dict(params=order(cfg.params), work_order=order(cfg.work_order))
-        results = workers(4, train, replace(cfg, **orders), False, False)
-        assert same_on_all_ranks(results)["digests"] == want["digests"], orders
+        params = with_work(order(cfg.params), order(work_order(cfg)))
+        results = workers(4, train, replace(cfg, params=params), False, False)
+        assert same_on_all_ranks(results)["digests"] == want["digests"], params
 
 
 class TiesLate(tg.Optimizer):
@@ -243,7 +263,7 @@ class TiesLate(tg.Optimizer):
     def scatter(self, plan):
         order = [row.name for row in self.cfg.params]
         if self.is_tied and order.index("embed") > order.index("lm_head"):
-            self.params["embed"].grad.zero_()
+            self.grads["embed"].main_grad.zero_()
         return super().scatter(plan)
 
 
@@ -265,7 +285,7 @@ class LeaksState(tg.Optimizer):
 
 
 def optimize(rank, world_size, cfg, optimizer_class, steps, orders):
-    """Returns a digest of parameters and optimizer state after `steps` for each (params, work_order).
+    """Returns a digest of parameters and optimizer state after `steps` for each order, a table of parameters.
 
     All start from one state. Gradients differ from rank to rank, with sizes over many powers of two.
     """
@@ -274,9 +294,8 @@ def optimize(rank, world_size, cfg, optimizer_class, steps, orders):
     if steps[0] > tg.untie_step(cfg):
         optimizer.untie()
     start, digests = tg.training_state(model, optimizer), []
-    for params, work_order in orders:
-        permuted = replace(cfg, params=params, work_order=work_order)
-        optimizer = optimizer_class(permuted, dict(model.named_parameters()), exchange)
+    for params in orders:
+        optimizer = optimizer_class(replace(cfg, params=params), dict(model.named_parameters()), exchange)
         tg.restore(start, model, optimizer)
         optimizer.gather_all()
         g = torch.Generator().manual_seed(rank)
@@ -285,9 +304,10 @@ def optimize(rank, world_size, cfg, optimizer_class, steps, orders):
             masks = {kind: torch.rand(n, generator=g) < 0.3 for kind, n in sizes.items()}
             for name, p in model.named_parameters():
                 size = 2.0 ** torch.randint(-12, 12, p.shape, generator=g)
-                p.grad = (torch.randn(p.shape, generator=g) * size).to(p.dtype)
-                if kind := optimizer.specs[name].indexed_by:
-                    p.grad[~masks[kind]] = 0
+                grad = torch.randn(p.shape, generator=g) * size
+                if optimizer.specs[name].is_table:
+                    grad[~masks[optimizer.specs[name].kind]] = 0
+                give_grad(optimizer, name, grad.to(p.dtype))
             plan = tg.plan_step(cfg, step)
             if plan.do_adam:
                 ids = {kind: mask.nonzero().int().flatten().numpy() for kind, mask in masks.items()}
@@ -306,9 +326,9 @@ PERIODS = {"before": range(4), "across": range(4, 8), "after": range(6, 8)}  # u
 def test_no_order_matters(workers, cfg, world_size, dtype, reduction):
     """Permutes each order alone and both together: gives the same bits of parameters and moments."""
     cfg = with_reduction(with_dtype(cfg, dtype), reduction)
-    params, work = cfg.params, cfg.work_order
-    orders = [(params, work), (params[::-1], work), (params, work[::-1])]
-    orders += [(shuffled(params, seed), shuffled(work, seed + 1000)) for seed in range(13)]
+    params, work = cfg.params, work_order(cfg)
+    orders = [params, with_work(params[::-1], work), with_work(params, work[::-1])]
+    orders += [with_work(shuffled(params, seed), shuffled(work, seed + 1000)) for seed in range(13)]
     for period in PERIODS.values():
         for digests in workers(world_size, optimize, cfg, tg.Optimizer, period, orders):
             assert len(set(digests)) == 1
@@ -319,7 +339,8 @@ def test_no_order_matters(workers, cfg, world_size, dtype, reduction):
 def test_the_test_of_orders_catches(workers, cfg, mutant, periods):
     """Shows that the test above fails for optimizers that depend on an order, in the periods when they do."""
     cfg = with_dtype(cfg, "float32")
-    orders = [(shuffled(cfg.params, seed), shuffled(cfg.work_order, seed + 1000)) for seed in range(4)]
+    work = work_order(cfg)
+    orders = [with_work(shuffled(cfg.params, seed), shuffled(work, seed + 1000)) for seed in range(4)]
     for period in periods:
         for digests in workers(2, optimize, cfg, mutant, PERIODS[period], orders):
             assert len(set(digests)) > 1, period
@@ -388,10 +409,12 @@ def test_ranks_shards_make_up_the_whole_update(cfg, tied):
             params = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
             for name, p in params.items():
                 p[: len(values[name])] = values[name]
-                p.grad = torch.zeros_like(p)
-                p.grad[: len(values[name])] = grads[name]
             optimizer = tg.Optimizer(cfg, params, OneRank(rank, world_size))
-            optimizer.is_tied = tied
+            for name, p in params.items():
+                grad = torch.zeros_like(p, requires_grad=False)
+                grad[: len(values[name])] = grads[name]
+                give_grad(optimizer, name, grad)
+            optimizer.is_tied, optimizer.rows = tied, plans_of_all_rows(cfg)
             optimizer.step(plan)
             optimizer.finish_gathers()
             for name, p in params.items():
@@ -406,7 +429,7 @@ def test_ranks_shards_make_up_the_whole_update(cfg, tied):
             rows = min(len(full), len(want))
             torch.testing.assert_close(full[:rows], want[:rows], rtol=1e-12, atol=1e-12)
             assert not full[rows:].any(), name  # padding stays zero
-    moved = (results[8]["mlp_bank"][:22] - values["mlp_bank"].flatten(0, 1)).flatten(1).norm(dim=1)
+    moved = (results[8]["mlp_bank"][:22] - values["mlp_bank"]).flatten(1).norm(dim=1)
     assert (moved[1::2] > 1.8 * moved[::2]).all()
 
 
@@ -423,7 +446,7 @@ def test_shards_of_the_record_configuration(world_size):
         }
         optimizer = tg.Optimizer(with_reduction(cfg, "fp32"), params, tg.Exchange(rank, world_size))
         for name, p in params.items():
-            shard, full = optimizer.shard_of(name, p), optimizer.as_matrices(p)
+            shard, full = optimizer.shard_of(name, p), p
             row, state = optimizer.specs[name], optimizer.state[name]
             if row.sharded:
                 assert len(shard) * world_size == len(full)
@@ -431,8 +454,8 @@ def test_shards_of_the_record_configuration(world_size):
             else:
                 assert shard.shape == p.shape
             if row.exchange == "sparse":
-                assert optimizer.shard_grads[name].shape == shard.shape
-                assert optimizer.shard_grads[name].dtype == torch.float32
+                assert optimizer.grads[name].mean.shape == shard.shape
+                assert optimizer.grads[name].mean.dtype == torch.float32
             else:
                 assert optimizer.recv_buffers[name].shape == (world_size, *shard.shape)
             if row.optimizer == "adam":
@@ -490,7 +513,8 @@ def train_bf16(rank, world_size, cfg):
         plan = tg.plan_step(cfg, step)
         for name in tg.param_shapes(cfg, 1):
             p = getattr(model, name)
-            p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+            give_grad(optimizer, name, torch.randn(p.shape, generator=g).to(p.dtype))
+        optimizer.rows = plans_of_all_rows(cfg)
         for name in banks:
             grad = optimizer.shard_of(name, getattr(model, name).grad)
             n, rows, cols = grad.shape
@@ -540,7 +564,8 @@ def train_sgd(rank, world_size, cfg):
     with pytest.MonkeyPatch.context() as patch:
         rule = tg.UpdateRule(lambda p, row, dtype, first: {}, sgd, every_step=True)
         patch.setitem(tg.OPTIMIZERS, "sgd", rule)
-        cfg = tg.override(cfg, "params.mlp_bank.optimizer=sgd")
+        params = (replace(row, optimizer="sgd") if row.name == "mlp_bank" else row for row in cfg.params)
+        cfg = replace(cfg, params=tuple(params))
         _, grad = first_gradients(rank, world_size, cfg)["mlp_bank"]
         _, model, optimizer = build(rank, world_size, cfg)
         before = optimizer.shard_of("mlp_bank", model.mlp_bank).clone()
@@ -548,7 +573,7 @@ def train_sgd(rank, world_size, cfg):
         tg.train_step(model, optimizer, batches.next())
         batches.loader.close()
         optimizer.finish_gathers()
-        return before, grad, optimizer.as_matrices(model.mlp_bank.detach())
+        return before, grad, model.mlp_bank.detach()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -631,28 +656,6 @@ def test_the_fp32_sum_is_in_rank_order(workers, world_size, dtype):
     for rank, (full, shard, untouched) in enumerate(workers(world_size, reduce_fp32, dtype)):
         assert full.dtype == shard.dtype == acc_dtype and untouched
         assert torch.equal(full, want) and torch.equal(shard, want[rank * rows : (rank + 1) * rows])
-
-
-def check_on_all_ranks(rank, world_size, failing):
-    exchange = tg.Exchange(rank, world_size)
-
-    def check():
-        if rank in failing:
-            raise tg.UserError(f"rank {rank} found it")
-        return rank
-
-    try:
-        return exchange.run_on_all_ranks(check)
-    except tg.UserError as e:
-        return str(e)
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_an_error_on_one_rank_is_raised_on_all(workers, world_size):
-    assert workers(world_size, check_on_all_ranks, ()) == list(range(world_size))
-    assert workers(world_size, check_on_all_ranks, (0,)) == ["rank 0 found it"] * world_size
-    if world_size == 4:
-        assert workers(4, check_on_all_ranks, (2, 3)) == ["rank 2 found it"] * 4
 
 
 # -------------------------------------------------------------------------- the pools of processes themselves
@@ -741,50 +744,6 @@ def test_gather_all_waits(cfg, monkeypatch):
     optimizer.gather_all()
     assert waited == [row.name for row in cfg.params if row.sharded]
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_an_error_of_this_gpu_is_raised_as_it_is():
-    """Checks that only other RuntimeErrors of a collective mean that a peer died."""
-
-    class FailingWork:
-        def __init__(self, error):
-            self.error = error
-
-        def wait(self):
-            raise self.error
-
-    for error in (
-        torch.cuda.AcceleratorError("CUDA error: an illegal memory access"),
-        torch.OutOfMemoryError("no"),
-    ):
-        with pytest.raises(type(error)) as raised:
-            tg.Pending(torch.zeros(1), FailingWork(error)).wait()
-        assert raised.value is error
-    with pytest.raises(tg.PeerFailure, match="killed or failed .Connection closed."):
-        tg.Pending(torch.zeros(1), FailingWork(RuntimeError("Connection closed"))).wait()
-
-
-@pytest.mark.parametrize(
-    "local_rank, gpus, valid", [(0, 1, True), (1, 1, False), (7, 8, True), (8, 8, False)]
-)
-def test_a_rank_needs_a_gpu_of_its_own(monkeypatch, local_rank, gpus, valid):
-    """Checks eight processes; torchrun --virtual-local-rank shows each one GPU, its 0th."""
-    chosen = []
-    for name, value in {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 8, "WORLD_SIZE": 1, "RANK": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    try:
-        if valid:
-            assert tg.init_distributed()[2] == torch.device("cuda", local_rank) == chosen[0]
-        else:
-            with pytest.raises(tg.UserError, match=f"8 processes for {gpus} GPUs; .*--nproc_per_node={gpus}"):
-                tg.init_distributed()
-    finally:
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
 
 
 @pytest.mark.slow

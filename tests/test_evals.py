@@ -38,7 +38,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     make_corpus(folder / "corpus", val=5 * 256 + 1)
     change = settings("warmup=false", "samples=3", *NO_PREFIXES, *NGRAMS)
-    arguments = ["--preset", "cpu", "--data", "corpus", *change, "--seed", 1, "--save", "m.pt"]
+    arguments = ["--preset", "cpu", "--data", "corpus", *change, "--seed", 3, "--save", "m.pt"]
     with Launch(folder, *arguments, world_size=2) as process:
         assert process.wait() == [0, 0], process.err
     (folder / "screen.txt").write_text(process.final_output["out"])
@@ -117,7 +117,7 @@ def test_rows_of_ngrams_come_from_the_mapped_file():
     model, text = tg.load_model("m.pt"), [256, 97, 98, 99]
     before = model.next_token_logits(text)
     assert isinstance(model.ngrams.rows, np.memmap)
-    model.ngrams.rows = np.zeros_like(model.ngrams.rows)
+    model.ngrams = model.ngrams._replace(rows=np.zeros_like(model.ngrams.rows))
     assert (model.next_token_logits(text) - before).abs().max() > 1e-4
 
 
@@ -227,9 +227,9 @@ def test_characters_of_several_tokens_are_printed_whole(capsys, monkeypatch):
     [
         (
             ["no.pt"],
-            "cannot load no.pt: No such file or directory; give a file that --save of this script wrote",
+            "cannot read no.pt: ",
         ),
-        (["screen.txt"], "cannot load screen.txt: "),
+        (["screen.txt"], "cannot read screen.txt: "),
         (["m.pt", "--prompt-file", "no.txt"], "No such file or directory: 'no.txt'"),
         (["m.pt", "x", "--prompt-file", "m.pt"], "argument --prompt-file: not allowed with argument PROMPT"),
         (["m.pt", "--prompt-file", "m.pt"], "m.pt is not UTF-8: "),
@@ -300,13 +300,12 @@ def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, cap
 # ---- the end of a run --------------------------------------------------------------------------------------
 
 
-def test_a_run_ends_with_three_texts_and_the_command(run):
+def test_a_run_ends_with_three_texts(run):
     """On the screen, when the log is complete and the model saved."""
     screen = (run / "screen.txt").read_text()
     texts = re.findall(r"^sample: (.+)$", screen, re.MULTILINE)
     assert len(texts) == 3 == len(set(texts))
     assert "\nsample:" not in log_of(run)
-    assert re.search(r"^generate +\S+ evals/generate.py m.pt$", screen, re.MULTILINE)
 
 
 class Screen:
@@ -322,7 +321,7 @@ def test_the_texts_are_the_models(run):
     """Of 100 tokens each, with the run's seed; in the run, rows of n-grams come from two ranks."""
     words, screen = tg.read_vocabulary(run / "corpus/vocabulary.txt", 257), Screen()
     words = [word or b"?" for word in words]
-    tg.print_samples(tg.load_model("m.pt"), words, 1, screen)
+    tg.print_samples(tg.load_model("m.pt"), words, 3, screen)
     shown = re.findall(r"^sample: .+$", (run / "screen.txt").read_text(), re.MULTILINE)
     assert [line.replace("?", "") for line in screen.lines] == shown
     tg.print_samples(tg.load_model("m.pt"), [b"."] * 257, 0, screen)
@@ -482,7 +481,7 @@ def test_several_files_and_all_of_them(capsys):
         (["empty.txt"], "empty.txt has no text"),
         (["latin.txt"], "latin.txt:1: not UTF-8 (byte 0xe9)"),
         (["five.jsonl"], "five.jsonl:1: no text under 'text' (choose with --field)"),
-        (["empty.bin"], "empty.bin: not a token shard (its first word is not 20240520)"),
+        (["empty.bin"], "empty.bin: not a whole token shard"),
         (["gpt2.bin"], "gpt2.bin has a vocabulary of 50257 tokens, the model 257"),
         (["empty.txt", "--passage-bytes", "3"], "3: give a number from 4 to 1e+09"),
     ],
@@ -533,7 +532,7 @@ def test_an_exported_model_is_the_saved_one(run, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, message", [(["no.pt", "x"], "cannot load no.pt: "), (["m.pt", "no/x"], "No such file")]
+    "arguments, message", [(["no.pt", "x"], "cannot read no.pt: "), (["m.pt", "no/x"], "No such file")]
 )
 def test_bad_input_of_export_gets_one_line(arguments, message):
     with pytest.raises(SystemExit) as error:

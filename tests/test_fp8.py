@@ -141,7 +141,7 @@ def test_gradients_are_those_of_the_rounded_forward():
     g = torch.Generator().manual_seed(1)
     h, dy = torch.randn(2, 33, 16, generator=g)
     bank = torch.randn(1, 2, 48, 16, generator=g)
-    fc, proj, fc_scale, proj_scale, _ = tg.fp8_mlp_weights(bank, torch.zeros(1))
+    fc, proj, fc_scale, proj_scale, _ = tg.fp8_mlp_weights(bank.flatten(0, 1), torch.zeros(1))
     largest = (h @ bank[0, 0].T).square().max()
     layer = tg.FP8MLP(fc[0], proj[0], fc_scale[0], proj_scale[0], largest / 448, torch.zeros(()))
     weights = [w.clone().requires_grad_() for w in bank[0]]
@@ -193,12 +193,14 @@ def test_maxima_are_exchanged_after_the_last_forward(workers, cfg, ngrams):
 def test_each_matrix_has_its_own_scale():
     bank = torch.randn(3, 2, 16, 32, generator=torch.Generator().manual_seed(3))
     bank *= torch.tensor([[1.0, 30.0], [20.0, 0.1], [0.3, 0.3]])[:, :, None, None]
-    fc, proj, *scales, following = tg.fp8_mlp_weights(bank, torch.zeros(1))
+    fc, proj, *scales, following = tg.fp8_mlp_weights(bank.flatten(0, 1), torch.zeros(1))
     amax = bank.abs().amax((2, 3))
     for t, matrices, scale, largest in zip((fc, proj.mT), bank.unbind(1), scales, amax.unbind(1)):
         torch.testing.assert_close(scale, largest / 448)
         error = (t.float() * scale[:, None, None] - matrices).abs()
         assert (error <= 2**-4 * matrices.abs() + 2**-10 * scale[:, None, None]).all()
     torch.testing.assert_close(following, 1.12 * amax[:, 1] / 448)
-    _, proj, _, scale, _ = tg.fp8_mlp_weights(bank, amax[:, 1] / 900)  # too small for the largest
+    _, proj, _, scale, _ = tg.fp8_mlp_weights(
+        bank.flatten(0, 1), amax[:, 1] / 900
+    )  # too small for the largest
     assert torch.equal(scale, amax[:, 1] / 900) and (proj.float().abs().amax((1, 2)) == 448).all()

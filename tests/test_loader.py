@@ -5,7 +5,6 @@ The files' errors are in test_bad_input.py.
 
 import functools
 import hashlib
-import itertools
 import threading
 from dataclasses import replace
 
@@ -66,9 +65,9 @@ def naive_micro_batch(documents, first, T, max_doc_len):
     return tokens, starts, first
 
 
-def naive_batches(shards, schedule, microbatches):
+def naive_batches(shards, schedule, microbatches, epochs=1):
     """Yields the batches of a schedule [(batch_tokens, max_doc_len)] as lists of (tokens, starts)."""
-    shards = iter([naive_documents(s) for s in shards])
+    shards = iter([naive_documents(s) for s in shards] * epochs)
     documents, first = next(shards), 0
     for batch_tokens, max_doc_len in schedule:
         while True:
@@ -100,9 +99,9 @@ def naive_bigrams(tokens, rows):
 def check_micro_batch(batch, tokens, starts, cfg):
     T = len(tokens) - 1
     assert batch.inputs.tolist() == tokens[:T] and batch.targets.tolist() == tokens[1:]
-    assert batch.inputs.dtype == batch.ngrams.dtype == batch.cu_seqlens.dtype == torch.int32
+    assert batch.inputs.dtype == batch.hashed_rows.dtype == batch.cu_seqlens.dtype == torch.int32
     assert batch.targets.dtype == torch.int64
-    assert batch.ngrams.tolist() == [naive_bigrams(tokens[:T], cfg.bigram_vocab_size)]
+    assert batch.hashed_rows.tolist() == [naive_bigrams(tokens[:T], cfg.bigram_vocab_size)]
     max_docs = cfg.max_docs or tg.default_max_docs(T)
     assert batch.cu_seqlens.tolist() == starts + [T] * (max_docs - len(starts))
 
@@ -112,13 +111,13 @@ def check_micro_batch(batch, tokens, starts, cfg):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_micro_batches(tmp_path, seed):
-    """Checks that 1, 2, 4 and 8 ranks share the same eight micro-batches."""
+    """Checks that 1, 2, 4 and 8 ranks share the same eight micro-batches, in a second epoch too."""
     rng = np.random.default_rng(seed)
     shards = make_shards(tmp_path, rng, rng.integers(3000, 7000, 3), max_doc_len=int(rng.integers(20, 300)))
     cfg = config(tmp_path)
     schedule = [(int(8 * rng.integers(30, 90)), int(rng.integers(10, 250))) for _ in range(40)]
-    want = list(naive_batches(shards, schedule, 8))
-    assert 5 < len(want) < 40  # the data ends in this schedule, and not at once
+    assert 5 < len(list(naive_batches(shards, schedule, 8))) < 40  # the first epoch ends in this schedule
+    want = list(naive_batches(shards, schedule, 8, epochs=40))  # up to one that fits in no shard
     ranks = [(rank, world_size) for world_size in (1, 2, 4, 8) for rank in range(world_size)]
     loaders = {(rank, world_size): train_loader(cfg, rank, world_size) for rank, world_size in ranks}
     for (batch_tokens, max_doc_len), batch in zip(schedule, want):
@@ -128,53 +127,11 @@ def test_micro_batches(tmp_path, seed):
             for m, micro_batch in enumerate(micro_batches):
                 assert micro_batch.max_doc_len == max_doc_len
                 check_micro_batch(micro_batch, *batch[m * world_size + rank], cfg)
-    delivered = sum(tokens for tokens, _ in schedule[: len(want)])
     for loader in loaders.values():
-        with pytest.raises(tg.UserError, match=f"ran out after {delivered:,} tokens.*add training shards"):
-            loader.batch(*schedule[len(want)])
+        if len(want) < 40:
+            with pytest.raises(tg.UserError, match="no training shard holds a batch"):
+                loader.batch(*schedule[len(want)])
         loader.close()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_count_batches(tmp_path, seed):
-    """Checks the count against the naive program and the loader. Some documents are longer than max_doc_len.
-
-    Sixteen ranks, more than the micro-batches, cut other batches than one rank does.
-    """
-    rng, counts = np.random.default_rng(seed), []
-    shards = make_shards(tmp_path, rng, rng.integers(9000, 15000, 3), max_doc_len=int(rng.integers(30, 900)))
-    stages = []
-    for stage in tg.CPU.stages:
-        steps, batch_tokens = int(rng.integers(1, 3)), int(16 * rng.integers(10, 30))
-        max_doc_len = int(rng.integers(20, 400))
-        stages.append(replace(stage, steps=steps, batch_tokens=batch_tokens, max_doc_len=max_doc_len))
-    for more, world_size in itertools.product((0, 60), (1, 16)):
-        longer = replace(stages[0], steps=stages[0].steps + more)
-        cfg = config(tmp_path, stages=(longer, *stages[1:]))
-        plans, paths = [tg.plan_step(cfg, s) for s in range(cfg.steps)], tg.find_shards(cfg.data, "train")
-        schedule = [(plan.batch_tokens, plan.max_doc_len) for plan in plans]
-        want = len(list(naive_batches(shards, schedule, max(8, world_size))))
-        counts.append((tg.count_batches(cfg, paths, world_size), cfg.steps))
-        assert counts[-1][0] == want
-        loader = train_loader(cfg, 0, world_size)
-        for batch_tokens, max_doc_len in schedule[:want]:
-            loader.batch(batch_tokens, max_doc_len)
-        if want < cfg.steps:
-            with pytest.raises(tg.OutOfData):
-                loader.batch(*schedule[want])
-        loader.close()
-    assert {count < steps for count, steps in counts} == {True, False}
-
-
-def test_counting_reads_as_far_as_the_schedule_goes(tmp_path):
-    """Checks that the last shard, which is bad, is read only by the longer schedule."""
-    make_shards(tmp_path, np.random.default_rng(0), [9000, 9000])
-    write_shard(tmp_path / "x_train_000009.bin", [BOS] + 40 * [300], VOCAB, BOS)
-    cfg, paths = config(tmp_path), tg.find_shards(str(tmp_path), "train")
-    short = replace(cfg, stages=tuple(replace(stage, steps=1, batch_tokens=800) for stage in cfg.stages))
-    assert tg.count_batches(short, paths, 1) == 4
-    with pytest.raises(tg.UserError, match="token 300"):
-        tg.count_batches(cfg, paths, 1)
 
 
 def test_more_ranks_than_micro_batches_give_each_rank_one(tmp_path):
@@ -197,7 +154,10 @@ def test_the_next_shard_is_the_next_by_name(tmp_path):
     write_shard(tmp_path / "x_train_000002.bin", document(2, 5), VOCAB, BOS)
     write_shard(tmp_path / "x_train_000001.bin", [9] * 8 + document(1, 30), VOCAB, BOS)
     loader = train_loader(cfg)
-    assert [loader.batch(20, 100)[0].inputs[-1].item() for _ in range(3)] == [1, 3, 4]
+    assert [loader.batch(20, 100)[0].inputs[-1].item() for _ in range(5)] == [1, 3, 4, 1, 3]
+    assert loader.position() == (5, 1)
+    with pytest.raises(tg.UserError, match="no training shard holds"):
+        loader.batch(70, 100)
 
 
 @pytest.mark.parametrize("first_read", [1, 60, 1500, 5000])
@@ -274,7 +234,7 @@ def test_a_batch_may_end_exactly_with_its_shard(tmp_path):
         if enough:
             assert loader.batch(20, 100)[0].inputs.numel() == 20
         else:
-            with pytest.raises(tg.UserError, match="ran out after 0 tokens"):
+            with pytest.raises(tg.UserError, match="no training shard holds a batch of 20 tokens"):
                 loader.batch(20, 100)
 
 

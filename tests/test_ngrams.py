@@ -1,6 +1,5 @@
 """Checks n-grams against plain Python: their hash, the index of rows, who sends which row when, the rule."""
 
-import math
 import random
 import threading
 from collections import Counter
@@ -15,11 +14,11 @@ import train_gpt as tg
 from golden_inputs import random_documents, same_bits, write_shard
 
 LAYERS = (
-    tg.Layer("plain", value=0, saves="skip"),
-    tg.Layer("plain", adds="skip", saves="back", xsa=True),
-    tg.Layer("paired", "long", value=1, reads="back", gate=True, connections=True),
+    tg.Layer("plain", value=0),
+    tg.Layer("plain", xsa=True),
+    tg.Layer("paired", "long", value=1, gate=True, connections=True),
 )
-WINDOWS = [{"short": n, "long": 2 * n} for n in (1, 2, 3, 3)]
+WINDOWS = [tg.Windows(n, 2 * n) for n in (1, 2, 3, 3)]
 
 
 def ngram_config(folder, **ngrams):
@@ -35,7 +34,7 @@ def ngram_config(folder, **ngrams):
     tokens, mtp = (144, 192, 288, 288), ((1.0, 0.5), (1.0, 0.5), (1.0,), (1.0,))
     steps = (2, 2, 1, 1)
     stages = (tg.Stage(*row, 30, WINDOWS[i], 1.0, mtp[i], mtp[i]) for i, row in enumerate(zip(steps, tokens)))
-    table = dict(orders=(3, 2), hashes=2, rows=997, width=12) | ngrams
+    table = dict(orders=(3, 2, 5, 4), rows=997, width=12) | ngrams
     return replace(
         tg.CPU,
         data=str(folder),
@@ -46,6 +45,9 @@ def ngram_config(folder, **ngrams):
         head_dim=8,
         mlp_dim=16,
         layers=LAYERS,
+        skip_from=0,
+        skip_to=1,
+        back_from=1,
         window_unit=4,
         val_windows=WINDOWS[3],
         microbatches=12,
@@ -63,13 +65,12 @@ def ngram_config(folder, **ngrams):
 # ------------------------------------------------------------------------------------------------- the hash
 
 
-def python_hash(gram, seed, rows):
+def python_hash(gram, rows):
     """Hashes one n-gram, its last token first, in Python's integers."""
     mix, low = 0x9E3779B1, 2**32 - 1
     h = 0
     for token in gram:
         h = (h + token) * mix & low
-    h = h + seed * mix & low
     for shift, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1):
         h = (h ^ h >> shift) * factor & low
     return h % (rows - 1)
@@ -79,21 +80,19 @@ def python_rows(tokens, ngrams):
     """Returns the table's rows of every position, by ranges."""
     ranges = []
     for n in ngrams.orders:
-        for seed in range(ngrams.hashes):
-            first = len(ranges) * ngrams.rows
-            row = [first + ngrams.rows - 1] * min(n - 1, len(tokens))
-            for t in range(n - 1, len(tokens)):
-                row.append(first + python_hash(tokens[t - n + 1 : t + 1][::-1], seed, ngrams.rows))
-            ranges.append(row)
+        first = len(ranges) * ngrams.rows
+        row = [first + ngrams.rows - 1] * min(n - 1, len(tokens))
+        for t in range(n - 1, len(tokens)):
+            row.append(first + python_hash(tokens[t - n + 1 : t + 1][::-1], ngrams.rows))
+        ranges.append(row)
     return ranges
 
 
 @pytest.mark.parametrize("rows", [3, 97, 100_003, 1 << 26])
-@pytest.mark.parametrize("hashes", [1, 2])
 @pytest.mark.parametrize("orders", [(2,), (3, 2), (2, 3, 4, 5)])
-def test_the_hash_is_pythons(orders, hashes, rows):
+def test_the_hash_is_pythons(orders, rows):
     """Checks texts that cross documents, the largest token, and texts shorter than an n-gram."""
-    ngrams, rng = tg.Ngrams(orders, hashes, rows), random.Random(1)
+    ngrams, rng = tg.Ngrams(orders, rows), random.Random(1)
     for T in (1, 2, 4, 300):
         tokens = [rng.choice([0, 1, 7, 255, 256, 50256, 65535]) for _ in range(T)]
         for sign_rows in 0, 1, 8192:
@@ -102,12 +101,12 @@ def test_the_hash_is_pythons(orders, hashes, rows):
             assert (signs is None) == (sign_rows == 0)
 
 
-def test_each_order_and_hash_has_a_range_of_its_own():
+def test_each_order_has_a_range_of_its_own():
     """Checks also that only the first positions, without a full n-gram, have a range's last row."""
     tokens, rows = np.random.default_rng(2).integers(0, 300, 5000), 50
-    ngrams = tg.Ngrams((4, 2, 3), 2, rows)
+    ngrams = tg.Ngrams((4, 2, 3), rows)
     for i, row in enumerate(tg.hash_ngrams(tokens, ngrams, 0)[0]):
-        n = ngrams.orders[i // 2]
+        n = ngrams.orders[i]
         assert set(row) == set(range(i * rows, (i + 1) * rows))
         assert np.flatnonzero(row == (i + 1) * rows - 1).tolist() == list(range(n - 1))
 
@@ -118,13 +117,13 @@ def test_no_hash_looks_ahead(signs):
 
     So it does the rows of signs, if there are many, but for the first positions: they have no full n-gram.
     """
-    rng, ngrams = np.random.default_rng(3), tg.Ngrams((2, 3, 5), 2, 1 << 26)
+    rng, ngrams = np.random.default_rng(3), tg.Ngrams((2, 3, 5), 1 << 26)
     tokens = rng.integers(0, 256, 60)
 
     def hash_all(tokens):
         found = tg.hash_ngrams(tokens, ngrams, 65536)[signs].copy()
-        for i in range(ngrams.ranges):
-            found[i, : ngrams.orders[i // 2] - 1] = 0
+        for i, n in enumerate(ngrams.orders):
+            found[i, : n - 1] = 0
         return found
 
     before = hash_all(tokens)
@@ -132,8 +131,7 @@ def test_no_hash_looks_ahead(signs):
         other = tokens.copy()
         other[t] += 1
         changed = hash_all(other) != before
-        for i in range(ngrams.ranges):
-            n = ngrams.orders[i // 2]
+        for i, n in enumerate(ngrams.orders):
             want = range(max(t, n - 1), min(t + n, len(tokens)))
             assert np.flatnonzero(changed[i]).tolist() == list(want), (t, i)
 
@@ -148,22 +146,11 @@ def test_rows_spread_evenly():
     triples = np.stack([np.arange(20000), np.full(20000, 5), np.full(20000, 9)], -1)
     for grams in pairs, triples:
         n = grams.shape[1]
-        for row in tg.hash_ngrams(grams.reshape(-1), tg.Ngrams((n,), 2, rows), 0)[0]:
+        for row in tg.hash_ngrams(grams.reshape(-1), tg.Ngrams((n,), rows), 0)[0]:
             counts = np.bincount(row[n - 1 :: n] % rows, minlength=rows)
             assert counts.sum() == len(grams) and counts[-1] == 0
             expected = len(grams) / (rows - 1)
             assert ((counts[:-1] - expected) ** 2 / expected).sum() < 498 + 6 * 32
-
-
-def test_two_hashes_collide_apart():
-    """Checks that pairs with one row under the first hash have different ones under the second."""
-    tokens = np.stack(np.meshgrid(np.arange(100), np.arange(100)), -1).reshape(-1)
-    first, second = tg.hash_ngrams(tokens, tg.Ngrams((2,), 2, 1001), 0)[0][:, 1::2]
-    second = second - 1001
-    order = np.argsort(first, kind="stable")
-    collide = first[order][1:] == first[order][:-1]
-    again = second[order][1:][collide] == second[order][:-1][collide]
-    assert collide.sum() > 8000 and again.sum() < 30  # 9 expected
 
 
 # --------------------------------------------------------------------------------------------- rows of signs
@@ -177,10 +164,10 @@ def all_pairs(count):
 @pytest.mark.parametrize("sign_rows", [1, 2, 97, 8192, 65536])
 def test_rows_of_signs_are_in_range(sign_rows):
     """Checks the largest tokens and texts shorter than an n-gram; a large text reaches every row."""
-    ngrams, rng = tg.Ngrams((5, 2, 3), 2, 97), np.random.default_rng(7)
+    ngrams, rng = tg.Ngrams((5, 2, 3), 97), np.random.default_rng(7)
     for T in 1, 2, 4, 3000:
         signs = tg.hash_ngrams(rng.integers(0, 65536, T).astype(np.int32), ngrams, sign_rows)[1]
-        assert signs.dtype == np.int32 and signs.shape == (6, T)
+        assert signs.dtype == np.int32 and signs.shape == (3, T)
         assert signs.min() >= 0 and signs.max() < sign_rows
         assert T < 3000 or sign_rows > 97 or all(len(set(row)) == sign_rows for row in signs.tolist())
 
@@ -188,16 +175,15 @@ def test_rows_of_signs_are_in_range(sign_rows):
 @pytest.mark.parametrize("sign_rows", [61, 8192])
 def test_rows_of_signs_spread_evenly(sign_rows):
     """Counts distinct pairs by row of signs: chi-square within 6 standard deviations of its mean."""
-    for signs in tg.hash_ngrams(all_pairs(300), tg.Ngrams((2,), 2, 1001), sign_rows)[1]:
+    for signs in tg.hash_ngrams(all_pairs(300), tg.Ngrams((2,), 1001), sign_rows)[1]:
         counts, expected = np.bincount(signs[1::2], minlength=sign_rows), 300**2 / sign_rows
         chi_square = ((counts - expected) ** 2 / expected).sum()
         assert chi_square < sign_rows - 1 + 6 * (2 * sign_rows) ** 0.5
 
 
-@pytest.mark.parametrize("hashes", [1, 2])
-def test_ngrams_that_share_a_row_have_different_signs(hashes):
+def test_ngrams_that_share_a_row_have_different_signs():
     """Checks pairs that collide: about one in 512 has one row of signs too, as chance has it."""
-    rows, signs = tg.hash_ngrams(all_pairs(100), tg.Ngrams((2,), hashes, 1001), 512)
+    rows, signs = tg.hash_ngrams(all_pairs(100), tg.Ngrams((2,), 1001), 512)
     for row, sign in zip(rows[:, 1::2], signs[:, 1::2]):
         order = np.argsort(row, kind="stable")
         collide = np.diff(row[order]) == 0
@@ -205,11 +191,11 @@ def test_ngrams_that_share_a_row_have_different_signs(hashes):
         assert collide.sum() > 8000 and again.sum() < 2.5 * collide.sum() / 512
 
 
-def test_each_order_and_hash_has_rows_of_signs_of_its_own():
+def test_each_order_has_rows_of_signs_of_its_own():
     """Compares every two of them, at 5000 positions: about one in 512 is equal by chance."""
     tokens = np.random.default_rng(8).integers(0, 300, 5000).astype(np.int32)
-    signs = tg.hash_ngrams(tokens, tg.Ngrams((4, 2, 3), 2, 1001), 512)[1]
-    for i in range(6):
+    signs = tg.hash_ngrams(tokens, tg.Ngrams((4, 2, 3), 1001), 512)[1]
+    for i in range(3):
         for j in range(i):
             assert (signs[i] == signs[j]).sum() < 2.5 * 5000 / 512, (i, j)
 
@@ -239,15 +225,14 @@ def test_micro_batches_have_rows_of_signs(folder, orders, sign_rows):
 # ------------------------------------------------------------------------------------------------- the index
 
 
-def python_index(ranges, touched=()):
-    """Returns RowIndex's four lists of rows by range, and position."""
-    index = [], [], [], []
+def python_index(ranges):
+    """Returns RowIndex's three lists of rows by range, and position."""
+    index = [], [], []
     for row in ranges:
         for row_id in sorted(set(row)):
             index[2].append(len(index[1]))
             index[0].append(row_id)
             index[1].extend(t for t, r in enumerate(row) if r == row_id)
-            index[3].append(row_id not in touched)
     index[2].append(len(index[1]))
     return index
 
@@ -265,23 +250,20 @@ def test_sort_by_row():
     for ids in index_cases():
         parts = tg.sort_by_row(ids)
         assert [part.dtype for part in parts] == [np.int32] * 3
-        assert [part.tolist() for part in parts] == list(python_index([ids.tolist()])[:3])
+        assert [part.tolist() for part in parts] == list(python_index([ids.tolist()]))
 
 
 def test_index_rows():
-    """Checks one range, and several, with rows that earlier micro-batches have touched."""
+    """Checks one range, and several."""
     for ids in index_cases():
         if not len(ids):
             continue
-        touched = sorted({*ids.tolist()[::3], 0, 17, 80_000})
         first = np.arange(3, dtype=np.int64)[:, None] * (int(ids.max()) + 1)
         ranges = ids + first if first.max() + ids.max() < 2**31 else ids[None]
         for rows in ids, ranges.astype(np.int32):
-            for before in [], touched:
-                index = tg.index_rows(rows, np.array(before, np.int32))
-                want = python_index(np.atleast_2d(rows).tolist(), set(before))
-                assert [part.tolist() for part in index[:4]] == list(want) and index.signs is None
-                assert [part.dtype for part in index[:4]] == [torch.int32] * 3 + [torch.bool]
+            index, want = tg.index_rows(rows), python_index(np.atleast_2d(rows).tolist())
+            assert [part.tolist() for part in index[:3]] == list(want) and index.signs is None
+            assert [part.dtype for part in index[:3]] == [torch.int32] * 3
 
 
 def test_index_of_signs():
@@ -293,8 +275,8 @@ def test_index_of_signs():
         ranges = (ids + np.arange(3, dtype=np.int32)[:, None] * (ids.max() + 1)).astype(np.int32)
         for rows in ids[None], ranges:
             signs = rng.integers(0, 8192, rows.shape).astype(np.int32)
-            index, plain = tg.index_rows(rows, tg.NO_ROWS, signs), tg.index_rows(rows)
-            assert all(map(torch.equal, index[:4], plain[:4]))
+            index, plain = tg.index_rows(rows, signs), tg.index_rows(rows)
+            assert all(map(torch.equal, index[:3], plain[:3]))
             perm = index.perm.view(rows.shape)
             want = [[row[t] for t in order] for row, order in zip(signs.tolist(), perm.tolist())]
             assert index.signs.dtype == torch.int32 and index.signs.view(rows.shape).tolist() == want
@@ -302,7 +284,7 @@ def test_index_of_signs():
 
 def test_an_index_of_nothing():
     index = tg.index_rows(np.array([], np.int32))
-    assert [part.tolist() for part in index[:4]] == [[], [], [0], []]
+    assert [part.tolist() for part in index[:3]] == [[], [], [0]]
 
 
 def test_merge_rows():
@@ -313,6 +295,7 @@ def test_merge_rows():
         for some in lists[:1], lists[1:2], lists[:2], lists[2:], lists:
             got = tg.merge_rows(*some)
             assert got.tolist() == sorted(set().union(*(part.tolist() for part in some)))
+            assert got.dtype == np.int32
 
 
 def test_is_in():
@@ -390,8 +373,7 @@ class Plans:
         """Returns the rows that an owner sends to every rank, early or late."""
         plan = self.plan(step, owner)
         places, counts, _ = plan.fetches[part]
-        local = plan.owned[places.long()] if self.cfg.ngrams.placement == "host" else places
-        rows = (local.long() * self.world_size + owner).split(counts)
+        rows = (places.long() * self.world_size + owner).split(counts)
         return [part.tolist() for part in rows]
 
     def arrives(self, step, rank, part):
@@ -416,17 +398,13 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("shards")
 
 
-KINDS = [(n, "sharded", True) for n in (1, 2, 3, 4)] + [
-    (3, "host", True),
-    (1, "host", False),
-    (4, "host", False),
-]
+KINDS = [(n, True) for n in (1, 2, 3, 4)] + [(1, False), (4, False)]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, kind)))
 def plans(request, folder):
-    world_size, placement, prefetch = request.param
-    return Plans(ngram_config(folder, placement=placement, prefetch=prefetch), world_size)
+    world_size, prefetch = request.param
+    return Plans(ngram_config(folder, prefetch=prefetch), world_size)
 
 
 def test_every_row_that_is_asked_arrives_once(plans):
@@ -438,7 +416,7 @@ def test_positions_read_their_rows(plans):
     for step, rank in plans:
         compact = plans.compact(step, rank)
         for batch, want in zip(plans.batches[step][rank].micro_batches, plans.reads[step][rank]):
-            assert batch.ngrams.dtype == torch.int32 and (compact[batch.ngrams] == want).all()
+            assert batch.hashed_rows.dtype == torch.int32 and (compact[batch.hashed_rows] == want).all()
 
 
 def test_early_rows_are_those_that_the_step_before_leaves_alone(plans):
@@ -478,15 +456,13 @@ def test_gradients_reach_their_owner(plans):
 
 
 def test_micro_batches_add_to_their_rows(plans):
-    """Checks perm and offsets by place in the compact table, and which micro-batch is first."""
+    """Checks perm and offsets by place in the compact table."""
     for step, rank in plans:
-        compact, seen = plans.compact(step, rank), set()
+        compact = plans.compact(step, rank)
         for batch, ids in zip(plans.batches[step][rank].micro_batches, plans.reads[step][rank]):
-            row_ids, perm, offsets, first = (part.tolist() for part in batch.index["ngrams"][:4])
+            row_ids, perm, offsets = (part.tolist() for part in batch.index["ngrams"][:3])
             rows = compact[row_ids].tolist()
-            assert [rows, perm, offsets] == list(python_index(ids.tolist())[:3])
-            assert first == [row not in seen for row in rows]
-            seen.update(rows)
+            assert [rows, perm, offsets] == list(python_index(ids.tolist()))
 
 
 def test_positions_keep_their_signs(plans):
@@ -497,20 +473,10 @@ def test_positions_keep_their_signs(plans):
             assert (batch.signs.numpy() == signs).all()
             index, want = batch.index["ngrams"], [[] for _ in batch.index["ngrams"].row_ids]
             place_of = {row: place for place, row in enumerate(index.row_ids.tolist())}
-            for ids, sign in zip(batch.ngrams.tolist(), signs.tolist()):
+            for ids, sign in zip(batch.hashed_rows.tolist(), signs.tolist()):
                 for row, s in zip(ids, sign):
                     want[place_of[row]].append(s)
             assert index.signs.tolist() == sum(want, [])
-
-
-def test_rows_kept_from_the_step_before(plans):
-    """Checks where an owner finds a row that the step before has touched too: all others come first."""
-    for step, rank in plans:
-        plan = plans.plan(step, rank)
-        owned, kept_from = plan.owned.tolist(), plan.kept_from.tolist()
-        before = plans.plan(step - 1, rank).owned.tolist() if step else []
-        n = len(owned) - len(kept_from)
-        assert [before[i] for i in kept_from] == owned[n:] and not set(owned[:n]) & set(before)
 
 
 def test_three_exchanges_a_step_and_none_after_the_last(plans):
@@ -544,14 +510,14 @@ def test_packed_micro_batches_keep_their_rows(folder):
     cfg = ngram_config(folder)
     tokens = np.random.default_rng(8).integers(0, 60, 38).astype(np.uint16)
     batch = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg)
-    assert batch.ngrams.shape == (cfg.ngrams.ranges, 37)
-    batch.index["ngrams"] = tg.index_rows(batch.ngrams.numpy(), tg.NO_ROWS, batch.signs.numpy())
+    assert batch.hashed_rows.shape == (4, 37)
+    batch.index["ngrams"] = tg.index_rows(batch.hashed_rows.numpy(), batch.signs.numpy())
     want, packed = tensors_of(vars(batch)), batch.pack()
     for each in packed, packed.to(Elsewhere("cpu")):
         assert same_bits(tensors_of(vars(each)), want)
-        inside = [each.ngrams, each.signs, *each.index["ngrams"], each.inputs]
+        inside = [each.hashed_rows, each.signs, *each.index["ngrams"], each.inputs]
         assert {t.untyped_storage().data_ptr() for t in inside} == {each.buffer.untyped_storage().data_ptr()}
-    assert batch.ngrams.untyped_storage().data_ptr() != packed.ngrams.untyped_storage().data_ptr()
+    assert batch.hashed_rows.untyped_storage().data_ptr() != packed.hashed_rows.untyped_storage().data_ptr()
 
 
 def test_packed_plans_keep_their_numbers(plans):
@@ -568,7 +534,7 @@ def test_validation_reads_the_same_rows(folder):
     for batch in map(loader.batch, range(cfg.val_slices)):
         rows, signs = tg.hash_ngrams(batch.inputs.numpy(), cfg.ngrams, cfg.sign_rows)
         assert not batch.index
-        assert (batch.ngrams.numpy() == rows).all() and (batch.signs.numpy() == signs).all()
+        assert (batch.hashed_rows.numpy() == rows).all() and (batch.signs.numpy() == signs).all()
 
 
 # ------------------------------------------------------------------------------------------ the rule and the
@@ -588,7 +554,7 @@ def numpy_update(table, moments, rows, grads, lr, beta2):
 
 @pytest.mark.parametrize("beta2", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize(
-    "dtype, eps, rounding", [("float64", 1e-14, 0), ("float32", 2e-6, 0), ("bfloat16", 2e-6, 2**-7)]
+    "dtype, eps, rounding", [("float64", 1e-14, 0), ("float32", 2e-6, 0), ("bfloat16", 2e-6, 2**-8)]
 )
 def test_the_rule(dtype, eps, rounding, beta2):
     """Compares four updates, each from the state that the one before has left. bf16: rounds once."""
@@ -605,8 +571,7 @@ def test_the_rule(dtype, eps, rounding, beta2):
         want = table.double().numpy().copy(), moments.double().numpy().copy()
         before, lr = (table.clone(), moments.clone()), 0.1 * (step + 1)
         numpy_update(*want, rows.tolist(), grads.double().numpy(), lr, beta2)
-        seeds = tg.seed_rows(rows, step), tg.seed_columns(7)
-        tg.update_rows(table, moments, rows, grads, lr, beta2, *seeds)
+        tg.update_rows(table, moments, rows, grads, lr, beta2)
         assert table.dtype == dtype and moments.dtype == acc
         np.testing.assert_allclose(table.double().numpy(), want[0], rtol=eps + rounding, atol=eps)
         np.testing.assert_allclose(moments.double().numpy(), want[1], rtol=eps)
@@ -620,56 +585,9 @@ def test_a_rows_first_step_has_the_size_of_the_rate(beta2):
     """Checks that it does not depend on the gradient's scale: the root of the row's mean square is lr."""
     grads = torch.randn(3, 8, generator=torch.Generator().manual_seed(2)) * torch.tensor([[1e-6], [1], [1e6]])
     table, moments, rows = torch.zeros(5, 8), torch.zeros(5), torch.tensor([4, 0, 2], dtype=torch.int32)
-    tg.update_rows(table, moments, rows, grads, 0.3, beta2, rows, tg.seed_columns(8))
+    tg.update_rows(table, moments, rows, grads, 0.3, beta2)
     rms = table.square().mean(-1).sqrt()
     torch.testing.assert_close(rms, torch.tensor([0.3, 0, 0.3, 0, 0.3]), rtol=2e-4, atol=0)
-
-
-def uint32_mix(x):
-    """Returns the finalizer of MurmurHash3, by Python's integers."""
-    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
-    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
-    return x ^ x >> 16
-
-
-def rounded(x, row_ids, step):
-    """Rounds fp32 x (n, w) stochastically, as rows `row_ids` are rounded in a step."""
-    row_ids = torch.as_tensor(row_ids, dtype=torch.int32)
-    return tg.round_stochastically(x, tg.seed_rows(row_ids, step), tg.seed_columns(x.size(1)))
-
-
-def test_stochastic_rounding_adds_a_hash_and_truncates():
-    g, ids, step = torch.Generator().manual_seed(4), [0, 7, 2**31 - 1], 12345
-    x = torch.randn(3, 5, generator=g) * 100
-    out = rounded(x, ids, step)
-    for i, row_id in enumerate(ids):
-        seed = uint32_mix((row_id + step * 0x9E3779B1) % 2**32)
-        for j in range(5):
-            noise = uint32_mix((seed + j * 0x9E3779B1) % 2**32) & 0xFFFF
-            want = ((int(np.float32(x[i, j]).view(np.uint32)) + noise) & 0xFFFF0000) % 2**32
-            assert int(np.float32(out[i, j]).view(np.uint32)) == want
-    assert torch.equal(out.bfloat16().float(), out)
-
-
-def test_stochastic_rounding_is_right_on_the_mean():
-    """Looks at 4,096 steps, and at 64 x 64 rows and columns: within 4 standard errors, 1/128 each at most."""
-    x = torch.tensor(1 + 3 / 1024)
-    over = {
-        "steps": torch.cat([rounded(x.view(1, 1), [0], step) for step in range(4096)]),
-        "rows and columns": rounded(x.expand(64, 64).contiguous(), range(64), 3),
-    }
-    for name, values in over.items():
-        assert set(values.flatten().tolist()) == {1.0, 1 + 1 / 128}, name
-        assert abs((values == 1).float().mean() - 5 / 8) < 4 * 0.5 / 64, name
-
-
-def test_stochastic_rounding_passes_what_is_not_finite_and_keeps_what_bf16_holds():
-    x = torch.tensor([[math.inf, -math.inf, 0.0, -0.0, 1.5, -(2.0**-130)]])
-    for step in range(20):
-        out = rounded(x, [3], step)
-        assert torch.equal(out.view(torch.int32), x.view(torch.int32))
-    nan = torch.tensor([[0x7FC00000, 0x7FFFFFFF, -1]], dtype=torch.int32).view(torch.float32)
-    assert rounded(nan, [3], 1).bfloat16().isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

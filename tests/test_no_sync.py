@@ -21,14 +21,23 @@ from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
 def cfg(every_layer):  # noqa: F811
     """Returns a config with a layer of each kind and two micro-batches: "meta" is slow."""
     layers = (
-        tg.Layer("paired", value=0, saves="skip"),
-        tg.Layer("plain", "long", key_shift=True, saves="back", xsa=True, gate=True),
-        tg.Layer(None, adds="skip"),
-        tg.Layer("plain", value=1, reads="back", gate=True, dc=True, connections=True),
+        tg.Layer("paired", value=0),
+        tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
+        tg.Layer(None),
+        tg.Layer("plain", value=1, gate=True, dc=True, connections=True),
     )
     stages = tuple(replace(stage, prefix_start=0.25) for stage in every_layer.stages[:2])
     stages += every_layer.stages[2:]
-    return replace(every_layer, layers=layers, microbatches=2, val_slices=1, stages=stages)
+    return replace(
+        every_layer,
+        layers=layers,
+        skip_from=0,
+        back_from=1,
+        skip_to=2,
+        microbatches=2,
+        val_slices=1,
+        stages=stages,
+    )
 
 
 def prefetch(cfg):
@@ -103,9 +112,9 @@ def read_loss(head):
     return mutant
 
 
-def check_gradient(grad_of):
+def check_gradient(take):
     def mutant(*args):
-        grad = grad_of(*args)
+        grad = take(*args)
         return grad if grad.isfinite().all() else 0
 
     return mutant
@@ -135,7 +144,7 @@ def select_by_mask(adam_update):
 
 def read_rows(send_grads):
     def mutant(self):
-        self.plan.owned.tolist()
+        self.routes.owned.tolist()
         return send_grads(self)
 
     return mutant
@@ -143,7 +152,7 @@ def read_rows(send_grads):
 
 MUTANTS = {
     "reads the loss": ("GPT.head_loss_and_grad", read_loss),
-    "checks whether a gradient is finite": ("Optimizer.grad_of", check_gradient),
+    "checks whether a gradient is finite": ("Gradient.take", check_gradient),
     "sends a learning rate as a tensor": ("muon_update", send_schedule),
     "makes a number on the GPU": ("GPT.head_loss_and_grad", make_number),
     "selects by a mask": ("adam_update", select_by_mask),
@@ -159,12 +168,6 @@ def test_a_step_that_waits_fails(cfg, monkeypatch, mutant):
     monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
     with pytest.raises(RuntimeError):
         train_on_meta(replace(cfg, ngrams=NGRAMS), monkeypatch)
-
-
-@pytest.mark.slow
-def test_scalars_of_compiled_code_stay_on_the_host(cfg, monkeypatch):
-    """Passes 0-d host tensors, which GPU operations accept like Python numbers."""
-    train_on_meta(cfg, monkeypatch, scalar=partial(torch.tensor, dtype=tg.acc_dtype(cfg)))
 
 
 class GpuTensor(torch.Tensor):
@@ -193,9 +196,6 @@ class CopyEvent:
     def query(self):
         return self.complete or not self.recorded
 
-    def synchronize(self):
-        self.complete = True
-
 
 def test_a_loss_is_read_when_it_has_arrived(monkeypatch):
     events = []
@@ -208,18 +208,20 @@ def test_a_loss_is_read_when_it_has_arrived(monkeypatch):
             losses.poll()
         seen.append(losses.latest)
     assert seen == [(0, None)] * 2 + [(2, 2.0)] * 3
-    losses.poll(wait=True)
-    assert losses.latest == (5, 5.0)
-    assert all(event.complete for event in events) and not losses.queue
+    for event in events:
+        event.complete = True
+    losses.poll()
+    assert losses.latest == (5, 5.0) and not losses.queue
     for bad in (math.inf, -math.inf, math.nan):
         losses.push(6, gpu_scalar(bad))
-        with pytest.raises(tg.UserError, match=f"train_loss is {bad} at step 6"):
-            losses.poll(wait=True)
+        events[-1].complete = True
+        with pytest.raises(tg.UserError, match="at step 6"):
+            losses.poll()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("ngrams", [tg.Ngrams(), NGRAMS], ids=["bigrams", "n-grams"])
-def test_no_step_waits_on_a_gpu(cfg, ngrams):
+def test_no_step_waits_on_a_gpu(cfg, monkeypatch, ngrams):
     """Runs with every implementation of the record preset; torch raises where it would have to wait."""
     has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
     cfg = replace(
@@ -230,6 +232,7 @@ def test_no_step_waits_on_a_gpu(cfg, ngrams):
     )
     device = torch.device("cuda", 0)
     backend = tg.select_backend(cfg, device)
+    monkeypatch.setattr(tg.compiled, "compiler", tg.compiler_of(cfg))
     model = tg.GPT(cfg, 1, device, 0, backend)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1), backend)
     for mode in ("default", "error"):  # the first pass compiles and allocates

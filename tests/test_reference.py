@@ -217,8 +217,11 @@ def test_attention_layer(layer, dc):
     row = cfg.layers[layer]
     T, H, D, d = 21, cfg.heads, cfg.head_dim, cfg.dim
     h, ve = randn(T, d, g=g), randn(T, d, g=g)
-    qkv, out = randn(3 * d, d, g=g) / 14, randn(d, d, g=g) / 14
-    scales, ends = torch.tensor([[0.7], [1.3]], dtype=torch.float64), [0, 6, 6, 17, 21, 21]
+    qkv, scale, ends = (
+        randn(3 * d, d, g=g) / 14,
+        torch.tensor(0.7, dtype=torch.float64),
+        [0, 6, 6, 17, 21, 21],
+    )
     n, window = (2 if row.attention == "paired" else 1), 9 if layer in (3, 10) else 4
     seq = n * torch.tensor(ends, dtype=torch.int32), n * 11, window
     value = None if row.value is None else ve
@@ -228,10 +231,8 @@ def test_attention_layer(layer, dc):
     gates = {(name, layer): randn(T, H, g=g) for name in names}
     with torch.no_grad():
         ve_gate = None if value is None or row.connections else model.ve_gate_bank[row.value]
-        slices = [tg.WeightSlice(w[None]) for w in (qkv[: 2 * d], qkv[2 * d :], out)]
-        (scaled_qkv,), (scaled_out,) = tg.scaled_weights(scales, *slices)
-        y = model.attention(layer, h, scaled_qkv, seq, gates, value, ve_gate)
-        torch.testing.assert_close(scaled_out, 1.3 * out)
+        weights = tg.WeightSlice(qkv[: 2 * d]), tg.WeightSlice(qkv[2 * d :])
+        y = model.attention(layer, h, weights, scale, seq, gates, value, ve_gate)
 
         q, k, v = ((h @ (0.7 * w).T).view(T, H, D) for w in qkv.view(3, d, d))
         q, k = (x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt() for x in (q, k))
@@ -276,6 +277,22 @@ def test_attention_layer(layer, dc):
     torch.testing.assert_close(y, want, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("skip_to", [2, 3])
+def test_every_mlp_reads_a_normed_stream(skip_to, monkeypatch):
+    """Checks layers without attention after the one from which attention reads an earlier stream."""
+    layers = [tg.Layer("plain", value=0), *[tg.Layer("plain")] * 2, *[tg.Layer(None)] * 2]
+    layers.append(tg.Layer("plain", value=1, connections=True))
+    places, inputs, mlp = dict(skip_from=0, back_from=1, skip_to=skip_to), [], tg.mlp
+    monkeypatch.setattr(tg, "mlp", lambda h, *args: inputs.append(h) or mlp(h, *args))
+    model = tg.GPT(tiny_config("float64", layers=tuple(layers), **places))
+    model.hidden_states(tiny_batch(), WINDOWS)
+    assert len(inputs) == 6
+    for h in inputs:
+        torch.testing.assert_close(
+            h.square().mean(-1), torch.ones(64, dtype=torch.float64), rtol=1e-6, atol=0
+        )
+
+
 def test_arguments_of_attention():
     """Checks document ends, a bound on their lengths and the window; of paired heads in rows, two a token."""
     calls, batch = [], tiny_batch()
@@ -310,80 +327,31 @@ def mix_case(kinds, seed, dtype=torch.float64):
     return [t if t is None else t.requires_grad_() for t in (*scales, *streams)]
 
 
-def no_compiler(function):
-    return function
-
-
-def grads_of(leaves, outputs, seed):
-    """Returns the gradients by `leaves` of the sum of `outputs`, each times random numbers."""
-    g = generator(seed)
-    total = sum((out * randn(*out.shape, g=g).to(out.dtype)).sum() for out in outputs if out is not None)
-    return torch.autograd.grad(total, [leaf for leaf in leaves if leaf is not None], allow_unused=True)
-
-
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
     "kinds",
     [("none",), ("number", "token"), ("none", "constant"), ("token", "none", "number", "constant", "token")],
     ids=str,
 )
-def test_mix_has_autograds_gradients(kinds, normed):
-    leaves, n = mix_case(kinds, len(kinds)), len(kinds)
-    mixed = tg.Mix.apply(no_compiler, normed, [None] * n, *leaves)
-    plain = tg.mix_streams(leaves[:n], leaves[n:], normed)
+def test_mix_streams(kinds, normed):
+    n = len(kinds)
+    leaves = mix_case(kinds, n)
+    total, h = tg.mix_streams(leaves[:n], leaves[n:], normed)
     want = sum(x if scale is None else scale * x for scale, x in zip(leaves[:n], leaves[n:]))
-    torch.testing.assert_close(plain[0], want, **FP64)
-    assert (plain[1] is None) == (not normed) and (not normed or torch.equal(plain[1], tg.norm(plain[0])))
-    grads = [grads_of(leaves, out, 3) for out in (mixed, plain)]
-    for actual, expected in zip(mixed + grads[0], plain + grads[1]):
-        if actual is not expected is not None:
-            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert len(grads[0]) == len([leaf for leaf in leaves if leaf is not None])
-
-
-@pytest.mark.parametrize("used", [0, 1], ids=["stream", "norm"])
-def test_one_result_of_a_mix_may_be_unused(used):
-    leaves = mix_case(("number", "token"), 7)
-    outs = [
-        tg.Mix.apply(no_compiler, True, [None] * 2, *leaves),
-        tg.mix_streams(leaves[:2], leaves[2:], True),
-    ]
-    for actual, want in zip(*(grads_of(leaves, out[used : used + 1], 3) for out in outs)):
-        torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("other_use", [True, False])
-def test_a_shared_streams_gradient_is_the_sum_over_its_mixes(other_use):
-    """Uses two shared streams in several mixes, one of them outside a mix too, and a third that is not."""
-    results = []
-    for shared in (True, False):
-        g = generator(4)
-        leaves = a, b, c, *scales = [t.requires_grad_() for t in (*randn(3, 9, 6, g=g), *randn(7, 9, 1, g=g))]
-        held = [], []
-        x, y = (tg.Share.apply(t, sums) for t, sums in zip((a, b), held)) if shared else (a, b)
-        sums = {id(x): held[0], id(y): held[1]}
-
-        def mix(scales, streams):
-            if not shared:
-                return tg.mix_streams(scales, streams, True)
-            return tg.Mix.apply(no_compiler, True, [sums.get(id(t)) for t in streams], *scales, *streams)
-
-        z, h = mix([None, scales[0]], [x, y])
-        for i in range(3):
-            z, h = mix([scales[1], scales[2 + i], None, scales[5]], [z, h.sin() * c, x, y])
-        last = [z * scales[6], *([x.cos()] if other_use else [])]
-        results.append(grads_of(leaves, [h, *last], 8))
-        assert not held[0] and not held[1]
-    for actual, want in zip(*results):
-        torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total, want, **FP64)
+    assert (h is None) == (not normed) and (not normed or torch.equal(h, tg.norm(total)))
 
 
 def test_a_mixs_gradient_by_bf16_streams_is_rounded_in_few_places():
     """Compares with fp64: the norm's gradient is computed in fp32."""
-    leaves = mix_case(("number", "token"), 11, torch.bfloat16)
+    leaves, grads = mix_case(("number", "token"), 11, torch.bfloat16), []
     exact = [t.detach().double().requires_grad_() for t in leaves]
-    outs = [tg.Mix.apply(no_compiler, True, [None] * 2, *leaves), tg.mix_streams(exact[:2], exact[2:], True)]
-    for actual, want in zip(*(grads_of(t, out, 3) for t, out in zip((leaves, exact), outs))):
+    for scale, other_scale, *streams in (leaves, exact):
+        g = generator(3)
+        outs = tg.mix_streams([scale, other_scale], streams, True)
+        total = sum((out * randn(*out.shape, g=g).to(out.dtype)).sum() for out in outs)
+        grads.append(torch.autograd.grad(total, (scale, other_scale, *streams)))
+    for actual, want in zip(*grads):
         assert actual.dtype == torch.bfloat16 and (actual.double() - want).norm() < 2**-6 * want.norm()
 
 
@@ -458,11 +426,15 @@ def test_smear_embeddings():
 
 @pytest.mark.parametrize("rows", [7, 1])
 def test_connect(rows):
-    """Checks values by halves of the channels, and the stream. One row of weights is learned constants."""
+    """Checks values by halves of the channels, the stream, and the weight of attention's output.
+
+    One row of weights is learned constants.
+    """
     g = generator(23)
     x, first, back, value = randn(4, 7, 6, g=g)
-    w = randn(rows, 8, g=g)
-    values, stream = tg.connect(x, first, back, value, w)
+    w, output_weight, out_scale = randn(rows, 8, g=g), randn(rows, 1, g=g), randn(g=g)
+    values, stream, product = tg.connect(x, first, back, value, w, output_weight, out_scale)
+    torch.testing.assert_close(product, out_scale * output_weight, **FP64)
     for t in range(7):
         a = w[t % rows]
         for i in range(6):
@@ -639,10 +611,11 @@ def test_head(chunk, weights):
     targets = torch.tensor(integers(-1, 8, g, n=17 * len(weights))).view(17, -1)
     want = naive_losses(x @ model.lm_head, targets, weights).sum()
     want_grads = torch.autograd.grad(want, [x, model.lm_head])
-    loss, backward_roots = model.head_loss_and_grad(x, targets, weights)
+    head_grad = tg.Gradient("lm_head", model.lm_head, torch.full_like(model.lm_head, torch.nan))
+    loss, backward_roots = model.head_loss_and_grad(x, targets, weights, head_grad, 1.0, [])
     torch.autograd.backward(*zip(*backward_roots))
     torch.testing.assert_close(loss, want.detach(), **FP64)
-    for grad, want_grad in zip((x.grad, model.lm_head.grad), want_grads):
+    for grad, want_grad in zip((x.grad, head_grad.take()), want_grads):
         torch.testing.assert_close(grad, want_grad, **FP64)
 
 
@@ -661,27 +634,12 @@ def test_fp8_head(n):
         with torch.no_grad():
             model.lm_head.copy_(0.05 * randn(*model.lm_head.shape, g=g, dtype=torch.float32))
         targets = torch.tensor(integers(-1, 511, g, n=128)).view(64, 2)
-        grad = tg.WeightGrad(model.lm_head, torch.zeros_like(model.lm_head))
+        grad = tg.Gradient("lm_head", model.lm_head, torch.zeros_like(model.lm_head))
         weights = (1.0 / count, 0.5 / count)
-        loss, backward_roots = model.head_loss_and_grad(x, targets, weights, grad, 1 / count)
+        loss, backward_roots = model.head_loss_and_grad(x, targets, weights, grad, 1 / count, [])
         results.append((loss, *(root_grad for _, root_grad in backward_roots), grad.main_grad))
     for fp32, fp8, fp8_of_one in zip(*results):
         assert (fp8 - fp32).norm() < 0.1 * fp32.norm() and torch.equal(n * fp8, fp8_of_one)
-
-
-def test_a_scales_gradient_is_summed_in_its_own_dtype():
-    g = generator(5)
-    w, dw = (randn(3, 4, 24, 24, g=g, dtype=torch.bfloat16) for _ in range(2))
-    scales = torch.tensor([[0.7, -1.0, 2.0], [0.3, 0.2, 0.1]], requires_grad=True)
-    qk, v, out = w[:, :2].flatten(1, 2), w[:, 2], w[:, 3]
-    torch.autograd.backward(
-        tg.scaled_weights(scales, *map(tg.WeightSlice, (qk, v, out))), (dw[:, :3].flatten(1, 2), dw[:, 3])
-    )
-    want = (dw.double() * w.double()).sum((2, 3)).float()
-    assert scales.grad.dtype == torch.float32
-    torch.testing.assert_close(
-        scales.grad, torch.stack([want[:, :3].sum(1), want[:, 3]]), rtol=1e-5, atol=1e-3
-    )
 
 
 def test_head_chunk_does_not_matter_to_the_model():
@@ -713,7 +671,8 @@ def test_gradient_of_the_whole_model():
                 p += h * direction
                 x = model.hidden_states(batch, plan.windows)
                 targets = model.loss_targets(batch.targets, plan)
-                losses.append(model.head_loss_and_grad(x, targets, plan.loss_weights)[0].item())
+                own = naive_losses(x @ model.lm_head, targets, plan.loss_weights)
+                losses.append(own.sum().item())
                 p -= h * direction
         # Fourth-order differences: the loss curves along the gates' scale. Rounding: 1e-13 * 900 / h.
         want = (8 * (losses[0] - losses[1]) - (losses[2] - losses[3])) / 12e-5

@@ -102,8 +102,13 @@ def validations(folder):
     return {pair for text in logs(folder).values() for pair in pattern.findall(text)}
 
 
-def training_losses(screen):
-    return dict(re.findall(r"^step (\d+)/\d+  loss (\S+)", screen, re.MULTILINE))
+def training_losses(folder):
+    """Returns (loss, step) of the steps in all logs."""
+    return {
+        found
+        for text in logs(folder).values()
+        for found in re.findall(r" train_loss:(\d\S+)@(\d+)$", text, re.MULTILINE)
+    }
 
 
 def closing_block(text):
@@ -115,6 +120,13 @@ def newest(folder):
     """Returns the checkpoint that --resume would take, or None."""
     if list(folder.glob("records/**/step????????")):
         return tg.Checkpoint.find(str(folder / ATTEMPTS))
+
+
+def change_meta(folder, **values):
+    path = newest(folder).path / "rank0.pt"
+    saved = torch.load(path, weights_only=True)
+    saved["meta"] = json.dumps(json.loads(saved["meta"]) | values)
+    torch.save(saved, path)
 
 
 def complete(folder):
@@ -161,8 +173,7 @@ def test_killed_runs_end_as_if_never_stopped(launch, uninterrupted, tmp_path, wo
     rng, folder = random.Random(f"{world_size} {change}"), tmp_path / "run"
     change = (*change, *LONG)
     first, second = rng.choice((4, 6)), rng.choice((3, 5))  # the calls of train_step before which it dies
-    expected, expected_screen = uninterrupted(world_size, *change)
-    resumed, screen = [], ""
+    (expected, _), resumed = uninterrupted(world_size, *change), []
     for kill in (first, second, "soon", "soon", None):
         found, before = newest(folder), set(logs(folder))
         resumed += [found.meta["step"]] if found else []
@@ -177,18 +188,18 @@ def test_killed_runs_end_as_if_never_stopped(launch, uninterrupted, tmp_path, wo
             if kill == "soon":
                 kill_soon(run, folder, before, rng)
             codes = set(run.wait())
-        screen += run.out
         assert codes == {0} or kill and -9 in codes, run.err
         if complete(folder) and not newest(folder):
             break
     assert len(resumed) >= 2 and resumed[:2] == [first - 2, first + second - 3]
     assert resumed == sorted(resumed) and all(step % 2 == 0 for step in resumed)
-    assert any(f".from{resumed[0]}." in name for name in logs(folder))
+    assert any(f".from{resumed[0]}_" in name for name in logs(folder))
     assert len(logs(folder)) <= len(resumed) + 1  # a kill may come before there is a log
     assert_same_end(folder, expected)
     assert validations(folder) == validations(expected)
-    assert training_losses(screen).items() <= training_losses(expected_screen).items()
-    assert set(training_losses(screen)) >= {str(step) for step in range(resumed[-1] + 1, 13)}
+    losses = training_losses(folder)
+    assert losses <= training_losses(expected)
+    assert {int(step) for _, step in losses} >= {*range(resumed[-1] + 1, 13)}
 
 
 @pytest.mark.slow
@@ -234,10 +245,8 @@ def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_pat
     write_shard = ["open", "half of torch.save", "os.fsync"]
     assert set(write_shard) <= set(changes)
     if victim == 0:
-        begin, finish = ["os.remove", "os.rmdir", "os.mkdir"], ["open", "os.rename", "os.rename"]
-        remove_earlier = ["os.remove", "os.remove", "os.remove", "os.rmdir"]
-        order = [*begin, *write_shard[:2], *finish, *remove_earlier]
-        assert [name for name in changes if name != "os.fsync"] == order
+        remove_earlier = ["os.remove", "os.remove", "os.rmdir"]
+        assert changes == ["os.mkdir", *write_shard, "os.rename", *remove_earlier]
 
 
 @pytest.mark.slow
@@ -248,24 +257,11 @@ def test_killed_in_the_first_checkpoint(launch, uninterrupted, tmp_path):
         assert run.wait() == [-9]
     assert list(folder.glob("records/**/rank0.pt"))
     with launch(folder, *options, "--resume", ATTEMPTS) as run:
-        assert run.wait() == [1] and "no checkpoint there" in run.err and len(run.err.splitlines()) == 1
+        assert run.wait() == [1] and "checkpoints of 0 runs" in run.err and len(run.err.splitlines()) == 1
     with launch(folder, *options, faults={0: FaultAtCall("train_step", 5, die)}) as run:
         assert run.wait() == [-9]
     with launch(folder, *options, "--resume", ATTEMPTS) as run:
         assert run.wait() == [0], run.err
-    assert (folder / "model.pt").read_bytes() == (uninterrupted(0)[0] / "model.pt").read_bytes()
-
-
-@pytest.mark.slow
-def test_killed_while_the_last_checkpoint_is_removed(launch, uninterrupted, stopped):
-    """What is half removed is not taken for a checkpoint."""
-    folder, options = stopped(0, 4), ["--resume", ATTEMPTS]
-    faults = {0: FaultAtWrite("shutil.rmtree", 2, die)}
-    with launch(folder, *options, "--save", "model.pt", faults=faults) as run:
-        assert run.wait() == [-9], run.err
-    with launch(folder, *options) as run:
-        assert run.wait() == [1] and "no checkpoint there" in run.err
-    assert complete(folder)
     assert (folder / "model.pt").read_bytes() == (uninterrupted(0)[0] / "model.pt").read_bytes()
 
 
@@ -285,7 +281,7 @@ def test_each_rank_saves_its_own_shards(stopped, world_size, step):
     folder = stopped(world_size, step, "dtype=bfloat16")
     path = newest(folder).path
     files = [f"rank{rank}.pt" for rank in range(world_size)]
-    assert sorted(p.name for p in path.iterdir()) == ["meta.json", *files]
+    assert sorted(p.name for p in path.iterdir()) == files
     saved = [torch.load(path / name, weights_only=True) for name in files]
     (text,) = logs(folder).values()
     values = json.loads(re.search(r"^config: (.+)$", text, re.MULTILINE)[1])
@@ -306,17 +302,17 @@ def test_each_rank_saves_its_own_shards(stopped, world_size, step):
         assert s["optimizer"]["is_tied"] == (step < 6) and s["optimizer"]["lm_head"]["steps"] == step // 2
         sizes = [t.nbytes for t in tensors(s)]
         assert [t.untyped_storage().nbytes() for t in tensors(s)] == sizes  # a view would save the full table
-        assert sum(sizes) < (path / name).stat().st_size < sum(sizes) + 500 * len(sizes) + 5000
+        assert sum(sizes) < (path / name).stat().st_size < sum(sizes) + 500 * len(sizes) + 20000
 
 
 @pytest.mark.slow
-def test_meta_json(stopped):
+def test_meta(stopped):
     folder = stopped(2, 4)
     meta, (text,) = newest(folder).meta, logs(folder).values()
-    assert set(meta) == {"step", "train_ms", "position", "task", "script", "torch"} and meta["step"] == 4
+    assert set(meta) == {"step", "train_ms", "position", "task"} and meta["step"] == 4
     logged = int(re.search(r"^step:4/8 train_time:(\d+)ms", text, re.MULTILINE)[1])
     assert logged - 1 <= meta["train_ms"] < logged + 60000
-    assert meta["task"]["processes"] == 2 and meta["task"]["seed"] == 0 and meta["torch"] == torch.__version__
+    assert meta["task"]["processes"] == 2 and meta["task"]["seed"] == 0
     assert re.search(rf"^data: {re.escape(meta['task']['data'])}(, packed in .*)?$", text, re.MULTILINE)
     assert re.findall(r"^checkpoint: after step (\d)$", text, re.MULTILINE) == ["2", "4"]
 
@@ -357,13 +353,13 @@ def test_what_resume_accepts(stopped, monkeypatch):
 def test_the_log_of_a_resumed_run(launch, uninterrupted, stopped):
     folder = stopped(0, 4)
     path = newest(folder).path
-    meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps(meta | {"train_ms": 1e6}))
+    change_meta(folder, train_ms=1e6)
     with launch(folder, "--resume", ATTEMPTS, "--save", "model.pt") as run:
         assert run.wait() == [0], run.err
     name = path.parent.stem
-    assert set(logs(folder)) == {f"{name}.txt", f"{name}.from4.txt"}
-    text = logs(folder)[f"{name}.from4.txt"]
+    (first, resumed) = sorted(logs(folder), key=len)
+    assert first == f"{name}.txt" and resumed.startswith(f"{name}.from4_")
+    text = logs(folder)[resumed]
     assert f"\nresumed: {name} after step 4\n" in text and f"resumed: {name} after step 4\n" in run.out
     lines = re.findall(r"^step:(\d+)/8 (?:val_loss:\S+ )?train_time:(\d+)ms", text, re.MULTILINE)
     assert [int(step) for step, _ in lines] == [5, 6, 6, 7, 8, 8]
@@ -374,7 +370,7 @@ def test_the_log_of_a_resumed_run(launch, uninterrupted, stopped):
     assert "resumed" not in logs(folder)[f"{name}.txt"]
     assert_same_end(folder, uninterrupted(0)[0])
     with launch(folder, "--resume", ATTEMPTS) as again:  # it is complete
-        assert again.wait() == [1] and "no checkpoint there" in again.err
+        assert again.wait() == [1] and "checkpoints of 0 runs" in again.err
 
 
 @pytest.mark.slow
@@ -383,7 +379,7 @@ def test_resumed_twice_from_one_step(launch, stopped):
     for _ in range(2):
         with launch(folder, "--resume", ATTEMPTS, faults=DIES) as run:
             run.wait()
-    assert sorted(name.split(".", 1)[1] for name in logs(folder)) == ["from4.txt", "from4_2.txt", "txt"]
+    assert sorted(name.split(".", 1)[1][:5] for name in logs(folder)) == ["from4", "from4", "txt"]
 
 
 @pytest.mark.slow
@@ -430,22 +426,6 @@ def test_the_data_may_have_moved(launch, stopped, corpus):
         assert run.wait() == [-9], run.err
 
 
-@pytest.mark.slow
-def test_another_script_or_torch_is_logged(launch, stopped):
-    folder = stopped(2, 4)
-    path = newest(folder).path / "meta.json"
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps(meta | {"script": "0123456789abcdef", "torch": "2.0.0"}))
-    faults = {rank: FaultAtCall("train_step", 1, die) for rank in (0, 1)}
-    with launch(folder, "--resume", ATTEMPTS, world_size=2, faults=faults) as run:
-        assert -9 in run.wait()
-    line = (
-        f"after step 4; script 0123456789abcdef wrote the checkpoint, this is {meta['script']}; "
-        f"torch 2.0.0 wrote the checkpoint, this is {torch.__version__}\n"
-    )
-    assert run.out.count(line) == 1 and any(line in text for text in logs(folder).values())
-
-
 def test_config_diff():
     base = {"seed": 1, "config": {"rows": [{"lr": 1.0, "beta": [0.9, 0.95]}, {"lr": 2.0}], "layers": None}}
     again = {"config": {"layers": None, "rows": [{"beta": [0.9, 0.95], "lr": 1.0}, {"lr": 2.0}]}, "seed": 1}
@@ -479,19 +459,43 @@ def build(cfg, seed=0):
 
 
 @pytest.mark.slow
+def test_a_run_resumes_in_its_second_epoch(launch, tmp_path):
+    """The log says when an epoch begins, and how many there were."""
+    make_corpus(tmp_path / "corpus", train=(2200,))
+    blocks = []
+    for name, faults in (("whole", {}), ("stopped", {0: FaultAtCall("validates", 9, die)})):
+        folder, options = tmp_path / name, {"data": tmp_path / "corpus", "change": LONG}
+        with launch(folder, "--checkpoint-every", 2, faults=faults, **options) as run:
+            run.wait()
+        if faults:
+            with launch(folder, "--resume", ATTEMPTS, **options) as run:
+                assert run.wait() == [0], run.err
+        (block,) = complete(folder)
+        blocks.append((block["val_loss"], block["epochs"]))
+        lines = re.findall(r"^epoch (\d+) begins", "".join(logs(folder).values()), re.MULTILINE)
+        assert set(lines) == set(map(str, range(2, int(block["epochs"]) + 1))) and lines
+    assert blocks[0] == blocks[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["dtype=bfloat16", "main_grad=false"])
 def test_every_checkpoint_resumes(corpus, tmp_path, change):
-    """Loaded into a model of another seed, each gives the same states after the next two steps."""
+    """Loaded into a model of another seed, each gives the same states after the next two steps.
+
+    With one shard its second epoch begins where with two the second shard does.
+    """
     cfg = make_config(corpus, change, *LONG)
     data = tg.open_dataset(cfg)
+    if change == "main_grad=false":
+        data = data._replace(train=data.train[:1])
     model, optimizer = build(cfg)
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     batches = tg.Prefetcher(tg.TrainLoader(cfg, data.train, 0, 1), plans, tg.Exchange(0, 1))
-    states, positions, found = [tg.training_state(model, optimizer)], [(0, 0, 0)], []
+    states, positions, found = [tg.training_state(model, optimizer)], [(0, 0)], []
     for step in range(cfg.steps):
         if step % 2 == 0:
             run = tmp_path / f"{step}.checkpoint"
-            about = dict.fromkeys(("task", "script", "torch"))
+            about = {"task": None}
             progress = {"step": step, "train_ms": None, "position": positions[-1]}
             tg.save_checkpoint(run, about, progress, model, optimizer)
             found.append(tg.Checkpoint.find(str(run)))
@@ -504,15 +508,16 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
     # The run has all that could be forgotten: the untying, a second shard.
     untied, shards = tg.untie_step(cfg), [shard for shard, *_ in positions]
     assert [s["optimizer"]["is_tied"] for s in states] == [step <= untied for step in range(cfg.steps + 1)]
-    assert untied == 7 and set(shards) == {0, 1} and 3 < shards.index(1) < 9
+    assert untied == 7 and set(shards) >= {0, 1} and 3 < shards.index(1) < 9
 
     for checkpoint in found:
         step = checkpoint.meta["step"]
         model, optimizer = build(cfg, seed=1)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        for grad in optimizer.main_grad.values():
-            grad.fill_(1)
+        for grad in optimizer.grads.values():
+            if grad.main_grad is not None:
+                grad.main_grad.fill_(1)
         checkpoint.load(model, optimizer)
         loader = tg.TrainLoader(cfg, data.train, 0, 1, checkpoint.meta["position"])
         batches = tg.Prefetcher(loader, plans[step:], tg.Exchange(0, 1))
@@ -525,20 +530,19 @@ def test_every_checkpoint_resumes(corpus, tmp_path, change):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_loader_resumes_from_each_position(corpus, world_size):
     cfg = make_config(corpus, *LONG)
-    paths, plans = tg.open_dataset(cfg).train, [tg.plan_step(cfg, step) for step in range(cfg.steps)]
+    paths, plans = tg.open_dataset(cfg).train, [tg.plan_step(cfg, step) for step in range(cfg.steps)] * 4
 
     def next_batch(loader, plan):
         batch = loader.batch(plan.batch_tokens, plan.max_doc_len)
-        return [[t.tolist() for t in (b.inputs, b.targets, b.ngrams, b.cu_seqlens)] for b in batch]
+        return [[t.tolist() for t in (b.inputs, b.targets, b.hashed_rows, b.cu_seqlens)] for b in batch]
 
     for rank in range(world_size):
         loader, batches, positions = tg.TrainLoader(cfg, paths, rank, world_size), [], []
         for plan in plans:
             positions.append(json.loads(json.dumps(loader.position())))
             batches.append(next_batch(loader, plan))
-        assert positions == sorted(positions) and len({tuple(p) for p in positions}) == cfg.steps
-        delivered = [sum(plan.batch_tokens for plan in plans[:i]) for i in range(cfg.steps)]
-        assert [p[2] for p in positions] == delivered
+        assert positions == sorted(positions) and len({tuple(p) for p in positions}) == len(plans)
+        assert positions[-1][0] > len(paths)  # in the second epoch
         for step, position in enumerate(positions):
             loader = tg.TrainLoader(cfg, paths, rank, world_size, position)
             assert loader.position() == tuple(position)

@@ -124,7 +124,6 @@ def test_log(which, world_size, request):
         r"Running Python 3\.\d+\.\d+\S* on \w+ \w+",
         rf"Running PyTorch {version} compiled for CUDA \S+ on .+ with world_size {world_size}",
         r"commit: (unknown|[0-9a-f]{40} \((clean|modified)\))",
-        r"attention: .+",
         r"config: \{.*\}",
         r"data: [0-9a-f]{16} \(12000 training tokens in 2 shards, 1500 for validation\)",
     ]
@@ -155,6 +154,7 @@ def test_log(which, world_size, request):
         f"{float(block['val_loss']):.4f}" == steps[-1][2]
         and block["steps"] == str(STEPS)
         and block["seed"] == "3"
+        and block["epochs"] == "1"
     )
     assert block["tokens"] == str(2 * 8 * (24 + 32 + 48 + 48)) and int(block["train_time_ms"]) == times[-1]
     val_shard = log.parents[3] / "corpus" / "tiny_val_000000.bin"
@@ -190,7 +190,7 @@ def test_no_absolute_path_in_a_log(folder, single):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_a_terminal_gets_a_progress_bar(folder):
-    """The bar has loss, time and the time left. The log's lines appear above it, complete."""
+    """The bar has the loss and the time left. The log's lines appear above it, complete."""
     import fcntl
     import pty
     import struct
@@ -200,7 +200,7 @@ def test_a_terminal_gets_a_progress_bar(folder):
     # A terminal without columns has no bars.
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     command = [sys.executable, str(SCRIPT), "--preset", "cpu", "--data", "corpus", *settings()]
-    streams = {"stdout": terminal, "stderr": subprocess.DEVNULL}
+    streams = {"stdout": terminal, "stderr": terminal}
     process = subprocess.Popen(command, cwd=folder, env=make_environment(), **streams)
     os.close(terminal)
     shown = b""
@@ -212,10 +212,9 @@ def test_a_terminal_gets_a_progress_bar(folder):
     os.close(master)
     assert process.wait(timeout=WAIT) == 0
     text = shown.decode()
-    assert re.search(rf"\d+%\|.*\| \d+/{STEPS} \[\d\d:\d\d<\S+, .*loss \d+\.\d+ time \d+\.\ds\]", text)
+    assert re.search(rf"\d+%\|.*\| \d+/{STEPS} \[\d\d:\d\d<\S+, .*loss \d+\.\d+\]", text)
     lines = [re.split(r"\r", line.rstrip("\r"))[-1] for line in text.split("\n")]
     assert sum(bool(STEP.fullmatch(line.strip())) for line in lines) == 4
-    assert not re.search(rf"step \d+/{STEPS}  loss", text)  # no plain progress lines
 
 
 @pytest.mark.slow
@@ -241,38 +240,17 @@ def test_tracks(preset):
 
 
 @pytest.mark.slow
-def test_screen_output_is_plain_and_names_the_log(folder, single, double):
+def test_the_screen_has_the_results_and_names_the_log(folder, single, double):
     for result, log in (single, double):
         assert "\r" not in result.stdout and "\x1b" not in result.stdout
-        assert "%|" not in result.stdout + result.stderr
         assert "import argparse" not in result.stdout  # no source
         lines = result.stdout.splitlines()
-        progress = re.compile(rf"step \d+/{STEPS}  loss \d+\.\d+  time \d+s  ETA \d+s")
-        assert sum(bool(progress.fullmatch(line)) for line in lines) == STEPS
         assert len([line for line in lines if STEP.fullmatch(line)]) == 4
-        assert str(log.relative_to(folder)) in result.stdout
-        loss = closing_block(parse(log)[3][1:])["val_loss"]
-        assert f"{float(loss):.4f} nats per token" in result.stdout and "per byte" in result.stdout
-    assert single[0].stderr == ""
-
-
-def test_a_record_folder_has_a_seed_once(tmp_path):
-    """Seed 10's complete run is not seed 1's. Incomplete runs do not count."""
-    (tmp_path / "seed10_a.txt").write_text("complete: yes\n")
-    (tmp_path / "seed1_a.txt").write_text("stopped: interrupted\n")
-    with tg.open_log(tmp_path, "seed1_b", 8, 1, None) as log:
-        assert log.path == tmp_path / "seed1_b.txt"
-    with pytest.raises(tg.UserError, match="seed10_a.txt is a complete run with this seed"):
-        tg.open_log(tmp_path, "seed10_b", 8, 10, None)
-
-
-def test_progress_shows_the_time_left(tmp_path, capsys):
-    """It follows from the mean time of the steps so far."""
-    with tg.RunLog(tmp_path, 10, "run") as log:
-        log.progress(4, 2.5, 8000.0)
-        log.progress(10, None, 20_500.0)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["step 4/10  loss 2.500  time 8s  ETA 12s", "step 10/10    time 20s  ETA 0s"]
+        assert str(log.relative_to(folder)) in lines[-1]
+        block = closing_block(parse(log)[3][1:])
+        for name in ("val_loss", "val_loss_per_byte", "train_time_ms"):
+            assert f"{name}: {block[name]}" in lines
+        assert f"| {STEPS}/{STEPS} [" in result.stderr  # tqdm's, where there is no terminal, too
 
 
 # ---- saved models ------------------------------------------------------------------------------------------
@@ -316,19 +294,11 @@ def test_the_same_seed_gives_the_same_digits(folder, single):
 
 
 @pytest.mark.slow
-def test_the_log_names_the_implementations_and_other_packing(folder):
-    """compare.py reads these lines. With val_every=0 only the final validation runs."""
-    # fp8 products need multiples of 16.
-    sizes = [f"stages.{i}.batch_tokens={T}" for i, T in enumerate((128, 256, 384, 384))]
-    sizes += ["padded_vocab=272", "head_chunk=16"]
-    out, log = run_forked(
-        folder, *settings("microbatches=4", "fp8=true", "warmup=false", "val_every=0", *sizes)
-    )
-    for line in (
-        "\nattention: dense; kernels: none, plain torch; head: fp8; MLPs: fp8; compiled: no\n",
-        "for validation), packed in 4 micro-batches a batch, not 8: not the track's batches\n",
-    ):
-        assert line in out and line in log.read_text(encoding="utf-8")
+def test_the_log_names_other_packing(folder):
+    """compare.py reads this line. With val_every=0 only the final validation runs."""
+    out, log = run_forked(folder, *settings("microbatches=4", "warmup=false", "val_every=0"))
+    line = "for validation), packed in 4 micro-batches a batch, not 8: not the track's batches\n"
+    assert line in out and line in log.read_text(encoding="utf-8")
     assert log.parent.parent.name == "other"
     assert [step[0] for step in parse(log)[2] if step[2]] == [str(STEPS)]
 
@@ -361,21 +331,20 @@ def test_help(tmp_path):
     (
         ("--preset cpu --check 2", ""),
         ("--preset cpu --check 3", "3 processes cannot share 8 micro-batches"),
-        ("--preset cpu --set adm_lr=1 --check 2", "--set adm_lr: unknown; use adam_lr, "),
-        ("--preset record --set kernels= --check 8", "FlashAttention needs a GPU, there is none here"),
-        ("--preset cpu --resume nowhere --check 2", "--resume nowhere: no checkpoint there; "),
-        ("--preset cpu --check 0", "argument --check: give a whole number, 1 or more, not '0'"),
+        ("--preset cpu --set adm_lr=1 --check 2", "--set adm_lr: unknown"),
+        ("--preset record --set kernels= --check 8", "FlashAttention needs a GPU"),
+        ("--preset cpu --resume nowhere --check 2", "--resume nowhere: checkpoints of 0 runs "),
     ),
 )
 def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys, arguments, message):
     """It tests the config, the number of processes and the machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert tg.main(arguments.split()) == bool(message)
     out, err = capsys.readouterr()
-    assert out.startswith("" if message else "2 processes could run this here\nn-grams: orders 2,3,4,5, ")
-    assert (out.count("\n"), err.count("\n")) == ((0, 1) if message else (2, 0))
-    assert err.startswith(f"train_gpt.py: error: {message}" if message else "")
+    assert ("here: 2\n" in out) != bool(message)
+    assert message in err and err.count("\n") == bool(message)
     assert not list(tmp_path.iterdir())
 
 
@@ -396,10 +365,10 @@ def test_a_killed_torchrun_leaves_nothing_running(folder):
     environment = make_environment() | {"TMPDIR": str(folder.parent)}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen(command, cwd=folder, env=environment, **streams)
-    while not process.stdout.readline().startswith("step 4/"):
+    while not process.stdout.readline().startswith("step:3/"):
         assert process.poll() is None
     process.kill()
-    assert process.communicate(timeout=WAIT)[0].count("validation loss") == 0
+    assert process.communicate(timeout=WAIT)[0].count("log: ") == 0
     (log,) = set(folder.glob("records/**/*.txt")) - before
     assert "complete: yes" not in log.read_text(encoding="utf-8").splitlines()
 
@@ -407,10 +376,9 @@ def test_a_killed_torchrun_leaves_nothing_running(folder):
 @pytest.mark.slow
 def test_profile(folder):
     """The trace beside the log has four numbered steps with their operations. The run is in no track."""
-    out, log = run_forked(folder, *settings("warmup=false", "microbatches=2"), "--profile", "2")
+    _, log = run_forked(folder, *settings("warmup=false", "microbatches=2"), "--profile", "2")
     assert log.parent.parent.name == "other"
     trace = log.with_name(f"{log.stem}.rank0.trace.json.gz")
-    assert str(trace.relative_to(folder)) in out
     with gzip.open(trace, "rt") as f:
         events = json.load(f)["traceEvents"]
     complete = [event for event in events if event.get("ph") == "X"]
