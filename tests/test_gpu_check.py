@@ -537,7 +537,7 @@ def test_steps_with_another_table_of_ngrams(setup, monkeypatch):
     plan_fetches = tg.Prefetcher._plan_fetches
 
     def plan_as_if_first(batches, *args):
-        batches.before = tg.NO_ROWS
+        batches.owned_before = tg.NO_ROWS
         return plan_fetches(batches, *args)
 
     monkeypatch.setattr(tg.Prefetcher, "_plan_fetches", plan_as_if_first)
