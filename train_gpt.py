@@ -737,10 +737,16 @@ def compiler_of(cfg: Config) -> Callable | None:
     # holds in its own thread, so autograd's threads, which run a GPU's backward, would keep the default:
     # there the limit is an argument. Guards and AOTAutograd check sizes, so generated code need not.
     torch._dynamo.config.recompile_limit = 64
-    options: dict = {"options": {"size_asserts": False}}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options["recompile_limit"] = 64
-    return cache(partial(torch.compile, fullgraph=True, **options))
+    known = inspect.signature(torch.compile).parameters
+    limit: dict = {"recompile_limit": 64} if "recompile_limit" in known else {}
+
+    @cache
+    def compiler(function):
+        # Autotuning first copies what a kernel changes: for update_rows the whole table, 26 GB on one GPU.
+        options = {"size_asserts": False, "triton.autotune_pointwise": function is not update_rows.function}
+        return torch.compile(function, fullgraph=True, options=options, **limit)
+
+    return compiler
 
 
 def synchronized_time() -> float:
@@ -2470,10 +2476,10 @@ def mix_streams(
 ) -> tuple[Tensor, Tensor | None]:
     """Sums scales times streams (T, d), left to right. Returns the sum and, if `normed`, its norm.
 
-    A scale is learned, 0-d, or one for each token, (T, 1) or (1, 1), or None: 1. With scales of the stream,
-    a layer's output, x0 and the bigrams, each layer can lean on the input again (record 9).
+    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. With scales of the stream, a layer's
+    output, x0 and the bigrams, each layer can lean on the input again (record 9).
     """
-    scaled = [x if scale is None else scale * x for scale, x in zip(scales, streams)]
+    scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in zip(scales, streams)]
     total = sum(scaled[1:], scaled[0])
     return total, norm(total) if normed else None
 
@@ -2526,15 +2532,15 @@ def qkv_to_heads(
     paired: bool,
     key_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes a layer's queries, keys and values of `scale` times products with its input h (T, d).
+    """Makes a layer's queries, keys and values of scale (T, 1) times products with its input h (T, d).
 
     qk (T, 2d); v (T, d). Returns q, k, v (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4).
     `value` (T, d) is added to v, each head times its gate by ve_gate, if that is given.
     """
     T, d = h.shape
     D = d // heads
-    q, k = (scale * qk).view(T, 2, heads, D).unbind(1)
-    v = (scale * v).view(T, heads, D)
+    q, k = (scale * qk).to(qk.dtype).view(T, 2, heads, D).unbind(1)
+    v = (scale * v).to(v.dtype).view(T, heads, D)
     # Bounds scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
     q, k = norm(q), norm(k)
     if value is not None:
@@ -2662,7 +2668,9 @@ class GPT(nn.Module):
         factors = torch.cat([qkv_scales, self.weight("resid_lambdas"), post], dim=1)
         # Code that was compiled for a number at a multiple of 16 bytes copies numbers that are elsewhere. At
         # odd places none is at such a multiple, so one compilation serves all.
-        numbers, count = F.pad(factors.view(-1, 1), (1, 0))[:, 1].unbind(), factors.size(1)
+        odd_places, count = F.pad(factors.view(-1, 1), (1, 0))[:, 1:], factors.size(1)
+        # Repeated for every token, so that one sum over the tokens gives the gradients of all numbers.
+        numbers = odd_places.expand(-1, len(embed)).unsqueeze(2).unbind()
         ve_gates = self.weight("ve_gate_bank").unbind()
         x0 = smear_embeddings(embed, smear, self.weight("smear_gate"))
         mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
@@ -2768,7 +2776,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Runs layer i's attention on h (T, d). Returns its heads (T, H, D).
 
-        weights: of queries and keys (2d, d), and of values (d, d); `scale`, 0-d, multiplies their products.
+        weights: of queries and keys (2d, d), and of values (d, d); scale (T, 1) multiplies their products.
 
         seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
         """

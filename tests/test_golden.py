@@ -682,7 +682,7 @@ def optimizer_run(cfg, steps, untie_at=None):
 # fp64: rounding, blown up likewise.
 FP32 = (
     # On other CPUs the sign of a gradient that is almost 0 may flip: Adam then moves one number by 1.2.
-    [2e-5, 1.5e-2, *[6e-2] * 4],
+    [4e-5, 1.5e-2, *[6e-2] * 4],
     [2e-8, *[1e-3] * 5],
     [3e-7, *[3e-3] * 4],
 )

@@ -37,7 +37,7 @@ ALLOWED = {
 # Functions that change a few rows, or all, of tables and main_grads: in place.
 IN_PLACE = {"gather_rows", "update_rows", "transpose_copy", "transpose_add", "makes_as_much"}
 # What rank 0 of 8 launches at most in the record preset's first step, and in the second, with Adam.
-MOST_LAUNCHES = 790, 854
+MOST_LAUNCHES = 710, 774
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def test_generated_code():
             for (_, column), n in step.columns.items():
                 counts[column] += n if column in ("eager", "triton") else 0
         totals = tuple(counts.total() for counts in launched)
-        assert all(n <= most for n, most in zip(totals, MOST_LAUNCHES)), launched
+        assert all(n <= most for n, most in zip(totals, MOST_LAUNCHES)), (totals, launched)
         text = " ".join(README.read_text(encoding="utf-8").split())
         said = re.search(r"launches (\d+) kernels, copies and fills, and (\d+) with Adam", text)
         assert said and tuple(map(int, said.groups())) == totals, f"README.md: {totals} launches: {launched}"
