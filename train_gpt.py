@@ -2366,15 +2366,15 @@ def linear(x: Tensor, *weights: WeightSlice) -> tuple[Tensor, ...]:
 
 class MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, slices, backend, weights, fc, proj):
+    def forward(ctx, h, slices, backend, fp8, fc, proj):
         ctx.slices, ctx.backend = slices, backend
-        if weights is None:
+        if fp8 is None:
             square = backend.relu_square(h, fc)
             out = square @ proj
         else:
-            square, square8 = backend.relu_square_fp8(*amax_to_fp8(h), weights, h.dtype)
-            factors = square8, weights.proj.T, weights.act_scale, torch.empty_like(h)
-            out = fp8_matmul(*factors, fast=True, b_scale=weights.proj_scale)
+            square, square8 = backend.relu_square_fp8(*amax_to_fp8(h), fp8, h.dtype)
+            factors = square8, fp8.proj.T, fp8.act_scale, torch.empty_like(h)
+            out = fp8_matmul(*factors, fast=True, b_scale=fp8.proj_scale)
         ctx.save_for_backward(h, square, fc, proj)
         return out
 
@@ -2392,13 +2392,13 @@ def mlp(
     fc: WeightSlice,
     proj: WeightSlice,
     backend: Backend = TORCH_BACKEND,
-    weights: FP8MLP | None = None,
+    fp8: FP8MLP | None = None,
 ) -> Tensor:
     """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
 
-    With `weights`, the same in FP8, the forward is FP8's; the gradients are those of the products without.
+    With `fp8`, the weights in FP8, the forward is FP8's; the gradients are those of the products without.
     """
-    return MLP.apply(h, (fc, proj), backend, weights, fc.w, proj.w)
+    return MLP.apply(h, (fc, proj), backend, fp8, fc.w, proj.w)
 
 
 # ============================================================================================================
@@ -2697,9 +2697,9 @@ class GPT(nn.Module):
                     value, ve_gate = values[layer.value], ve_gates[layer.value]
                 if layer.connections:
                     connected = x
-                    before, *columns = (rows.T for rows in mudd[0](x).split([8, 1, 1, 1, 1, 1, 1]))
+                    for_values, *columns = (rows.T for rows in mudd[0](x).split([8, 1, 1, 1, 1, 1, 1]))
                     value, x, columns[1] = connect(
-                        x, first, back, value, before, columns[1], out_scales[i, 0]
+                        x, first, back, value, for_values, columns[1], out_scales[i, 0]
                     )
                     mix_scales, mlp_scales, inputs = columns[:4], columns[4:], [first, next(bigrams)]
                     ve_gate = None
@@ -2743,9 +2743,9 @@ class GPT(nn.Module):
         parts = outputs.split([gate.columns for gate in table])
         return {(gate.kind, gate.layer): part.T for gate, part in zip(table, parts)}
 
-    def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice, weights: FP8MLP | None) -> Tensor:
+    def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice, fp8: FP8MLP | None) -> Tensor:
         """Runs layer i's MLP on h (T, d). A method, so that a subclass can watch or replace one layer's."""
-        return mlp(h, fc, proj, self.backend, weights)
+        return mlp(h, fc, proj, self.backend, fp8)
 
     @torch.no_grad()
     def fp8_mlps(self, step: int) -> list[FP8MLP]:
@@ -4021,12 +4021,8 @@ def run(args: argparse.Namespace) -> None:
     log.print0(f"{script}\n{'=' * 100}", console=False)
     for line in describe_environment(device, world_size):
         log.print0(line)
-    head = "fp8" if cfg.fp8 else cfg.dtype
-    mlps, how = head if cfg.fp8_mlp else cfg.dtype, "yes" if cfg.compile else "no"
-    log.print0(
-        f"attention: {cfg.attention}; kernels: {', '.join(cfg.kernels) or 'none, plain torch'}; "
-        f"head: {head}; MLPs: {mlps}; compiled: {how}"
-    )
+    kernels = ", ".join(cfg.kernels) or "none, plain torch"
+    log.print0(f"attention: {cfg.attention}; kernels: {kernels}; fp8: {cfg.fp8}; compiled: {cfg.compile}")
     logged = config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed)
     log.print0(f"config: {logged}", console=False)
     count, usual = num_microbatches(cfg, world_size), PRESETS[cfg.preset].microbatches

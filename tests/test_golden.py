@@ -1200,7 +1200,7 @@ def test_small_mlp_in_fp8():
     assert square.flatten().tolist() == torch.tensor(golden["p_bf16"]).bfloat16().tolist()
     assert layer.act_amax.item() == golden["amax_p"] and codes(square8) == golden["p8_codes"]
     weights = map(tg.WeightSlice, (fc, proj))
-    out = tg.mlp(h, *weights, weights=layer._replace(proj=proj8, act_amax=torch.zeros(())))
+    out = tg.mlp(h, *weights, fp8=layer._replace(proj=proj8, act_amax=torch.zeros(())))
     want = torch.tensor(golden["out_fp64"], dtype=torch.float64).view(4, 16)
     assert (out.double() - want).abs().max() <= 2**-8 * want.abs().max() and out.dtype == torch.bfloat16
 
@@ -1220,7 +1220,7 @@ def test_two_forwards_in_fp8():
         found["p8_dequantised"] = square8.double() * layer.act_scale.double()
         for key, t in found.items():
             assert distance(t, want[key]) < 1e-4, key
-        out = tg.mlp(h, *map(tg.WeightSlice, model.mlp_bank[6:8]), weights=layer)
+        out = tg.mlp(h, *map(tg.WeightSlice, model.mlp_bank[6:8]), fp8=layer)
         assert distance(out, want["out"]) < 2e-3
         exact = tg.mlp(h.double(), *(tg.WeightSlice(w.double()) for w in model.mlp_bank[6:8]))
         error = ((out - exact).norm() / exact.norm()).item()
