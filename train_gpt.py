@@ -7,8 +7,8 @@ A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on Fin
     python train_gpt.py -h
 
 Results
-    cpu preset     1.051 nats per token on the Python library's own text (mean of two runs; a 4-gram model has
-                   1.47): 290 steps, 94 and 133 s on two shared cores of an Intel Xeon, PyTorch 2.13
+    cpu preset     1.061 nats per token on the Python library's own text (mean of three runs; a 4-gram model
+                   has 1.47): 290 steps, 104 s on two shared cores of an AMD EPYC, PyTorch 2.13
     record preset  not timed on GPUs yet. It is the configuration of the public record 89, which took 73.8 s
                    on 8 H100s
 
