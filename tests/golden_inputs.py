@@ -17,7 +17,10 @@ import torch.distributed as dist
 import train_gpt as tg
 from tokenize_text import shard_header
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden.json").read_text())
+GOLDEN, GOLDEN92 = (
+    json.loads((Path(__file__).parent / "golden" / name).read_text())
+    for name in ("golden.json", "golden92.json")
+)
 LOW = 0xFFFFFFFF
 WORLD = 4  # ranks for which our banks are padded as the reference's are: one MLP layer of padding, no other
 WINDOWS = {"short": 16, "long": 48}  # of the golden runs, in tokens
