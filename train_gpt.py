@@ -18,7 +18,7 @@ Sections; each uses only what is above it
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
-    6  Reference    operations in plain torch, of kernels and others; attention; composed heads; Polar Express
+    6  Reference    operations in plain torch, of kernels and others; attention; Polar Express
     7  Kernels      some of these in Triton; the backend of a run; matmuls that write gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
@@ -114,34 +114,39 @@ def explain(problem: str, fix: str, *kinds: type[Exception]):
 
 
 Float = Literal["bfloat16", "float32", "float64"]
-Kernel = Literal["gram", "relu_square", "softcap_loss", "segment_sum_rows", "compose_heads"]
+Kernel = Literal["gram", "relu_square", "softcap_loss", "segment_sum_rows"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    # paired: two heads share one stream of twice the length. None: MLP only
+    # paired: two heads share one stream of twice the length. None: no attention
     attention: Literal["plain", "paired"] | None = "plain"
     window: Literal["short", "long"] = "short"  # a field of Windows
+    # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
+    narrow_qk: bool = False
+    narrow_v: bool = False
     key_shift: bool = False  # half of each key comes from the token before
     value: int | None = None  # the value embedding table added to this layer's values
     xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
     gate: bool = False  # each head's output is gated
-    dc: bool = False  # dynamically composed heads: near tokens are read with the heads' attention mixed
+    x0: bool = False  # a gated share of x0 is added to the stream
+    bigram: bool = False  # the same of the bigrams; in layer 0 before its attention reads the stream
+    mlps: int = 1  # that read the same input
     connections: bool = False  # values and residual stream take in saved streams, by MUDD's weights
 
 
 LAYERS = (
-    Layer("paired"),
-    Layer("plain", value=0, xsa=True),
-    Layer("paired", value=1),
+    Layer("paired", narrow_qk=True, x0=True, bigram=True),
+    Layer("plain", narrow_qk=True, narrow_v=True, value=0, xsa=True, x0=True, bigram=True),
+    Layer("paired", narrow_qk=True, value=1, x0=True),
     Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-    Layer("plain", xsa=True),
-    Layer("paired"),
+    Layer(None, x0=True, bigram=True),
+    Layer("paired", narrow_qk=True, x0=True, bigram=True),
     Layer(None),
-    Layer("plain", xsa=True),
-    Layer("plain", value=2),
-    Layer("paired", value=3),
-    Layer("plain", "long", key_shift=True, value=4, gate=True, dc=True, connections=True),
+    Layer(None, x0=True, mlps=0),
+    Layer("plain", narrow_qk=True, narrow_v=True, value=2, mlps=2),
+    Layer(None, bigram=True),
+    Layer("plain", "long", key_shift=True, value=3, gate=True, connections=True),
 )
 
 
@@ -195,17 +200,20 @@ GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 # fmt: off
 PARAMS = (  # gradients are exchanged in this order
     #     name              shape       init            betas      lr_mul wd_mul
-    Param("qk_bank",        "A*H 2D d", "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
+    Param("qk_bank",        "wide*H 2D d","uniform 0.5",kind="bank", exchange="reduce_scatter", work=4,
+          optimizer="normuon"),
+    Param("narrow_qk_bank", "narrow*H D d","uniform 0.5",kind="bank",exchange="reduce_scatter", work=4,
           optimizer="normuon"),
     Param("vo_bank",        "2A d d",   "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
           optimizer="normuon"),
-    Param("mlp_bank",       "2L F d",   "fc 0.5",       kind="bank", exchange="reduce_scatter", work=4,
+    Param("mlp_bank",       "2mlps F d",  "fc 0.5",      kind="bank", exchange="reduce_scatter", work=4,
           optimizer="normuon", matrix_lr_mul=(1.0, 2.0)),
     Param("scalars",        "2L+2",     "scalars",      (.90, .99),  5.00,    0, dtype="float32"),
     Param("smear_gate",     "1 gate",   "0",            (.90, .99),  0.01,    0),
-    Param("ve_gate_bank",   "E H gate", "0",            (.90, .99),  1.00,    1),
+    Param("ve_gate_bank",   "Eg H gate","0",            (.90, .99),  1.00,    1),
     Param("mudd_w1",        "2 m d",    "uniform 0.577",(.90, .99),  0.25,    1),
     Param("mudd_w2",        "2 M m",    "0",            (.90, .99),  0.25,    1),
+    Param("mudd_w2g",       "C groups m","0",           (.90, .99),  0.25,    1),
     Param("mudd_b2",        "2 M",      "biases",       (.90, .99),  0.25,    0),
     Param("mudd_gate_w1",   "2 g d",    "uniform 0.577",(.90, .99),  0.10,    1),
     Param("mudd_gate_w2",   "2 G g",    "0",            (.90, .99),  0.10,    1),
@@ -246,21 +254,21 @@ class Stage:
     batch_tokens: int  # over all ranks and micro-batches
     max_doc_len: int  # documents are cut to this many tokens
     windows: Windows
-    lr_mul: float  # the last stage ignores it: its rate is Config.final_lr_frac
+    lr_mul: float  # the last stage's is what the cooldown ends at
     # Loss weights of the next, second and third next token, interpolated linearly over the stage. Later
     # tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle et
     # al. 2024, arXiv:2404.19737).
     mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]
-    # Loss weight of the next token's longest prefix that is a token, interpolated likewise: what a token
-    # begins with is easier, and teaches early (record 88).
-    prefix_start: float = 0.0
-    prefix_end: float = 0.0
+    # Loss weights, in equal parts of the stage, of the next token's longest prefix that is a token: what a
+    # token begins with is easier, and teaches early (record 88).
+    prefix: tuple[float, ...] = ()
+    attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
 
 
 @dataclass(frozen=True)
 class Config:
-    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1285-step record preset."""
+    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1194-step record preset."""
 
     # the task
     preset: str = "record"
@@ -279,7 +287,7 @@ class Config:
     sign_rows: int = 8192  # of random signs, by which rows of bigrams or n-grams are multiplied; 0: none
     heads: int = 6
     head_dim: int = 128
-    mlp_dim: int = 3072
+    mlp_dim: int = 2816
     layers: tuple[Layer, ...] = LAYERS
     # As in a U-net, layer skip_to gets back the stream that left layer skip_from (record 11). From the layer
     # after back_from on, attention reads the stream that left back_from.
@@ -290,25 +298,27 @@ class Config:
     mudd_gates: bool = True
     mudd_connections: bool = True
     mudd_dim: int = 64  # hidden width of these MLPs
-    dc_window: int = 112  # keys that dynamically composed heads look at, the query's own with them
+    mix_groups: int = 12  # parts of the stream's channels that the last mix weighs by themselves
     window_unit: int = 128
     # At the final validation.
     val_windows: Windows = Windows(6, 20)
-    attn_scale: float = 0.1  # of the softmax before any window grows
+    # Scales of the softmax before any window grows, of heads with wide and with narrow queries.
+    attn_scale: float = 0.085
+    narrow_attn_scale: float = 0.13
     dtype: Float = "bfloat16"  # of weights and activations
     # The schedule. Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
-    # agree, large ones average out noise at the end. The last stage is the extension, trained at the final
-    # learning rate.
+    # agree, large ones average out noise later. At the end batches shrink again, and the last stage trains at
+    # the rate that the cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(423, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), .25, .25),
-        Stage(424, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), .25),
-        Stage(423, 393216, 2048, Windows(5, 11), 1.73, (1.0,), (1.0,)),
-        Stage( 15, 393216, 2048, Windows(6, 13), 0.15, (1.0,), (1.0,)),
+        Stage(320, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,)),
+        Stage(361, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05)),
+        Stage(426, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560),
+        Stage( 67, 327680, 3072, Windows(5, 11), 1.5793, (1.0,), (1.0,), attention_cap=2560),
+        Stage( 20, 131072, 3072, Windows(6, 13), 0.30, (1.0,), (1.0,), attention_cap=2560),
     )
     # fmt: on
-    cooldown_frac: float = 0.60  # last part of the scheduled steps; the rate falls to final_lr_frac
-    final_lr_frac: float = 0.15
+    cooldown_frac: float = 0.80  # last part of the scheduled steps; the rate falls to the last stage's
     momentum_min: float = 0.85  # at both ends: old gradients mislead while the loss falls fast (record 9)
     momentum_max: float = 0.95
     momentum_warmup: int = 300  # steps from min to max
@@ -353,7 +363,7 @@ class Config:
 
     @property
     def predicts_prefixes(self) -> bool:
-        return any(stage.prefix_start or stage.prefix_end for stage in self.stages)
+        return any(any(stage.prefix) for stage in self.stages)
 
 
 RECORD = Config()
@@ -365,10 +375,10 @@ RECORD = Config()
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
-    layers=tuple(replace(layer, xsa=False, dc=False) for layer in LAYERS),  # here they gain nothing
-    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), window_unit=16, attn_scale=0.3, dtype="float32",
-    muon_dtype="float32", momentum_warmup=125, momentum_cooldown=20, kernels=(), attention="dense", fp8=False,
-    compile=False,
+    layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
+    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), mix_groups=4, window_unit=16, attn_scale=0.25,
+    narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, muon_dtype="float32", momentum_warmup=125,
+    momentum_cooldown=20, kernels=(), attention="dense", fp8=False, compile=False,
     stages=(
         Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -402,7 +412,7 @@ def padded(n: int, multiple: int) -> int:
 
 
 class Gate(NamedTuple):
-    kind: str  # xsa, output, x0, bigram, skip, dc1, dc2
+    kind: str  # xsa, output, x0, bigram, skip
     layer: int
     columns: int  # one, or one a head
     bias: float  # initial, in units of the gates' scale
@@ -416,14 +426,16 @@ def gate_table(cfg: Config) -> list[list[Gate]]:
     layers, H, split = list(enumerate(cfg.layers)), cfg.heads, cfg.skip_from + 1
     tables = []
     for part in (layers[:split], layers[split:]):
-        inputs = [i for i, layer in part if layer.attention and not layer.connections]
         tables.append(
             [Gate("xsa", i, H, 0.0) for i, layer in part if layer.xsa]
             + [Gate("output", i, H, 2.5) for i, layer in part if layer.gate]
-            + [Gate(kind, i, 1, bias) for i in inputs for kind, bias in (("x0", 0.0), ("bigram", 0.5))]
+            + [
+                Gate(kind, i, 1, bias)
+                for i, layer in part
+                for kind, bias in (("x0", 0.0), ("bigram", 0.5))
+                if getattr(layer, kind)
+            ]
             + [Gate("skip", i, 1, 5.0) for i, _ in part if i == cfg.skip_to]
-            + [Gate("dc1", i, H, 10.0) for i, layer in part if layer.dc]
-            + [Gate("dc2", i, H, 0.0) for i, layer in part if layer.dc]
         )
     return tables
 
@@ -436,32 +448,40 @@ MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
 #   8-9    the stream and attention's output
 #   10-11  the first stream and the bigrams, into the stream
 #   12-13  the stream and the MLP's output
-# Before the head: the first stream, "back" (taken off: it served only middle layers, PR 140), the input of
-# that layer, the first value embedding, "skip".
+# Before the head: the streams that GPT.hidden_states lists, of which "back" is taken off: it served only
+# middle layers (PR 140).
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-MUDD_BIASES = ((0, 0, 0, 0, 0, 0, 20, 20, RESID_BIAS, 10, 0, 0.5, RESID_BIAS, 10), (0, -5, 0, 0, 0))
+MUDD_BIASES = ((0, 0, 0, 0, 0, 0, 20, 20, RESID_BIAS, 10, 0, 0.5, RESID_BIAS, 10), (0, -5) + 8 * (0,))
 
 
 def sizes(cfg: Config) -> dict[str, int]:
     """Returns the sizes that Param.shape names; those of a technique that is off are 0."""
-    attention = sum(layer.attention is not None for layer in cfg.layers)
+    readers = [layer for layer in cfg.layers if layer.attention]
+    narrow = sum(layer.narrow_qk for layer in readers)
+    tables = {layer.value: layer.connections for layer in readers if layer.value is not None}
     return {
         "d": cfg.dim,
+        "D": cfg.head_dim,
         "2D": 2 * cfg.head_dim,
         "H": cfg.heads,
         "V": cfg.padded_vocab,
         "F": cfg.mlp_dim,
         "L": len(cfg.layers),
-        "2L": 2 * len(cfg.layers),
         "2L+2": 2 * len(cfg.layers) + 2,
-        "A*H": attention * cfg.heads,
-        "2A": attention * 2,
-        "E": max((layer.value + 1 for layer in cfg.layers if layer.value is not None), default=0),
+        "wide*H": (len(readers) - narrow) * cfg.heads,
+        "narrow*H": narrow * cfg.heads,
+        "2A": len(readers) * 2,
+        "2mlps": 2 * sum(layer.mlps for layer in cfg.layers),
+        # Tables of value embeddings, and those of them with gates.
+        "E": max(tables, default=-1) + 1,
+        "Eg": sum(not connections for connections in tables.values()),
         "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
         "gate": GATE_DIM,
         # Outputs and hidden units of the small MLPs, of connections and of gates.
         "M": max(map(len, MUDD_BIASES)),
         "m": cfg.mudd_dim * cfg.mudd_connections,
+        "C": len(MUDD_BIASES[1]),
+        "groups": cfg.mix_groups,
         "G": max(sum(gate.columns for gate in gates) for gates in gate_table(cfg)),
         "g": cfg.mudd_dim * cfg.mudd_gates,
     }
@@ -585,6 +605,7 @@ class StepPlan(NamedTuple):
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
     max_doc_len: int
+    attention_cap: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
     # Adam's parameters update only after every second step, from the gradients of both: half the traffic of
@@ -601,8 +622,8 @@ class StepPlan(NamedTuple):
 
 
 def untie_step(cfg: Config) -> int:
-    """Returns the third stage's first step, made odd so that Adam updates on it; with fewer stages, never."""
-    return cfg.stage_starts[2] | 1 if len(cfg.stages) > 2 else cfg.steps
+    """Returns the last stage's first step, made odd so that Adam updates on it; with one stage, never."""
+    return cfg.stage_starts[-1] | 1 if len(cfg.stages) > 1 else cfg.steps
 
 
 def plan_step(cfg: Config, step: int) -> StepPlan:
@@ -613,7 +634,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     lr_mul, cool = stage.lr_mul, int(scheduled * (1 - cfg.cooldown_frac))
     if step > cool:
         t = min(1.0, (step - cool) / max(1, scheduled - cool))
-        lr_mul = lr_mul * (1 - t) + cfg.final_lr_frac * t
+        lr_mul = lr_mul * (1 - t) + cfg.stages[-1].lr_mul * t
     momentum_span = cfg.momentum_max - cfg.momentum_min
     momentum = cfg.momentum_min + momentum_span * min(1.0, step / max(1, cfg.momentum_warmup))
     cool = cfg.steps - cfg.momentum_cooldown
@@ -628,8 +649,9 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         windows=window_tokens(cfg, stage.windows),
         batch_tokens=stage.batch_tokens,
         max_doc_len=stage.max_doc_len,
+        attention_cap=stage.attention_cap,
         mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
-        prefix=stage.prefix_start + (stage.prefix_end - stage.prefix_start) * t,
+        prefix=stage.prefix[int(t * len(stage.prefix))] if stage.prefix else 0.0,
         do_adam=step % 2 == 1,
         untie=step == untie_step(cfg),
     )
@@ -968,7 +990,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
 
 def default_max_docs(tokens: int) -> int:
     """Returns the entries of cu_seqlens for a micro-batch of `tokens`: fixed, so that shapes never change."""
-    return {16384: 64, 32768: 96, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
+    return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
 class RowIndex(NamedTuple):
@@ -1046,8 +1068,8 @@ class MicroBatch:
     # their places in NgramTable.compact.
     hashed_rows: Tensor
     signs: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
-    cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, then T
-    max_doc_len: int  # bound on a document's length
+    cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
+    max_doc_len: int  # bound on such a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
     buffer: Tensor | None = None  # uint8: holds all of these, once packed
 
@@ -1060,21 +1082,25 @@ class MicroBatch:
 
 
 def make_micro_batch(
-    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, cfg: Config
+    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, cfg: Config, attention_cap: int = 0
 ) -> MicroBatch:
     """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
-    T = len(tokens) - 1
-    if len(ends) + 2 > max_docs:
+    T, starts = len(tokens) - 1, np.append(0, ends)
+    if attention_cap:
+        pieces = zip(starts, np.append(ends, T))
+        starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
+        max_doc_len = min(max_doc_len, attention_cap)
+    if len(starts) + 1 > max_docs:
         raise UserError(
-            f"a micro-batch of {T} tokens has {len(ends) + 1} documents, cu_seqlens room for {max_docs - 1}; "
-            f"use --set max_docs={padded(len(ends) + 2, 128)}"
+            f"a micro-batch of {T} tokens has {len(starts)} documents, cu_seqlens room for {max_docs - 1}; "
+            f"use --set max_docs={padded(len(starts) + 1, 128)}"
         )
     inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
     if cfg.ngrams.orders:
         ngrams, signs = hash_ngrams(inputs.numpy(), cfg.ngrams, cfg.sign_rows)
     else:
         ngrams, signs = hash_bigrams(inputs.numpy(), cfg.bigram_vocab_size, cfg.sign_rows)
-    cu_seqlens.numpy()[: len(ends) + 1] = 0, *ends
+    cu_seqlens.numpy()[: len(starts)] = starts
     targets, sign_ids = int32(tokens[1:]).long(), None if signs is None else int32(signs)
     return MicroBatch(inputs, targets, int32(ngrams), sign_ids, cu_seqlens, max_doc_len)
 
@@ -1216,7 +1242,7 @@ class TrainLoader:
             "add larger shards, or lower batch_tokens"
         )
 
-    def batch(self, batch_tokens: int, max_doc_len: int) -> list[MicroBatch]:
+    def batch(self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0) -> list[MicroBatch]:
         """Builds this rank's micro-batches of the next batch."""
         T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
         ends, micro_batches = self.ends[max_doc_len], []
@@ -1225,7 +1251,9 @@ class TrainLoader:
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
             doc_ends = ends[first + 1 : last] - ends[first]
-            micro_batches.append(make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg))
+            micro_batches.append(
+                make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
+            )
         return micro_batches
 
 
@@ -1271,7 +1299,7 @@ class Prefetcher:
 
     @section("index")
     def _build(self, plan: StepPlan) -> Batch:
-        micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len)
+        micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len, plan.attention_cap)
         for batch in micro_batches:
             signs = None if batch.signs is None else batch.signs.numpy()
             for kind, ids, own_signs in (
@@ -1360,7 +1388,6 @@ class ValLoader:
 # ============================================================================================================
 
 NORM_EPS = 2.0**-23  # for every dtype
-DC_EPS = 1e-6  # of the norm of dynamically composed heads' first weights, over heads
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -1368,9 +1395,9 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def norm(x: Tensor, eps: float = NORM_EPS) -> Tensor:
+def norm(x: Tensor) -> Tensor:
     """Applies RMSNorm without weight over the last axis, reduced in at least fp32 (arXiv:1910.07467)."""
-    return F.rms_norm(x, (x.size(-1),), eps=eps)
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
 def attention(
@@ -1378,9 +1405,9 @@ def attention(
 ) -> Tensor:
     """Attends causally within documents: position i sees j of its document with 0 <= i - j <= window.
 
-    q, k, v (T, H, D); cu_seqlens (n,) int32, document boundaries; max_seqlen bounds a document's length.
-    Returns (T, H, D). Queries go in blocks, each against the keys of its block and of `window` positions
-    before it: T * (window + block) scores instead of T * T.
+    q, k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen bounds a document's
+    length. Returns (T, H, Dv). Queries go in blocks, each against the keys of its block and of `window`
+    positions before it: T * (window + block) scores instead of T * T.
     """
     T = len(q)
     q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, max_seqlen - 1, T - 1))
@@ -1416,42 +1443,9 @@ def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
     return torch.searchsorted(cu_seqlens, pos, right=True)
 
 
-def compose_heads(
-    y: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    cu_seqlens: Tensor,
-    window: int,
-    scale: float,
-) -> Tensor:
-    """Adds to attention's heads y (T, H, D) what all heads together attend to among the last `window` keys.
-
-    Each head's softmax over these keys alone, weighted by w1 (T, H), sums to one matrix; w2 (T, H) weighs its
-    products with each head's values. Dynamically composed heads: Xiao et al. 2024, arXiv:2405.08553; trimmed
-    to this in record 85.
-    """
-    T, H, _ = q.shape
-    w1, w2 = w1.expand(T, H), w2.expand(T, H)  # they may be constants, (1, H)
-    q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window - 1, T - 1))
-    block = q.size(2)
-    scores = (scale * upcast(q) @ upcast(k).mT).masked_fill(~mask, -math.inf)
-    w1 = F.pad(w1, (0, 0, 0, -T % block)).view(-1, block, H).transpose(1, 2)
-    mixed = (w1[..., None] * scores.softmax(-1)).sum(1, keepdim=True).to(q.dtype)
-    return y + w2[:, :, None] * (mixed @ v).transpose(1, 2).flatten(0, 1)[:T]
-
-
-@compiled
-def norm_heads(w: Tensor) -> Tensor:
-    """Norms the first weights (T, H) of dynamically composed heads over the heads."""
-    return norm(w, DC_EPS)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding to the first half of x (..., D), by angles given as cos, sin (..., D/4)."""
-    rotated, passthrough = x.chunk(2, dim=-1)
+    """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n)."""
+    rotated, passthrough = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
     a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
     return torch.cat([rotated, passthrough], dim=-1)
@@ -1917,116 +1911,6 @@ if triton is not None:
         total += tl.load(out_ptrs, mask=cols < columns, other=0.0).to(tl.float32)
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
-    @triton.jit
-    def near_pairs(docs, rows, keys, T, WINDOW):
-        """Returns which queries see which keys, and where a tensor (T, WINDOW) has these pairs.
-
-        Also rows and keys in bounds, for loads of what is not seen: a row from T on sees nothing.
-        """
-        row_at, key_at = rows % T, tl.maximum(keys, 0) % T
-        seen = (tl.load(docs + row_at) == tl.load(docs + key_at)) & (keys >= 0) & (rows < T)
-        seen &= (keys <= rows) & (rows - keys < WINDOW)
-        return seen, row_at * WINDOW + (WINDOW - 1 + keys - rows), row_at, key_at
-
-    @triton.jit
-    def compose_heads_kernel(
-        x,
-        k,
-        v,
-        q,
-        weights,
-        docs,
-        mixed,
-        out,
-        dweights,
-        dscores,
-        T,
-        H,
-        scale,
-        WINDOW: tl.constexpr,
-        D: tl.constexpr,
-        BACKWARD: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Composes the heads of BLOCK queries: adds to those of x (y), into `out`.
-
-        BACKWARD: makes, of x (dy), the gradients of q (`out`), of the weights, and of the scaled scores. One
-        tile has all keys that the queries see, and one their values; both are transposed.
-        """
-        KEYS: tl.constexpr = triton.next_power_of_2(BLOCK + WINDOW - 1)
-        end, d = (tl.program_id(0) + 1) * BLOCK, tl.arange(0, D)
-        rows, keys = end - BLOCK + tl.arange(0, BLOCK)[:, None], end - KEYS + tl.arange(0, KEYS)[None, :]
-        seen, places, row_at, key_at = near_pairs(docs, rows, keys, T, WINDOW)
-        offs, key_offs = row_at * H * D + d, key_at * H * D + d[:, None]
-        total = tl.zeros((BLOCK, KEYS), tl.float32)
-        if BACKWARD:
-            before = tl.load(mixed + places, mask=seen, other=0.0)
-            for h in range(H):
-                value = tl.load(v + h * D + key_offs)
-                products = tl.dot(tl.load(x + h * D + offs), value, input_precision="ieee")
-                dw2 = tl.sum(products * before, 1, keep_dims=True)
-                tl.store(dweights + (T + row_at) * H + h, dw2, mask=rows < T)
-                total += tl.load(weights + (T + row_at) * H + h) * products
-        for h in range(H):
-            key = tl.load(k + h * D + key_offs)
-            scores = scale * tl.dot(tl.load(q + h * D + offs), key, input_precision="ieee")
-            scores = tl.where(seen, scores, float("-inf"))
-            p = tl.exp(scores - tl.max(scores, 1, keep_dims=True))
-            p /= tl.sum(p, 1, keep_dims=True)
-            w1 = tl.load(weights + row_at * H + h)
-            if BACKWARD:
-                dw1 = tl.sum(p * total, 1, keep_dims=True)
-                tl.store(dweights + row_at * H + h, dw1, mask=rows < T)
-                ds = (w1 * p * (total - dw1)).to(key.dtype)
-                tl.store(dscores + places, ds, mask=seen)
-                dscores += T * WINDOW
-                dquery = scale * tl.dot(ds, tl.trans(key), input_precision="ieee")
-                tl.store(out + h * D + offs, dquery, mask=rows < T)
-            else:
-                total += w1 * p
-        if not BACKWARD:
-            tl.store(mixed + places, total, mask=seen)
-            for h in range(H):
-                value = tl.load(v + h * D + key_offs)
-                weighted = tl.load(weights + (T + row_at) * H + h) * total
-                added = tl.dot(weighted.to(value.dtype), tl.trans(value), input_precision="ieee")
-                tl.store(out + h * D + offs, tl.load(x + h * D + offs) + added, mask=rows < T)
-
-    @triton.jit
-    def compose_heads_key_grad_kernel(
-        dy,
-        q,
-        weights,
-        docs,
-        mixed,
-        dscores,
-        dk,
-        dv,
-        T,
-        H,
-        scale,
-        WINDOW,
-        D: tl.constexpr,
-        BLOCK: tl.constexpr,
-        QUERIES: tl.constexpr,
-    ):
-        """Sums the gradients of BLOCK keys and values of a head over the queries that see them, in order."""
-        first, h, d = tl.program_id(0) * BLOCK, tl.program_id(1), tl.arange(0, D)
-        keys, dscores = first + tl.arange(0, BLOCK)[:, None], dscores + h * T * WINDOW
-        dkey, dvalue = tl.zeros((BLOCK, D), tl.float32), tl.zeros((BLOCK, D), tl.float32)
-        for start in range(first, min(T, first + BLOCK + WINDOW - 1), QUERIES):
-            rows = start + tl.arange(0, QUERIES)[None, :]
-            seen, places, row_at, _ = near_pairs(docs, rows, keys, T, WINDOW)
-            offs = (row_at * H + h) * D + d[:, None]
-            query, dout = tl.trans(tl.load(q + offs)), tl.trans(tl.load(dy + offs))
-            ds = tl.load(dscores + places, mask=seen, other=0.0)
-            dkey = tl.dot(ds, query, dkey, input_precision="ieee")
-            total = tl.load(weights + (T + row_at) * H + h) * tl.load(mixed + places, mask=seen, other=0.0)
-            dvalue = tl.dot(total.to(dout.dtype), dout, dvalue, input_precision="ieee")
-        offs = (keys * H + h) * D + d
-        tl.store(dk + offs, scale * dkey, mask=keys < T)
-        tl.store(dv + offs, dvalue, mask=keys < T)
-
 
 # Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
 # GPUs, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
@@ -2039,9 +1923,6 @@ RELU_SQUARE_TILES = {
     "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
 }
 LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
-# 16 queries and a window of 112 make 127 keys, close to a power of two.
-COMPOSE_TILES = dict(BLOCK=16, num_warps=8, num_stages=2)
-COMPOSE_GRAD_TILES = dict(BLOCK=64, QUERIES=32, num_warps=8)
 
 
 def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
@@ -2110,51 +1991,6 @@ def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: T
     segment_sum_rows_kernel[grid](*tensors, *operands, *strides, SIGNED=signed, **SEGMENT_SUM_TILES)
 
 
-class ComposeHeads(torch.autograd.Function):
-    """Does compose_heads, with both weights (2, T, H) fp32, and the positions' documents (T,) int64.
-
-    From the forward it keeps the mixed probabilities, (T, window) fp32, which the gradients of queries and
-    values need. A block of queries has all its keys, so it repeats their softmax. The scores' gradients, (H,
-    T, window), rounded for the products, go to the kernel that sums over queries. No sum is atomic, so that
-    results do not depend on timing. Offsets are int32: tensors have less than 2^31 numbers. A window of more
-    than 497, so more than 512 keys, takes more shared memory than an H100 has at D = 128.
-    """
-
-    @staticmethod
-    def forward(ctx, y, q, k, v, weights, docs, window, scale):
-        T, H, D = q.shape
-        y, *kvq = (t.contiguous() for t in (y, k, v, q))
-        tensors, out = (*kvq, weights, docs, weights.new_empty(T, window)), torch.empty_like(y)
-        ctx.save_for_backward(*tensors)
-        ctx.sizes, ctx.grid = (T, H, scale, window, D), (triton.cdiv(T, COMPOSE_TILES["BLOCK"]),)
-        tensors = (y, *tensors, out, out, out)
-        compose_heads_kernel[ctx.grid](*tensors, *ctx.sizes, BACKWARD=False, **COMPOSE_TILES)
-        return out
-
-    @staticmethod
-    def backward(ctx, dy):
-        dy, tensors, H = dy.contiguous(), ctx.saved_tensors, ctx.sizes[1]
-        dk, dv, dq, dweights = map(torch.empty_like, tensors[:4])
-        dscores = dq.new_empty(H, *tensors[-1].shape)
-        kernel, outs = compose_heads_kernel[ctx.grid], (dq, dweights, dscores)
-        kernel(dy, *tensors, *outs, *ctx.sizes, BACKWARD=True, **COMPOSE_TILES)
-        kernel = compose_heads_key_grad_kernel[triton.cdiv(len(dy), COMPOSE_GRAD_TILES["BLOCK"]), H]
-        kernel(dy, *tensors[2:], dscores, dk, dv, *ctx.sizes, **COMPOSE_GRAD_TILES)
-        return dy, dq, dk, dv, dweights, None, None, None
-
-
-def triton_compose_heads(*arguments) -> Tensor:
-    """Does compose_heads, with its arguments."""
-    y, q, k, v, w1, w2, cu_seqlens, window, scale = arguments
-    T, H, D = q.shape
-    weights = torch.stack([w1.expand(T, H), w2.expand(T, H)]).float()
-    missing = max(16, triton.next_power_of_2(D)) - D  # of what tl.dot takes
-    if missing:
-        y, q, k, v = (F.pad(t, (0, missing)) for t in (y, q, k, v))
-    docs = document_numbers(cu_seqlens, T)
-    return ComposeHeads.apply(y, q, k, v, weights, docs, min(window, T), scale)[..., :D]
-
-
 class Backend(NamedTuple):
     """A run's implementations of operations of section 6."""
 
@@ -2165,7 +2001,6 @@ class Backend(NamedTuple):
     relu_square_fp8: Callable = relu_square_fp8
     softcap_loss: Callable = softcap_loss
     segment_sum_rows: Callable = segment_sum_rows
-    compose_heads: Callable = compose_heads
     fp8: bool = False
 
 
@@ -2180,7 +2015,6 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     },
     "softcap_loss": {"softcap_loss": triton_softcap_loss},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
-    "compose_heads": {"compose_heads": triton_compose_heads},
 }
 
 
@@ -2189,6 +2023,7 @@ def flash_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
+    q, k = (F.pad(t, (0, v.size(-1) - t.size(-1))) for t in (q, k))  # it takes them as wide as v
     options = {"scale": scale, "window_size": (window, 0)}
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
 
@@ -2279,8 +2114,8 @@ class Gradient:
         self.delay, self.delayed = False, []
 
     def add(self, a: Tensor, b: Tensor, start: int = 0, scale: Tensor | None = None) -> Tensor | None:
-        """main_grad.view(-1, cols)[start : start + rows] += a^T b, as write_grad does; the first one since a
-        reset overwrites. With `delay` it is computed by take().
+        """main_grad's matrices, one below the other, [start : start + rows, :cols] += a^T b, as write_grad
+        does; the first one since a reset overwrites. With `delay` it is computed by take().
 
         Returns what autograd gets. That is None; without main_grad the gradient; or, by TransformerEngine's
         contract (its PR 2871), an uninitialized tensor if the parameter has an attribute
@@ -2288,7 +2123,7 @@ class Gradient:
         """
         if self.main_grad is None:
             return a.T @ b
-        out = self.main_grad.view(-1, b.size(1))[start : start + a.size(1)]
+        out = self.main_grad.flatten(0, -2)[start : start + a.size(1), : b.size(1)]
         product = partial(write_grad, out, a, b, scale, start not in self.written)
         self.written.add(start)
         if self.delay:
@@ -2408,13 +2243,20 @@ def mlp(
 YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stretch with it, faster ones stay
 
 
+class RotaryFamily(NamedTuple):
+    cos: Tensor  # (rows, head_dim / 4)
+    sin: Tensor
+    scale: float  # of the softmax
+
+
 class Rotary:
     """Tables of cos and sin for `rows` positions, and the softmax scale, which change with the stage (YaRN).
 
-    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each head is not rotated, to match content at
-    any distance (record 17), so a row holds head_dim / 4 angles. Plain heads use rows t, paired heads rows 2t
-    and 2t + 1. YaRN keeps what was learnt in short windows right in longer ones (PR 122; Peng et al. 2023,
-    arXiv:2309.00071).
+    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
+    content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a row.
+    Plain heads use rows t, paired heads rows 2t and 2t + 1. YaRN keeps what was learnt in short windows right
+    in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071): wide heads follow the long windows, narrow
+    ones the short.
     """
 
     def __init__(self, cfg: Config, rows: int, device: torch.device):
@@ -2424,20 +2266,26 @@ class Rotary:
         self.use_stage(0)
 
     def use_stage(self, stage: int) -> None:
-        """Computes a stage's tables and scale, adapted to the longest window of each stage before it."""
-        if stage == self.stage:
-            return
-        self.stage, self.scale, freq = stage, self.cfg.attn_scale, self.base_freq
-        stages = [s for s in self.cfg.stages[: stage + 1] if s.steps] or self.cfg.stages[:1]
-        window, *later = (max(window_tokens(self.cfg, s.windows).values()) for s in stages)
+        """Computes a stage's tables and scales, adapted to the window of each stage before it."""
+        if stage != self.stage:
+            self.stage = stage
+            self.wide = self.adapted("long", self.cfg.attn_scale)
+            self.narrow = self.adapted("short", self.cfg.narrow_attn_scale)
+
+    def adapted(self, name: str, scale: float) -> RotaryFamily:
+        freq, stages = self.base_freq, self.cfg.stages[: self.stage + 1]
+        window, *later = (
+            window_tokens(self.cfg, s.windows)[name] for s in stages if s.steps or s is stages[0]
+        )
         for new in later:
             turns, ratio = window * freq / (2 * math.pi), window / new
             keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
             freq = freq * (ratio + keep * (1 - ratio))
-            self.scale *= 0.2 * math.log(new / window) + 1
+            scale *= 0.2 * math.log(new / window) + 1
             window = new
         angles = torch.arange(self.rows, dtype=freq.dtype, device=freq.device)[:, None] * freq
-        self.cos, self.sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
+        cos, sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
+        return RotaryFamily(cos, sin, scale)
 
 
 # The code between kernels: pure functions, each compiled by itself. They differ only by a layer's kind, so
@@ -2512,9 +2360,17 @@ def connect(
 
 @compiled
 def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
-    """Returns the head's input: the norm of x and `streams`, these times weights (T, len(streams))."""
-    for weight, stream in zip(weights.split(1, dim=1), streams):
-        x = x + weight * stream
+    """Returns the head's input: the norm of x (T, d) and `streams`, like it, times their weights.
+
+    weights (n + n * groups, T), or (n, 1): one for each of the n streams; then for each stream one for each
+    group of channels, which is added to that.
+    """
+    n = len(streams)
+    parts = weights[:n, None]
+    if len(weights) > n:
+        parts = parts + weights[n:].unflatten(0, (n, -1))
+    for part, stream in zip(parts, streams):
+        x = x + (part.T[:, :, None] * stream.unflatten(1, (part.size(0), -1))).flatten(1)
     return norm(x)
 
 
@@ -2534,20 +2390,20 @@ def qkv_to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Makes a layer's queries, keys and values of scale (T, 1) times products with its input h (T, d).
 
-    qk (T, 2d); v (T, d). Returns q, k, v (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4).
-    `value` (T, d) is added to v, each head times its gate by ve_gate, if that is given.
+    qk (T, 2 H Dq); v (T, H Dv). Returns q, k (T, H, Dq) and v (T, H, Dv), for paired heads (2T, H/2, ...);
+    cos, sin (2T, n). The first Dv numbers of each head of `value` (T, d) are added to v, times the head's
+    gate by ve_gate, if that is given.
     """
-    T, d = h.shape
-    D = d // heads
-    q, k = (scale * qk).to(qk.dtype).view(T, 2, heads, D).unbind(1)
-    v = (scale * v).to(v.dtype).view(T, heads, D)
+    T = len(h)
+    q, k = (scale * qk).to(qk.dtype).view(T, 2, heads, -1).unbind(1)
+    v = (scale * v).to(v.dtype).view(T, heads, -1)
     # Bounds scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
     q, k = norm(q), norm(k)
     if value is not None:
         # Value embeddings: another embedding of the token, added to the values, which the early layers'
         # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897), gated
         # by few channels (PR 186).
-        added, half = value.view(T, heads, D), GATE_DIM // 2
+        added, half = value.view(T, heads, -1)[:, :, : v.size(2)], GATE_DIM // 2
         if ve_gate is not None:
             gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
             added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
@@ -2557,9 +2413,9 @@ def qkv_to_heads(
         # and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of
         # H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2); the window
         # counts rows.
-        cos, sin = (t.view(T, 1, 2, D // 4) for t in (cos, sin))
-        q, k = (rotate(t.view(T, heads // 2, 2, D), cos, sin).view(2 * T, heads // 2, D) for t in (q, k))
-        return q, k, v.reshape(2 * T, heads // 2, D)
+        cos, sin = (t.view(T, 1, 2, -1) for t in (cos, sin))
+        q, k = (rotate(t.unflatten(1, (-1, 2)), cos, sin).view(2 * T, heads // 2, -1) for t in (q, k))
+        return q, k, v.reshape(2 * T, heads // 2, -1)
     q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
     return q, shift_keys(k) if key_shift else k, v
 
@@ -2611,7 +2467,8 @@ class GPT(nn.Module):
         self.signs: Tensor
         self.register_buffer("signs", torch.zeros(shape, dtype=dtype_of(cfg.dtype), device=device))
         # Of the MLPs in FP8: maxima of this step's activations, their scales, scales of proj.
-        self.act_amax, self.act_scale, self.proj_scale = torch.ones(3, len(cfg.layers), device=device)
+        mlps = sum(layer.mlps for layer in cfg.layers)
+        self.act_amax, self.act_scale, self.proj_scale = torch.ones(3, mlps, device=device)
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         self.initialize(seed)
@@ -2674,66 +2531,94 @@ class GPT(nn.Module):
         ve_gates = self.weight("ve_gate_bank").unbind()
         x0 = smear_embeddings(embed, smear, self.weight("smear_gate"))
         mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
-        mixing = sum(bool(layer.attention) and not layer.connections for layer in cfg.layers)
-        # x0 goes to the gates, the first mix and the layers that mix it in; the bigrams to all but the gates,
-        # and instead of layer 0 to the layer with connections.
-        x0s, bigrams = fan_out(x0, mixing + 2), fan_out(bigram, mixing + 1)
+        # x0 also goes to the gates and the first stream. The bigrams' share of layer 0 is in that stream; the
+        # layer with connections reads them too.
+        x0s = fan_out(x0, sum(layer.x0 for layer in cfg.layers) + 2)
+        bigrams = fan_out(bigram, sum(layer.bigram or layer.connections for layer in cfg.layers))
         gates = self.split_gates(0, mudd_gate[0](next(x0s)))
         x, h = mix_streams([None, gates["bigram", 0]], [next(x0s), next(bigrams)], True)
-        qk, vo = iter(self.matrices("qk_bank", 2 * d, grads)), iter(self.matrices("vo_bank", d, grads))
-        first = skipped = back = normed_back = connected = x  # later layers read some of the streams
-        values, mlps = None, None
+        qk, narrow_qk = (
+            iter(self.matrices(name, rows, grads))
+            for name, rows in (("qk_bank", 2 * d), ("narrow_qk_bank", d))
+        )
+        vo, mlps, values = iter(self.matrices("vo_bank", d, grads)), None, None
+        first = skipped = back = normed_back = connected = mlp_input = x  # later layers read some of them
         for i, layer in enumerate(cfg.layers):
             if i == cfg.skip_to:
                 x, h = mix_streams([None, torch.sigmoid(skip) * gates["skip", i]], [x, skipped], True)
             qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
                 count * i : count * (i + 1)
             ]
-            mlp_scales = [resid_mlp, post_mlp]
+            scales, mlp_scales, streams = [resid_attention], [resid_mlp] + layer.mlps * [post_mlp], [x]
             if layer.attention:
                 value, ve_gate = None, None
                 if layer.value is not None:
                     values = values or self.lookup("value_embeds", batch, leaves).unbind(1)
-                    value, ve_gate = values[layer.value], ve_gates[layer.value]
+                    value = values[layer.value]
+                    ve_gate = None if layer.connections else ve_gates[layer.value]
                 if layer.connections:
                     connected = x
                     for_values, *columns = (rows.T for rows in mudd[0](x).split([8, 1, 1, 1, 1, 1, 1]))
-                    value, x, columns[1] = connect(
+                    value, x, post_attention = connect(
                         x, first, back, value, for_values, columns[1], out_scales[i, 0]
                     )
-                    mix_scales, mlp_scales, inputs = columns[:4], columns[4:], [first, next(bigrams)]
-                    ve_gate = None
-                else:
-                    mix_scales, inputs = [resid_attention, post_attention, gates["x0", i]], [next(x0s)]
-                    if i > 0:  # layer 0's share of the bigram is in x already
-                        mix_scales.append(gates["bigram", i])
-                        inputs.append(next(bigrams))
-                seq, weights = (*sequences[layer.attention], windows[layer.window]), (next(qk), next(vo))
+                    scales, mlp_scales, streams = columns[:1], columns[4:], [x]
+                v, out = next(vo), next(vo)
+                if layer.narrow_v:  # reads half of both
+                    v, out = v._replace(w=v.w[: d // 2]), out._replace(w=out.w[:, : d // 2])
+                weights = next(narrow_qk if layer.narrow_qk else qk), v
+                seq = (*sequences[layer.attention], windows[layer.window])
                 attention_input = h if i <= cfg.back_from else normed_back
                 y = self.attention(i, attention_input, weights, qkv_scale, seq, gates, value, ve_gate)
-                x, h = mix_streams(mix_scales, [x, *linear(y.flatten(1), next(vo)), *inputs], True)
-            # The MLPs' weights are among the last to be gathered, so they are waited for only here.
-            mlps = mlps or self.matrices("mlp_bank", cfg.mlp_dim, grads)
-            h = norm(x) if h is None else h  # of a layer without attention, after back_from
-            y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1], fp8_mlps()[i] if fp8_mlps else None)
-            normed = i == cfg.back_from or i < cfg.back_from and i + 1 != cfg.skip_to
-            x, h = mix_streams(mlp_scales, [x, y], normed)
+                scales, streams = [*scales, post_attention], [*streams, *linear(y.flatten(1), out)]
+            if layer.x0:
+                scales, streams = [*scales, gates["x0", i]], [*streams, next(x0s)]
+            if layer.bigram and i > 0:
+                scales, streams = [*scales, gates["bigram", i]], [*streams, next(bigrams)]
+            if layer.connections:
+                scales, streams = [*scales, *columns[2:4]], [*streams, first, next(bigrams)]
+            if len(streams) > 1:
+                x, h = mix_streams(scales, streams, layer.mlps > 0)
+            if layer.connections:
+                mlp_input = h
+            if mlps is None:
+                # The MLPs' weights are among the last to be gathered, so they are waited for only here.
+                matrices = self.matrices("mlp_bank", cfg.mlp_dim, grads)
+                mlps = zip(matrices[::2], matrices[1::2], fp8_mlps() if fp8_mlps else len(matrices) * [None])
+            if layer.mlps and h is None:
+                h = norm(x)
+            outputs = [self.mlp(i, h, *next(mlps)) for _ in range(layer.mlps)]
+            # The next attention reads the norm; from the layer after back_from on it reads back's.
+            normed = i == cfg.back_from or i < cfg.back_from and bool(cfg.layers[i + 1].attention)
+            x, h = mix_streams(mlp_scales, [x, *outputs], normed)
             if i == cfg.skip_from:
                 skipped = x
                 gates |= self.split_gates(1, mudd_gate[1](x))
             if i == cfg.back_from:
                 back, normed_back = x, h
-        return final_norm(x, mudd[1](x).T, [first, back, connected, values[0], skipped])
+        streams = [first, back, connected, values[0], skipped, values[1], values[3], values[2]]
+        return final_norm(x, mudd[1](x), [*streams, mlp_input, normed_back])
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
-        """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T)."""
+        """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T).
+
+        The last outputs of the second "mudd" are those of mudd_w2g, without biases.
+        """
         scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype)) if name == "mudd_gate" else None
         parts = [f"{name}_{part}" for part in ("w1", "w2")]
         # One unbind, as one split in matrices().
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
         b2 = self.weight(f"{name}_b2")
         b2 = F.pad(b2, (0, -b2.size(1) % 8))  # each row begins at a multiple of 16 bytes
-        rows = zip(*weights, b2.unbind(), self.mlp_sizes[name])
+        rows = [[*row] for row in zip(*weights, b2.unbind(), self.mlp_sizes[name])]
+        if name == "mudd" and self.cfg.mudd_connections:
+            by_group = self.weight("mudd_w2g").flatten(0, 1)
+            _, w2, bias, count = rows[1]
+            rows[1][1:] = (
+                torch.cat([w2[:count], by_group]),
+                F.pad(bias[:count], (0, len(by_group))),
+                count + len(by_group),
+            )
         run = partial(token_weights, scale=scale)
         return [partial(run, w1=w1, w2=w2, b2=b2, count=count) for w1, w2, b2, count in rows]
 
@@ -2774,20 +2659,21 @@ class GPT(nn.Module):
         value: Tensor | None,
         ve_gate: Tensor | None,
     ) -> Tensor:
-        """Runs layer i's attention on h (T, d). Returns its heads (T, H, D).
+        """Runs layer i's attention on h (T, d). Returns its heads (T, H, Dv).
 
-        weights: of queries and keys (2d, d), and of values (d, d); scale (T, 1) multiplies their products.
+        weights: of queries and keys (2 H Dq, d), and of values (H Dv, d); scale (T, 1) multiplies the products.
 
         seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
         """
         T, layer, heads = len(h), self.cfg.layers[i], self.cfg.heads
-        paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
+        paired, rotary = (
+            layer.attention == "paired",
+            self.rotary.narrow if layer.narrow_qk else self.rotary.wide,
+        )
+        cos, sin = rotary.cos[: 2 * T], rotary.sin[: 2 * T]
         qk, v = linear(h, *weights)
         q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
-        y = self.backend.attention(q, k, v, *seq, self.rotary.scale).view(T, heads, -1)
-        if layer.dc:
-            w1, w2, window = norm_heads(gates["dc1", i]), gates["dc2", i], self.cfg.dc_window
-            y = self.backend.compose_heads(y, q, k, v, w1, w2, seq[0], window, self.rotary.scale)
+        y = self.backend.attention(q, k, v, *seq, rotary.scale).view(T, heads, -1)
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
         return y if xsa is gate is None else finish_heads(y, v, xsa, gate)
 
@@ -3689,7 +3575,8 @@ def check_config(cfg: Config, world_size: int) -> None:
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
         refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights")
     for i, layer in enumerate(cfg.layers):
-        unused = (layer.key_shift or layer.xsa or layer.dc) and layer.attention != "plain"
+        unused = (layer.key_shift or layer.xsa) and layer.attention != "plain"
+        unused |= layer.key_shift and layer.narrow_qk
         unused |= (layer.gate or layer.value is not None) and not layer.attention
         refuse_if(unused, f"layers.{i} has what attention={layer.attention} does not use")
     repeated = sorted({*n.orders} - {0, 1}) != sorted(n.orders)

@@ -238,8 +238,8 @@ def mix_narrow(scales, streams, normed):
 
 
 SETTINGS_80 = """
-    mudd_gates=false mudd_connections=false layers.*.xsa=false layers.*.dc=false fp8_mlp=false sign_rows=0
-    bigram_vocab_size=251520 stages.*.prefix_start=0 stages.*.prefix_end=0
+    mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0
+    bigram_vocab_size=251520 stages.*.prefix=
     params.value_embeds.exchange=reduce_scatter params.embed.exchange=reduce_scatter
     layers.*.gate=true layers.6.gate=false"""
 BEFORE_81: dict[str, Any] = {"connect": read_no_streams, "final_norm": norm_of_two}

@@ -22,7 +22,7 @@ GOLDEN, GOLDEN92 = (
     for name in ("golden.json", "golden92.json")
 )
 LOW = 0xFFFFFFFF
-WORLD = 4  # ranks for which our banks are padded as the reference's are: one MLP layer of padding, no other
+WORLD = 4  # ranks for which our banks are padded
 WINDOWS = {"short": 16, "long": 48}  # of the golden runs, in tokens
 
 
@@ -63,6 +63,7 @@ FILL = {  # k, scale, offset
     "value_embeds":    (6, .50, 0),
     "ve_gate_bank":    (8, .40, 0),
     "qk_bank":         (9, .06, 0),
+    "narrow_qk_bank":  (9, .06, 0),
     "vo_bank":        (10, .20, 0),
     "mlp_bank":       (11, .05, 0),
     "smear_gate":     (12, .50, 0),
@@ -71,6 +72,7 @@ FILL = {  # k, scale, offset
     "bigram_embed":   (16, .40, 0),
     "mudd_w1":        (17, .10, 0),
     "mudd_w2":        (18, .15, 0),
+    "mudd_w2g":       (26, .15, 0),
     "mudd_b2":        (19, 4.0, 1),
     "mudd_gate_w1":   (20, .20, 0),
     "mudd_gate_w2":   (21, .30, 0),
@@ -88,40 +90,85 @@ def golden_key(name):
     return "_" + name if name == "mudd_gate_scale" else name
 
 
-def golden_layout(name, t):
-    """Returns our tensor as the reference stores it: value_embeds by table, the MLPs' matrices in pairs."""
+SLOTS = (0, 2, 5, 1, 8, 3, 10)  # the reference's order of the layers with attention
+OURS = sorted(SLOTS)
+GATE_COLUMNS = [*range(23)], [*range(12, 23), 27, 28]  # that are read, of the reference's
+
+
+def golden_shape(name, cfg):
+    """Returns the shape of the reference's parameter that ours is a part of."""
+    H, D, d, attention = cfg.heads, cfg.head_dim, cfg.dim, len(SLOTS)
+    shapes = {
+        "qk_bank": (attention * H, 2 * D, d),
+        "narrow_qk_bank": (attention * H, 2 * D, d),
+        "vo_bank": (2 * attention, d, d),
+        "mlp_bank": (12, 2, cfg.mlp_dim, d),
+        "value_embeds": (4 * cfg.padded_vocab, d),
+        "ve_gate_bank": (5, H, tg.GATE_DIM),
+        "mudd_w2g": (14, cfg.mix_groups, cfg.mudd_dim),
+        "mudd_gate_w2": (2, 41, cfg.mudd_dim),
+        "mudd_gate_b2": (2, 41),
+    }
+    return shapes.get(name) or tg.param_shapes(cfg, 1)[name]
+
+
+def golden_places(name, cfg):
+    """Returns where our parameter's numbers are in the reference's, flattened, int64; -1: nowhere."""
+    shape, H, D = golden_shape(name, cfg), cfg.heads, cfg.head_dim
+    at = torch.arange(int(np.prod(shape))).view(shape)
+
+    def halves_by_head(t):  # (d, d): rows of half heads, then of the others
+        return t.view(H, 2, D // 2, -1).transpose(0, 1).reshape(t.shape)
+
+    if name in ("qk_bank", "narrow_qk_bank"):
+        narrow = name.startswith("narrow")
+        slots = [SLOTS.index(i) for i in OURS if cfg.layers[i].narrow_qk == narrow]
+        heads = at.view(len(SLOTS), 2 * H, D, -1)[slots]
+        return heads[:, :, : D // 2 if narrow else D].reshape(tg.param_shapes(cfg, 1)[name])
+    if name == "vo_bank":
+        for i in OURS:
+            if cfg.layers[i].narrow_v:
+                v, o = 2 * SLOTS.index(i), 2 * SLOTS.index(i) + 1
+                at[v], at[o] = halves_by_head(at[v]), halves_by_head(at[o].T).T
+        return at.unflatten(0, (-1, 2))[[SLOTS.index(i) for i in OURS]].flatten(0, 1)
     if name == "mlp_bank":
-        return t.unflatten(0, (-1, 2))
-    return t.permute(1, 0, 2).flatten(0, 1) if name == "value_embeds" else t
+        return at[[0, 1, 2, 3, 4, 5, 6, 8, 11, 9, 10]].flatten(0, 1)
+    if name == "value_embeds":
+        return at.view(4, cfg.padded_vocab, -1).permute(1, 0, 2)
+    if name in ("mudd_gate_w2", "mudd_gate_b2"):
+        rows = [row[columns] for row, columns in zip(at, GATE_COLUMNS)]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    return at[: tg.param_shapes(cfg, 1)[name][0]]
 
 
-def our_layout(name, t, cfg):
-    tables = sum(layer.value is not None for layer in cfg.layers)
-    return t.view(tables, cfg.padded_vocab, cfg.dim).permute(1, 0, 2) if name == "value_embeds" else t
+def golden_layout(tensors, cfg):
+    """Returns our tensors by name as the reference stores them, by its names; 0 where ours has nothing."""
+    stored = {}
+    for name, t in tensors.items():
+        key = golden_key(name.removeprefix("narrow_"))
+        whole = stored.setdefault(key, t.new_zeros(golden_shape(name, cfg)))
+        at = golden_places(name, cfg)
+        whole.view(-1)[at[at >= 0]] = t[: len(at)][at >= 0]
+    return stored
 
 
 def parameter_stream(name, k, scale, offset, cfg):
-    """Fills a parameter with stream k in the reference's layout, and returns it in ours."""
-    shape = tg.param_shapes(cfg, WORLD)[name]
-    if name == "value_embeds":
-        shape = (shape[0] * shape[1], shape[2])
-    return our_layout(name, fill(shape, k, scale, offset), cfg)
-
-
-# The reference's layers: ours, with heads composed in the last.
-LAYERS = tuple(replace(layer, dc=layer.connections) for layer in tg.LAYERS)
+    """Fills the reference's parameter with stream k, and returns our part of it, padded with zeros."""
+    at, whole = golden_places(name, cfg), fill(golden_shape(name, cfg), k, scale, offset).flatten()
+    filled = torch.zeros(tg.param_shapes(cfg, WORLD)[name])
+    filled[: len(at)] = torch.where(at < 0, 0, whole[at])
+    return filled
 
 
 def tiny_config(dtype, **changes):
     settings = dict(
-        layers=LAYERS,
         vocab_size=512,
         padded_vocab=512,
         bos_id=511,
         bigram_vocab_size=2560,
         sign_rows=64,
         head_dim=32,
-        mlp_dim=768,
+        mlp_dim=704,
         dtype=dtype,
         muon_dtype=dtype,
         window_unit=16,

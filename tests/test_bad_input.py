@@ -162,7 +162,7 @@ NO_SHARDS = ("make them with data/fineweb.py (record), data/local_corpus.py (cpu
              "(your text) or data/synthetic.py (random tokens), or use another --data")
 NEEDS = "cannot read corpus/vocabulary.txt"
 NO_PREFIXES = ("make it with the script in data/ that made the shards, or train without one: --set "
-               "samples=0 --set stages.*.prefix_start=0 --set stages.*.prefix_end=0")
+               "samples=0 --set stages.*.prefix=")
 MATCHING = "choose the matching --preset or --data"
 MORE_DOCS = "cu_seqlens room for {room}; use --set max_docs=128"
 WRITABLE = "give a file in a folder that can be written to"

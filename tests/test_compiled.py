@@ -30,9 +30,9 @@ def cfg(every_layer):  # noqa: F811
         tg.Layer(None),
         tg.Layer("plain", value=1, xsa=True),
         tg.Layer("plain", value=2, xsa=True),
-        tg.Layer("plain", "long", value=3, gate=True, dc=True, connections=True),
+        tg.Layer("plain", "long", value=3, gate=True, connections=True),
     )
-    stages = tuple(replace(stage, prefix_start=0.25) for stage in every_layer.stages[:2])
+    stages = tuple(replace(stage, prefix=(0.25,)) for stage in every_layer.stages[:2])
     stages += every_layer.stages[2:]
     return replace(
         every_layer,
@@ -42,7 +42,6 @@ def cfg(every_layer):  # noqa: F811
         skip_to=2,
         microbatches=2,
         stages=stages,
-        dc_window=7,
     )
 
 

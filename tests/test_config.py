@@ -86,8 +86,8 @@ def test_presets_are_valid(preset):
     for world_size in (1, 2, 4, 8):
         tg.check_config(cfg, world_size)
     assert len(cfg.layers) == 11 and len(cfg.stages) == 4  # every role, every stage
-    assert [replace(layer, xsa=False, dc=False) for layer in tg.LAYERS] == [
-        replace(layer, xsa=False, dc=False) for layer in cfg.layers
+    assert [replace(layer, xsa=False) for layer in tg.LAYERS] == [
+        replace(layer, xsa=False) for layer in cfg.layers
     ]
 
 
@@ -182,7 +182,7 @@ def test_outputs_of_the_gates():
     assert {gate.layer for gate in first} == {0, 1, 2, 3} and {gate.layer for gate in second} == {
         *range(4, 11)
     }
-    none = tuple(replace(layer, xsa=False, gate=False, dc=False) for layer in tg.LAYERS)
+    none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
     widths = [sum(gate.columns for gate in part) for part in tg.gate_table(replace(tg.RECORD, layers=none))]
     assert widths == [8, 11]  # of x0, bigrams and skip
 
@@ -198,9 +198,9 @@ def test_no_cooldown_and_no_schedule():
     """A cooldown of zero steps drops to the final rate at once; without scheduled steps there is no other."""
     cfg = replace(tg.CPU, cooldown_frac=0.0)
     assert tg.plan_step(cfg, 600).lr_mul == cfg.stages[2].lr_mul * 0 + cfg.stages[3].lr_mul
-    assert tg.plan_step(cfg, 601).lr_mul == pytest.approx(cfg.final_lr_frac)
+    assert tg.plan_step(cfg, 601).lr_mul == pytest.approx(cfg.stages[-1].lr_mul)
     only = replace(cfg, stages=tuple(replace(stage, steps=0) for stage in cfg.stages[:3]) + cfg.stages[3:])
-    assert tg.plan_step(only, 5).lr_mul == pytest.approx(cfg.final_lr_frac)
+    assert tg.plan_step(only, 5).lr_mul == pytest.approx(cfg.stages[-1].lr_mul)
 
 
 def test_initial_values():

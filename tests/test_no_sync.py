@@ -24,9 +24,9 @@ def cfg(every_layer):  # noqa: F811
         tg.Layer("paired", value=0),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
         tg.Layer(None),
-        tg.Layer("plain", value=1, gate=True, dc=True, connections=True),
+        tg.Layer("plain", value=1, gate=True, connections=True),
     )
-    stages = tuple(replace(stage, prefix_start=0.25) for stage in every_layer.stages[:2])
+    stages = tuple(replace(stage, prefix=(0.25,)) for stage in every_layer.stages[:2])
     stages += every_layer.stages[2:]
     return replace(
         every_layer,

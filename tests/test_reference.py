@@ -656,7 +656,7 @@ def test_head_chunk_does_not_matter_to_the_model():
 @pytest.mark.slow
 def test_gradient_of_the_whole_model():
     """Compares every parameter's gradient with differences of the loss along a random direction."""
-    cfg = tiny_config("float64", dc_window=20)
+    cfg = tiny_config("float64")
     model, batch, g = fill_model(tg.GPT(cfg, WORLD), tied=False), tiny_batch(), generator(11)
     plan = tg.plan_step(model.cfg, 0)._replace(windows=WINDOWS, mtp=(1.0, 0.5, 0.25))
     assert plan.prefix and model.signs.any() and (model.prefixes >= 0).any()
@@ -748,7 +748,7 @@ def test_a_wrong_vocabulary(content, reason, tmp_path):
     cfg = tg.RECORD
     for setting in settings:
         cfg = tg.override(cfg, setting.removeprefix("--set "))
-    assert not cfg.samples and not any(stage.prefix_start or stage.prefix_end for stage in cfg.stages)
+    assert not cfg.samples and not cfg.predicts_prefixes
 
 
 # ---------------------------------------------------------------------------------------------- polar express

@@ -30,11 +30,11 @@ def cfg(every_layer):  # noqa: F811
         tg.Layer("paired", value=0, gate=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
         tg.Layer(None),
-        tg.Layer("plain", value=1, xsa=True, gate=True, dc=True, connections=True),
+        tg.Layer("plain", value=1, xsa=True, gate=True, connections=True),
     )
     sizes = zip(every_layer.stages, (64, 128, 96, 96))
     stages = tuple(
-        replace(stage, steps=1, batch_tokens=tokens, prefix_start=0.25 * (tokens != 96))
+        replace(stage, steps=1, batch_tokens=tokens, prefix=(0.25 * (tokens != 96),))
         for stage, tokens in sizes
     )
     cfg = replace(
@@ -46,7 +46,7 @@ def cfg(every_layer):  # noqa: F811
         stages=stages,
         microbatches=2,
     )
-    return replace(cfg, attention="dense", head_chunk=16, main_grad=False, dc_window=7)
+    return replace(cfg, attention="dense", head_chunk=16, main_grad=False)
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,7 @@ PARTS = {
     "sign_rows": ("sign_rows=0", set()),
     "xsa": ("layers.*.xsa=false", set()),
     "gate": ("layers.*.gate=false", set()),
-    "dc": ("layers.*.dc=false", set()),
-    "prefix": ("stages.*.prefix_start=0", set()),
+    "prefix": ("stages.*.prefix=", set()),
 }
 
 
