@@ -2661,9 +2661,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Runs layer i's attention on h (T, d). Returns its heads (T, H, Dv).
 
-        weights: of queries and keys (2 H Dq, d), and of values (H Dv, d); scale (T, 1) multiplies the products.
-
-        seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
+        weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products scale (T, 1)
+        multiplies. seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
         """
         T, layer, heads = len(h), self.cfg.layers[i], self.cfg.heads
         paired, rotary = (

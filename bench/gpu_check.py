@@ -276,7 +276,7 @@ def first_step(setup: Setup, name: str, settings: str) -> Iterator[Row]:
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 # Relative errors. One rounding to bf16 is at most 2^-9, and the square of a rounded number has three times
-# that. FlashAttention and composed heads also round probabilities.
+# that. FlashAttention also rounds probabilities.
 BF16, ATTENTION = 2.5 * 2.0**-9, 0.02
 # Hopper keeps few bits of FP8 sums: some e4m3 numbers are the next, 6 % of them away.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01, torch.float8_e4m3fn: 0.02}
@@ -357,12 +357,12 @@ def compare_with_grad(case: st.KernelCase, backend: tg.Backend) -> Compared:
 
 def compare(case: st.KernelCase, backend: tg.Backend) -> tuple[float, float]:
     """Returns the error that is the largest for its bound, and that bound."""
-    with_grad = {"attention": ATTENTION, "compose_heads": ATTENTION}
-    errors, yields = [], compare_with_grad if case.operation in with_grad else compare_operation
+    with_grad = case.operation == "attention"
+    errors, yields = [], compare_with_grad if with_grad else compare_operation
     for dtype, actual, exact in yields(case, backend):
         if actual.shape != exact.shape:
             raise RuntimeError(f"{case.operation}: shapes {actual.shape} and {exact.shape}")
-        bound = with_grad.get(case.operation, BOUNDS.get(dtype, 0.0))
+        bound = ATTENTION if with_grad else BOUNDS.get(dtype, 0.0)
         errors.append((rel_err(actual, exact), bound))
     return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / max(e[1], 1e-9))
 

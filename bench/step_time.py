@@ -36,7 +36,7 @@ Each line starts from initial weights. Without --data and shards in the preset's
 those of data/synthetic.py, with the frequencies and document lengths of web text.
 
 --kernels times each kernel that the config names, and FlashAttention, against plain torch, interleaved;
-FlashAttention and composed heads forward and backward; medians of 20. TFLOP/s are the kernel's, for plain
+FlashAttention forward and backward; medians of 20. TFLOP/s are the kernel's, for plain
 torch's products: gram does half of them. GB/s count each operand once. Plain torch is not compiled. Caches
 are not cleared between calls.
 """
@@ -501,12 +501,6 @@ def stage_cases(
         run = call_with_grad("attention", qkv, *options)
         shapes, flops = f"{kind} {name}: {T * rows}, window {window}", 12 * d * seen_keys * T
         yield KernelCase("attention", f"stage {plan.stage}, {shapes}", run, flops=flops)
-
-    heads, window = [tg.norm(rand(T, cfg.heads, cfg.head_dim)) for _ in range(4)], cfg.dc_window
-    operands_of_dc = [*heads, rand(T, cfg.heads), rand(T, cfg.heads)]
-    run = call_with_grad("compose_heads", operands_of_dc, batch.cu_seqlens, window, cfg.attn_scale)
-    flops = 12 * d * mean_keys(batch.cu_seqlens.cpu().numpy(), window - 1) * T
-    yield KernelCase("compose_heads", f"stage {plan.stage}: {T}, window {window}", run, flops=flops)
     loader.close()
 
 

@@ -90,60 +90,6 @@ def test_attention_gradients():
         assert torch.autograd.gradcheck(attend, [t[:T].clone().requires_grad_() for t in (q, k, v)])
 
 
-def naive_composition(q, k, v, w1, w2, ends, window, scale):
-    """Returns what compose_heads adds, query by query and key by key."""
-    T, H, D = q.shape
-    out = torch.zeros(T, H, D, dtype=q.dtype)
-    for i in range(T):
-        start = max([end for end in ends if end <= i])
-        keys = range(max(start, i - window + 1), i + 1)
-        mixed = torch.zeros(len(keys), dtype=q.dtype)
-        for h in range(H):
-            scores = torch.stack([scale * (q[i, h] * k[j, h]).sum() for j in keys])
-            mixed = mixed + w1[i, h] * scores.exp() / scores.exp().sum()
-        for h in range(H):
-            out[i, h] = w2[i, h] * sum(mixed[n] * v[j, h] for n, j in enumerate(keys))
-    return out
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_compose_heads(seed):
-    """Compares with loops, with windows from 1 to beyond T. Attention's window is one key larger."""
-    q, k, v, ends, _, window = attention_case(seed)
-    q, k, v, window = q[:60], k[:60], v[:60], 1 if seed == 3 else window
-    ends = [min(end, len(q)) for end in ends]
-    y, w1, w2 = randn(3, *q.shape, g=generator(seed + 100))
-    w1, w2 = w1[:, :, 0], w2[:, :, 0]
-    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
-    actual = tg.compose_heads(y, q, k, v, w1, w2, cu_seqlens, window, 0.3)
-    want = y + naive_composition(q, k, v, w1, w2, ends, window, 0.3)
-    torch.testing.assert_close(actual, want, **FP64)
-
-
-def test_composed_heads_see_as_many_keys_as_attention_with_a_window_one_smaller():
-    """Checks that weights of one head give that head's attention."""
-    g = generator(5)
-    q, k, v = randn(3, 90, 3, 4, g=g)
-    one = torch.zeros(90, 3, dtype=torch.float64)
-    one[:, 1] = 1.0
-    ends = torch.tensor([0, 13, 13, 90, 90], dtype=torch.int32)
-    y = torch.zeros_like(q)
-    actual = tg.compose_heads(y, q, k, v, one, torch.ones_like(one), ends, 20, 0.3)[:, 1]
-    want = tg.attention(q, k, v, ends, 90, 19, 0.3)[:, 1]
-    torch.testing.assert_close(actual, want, **FP64)
-
-
-def test_compose_heads_gradients():
-    q, k, v, y = randn(4, 9, 2, 4, g=generator(2))
-    w1, w2 = randn(2, 9, 2, g=generator(3))
-    ends = torch.tensor([0, 4, 9, 9], dtype=torch.int32)
-
-    def compose(*tensors):
-        return tg.compose_heads(*tensors, ends, 3, 0.7)
-
-    assert torch.autograd.gradcheck(compose, [t.clone().requires_grad_() for t in (y, q, k, v, w1, w2)])
-
-
 def finish_case(seed, T=5, H=3, D=4):
     """Returns y, v, the gradient by the result; xsa, gate. One head's v is below the least norm."""
     y, v, grad = randn(3, T, H, D, g=generator(seed))
@@ -202,56 +148,51 @@ def test_gradient_of_finished_heads(rows):
 # --------------------------------------------------------------------------- the model's layers, head by head
 
 
-@pytest.mark.parametrize("layer, dc", [(0, 0), (2, 0), (1, 0), (3, 0), (8, 0), (10, 0), (10, 1)])
-def test_attention_layer(layer, dc):
+@pytest.mark.parametrize("layer", [0, 2, 1, 3, 8, 10])
+def test_attention_layer(layer):
     """Checks whole layers, head by head.
 
-    0 and 2 are paired, 2 with a value table; 1 and 8 are plain with one, 1 with XSA; 3 is long, shifts keys,
-    has XSA and a gate; 10 is long, shifts keys, has a gate and values that are added as they are; with `dc`,
-    composed heads too.
+    0 and 2 are paired with narrow queries, 2 with a value table; 1 and 8 are plain and narrow with one, 1
+    with XSA; 3 is long, shifts keys, has XSA and a gate; 10 is long, shifts keys, has a gate and values that
+    are added as they are.
     """
-    layers = list(tg.RECORD.layers)
-    layers[10] = replace(layers[10], dc=bool(dc))
-    cfg = tiny_config("float64", layers=tuple(layers), dc_window=7)
+    cfg = tiny_config("float64")
     model, g = fill_model(tg.GPT(cfg, WORLD)), generator(layer)
     row = cfg.layers[layer]
     T, H, D, d = 21, cfg.heads, cfg.head_dim, cfg.dim
     h, ve = randn(T, d, g=g), randn(T, d, g=g)
-    qkv, scale, ends = (
-        randn(3 * d, d, g=g) / 14,
-        torch.tensor(0.7, dtype=torch.float64),
-        [0, 6, 6, 17, 21, 21],
-    )
+    widths = [D // 2 if narrow else D for narrow in (row.narrow_qk, row.narrow_qk, row.narrow_v)]
+    qkv = [randn(H * width, d, g=g) / 14 for width in widths]
+    scale, ends = torch.tensor(0.7, dtype=torch.float64), [0, 6, 6, 17, 21, 21]
     n, window = (2 if row.attention == "paired" else 1), 9 if layer in (3, 10) else 4
     seq = n * torch.tensor(ends, dtype=torch.int32), n * 11, window
     value = None if row.value is None else ve
-    names = [
-        name for name, has in (("xsa", row.xsa), ("output", row.gate), *zip(("dc1", "dc2"), [dc] * 2)) if has
-    ]
+    names = [name for name, has in (("xsa", row.xsa), ("output", row.gate)) if has]
     gates = {(name, layer): randn(T, H, g=g) for name in names}
     with torch.no_grad():
         ve_gate = None if value is None or row.connections else model.ve_gate_bank[row.value]
-        weights = tg.WeightSlice(qkv[: 2 * d]), tg.WeightSlice(qkv[2 * d :])
+        weights = tg.WeightSlice(torch.cat(qkv[:2])), tg.WeightSlice(qkv[2])
         y = model.attention(layer, h, weights, scale, seq, gates, value, ve_gate)
 
-        q, k, v = ((h @ (0.7 * w).T).view(T, H, D) for w in qkv.view(3, d, d))
+        q, k, v = ((h @ (0.7 * w).T).view(T, H, -1) for w in qkv)
         q, k = (x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt() for x in (q, k))
+        added = ve.view(T, H, D)[:, :, : widths[2]]
         if row.connections:
-            v = v + ve.view(T, H, D)
+            v = v + added
         elif value is not None:
             gate_input = torch.cat([h[:, :6], ve[:, :6]], 1)
             ve_gates = 2 / (1 + (-gate_input @ model.ve_gate_bank[row.value].T).exp())
-            v = v + ve_gates[:, :, None] * ve.view(T, H, D)
+            v = v + ve_gates[:, :, None] * added
         freq = (1 / 1024) ** torch.linspace(0, 1, D // 4, dtype=torch.float64)
 
-        def rotate(x, t):  # x (D,) at time t; pairs (0, 1), (2, 3), ... of the first half
+        def rotate(x, t):  # a head at time t; pairs (0, 1), (2, 3), ... of its first D / 2 numbers
             x = x.clone()
             c, s = (t * freq).cos(), (t * freq).sin()
             a, b = x[0 : D // 2 : 2].clone(), x[1 : D // 2 : 2].clone()
             x[0 : D // 2 : 2], x[1 : D // 2 : 2] = c * a + s * b, c * b - s * a
             return x
 
-        paired = row.attention == "paired"
+        paired, softmax_scale = row.attention == "paired", 0.13 if row.narrow_qk else 0.085
         for x in (q, k):
             for t in range(T):
                 for head in range(H):
@@ -259,16 +200,13 @@ def test_attention_layer(layer, dc):
         if layer in (3, 10):
             k[1:, :, D // 2 :] = k[:-1, :, D // 2 :].clone()
         if paired:  # streams of heads (n, n + H/2), row 2t the first, row 2t + 1 the second
-            streams = [[x[:, [n, n + H // 2]].reshape(2 * T, 1, D) for x in (q, k, v)] for n in range(H // 2)]
-            want = torch.empty(T, H, D, dtype=torch.float64)
-            for n, (a, b, c) in enumerate(streams):
-                attended = dense_attention(a, b, c, [2 * e for e in ends[1:]], window, 0.1)
-                want[:, [n, n + H // 2]] = attended.view(T, 2, D)
+            want = torch.empty(T, H, widths[2], dtype=torch.float64)
+            for n in range(H // 2):
+                a, b, c = (x[:, [n, n + H // 2]].reshape(2 * T, 1, -1) for x in (q, k, v))
+                attended = dense_attention(a, b, c, [2 * e for e in ends[1:]], window, softmax_scale)
+                want[:, [n, n + H // 2]] = attended.view(T, 2, -1)
         else:
-            want = dense_attention(q, k, v, ends[1:], window, 0.1)
-        if dc:
-            w1 = gates["dc1", 10] / (gates["dc1", 10].square().mean(1, keepdim=True) + 1e-6).sqrt()
-            want = want + naive_composition(q, k, v, w1, gates["dc2", 10], ends, 7, 0.1)
+            want = dense_attention(q, k, v, ends[1:], window, softmax_scale)
         if row.xsa:
             along = (want * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True)
             want = want - gates["xsa", layer].tanh()[:, :, None] * along * v
