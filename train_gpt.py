@@ -441,6 +441,7 @@ def gate_table(cfg: Config) -> list[list[Gate]]:
 
 
 MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
+RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
 # Initial biases of their outputs, in units of that, by columns. The layer with connections:
 #   0-2    the first stream, "back" and the layer's input, into its values
 #   3-5    the same, into the stream
@@ -448,10 +449,10 @@ MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
 #   8-9    the stream and attention's output
 #   10-11  the first stream and the bigrams, into the stream
 #   12-13  the stream and the MLP's output
-# Before the head: the streams that GPT.hidden_states lists, of which "back" is taken off: it served only
-# middle layers (PR 140).
-RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-MUDD_BIASES = ((0, 0, 0, 0, 0, 0, 20, 20, RESID_BIAS, 10, 0, 0.5, RESID_BIAS, 10), (0, -5) + 8 * (0,))
+CONNECTION_BIASES = (0, 0, 0, 0, 0, 0, 20, 20, RESID_BIAS, 10, 0, 0.5, RESID_BIAS, 10)
+# Before the head, the streams that GPT.hidden_states lists: "back" is taken off, for it served only middle
+# layers (PR 140), and one bias for each of the others.
+MIX_BIASES = (0, -5, 0, 0, 0, 0)
 
 
 def sizes(cfg: Config) -> dict[str, int]:
@@ -459,6 +460,7 @@ def sizes(cfg: Config) -> dict[str, int]:
     readers = [layer for layer in cfg.layers if layer.attention]
     narrow = sum(layer.narrow_qk for layer in readers)
     tables = {layer.value: layer.connections for layer in readers if layer.value is not None}
+    mixed = len(MIX_BIASES) + len(tables)
     return {
         "d": cfg.dim,
         "D": cfg.head_dim,
@@ -473,14 +475,14 @@ def sizes(cfg: Config) -> dict[str, int]:
         "2A": len(readers) * 2,
         "2mlps": 2 * sum(layer.mlps for layer in cfg.layers),
         # Tables of value embeddings, and those of them with gates.
-        "E": max(tables, default=-1) + 1,
+        "E": len(tables),
         "Eg": sum(not connections for connections in tables.values()),
         "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
         "gate": GATE_DIM,
         # Outputs and hidden units of the small MLPs, of connections and of gates.
-        "M": max(map(len, MUDD_BIASES)),
+        "M": max(len(CONNECTION_BIASES), mixed),
         "m": cfg.mudd_dim * cfg.mudd_connections,
-        "C": len(MUDD_BIASES[1]),
+        "C": mixed,
         "groups": cfg.mix_groups,
         "G": max(sum(gate.columns for gate in gates) for gates in gate_table(cfg)),
         "g": cfg.mudd_dim * cfg.mudd_gates,
@@ -508,7 +510,8 @@ def used_params(cfg: Config) -> list[Param]:
 def mlp_biases(cfg: Config) -> dict[str, Sequence[Sequence[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
     gates = [[gate.bias for gate in gates for _ in range(gate.columns)] for gates in gate_table(cfg)]
-    return {"mudd": MUDD_BIASES, "mudd_gate": gates}
+    mix = MIX_BIASES + sizes(cfg)["E"] * (0,)
+    return {"mudd": (CONNECTION_BIASES, mix), "mudd_gate": gates}
 
 
 def seeded(name: str, seed: int) -> torch.Generator:
@@ -2350,7 +2353,7 @@ def connect(
     """Returns what is added to the values, and the stream, of the layer with connections (record 81); and the
     weight (T, 1) of attention's output times out_scale, 0-d.
 
-    x, first, back: streams (T, d); value (T, d), of value_embeds; weights (T, 8) in the order of MUDD_BIASES.
+    x, first, back: streams (T, d); value (T, d), of value_embeds; weights (T, 8), of CONNECTION_BIASES' first.
     """
     w = weights.split(1, dim=1)
     halves = weights[:, 6:8, None] * value.view(len(value), 2, -1)
@@ -2536,7 +2539,10 @@ class GPT(nn.Module):
         x0s = fan_out(x0, sum(layer.x0 for layer in cfg.layers) + 2)
         bigrams = fan_out(bigram, sum(layer.bigram or layer.connections for layer in cfg.layers))
         gates = self.split_gates(0, mudd_gate[0](next(x0s)))
-        x, h = mix_streams([None, gates["bigram", 0]], [next(x0s), next(bigrams)], True)
+        scales, streams = [None], [next(x0s)]
+        if cfg.layers[0].bigram:
+            scales, streams = [None, gates["bigram", 0]], [*streams, next(bigrams)]
+        x, h = mix_streams(scales, streams, True)
         qk, narrow_qk = (
             iter(self.matrices(name, rows, grads))
             for name, rows in (("qk_bank", 2 * d), ("narrow_qk_bank", d))
@@ -2596,8 +2602,8 @@ class GPT(nn.Module):
                 gates |= self.split_gates(1, mudd_gate[1](x))
             if i == cfg.back_from:
                 back, normed_back = x, h
-        streams = [first, back, connected, values[0], skipped, values[1], values[3], values[2]]
-        return final_norm(x, mudd[1](x), [*streams, mlp_input, normed_back])
+        streams = [first, back, connected, skipped, *values, mlp_input, normed_back]
+        return final_norm(x, mudd[1](x), streams)
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
         """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T).
@@ -3582,6 +3588,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
     refuse_if(len(n.orders) * n.rows >= 2**31, "ngrams: use fewer than 2**31 rows of all orders")
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
+    refuse_if(cfg.dim % cfg.mix_groups, f"mix_groups must divide the model's width, {cfg.dim}")
     refuse_if(n.orders and n.width > cfg.dim, "ngrams.width must not be above the model's width")
 
 

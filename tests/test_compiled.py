@@ -25,11 +25,11 @@ WINDOWS = {"short": 9, "long": 33}
 def cfg(every_layer):  # noqa: F811
     """Returns a config with a layer of each kind, and two of one kind."""
     layers = (
-        tg.Layer("paired", value=0),
+        tg.Layer("paired", narrow_qk=True, value=0, x0=True, bigram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-        tg.Layer(None),
-        tg.Layer("plain", value=1, xsa=True),
-        tg.Layer("plain", value=2, xsa=True),
+        tg.Layer(None, bigram=True, mlps=2),
+        tg.Layer("plain", narrow_qk=True, narrow_v=True, value=1, xsa=True, x0=True),
+        tg.Layer("plain", value=2, xsa=True, mlps=0),
         tg.Layer("plain", "long", value=3, gate=True, connections=True),
     )
     stages = tuple(replace(stage, prefix=(0.25,)) for stage in every_layer.stages[:2])
@@ -103,7 +103,7 @@ def test_a_compiled_run_is_the_plain_run(cfg, compile):
 def test_generated_code(cfg, compile):
     """Compares a batch's loss and gradients in fp32 with torch.compile's own backend, with the plain ones."""
     layers = (
-        tg.Layer("plain", "long", key_shift=True, value=0, xsa=True, gate=True),
+        tg.Layer("plain", "long", key_shift=True, value=0, xsa=True, gate=True, x0=True, bigram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
         tg.Layer("plain", "long", value=1, xsa=True, gate=True, connections=True),
     )

@@ -21,10 +21,10 @@ from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
 def cfg(every_layer):  # noqa: F811
     """Returns a config with a layer of each kind and two micro-batches: "meta" is slow."""
     layers = (
-        tg.Layer("paired", value=0),
+        tg.Layer("paired", narrow_qk=True, value=0, x0=True, bigram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-        tg.Layer(None),
-        tg.Layer("plain", value=1, gate=True, connections=True),
+        tg.Layer(None, bigram=True, mlps=2),
+        tg.Layer("plain", narrow_v=True, value=1, gate=True, connections=True),
     )
     stages = tuple(replace(stage, prefix=(0.25,)) for stage in every_layer.stages[:2])
     stages += every_layer.stages[2:]
