@@ -894,7 +894,7 @@ def open_dataset(cfg: Config) -> Dataset:
 
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
     """Returns the bytes of each of `size` tokens, from a line each of hexadecimal digits; none: b""."""
-    settings = "--set samples=0 --set stages.*.prefix_start=0 --set stages.*.prefix_end=0"
+    settings = "--set samples=0 --set stages.*.prefix="
     fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
     with explain(f"cannot read {path}", fix, OSError, ValueError):
         vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]
@@ -2353,7 +2353,7 @@ def connect(
     """Returns what is added to the values, and the stream, of the layer with connections (record 81); and the
     weight (T, 1) of attention's output times out_scale, 0-d.
 
-    x, first, back: streams (T, d); value (T, d), of value_embeds; weights (T, 8), of CONNECTION_BIASES' first.
+    x, first, back: streams (T, d); value (T, d), of value_embeds; weights (T, 8).
     """
     w = weights.split(1, dim=1)
     halves = weights[:, 6:8, None] * value.view(len(value), 2, -1)
@@ -2491,7 +2491,9 @@ class GPT(nn.Module):
         return getattr(self, name)
 
     def matrices(self, name: str, rows: int, grads: dict[str, Gradient]) -> list[WeightSlice]:
-        """Returns a bank's matrices (rows, d), in their order."""
+        """Returns a bank's matrices (rows, d), in their order; none of a bank that no layer needs."""
+        if not hasattr(self, name):
+            return []
         # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
         # gradient as large as the bank.
         matrices, grad = self.weight(name).flatten(0, -2).split(rows), grads.get(name, NO_MAIN_GRAD)

@@ -26,7 +26,7 @@ from test_distributed import (
 )
 
 NEAR = dict(rtol=1e-12, atol=1e-13)
-BANKS = ("qk_bank", "vo_bank", "mlp_bank")
+BANKS = ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank")
 PRODUCTS = (*BANKS, "lm_head")
 
 
@@ -394,7 +394,7 @@ def names_with_grad(cfg):
 @pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, True])
 def test_only_small_parameters_have_a_grad(cfg, delayed):
-    mudd = {f"mudd_{name}" for name in ("w1", "w2", "b2")}
+    mudd = {f"mudd_{name}" for name in ("w1", "w2", "w2g", "b2")}
     mudd |= {f"mudd_gate_{name}" for name in ("w1", "w2", "b2", "scale")}
     small = mudd | {"smear_gate", "ve_gate_bank", "scalars", "post_lambdas", "resid_lambdas"}
     assert small == {row.name for row in cfg.params if row.kind == "plain"}
@@ -458,7 +458,7 @@ def test_when_the_heads_product_runs(workers, cfg, delayed):
                 first = names[: names.index("lm_head")]
                 assert scatter[: len(first) + 1 + delayed] == [*first, *late, "lm_head"]
             else:
-                assert scatter == ["qk_bank", "vo_bank", "mlp_bank", *late]
+                assert scatter == [*BANKS, *late]
 
 
 @pytest.mark.slow

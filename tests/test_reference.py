@@ -386,18 +386,26 @@ def test_connect(rows):
 def test_final_norm():
     g = generator(24)
     x, *streams = randn(4, 7, 6, g=g)
-    weights = randn(7, 3, g=g)
-    want = x + sum(weights[:, i : i + 1] * stream for i, stream in enumerate(streams))
-    want /= (want.square().mean(-1, keepdim=True) + 2**-23).sqrt()
-    torch.testing.assert_close(tg.final_norm(x, weights, streams), want, **FP64)
+    weights = randn(3 + 3 * 2, 7, g=g)  # of streams, then of each stream's two groups of channels
+    for count in (3, 9):
+        want = x.clone()
+        for i, stream in enumerate(streams):
+            for group in range(2):
+                own, part = weights[i].clone(), slice(3 * group, 3 * group + 3)
+                if count == 9:
+                    own += weights[3 + 2 * i + group]
+                want[:, part] += own[:, None] * stream[:, part]
+        want /= (want.square().mean(-1, keepdim=True) + 2**-23).sqrt()
+        torch.testing.assert_close(tg.final_norm(x, weights[:count], streams), want, **FP64)
 
 
-# The gates' order in the reference: XSA of two layers, an output gate, pairs of x0 and bigrams; skip, DC.
+# The gates' order in the reference: XSA, an output gate, x0 and bigrams by layer, skip.
+X0_FIRST, X0_SECOND = ((0, "x0 bigram"), (1, "x0 bigram"), (2, "x0")), ((4, "x0 bigram"), (5, "x0 bigram"))
 GATES = (
-    [("xsa", 1), ("xsa", 3), ("output", 3)] + [(kind, i) for i in range(4) for kind in ("x0", "bigram")],
-    [("xsa", 4), ("xsa", 7), ("output", 10)]
-    + [(kind, i) for i in (4, 5, 7, 8, 9) for kind in ("x0", "bigram")]
-    + [("skip", 6), ("dc1", 10), ("dc2", 10)],
+    [("xsa", 1), ("xsa", 3), ("output", 3)] + [(kind, i) for i, kinds in X0_FIRST for kind in kinds.split()],
+    [("output", 10)]
+    + [(kind, i) for i, kinds in X0_SECOND for kind in kinds.split()]
+    + [("x0", 7), ("bigram", 9), ("skip", 6)],
 )
 
 
@@ -421,7 +429,7 @@ def test_gates(block, mudd_gates):
     assert list(gates) == GATES[block]
     start = 0
     for (kind, _), gate in gates.items():
-        end = start + (6 if kind in ("xsa", "output", "dc1", "dc2") else 1)
+        end = start + (6 if kind in ("xsa", "output") else 1)
         torch.testing.assert_close(gate, outputs[:, start:end], **FP64)
         start = end
     assert start == (26, 41)[block] and model.mudd_gate_b2.shape == (2, 41)
