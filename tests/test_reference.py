@@ -432,7 +432,7 @@ def test_gates(block, mudd_gates):
         end = start + (6 if kind in ("xsa", "output") else 1)
         torch.testing.assert_close(gate, outputs[:, start:end], **FP64)
         start = end
-    assert start == (26, 41)[block] and model.mudd_gate_b2.shape == (2, 41)
+    assert start == (23, 13)[block] and model.mudd_gate_b2.shape == (2, 23)
 
 
 @pytest.mark.parametrize("function", ["rotate", "shift_keys", "mlp", "norm"])
