@@ -402,16 +402,16 @@ def call_with_grad(operation: str, inputs: Sequence[Tensor], *options) -> Callab
 def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[KernelCase]:
     """Yields Polar Express's products for each bank, on one rank and on one of eight."""
     for spec in cfg.params:
-        for world_size in (1, 8) if spec.optimizer == "normuon" else ():
+        for world_size in (1, 8) if spec.optimizer == "anvil" else ():
             *bank, rows, cols = tg.param_shapes(cfg, world_size)[spec.name]
             n = math.prod(bank) // (world_size if spec.sharded else 1)
-            x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.muon_dtype))
+            x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.bank_dtype))
             # Of spectral norm about 1, as there: both terms of the second product then count.
             x = (x.mT if rows > cols else x) / (math.sqrt(rows) + math.sqrt(cols))
             (_, M, K), A, name = x.shape, tg.gram(x), f"{spec.name} of {world_size}: {n}"
             run = call_operation("gram", x)
             yield KernelCase("gram", f"{name} x {M} x {K}", run, flops=2 * n * M * M * K)
-            run = call_operation("gram", A, A, *tg.POLAR_STEPS[0][1:])
+            run = call_operation("gram", A, A, *tg.ANVIL_MAPS[0][1:])
             yield KernelCase("gram", f"{name} x {M} x {M} +", run, flops=2 * n * M**3)
 
 

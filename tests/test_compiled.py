@@ -130,7 +130,7 @@ def test_generated_code(cfg, compile):
 
 
 def test_updates_in_generated_code(compile):
-    cfg, g, results = replace(tg.CPU, muon_wd=5.0), torch.Generator().manual_seed(0), []
+    cfg, g, results = replace(tg.CPU, bank_wd=5.0), torch.Generator().manual_seed(0), []
     start, grad = (torch.randn(3, 10, 8, generator=g) for _ in range(2))
     plans = [tg.plan_step(cfg, 0)._replace(lr_mul=1 / t, momentum=0.85 + t / 100) for t in (1, 2)]
     rows = {row.name: row for row in cfg.params}
@@ -157,7 +157,7 @@ def test_mantissas_in_generated_code(compile):
     for prepare in (lambda: None, compile):
         prepare()
         p, mantissa = high.clone(), low.clone()
-        tg.muon_update(p, mantissa, x, lr, torch.tensor(1.0), torch.tensor(0.1))
+        tg.anvil_update(p, mantissa, x, lr, torch.tensor(1.0), torch.tensor(0.1))
         assert not torch.equal(p, high)
         results.append(tg.merge_mantissa(p, mantissa))
     assert counters["stats"]["unique_graphs"] == 1

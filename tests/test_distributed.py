@@ -48,7 +48,7 @@ def cfg(tmp_path_factory):
         tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, ngrams=tg.Ngrams(),
         bigram_vocab_size=320, heads=2, head_dim=8, mlp_dim=32, window_unit=3, microbatches=8, stages=stages,
         val_slices=3, val_slice_tokens=100, val_every=0, momentum_warmup=3, momentum_cooldown=2,
-        head_chunk=20, dtype="float64", muon_dtype="float64",
+        head_chunk=20, dtype="float64", bank_dtype="float64",
     )
     # fmt: on
 
@@ -135,7 +135,7 @@ def with_reduction(cfg, reduction):
 
 
 def with_dtype(cfg, dtype):
-    return replace(cfg, dtype=dtype, muon_dtype=dtype)
+    return replace(cfg, dtype=dtype, bank_dtype=dtype)
 
 
 @pytest.mark.slow
@@ -477,8 +477,8 @@ def test_shards_of_the_record_configuration(world_size):
 def normuon_direction(grad, state, plan, cfg):
     """Returns the direction of NorMuon's next update of `state`, which stays as it is."""
     momentum = tg.nesterov(grad, state["momentum_buffer"].clone(), 1 - plan.momentum)
-    x = tg.polar_express(momentum, tg.dtype_of(cfg.muon_dtype))
-    return tg.normuon_variance_reduction(x, state["second_momentum_buffer"].clone(), cfg.muon_beta2)
+    x = tg.polar_express(momentum, tg.dtype_of(cfg.bank_dtype))
+    return tg.normuon_variance_reduction(x, state["second_momentum_buffer"].clone(), cfg.bank_beta2)
 
 
 @pytest.mark.parametrize("name", ["qk_bank", "vo_bank", "mlp_bank"])
@@ -492,8 +492,8 @@ def test_a_banks_multipliers(cfg, name):
     grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x, cycle = normuon_direction(grad, state, plan, cfg), row.matrix_lr_mul or (1.0,)
     lr = torch.tensor([2 * cycle[i % len(cycle)] for i in range(n)], dtype=torch.float64).view(n, 1, 1)
-    lr *= cfg.muon_lr * plan.lr_mul * max(1, rows / cols) ** 0.5
-    decay = torch.where(x * before >= 0, before, 0) * lr * 3 * cfg.muon_wd * cfg.muon_lr * plan.lr_mul
+    lr *= cfg.bank_lr * plan.lr_mul * max(1, rows / cols) ** 0.5
+    decay = torch.where(x * before >= 0, before, 0) * lr * 3 * cfg.bank_wd * cfg.bank_lr * plan.lr_mul
     tg.normuon(p, grad, state, row, plan, cfg, tg.TORCH_BACKEND)
     torch.testing.assert_close(p, before - decay - lr * x, rtol=1e-12, atol=1e-14)
 
@@ -506,7 +506,7 @@ def train_bf16(rank, world_size, cfg):
     """
     cfg = dense(replace(cfg, main_grad=False))
     exchange, model, optimizer = build(rank, world_size, cfg)
-    banks = [row.name for row in cfg.params if row.optimizer == "normuon"]
+    banks = [row.name for row in cfg.params if row.optimizer == "anvil"]
     copies = {name: optimizer.shard_of(name, getattr(model, name)).float() for name in banks}
     g, report = torch.Generator().manual_seed(5), []
     for step in range(4):
@@ -522,8 +522,8 @@ def train_bf16(rank, world_size, cfg):
             factors = torch.ones(n, 1, 1)
             if name == "mlp_bank":  # proj matrices, the odd ones, at twice the rate
                 factors[(rank * n + 1) % 2 :: 2] = 2
-            lr = cfg.muon_lr * plan.lr_mul * max(1, rows / cols) ** 0.5
-            tg.muon_update(copies[name], None, x, factors, lr, cfg.muon_wd * cfg.muon_lr * plan.lr_mul)
+            lr = cfg.bank_lr * plan.lr_mul * max(1, rows / cols) ** 0.5
+            tg.anvil_update(copies[name], None, x, factors, lr, cfg.bank_wd * cfg.bank_lr * plan.lr_mul)
         optimizer.step(plan)
         optimizer.finish_gathers()
         for name in banks:

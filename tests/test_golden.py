@@ -400,12 +400,12 @@ def test_cautious_update(case):
     want = golden["cautious_update_fp32"]
     assert want["lr"] == pytest.approx(lr) and want["wd"] == pytest.approx(wd)
     p = fill(shape, k + 3000, 0.1)
-    tg.muon_update(p, None, x, torch.ones(()), lr, wd)
+    tg.anvil_update(p, None, x, torch.ones(()), lr, wd)
     assert p.flatten().tolist() == pytest.approx(want["p_after"], abs=2e-8)  # two ulps of 0.1
 
     p, mantissa = fill(shape, k + 3000, 0.1).bfloat16(), torch.zeros(shape, dtype=torch.uint16)
     for words in golden["cautious_update_mantissa_3_repeats"]:
-        tg.muon_update(p, mantissa, x, torch.ones(()), lr, wd)
+        tg.anvil_update(p, mantissa, x, torch.ones(()), lr, wd)
         want = (np.array(words["p_bf16_bits"]) << 16) + np.array(words["mantissa"])
         assert merged_words(p, mantissa).tolist() == want.tolist()  # bit for bit: both as one 32-bit number
 
@@ -645,7 +645,7 @@ def test_parameter_table():
         else:
             shape = tg.param_shapes(tiny_config("float32"), WORLD)[row.name]
             shape = torch.empty(shape).view(-1, *shape[-2:]).shape
-            assert (cfg.muon_lr, cfg.muon_wd, cfg.muon_beta2) == (want["lr"], want["wd"], want["beta2"])
+            assert (cfg.bank_lr, cfg.bank_wd, cfg.bank_beta2) == (want["lr"], want["wd"], want["beta2"])
             assert list(shape) == want["reshape"]
             # The reference's number holds the factor that ours computes from the shape.
             assert row.lr_mul * max(1, shape[1] / shape[2]) ** 0.5 == want["lr_mul"]

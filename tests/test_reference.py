@@ -783,7 +783,7 @@ def test_polar_against_its_scalar_polynomial():
     """Checks that it acts on each entry of a diagonal matrix alone."""
     values = torch.tensor([3.0, 1.0, 0.2, 0.01], dtype=torch.float64)
     x = values / (values.norm() * 1.02 + 1e-6)
-    for a, b, c in tg.POLAR_STEPS:
+    for a, b, c in tg.ANVIL_MAPS:
         x = a * x + b * x**3 + c * x**5
     out = tg.polar_express(values.diag()[None], torch.float64)[0]
     torch.testing.assert_close(out, x.diag(), rtol=1e-12, atol=1e-12)
@@ -872,8 +872,8 @@ def test_normuon(shape):
     A step is momentum, orthogonalization, variance reduction and a cautious update.
     """
     g, mu, beta2, lr, wd = generator(shape[1]), 0.9, 0.8, 0.05, 8.0
-    row, cfg = tg.Param("qk_bank", "normuon", "reduce_scatter"), tiny_config("float64")
-    cfg = replace(cfg, muon_lr=lr, muon_wd=wd, muon_beta2=beta2)
+    row, cfg = tg.Param("qk_bank", "anvil", "reduce_scatter"), tiny_config("float64")
+    cfg = replace(cfg, bank_lr=lr, bank_wd=wd, bank_beta2=beta2)
     plan = tg.plan_step(cfg, 0)._replace(lr_mul=1.0, momentum=mu)
     start = randn(*shape, g=g)
     p, axis = start.clone(), 2 if shape[1] >= shape[2] else 1
@@ -906,7 +906,7 @@ def test_normuon(shape):
     torch.testing.assert_close(p[0], start[0] * (1 - decay) ** 3)
 
 
-def test_muon_update_with_a_mantissa_equals_fp32():
+def test_anvil_update_with_a_mantissa_equals_fp32():
     """Moves a bf16 parameter with its mantissa as an fp32 one, bit for bit, whose truncation it stays."""
     g = generator(30)
     p = randn(2, 16, 8, g=g, dtype=torch.float32)
@@ -915,7 +915,7 @@ def test_muon_update_with_a_mantissa_equals_fp32():
     lr = torch.tensor([0.01, 0.02]).view(2, 1, 1)
     for _ in range(5):
         x = randn(2, 16, 8, g=g).bfloat16()
-        tg.muon_update(p, None, x, lr, 1.0, 0.1)
-        tg.muon_update(high, low, x, lr, 1.0, 0.1)
+        tg.anvil_update(p, None, x, lr, 1.0, 0.1)
+        tg.anvil_update(high, low, x, lr, 1.0, 0.1)
         assert torch.equal(tg.merge_mantissa(high, low), p)
         assert ((p - high.float()).abs() <= p.abs() * 2**-7).all()

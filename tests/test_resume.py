@@ -296,7 +296,7 @@ def test_each_rank_saves_its_own_shards(stopped, world_size, step):
             assert len({p.shape for p in shards}) == 1 and sum(p.numel() for p in shards) == shape.numel()
         else:
             assert all(torch.equal(p, shards[0]) and p.shape == shape for p in shards)
-        if row.optimizer == "normuon":
+        if row.optimizer == "anvil":
             assert all(s["optimizer"][row.name]["mantissa"].dtype == torch.uint16 for s in saved)
     for name, s in zip(files, saved):
         assert s["optimizer"]["is_tied"] == (step < 6) and s["optimizer"]["lm_head"]["steps"] == step // 2
