@@ -12,7 +12,7 @@ Times each stage's steps in one process, synchronizing with the device before an
                    adding the touched rows that they send (7/8 of that work), reading the rows of n-grams
                    that they ask for, copies into reduced shards
 
-    pair      two successive steps, an Adam period: NorMuon updates after both, Adam after the second
+    pair      two successive steps, an Adam period: ANVIL updates after both, Adam after the second
     ms        half a pair: median over pairs, with quartiles; "first", "second": medians of a pair's steps
     host      median ms until train_step has returned, while the GPU may still compute. Close to ms: the
               GPU waits for launches. On a CPU it is ms
@@ -400,7 +400,7 @@ def call_with_grad(operation: str, inputs: Sequence[Tensor], *options) -> Callab
 
 
 def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[KernelCase]:
-    """Yields Polar Express's products for each bank, on one rank and on one of eight."""
+    """Yields the products of the orthogonalization of each bank, on one rank and on one of eight."""
     for spec in cfg.params:
         for world_size in (1, 8) if spec.optimizer == "anvil" else ():
             *bank, rows, cols = tg.param_shapes(cfg, world_size)[spec.name]

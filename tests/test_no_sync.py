@@ -121,8 +121,8 @@ def check_gradient(take):
 
 
 def send_schedule(anvil_update):
-    return lambda p, mantissa, x, lr_mul, *args: anvil_update(
-        p, mantissa, x, lr_mul * torch.tensor([1.0]), *args
+    return lambda p, mantissa, x, slow_rail, lr_mul, *args: anvil_update(
+        p, mantissa, x, slow_rail, lr_mul * torch.tensor([1.0]), *args
     )
 
 

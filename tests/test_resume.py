@@ -289,7 +289,7 @@ def test_each_rank_saves_its_own_shards(stopped, world_size, step):
     for row in cfg.params:
         shape = torch.Size(tg.param_shapes(cfg, world_size)[row.name])
         shards = [s["model"][row.name] for s in saved]
-        moment = "exp_avg" if row.optimizer == "adam" else "momentum_buffer"
+        moment = "exp_avg" if row.optimizer == "adam" else "slow_rail"
         moments = [s["optimizer"][row.name][moment] for s in saved]
         assert [m.shape for m in moments] == [p.shape for p in shards]
         if row.sharded:
