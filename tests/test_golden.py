@@ -150,12 +150,12 @@ def test_bigram_signs(case):
 # ------------------------------------------------------------------------------------------------- b schedule
 
 SCHEDULE = GOLDEN["b_schedule"]
+RECORD89 = replace(tg.RECORD, momentum_max=0.95, momentum_warmup=300)
 
 
 @pytest.mark.parametrize("row", SCHEDULE["rows"], ids=lambda row: str(row["step"]))
 def test_schedule_rows(row):
-    cfg = replace(tg.RECORD, momentum_max=0.95, momentum_warmup=300)  # record 89's
-    plan = tg.plan_step(cfg, row["step"])
+    plan = tg.plan_step(RECORD89, row["step"])
     assert plan.stage == row["stage"]
     # Python floats in both, in formulas that may associate differently.
     assert plan.lr_mul == pytest.approx(row["lr_mul"], rel=1e-14)
@@ -169,7 +169,7 @@ def test_schedule_rows(row):
         assert plan.do_adam == row["do_adam"]
 
 
-PLANS = [tg.plan_step(tg.RECORD, step) for step in range(tg.RECORD.steps)]
+PLANS = [tg.plan_step(RECORD89, step) for step in range(RECORD89.steps)]
 
 
 def test_length_of_stages():
