@@ -18,11 +18,11 @@ Sections; each uses only what is above it
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
-    6  Reference    operations in plain torch, of kernels and others; attention; Polar Express
+    6  Reference    operations in plain torch, of kernels and others; attention; ANVIL's maps
     7  Kernels      some of these in Triton; the backend of a run; matmuls that write gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
-    10 Update rules Adam and NorMuon on one shard
+    10 Update rules Adam and ANVIL on one shard
     11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
     12 Optimizer    scatter, work, gather, in explicit orders
     13 Step         train_step, validate, losses that leave the device asynchronously
@@ -178,13 +178,13 @@ class Param:
     # Parameters are updated and gathered in the order of this number: roughly as the next forward reads them,
     # but lm_head before embed, its copy.
     work: int = 0
-    optimizer: Literal["adam", "normuon"] = "adam"
+    optimizer: Literal["adam", "anvil"] = "adam"
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
     tied_to: str = ""  # until the untie step this is the transpose of that parameter
     # backend: NCCL or gloo sums in the gradient's dtype. fp32: all-to-all, then an fp32 sum in rank order
     # (sparse always does this).
     reduction: Literal["backend", "fp32"] = "backend"
-    matrix_lr_mul: tuple[float, ...] = ()  # NorMuon: factors of successive matrices, repeating
+    matrix_lr_mul: tuple[float, ...] = ()  # ANVIL: factors of successive matrices, repeating
 
     @property
     def sharded(self) -> bool:
@@ -201,13 +201,13 @@ GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 PARAMS = (  # gradients are exchanged in this order
     #     name              shape       init            betas      lr_mul wd_mul
     Param("qk_bank",        "wide*H 2D d","uniform 0.5",kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="normuon"),
+          optimizer="anvil"),
     Param("narrow_qk_bank", "narrow*H D d","uniform 0.5",kind="bank",exchange="reduce_scatter", work=4,
-          optimizer="normuon"),
+          optimizer="anvil"),
     Param("vo_bank",        "2A d d",   "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="normuon"),
+          optimizer="anvil"),
     Param("mlp_bank",       "2mlps F d",  "fc 0.5",      kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="normuon", matrix_lr_mul=(1.0, 2.0)),
+          optimizer="anvil", matrix_lr_mul=(1.0, 2.0)),
     Param("scalars",        "2L+2",     "scalars",      (.90, .99),  5.00,    0, dtype="float32"),
     Param("smear_gate",     "1 gate",   "0",            (.90, .99),  0.01,    0),
     Param("ve_gate_bank",   "Eg H gate","0",            (.90, .99),  1.00,    1),
@@ -320,8 +320,8 @@ class Config:
     # fmt: on
     cooldown_frac: float = 0.80  # last part of the scheduled steps; the rate falls to the last stage's
     momentum_min: float = 0.85  # at both ends: old gradients mislead while the loss falls fast (record 9)
-    momentum_max: float = 0.95
-    momentum_warmup: int = 300  # steps from min to max
+    momentum_max: float = 0.93
+    momentum_warmup: int = 240  # steps from min to max
     momentum_cooldown: int = 50  # last steps, back towards min
     microbatches: int = 8  # of a global batch, at least one a rank; other numbers pack documents differently
     max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
@@ -330,10 +330,19 @@ class Config:
     adam_lr: float = 0.008
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
-    muon_lr: float = 0.023
-    muon_wd: float = 1.2
-    muon_beta2: float = 0.9
-    muon_dtype: Float = "bfloat16"  # of the orthogonalization
+    bank_lr: float = 0.023
+    bank_wd: float = 2.25
+    bank_beta2: float = 0.9
+    bank_dtype: Float = "bfloat16"  # of the orthogonalization
+    # Matrices are orthogonalized from singular values of at most 1 / bank_margin. ANVIL's maps diverge above
+    # 1 / 1.05, so record 92's 1.05 leaves no room for the roundings of bf16.
+    bank_margin: float = 1.06
+    slow_rate: float = 0.02  # at which the slow rail follows the gradients
+    # Before this step there is one rail: plain momentum. From it on the fast rail has this decay, and this
+    # weight in the mean of both. With no more steps than that, one rail serves the whole run.
+    rails_step: int = 514
+    fast_beta: float = 0.85
+    fast_weight: float = 0.4385
     # the run
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
@@ -377,8 +386,8 @@ CPU = replace(
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
     ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), mix_groups=4, window_unit=16, attn_scale=0.25,
-    narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, muon_dtype="float32", momentum_warmup=125,
-    momentum_cooldown=20, kernels=(), attention="dense", fp8=False, compile=False,
+    narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, bank_dtype="float32", momentum_warmup=125,
+    momentum_cooldown=20, rails_step=125, kernels=(), attention="dense", fp8=False, compile=False,
     stages=(
         Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -604,7 +613,7 @@ class StepPlan(NamedTuple):
     step: int
     stage: int
     lr_mul: float  # of every learning rate, as scheduled; Param.lr_mul multiplies it
-    momentum: float  # NorMuon's
+    momentum: float  # ANVIL's
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
     max_doc_len: int
@@ -1654,13 +1663,15 @@ def update_rows(
     table.index_copy_(0, at, values.to(table.dtype))
 
 
-# Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02.
-POLAR_STEPS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+# ANVIL's maps of singular values, x -> a x + b x^3 + c x^5 (record 92, PR 360). Together they bring those
+# from 0.003 to 1 / 1.05 within 0.5 % of 1; larger ones diverge.
+ANVIL_MAPS = (
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
 )
 
 
@@ -1676,16 +1687,27 @@ def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float =
     return baddbmm_fp32(x.new_zeros(()) if add is None else add, x, x.mT, beta, alpha)
 
 
-def polar_express(g: Tensor, dtype: torch.dtype, gram: Callable = gram) -> Tensor:
-    """Approximates the orthogonal polar factor of each matrix of g (n, rows, cols), in `dtype`.
+@compiled
+def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+    """Returns matrices x (n, rows, cols) divided by `margin` times their norms, and the new Gram matrices.
 
-    Singular values end in 0.86 .. 1.14. In bf16 every product is summed in fp32 and rounded once.
+    A: the Gram matrices of x. Their traces are the squared norms, so no pass over x computes those.
     """
-    x = g.to(dtype)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    trace = upcast(A.diagonal(dim1=-2, dim2=-1)).sum(-1)[:, None, None]
+    norm = margin * trace.sqrt() + 1e-6
+    return (x / norm).to(x.dtype), (A / norm.square()).to(A.dtype)
+
+
+def orthogonalize(x: Tensor, margin: float, gram: Callable = gram) -> Tensor:
+    """Approximates the orthogonal polar factor of each matrix of x (n, rows, cols), in its dtype.
+
+    In bf16 every product is summed in fp32 and rounded once.
+    """
     tall = x.size(-2) > x.size(-1)
-    for a, b, c in POLAR_STEPS:
+    for i, (a, b, c) in enumerate(ANVIL_MAPS):
         A = gram(x.mT if tall else x)
+        if i == 0:
+            x, A = divide_by_norm(x, A, margin)
         B = gram(A, A, b, c)  # A is symmetric
         x = baddbmm_fp32(x, x, B, a, 1.0) if tall else baddbmm_fp32(x, B, x, a, 1.0)
     return x
@@ -2048,9 +2070,9 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
     too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
     lacks_kernels = triton is None or too_old and not interpreted
     refuse_if(
-        cfg.kernels and (lacks_kernels or {cfg.dtype, cfg.muon_dtype} != {kernel_dtype}),
+        cfg.kernels and (lacks_kernels or {cfg.dtype, cfg.bank_dtype} != {kernel_dtype}),
         "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
-        "dtype and muon_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
+        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
     )
     lacks_flash = too_old or cfg.dtype != "bfloat16"
     refuse_if(
@@ -3040,12 +3062,13 @@ def split_mantissa(x: Tensor, high: Tensor, low: Tensor) -> None:
     low.view(torch.int16).copy_(bits)  # keeps the lower half
 
 
-def normuon_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
+def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     n, rows, cols = p.shape
     cycle = spec.matrix_lr_mul or (1.0,)
     factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
     state = {
-        "momentum_buffer": torch.zeros_like(p, dtype=dtype),
+        "fast_rail": torch.zeros_like(p, dtype=dtype),
+        "slow_rail": torch.zeros_like(p, dtype=dtype),
         "second_momentum_buffer": p.new_zeros((n, rows, 1) if rows >= cols else (n, 1, cols), dtype=dtype),
         # On the device from the start: a copy in a step would make it wait.
         "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
@@ -3056,33 +3079,52 @@ def normuon_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict
 
 
 @section("update {3.name}")
-def normuon(
+def anvil(
     p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
 ) -> None:
-    """Updates matrices p (n, rows, cols) by NorMuon (Li et al. 2025, arXiv:2510.05491).
+    """Updates matrices p (n, rows, cols) by ANVIL (record 92, PR 360), which descends from Muon and NorMuon.
 
-    The update is Nesterov momentum, orthogonalized, then scaled to even rows (columns of wide matrices).
+    The update is momentum of two rails, orthogonalized, then scaled to even rows (columns of wide matrices).
     """
-    dtype = state["momentum_buffer"].dtype
-    momentum = nesterov(grad, state["momentum_buffer"], scalar(1 - plan.momentum, dtype))
-    x = polar_express(momentum, dtype_of(cfg.muon_dtype), backend.gram)
-    x = normuon_variance_reduction(x, state["second_momentum_buffer"], cfg.muon_beta2)
+    fast, slow = state["fast_rail"], state["slow_rail"]
+    one_rail = plan.step < cfg.rails_step
+    beta, weight = (plan.momentum, 1.0) if one_rail else (cfg.fast_beta, cfg.fast_weight)
+    numbers = (scalar(number, fast.dtype) for number in (1 - beta, weight, plan.momentum))
+    x = mix_rails(grad, fast, slow, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
+    x = orthogonalize(x, cfg.bank_margin, backend.gram)
+    x = normuon_variance_reduction(x, state["second_momentum_buffer"], cfg.bank_beta2)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
-    lr = learning_rate(cfg.muon_lr, spec, plan) * shape_mul
-    decay = cfg.muon_wd * spec.wd_mul * cfg.muon_lr * plan.lr_mul
-    muon_update(p, state.get("mantissa"), x, state["matrix_lr_mul"], scalar(lr, dtype), scalar(decay, dtype))
+    lr = learning_rate(cfg.bank_lr, spec, plan) * shape_mul
+    decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
+    rates = scalar(lr, fast.dtype), scalar(decay, fast.dtype)
+    anvil_update(p, state.get("mantissa"), x, slow, state["matrix_lr_mul"], *rates)
 
 
 @compiled
-def nesterov(grad: Tensor, momentum_buffer: Tensor, weight: float | Tensor) -> Tensor:
-    """Returns Muon's Nesterov momentum (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+def mix_rails(
+    grad: Tensor,
+    fast_rail: Tensor,
+    slow_rail: Tensor,
+    slow_rate: float,
+    fast_rate: float | Tensor,
+    fast_weight: float | Tensor,
+    momentum: float | Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns Nesterov momentum in `dtype` (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    Moves `momentum_buffer` towards grad by `weight`, 1 - mu.
+    Its buffer is the mean of two rails, `fast_weight` on the fast one: an average of recent gradients and one
+    of the long run. Moves the rails towards grad by their rates.
     """
-    grad = grad.to(momentum_buffer.dtype)
-    # No lerp: compiled, it would compute with `weight` on the host, and GPU code with the result.
-    momentum_buffer.add_(weight * (grad - momentum_buffer))
-    return momentum_buffer + weight * (grad - momentum_buffer)
+    grad = grad.to(fast_rail.dtype)
+    # No lerp, no 1 - fast_weight: compiled, it would compute with numbers on the host, and GPU code with the
+    # results.
+    fast_rail.add_(fast_rate * (grad - fast_rail))
+    slow_rail.add_(slow_rate * (grad - slow_rail))
+    mean = fast_weight * fast_rail + (
+        slow_rail - fast_weight * slow_rail
+    )  # of weight 1: exactly the fast rail
+    return (grad + momentum * (mean - grad)).to(dtype)
 
 
 @compiled
@@ -3103,22 +3145,22 @@ def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2:
 
 
 @compiled
-def muon_update(
+def anvil_update(
     p: Tensor,
     mantissa: Tensor | None,
     x: Tensor,
+    slow_rail: Tensor,
     lr_mul: Tensor,
     lr: float | Tensor,
     decay: float | Tensor,
 ) -> None:
-    """p -= r x + decay r p [x p >= 0] with r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
+    """p -= r x + decay r p [slow_rail p >= 0], r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
 
-    lr_mul (n, 1, 1).
+    Decay acts only where the gradients of the long run shrink p too, or are 0. lr_mul (n, 1, 1).
     """
     lr = lr * lr_mul
     p32 = p if mantissa is None else merge_mantissa(p, mantissa)
-    x = x.to(p32.dtype)
-    new = p32 - p32 * (x * p32 >= 0) * (decay * lr) - lr * x
+    new = p32 - p32 * (slow_rail * p32 >= 0) * decay * lr - x.to(p32.dtype) * lr
     if mantissa is None:
         p.copy_(new)
     else:
@@ -3127,7 +3169,7 @@ def muon_update(
 
 OPTIMIZERS = {
     "adam": UpdateRule(adam_init, adam, every_step=False),
-    "normuon": UpdateRule(normuon_init, normuon, every_step=True),
+    "anvil": UpdateRule(anvil_init, anvil, every_step=True),
 }
 
 

@@ -68,7 +68,7 @@ SMALL_CARD = 40e9  # bytes; below it micro-batches are halved, and out of memory
 TINY = (  # the cpu preset in seconds; multiples of 16, for FP8
     "heads=2 head_dim=16 mlp_dim=64 padded_vocab=272 ngrams.orders= bigram_vocab_size=320 head_chunk=64 "
     "ngrams.rows=4096 ngrams.width=32 fp8=true "
-    "dtype=bfloat16 muon_dtype=bfloat16 microbatches=2 stages.*.steps=1 stages.0.steps=2 "
+    "dtype=bfloat16 bank_dtype=bfloat16 microbatches=2 stages.*.steps=1 stages.0.steps=2 "
     "stages.*.batch_tokens=256 stages.2.batch_tokens=384 stages.*.max_doc_len=40 "
     "val_slices=1 val_slice_tokens=256 val_every=0"
 )
@@ -434,7 +434,7 @@ PLAIN_SLACK, HEAD_SLACK, MLP_SLACK, FEW = 0.005, 0.1, 0.2, 1000
 
 def exact_cfg(setup: Setup) -> tg.Config:
     """Returns the plain config in fp32, with few logits at once."""
-    cfg = with_settings(setup.cfg, f"{PLAIN} dtype=float32 muon_dtype=float32")
+    cfg = with_settings(setup.cfg, f"{PLAIN} dtype=float32 bank_dtype=float32")
     return replace(cfg, head_chunk=min(2048, cfg.head_chunk))
 
 
@@ -591,7 +591,7 @@ def graphs(setup: Setup) -> Iterator[Row]:
 def exchanges(setup: Setup) -> Iterator[Row]:
     """Runs exchange_rank on the largest of 8, 4, 2 and 1 GPUs; without one on two gloo ranks."""
     n, scratch = setup.ranks() if setup.on_gpu else 2, Path(tempfile.mkdtemp(dir=setup.scratch))
-    cfg = with_settings(tg.CPU, f"{TINY} stages.*.steps=2 dtype=float32 muon_dtype=float32 fp8=false")
+    cfg = with_settings(tg.CPU, f"{TINY} stages.*.steps=2 dtype=float32 bank_dtype=float32 fp8=false")
     (shard,), _ = st.synthetic_shard(str(scratch), cfg, [0, 1, 2, 3], 10)
     try:
         args = n, setup.on_gpu, cfg, shard

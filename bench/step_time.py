@@ -12,7 +12,7 @@ Times each stage's steps in one process, synchronizing with the device before an
                    adding the touched rows that they send (7/8 of that work), reading the rows of n-grams
                    that they ask for, copies into reduced shards
 
-    pair      two successive steps, an Adam period: NorMuon updates after both, Adam after the second
+    pair      two successive steps, an Adam period: ANVIL updates after both, Adam after the second
     ms        half a pair: median over pairs, with quartiles; "first", "second": medians of a pair's steps
     host      median ms until train_step has returned, while the GPU may still compute. Close to ms: the
               GPU waits for launches. On a CPU it is ms
@@ -400,18 +400,18 @@ def call_with_grad(operation: str, inputs: Sequence[Tensor], *options) -> Callab
 
 
 def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[KernelCase]:
-    """Yields Polar Express's products for each bank, on one rank and on one of eight."""
+    """Yields the products of the orthogonalization of each bank, on one rank and on one of eight."""
     for spec in cfg.params:
-        for world_size in (1, 8) if spec.optimizer == "normuon" else ():
+        for world_size in (1, 8) if spec.optimizer == "anvil" else ():
             *bank, rows, cols = tg.param_shapes(cfg, world_size)[spec.name]
             n = math.prod(bank) // (world_size if spec.sharded else 1)
-            x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.muon_dtype))
+            x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.bank_dtype))
             # Of spectral norm about 1, as there: both terms of the second product then count.
             x = (x.mT if rows > cols else x) / (math.sqrt(rows) + math.sqrt(cols))
             (_, M, K), A, name = x.shape, tg.gram(x), f"{spec.name} of {world_size}: {n}"
             run = call_operation("gram", x)
             yield KernelCase("gram", f"{name} x {M} x {K}", run, flops=2 * n * M * M * K)
-            run = call_operation("gram", A, A, *tg.POLAR_STEPS[0][1:])
+            run = call_operation("gram", A, A, *tg.ANVIL_MAPS[0][1:])
             yield KernelCase("gram", f"{name} x {M} x {M} +", run, flops=2 * n * M**3)
 
 

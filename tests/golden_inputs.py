@@ -177,7 +177,7 @@ def tiny_config(dtype, **changes):
         head_dim=32,
         mlp_dim=704,
         dtype=dtype,
-        muon_dtype=dtype,
+        bank_dtype=dtype,
         window_unit=16,
         microbatches=1,
         val_slice_tokens=64,

@@ -238,7 +238,7 @@ CASES = [
     *[Case(f"--set {setting}", f"--set {setting}", f"--set {message}") for setting, message in (
         ("adam_lr", "adam_lr: write name=value"),
         ("=1", ": unknown; use the fields of Config"),
-        ("adm_lr=1", "adm_lr: unknown; use adam_lr, muon_lr, adam_wd"),
+        ("adm_lr=1", "adm_lr: unknown; use adam_lr, bank_lr, adam_wd"),
         ("track=../elsewhere", "track: it follows from --preset"),
         ("params.embd.lr_mul=1", "params.embd.lr_mul: unknown; use params.embed.lr_mul, <others>"),
         ("stages.9.steps=1", "stages.9.steps: unknown; use stages.3.steps, stages.2.steps, stages.1.steps"),

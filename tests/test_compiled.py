@@ -129,9 +129,9 @@ def test_generated_code(cfg, compile):
 
 
 def test_updates_in_generated_code(compile):
-    cfg, g, results = replace(tg.CPU, muon_wd=5.0), torch.Generator().manual_seed(0), []
+    cfg, g, results = replace(tg.CPU, bank_wd=5.0, rails_step=2), torch.Generator().manual_seed(0), []
     start, grad = (torch.randn(3, 10, 8, generator=g) for _ in range(2))
-    plans = [tg.plan_step(cfg, 0)._replace(lr_mul=1 / t, momentum=0.85 + t / 100) for t in (1, 2)]
+    plans = [tg.plan_step(cfg, t)._replace(lr_mul=1 / t, momentum=0.85 + t / 100) for t in (1, 2)]
     rows = {row.name: row for row in cfg.params}
     for prepare in (lambda: None, compile):
         prepare()
@@ -152,11 +152,11 @@ def test_mantissas_in_generated_code(compile):
     g, results = torch.Generator().manual_seed(0), []
     high, x = (torch.randn(2, 8, 6, generator=g).bfloat16() for _ in range(2))
     low = torch.randint(0, 65536, (2, 8, 6), generator=g).to(torch.uint16)
-    lr = torch.tensor([[[0.02]], [[0.04]]])
+    lr, slow = torch.tensor([[[0.02]], [[0.04]]]), torch.randn(2, 8, 6, generator=g)
     for prepare in (lambda: None, compile):
         prepare()
         p, mantissa = high.clone(), low.clone()
-        tg.muon_update(p, mantissa, x, lr, torch.tensor(1.0), torch.tensor(0.1))
+        tg.anvil_update(p, mantissa, x, slow, lr, torch.tensor(1.0), torch.tensor(0.1))
         assert not torch.equal(p, high)
         results.append(tg.merge_mantissa(p, mantissa))
     assert counters["stats"]["unique_graphs"] == 1

@@ -195,12 +195,12 @@ def test_gram_in_float16(interpreted, guarded, layout):
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 30), (3, 30, 70), (1, 65, 65), (2, 1, 9), (1, 9, 1)], ids=str)
-def test_polar_express(interpreted, guarded, shape):
+def test_orthogonalize(interpreted, guarded, shape):
     g = randn(*shape, seed=1)
-    actual = interpreted.polar_express(g, torch.float32, gram=interpreted.triton_gram)
-    # The bound is loose because ill-conditioned square matrices lose digits in each of the five steps.
-    assert rel_err(actual, tg.polar_express(g.double(), torch.float64)) < 2e-5
-    assert rel_err(actual, tg.polar_express(g, torch.float32)) < 2e-5
+    actual = interpreted.orthogonalize(g, 1.06, gram=interpreted.triton_gram)
+    # The bound is loose because ill-conditioned square matrices lose digits in each of the six maps.
+    assert rel_err(actual, tg.orthogonalize(g.double(), 1.06)) < 2e-5
+    assert rel_err(actual, tg.orthogonalize(g, 1.06)) < 2e-5
 
 
 # The last one has more tiles than fit in one group, and its last group is not full.
@@ -499,11 +499,11 @@ def test_gpu_gram(shape):
 
 @needs_gpu
 @pytest.mark.parametrize("shape", [(3, 3072, 768), (2, 768, 3072), (4, 768, 768)], ids=str)
-def test_gpu_polar_express(shape):
+def test_gpu_orthogonalize(shape):
     """Checks that the kernel's error is about that of plain torch, which rounds in the same places."""
     g = gpu(*shape)
-    exact = tg.polar_express(g.double(), torch.float64)
-    actual, reference = (tg.polar_express(g, torch.bfloat16, gram=gram) for gram in (tg.triton_gram, tg.gram))
+    exact, x = tg.orthogonalize(g.double(), 1.06), g.bfloat16()
+    actual, reference = (tg.orthogonalize(x, 1.06, gram) for gram in (tg.triton_gram, tg.gram))
     assert rel_err(actual, exact) < 1.5 * rel_err(reference, exact)
 
 

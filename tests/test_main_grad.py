@@ -299,7 +299,7 @@ def test_all_variants_train_alike(workers, cfg):
 
     When the head's product is computed changes no bit. Where the banks' are added does: autograd rounds a
     product before it adds it, writing in place adds it inside the product's sum. Within 1e-12: eps is 2e-16,
-    polar_express may blow that up a thousandfold.
+    orthogonalize may blow that up a thousandfold.
     """
     runs = {}
     for variant, changes in VARIANTS.items():

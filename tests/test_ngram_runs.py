@@ -255,7 +255,7 @@ def test_ctrl_c_to_torchrun(corpus, tmp_path, whole_group):
 # ---- validation while a batch is built ---------------------------------------------------------------------
 
 
-IN_FP64 = ("dtype=float64", "muon_dtype=float64", "ngrams.dtype=float64")
+IN_FP64 = ("dtype=float64", "bank_dtype=float64", "ngrams.dtype=float64")
 
 
 class BuildBetweenValidations:

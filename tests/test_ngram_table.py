@@ -251,7 +251,7 @@ def assert_same(got, want, what):
 
 
 def with_dtypes(cfg, model, table):
-    cfg = replace(cfg, dtype=model, muon_dtype=model)
+    cfg = replace(cfg, dtype=model, bank_dtype=model)
     return tg.override(cfg, f"ngrams.dtype={table}")
 
 

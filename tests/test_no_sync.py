@@ -99,7 +99,7 @@ VARIANTS = {
 )
 def test_no_step_waits_for_the_gpu(cfg, monkeypatch, variant, fp8):
     """Runs every stage, with and without Adam, tied and untied; rows of n-grams are fetched ahead."""
-    cfg = replace(cfg, dtype="bfloat16", muon_dtype="bfloat16", head_chunk=16, **VARIANTS[variant])
+    cfg = replace(cfg, dtype="bfloat16", bank_dtype="bfloat16", head_chunk=16, **VARIANTS[variant])
     train_on_meta(cfg, monkeypatch, fp8=fp8, attention=tg.flash_attention)
 
 
@@ -120,9 +120,9 @@ def check_gradient(take):
     return mutant
 
 
-def send_schedule(muon_update):
-    return lambda p, mantissa, x, lr_mul, *args: muon_update(
-        p, mantissa, x, lr_mul * torch.tensor([1.0]), *args
+def send_schedule(anvil_update):
+    return lambda p, mantissa, x, slow_rail, lr_mul, *args: anvil_update(
+        p, mantissa, x, slow_rail, lr_mul * torch.tensor([1.0]), *args
     )
 
 
@@ -153,7 +153,7 @@ def read_rows(send_grads):
 MUTANTS = {
     "reads the loss": ("GPT.head_loss_and_grad", read_loss),
     "checks whether a gradient is finite": ("Gradient.take", check_gradient),
-    "sends a learning rate as a tensor": ("muon_update", send_schedule),
+    "sends a learning rate as a tensor": ("anvil_update", send_schedule),
     "makes a number on the GPU": ("GPT.head_loss_and_grad", make_number),
     "selects by a mask": ("adam_update", select_by_mask),
     "reads which rows to update": ("NgramTable.send_grads", read_rows),
@@ -225,7 +225,7 @@ def test_no_step_waits_on_a_gpu(cfg, monkeypatch, ngrams):
     """Runs with every implementation of the record preset; torch raises where it would have to wait."""
     has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
     cfg = replace(
-        cfg, heads=2, head_dim=32, mlp_dim=128, head_chunk=16, dtype="bfloat16", muon_dtype="bfloat16"
+        cfg, heads=2, head_dim=32, mlp_dim=128, head_chunk=16, dtype="bfloat16", bank_dtype="bfloat16"
     )
     cfg = replace(
         cfg, kernels=tg.RECORD.kernels, attention="varlen", compile=True, fp8=has_fp8, ngrams=ngrams

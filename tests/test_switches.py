@@ -70,7 +70,7 @@ def pickled(function, *args):
 
 
 # Bounds on the relative difference of losses, and of each parameter's change over the run, by its norm.
-# Rounding differently is 1e-7 of a gradient, which polar_express and Adam's first steps, close to signs, blow
+# Rounding differently is 1e-7 of a gradient, which orthogonalize and Adam's first steps, close to signs, blow
 # up. FP8's gradients have two bits of mantissa: what they do to one number is large, to the loss it is small.
 ROUNDING, FP8, EQUAL = (1e-5, 2e-2), (1e-2, None), (0, 0)
 SWITCHES = {
