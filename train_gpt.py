@@ -225,14 +225,14 @@ PARAMS = (  # gradients are exchanged in this order
 
 @dataclass(frozen=True)
 class Ending:
-    """A running average of parameters, a row of Config.endings, by which their last values are replaced.
+    """A running average of parameters, which in the end replaces their last values or is mixed with them.
 
-    It follows their values after some of the last steps, and smooths them where the rate is still high:
-    most of what a longer cooldown would give, in no time (record 92). Tables of n-grams have none.
+    A row of Config.endings. Averages take noise out where the rate is still high, in the place of the last
+    part of a cooldown (record 92, PR 360). Rows of n-grams have none.
     """
 
     params: tuple[str, ...]  # those that the model lacks are ignored
-    window: int  # it follows this many steps, the run's last
+    window: int  # the run's last steps that it looks at; 0: none
     rate: float  # each tick moves the average by this share towards the parameter; the first is a copy
     blend: float = 1.0  # in the end the parameter moves by this share towards the average
     # A tick follows each step after which `offset`, modulo `every`, steps are left, or one of `also`.
@@ -243,8 +243,8 @@ class Ending:
     keep_norm: bool = True  # averages are shorter: the parameter is scaled to the norm it had before
 
 
-# Of two rows with one parameter the second starts from what the first one wrote. The first row's rate is that
-# of two single steps, but at the last step of one.
+# Record 92's. Where two rows have a parameter, the second starts from what the first one wrote. The first
+# rate is that of two ticks at 2 / 299, but for its last tick.
 ENDINGS = (
     Ending(("lm_head", "embed"), 298, 1 - (1 - 2 / 299) ** 2, 0.65, every=2, also=(297,), last_rate=2 / 299),
     Ending(("vo_bank", "mlp_bank"), 250, 4 / 53, every=4),
