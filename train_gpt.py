@@ -24,7 +24,7 @@ Sections; each uses only what is above it
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam and ANVIL on one shard
     11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
-    12 Optimizer    scatter, work, gather, in explicit orders
+    12 Optimizer    scatter, work, gather, in explicit orders; the endings
     13 Step         train_step, validate, losses that leave the device asynchronously
     14 Saving       what a config must satisfy; memory; saved models; checkpoints
     15 Main         command line, warm-up, the timed loop
@@ -232,6 +232,37 @@ PARAMS = (  # gradients are exchanged in this order
 
 
 @dataclass(frozen=True)
+class Ending:
+    """A running average of parameters, which in the end replaces their last values or is mixed with them.
+
+    A row of Config.endings. Averages take noise out where the rate is still high, in the place of the last
+    part of a cooldown (record 92, PR 360). Rows of n-grams have none.
+    """
+
+    params: tuple[str, ...]  # those that the model lacks are ignored
+    window: int  # the run's last steps that it looks at; 0: none
+    rate: float  # each tick moves the average by this share towards the parameter; the first is a copy
+    blend: float = 1.0  # in the end the parameter moves by this share towards the average
+    # A tick follows each step after which `offset`, modulo `every`, steps are left, or one of `also`.
+    every: int = 1
+    offset: int = 0
+    also: tuple[int, ...] = ()
+    last_rate: float = 0.0  # of the last tick; 0: `rate`
+    keep_norm: bool = True  # averages are shorter: the parameter is scaled to the norm it had before
+
+
+# Record 92's. Where two rows have a parameter, the second starts from what the first one wrote. The first
+# rate is that of two ticks at 2 / 299, but for its last tick.
+ENDINGS = (
+    Ending(("lm_head", "embed"), 298, 1 - (1 - 2 / 299) ** 2, 0.65, every=2, also=(297,), last_rate=2 / 299),
+    Ending(("vo_bank", "mlp_bank"), 250, 4 / 53, every=4),
+    Ending(("value_embeds",), 250, 4 / 53, every=4, offset=2, keep_norm=False),
+    Ending(("qk_bank", "narrow_qk_bank"), 298, 2 / 75, 0.55, every=4, also=(1,)),
+    Ending(("vo_bank", "mlp_bank"), 298, 2 / 75, 0.3493, every=4, also=(1,)),
+)
+
+
+@dataclass(frozen=True)
 class Ngrams:
     """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
 
@@ -325,6 +356,7 @@ class Config:
     momentum_cooldown: int = 50  # last steps, back towards min
     microbatches: int = 8  # of a global batch, at least one a rank; other numbers pack documents differently
     max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
+    endings: tuple[Ending, ...] = ENDINGS  # what is done to parameters after the last step, in this order
     # optimizers
     params: tuple[Param, ...] = PARAMS
     adam_lr: float = 0.008
@@ -387,7 +419,7 @@ CPU = replace(
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
     ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), mix_groups=4, window_unit=16, attn_scale=0.25,
     narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, bank_dtype="float32", momentum_warmup=125,
-    momentum_cooldown=20, rails_step=125, kernels=(), attention="dense", fp8=False, compile=False,
+    momentum_cooldown=20, rails_step=125, kernels=(), attention="dense", fp8=False, compile=False, endings=(),
     stages=(
         Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -667,6 +699,16 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         do_adam=step % 2 == 1,
         untie=step == untie_step(cfg),
     )
+
+
+def tick_rates(ending: Ending, steps: int) -> dict[int, float]:
+    """Returns the steps, of a run of `steps`, after which an ending's average ticks, and each tick's rate."""
+    left = range(min(ending.window, steps))
+    ticks = [steps - 1 - n for n in left if n % ending.every == ending.offset or n in ending.also]
+    rates = dict.fromkeys(ticks, ending.rate)
+    if ticks:
+        rates |= {ticks[0]: ending.last_rate or ending.rate, ticks[-1]: 1.0}
+    return rates
 
 
 def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
@@ -2563,7 +2605,8 @@ class GPT(nn.Module):
         x0s = fan_out(x0, sum(layer.x0 for layer in cfg.layers) + 2)
         bigrams = fan_out(bigram, sum(layer.bigram or layer.connections for layer in cfg.layers))
         gates = self.split_gates(0, mudd_gate[0](next(x0s)))
-        scales, streams = [None], [next(x0s)]
+        scales: list[Tensor | None] = [None]
+        streams = [next(x0s)]
         if cfg.layers[0].bigram:
             scales, streams = [None, gates["bigram", 0]], [*streams, next(bigrams)]
         x, h = mix_streams(scales, streams, True)
@@ -3317,7 +3360,7 @@ class NgramTable:
 
 
 # ============================================================================================================
-# 12  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters.
+# 12  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters; endings.
 # ============================================================================================================
 
 
@@ -3361,6 +3404,14 @@ class Optimizer:
             first = exchange.rank * len(shard) if spec.sharded else 0
             self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
         self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
+        # Averages of own shards, by row of cfg.endings and parameter; when each row ticks, and how far.
+        self.averages: dict[tuple[int, str], Tensor] = {}
+        self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
+        for i, ending in enumerate(cfg.endings):
+            for name in ending.params:
+                if name in params and self.tick_rates[i]:
+                    shard = self.shard_of(name, params[name])
+                    self.averages[i, name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
 
     def shard_of(self, name: str, t: Tensor) -> Tensor:
         """Returns the part of `t` that this rank updates."""
@@ -3438,6 +3489,7 @@ class Optimizer:
         Mean gradients exist only here, each rank's block of them.
         """
         self.finish_gathers()
+        self.tick(plan.step - 1)
         if self.ngrams:
             self.ngrams.update(pending["ngrams"].wait(), plan)
         for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
@@ -3489,15 +3541,62 @@ class Optimizer:
                 self.state[name][key] = value
         self.is_tied = False
 
+    def tick(self, step: int) -> None:
+        """Moves those averages that tick after `step` towards their parameters.
+
+        It is called when the gathers of that step are over: a tied copy is made, and the next gradients are
+        on their way.
+        """
+        for (i, name), average in self.averages.items():
+            if rate := self.tick_rates[i].get(step):
+                average.mul_(1 - rate).add_(self.shard_of(name, self.params[name]), alpha=rate)
+
+    @section("endings")
+    @torch.no_grad()
+    def apply_endings(self) -> None:
+        """Moves parameters to their averages, after the last step, and restores their norms.
+
+        Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
+        """
+        self.finish_gathers()
+        if not self.averages:
+            return
+        self.tick(self.cfg.steps - 1)
+        shards = {name: self.shard_of(name, self.params[name]) for _, name in self.averages}
+        before = self.norms(shards)
+        for (i, name), average in self.averages.items():
+            shards[name].copy_(shards[name].to(average.dtype).lerp(average, self.cfg.endings[i].blend))
+        after = self.norms(shards)
+        ratios = torch.where(after > 0, before / after, 1).split(1)
+        for (name, shard), ratio in zip(shards.items(), ratios):
+            if any(ending.keep_norm and name in ending.params for ending in self.cfg.endings):
+                shard.copy_(shard * ratio)
+            if self.specs[name].sharded:
+                self.in_flight[name] = self.gather(name)
+        self.finish_gathers()
+        for target, name in self.tied_copy.items() if self.is_tied else ():
+            transpose_copy(self.params[name], self.params[target])
+
+    def norms(self, shards: dict[str, Tensor]) -> Tensor:
+        """Returns each parameter's norm over all ranks; sqrt(W) times that if all W ranks have all of it.
+
+        Summed in fp64, so that the ranks' number does not show after rounding.
+        """
+        norms = [torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards.values()]
+        squares = torch.stack(norms).square_()
+        return self.exchange.all_reduce(squares).wait().sqrt().to(acc_dtype(self.cfg))
+
     def state_dict(self) -> dict:
         """Returns all that training changes here: live tensors and numbers, by parameter and name."""
-        return {**self.state, "is_tied": self.is_tied}
+        return {**self.state, "averages": self.averages, "is_tied": self.is_tied}
 
     def load_state_dict(self, saved: dict) -> None:
         for name, state in self.state.items():
             for key, value in state.items():
                 new = saved[name][key]
                 state[key] = value.copy_(new) if isinstance(value, Tensor) else new
+        for row, average in self.averages.items():
+            average.copy_(saved["averages"][row])
         self.is_tied = saved["is_tied"]
 
     @torch.no_grad()
@@ -3628,6 +3727,9 @@ def check_config(cfg: Config, world_size: int) -> None:
         unused |= layer.key_shift and layer.narrow_qk
         unused |= (layer.gate or layer.value is not None) and not layer.attention
         refuse_if(unused, f"layers.{i} has what attention={layer.attention} does not use")
+    for i, ending in enumerate(cfg.endings):
+        unknown = ", ".join(sorted({*ending.params} - {spec.name for spec in cfg.params}))
+        refuse_if(unknown, f"endings.{i}.params: {unknown}: unknown; use names of parameters")
     repeated = sorted({*n.orders} - {0, 1}) != sorted(n.orders)
     refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
     refuse_if(len(n.orders) * n.rows >= 2**31, "ngrams: use fewer than 2**31 rows of all orders")
@@ -3884,7 +3986,7 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
         if optimizer.ngrams:
             optimizer.ngrams.zero(batch.rows["ngrams"].owned)
     loader.close()
-    optimizer.finish_gathers()
+    optimizer.apply_endings()
     restore(before, model, optimizer)
     optimizer.gather_all()
     optimizer.exchange.sent.clear()
@@ -4048,6 +4150,8 @@ def train(
     )
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
+        if done:
+            optimizer.apply_endings()
         if done or validates(cfg, step):
             stopped = synchronized_time()
             train_ms = 1000 * (stopped - began)

@@ -76,7 +76,7 @@ def train_on_meta(cfg, monkeypatch, **backend):
             assert loss.device.type == "meta" and loss.shape == ()
     finally:
         batches.loader.close()
-    optimizer.finish_gathers()
+    optimizer.apply_endings()
     devices = set()
     tg.map_tensors(lambda t: devices.add(t.device.type), optimizer.state_dict())
     assert not optimizer.is_tied and devices == {"meta"}
@@ -89,6 +89,7 @@ VARIANTS = {
     "autograd": dict(main_grad=False),
     "n-grams": dict(ngrams=NGRAMS),
     "n-grams, autograd": dict(ngrams=NGRAMS, main_grad=False),
+    "endings": dict(endings=tg.ENDINGS),
 }
 
 
