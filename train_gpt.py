@@ -174,6 +174,8 @@ class Param:
     # but lm_head before embed, its copy.
     work: int = 0
     optimizer: Literal["adam", "normuon"] = "adam"
+    # It is updated after so many steps, from the sum of their gradients. 4: after 2 until Config.slow_from.
+    every: Literal[1, 2, 4] = 2
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
     tied_to: str = ""  # until the untie step this is the transpose of that parameter
     # backend: NCCL or gloo sums in the gradient's dtype. fp32: all-to-all, then an fp32 sum in rank order
@@ -196,11 +198,11 @@ GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 PARAMS = (  # gradients are exchanged in this order
     #     name              shape       init            betas      lr_mul wd_mul
     Param("qk_bank",        "A*H 2D d", "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="normuon"),
+          optimizer="normuon", every=1),
     Param("vo_bank",        "2A d d",   "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="normuon"),
+          optimizer="normuon", every=1),
     Param("mlp_bank",       "2L F d",   "fc 0.5",       kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="normuon", matrix_lr_mul=(1.0, 2.0)),
+          optimizer="normuon", every=1, matrix_lr_mul=(1.0, 2.0)),
     Param("scalars",        "2L+2",     "scalars",      (.90, .99),  5.00,    0, dtype="float32"),
     Param("smear_gate",     "1 gate",   "0",            (.90, .99),  0.01,    0),
     Param("ve_gate_bank",   "E H gate", "0",            (.90, .99),  1.00,    1),
@@ -216,7 +218,8 @@ PARAMS = (  # gradients are exchanged in this order
     Param("bigram_embed",   "B d",      "0",            (.75, .95), 75.00,    5, "bigrams", "sparse", work=1),
     Param("post_lambdas",   "L 2",      "1",            (.90, .95),  1.00,    0, dtype="float32"),
     Param("resid_lambdas",  "L 2",      "1.0488",       (.90, .95),  5.00,    0, dtype="float32"),
-    Param("value_embeds",   "V E d",    "normal 0.01",  (.75, .95), 75.00,    5, "tokens", "sparse", work=5),
+    Param("value_embeds",   "V E d",    "normal 0.01",  (.75, .95), 70.00,    5, "tokens", "sparse", work=5,
+          every=4),
     Param("embed",          "V d",      "0",            (.50, .95),  1.00,  150, "tokens", "sparse", work=3,
           tied_to="lm_head"),
 )
@@ -317,6 +320,7 @@ class Config:
     max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
     # optimizers
     params: tuple[Param, ...] = PARAMS
+    slow_from: int = 336  # the first step at which every=4 means that, not 2
     adam_lr: float = 0.008
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
@@ -367,8 +371,8 @@ CPU = replace(
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False, dc=False) for layer in LAYERS),  # here they gain nothing
     ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), window_unit=16, attn_scale=0.3, dtype="float32",
-    muon_dtype="float32", momentum_warmup=125, momentum_cooldown=20, kernels=(), attention="dense", fp8=False,
-    compile=False,
+    muon_dtype="float32", slow_from=82, momentum_warmup=125, momentum_cooldown=20, kernels=(),
+    attention="dense", fp8=False, compile=False,
     stages=(
         Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -587,9 +591,7 @@ class StepPlan(NamedTuple):
     max_doc_len: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
-    # Adam's parameters update only after every second step, from the gradients of both: half the traffic of
-    # the tables, at next to no cost in loss (PR 136).
-    do_adam: bool
+    slow: bool  # from Config.slow_from on
     # After this step's update embed and lm_head are untied: one matrix learns faster from both ends, two fit
     # better later (PRs 175, 178).
     untie: bool
@@ -598,6 +600,20 @@ class StepPlan(NamedTuple):
     def loss_weights(self) -> tuple[float, ...]:
         """Returns the weights of GPT.loss_targets' columns."""
         return (*self.mtp, self.prefix) if self.prefix else self.mtp
+
+    def slowdown(self, every: int) -> int:
+        """Returns by how much rarer updates are than at first: betas have this power, decay this factor."""
+        return max(1, every // 2) if self.slow else 1
+
+    def updates(self, every: int) -> bool:
+        """True if what has this `every` is updated after this step, from all gradients since its last update.
+
+        Adam's parameters need it only after every second step, at next to no cost in loss (PR 136): half the
+        traffic of the tables. The largest, from Config.slow_from on, need it after every fourth (PR 360). The
+        gradients of last steps that no update follows are lost.
+        """
+        period = min(every, 2) * self.slowdown(every)
+        return self.step % period == period - 1
 
 
 def untie_step(cfg: Config) -> int:
@@ -630,7 +646,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         max_doc_len=stage.max_doc_len,
         mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
         prefix=stage.prefix_start + (stage.prefix_end - stage.prefix_start) * t,
-        do_adam=step % 2 == 1,
+        slow=step >= cfg.slow_from,
         untie=step == untie_step(cfg),
     )
 
@@ -644,10 +660,9 @@ def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
     return base * plan.lr_mul * spec.lr_mul
 
 
-def warmup_steps(cfg: Config) -> list[int]:
+def warmup_steps(cfg: Config) -> list[range]:
     """Returns steps that do all that a run does: the first two, and two on either side of a stage's start."""
-    steps = {start + k for start in cfg.stage_starts for k in (-2, -1, 0, 1)}
-    return sorted(steps.intersection(range(cfg.steps)))
+    return [range(max(0, start - 2), min(start + 2, cfg.steps)) for start in cfg.stage_starts]
 
 
 def validates(cfg: Config, step: int) -> bool:
@@ -1233,22 +1248,29 @@ class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
     position: tuple[int, ...]  # of the loader, after it
-    rows: dict  # packed RowRoutes of the tables that this step updates, by kind of table
+    rows: dict  # packed RowRoutes of the tables that this step updates, by name
 
 
 class Prefetcher:
     """Builds the planned steps' batches on a thread, two ahead of the one in use.
 
-    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. The first plan
-    must be step 0 or follow an Adam step, so that no gradient awaits an update.
+    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. No gradient may
+    await its update when the first of the planned steps begins.
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
         self.loader, self.exchange, cfg = loader, exchange, loader.cfg
         self.table_rows = {"tokens": cfg.padded_vocab, "bigrams": cfg.bigram_vocab_size}
-        self.sparse_kinds = {spec.kind for spec in cfg.params if spec.exchange == "sparse"} | {"ngrams"}
         self.hashed_kind = "ngrams" if cfg.ngrams.orders else "bigrams"
-        self.touched: dict[str, np.ndarray] = {}  # by kind of table: rows since their last update
+        # By table: the kind of its rows, after how many steps it is updated, how many ranks share its rows.
+        self.tables: dict[str, tuple[str, int, int]] = {
+            spec.name: (spec.kind, spec.every, exchange.world_size if spec.exchange == "sparse" else 1)
+            for spec in used_params(cfg)
+            if spec.is_table
+        }
+        if cfg.ngrams.orders:
+            self.tables["ngrams"] = "ngrams", 1, exchange.world_size
+        self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update
         self.owned_before = NO_ROWS  # RowRoutes.owned of the batch before
         # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
         self.batches = (self._build(plan) for plan in plans)
@@ -1279,29 +1301,28 @@ class Prefetcher:
                 (self.hashed_kind, batch.hashed_rows, signs),
             ):
                 batch.index[kind] = index_rows(ids.numpy(), own_signs)
-                row_ids = batch.index[kind].row_ids.numpy()
-                self.touched[kind] = merge_rows(self.touched.get(kind, NO_ROWS), row_ids)
-        updated = [kind for kind in self.touched if plan.do_adam or kind == "ngrams"]
-        plans = self._plan_rows(updated, micro_batches)
+        routes = {}
+        for name, (kind, every, _) in self.tables.items():
+            read = [batch.index[kind].row_ids.numpy() for batch in micro_batches]
+            self.touched[name] = merge_rows(self.touched.get(name, NO_ROWS), *read)
+            if plan.updates(every):
+                routes[name] = self._route_rows(name)
+        if "ngrams" in routes:
+            routes["ngrams"] = self._plan_fetches(routes["ngrams"], micro_batches)
         packed = [batch.pack() for batch in micro_batches]
-        return Batch(plan, packed, self.loader.position(), pack(plans))
+        return Batch(plan, packed, self.loader.position(), pack(routes))
 
-    def _plan_rows(self, kinds: list[str], micro_batches: list[MicroBatch]) -> dict[str, RowRoutes]:
-        """Tells the owners which of their rows are touched, for tables that are updated now."""
-        plans = {}
-        for kind in kinds:
-            rows, n = self.touched.pop(kind), self.exchange.world_size if kind in self.sparse_kinds else 1
-            if kind == "ngrams":
-                place, owner = np.divmod(rows, n)
-            else:
-                owner, place = np.divmod(rows, self.table_rows[kind] // n)
-            order = np.argsort(owner.astype(np.uint16), kind="stable")
-            send_counts = np.bincount(owner, minlength=n).tolist()
-            arriving, recv_counts = self.exchange.send_ids(kind, place[order], send_counts)
-            plans[kind] = RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), int32(arriving))
-            if kind == "ngrams":
-                plans[kind] = self._plan_fetches(plans[kind], micro_batches)
-        return plans
+    def _route_rows(self, name: str) -> RowRoutes:
+        """Tells the owners which of their rows of a table are touched; it is updated now."""
+        rows, (kind, _, n) = self.touched.pop(name), self.tables[name]
+        if name == "ngrams":
+            place, owner = np.divmod(rows, n)
+        else:
+            owner, place = np.divmod(rows, self.table_rows[kind] // n)
+        order = np.argsort(owner.astype(np.uint16), kind="stable")
+        send_counts = np.bincount(owner, minlength=n).tolist()
+        arriving, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
+        return RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), int32(arriving))
 
     def _plan_fetches(self, routes: RowRoutes, micro_batches: list[MicroBatch]) -> RowRoutes:
         """Plans the fetch of the n-grams' rows, and numbers them in the micro-batches as they will arrive.
@@ -3074,7 +3095,6 @@ class UpdateRule(NamedTuple):
     init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
     # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place.
     update: Callable
-    every_step: bool  # else in steps with plan.do_adam
 
 
 def scalar(value: float, dtype: torch.dtype) -> Tensor:
@@ -3100,9 +3120,10 @@ def adam(
     2025, arXiv:2510.12402).
     """
     t = state["steps"] = state["steps"] + 1
-    (beta1, beta2), lr = spec.betas, learning_rate(cfg.adam_lr, spec, plan)
+    slowdown, lr = plan.slowdown(spec.every), learning_rate(cfg.adam_lr, spec, plan)
+    beta1, beta2 = (beta**slowdown for beta in spec.betas)
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-    decay = lr * lr * (cfg.adam_wd * spec.wd_mul)
+    decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
     # As vectors, so that code compiled for any length serves every parameter.
     tensors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
     dtype = state["exp_avg"].dtype
@@ -3233,8 +3254,8 @@ def muon_update(
 
 
 OPTIMIZERS = {
-    "adam": UpdateRule(adam_init, adam, every_step=False),
-    "normuon": UpdateRule(normuon_init, normuon, every_step=True),
+    "adam": UpdateRule(adam_init, adam),
+    "normuon": UpdateRule(normuon_init, normuon),
 }
 
 
@@ -3390,9 +3411,9 @@ class Optimizer:
     """Shards updates over ranks: scatters gradients, updates own shards (work), gathers parameters.
 
     Gradients are exchanged in the order of cfg.params, updates done by Param.work; n-grams come before
-    all others. A gradient is summed over micro-batches (Adam: over two steps) in its parameter's dtype, by
-    its Gradient in `grads`. Until the untie step, a tied parameter, another's transpose, adds its gradient to
-    that one's and copies its values.
+    all others. A gradient is summed from one update to the next, over micro-batches and steps, in its
+    parameter's dtype, by its Gradient in `grads`. Until the untie step, a tied parameter, another's
+    transpose, adds its gradient to that one's and copies its values.
 
     Neither order changes the result: an update reads only its own gradient and state; the sum over ranks has
     an order of its own; a tied gradient is added before its target's sum, a tied copy made after its target's
@@ -3412,7 +3433,7 @@ class Optimizer:
         self.recv_buffers = {}  # with fp32 reduction: what the other ranks send
         self.state = {}  # the update rule's state of this rank's shard
         self.in_flight: dict[str, Pending] = {}  # gathers under way; also the all-reduce of act_scale
-        self.rows: dict[str, RowRoutes] = {}  # of this step, by kind of table
+        self.rows: dict[str, RowRoutes] = {}  # of the tables that this step updates
         for name, p in params.items():
             spec, shard = self.specs[name], self.shard_of(name, p)
             has_main_grad = spec.kind != "plain" and (spec.kind != "bank" or cfg.main_grad)
@@ -3434,8 +3455,7 @@ class Optimizer:
     def is_due(self, name: str, plan: StepPlan) -> bool:
         """True if this step updates the parameter; a tied one is copied instead."""
         spec = self.specs[name]
-        every_step = OPTIMIZERS[spec.optimizer].every_step
-        return (every_step or plan.do_adam) and not (self.is_tied and spec.tied_to)
+        return plan.updates(spec.every) and not (self.is_tied and spec.tied_to)
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
@@ -3459,9 +3479,9 @@ class Optimizer:
 
     def reset_grad(self, name: str) -> None:
         """Begins a new sum of a gradient that was used."""
-        spec, grad = self.specs[name], self.grads[name]
+        grad = self.grads[name]
         if isinstance(grad, TableGradient) and (grad.mean is not None or self.exchange.world_size == 1):
-            grad.reset(self.rows[spec.kind])
+            grad.reset(self.rows[name])
         else:  # an exchange of whole gradients may leave other ranks' rows in main_grad
             grad.reset()
 
@@ -3482,7 +3502,7 @@ class Optimizer:
             if self.is_tied and name in self.tied_copy:
                 self.add_tied_grad(grad, self.tied_copy[name])
             if (mean := self.grads[name].mean) is not None:
-                rows = self.rows[spec.kind]
+                rows = self.rows[name]
                 arriving = self.exchange.send_rows("rows", name, grad[rows.grads.rows], rows.grads)
                 pending[name] = arriving._replace(finish=partial(mean_rows, mean, routes=rows))
             else:
@@ -3492,7 +3512,7 @@ class Optimizer:
 
     def add_tied_grad(self, grad: Tensor, name: str) -> None:
         """Adds the gradient of the table `name`, (n, m), to its target's, (m, n): only touched rows."""
-        row_ids = self.rows[self.specs[name].kind].grads.rows
+        row_ids = self.rows[name].grads.rows
         transpose_add(grad, self.grads[name].take(), row_ids)
         self.reset_grad(name)
 
@@ -3567,7 +3587,7 @@ class Optimizer:
 
     @torch.no_grad()
     def drop_grads(self) -> None:
-        """Drops all gradients, as after an Adam step."""
+        """Drops all gradients: none awaits its update then."""
         for grad in self.grads.values():
             grad.reset()
         if self.ngrams:
@@ -3679,11 +3699,13 @@ def config_diff(a: dict, b: dict) -> str:
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
     count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
-    cannot_share = f"{world_size} processes cannot share"
+    cannot_share, every = f"{world_size} processes cannot share", {row.name: row.every for row in cfg.params}
     refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
         rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
         refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
+        apart = spec.tied_to and spec.every != every[spec.tied_to]
+        refuse_if(apart, f"params.{spec.name}.every must be that of {spec.tied_to}, as they are tied")
     for i, stage in enumerate(cfg.stages):
         rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
@@ -3773,7 +3795,7 @@ OTHER_STATE = "signs", "act_scale", "proj_scale"  # of the model; no parameters
 
 
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Copies this rank's share of all that training changes, between Adam steps, to host memory."""
+    """Copies this rank's share of all that training changes but gradients, to host memory."""
     optimizer.finish_gathers()
     shards = {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()}
     others = {name: getattr(model, name) for name in OTHER_STATE}
@@ -3937,15 +3959,18 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     """Runs a step of every kind, so that nothing is new on the clock; then all is as before the first."""
     before, cfg = training_state(model, optimizer), model.cfg
     loader = TrainLoader(cfg, data.train, prefetch.rank, prefetch.world_size)
-    plans = [plan_step(cfg, step) for step in warmup_steps(cfg)]
-    batches, one_round = Prefetcher(loader, plans, prefetch), min(cfg.val_slices, prefetch.world_size)
-    for plan in plans:
-        model.rotary.use_stage(plan.stage)
-        validate(model, val, optimizer.exchange, plan.windows, one_round)
-        batch = batches.next()
-        AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
-        if optimizer.ngrams:
-            optimizer.ngrams.zero(batch.rows["ngrams"].owned)
+    one_round = min(cfg.val_slices, prefetch.world_size)
+    for steps in warmup_steps(cfg):
+        plans = [plan_step(cfg, step) for step in steps]
+        batches = Prefetcher(loader, plans, prefetch)
+        for plan in plans:
+            model.rotary.use_stage(plan.stage)
+            validate(model, val, optimizer.exchange, plan.windows, one_round)
+            batch = batches.next()
+            AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
+            if optimizer.ngrams:
+                optimizer.ngrams.zero(batch.rows["ngrams"].owned)
+        optimizer.drop_grads()
     loader.close()
     optimizer.finish_gathers()
     restore(before, model, optimizer)
@@ -4068,8 +4093,8 @@ def train(
     """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
 
     `prefetch` is for the thread that builds batches. `save(progress, model, optimizer)` keeps a checkpoint
-    after every `every` steps, if that is given; `resumed` is one to go on from. `profiler` is started after
-    the warm-up.
+    after every `every` steps, if that is given, once no gradient awaits its update; `resumed` is one to go on
+    from. `profiler` is started after the warm-up.
     """
     compiled.compiler = compiler_of(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
@@ -4084,13 +4109,14 @@ def train(
             log.print0("compiling, off the clock: minutes at the first start", file=False)
         began = time.perf_counter()
         warm_up(data, model, optimizer, val, prefetch)
-        steps = " ".join(map(str, warmup_steps(cfg)))
+        steps = " ".join(str(step) for steps in warmup_steps(cfg) for step in steps)
         log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
         resumed.load(model, optimizer)
         optimizer.gather_all()
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
+    saved = first
     losses = AsyncLoss()
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
@@ -4143,8 +4169,9 @@ def train(
         log.print0(line + (f" train_loss:{loss:.4f}@{at}" if at else ""), console=False)
         bar.set_postfix_str(f"loss {loss:.3f}" if at else "", refresh=False)
         bar.update()
-        if every and n % every < 2 and batch.plan.do_adam and n < cfg.steps:  # no gradients are pending then
-            stopped = synchronized_time()
+        # After the slowest updates no gradient awaits one.
+        if every and n // every > saved // every and batch.plan.updates(4) and n < cfg.steps:
+            saved, stopped = n, synchronized_time()
             train_ms = 1000 * (stopped - began)
             losses.poll()
             save({"step": n, "train_ms": train_ms, "position": batch.position}, model, optimizer)

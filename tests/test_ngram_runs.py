@@ -89,7 +89,7 @@ class TellWhenWaiting:
         self.call = call
 
     def __call__(self):
-        FaultAtCall("Prefetcher._plan_rows", self.call, partial(Path.touch, Path("waiting")))()
+        FaultAtCall("Prefetcher._build", self.call, partial(Path.touch, Path("waiting")))()
 
 
 def wait_for(path, process=None):
@@ -702,7 +702,7 @@ def test_the_bytes_sent_are_those_of_touched_rows(counted, corpus, change):
     # An id for each gradient row, a mark for each row asked of this rank.
     assert prefetch["row ids ngrams"] == 4 * rows["gradient rows"]
     assert prefetch["late marks ngrams"] == rows["early rows"] + rows["late rows"]
-    kinds = sum(1 + tg.plan_step(cfg, step).do_adam for step in range(cfg.steps))
+    kinds = sum(1 + 2 * tg.plan_step(cfg, step).updates(2) for step in range(cfg.steps))
     assert sum(nbytes for kind, nbytes in prefetch.items() if kind.startswith("counts")) == 8 * kinds
 
 
