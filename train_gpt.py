@@ -238,8 +238,10 @@ class Ngrams:
     # Row r is on rank r % world_size: on its device (sharded), or in its host memory (host), which its GPU
     # reads and writes over PCIe.
     placement: Literal["sharded", "host"] = "sharded"
-    lr: float = 1.0
-    beta2: float = 0.95  # decay of a row's second moment, at each of its updates; 1: Adagrad's sum
+    every: Literal[1, 2, 4] = 4  # as Param.every
+    lr: float = 0.56
+    beta2: float = 0.95  # decay of a row's second moment at every update of the table
+    wd: float = 0.025
     prefetch: bool = True  # rows of the next step that this one does not change are fetched during it
 
 
@@ -370,9 +372,9 @@ CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False, dc=False) for layer in LAYERS),  # here they gain nothing
-    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), window_unit=16, attn_scale=0.3, dtype="float32",
-    muon_dtype="float32", slow_from=82, momentum_warmup=125, momentum_cooldown=20, kernels=(),
-    attention="dense", fp8=False, compile=False,
+    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, every=1, lr=0.3), window_unit=16, attn_scale=0.3,
+    dtype="float32", muon_dtype="float32", slow_from=82, momentum_warmup=125, momentum_cooldown=20,
+    kernels=(), attention="dense", fp8=False, compile=False,
     stages=(
         Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -382,7 +384,7 @@ CPU = replace(
 # fmt: on
 
 # The record preset with n-gram memory of 2^24 rows in the place of bigram_embed: 6.5 GB on each of 8 GPUs,
-# and about 2 for the rows that a step touches. Not run on GPUs, not tuned.
+# and about 3 for the rows that four steps touch. Not run on GPUs, not tuned.
 NGRAM = replace(RECORD, preset="ngram", ngrams=Ngrams(orders=(2, 3)))
 
 PRESETS = {"record": RECORD, "ngram": NGRAM, "cpu": CPU}
@@ -1012,9 +1014,8 @@ class RowRoutes(NamedTuple):
     grads: Transfer  # rows of main_grad, to their owners
     # (sum(recv_counts),) int32: the rows of its block that an owner receives; of n-grams, places in `owned`.
     arriving: Tensor
-    # The others are for n-grams. (n,) int32: the rows of its block that any rank touches, ascending.
+    # Of n-grams. (n,) int32: the rows of its block that any rank touches, ascending.
     owned: Tensor | None = None
-    fetches: dict[str, Transfer] = {}  # rows of its block for who asked, early and late
 
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -1248,7 +1249,9 @@ class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
     position: tuple[int, ...]  # of the loader, after it
-    rows: dict  # packed RowRoutes of the tables that this step updates, by name
+    # Packed: RowRoutes of the tables that this step updates, by name; of the rows of n-grams that it reads
+    # Transfers "early" and "late", from an owner's block to who asked.
+    rows: dict
 
 
 class Prefetcher:
@@ -1269,9 +1272,10 @@ class Prefetcher:
             if spec.is_table
         }
         if cfg.ngrams.orders:
-            self.tables["ngrams"] = "ngrams", 1, exchange.world_size
-        self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update
-        self.owned_before = NO_ROWS  # RowRoutes.owned of the batch before
+            self.tables["ngrams"] = "ngrams", cfg.ngrams.every, exchange.world_size
+        # By table: rows since its last update, ascending; those of n-grams in the order of their gradients.
+        self.touched: dict[str, np.ndarray] = {}
+        self.changed = NO_ROWS  # rows of n-grams, of this rank's block, that the step before updates
         # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
         self.batches = (self._build(plan) for plan in plans)
         self.queue = [self._submit(), self._submit()]
@@ -1301,58 +1305,74 @@ class Prefetcher:
                 (self.hashed_kind, batch.hashed_rows, signs),
             ):
                 batch.index[kind] = index_rows(ids.numpy(), own_signs)
-        routes = {}
+        routes: dict = {}
         for name, (kind, every, _) in self.tables.items():
-            read = [batch.index[kind].row_ids.numpy() for batch in micro_batches]
-            self.touched[name] = merge_rows(self.touched.get(name, NO_ROWS), *read)
+            read = merge_rows(*(batch.index[kind].row_ids.numpy() for batch in micro_batches))
+            if name == "ngrams":
+                routes |= self._plan_fetches(read, micro_batches)
+            else:
+                self.touched[name] = merge_rows(self.touched.get(name, NO_ROWS), read)
             if plan.updates(every):
                 routes[name] = self._route_rows(name)
-        if "ngrams" in routes:
-            routes["ngrams"] = self._plan_fetches(routes["ngrams"], micro_batches)
         packed = [batch.pack() for batch in micro_batches]
         return Batch(plan, packed, self.loader.position(), pack(routes))
 
-    def _route_rows(self, name: str) -> RowRoutes:
-        """Tells the owners which of their rows of a table are touched; it is updated now."""
-        rows, (kind, _, n) = self.touched.pop(name), self.tables[name]
+    def _tell_owners(self, name: str, rows: np.ndarray) -> tuple[np.ndarray, Transfer]:
+        """Tells the owners of a table's `rows` that this rank touches them.
+
+        Returns the order of `rows` by owner; rows of this rank's block, by the ranks that touch them.
+        """
+        kind, _, n = self.tables[name]
         if name == "ngrams":
             place, owner = np.divmod(rows, n)
         else:
             owner, place = np.divmod(rows, self.table_rows[kind] // n)
         order = np.argsort(owner.astype(np.uint16), kind="stable")
         send_counts = np.bincount(owner, minlength=n).tolist()
-        arriving, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
-        return RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), int32(arriving))
+        asked, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
+        return order, Transfer(int32(asked), recv_counts, send_counts)
 
-    def _plan_fetches(self, routes: RowRoutes, micro_batches: list[MicroBatch]) -> RowRoutes:
-        """Plans the fetch of the n-grams' rows, and numbers them in the micro-batches as they will arrive.
+    def _route_rows(self, name: str) -> RowRoutes:
+        """Plans how a table's gradients reach the owners of the rows touched since its last update."""
+        rows = self.touched.pop(name)
+        order, (arriving, recv_counts, send_counts) = self._tell_owners(name, rows)
+        if name != "ngrams":
+            return RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), arriving)
+        owned = self.changed = merge_rows(arriving.numpy())
+        places = int32(np.searchsorted(owned, arriving.numpy()))
+        return RowRoutes(Transfer(int32(order), send_counts, recv_counts), places, int32(owned))
 
-        Tells each rank that asked for one of this rank's rows whether it comes late, because the step before
-        changes it.
+    def _plan_fetches(self, read: np.ndarray, micro_batches: list[MicroBatch]) -> dict[str, Transfer]:
+        """Plans the fetch of the n-grams' rows that a step reads, and numbers them in the micro-batches.
+
+        hashed_rows get the order in which rows arrive, the index that of their first touch since the last
+        update, as gradients lie. Tells each rank that asked for one of this rank's rows whether it comes
+        late, because the step before changes it.
         """
-        (wanted, send_counts, recv_counts), asked = routes.grads, routes.arriving.numpy()
-        n, owned = self.exchange.world_size, merge_rows(asked)
-        prefetch = self.loader.cfg.ngrams.prefetch
-        is_late = (is_in(self.owned_before, asked) if prefetch else np.ones(len(asked))).astype(np.uint8)
-        self.owned_before = owned
+        order, (asked, recv_counts, send_counts) = self._tell_owners("ngrams", read)
+        n, prefetch = self.exchange.world_size, self.loader.cfg.ngrams.prefetch
+        is_late = (is_in(self.changed, asked.numpy()) if prefetch else np.ones(len(asked))).astype(np.uint8)
+        self.changed = NO_ROWS
         comes_late = self.exchange.send_numbers("late marks", "ngrams", is_late, recv_counts, send_counts)
         fetches = {}
         askers, owners = (np.repeat(np.arange(n), counts) for counts in (recv_counts, send_counts))
         for name, flag in ("early", 0), ("late", 1):
             to = np.bincount(askers[is_late == flag], minlength=n)
             by = np.bincount(owners[comes_late == flag], minlength=n)
-            fetches[name] = Transfer(int32(asked[is_late == flag]), to.tolist(), by.tolist())
+            fetches[name] = Transfer(asked[torch.from_numpy(is_late == flag)], to.tolist(), by.tolist())
         # Early rows arrive before late ones, each sorted by owner.
-        arrival = inverse(np.argsort(comes_late, kind="stable"))
-        by_row = np.argsort(wanted.numpy(), kind="stable")
-        rows, arrival_by_row = wanted.numpy()[by_row], arrival[by_row]
+        arrival = inverse(np.argsort(comes_late, kind="stable"))[inverse(order)]
+        touched = self.touched.get("ngrams", NO_ROWS)
+        touched = np.append(touched, read[~is_in(np.sort(touched), read)])
+        self.touched["ngrams"], by_row = touched, np.argsort(touched, kind="stable")
         for batch in micro_batches:
             index = batch.index["ngrams"]
-            arrives = int32(arrival_by_row[np.searchsorted(rows, index.row_ids.numpy())])
+            rows = index.row_ids.numpy()
+            arrives = int32(arrival[np.searchsorted(read, rows)])
             batch.hashed_rows = place_rows(batch.hashed_rows, index, arrives)
-            batch.index["ngrams"] = index._replace(row_ids=arrives)
-        grads = routes.grads._replace(rows=int32(arrival))
-        return RowRoutes(grads, int32(np.searchsorted(owned, asked)), int32(owned), fetches)
+            slots = int32(by_row[np.searchsorted(touched[by_row], rows)])
+            batch.index["ngrams"] = index._replace(row_ids=slots)
+        return fetches
 
 
 class ValLoader:
@@ -1661,21 +1681,33 @@ ROW_EPS = 1e-10
 
 @compiled
 def update_rows(
-    table: Tensor, moments: Tensor, rows: Tensor, grads: Tensor, lr: float | Tensor, beta2: float
+    table: Tensor,
+    moments: Tensor,
+    last: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    decays: Tensor,
+    time: int | Tensor,
+    weight: float | Tensor,
+    lr: float | Tensor,
+    decay: float | Tensor,
 ) -> None:
     """Updates distinct `rows` (n,) int32 of `table` (N, w) from grads (n, w), scaled by rows' second moments.
 
-    moments (N,), at least fp32, like the arithmetic, average the mean squares of a row's gradients over its
-    updates: RMSProp (Tieleman, Hinton 2012) by row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad (Duchi
-    et al. 2011, jmlr.org/papers/v12/duchi11a.html), which sums them: beta2 = 1. The first sets a moment of 0;
-    averaged with it, a row's first step would be 1 / sqrt(1 - beta2) times as long.
+    moments (N,), at least fp32, like the arithmetic, are Adam's of the mean squares of a row's gradients: by
+    row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi et al. 2011,
+    jmlr.org/papers/v12/duchi11a.html). They decay at every update of the table, made up for at a row's next:
+    decays[k] is of k units of time, of which `last` (N,) int32 keeps the row's update before. There is no
+    first moment, and bias correction is the table's, in `lr`: a row's first step is 1 / sqrt(weight) times as
+    long as one of a row that is always touched (PR 360). `decay`, lr^2 wd, acts as in adam().
     """
-    at, squares, weight = rows.long(), grads.square().mean(-1), (1 - beta2) or 1
-    old = moments[at]
-    new = torch.where(old == 0, squares, beta2 * old + weight * squares)
+    at = rows.long()
+    new = decays[time - last[at]] * moments[at] + weight * grads.square().mean(-1)
     moments.index_copy_(0, at, new)
-    values = table[at].to(grads.dtype) - lr * grads / (new.sqrt() + ROW_EPS)[:, None]
-    table.index_copy_(0, at, values.to(table.dtype))
+    last.index_copy_(0, at, torch.zeros_like(rows) + time)
+    old, update = table[at].to(grads.dtype), lr * grads / (new.sqrt() + ROW_EPS)[:, None]
+    update += decay * old * (update * old > 0)
+    table.index_copy_(0, at, (old - update).to(table.dtype))
 
 
 # Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02.
@@ -3266,20 +3298,22 @@ OPTIMIZERS = {
 #    on the right the main thread, from top to bottom:
 #
 #    index  hash_ngrams, index_rows          s - 1   last forward
-#    ids    send_ids: asker -> owner,                early rows of s, which s - 1 does not touch: to askers
+#    ids    send_ids: asker -> owner,                early rows of s, all but what s - 1 updates: to askers
 #           rank r % world_size for row r            backward, gradient rows, update of rows
 #    late   send_numbers: owner -> asker,            late rows of s, just updated: to askers
-#           does step s - 1 touch it?        s       forwards: lookup_sums sums rows of `compact`
+#           does step s - 1 update it?       s       forwards: lookup_sums sums rows of `compact`
 #                                                    last forward; early rows of s + 1
 #                                                    backward: add_row_grads, to a compact main_grad
 #                                                    gradient rows: to owners, first of the scatter
 #                                                    update: owners' mean in rank order, and the rule
 #                                                    late rows of s + 1
 #
-#    No other work or memory has the table's size. A forward reads rows as they are after the update of the
-#    step before, whether they came early or late. Sharded rows, and fetching ahead without staleness, are
-#    from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large
-#    in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+#    After steps without an update (Ngrams.every) the gradients stay in main_grad, and no row is late.
+#
+#    No other work or memory has the table's size. A forward reads rows as they are after the last update,
+#    whether they came early or late. Sharded rows, and fetching ahead without staleness, are from
+#    recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large in
+#    language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
 # ============================================================================================================
 
 
@@ -3307,17 +3341,22 @@ class NgramTable:
         self.exchange, self.device = exchange, device
         self.rows, (touched, block) = len(n.orders) * n.rows, ngram_bounds(cfg, exchange.world_size)
         self.compact = torch.zeros(touched, n.width, dtype=dtype_of(n.dtype), device=device)
-        self.main_grad = torch.zeros_like(self.compact)
+        # Of the rows touched since the last update, in the order of their first touch.
+        self.main_grad = self.compact.new_zeros(min(n.every * touched, self.rows), n.width)
         self.pending: list[Pending] = []  # fetches of the rows in `compact`
-        # Of the present step; of the next, from the fetch of its early rows to that of its late ones.
-        self.routes: RowRoutes = None
-        self.next_routes: RowRoutes = None
-        self.all_routes: dict[str, RowRoutes] = {}  # of all tables in the step begun last, on the device
+        # Batch.rows on the device, of the present step; of the next, from the fetch of its early rows to that
+        # of its late ones.
+        self.routes: dict | None = None
+        self.next_routes: dict | None = None
         on_host = n.placement == "host" and device.type == "cuda"
         rows = torch.zeros(block, n.width, dtype=dtype_of(n.dtype), device="cpu" if on_host else device)
-        self.stored = [rows, rows.new_zeros(block, dtype=acc_dtype(cfg))]
+        moments, last = (rows.new_zeros(block, dtype=dtype) for dtype in (acc_dtype(cfg), torch.int32))
+        # Updates so far, and their time: an update after four steps decays as two after two.
+        self.clock = torch.zeros(2, dtype=torch.int32)
+        self.stored = [rows, moments, last, self.clock]
         # Row r lies at r // world_size on rank r % world_size.
-        self.block, self.moments = map(map_to_gpu, self.stored) if on_host else self.stored
+        self.block, self.moments, self.last = map(map_to_gpu, self.stored[:3]) if on_host else self.stored[:3]
+        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(moments.dtype).to(device)
 
     def begin(self, batch: Batch) -> None:
         """Fetches all rows of a step, if the one before has not."""
@@ -3328,17 +3367,17 @@ class NgramTable:
     def fetch_early(self, batch: Batch | None) -> None:
         """Starts to fetch those rows of the next step, if there is one, that this step does not change."""
         if batch is not None:
-            self.all_routes = move(batch.rows, self.device)
-            self.next_routes = self.all_routes["ngrams"]
-            self._fetch("early", 0)
+            self.next_routes = move(batch.rows, self.device)
+            self._fetch(self.next_routes, "early", 0)
 
     def fetch_late(self) -> None:
-        """Starts to fetch the others, after their update. The next step begins."""
-        self._fetch("late", sum(self.next_routes.fetches["early"].recv_counts))
+        """Starts to fetch the others, after their update. The next step, if there is one, begins."""
+        if self.next_routes:
+            self._fetch(self.next_routes, "late", sum(self.next_routes["early"].recv_counts))
         self.routes, self.next_routes = self.next_routes, None
 
-    def _fetch(self, part: str, first: int) -> None:
-        transfer = self.next_routes.fetches[part]
+    def _fetch(self, routes: dict[str, Transfer], part: str, first: int) -> None:
+        transfer = routes[part]
         out = self.compact[first : first + sum(transfer.recv_counts)]
         rows = self.block.index_select(0, transfer.rows)
         self.pending.append(self.exchange.send_rows(f"{part} rows", "ngrams", rows, transfer, out))
@@ -3350,8 +3389,8 @@ class NgramTable:
         return self.compact
 
     def send_grads(self) -> Pending:
-        """Starts the return of the step's gradient rows; the result is their mean, as routes.owned orders."""
-        routes = self.routes
+        """Starts the return of the gradient rows; the result is their mean, in the order of `owned`."""
+        routes = self.routes["ngrams"]
         rows = self.main_grad.index_select(0, routes.grads.rows)
         self.main_grad[: len(rows)].zero_()
         sums = rows.new_zeros((len(routes.owned), rows.size(1)), dtype=self.moments.dtype)
@@ -3360,18 +3399,22 @@ class NgramTable:
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads()."""
-        lr, rows = scalar(self.cfg.lr * plan.lr_mul, self.moments.dtype), self.routes.owned
+        n, dtype, rows = self.cfg, grads.dtype, self.routes["ngrams"].owned
+        slowdown = plan.slowdown(n.every)
+        self.clock += torch.tensor([1, slowdown])
+        count, time = self.clock.tolist()
+        beta2, lr = n.beta2**slowdown, n.lr * plan.lr_mul
+        numbers = 1 - beta2, lr * math.sqrt(1 - beta2**count), lr * lr * n.wd * slowdown
         # Compiled code takes none and one as constants.
         rule = update_rows if len(rows) > 1 else update_rows.function
-        rule(self.block, self.moments, rows, grads, lr, self.cfg.beta2)
-        self.routes = None
-        if self.next_routes:
-            self.fetch_late()
+        state, scalars = (self.moments, self.last), [scalar(number, dtype) for number in numbers]
+        rule(self.block, *state, rows, grads, self.decays, scalar(time, torch.int32), *scalars)
 
     def zero(self, rows: Tensor) -> None:
-        """Sets these rows (n,) of this rank's block, and their moments, to 0, as at the start."""
-        for t in (self.block, self.moments):
+        """Sets these rows (n,) of this rank's block, their state and the clock to 0, as at the start."""
+        for t in (self.block, self.moments, self.last):
             t.index_fill_(0, rows.long().to(t.device), 0)
+        self.clock.zero_()
 
     def finish(self) -> None:
         """Ends what is under way, so that `stored` holds every row's present values."""
@@ -3380,7 +3423,7 @@ class NgramTable:
             torch.cuda.synchronize()
 
     def reset(self) -> None:
-        """Forgets the step under way: the next one fetches all of its rows."""
+        """Forgets gradients and the step under way: the next one fetches all of its rows."""
         self.finish()
         self.main_grad.zero_()
         self.routes = self.next_routes = None
@@ -3462,7 +3505,7 @@ class Optimizer:
         """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
         if self.ngrams:
             self.ngrams.begin(batch)
-        self.rows = self.ngrams.all_routes if self.ngrams else move(batch.rows, self.device)
+        self.rows = self.ngrams.routes if self.ngrams else move(batch.rows, self.device)
 
     @section("rows")
     @torch.no_grad()
@@ -3494,7 +3537,7 @@ class Optimizer:
 
     def scatter(self, plan: StepPlan) -> dict[str, Pending]:
         """Starts the exchange of every gradient that is due: n-grams', then in the order of the table."""
-        pending = {"ngrams": self.ngrams.send_grads()} if self.ngrams else {}
+        pending = {"ngrams": self.ngrams.send_grads()} if "ngrams" in self.rows else {}
         for name, spec in self.specs.items():
             grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
             if not self.is_due(name, plan):
@@ -3523,8 +3566,10 @@ class Optimizer:
         Mean gradients exist only here, each rank's block of them.
         """
         self.finish_gathers()
-        if self.ngrams:
+        if "ngrams" in pending:
             self.ngrams.update(pending["ngrams"].wait(), plan)
+        if self.ngrams:
+            self.ngrams.fetch_late()
         for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
             if name not in pending:
                 continue
@@ -3968,7 +4013,7 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
             validate(model, val, optimizer.exchange, plan.windows, one_round)
             batch = batches.next()
             AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
-            if optimizer.ngrams:
+            if "ngrams" in batch.rows:
                 optimizer.ngrams.zero(batch.rows["ngrams"].owned)
         optimizer.drop_grads()
     loader.close()

@@ -11,16 +11,26 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import GOLDEN92, distance, fill, plans_of_all_rows
+from golden_inputs import (
+    GOLDEN92,
+    FixedLoader,
+    distance,
+    fill,
+    golden_signs,
+    plans_of_all_rows,
+    tiny_config,
+)
 from launch import FaultAtCall, die
 from test_distributed import (
     batches_of,
     build,
     cfg,  # noqa: F401 (a fixture)
+    digest,
     same_on_all_ranks,
     train,
     with_dtype,
 )
+from test_ngrams import ngram_config
 from test_resume import (  # noqa: F401 (fixtures)
     ATTEMPTS,
     LONG,
@@ -164,6 +174,104 @@ def test_golden_untying():
         assert p.flatten().tolist() == pytest.approx(golden[f"{name}_at_the_end"], rel=1e-11)
 
 
+# ------------------------------------------------------------------------------------------ golden n-grams
+
+TABLE = GOLDEN92["e_table"]["training"]
+
+
+def golden_rows(x, half, sign_rows):
+    """Returns the record's rows of bigrams and trigrams, and of signs, (2, T) each, of tokens x int64."""
+    before, first = (np.append([0] * n, x[:-n]) for n in (1, 2))
+    rows = np.stack([36313 * x ^ 27191 * before, 17351 * x ^ 60961 * before ^ 45259 * first]) % (half - 1)
+    signs = np.stack([30011 * before ^ 48271 * x, 26801 * first ^ 39779 * before ^ 58699 * x]) & sign_rows - 1
+    for n in range(2):
+        rows[n, : n + 1], signs[n, : n + 1] = half - 1, 0
+        rows[n] += n * half
+    return rows, signs
+
+
+def golden_slices(step):
+    """Returns a step's micro-batches, fed with the record's rows."""
+    slices, i = [], np.arange(12)
+    for k in range(TABLE["slices"]):
+        tokens = (i**2 + 3 * i * (step % 5) + 7 * step + 5 * k) % 15
+        tokens[0] = 255
+        if step == TABLE["steps"][0]:
+            assert tokens.tolist() == TABLE["tokens_of_the_first_step"][k]
+        rows, signs = map(tg.int32, golden_rows(tokens, TABLE["half"], TABLE["sign_rows"]))
+        slices.append(tg.MicroBatch(tg.int32(tokens), torch.zeros(0), rows, signs, torch.zeros(0), 0))
+    return slices
+
+
+def table_events(dtype, **ngrams):
+    """Yields the golden event, owned rows, their mean gradients and the table, after each update.
+
+    Checks that every step reads the rows as the updates before it have left them.
+    """
+    ngrams = dict(orders=(2, 3), rows=TABLE["half"], width=TABLE["width"], dtype=dtype) | ngrams
+    cfg = tiny_config(dtype, ngrams=tg.Ngrams(**ngrams), sign_rows=TABLE["sign_rows"])
+    table = tg.NgramTable(cfg, tg.Exchange(0, 1), torch.device("cpu"))
+    signs = golden_signs((TABLE["sign_rows"], TABLE["width"])).to(table.block.dtype)
+    rates = {event["step"]: event["eta"] / 0.56 for event in TABLE["events"]}
+    plans = [tg.plan_step(tg.RECORD, step)._replace(lr_mul=rates.get(step, 1.0)) for step in TABLE["steps"]]
+    loader, events = FixedLoader(cfg, map(golden_slices, TABLE["steps"])), iter(TABLE["events"])
+    batches = tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
+    for plan in plans:
+        batch = batches.next()
+        table.begin(batch)
+        for k, (micro_batch, fed) in enumerate(zip(batch.micro_batches, golden_slices(plan.step))):
+            now = table.block[fed.hashed_rows.long()]
+            assert torch.equal(table.arrived()[micro_batch.hashed_rows.long()], now)
+            db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
+            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.index["ngrams"], signs)
+        table.fetch_early(batches.peek())
+        assert ("ngrams" in table.routes) == (plan.step in rates)
+        if "ngrams" in table.routes:
+            owned, grads = table.routes["ngrams"].owned, table.send_grads().wait().clone()
+            assert not table.main_grad.any()
+            table.update(grads, plan)
+            yield next(events), owned.tolist(), grads, table
+        table.fetch_late()
+    loader.close()
+    assert next(events, None) is None
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_golden_ngrams(prefetch):
+    for want, rows, grads, table in table_events("float64", prefetch=prefetch):
+        assert rows == want["rows"] and len(rows) == want["touched"]
+        assert table.clock[0] == want["event"]
+        parts = {
+            "g": grads,
+            "v_of_touched": table.moments[rows],
+            "p_of_touched": table.block[rows],
+            "table": table.block,
+            "v_of_all_rows_if_decayed_at_every_event": table.moments
+            * table.decays[table.clock[1] - table.last],
+        }
+        for name, t in parts.items():
+            assert distance(t, want[name]) < 1e-11, (want["step"], name)
+        for row, listed in want["listed"].items():
+            place = rows.index(int(row))
+            assert grads[place].tolist() == listed["g"]
+            assert table.moments[int(row)].item() == pytest.approx(listed["v"], rel=1e-11)
+            scale = max(map(abs, listed["p"]))
+            assert table.block[int(row)].tolist() == pytest.approx(listed["p"], rel=0, abs=1e-11 * scale)
+
+
+def test_golden_ngrams_as_stored():
+    """Compares rows' bits, and their moments."""
+    seen = 0
+    for want, _, _, table in table_events("bfloat16"):
+        assert table.moments.dtype == torch.float32
+        for row, listed in want["listed"].items():
+            bits = table.block[int(row)].view(torch.int16).int() & 0xFFFF
+            assert bits.tolist() == listed["p_bf16_bits"], (want["step"], row)
+            assert table.moments[int(row)].item() == pytest.approx(listed["v_fp32"], rel=1e-6)
+            seen += 1
+    assert seen > 40
+
+
 # ------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -224,6 +332,36 @@ def test_warm_up_leaves_no_trace(cfg, cut):
         assert train(0, 1, slow(cfg), warm=True)["restored"]
 
 
+def train_ngrams(rank, world_size, cfg):
+    """Trains a whole run; returns its losses, a digest of the parameters, and this rank's rows and state."""
+    _, model, optimizer = build(rank, world_size, cfg)
+    batches, losses = batches_of(cfg, rank, world_size), []
+    for _ in range(cfg.steps):
+        losses.append(tg.train_step(model, optimizer, batches.next(), batches.peek).item())
+    batches.loader.close()
+    optimizer.ngrams.finish()
+    return losses, digest(model), optimizer.ngrams.stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ngrams_after_four_steps(workers, tmp_path, world_size):
+    """Compares prefetch on and off to the bit, and one rank up to rounding."""
+    cfg = with_dtype(ngram_config(tmp_path, rows=199, every=4, dtype="float64"), "float64")
+    cfg = replace(cfg, padded_vocab=64, stages=tuple(replace(s, steps=s.steps + 1) for s in cfg.stages))
+    ahead, late = (
+        workers(world_size, train_ngrams, tg.override(cfg, f"ngrams.prefetch={on}")) for on in (True, False)
+    )
+    single = train_ngrams(0, 1, cfg)
+    for rank, (got, want) in enumerate(zip(ahead, late)):
+        assert got[:2] == want[:2] and all(map(torch.equal, got[2], want[2]))
+        rows, _, last, clock = got[2]
+        assert clock.tolist() == [3, 5] and set(last.tolist()) <= {0, 1, 3, 5}  # steps 1, 3 and 7
+        whole = single[2][0][rank::world_size]
+        torch.testing.assert_close(rows[: len(whole)], whole, rtol=1e-9, atol=1e-9)
+        assert whole.any()
+
+
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
@@ -238,7 +376,8 @@ def test_checkpoints_wait_for_the_rarest_updates(launch, tmp_path, every, steps)
 
 @pytest.mark.slow
 def test_a_run_killed_between_updates_goes_on_from_the_last(launch, uninterrupted, tmp_path):
-    change = (*LONG, "slow_from=2")
+    """Checks that value_embeds and n-grams go on with the moments, and the counts, of their own updates."""
+    change = (*LONG, "slow_from=2", "ngrams.every=4")
     options = ["--checkpoint-every", 1, "--save", "model.pt"]
     with launch(
         tmp_path / "run", *options, change=change, faults={0: FaultAtCall("train_step", 11, die)}

@@ -151,8 +151,8 @@ FAILURES = {
     "a batch": (0, 5, FaultAtCall("Prefetcher._build", 5, fail_when_other_waits)),
     "the last batch": (1, 8, FaultAtCall("Prefetcher._build", 8, fail_when_other_waits)),
     "a batch, between its collectives": (
-        *(0, 5),
-        FaultAtCall("Prefetcher._plan_fetches", 5, fail_when_other_waits),
+        *(0, 6),
+        FaultAtCall("Prefetcher._plan_fetches", 6, fail_when_other_waits),
     ),
 }
 # The other rank must learn of it at once, not after a timeout.
@@ -699,10 +699,10 @@ def test_the_bytes_sent_are_those_of_touched_rows(counted, corpus, change):
     assert {kind: exchange[f"{kind} ngrams"] for kind in rows} == {
         kind: count * row_bytes for kind, count in rows.items()
     }
-    # An id for each gradient row, a mark for each row asked of this rank.
-    assert prefetch["row ids ngrams"] == 4 * rows["gradient rows"]
+    # An id for each row to fetch and each gradient row, a mark for each row asked of this rank.
+    assert prefetch["row ids ngrams"] == 8 * rows["gradient rows"]
     assert prefetch["late marks ngrams"] == rows["early rows"] + rows["late rows"]
-    kinds = sum(1 + 2 * tg.plan_step(cfg, step).updates(2) for step in range(cfg.steps))
+    kinds = sum(2 + 2 * tg.plan_step(cfg, step).updates(2) for step in range(cfg.steps))
     assert sum(nbytes for kind, nbytes in prefetch.items() if kind.startswith("counts")) == 8 * kinds
 
 
