@@ -372,7 +372,7 @@ CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False, dc=False) for layer in LAYERS),  # here they gain nothing
-    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, every=1, lr=0.3), window_unit=16, attn_scale=0.3,
+    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, every=1), window_unit=16, attn_scale=0.3,
     dtype="float32", muon_dtype="float32", slow_from=82, momentum_warmup=125, momentum_cooldown=20,
     kernels=(), attention="dense", fp8=False, compile=False,
     stages=(

@@ -397,6 +397,7 @@ def run_steps(
             (tg.Optimizer, "add_row_grads"): "rows",
             (tg.Optimizer, "step"): "optimizer",
             (tg.NgramTable, "fetch_early"): "n-grams",
+            (tg.NgramTable, "fetch_late"): "n-grams",
             (tg.NgramTable, "send_grads"): "n-grams",
             (tg.NgramTable, "update"): "n-grams",
         }

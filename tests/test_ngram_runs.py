@@ -465,7 +465,7 @@ def validation_loss(model, corpus):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_saved_model_gives_the_runs_loss(saved, corpus, dtype):
     """Its table is mapped, for reading only."""
-    folder = saved(f"ngrams.dtype={dtype}")
+    folder = saved(f"ngrams.dtype={dtype}", "ngrams.lr=3")
     path = folder / "model.pt.ngrams"
     assert path.stat().st_size == 602 * 12 * tg.dtype_of(dtype).itemsize
     path.chmod(0o444)
