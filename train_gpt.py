@@ -179,6 +179,8 @@ class Param:
     # but lm_head before embed, its copy.
     work: int = 0
     optimizer: Literal["adam", "anvil"] = "adam"
+    # It is updated after so many steps, from the sum of their gradients. 4: after 2 until Config.slow_from.
+    every: Literal[1, 2, 4] = 2
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
     tied_to: str = ""  # until the untie step this is the transpose of that parameter
     # backend: NCCL or gloo sums in the gradient's dtype. fp32: all-to-all, then an fp32 sum in rank order
@@ -201,13 +203,13 @@ GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 PARAMS = (  # gradients are exchanged in this order
     #     name              shape       init            betas      lr_mul wd_mul
     Param("qk_bank",        "wide*H 2D d","uniform 0.5",kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="anvil"),
+          optimizer="anvil", every=1),
     Param("narrow_qk_bank", "narrow*H D d","uniform 0.5",kind="bank",exchange="reduce_scatter", work=4,
-          optimizer="anvil"),
+          optimizer="anvil", every=1),
     Param("vo_bank",        "2A d d",   "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="anvil"),
+          optimizer="anvil", every=1),
     Param("mlp_bank",       "2mlps F d",  "fc 0.5",      kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="anvil", matrix_lr_mul=(1.0, 2.0)),
+          optimizer="anvil", every=1, matrix_lr_mul=(1.0, 2.0)),
     Param("scalars",        "2L+2",     "scalars",      (.90, .99),  5.00,    0, dtype="float32"),
     Param("smear_gate",     "1 gate",   "0",            (.90, .99),  0.01,    0),
     Param("ve_gate_bank",   "Eg H gate","0",            (.90, .99),  1.00,    1),
@@ -224,7 +226,8 @@ PARAMS = (  # gradients are exchanged in this order
     Param("bigram_embed",   "B d",      "0",            (.75, .95), 75.00,    5, "bigrams", "sparse", work=1),
     Param("post_lambdas",   "L 2",      "1",            (.90, .95),  1.00,    0, dtype="float32"),
     Param("resid_lambdas",  "L 2",      "1.0488",       (.90, .95),  5.00,    0, dtype="float32"),
-    Param("value_embeds",   "V E d",    "normal 0.01",  (.75, .95), 75.00,    5, "tokens", "sparse", work=5),
+    Param("value_embeds",   "V E d",    "normal 0.01",  (.75, .95), 70.00,    5, "tokens", "sparse", work=5,
+          every=4),
     Param("embed",          "V d",      "0",            (.50, .95),  1.00,  150, "tokens", "sparse", work=3,
           tied_to="lm_head"),
 )
@@ -274,8 +277,10 @@ class Ngrams:
     # Row r is on rank r % world_size: on its device (sharded), or in its host memory (host), which its GPU
     # reads and writes over PCIe.
     placement: Literal["sharded", "host"] = "sharded"
-    lr: float = 1.0
-    beta2: float = 0.95  # decay of a row's second moment, at each of its updates; 1: Adagrad's sum
+    every: Literal[1, 2, 4] = 4  # as Param.every
+    lr: float = 0.56
+    beta2: float = 0.95  # decay of a row's second moment at every update of the table
+    wd: float = 0.025
     prefetch: bool = True  # rows of the next step that this one does not change are fetched during it
 
 
@@ -359,6 +364,7 @@ class Config:
     endings: tuple[Ending, ...] = ENDINGS  # what is done to parameters after the last step, in this order
     # optimizers
     params: tuple[Param, ...] = PARAMS
+    slow_from: int = 336  # the first step at which every=4 means that, not 2
     adam_lr: float = 0.008
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
@@ -417,9 +423,10 @@ CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
-    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), mix_groups=4, window_unit=16, attn_scale=0.25,
-    narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, bank_dtype="float32", momentum_warmup=125,
-    momentum_cooldown=20, rails_step=125, kernels=(), attention="dense", fp8=False, compile=False, endings=(),
+    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, every=1), mix_groups=4, window_unit=16, attn_scale=0.25,
+    narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, bank_dtype="float32", slow_from=82,
+    momentum_warmup=125, momentum_cooldown=20, rails_step=125, kernels=(), attention="dense", fp8=False,
+    compile=False, endings=(),
     stages=(
         Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -429,7 +436,7 @@ CPU = replace(
 # fmt: on
 
 # The record preset with n-gram memory of 2^24 rows in the place of bigram_embed: 6.5 GB on each of 8 GPUs,
-# and about 2 for the rows that a step touches. Not run on GPUs, not tuned.
+# and about 3 for the rows that four steps touch. Not run on GPUs, not tuned.
 NGRAM = replace(RECORD, preset="ngram", ngrams=Ngrams(orders=(2, 3)))
 
 PRESETS = {"record": RECORD, "ngram": NGRAM, "cpu": CPU}
@@ -652,9 +659,7 @@ class StepPlan(NamedTuple):
     attention_cap: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
-    # Adam's parameters update only after every second step, from the gradients of both: half the traffic of
-    # the tables, at next to no cost in loss (PR 136).
-    do_adam: bool
+    slow: bool  # from Config.slow_from on
     # After this step's update embed and lm_head are untied: one matrix learns faster from both ends, two fit
     # better later (PRs 175, 178).
     untie: bool
@@ -663,6 +668,20 @@ class StepPlan(NamedTuple):
     def loss_weights(self) -> tuple[float, ...]:
         """Returns the weights of GPT.loss_targets' columns."""
         return (*self.mtp, self.prefix) if self.prefix else self.mtp
+
+    def slowdown(self, every: int) -> int:
+        """Returns by how much rarer updates are than at first: betas have this power, decay this factor."""
+        return max(1, every // 2) if self.slow else 1
+
+    def updates(self, every: int) -> bool:
+        """True if what has this `every` is updated after this step, from all gradients since its last update.
+
+        Adam's parameters need it only after every second step, at next to no cost in loss (PR 136): half the
+        traffic of the tables. The largest, from Config.slow_from on, need it after every fourth (PR 360). The
+        gradients of last steps that no update follows are lost.
+        """
+        period = min(every, 2) * self.slowdown(every)
+        return self.step % period == period - 1
 
 
 def untie_step(cfg: Config) -> int:
@@ -696,7 +715,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         attention_cap=stage.attention_cap,
         mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
         prefix=stage.prefix[int(t * len(stage.prefix))] if stage.prefix else 0.0,
-        do_adam=step % 2 == 1,
+        slow=step >= cfg.slow_from,
         untie=step == untie_step(cfg),
     )
 
@@ -720,10 +739,9 @@ def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
     return base * plan.lr_mul * spec.lr_mul
 
 
-def warmup_steps(cfg: Config) -> list[int]:
+def warmup_steps(cfg: Config) -> list[range]:
     """Returns steps that do all that a run does: the first two, and two on either side of a stage's start."""
-    steps = {start + k for start in cfg.stage_starts for k in (-2, -1, 0, 1)}
-    return sorted(steps.intersection(range(cfg.steps)))
+    return [range(max(0, start - 2), min(start + 2, cfg.steps)) for start in cfg.stage_starts]
 
 
 def validates(cfg: Config, step: int) -> bool:
@@ -1073,9 +1091,8 @@ class RowRoutes(NamedTuple):
     grads: Transfer  # rows of main_grad, to their owners
     # (sum(recv_counts),) int32: the rows of its block that an owner receives; of n-grams, places in `owned`.
     arriving: Tensor
-    # The others are for n-grams. (n,) int32: the rows of its block that any rank touches, ascending.
+    # Of n-grams. (n,) int32: the rows of its block that any rank touches, ascending.
     owned: Tensor | None = None
-    fetches: dict[str, Transfer] = {}  # rows of its block for who asked, early and late
 
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -1315,23 +1332,33 @@ class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
     position: tuple[int, ...]  # of the loader, after it
-    rows: dict  # packed RowRoutes of the tables that this step updates, by kind of table
+    # Packed: RowRoutes of the tables that this step updates, by name; of the rows of n-grams that it reads
+    # Transfers "early" and "late", from an owner's block to who asked.
+    rows: dict
 
 
 class Prefetcher:
     """Builds the planned steps' batches on a thread, two ahead of the one in use.
 
-    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. The first plan
-    must be step 0 or follow an Adam step, so that no gradient awaits an update.
+    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. No gradient may
+    await its update when the first of the planned steps begins.
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
         self.loader, self.exchange, cfg = loader, exchange, loader.cfg
         self.table_rows = {"tokens": cfg.padded_vocab, "bigrams": cfg.bigram_vocab_size}
-        self.sparse_kinds = {spec.kind for spec in cfg.params if spec.exchange == "sparse"} | {"ngrams"}
         self.hashed_kind = "ngrams" if cfg.ngrams.orders else "bigrams"
-        self.touched: dict[str, np.ndarray] = {}  # by kind of table: rows since their last update
-        self.owned_before = NO_ROWS  # RowRoutes.owned of the batch before
+        # By table: the kind of its rows, after how many steps it is updated, how many ranks share its rows.
+        self.tables: dict[str, tuple[str, int, int]] = {
+            spec.name: (spec.kind, spec.every, exchange.world_size if spec.exchange == "sparse" else 1)
+            for spec in used_params(cfg)
+            if spec.is_table
+        }
+        if cfg.ngrams.orders:
+            self.tables["ngrams"] = "ngrams", cfg.ngrams.every, exchange.world_size
+        # By table: rows since its last update, ascending; those of n-grams in the order of their gradients.
+        self.touched: dict[str, np.ndarray] = {}
+        self.changed = NO_ROWS  # rows of n-grams, of this rank's block, that the step before updates
         # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
         self.batches = (self._build(plan) for plan in plans)
         self.queue = [self._submit(), self._submit()]
@@ -1361,59 +1388,74 @@ class Prefetcher:
                 (self.hashed_kind, batch.hashed_rows, signs),
             ):
                 batch.index[kind] = index_rows(ids.numpy(), own_signs)
-                row_ids = batch.index[kind].row_ids.numpy()
-                self.touched[kind] = merge_rows(self.touched.get(kind, NO_ROWS), row_ids)
-        updated = [kind for kind in self.touched if plan.do_adam or kind == "ngrams"]
-        plans = self._plan_rows(updated, micro_batches)
-        packed = [batch.pack() for batch in micro_batches]
-        return Batch(plan, packed, self.loader.position(), pack(plans))
-
-    def _plan_rows(self, kinds: list[str], micro_batches: list[MicroBatch]) -> dict[str, RowRoutes]:
-        """Tells the owners which of their rows are touched, for tables that are updated now."""
-        plans = {}
-        for kind in kinds:
-            rows, n = self.touched.pop(kind), self.exchange.world_size if kind in self.sparse_kinds else 1
-            if kind == "ngrams":
-                place, owner = np.divmod(rows, n)
+        routes: dict = {}
+        for name, (kind, every, _) in self.tables.items():
+            read = merge_rows(*(batch.index[kind].row_ids.numpy() for batch in micro_batches))
+            if name == "ngrams":
+                routes |= self._plan_fetches(read, micro_batches)
             else:
-                owner, place = np.divmod(rows, self.table_rows[kind] // n)
-            order = np.argsort(owner.astype(np.uint16), kind="stable")
-            send_counts = np.bincount(owner, minlength=n).tolist()
-            arriving, recv_counts = self.exchange.send_ids(kind, place[order], send_counts)
-            plans[kind] = RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), int32(arriving))
-            if kind == "ngrams":
-                plans[kind] = self._plan_fetches(plans[kind], micro_batches)
-        return plans
+                self.touched[name] = merge_rows(self.touched.get(name, NO_ROWS), read)
+            if plan.updates(every):
+                routes[name] = self._route_rows(name)
+        packed = [batch.pack() for batch in micro_batches]
+        return Batch(plan, packed, self.loader.position(), pack(routes))
 
-    def _plan_fetches(self, routes: RowRoutes, micro_batches: list[MicroBatch]) -> RowRoutes:
-        """Plans the fetch of the n-grams' rows, and numbers them in the micro-batches as they will arrive.
+    def _tell_owners(self, name: str, rows: np.ndarray) -> tuple[np.ndarray, Transfer]:
+        """Tells the owners of a table's `rows` that this rank touches them.
 
-        Tells each rank that asked for one of this rank's rows whether it comes late, because the step before
-        changes it.
+        Returns the order of `rows` by owner; rows of this rank's block, by the ranks that touch them.
         """
-        (wanted, send_counts, recv_counts), asked = routes.grads, routes.arriving.numpy()
-        n, owned = self.exchange.world_size, merge_rows(asked)
-        prefetch = self.loader.cfg.ngrams.prefetch
-        is_late = (is_in(self.owned_before, asked) if prefetch else np.ones(len(asked))).astype(np.uint8)
-        self.owned_before = owned
+        kind, _, n = self.tables[name]
+        if name == "ngrams":
+            place, owner = np.divmod(rows, n)
+        else:
+            owner, place = np.divmod(rows, self.table_rows[kind] // n)
+        order = np.argsort(owner.astype(np.uint16), kind="stable")
+        send_counts = np.bincount(owner, minlength=n).tolist()
+        asked, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
+        return order, Transfer(int32(asked), recv_counts, send_counts)
+
+    def _route_rows(self, name: str) -> RowRoutes:
+        """Plans how a table's gradients reach the owners of the rows touched since its last update."""
+        rows = self.touched.pop(name)
+        order, (arriving, recv_counts, send_counts) = self._tell_owners(name, rows)
+        if name != "ngrams":
+            return RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), arriving)
+        owned = self.changed = merge_rows(arriving.numpy())
+        places = int32(np.searchsorted(owned, arriving.numpy()))
+        return RowRoutes(Transfer(int32(order), send_counts, recv_counts), places, int32(owned))
+
+    def _plan_fetches(self, read: np.ndarray, micro_batches: list[MicroBatch]) -> dict[str, Transfer]:
+        """Plans the fetch of the n-grams' rows that a step reads, and numbers them in the micro-batches.
+
+        hashed_rows get the order in which rows arrive, the index that of their first touch since the last
+        update, as gradients lie. Tells each rank that asked for one of this rank's rows whether it comes
+        late, because the step before changes it.
+        """
+        order, (asked, recv_counts, send_counts) = self._tell_owners("ngrams", read)
+        n, prefetch = self.exchange.world_size, self.loader.cfg.ngrams.prefetch
+        is_late = (is_in(self.changed, asked.numpy()) if prefetch else np.ones(len(asked))).astype(np.uint8)
+        self.changed = NO_ROWS
         comes_late = self.exchange.send_numbers("late marks", "ngrams", is_late, recv_counts, send_counts)
         fetches = {}
         askers, owners = (np.repeat(np.arange(n), counts) for counts in (recv_counts, send_counts))
         for name, flag in ("early", 0), ("late", 1):
             to = np.bincount(askers[is_late == flag], minlength=n)
             by = np.bincount(owners[comes_late == flag], minlength=n)
-            fetches[name] = Transfer(int32(asked[is_late == flag]), to.tolist(), by.tolist())
+            fetches[name] = Transfer(asked[torch.from_numpy(is_late == flag)], to.tolist(), by.tolist())
         # Early rows arrive before late ones, each sorted by owner.
-        arrival = inverse(np.argsort(comes_late, kind="stable"))
-        by_row = np.argsort(wanted.numpy(), kind="stable")
-        rows, arrival_by_row = wanted.numpy()[by_row], arrival[by_row]
+        arrival = inverse(np.argsort(comes_late, kind="stable"))[inverse(order)]
+        touched = self.touched.get("ngrams", NO_ROWS)
+        touched = np.append(touched, read[~is_in(np.sort(touched), read)])
+        self.touched["ngrams"], by_row = touched, np.argsort(touched, kind="stable")
         for batch in micro_batches:
             index = batch.index["ngrams"]
-            arrives = int32(arrival_by_row[np.searchsorted(rows, index.row_ids.numpy())])
+            rows = index.row_ids.numpy()
+            arrives = int32(arrival[np.searchsorted(read, rows)])
             batch.hashed_rows = place_rows(batch.hashed_rows, index, arrives)
-            batch.index["ngrams"] = index._replace(row_ids=arrives)
-        grads = routes.grads._replace(rows=int32(arrival))
-        return RowRoutes(grads, int32(np.searchsorted(owned, asked)), int32(owned), fetches)
+            slots = int32(by_row[np.searchsorted(touched[by_row], rows)])
+            batch.index["ngrams"] = index._replace(row_ids=slots)
+        return fetches
 
 
 class ValLoader:
@@ -1688,21 +1730,33 @@ ROW_EPS = 1e-10
 
 @compiled
 def update_rows(
-    table: Tensor, moments: Tensor, rows: Tensor, grads: Tensor, lr: float | Tensor, beta2: float
+    table: Tensor,
+    moments: Tensor,
+    last: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    decays: Tensor,
+    time: int | Tensor,
+    weight: float | Tensor,
+    lr: float | Tensor,
+    decay: float | Tensor,
 ) -> None:
     """Updates distinct `rows` (n,) int32 of `table` (N, w) from grads (n, w), scaled by rows' second moments.
 
-    moments (N,), at least fp32, like the arithmetic, average the mean squares of a row's gradients over its
-    updates: RMSProp (Tieleman, Hinton 2012) by row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad (Duchi
-    et al. 2011, jmlr.org/papers/v12/duchi11a.html), which sums them: beta2 = 1. The first sets a moment of 0;
-    averaged with it, a row's first step would be 1 / sqrt(1 - beta2) times as long.
+    moments (N,), at least fp32, like the arithmetic, are Adam's of the mean squares of a row's gradients: by
+    row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi et al. 2011,
+    jmlr.org/papers/v12/duchi11a.html). They decay at every update of the table, made up for at a row's next:
+    decays[k] is of k units of time, of which `last` (N,) int32 keeps the row's update before. There is no
+    first moment, and bias correction is the table's, in `lr`: a row's first step is 1 / sqrt(weight) times as
+    long as one of a row that is always touched (PR 360). `decay`, lr^2 wd, acts as in adam().
     """
-    at, squares, weight = rows.long(), grads.square().mean(-1), (1 - beta2) or 1
-    old = moments[at]
-    new = torch.where(old == 0, squares, beta2 * old + weight * squares)
+    at = rows.long()
+    new = decays[time - last[at]] * moments[at] + weight * grads.square().mean(-1)
     moments.index_copy_(0, at, new)
-    values = table[at].to(grads.dtype) - lr * grads / (new.sqrt() + ROW_EPS)[:, None]
-    table.index_copy_(0, at, values.to(table.dtype))
+    last.index_copy_(0, at, torch.zeros_like(rows) + time)
+    old, update = table[at].to(grads.dtype), lr * grads / (new.sqrt() + ROW_EPS)[:, None]
+    update += decay * old * (update * old > 0)
+    table.index_copy_(0, at, (old - update).to(table.dtype))
 
 
 # ANVIL's maps of singular values, x -> a x + b x^3 + c x^5 (record 92, PR 360). Together they bring those
@@ -3032,7 +3086,6 @@ class UpdateRule(NamedTuple):
     init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
     # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place.
     update: Callable
-    every_step: bool  # else in steps with plan.do_adam
 
 
 def scalar(value: float, dtype: torch.dtype) -> Tensor:
@@ -3058,9 +3111,10 @@ def adam(
     2025, arXiv:2510.12402).
     """
     t = state["steps"] = state["steps"] + 1
-    (beta1, beta2), lr = spec.betas, learning_rate(cfg.adam_lr, spec, plan)
+    slowdown, lr = plan.slowdown(spec.every), learning_rate(cfg.adam_lr, spec, plan)
+    beta1, beta2 = (beta**slowdown for beta in spec.betas)
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-    decay = lr * lr * (cfg.adam_wd * spec.wd_mul)
+    decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
     # As vectors, so that code compiled for any length serves every parameter.
     tensors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
     dtype = state["exp_avg"].dtype
@@ -3211,8 +3265,8 @@ def anvil_update(
 
 
 OPTIMIZERS = {
-    "adam": UpdateRule(adam_init, adam, every_step=False),
-    "anvil": UpdateRule(anvil_init, anvil, every_step=True),
+    "adam": UpdateRule(adam_init, adam),
+    "anvil": UpdateRule(anvil_init, anvil),
 }
 
 
@@ -3223,20 +3277,22 @@ OPTIMIZERS = {
 #    on the right the main thread, from top to bottom:
 #
 #    index  hash_ngrams, index_rows          s - 1   last forward
-#    ids    send_ids: asker -> owner,                early rows of s, which s - 1 does not touch: to askers
+#    ids    send_ids: asker -> owner,                early rows of s, all but what s - 1 updates: to askers
 #           rank r % world_size for row r            backward, gradient rows, update of rows
 #    late   send_numbers: owner -> asker,            late rows of s, just updated: to askers
-#           does step s - 1 touch it?        s       forwards: lookup_sums sums rows of `compact`
+#           does step s - 1 update it?       s       forwards: lookup_sums sums rows of `compact`
 #                                                    last forward; early rows of s + 1
 #                                                    backward: add_row_grads, to a compact main_grad
 #                                                    gradient rows: to owners, first of the scatter
 #                                                    update: owners' mean in rank order, and the rule
 #                                                    late rows of s + 1
 #
-#    No other work or memory has the table's size. A forward reads rows as they are after the update of the
-#    step before, whether they came early or late. Sharded rows, and fetching ahead without staleness, are
-#    from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large
-#    in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+#    After steps without an update (Ngrams.every) the gradients stay in main_grad, and no row is late.
+#
+#    No other work or memory has the table's size. A forward reads rows as they are after the last update,
+#    whether they came early or late. Sharded rows, and fetching ahead without staleness, are from
+#    recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large in
+#    language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
 # ============================================================================================================
 
 
@@ -3264,17 +3320,22 @@ class NgramTable:
         self.exchange, self.device = exchange, device
         self.rows, (touched, block) = len(n.orders) * n.rows, ngram_bounds(cfg, exchange.world_size)
         self.compact = torch.zeros(touched, n.width, dtype=dtype_of(n.dtype), device=device)
-        self.main_grad = torch.zeros_like(self.compact)
+        # Of the rows touched since the last update, in the order of their first touch.
+        self.main_grad = self.compact.new_zeros(min(n.every * touched, self.rows), n.width)
         self.pending: list[Pending] = []  # fetches of the rows in `compact`
-        # Of the present step; of the next, from the fetch of its early rows to that of its late ones.
-        self.routes: RowRoutes = None
-        self.next_routes: RowRoutes = None
-        self.all_routes: dict[str, RowRoutes] = {}  # of all tables in the step begun last, on the device
+        # Batch.rows on the device, of the present step; of the next, from the fetch of its early rows to that
+        # of its late ones.
+        self.routes: dict | None = None
+        self.next_routes: dict | None = None
         on_host = n.placement == "host" and device.type == "cuda"
         rows = torch.zeros(block, n.width, dtype=dtype_of(n.dtype), device="cpu" if on_host else device)
-        self.stored = [rows, rows.new_zeros(block, dtype=acc_dtype(cfg))]
+        moments, last = (rows.new_zeros(block, dtype=dtype) for dtype in (acc_dtype(cfg), torch.int32))
+        # Updates so far, and their time: an update after four steps decays as two after two.
+        self.clock = torch.zeros(2, dtype=torch.int32)
+        self.stored = [rows, moments, last, self.clock]
         # Row r lies at r // world_size on rank r % world_size.
-        self.block, self.moments = map(map_to_gpu, self.stored) if on_host else self.stored
+        self.block, self.moments, self.last = map(map_to_gpu, self.stored[:3]) if on_host else self.stored[:3]
+        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(moments.dtype).to(device)
 
     def begin(self, batch: Batch) -> None:
         """Fetches all rows of a step, if the one before has not."""
@@ -3285,17 +3346,17 @@ class NgramTable:
     def fetch_early(self, batch: Batch | None) -> None:
         """Starts to fetch those rows of the next step, if there is one, that this step does not change."""
         if batch is not None:
-            self.all_routes = move(batch.rows, self.device)
-            self.next_routes = self.all_routes["ngrams"]
-            self._fetch("early", 0)
+            self.next_routes = move(batch.rows, self.device)
+            self._fetch(self.next_routes, "early", 0)
 
     def fetch_late(self) -> None:
-        """Starts to fetch the others, after their update. The next step begins."""
-        self._fetch("late", sum(self.next_routes.fetches["early"].recv_counts))
+        """Starts to fetch the others, after their update. The next step, if there is one, begins."""
+        if self.next_routes:
+            self._fetch(self.next_routes, "late", sum(self.next_routes["early"].recv_counts))
         self.routes, self.next_routes = self.next_routes, None
 
-    def _fetch(self, part: str, first: int) -> None:
-        transfer = self.next_routes.fetches[part]
+    def _fetch(self, routes: dict[str, Transfer], part: str, first: int) -> None:
+        transfer = routes[part]
         out = self.compact[first : first + sum(transfer.recv_counts)]
         rows = self.block.index_select(0, transfer.rows)
         self.pending.append(self.exchange.send_rows(f"{part} rows", "ngrams", rows, transfer, out))
@@ -3307,8 +3368,8 @@ class NgramTable:
         return self.compact
 
     def send_grads(self) -> Pending:
-        """Starts the return of the step's gradient rows; the result is their mean, as routes.owned orders."""
-        routes = self.routes
+        """Starts the return of the gradient rows; the result is their mean, in the order of `owned`."""
+        routes = self.routes["ngrams"]
         rows = self.main_grad.index_select(0, routes.grads.rows)
         self.main_grad[: len(rows)].zero_()
         sums = rows.new_zeros((len(routes.owned), rows.size(1)), dtype=self.moments.dtype)
@@ -3317,18 +3378,22 @@ class NgramTable:
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads()."""
-        lr, rows = scalar(self.cfg.lr * plan.lr_mul, self.moments.dtype), self.routes.owned
+        n, dtype, rows = self.cfg, grads.dtype, self.routes["ngrams"].owned
+        slowdown = plan.slowdown(n.every)
+        self.clock += torch.tensor([1, slowdown])
+        count, time = self.clock.tolist()
+        beta2, lr = n.beta2**slowdown, n.lr * plan.lr_mul
+        numbers = 1 - beta2, lr * math.sqrt(1 - beta2**count), lr * lr * n.wd * slowdown
         # Compiled code takes none and one as constants.
         rule = update_rows if len(rows) > 1 else update_rows.function
-        rule(self.block, self.moments, rows, grads, lr, self.cfg.beta2)
-        self.routes = None
-        if self.next_routes:
-            self.fetch_late()
+        state, scalars = (self.moments, self.last), [scalar(number, dtype) for number in numbers]
+        rule(self.block, *state, rows, grads, self.decays, scalar(time, torch.int32), *scalars)
 
     def zero(self, rows: Tensor) -> None:
-        """Sets these rows (n,) of this rank's block, and their moments, to 0, as at the start."""
-        for t in (self.block, self.moments):
+        """Sets these rows (n,) of this rank's block, their state and the clock to 0, as at the start."""
+        for t in (self.block, self.moments, self.last):
             t.index_fill_(0, rows.long().to(t.device), 0)
+        self.clock.zero_()
 
     def finish(self) -> None:
         """Ends what is under way, so that `stored` holds every row's present values."""
@@ -3337,7 +3402,7 @@ class NgramTable:
             torch.cuda.synchronize()
 
     def reset(self) -> None:
-        """Forgets the step under way: the next one fetches all of its rows."""
+        """Forgets gradients and the step under way: the next one fetches all of its rows."""
         self.finish()
         self.main_grad.zero_()
         self.routes = self.next_routes = None
@@ -3368,9 +3433,9 @@ class Optimizer:
     """Shards updates over ranks: scatters gradients, updates own shards (work), gathers parameters.
 
     Gradients are exchanged in the order of cfg.params, updates done by Param.work; n-grams come before
-    all others. A gradient is summed over micro-batches (Adam: over two steps) in its parameter's dtype, by
-    its Gradient in `grads`. Until the untie step, a tied parameter, another's transpose, adds its gradient to
-    that one's and copies its values.
+    all others. A gradient is summed from one update to the next, over micro-batches and steps, in its
+    parameter's dtype, by its Gradient in `grads`. Until the untie step, a tied parameter, another's
+    transpose, adds its gradient to that one's and copies its values.
 
     Neither order changes the result: an update reads only its own gradient and state; the sum over ranks has
     an order of its own; a tied gradient is added before its target's sum, a tied copy made after its target's
@@ -3390,7 +3455,7 @@ class Optimizer:
         self.recv_buffers = {}  # with fp32 reduction: what the other ranks send
         self.state = {}  # the update rule's state of this rank's shard
         self.in_flight: dict[str, Pending] = {}  # gathers under way; also the all-reduce of act_scale
-        self.rows: dict[str, RowRoutes] = {}  # of this step, by kind of table
+        self.rows: dict[str, RowRoutes] = {}  # of the tables that this step updates
         for name, p in params.items():
             spec, shard = self.specs[name], self.shard_of(name, p)
             has_main_grad = spec.kind != "plain" and (spec.kind != "bank" or cfg.main_grad)
@@ -3420,15 +3485,14 @@ class Optimizer:
     def is_due(self, name: str, plan: StepPlan) -> bool:
         """True if this step updates the parameter; a tied one is copied instead."""
         spec = self.specs[name]
-        every_step = OPTIMIZERS[spec.optimizer].every_step
-        return (every_step or plan.do_adam) and not (self.is_tied and spec.tied_to)
+        return plan.updates(spec.every) and not (self.is_tied and spec.tied_to)
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
         """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
         if self.ngrams:
             self.ngrams.begin(batch)
-        self.rows = self.ngrams.all_routes if self.ngrams else move(batch.rows, self.device)
+        self.rows = self.ngrams.routes if self.ngrams else move(batch.rows, self.device)
 
     @section("rows")
     @torch.no_grad()
@@ -3445,9 +3509,9 @@ class Optimizer:
 
     def reset_grad(self, name: str) -> None:
         """Begins a new sum of a gradient that was used."""
-        spec, grad = self.specs[name], self.grads[name]
+        grad = self.grads[name]
         if isinstance(grad, TableGradient) and (grad.mean is not None or self.exchange.world_size == 1):
-            grad.reset(self.rows[spec.kind])
+            grad.reset(self.rows[name])
         else:  # an exchange of whole gradients may leave other ranks' rows in main_grad
             grad.reset()
 
@@ -3460,7 +3524,7 @@ class Optimizer:
 
     def scatter(self, plan: StepPlan) -> dict[str, Pending]:
         """Starts the exchange of every gradient that is due: n-grams', then in the order of the table."""
-        pending = {"ngrams": self.ngrams.send_grads()} if self.ngrams else {}
+        pending = {"ngrams": self.ngrams.send_grads()} if "ngrams" in self.rows else {}
         for name, spec in self.specs.items():
             grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
             if not self.is_due(name, plan):
@@ -3468,7 +3532,7 @@ class Optimizer:
             if self.is_tied and name in self.tied_copy:
                 self.add_tied_grad(grad, self.tied_copy[name])
             if (mean := self.grads[name].mean) is not None:
-                rows = self.rows[spec.kind]
+                rows = self.rows[name]
                 arriving = self.exchange.send_rows("rows", name, grad[rows.grads.rows], rows.grads)
                 pending[name] = arriving._replace(finish=partial(mean_rows, mean, routes=rows))
             else:
@@ -3478,7 +3542,7 @@ class Optimizer:
 
     def add_tied_grad(self, grad: Tensor, name: str) -> None:
         """Adds the gradient of the table `name`, (n, m), to its target's, (m, n): only touched rows."""
-        row_ids = self.rows[self.specs[name].kind].grads.rows
+        row_ids = self.rows[name].grads.rows
         transpose_add(grad, self.grads[name].take(), row_ids)
         self.reset_grad(name)
 
@@ -3490,8 +3554,10 @@ class Optimizer:
         """
         self.finish_gathers()
         self.tick(plan.step - 1)
-        if self.ngrams:
+        if "ngrams" in pending:
             self.ngrams.update(pending["ngrams"].wait(), plan)
+        if self.ngrams:
+            self.ngrams.fetch_late()
         for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
             if name not in pending:
                 continue
@@ -3601,7 +3667,7 @@ class Optimizer:
 
     @torch.no_grad()
     def drop_grads(self) -> None:
-        """Drops all gradients, as after an Adam step."""
+        """Drops all gradients: none awaits its update then."""
         for grad in self.grads.values():
             grad.reset()
         if self.ngrams:
@@ -3713,11 +3779,13 @@ def config_diff(a: dict, b: dict) -> str:
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
     count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
-    cannot_share = f"{world_size} processes cannot share"
+    cannot_share, every = f"{world_size} processes cannot share", {row.name: row.every for row in cfg.params}
     refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
         rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
         refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
+        apart = spec.tied_to and spec.every != every[spec.tied_to]
+        refuse_if(apart, f"params.{spec.name}.every must be that of {spec.tied_to}, as they are tied")
     for i, stage in enumerate(cfg.stages):
         rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
@@ -3812,7 +3880,7 @@ OTHER_STATE = "signs", "act_scale", "proj_scale"  # of the model; no parameters
 
 
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Copies this rank's share of all that training changes, between Adam steps, to host memory."""
+    """Copies this rank's share of all that training changes but gradients, to host memory."""
     optimizer.finish_gathers()
     shards = {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()}
     others = {name: getattr(model, name) for name in OTHER_STATE}
@@ -3976,15 +4044,18 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     """Runs a step of every kind, so that nothing is new on the clock; then all is as before the first."""
     before, cfg = training_state(model, optimizer), model.cfg
     loader = TrainLoader(cfg, data.train, prefetch.rank, prefetch.world_size)
-    plans = [plan_step(cfg, step) for step in warmup_steps(cfg)]
-    batches, one_round = Prefetcher(loader, plans, prefetch), min(cfg.val_slices, prefetch.world_size)
-    for plan in plans:
-        model.rotary.use_stage(plan.stage)
-        validate(model, val, optimizer.exchange, plan.windows, one_round)
-        batch = batches.next()
-        AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
-        if optimizer.ngrams:
-            optimizer.ngrams.zero(batch.rows["ngrams"].owned)
+    one_round = min(cfg.val_slices, prefetch.world_size)
+    for steps in warmup_steps(cfg):
+        plans = [plan_step(cfg, step) for step in steps]
+        batches = Prefetcher(loader, plans, prefetch)
+        for plan in plans:
+            model.rotary.use_stage(plan.stage)
+            validate(model, val, optimizer.exchange, plan.windows, one_round)
+            batch = batches.next()
+            AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
+            if "ngrams" in batch.rows:
+                optimizer.ngrams.zero(batch.rows["ngrams"].owned)
+        optimizer.drop_grads()
     loader.close()
     optimizer.apply_endings()
     restore(before, model, optimizer)
@@ -4107,8 +4178,8 @@ def train(
     """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
 
     `prefetch` is for the thread that builds batches. `save(progress, model, optimizer)` keeps a checkpoint
-    after every `every` steps, if that is given; `resumed` is one to go on from. `profiler` is started after
-    the warm-up.
+    after every `every` steps, if that is given, once no gradient awaits its update; `resumed` is one to go on
+    from. `profiler` is started after the warm-up.
     """
     compiled.compiler = compiler_of(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
@@ -4123,13 +4194,14 @@ def train(
             log.print0("compiling, off the clock: minutes at the first start", file=False)
         began = time.perf_counter()
         warm_up(data, model, optimizer, val, prefetch)
-        steps = " ".join(map(str, warmup_steps(cfg)))
+        steps = " ".join(str(step) for steps in warmup_steps(cfg) for step in steps)
         log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
         resumed.load(model, optimizer)
         optimizer.gather_all()
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
+    saved = first
     losses = AsyncLoss()
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
@@ -4184,8 +4256,9 @@ def train(
         log.print0(line + (f" train_loss:{loss:.4f}@{at}" if at else ""), console=False)
         bar.set_postfix_str(f"loss {loss:.3f}" if at else "", refresh=False)
         bar.update()
-        if every and n % every < 2 and batch.plan.do_adam and n < cfg.steps:  # no gradients are pending then
-            stopped = synchronized_time()
+        # After the slowest updates no gradient awaits one.
+        if every and n // every > saved // every and batch.plan.updates(4) and n < cfg.steps:
+            saved, stopped = n, synchronized_time()
             train_ms = 1000 * (stopped - began)
             losses.poll()
             save({"step": n, "train_ms": train_ms, "position": batch.position}, model, optimizer)

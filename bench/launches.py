@@ -369,7 +369,8 @@ def run_steps(
         stack.callback(loader.close)
         start = cfg.stage_starts[stage]
         # The fifth is only fetched for.
-        plans = [tg.plan_step(cfg, start + i)._replace(do_adam=i % 2 == 1, untie=False) for i in range(5)]
+        first = tg.padded(start, 4)  # no gradient awaits its update then
+        plans = [tg.plan_step(cfg, start + i)._replace(step=first + i, untie=False) for i in range(5)]
         batches = tg.Prefetcher(loader, plans, SingleRankExchange(0, world_size))
         phases = {
             (tg.MicroBatch, "to"): "copies",
@@ -380,6 +381,7 @@ def run_steps(
             (tg.Optimizer, "add_row_grads"): "rows",
             (tg.Optimizer, "step"): "optimizer",
             (tg.NgramTable, "fetch_early"): "n-grams",
+            (tg.NgramTable, "fetch_late"): "n-grams",
             (tg.NgramTable, "send_grads"): "n-grams",
             (tg.NgramTable, "update"): "n-grams",
         }

@@ -194,7 +194,8 @@ class Training:
         self.optimizer.is_tied = stage < 2  # untie() would also copy the moments, which are still 0
         start, count = cfg.stage_starts[stage], cfg.stages[stage].steps
         plans = [tg.plan_step(cfg, start + i % count) for i in range(steps)]
-        plans = [plan._replace(do_adam=i % 2 == 1, untie=False) for i, plan in enumerate(plans)]
+        first = tg.padded(start, 4)  # no gradient awaits its update then
+        plans = [plan._replace(step=first + i, untie=False) for i, plan in enumerate(plans)]
         self.loader = tg.TrainLoader(cfg, paths, 0, world_size)
         self.batches = tg.Prefetcher(self.loader, plans, type(exchange)(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps

@@ -247,10 +247,11 @@ def give_grad(optimizer, name, grad):
 
 def plans_of_all_rows(cfg):
     """Returns RowRoutes, on one rank, by which a step takes all rows of the tables' gradients."""
-    plans = {}
-    for kind, count in (("tokens", cfg.padded_vocab), ("bigrams", cfg.bigram_vocab_size)):
+    plans, shapes = {}, tg.param_shapes(cfg, 1)
+    for name in (spec.name for spec in tg.used_params(cfg) if spec.is_table):
+        count = shapes[name][0]
         rows = torch.arange(count, dtype=torch.int32)
-        plans[kind] = tg.RowRoutes(tg.Transfer(rows, [count], [count]), rows)
+        plans[name] = tg.RowRoutes(tg.Transfer(rows, [count], [count]), rows)
     return plans
 
 
@@ -298,13 +299,13 @@ class FixedLoader:
 
 
 def row_plans(cfg, exchange, ids):
-    """Returns the RowRoutes of an Adam step whose one micro-batch reads these rows, int32 arrays by kind."""
+    """Returns RowRoutes, by kind, of a step that updates all tables. Its one micro-batch reads rows `ids`."""
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
     batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
     rows = batches.next().rows
     batches.loader.close()
-    return {kind: rows[kind] for kind in ids}
+    return {"tokens": rows["embed"], "bigrams": rows["bigram_embed"]}
 
 
 def same_bits(a, b):

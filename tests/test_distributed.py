@@ -309,9 +309,11 @@ def optimize(rank, world_size, cfg, optimizer_class, steps, orders):
                     grad[~masks[optimizer.specs[name].kind]] = 0
                 give_grad(optimizer, name, grad.to(p.dtype))
             plan = tg.plan_step(cfg, step)
-            if plan.do_adam:
+            if plan.updates(2):
                 ids = {kind: mask.nonzero().int().flatten().numpy() for kind, mask in masks.items()}
-                optimizer.rows = row_plans(cfg, prefetch_exchange(rank, world_size), ids)
+                by_kind = row_plans(cfg, prefetch_exchange(rank, world_size), ids)
+                tables = (spec for spec in optimizer.specs.values() if spec.is_table)
+                optimizer.rows = {spec.name: by_kind[spec.kind] for spec in tables}
             optimizer.step(plan)
             optimizer.finish_gathers()
         digests.append(digest_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
@@ -566,7 +568,7 @@ def sgd(p, grad, state, row, plan, cfg, backend):
 def train_sgd(rank, world_size, cfg):
     """Trains a step with SGD on mlp_bank; returns its shard before, its mean gradient, the bank after."""
     with pytest.MonkeyPatch.context() as patch:
-        rule = tg.UpdateRule(lambda p, row, dtype, first: {}, sgd, every_step=True)
+        rule = tg.UpdateRule(lambda p, row, dtype, first: {}, sgd)
         patch.setitem(tg.OPTIMIZERS, "sgd", rule)
         params = (replace(row, optimizer="sgd") if row.name == "mlp_bank" else row for row in cfg.params)
         cfg = replace(cfg, params=tuple(params))

@@ -189,7 +189,7 @@ def test_schedule_rows(row):
     assert min(plan.max_doc_len, plan.attention_cap or plan.max_doc_len) == row["attention_cap"]
     assert tg.default_max_docs(plan.batch_tokens // 8) == row["slots"]
     assert plan.mtp == pytest.approx(row["mtp_weights"], rel=1e-12) and plan.prefix == row["prefix_weight"]
-    assert plan.do_adam == row["adam"]
+    assert plan.updates(2) == row["adam"]
 
 
 def test_length_of_stages():

@@ -453,7 +453,7 @@ def test_when_the_heads_product_runs(workers, cfg, delayed):
             start = events.index("scatter")
             before, scatter = events[:start], events[start + 1 :]
             assert before == micro_batch * 3 + last
-            if tg.plan_step(cfg, step).do_adam:
+            if tg.plan_step(cfg, step).updates(2):
                 names = [row.name for row in cfg.params]
                 first = names[: names.index("lm_head")]
                 assert scatter[: len(first) + 1 + delayed] == [*first, *late, "lm_head"]

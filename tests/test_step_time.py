@@ -232,8 +232,8 @@ def describe_rank(cfg, shards, exchange, prefetch):
     for _ in range(2):
         batch = batches.next()
         sizes = [len(m.inputs) for m in batch.micro_batches]
-        plans = {kind: plan for kind, plan in batch.rows.items() if kind != "buffer"}
-        sent.append({kind: (plan.grads.send_counts, [*plan.fetches]) for kind, plan in plans.items()})
+        routes = {name: route for name, route in batch.rows.items() if name != "buffer"}
+        sent.append({name: getattr(route, "grads", route).send_counts for name, route in routes.items()})
         tg.train_step(model, optimizer, batch, batches.peek)
     optimizer.finish_gathers()
     loader.close()
