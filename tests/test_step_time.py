@@ -233,7 +233,9 @@ def describe_rank(cfg, shards, exchange, prefetch):
         batch = batches.next()
         sizes = [len(m.inputs) for m in batch.micro_batches]
         routes = {name: route for name, route in batch.rows.items() if name != "buffer"}
-        sent.append({name: getattr(route, "grads", route).send_counts for name, route in routes.items()})
+        # What is fetched from a rank, early or late, is for the others to say.
+        counts = {name: route.grads.send_counts for name, route in routes.items() if hasattr(route, "grads")}
+        sent.append(counts | {name: None for name in routes.keys() - counts.keys()})
         tg.train_step(model, optimizer, batch, batches.peek)
     optimizer.finish_gathers()
     loader.close()
