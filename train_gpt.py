@@ -3214,13 +3214,11 @@ def mix_rails(
     of the long run. Moves the rails towards grad by their rates.
     """
     grad = grad.to(fast_rail.dtype)
-    # No lerp, no 1 - fast_weight: compiled, it would compute with numbers on the host, and GPU code with the
-    # results.
+    # No lerp, no 1 - fast_weight: compiled, these would compute on the host, and GPU code with the results.
     fast_rail.add_(fast_rate * (grad - fast_rail))
     slow_rail.add_(slow_rate * (grad - slow_rail))
-    mean = fast_weight * fast_rail + (
-        slow_rail - fast_weight * slow_rail
-    )  # of weight 1: exactly the fast rail
+    # With fast_weight 1 this is exactly the fast rail.
+    mean = fast_weight * fast_rail + (slow_rail - fast_weight * slow_rail)
     return (grad + momentum * (mean - grad)).to(dtype)
 
 
@@ -3228,8 +3226,8 @@ def mix_rails(
 def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2: float) -> Tensor:
     """Scales the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares.
 
-    Orthogonal updates still favour some neurons; NorMuon evens that out and keeps the update's norm (PRs 144,
-    168).
+    Orthogonal updates still favour some neurons; this evens that out and keeps the update's norm (NorMuon: Li
+    et al. 2025, arXiv:2510.05491; PRs 144, 168).
     """
     x32 = x.to(second_momentum_buffer.dtype)
     axis = -1 if x.size(-2) >= x.size(-1) else -2
