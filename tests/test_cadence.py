@@ -76,7 +76,12 @@ def test_an_update_at_four_steps_is_one_at_two_and_at_one(slow_from):
 
 def test_who_is_updated_how_often():
     every = {row.name: row.every for row in tg.PARAMS}
-    assert [name for name, n in every.items() if n == 1] == ["qk_bank", "vo_bank", "mlp_bank"]
+    assert [name for name, n in every.items() if n == 1] == [
+        "qk_bank",
+        "narrow_qk_bank",
+        "vo_bank",
+        "mlp_bank",
+    ]
     assert [name for name, n in every.items() if n == 4] == ["value_embeds"]
 
 

@@ -174,7 +174,7 @@ def test_the_context_is_the_longest_document_of_training(run):
     cfg = make_config(run / "corpus", "stages.3.max_doc_len=30", "stages.0.max_doc_len=30")
     longest = [min(stage.max_doc_len, stage.batch_tokens // cfg.microbatches) for stage in cfg.stages]
     assert generate.max_context(cfg) == max(longest) == 40
-    assert (generate.max_context(tg.CPU), generate.max_context(tg.RECORD)) == (512, 2048)
+    assert (generate.max_context(tg.CPU), generate.max_context(tg.RECORD)) == (512, 3072)
     model, tokens = Recorder(cfg), [256, *range(30, 60)]
     new = list(generate.generate(model, tokens, 20, temperature=0))
     assert new == list(range(1, 21))

@@ -208,7 +208,7 @@ def fake_count(cfg, stage, changes=None):
 
 def test_what_if(monkeypatch, capsys):
     monkeypatch.setattr(projection, "count", fake_count)
-    assert projection.main(["--what-if", "mlp_dim=3072 dc_window=112", "--what-if", "mlp_dim=6144"]) == 0
+    assert projection.main(["--what-if", "mlp_dim=2816", "--what-if", "mlp_dim=6144"]) == 0
     out = capsys.readouterr().out
     totals = [line for line in out.splitlines() if line.startswith("total")]
     assert totals[1].endswith("change +0.00 s") and float(totals[2].split()[-2]) > 1
@@ -237,7 +237,7 @@ def test_flops_of_a_step_are_those_of_the_config():
     ops = projection.count(cfg, 1)
     tokens, d = 2 * cfg.stages[1].batch_tokens // 8, cfg.dim  # of two steps
     anvil = 0.0
-    for name in ("qk_bank", "vo_bank", "mlp_bank"):
+    for name in ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"):
         *n, rows, cols = tg.param_shapes(cfg, 8)[name]
         small, large = sorted((rows, cols))
         grams = small * small * large + small**3  # half of a symmetric result each
