@@ -51,6 +51,14 @@ def test_compile_raises_the_recompile_limit():
     assert compiler(len) is compiler(len)
 
 
+def test_only_a_table_is_not_autotuned(monkeypatch):
+    """Checks what torch.compile is given: autotuning would copy the table of n-grams."""
+    monkeypatch.setattr(torch, "compile", lambda function, options, **_: options["triton.autotune_pointwise"])
+    compiler = tg.compiler_of(tg.RECORD)
+    compiled = {name: value for name, value in vars(tg).items() if isinstance(value, tg.compiled)}
+    assert [name for name, value in compiled.items() if not compiler(value.function)] == ["update_rows"]
+
+
 # fmt: off
 UNSUPPORTED = [  # what the machine lacks, settings, device, capability, the reason, what avoids it
     ({}, "", HOST, None, "the kernels need", "kernels="),
