@@ -18,13 +18,13 @@ Sections; each uses only what is above it
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
-    6  Reference    operations in plain torch, of kernels and others; attention; composed heads; Polar Express
+    6  Reference    operations in plain torch, of kernels and others; attention; ANVIL's maps
     7  Kernels      some of these in Triton; the backend of a run; matmuls that write gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
-    10 Update rules Adam and NorMuon on one shard
+    10 Update rules Adam and ANVIL on one shard
     11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
-    12 Optimizer    scatter, work, gather, in explicit orders
+    12 Optimizer    scatter, work, gather, in explicit orders; the endings
     13 Step         train_step, validate, losses that leave the device asynchronously
     14 Saving       what a config must satisfy; memory; saved models; checkpoints
     15 Main         command line, warm-up, the timed loop
@@ -114,34 +114,39 @@ def explain(problem: str, fix: str, *kinds: type[Exception]):
 
 
 Float = Literal["bfloat16", "float32", "float64"]
-Kernel = Literal["gram", "relu_square", "softcap_loss", "segment_sum_rows", "compose_heads"]
+Kernel = Literal["gram", "relu_square", "softcap_loss", "segment_sum_rows"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    # paired: two heads share one stream of twice the length. None: MLP only
+    # paired: two heads share one stream of twice the length. None: no attention
     attention: Literal["plain", "paired"] | None = "plain"
     window: Literal["short", "long"] = "short"  # a field of Windows
+    # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
+    narrow_qk: bool = False
+    narrow_v: bool = False
     key_shift: bool = False  # half of each key comes from the token before
     value: int | None = None  # the value embedding table added to this layer's values
     xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
     gate: bool = False  # each head's output is gated
-    dc: bool = False  # dynamically composed heads: near tokens are read with the heads' attention mixed
+    x0: bool = False  # a gated share of x0 is added to the stream
+    bigram: bool = False  # the same of the bigrams; in layer 0 before its attention reads the stream
+    mlps: int = 1  # that read the same input
     connections: bool = False  # values and residual stream take in saved streams, by MUDD's weights
 
 
 LAYERS = (
-    Layer("paired"),
-    Layer("plain", value=0, xsa=True),
-    Layer("paired", value=1),
+    Layer("paired", narrow_qk=True, x0=True, bigram=True),
+    Layer("plain", narrow_qk=True, narrow_v=True, value=0, xsa=True, x0=True, bigram=True),
+    Layer("paired", narrow_qk=True, value=1, x0=True),
     Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-    Layer("plain", xsa=True),
-    Layer("paired"),
+    Layer(None, x0=True, bigram=True),
+    Layer("paired", narrow_qk=True, x0=True, bigram=True),
     Layer(None),
-    Layer("plain", xsa=True),
-    Layer("plain", value=2),
-    Layer("paired", value=3),
-    Layer("plain", "long", key_shift=True, value=4, gate=True, dc=True, connections=True),
+    Layer(None, x0=True, mlps=0),
+    Layer("plain", narrow_qk=True, narrow_v=True, value=2, mlps=2),
+    Layer(None, bigram=True),
+    Layer("plain", "long", key_shift=True, value=3, gate=True, connections=True),
 )
 
 
@@ -173,13 +178,15 @@ class Param:
     # Parameters are updated and gathered in the order of this number: roughly as the next forward reads them,
     # but lm_head before embed, its copy.
     work: int = 0
-    optimizer: Literal["adam", "normuon"] = "adam"
+    optimizer: Literal["adam", "anvil"] = "adam"
+    # It is updated after so many steps, from the sum of their gradients. 4: after 2 until Config.slow_from.
+    every: Literal[1, 2, 4] = 2
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
     tied_to: str = ""  # until the untie step this is the transpose of that parameter
     # backend: NCCL or gloo sums in the gradient's dtype. fp32: all-to-all, then an fp32 sum in rank order
     # (sparse always does this).
     reduction: Literal["backend", "fp32"] = "backend"
-    matrix_lr_mul: tuple[float, ...] = ()  # NorMuon: factors of successive matrices, repeating
+    matrix_lr_mul: tuple[float, ...] = ()  # ANVIL: factors of successive matrices, repeating
 
     @property
     def sharded(self) -> bool:
@@ -195,17 +202,20 @@ GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 # fmt: off
 PARAMS = (  # gradients are exchanged in this order
     #     name              shape       init            betas      lr_mul wd_mul
-    Param("qk_bank",        "A*H 2D d", "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="normuon"),
+    Param("qk_bank",        "wide*H 2D d","uniform 0.5",kind="bank", exchange="reduce_scatter", work=4,
+          optimizer="anvil", every=1),
+    Param("narrow_qk_bank", "narrow*H D d","uniform 0.5",kind="bank",exchange="reduce_scatter", work=4,
+          optimizer="anvil", every=1),
     Param("vo_bank",        "2A d d",   "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="normuon"),
-    Param("mlp_bank",       "2L F d",   "fc 0.5",       kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="normuon", matrix_lr_mul=(1.0, 2.0)),
+          optimizer="anvil", every=1),
+    Param("mlp_bank",       "2mlps F d",  "fc 0.5",      kind="bank", exchange="reduce_scatter", work=4,
+          optimizer="anvil", every=1, matrix_lr_mul=(1.0, 2.0)),
     Param("scalars",        "2L+2",     "scalars",      (.90, .99),  5.00,    0, dtype="float32"),
     Param("smear_gate",     "1 gate",   "0",            (.90, .99),  0.01,    0),
-    Param("ve_gate_bank",   "E H gate", "0",            (.90, .99),  1.00,    1),
+    Param("ve_gate_bank",   "Eg H gate","0",            (.90, .99),  1.00,    1),
     Param("mudd_w1",        "2 m d",    "uniform 0.577",(.90, .99),  0.25,    1),
     Param("mudd_w2",        "2 M m",    "0",            (.90, .99),  0.25,    1),
+    Param("mudd_w2g",       "C groups m","0",           (.90, .99),  0.25,    1),
     Param("mudd_b2",        "2 M",      "biases",       (.90, .99),  0.25,    0),
     Param("mudd_gate_w1",   "2 g d",    "uniform 0.577",(.90, .99),  0.10,    1),
     Param("mudd_gate_w2",   "2 G g",    "0",            (.90, .99),  0.10,    1),
@@ -216,11 +226,43 @@ PARAMS = (  # gradients are exchanged in this order
     Param("bigram_embed",   "B d",      "0",            (.75, .95), 75.00,    5, "bigrams", "sparse", work=1),
     Param("post_lambdas",   "L 2",      "1",            (.90, .95),  1.00,    0, dtype="float32"),
     Param("resid_lambdas",  "L 2",      "1.0488",       (.90, .95),  5.00,    0, dtype="float32"),
-    Param("value_embeds",   "V E d",    "normal 0.01",  (.75, .95), 75.00,    5, "tokens", "sparse", work=5),
+    Param("value_embeds",   "V E d",    "normal 0.01",  (.75, .95), 70.00,    5, "tokens", "sparse", work=5,
+          every=4),
     Param("embed",          "V d",      "0",            (.50, .95),  1.00,  150, "tokens", "sparse", work=3,
           tied_to="lm_head"),
 )
 # fmt: on
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A running average of parameters, which in the end replaces their last values or is mixed with them.
+
+    A row of Config.endings. Averages take noise out where the rate is still high, in the place of the last
+    part of a cooldown (record 92, PR 360). Rows of n-grams have none.
+    """
+
+    params: tuple[str, ...]  # those that the model lacks are ignored
+    window: int  # the run's last steps that it looks at; 0: none
+    rate: float  # each tick moves the average by this share towards the parameter; the first is a copy
+    blend: float = 1.0  # in the end the parameter moves by this share towards the average
+    # A tick follows each step after which `offset`, modulo `every`, steps are left, or one of `also`.
+    every: int = 1
+    offset: int = 0
+    also: tuple[int, ...] = ()
+    last_rate: float = 0.0  # of the last tick; 0: `rate`
+    keep_norm: bool = True  # averages are shorter: the parameter is scaled to the norm it had before
+
+
+# Record 92's. Where two rows have a parameter, the second starts from what the first one wrote. The first
+# rate is that of two ticks at 2 / 299, but for its last tick.
+ENDINGS = (
+    Ending(("lm_head", "embed"), 298, 1 - (1 - 2 / 299) ** 2, 0.65, every=2, also=(297,), last_rate=2 / 299),
+    Ending(("vo_bank", "mlp_bank"), 250, 4 / 53, every=4),
+    Ending(("value_embeds",), 250, 4 / 53, every=4, offset=2, keep_norm=False),
+    Ending(("qk_bank", "narrow_qk_bank"), 298, 2 / 75, 0.55, every=4, also=(1,)),
+    Ending(("vo_bank", "mlp_bank"), 298, 2 / 75, 0.3493, every=4, also=(1,)),
+)
 
 
 @dataclass(frozen=True)
@@ -235,8 +277,10 @@ class Ngrams:
     # Row r is on rank r % world_size: on its device (sharded), or in its host memory (host), which its GPU
     # reads and writes over PCIe.
     placement: Literal["sharded", "host"] = "sharded"
-    lr: float = 1.0
-    beta2: float = 0.95  # decay of a row's second moment, at each of its updates; 1: Adagrad's sum
+    every: Literal[1, 2, 4] = 4  # as Param.every
+    lr: float = 0.56
+    beta2: float = 0.95  # decay of a row's second moment at every update of the table
+    wd: float = 0.025
     prefetch: bool = True  # rows of the next step that this one does not change are fetched during it
 
 
@@ -246,21 +290,21 @@ class Stage:
     batch_tokens: int  # over all ranks and micro-batches
     max_doc_len: int  # documents are cut to this many tokens
     windows: Windows
-    lr_mul: float  # the last stage ignores it: its rate is Config.final_lr_frac
+    lr_mul: float  # the last stage's is what the cooldown ends at
     # Loss weights of the next, second and third next token, interpolated linearly over the stage. Later
     # tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle et
     # al. 2024, arXiv:2404.19737).
     mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]
-    # Loss weight of the next token's longest prefix that is a token, interpolated likewise: what a token
-    # begins with is easier, and teaches early (record 88).
-    prefix_start: float = 0.0
-    prefix_end: float = 0.0
+    # Loss weights, in equal parts of the stage, of the next token's longest prefix that is a token: what a
+    # token begins with is easier, and teaches early (record 88).
+    prefix: tuple[float, ...] = ()
+    attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
 
 
 @dataclass(frozen=True)
 class Config:
-    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1285-step record preset."""
+    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1194-step record preset."""
 
     # the task
     preset: str = "record"
@@ -279,7 +323,7 @@ class Config:
     sign_rows: int = 8192  # of random signs, by which rows of bigrams or n-grams are multiplied; 0: none
     heads: int = 6
     head_dim: int = 128
-    mlp_dim: int = 3072
+    mlp_dim: int = 2816
     layers: tuple[Layer, ...] = LAYERS
     # As in a U-net, layer skip_to gets back the stream that left layer skip_from (record 11). From the layer
     # after back_from on, attention reads the stream that left back_from.
@@ -290,40 +334,53 @@ class Config:
     mudd_gates: bool = True
     mudd_connections: bool = True
     mudd_dim: int = 64  # hidden width of these MLPs
-    dc_window: int = 112  # keys that dynamically composed heads look at, the query's own with them
+    mix_groups: int = 12  # parts of the stream's channels that the last mix weighs by themselves
     window_unit: int = 128
     # At the final validation.
     val_windows: Windows = Windows(6, 20)
-    attn_scale: float = 0.1  # of the softmax before any window grows
+    # Scales of the softmax before any window grows, of heads with wide and with narrow queries.
+    attn_scale: float = 0.085
+    narrow_attn_scale: float = 0.13
     dtype: Float = "bfloat16"  # of weights and activations
     # The schedule. Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
-    # agree, large ones average out noise at the end. The last stage is the extension, trained at the final
-    # learning rate.
+    # agree, large ones average out noise later. At the end batches shrink again, and the last stage trains at
+    # the rate that the cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(423, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), .25, .25),
-        Stage(424, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), .25),
-        Stage(423, 393216, 2048, Windows(5, 11), 1.73, (1.0,), (1.0,)),
-        Stage( 15, 393216, 2048, Windows(6, 13), 0.15, (1.0,), (1.0,)),
+        Stage(320, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,)),
+        Stage(361, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05)),
+        Stage(426, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560),
+        Stage( 67, 327680, 3072, Windows(5, 11), 1.5793, (1.0,), (1.0,), attention_cap=2560),
+        Stage( 20, 131072, 3072, Windows(6, 13), 0.30, (1.0,), (1.0,), attention_cap=2560),
     )
     # fmt: on
-    cooldown_frac: float = 0.60  # last part of the scheduled steps; the rate falls to final_lr_frac
-    final_lr_frac: float = 0.15
+    cooldown_frac: float = 0.80  # last part of the scheduled steps; the rate falls to the last stage's
     momentum_min: float = 0.85  # at both ends: old gradients mislead while the loss falls fast (record 9)
-    momentum_max: float = 0.95
-    momentum_warmup: int = 300  # steps from min to max
+    momentum_max: float = 0.93
+    momentum_warmup: int = 240  # steps from min to max
     momentum_cooldown: int = 50  # last steps, back towards min
     microbatches: int = 8  # of a global batch, at least one a rank; other numbers pack documents differently
     max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
+    endings: tuple[Ending, ...] = ENDINGS  # what is done to parameters after the last step, in this order
     # optimizers
     params: tuple[Param, ...] = PARAMS
+    slow_from: int = 336  # the first step at which every=4 means that, not 2
     adam_lr: float = 0.008
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
-    muon_lr: float = 0.023
-    muon_wd: float = 1.2
-    muon_beta2: float = 0.9
-    muon_dtype: Float = "bfloat16"  # of the orthogonalization
+    bank_lr: float = 0.023
+    bank_wd: float = 2.25
+    bank_beta2: float = 0.9
+    bank_dtype: Float = "bfloat16"  # of the orthogonalization
+    # Matrices are orthogonalized from singular values of at most 1 / bank_margin. ANVIL's maps diverge above
+    # 1 / 1.05, so record 92's 1.05 leaves no room for the roundings of bf16.
+    bank_margin: float = 1.06
+    slow_rate: float = 0.02  # at which the slow rail follows the gradients
+    # Before this step there is one rail: plain momentum. From it on the fast rail has this decay, and this
+    # weight in the mean of both. With no more steps than that, one rail serves the whole run.
+    rails_step: int = 514
+    fast_beta: float = 0.85
+    fast_weight: float = 0.4385
     # the run
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
@@ -353,7 +410,7 @@ class Config:
 
     @property
     def predicts_prefixes(self) -> bool:
-        return any(stage.prefix_start or stage.prefix_end for stage in self.stages)
+        return any(any(stage.prefix) for stage in self.stages)
 
 
 RECORD = Config()
@@ -365,10 +422,11 @@ RECORD = Config()
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
-    layers=tuple(replace(layer, xsa=False, dc=False) for layer in LAYERS),  # here they gain nothing
-    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64), window_unit=16, attn_scale=0.3, dtype="float32",
-    muon_dtype="float32", momentum_warmup=125, momentum_cooldown=20, kernels=(), attention="dense", fp8=False,
-    compile=False,
+    layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
+    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, every=1), mix_groups=4, window_unit=16, attn_scale=0.25,
+    narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, bank_dtype="float32", slow_from=82,
+    momentum_warmup=125, momentum_cooldown=20, rails_step=125, kernels=(), attention="dense", fp8=False,
+    compile=False, endings=(),
     stages=(
         Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -378,7 +436,7 @@ CPU = replace(
 # fmt: on
 
 # The record preset with n-gram memory of 2^24 rows in the place of bigram_embed: 6.5 GB on each of 8 GPUs,
-# and about 2 for the rows that a step touches. Not run on GPUs, not tuned.
+# and about 3 for the rows that four steps touch. Not run on GPUs, not tuned.
 NGRAM = replace(RECORD, preset="ngram", ngrams=Ngrams(orders=(2, 3)))
 
 PRESETS = {"record": RECORD, "ngram": NGRAM, "cpu": CPU}
@@ -402,7 +460,7 @@ def padded(n: int, multiple: int) -> int:
 
 
 class Gate(NamedTuple):
-    kind: str  # xsa, output, x0, bigram, skip, dc1, dc2
+    kind: str  # xsa, output, x0, bigram, skip
     layer: int
     columns: int  # one, or one a head
     bias: float  # initial, in units of the gates' scale
@@ -416,19 +474,22 @@ def gate_table(cfg: Config) -> list[list[Gate]]:
     layers, H, split = list(enumerate(cfg.layers)), cfg.heads, cfg.skip_from + 1
     tables = []
     for part in (layers[:split], layers[split:]):
-        inputs = [i for i, layer in part if layer.attention and not layer.connections]
         tables.append(
             [Gate("xsa", i, H, 0.0) for i, layer in part if layer.xsa]
             + [Gate("output", i, H, 2.5) for i, layer in part if layer.gate]
-            + [Gate(kind, i, 1, bias) for i in inputs for kind, bias in (("x0", 0.0), ("bigram", 0.5))]
+            + [
+                Gate(kind, i, 1, bias)
+                for i, layer in part
+                for kind, bias in (("x0", 0.0), ("bigram", 0.5))
+                if getattr(layer, kind)
+            ]
             + [Gate("skip", i, 1, 5.0) for i, _ in part if i == cfg.skip_to]
-            + [Gate("dc1", i, H, 10.0) for i, layer in part if layer.dc]
-            + [Gate("dc2", i, H, 0.0) for i, layer in part if layer.dc]
         )
     return tables
 
 
 MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
+RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
 # Initial biases of their outputs, in units of that, by columns. The layer with connections:
 #   0-2    the first stream, "back" and the layer's input, into its values
 #   3-5    the same, into the stream
@@ -436,32 +497,41 @@ MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
 #   8-9    the stream and attention's output
 #   10-11  the first stream and the bigrams, into the stream
 #   12-13  the stream and the MLP's output
-# Before the head: the first stream, "back" (taken off: it served only middle layers, PR 140), the input of
-# that layer, the first value embedding, "skip".
-RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-MUDD_BIASES = ((0, 0, 0, 0, 0, 0, 20, 20, RESID_BIAS, 10, 0, 0.5, RESID_BIAS, 10), (0, -5, 0, 0, 0))
+CONNECTION_BIASES = (0, 0, 0, 0, 0, 0, 20, 20, RESID_BIAS, 10, 0, 0.5, RESID_BIAS, 10)
+# Before the head, the streams that GPT.hidden_states lists: "back" is taken off, for it served only middle
+# layers (PR 140), and one bias for each of the others.
+MIX_BIASES = (0, -5, 0, 0, 0, 0)
 
 
 def sizes(cfg: Config) -> dict[str, int]:
     """Returns the sizes that Param.shape names; those of a technique that is off are 0."""
-    attention = sum(layer.attention is not None for layer in cfg.layers)
+    readers = [layer for layer in cfg.layers if layer.attention]
+    narrow = sum(layer.narrow_qk for layer in readers)
+    tables = {layer.value: layer.connections for layer in readers if layer.value is not None}
+    mixed = len(MIX_BIASES) + len(tables)
     return {
         "d": cfg.dim,
+        "D": cfg.head_dim,
         "2D": 2 * cfg.head_dim,
         "H": cfg.heads,
         "V": cfg.padded_vocab,
         "F": cfg.mlp_dim,
         "L": len(cfg.layers),
-        "2L": 2 * len(cfg.layers),
         "2L+2": 2 * len(cfg.layers) + 2,
-        "A*H": attention * cfg.heads,
-        "2A": attention * 2,
-        "E": max((layer.value + 1 for layer in cfg.layers if layer.value is not None), default=0),
+        "wide*H": (len(readers) - narrow) * cfg.heads,
+        "narrow*H": narrow * cfg.heads,
+        "2A": len(readers) * 2,
+        "2mlps": 2 * sum(layer.mlps for layer in cfg.layers),
+        # Tables of value embeddings, and those of them with gates.
+        "E": len(tables),
+        "Eg": sum(not connections for connections in tables.values()),
         "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
         "gate": GATE_DIM,
         # Outputs and hidden units of the small MLPs, of connections and of gates.
-        "M": max(map(len, MUDD_BIASES)),
+        "M": max(len(CONNECTION_BIASES), mixed),
         "m": cfg.mudd_dim * cfg.mudd_connections,
+        "C": mixed,
+        "groups": cfg.mix_groups,
         "G": max(sum(gate.columns for gate in gates) for gates in gate_table(cfg)),
         "g": cfg.mudd_dim * cfg.mudd_gates,
     }
@@ -488,7 +558,8 @@ def used_params(cfg: Config) -> list[Param]:
 def mlp_biases(cfg: Config) -> dict[str, Sequence[Sequence[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
     gates = [[gate.bias for gate in gates for _ in range(gate.columns)] for gates in gate_table(cfg)]
-    return {"mudd": MUDD_BIASES, "mudd_gate": gates}
+    mix = MIX_BIASES + sizes(cfg)["E"] * (0,)
+    return {"mudd": (CONNECTION_BIASES, mix), "mudd_gate": gates}
 
 
 def seeded(name: str, seed: int) -> torch.Generator:
@@ -581,15 +652,14 @@ class StepPlan(NamedTuple):
     step: int
     stage: int
     lr_mul: float  # of every learning rate, as scheduled; Param.lr_mul multiplies it
-    momentum: float  # NorMuon's
+    momentum: float  # ANVIL's
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
     max_doc_len: int
+    attention_cap: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
-    # Adam's parameters update only after every second step, from the gradients of both: half the traffic of
-    # the tables, at next to no cost in loss (PR 136).
-    do_adam: bool
+    slow: bool  # from Config.slow_from on
     # After this step's update embed and lm_head are untied: one matrix learns faster from both ends, two fit
     # better later (PRs 175, 178).
     untie: bool
@@ -599,10 +669,24 @@ class StepPlan(NamedTuple):
         """Returns the weights of GPT.loss_targets' columns."""
         return (*self.mtp, self.prefix) if self.prefix else self.mtp
 
+    def slowdown(self, every: int) -> int:
+        """Returns by how much rarer updates are than at first: betas have this power, decay this factor."""
+        return max(1, every // 2) if self.slow else 1
+
+    def updates(self, every: int) -> bool:
+        """True if what has this `every` is updated after this step, from all gradients since its last update.
+
+        Adam's parameters need it only after every second step, at next to no cost in loss (PR 136): half the
+        traffic of the tables. The largest, from Config.slow_from on, need it after every fourth (PR 360). The
+        gradients of last steps that no update follows are lost.
+        """
+        period = min(every, 2) * self.slowdown(every)
+        return self.step % period == period - 1
+
 
 def untie_step(cfg: Config) -> int:
-    """Returns the third stage's first step, made odd so that Adam updates on it; with fewer stages, never."""
-    return cfg.stage_starts[2] | 1 if len(cfg.stages) > 2 else cfg.steps
+    """Returns the last stage's first step, made odd so that Adam updates on it; with one stage, never."""
+    return cfg.stage_starts[-1] | 1 if len(cfg.stages) > 1 else cfg.steps
 
 
 def plan_step(cfg: Config, step: int) -> StepPlan:
@@ -613,7 +697,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     lr_mul, cool = stage.lr_mul, int(scheduled * (1 - cfg.cooldown_frac))
     if step > cool:
         t = min(1.0, (step - cool) / max(1, scheduled - cool))
-        lr_mul = lr_mul * (1 - t) + cfg.final_lr_frac * t
+        lr_mul = lr_mul * (1 - t) + cfg.stages[-1].lr_mul * t
     momentum_span = cfg.momentum_max - cfg.momentum_min
     momentum = cfg.momentum_min + momentum_span * min(1.0, step / max(1, cfg.momentum_warmup))
     cool = cfg.steps - cfg.momentum_cooldown
@@ -628,11 +712,22 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         windows=window_tokens(cfg, stage.windows),
         batch_tokens=stage.batch_tokens,
         max_doc_len=stage.max_doc_len,
+        attention_cap=stage.attention_cap,
         mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
-        prefix=stage.prefix_start + (stage.prefix_end - stage.prefix_start) * t,
-        do_adam=step % 2 == 1,
+        prefix=stage.prefix[int(t * len(stage.prefix))] if stage.prefix else 0.0,
+        slow=step >= cfg.slow_from,
         untie=step == untie_step(cfg),
     )
+
+
+def tick_rates(ending: Ending, steps: int) -> dict[int, float]:
+    """Returns the steps, of a run of `steps`, after which an ending's average ticks, and each tick's rate."""
+    left = range(min(ending.window, steps))
+    ticks = [steps - 1 - n for n in left if n % ending.every == ending.offset or n in ending.also]
+    rates = dict.fromkeys(ticks, ending.rate)
+    if ticks:
+        rates |= {ticks[0]: ending.last_rate or ending.rate, ticks[-1]: 1.0}
+    return rates
 
 
 def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
@@ -644,10 +739,9 @@ def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
     return base * plan.lr_mul * spec.lr_mul
 
 
-def warmup_steps(cfg: Config) -> list[int]:
+def warmup_steps(cfg: Config) -> list[range]:
     """Returns steps that do all that a run does: the first two, and two on either side of a stage's start."""
-    steps = {start + k for start in cfg.stage_starts for k in (-2, -1, 0, 1)}
-    return sorted(steps.intersection(range(cfg.steps)))
+    return [range(max(0, start - 2), min(start + 2, cfg.steps)) for start in cfg.stage_starts]
 
 
 def validates(cfg: Config, step: int) -> bool:
@@ -869,7 +963,7 @@ def open_dataset(cfg: Config) -> Dataset:
 
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
     """Returns the bytes of each of `size` tokens, from a line each of hexadecimal digits; none: b""."""
-    settings = "--set samples=0 --set stages.*.prefix_start=0 --set stages.*.prefix_end=0"
+    settings = "--set samples=0 --set stages.*.prefix="
     fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
     with explain(f"cannot read {path}", fix, OSError, ValueError):
         vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]
@@ -968,7 +1062,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
 
 def default_max_docs(tokens: int) -> int:
     """Returns the entries of cu_seqlens for a micro-batch of `tokens`: fixed, so that shapes never change."""
-    return {16384: 64, 32768: 96, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
+    return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
 class RowIndex(NamedTuple):
@@ -997,9 +1091,8 @@ class RowRoutes(NamedTuple):
     grads: Transfer  # rows of main_grad, to their owners
     # (sum(recv_counts),) int32: the rows of its block that an owner receives; of n-grams, places in `owned`.
     arriving: Tensor
-    # The others are for n-grams. (n,) int32: the rows of its block that any rank touches, ascending.
+    # Of n-grams. (n,) int32: the rows of its block that any rank touches, ascending.
     owned: Tensor | None = None
-    fetches: dict[str, Transfer] = {}  # rows of its block for who asked, early and late
 
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -1046,8 +1139,8 @@ class MicroBatch:
     # their places in NgramTable.compact.
     hashed_rows: Tensor
     signs: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
-    cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, then T
-    max_doc_len: int  # bound on a document's length
+    cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
+    max_doc_len: int  # bound on such a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
     buffer: Tensor | None = None  # uint8: holds all of these, once packed
 
@@ -1060,21 +1153,25 @@ class MicroBatch:
 
 
 def make_micro_batch(
-    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, cfg: Config
+    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, cfg: Config, attention_cap: int = 0
 ) -> MicroBatch:
     """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
-    T = len(tokens) - 1
-    if len(ends) + 2 > max_docs:
+    T, starts = len(tokens) - 1, np.append(0, ends)
+    if attention_cap:
+        pieces = zip(starts, np.append(ends, T))
+        starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
+        max_doc_len = min(max_doc_len, attention_cap)
+    if len(starts) + 1 > max_docs:
         raise UserError(
-            f"a micro-batch of {T} tokens has {len(ends) + 1} documents, cu_seqlens room for {max_docs - 1}; "
-            f"use --set max_docs={padded(len(ends) + 2, 128)}"
+            f"a micro-batch of {T} tokens has {len(starts)} documents, cu_seqlens room for {max_docs - 1}; "
+            f"use --set max_docs={padded(len(starts) + 1, 128)}"
         )
     inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
     if cfg.ngrams.orders:
         ngrams, signs = hash_ngrams(inputs.numpy(), cfg.ngrams, cfg.sign_rows)
     else:
         ngrams, signs = hash_bigrams(inputs.numpy(), cfg.bigram_vocab_size, cfg.sign_rows)
-    cu_seqlens.numpy()[: len(ends) + 1] = 0, *ends
+    cu_seqlens.numpy()[: len(starts)] = starts
     targets, sign_ids = int32(tokens[1:]).long(), None if signs is None else int32(signs)
     return MicroBatch(inputs, targets, int32(ngrams), sign_ids, cu_seqlens, max_doc_len)
 
@@ -1216,7 +1313,7 @@ class TrainLoader:
             "add larger shards, or lower batch_tokens"
         )
 
-    def batch(self, batch_tokens: int, max_doc_len: int) -> list[MicroBatch]:
+    def batch(self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0) -> list[MicroBatch]:
         """Builds this rank's micro-batches of the next batch."""
         T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
         ends, micro_batches = self.ends[max_doc_len], []
@@ -1225,7 +1322,9 @@ class TrainLoader:
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
             doc_ends = ends[first + 1 : last] - ends[first]
-            micro_batches.append(make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg))
+            micro_batches.append(
+                make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
+            )
         return micro_batches
 
 
@@ -1233,23 +1332,33 @@ class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
     position: tuple[int, ...]  # of the loader, after it
-    rows: dict  # packed RowRoutes of the tables that this step updates, by kind of table
+    # Packed: RowRoutes of the tables that this step updates, by name; of the rows of n-grams that it reads
+    # Transfers "early" and "late", from an owner's block to who asked.
+    rows: dict
 
 
 class Prefetcher:
     """Builds the planned steps' batches on a thread, two ahead of the one in use.
 
-    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. The first plan
-    must be step 0 or follow an Adam step, so that no gradient awaits an update.
+    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. No gradient may
+    await its update when the first of the planned steps begins.
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
         self.loader, self.exchange, cfg = loader, exchange, loader.cfg
         self.table_rows = {"tokens": cfg.padded_vocab, "bigrams": cfg.bigram_vocab_size}
-        self.sparse_kinds = {spec.kind for spec in cfg.params if spec.exchange == "sparse"} | {"ngrams"}
         self.hashed_kind = "ngrams" if cfg.ngrams.orders else "bigrams"
-        self.touched: dict[str, np.ndarray] = {}  # by kind of table: rows since their last update
-        self.owned_before = NO_ROWS  # RowRoutes.owned of the batch before
+        # By table: the kind of its rows, after how many steps it is updated, how many ranks share its rows.
+        self.tables: dict[str, tuple[str, int, int]] = {
+            spec.name: (spec.kind, spec.every, exchange.world_size if spec.exchange == "sparse" else 1)
+            for spec in used_params(cfg)
+            if spec.is_table
+        }
+        if cfg.ngrams.orders:
+            self.tables["ngrams"] = "ngrams", cfg.ngrams.every, exchange.world_size
+        # By table: rows since its last update, ascending; those of n-grams in the order of their gradients.
+        self.touched: dict[str, np.ndarray] = {}
+        self.changed = NO_ROWS  # rows of n-grams, of this rank's block, that the step before updates
         # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
         self.batches = (self._build(plan) for plan in plans)
         self.queue = [self._submit(), self._submit()]
@@ -1271,7 +1380,7 @@ class Prefetcher:
 
     @section("index")
     def _build(self, plan: StepPlan) -> Batch:
-        micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len)
+        micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len, plan.attention_cap)
         for batch in micro_batches:
             signs = None if batch.signs is None else batch.signs.numpy()
             for kind, ids, own_signs in (
@@ -1279,59 +1388,74 @@ class Prefetcher:
                 (self.hashed_kind, batch.hashed_rows, signs),
             ):
                 batch.index[kind] = index_rows(ids.numpy(), own_signs)
-                row_ids = batch.index[kind].row_ids.numpy()
-                self.touched[kind] = merge_rows(self.touched.get(kind, NO_ROWS), row_ids)
-        updated = [kind for kind in self.touched if plan.do_adam or kind == "ngrams"]
-        plans = self._plan_rows(updated, micro_batches)
-        packed = [batch.pack() for batch in micro_batches]
-        return Batch(plan, packed, self.loader.position(), pack(plans))
-
-    def _plan_rows(self, kinds: list[str], micro_batches: list[MicroBatch]) -> dict[str, RowRoutes]:
-        """Tells the owners which of their rows are touched, for tables that are updated now."""
-        plans = {}
-        for kind in kinds:
-            rows, n = self.touched.pop(kind), self.exchange.world_size if kind in self.sparse_kinds else 1
-            if kind == "ngrams":
-                place, owner = np.divmod(rows, n)
+        routes: dict = {}
+        for name, (kind, every, _) in self.tables.items():
+            read = merge_rows(*(batch.index[kind].row_ids.numpy() for batch in micro_batches))
+            if name == "ngrams":
+                routes |= self._plan_fetches(read, micro_batches)
             else:
-                owner, place = np.divmod(rows, self.table_rows[kind] // n)
-            order = np.argsort(owner.astype(np.uint16), kind="stable")
-            send_counts = np.bincount(owner, minlength=n).tolist()
-            arriving, recv_counts = self.exchange.send_ids(kind, place[order], send_counts)
-            plans[kind] = RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), int32(arriving))
-            if kind == "ngrams":
-                plans[kind] = self._plan_fetches(plans[kind], micro_batches)
-        return plans
+                self.touched[name] = merge_rows(self.touched.get(name, NO_ROWS), read)
+            if plan.updates(every):
+                routes[name] = self._route_rows(name)
+        packed = [batch.pack() for batch in micro_batches]
+        return Batch(plan, packed, self.loader.position(), pack(routes))
 
-    def _plan_fetches(self, routes: RowRoutes, micro_batches: list[MicroBatch]) -> RowRoutes:
-        """Plans the fetch of the n-grams' rows, and numbers them in the micro-batches as they will arrive.
+    def _tell_owners(self, name: str, rows: np.ndarray) -> tuple[np.ndarray, Transfer]:
+        """Tells the owners of a table's `rows` that this rank touches them.
 
-        Tells each rank that asked for one of this rank's rows whether it comes late, because the step before
-        changes it.
+        Returns the order of `rows` by owner; rows of this rank's block, by the ranks that touch them.
         """
-        (wanted, send_counts, recv_counts), asked = routes.grads, routes.arriving.numpy()
-        n, owned = self.exchange.world_size, merge_rows(asked)
-        prefetch = self.loader.cfg.ngrams.prefetch
-        is_late = (is_in(self.owned_before, asked) if prefetch else np.ones(len(asked))).astype(np.uint8)
-        self.owned_before = owned
+        kind, _, n = self.tables[name]
+        if name == "ngrams":
+            place, owner = np.divmod(rows, n)
+        else:
+            owner, place = np.divmod(rows, self.table_rows[kind] // n)
+        order = np.argsort(owner.astype(np.uint16), kind="stable")
+        send_counts = np.bincount(owner, minlength=n).tolist()
+        asked, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
+        return order, Transfer(int32(asked), recv_counts, send_counts)
+
+    def _route_rows(self, name: str) -> RowRoutes:
+        """Plans how a table's gradients reach the owners of the rows touched since its last update."""
+        rows = self.touched.pop(name)
+        order, (arriving, recv_counts, send_counts) = self._tell_owners(name, rows)
+        if name != "ngrams":
+            return RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), arriving)
+        owned = self.changed = merge_rows(arriving.numpy())
+        places = int32(np.searchsorted(owned, arriving.numpy()))
+        return RowRoutes(Transfer(int32(order), send_counts, recv_counts), places, int32(owned))
+
+    def _plan_fetches(self, read: np.ndarray, micro_batches: list[MicroBatch]) -> dict[str, Transfer]:
+        """Plans the fetch of the n-grams' rows that a step reads, and numbers them in the micro-batches.
+
+        hashed_rows get the order in which rows arrive, the index that of their first touch since the last
+        update, as gradients lie. Tells each rank that asked for one of this rank's rows whether it comes
+        late, because the step before changes it.
+        """
+        order, (asked, recv_counts, send_counts) = self._tell_owners("ngrams", read)
+        n, prefetch = self.exchange.world_size, self.loader.cfg.ngrams.prefetch
+        is_late = (is_in(self.changed, asked.numpy()) if prefetch else np.ones(len(asked))).astype(np.uint8)
+        self.changed = NO_ROWS
         comes_late = self.exchange.send_numbers("late marks", "ngrams", is_late, recv_counts, send_counts)
         fetches = {}
         askers, owners = (np.repeat(np.arange(n), counts) for counts in (recv_counts, send_counts))
         for name, flag in ("early", 0), ("late", 1):
             to = np.bincount(askers[is_late == flag], minlength=n)
             by = np.bincount(owners[comes_late == flag], minlength=n)
-            fetches[name] = Transfer(int32(asked[is_late == flag]), to.tolist(), by.tolist())
+            fetches[name] = Transfer(asked[torch.from_numpy(is_late == flag)], to.tolist(), by.tolist())
         # Early rows arrive before late ones, each sorted by owner.
-        arrival = inverse(np.argsort(comes_late, kind="stable"))
-        by_row = np.argsort(wanted.numpy(), kind="stable")
-        rows, arrival_by_row = wanted.numpy()[by_row], arrival[by_row]
+        arrival = inverse(np.argsort(comes_late, kind="stable"))[inverse(order)]
+        touched = self.touched.get("ngrams", NO_ROWS)
+        touched = np.append(touched, read[~is_in(np.sort(touched), read)])
+        self.touched["ngrams"], by_row = touched, np.argsort(touched, kind="stable")
         for batch in micro_batches:
             index = batch.index["ngrams"]
-            arrives = int32(arrival_by_row[np.searchsorted(rows, index.row_ids.numpy())])
+            rows = index.row_ids.numpy()
+            arrives = int32(arrival[np.searchsorted(read, rows)])
             batch.hashed_rows = place_rows(batch.hashed_rows, index, arrives)
-            batch.index["ngrams"] = index._replace(row_ids=arrives)
-        grads = routes.grads._replace(rows=int32(arrival))
-        return RowRoutes(grads, int32(np.searchsorted(owned, asked)), int32(owned), fetches)
+            slots = int32(by_row[np.searchsorted(touched[by_row], rows)])
+            batch.index["ngrams"] = index._replace(row_ids=slots)
+        return fetches
 
 
 class ValLoader:
@@ -1360,7 +1484,6 @@ class ValLoader:
 # ============================================================================================================
 
 NORM_EPS = 2.0**-23  # for every dtype
-DC_EPS = 1e-6  # of the norm of dynamically composed heads' first weights, over heads
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -1368,9 +1491,9 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def norm(x: Tensor, eps: float = NORM_EPS) -> Tensor:
+def norm(x: Tensor) -> Tensor:
     """Applies RMSNorm without weight over the last axis, reduced in at least fp32 (arXiv:1910.07467)."""
-    return F.rms_norm(x, (x.size(-1),), eps=eps)
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
 def attention(
@@ -1378,9 +1501,9 @@ def attention(
 ) -> Tensor:
     """Attends causally within documents: position i sees j of its document with 0 <= i - j <= window.
 
-    q, k, v (T, H, D); cu_seqlens (n,) int32, document boundaries; max_seqlen bounds a document's length.
-    Returns (T, H, D). Queries go in blocks, each against the keys of its block and of `window` positions
-    before it: T * (window + block) scores instead of T * T.
+    q, k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen bounds a document's
+    length. Returns (T, H, Dv). Queries go in blocks, each against the keys of its block and of `window`
+    positions before it: T * (window + block) scores instead of T * T.
     """
     T = len(q)
     q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, max_seqlen - 1, T - 1))
@@ -1416,42 +1539,9 @@ def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
     return torch.searchsorted(cu_seqlens, pos, right=True)
 
 
-def compose_heads(
-    y: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    cu_seqlens: Tensor,
-    window: int,
-    scale: float,
-) -> Tensor:
-    """Adds to attention's heads y (T, H, D) what all heads together attend to among the last `window` keys.
-
-    Each head's softmax over these keys alone, weighted by w1 (T, H), sums to one matrix; w2 (T, H) weighs its
-    products with each head's values. Dynamically composed heads: Xiao et al. 2024, arXiv:2405.08553; trimmed
-    to this in record 85.
-    """
-    T, H, _ = q.shape
-    w1, w2 = w1.expand(T, H), w2.expand(T, H)  # they may be constants, (1, H)
-    q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window - 1, T - 1))
-    block = q.size(2)
-    scores = (scale * upcast(q) @ upcast(k).mT).masked_fill(~mask, -math.inf)
-    w1 = F.pad(w1, (0, 0, 0, -T % block)).view(-1, block, H).transpose(1, 2)
-    mixed = (w1[..., None] * scores.softmax(-1)).sum(1, keepdim=True).to(q.dtype)
-    return y + w2[:, :, None] * (mixed @ v).transpose(1, 2).flatten(0, 1)[:T]
-
-
-@compiled
-def norm_heads(w: Tensor) -> Tensor:
-    """Norms the first weights (T, H) of dynamically composed heads over the heads."""
-    return norm(w, DC_EPS)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding to the first half of x (..., D), by angles given as cos, sin (..., D/4)."""
-    rotated, passthrough = x.chunk(2, dim=-1)
+    """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n)."""
+    rotated, passthrough = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
     a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
     return torch.cat([rotated, passthrough], dim=-1)
@@ -1640,34 +1730,48 @@ ROW_EPS = 1e-10
 
 @compiled
 def update_rows(
-    table: Tensor, moments: Tensor, rows: Tensor, grads: Tensor, lr: float | Tensor, beta2: float
+    table: Tensor,
+    moments: Tensor,
+    last: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    decays: Tensor,
+    time: int | Tensor,
+    weight: float | Tensor,
+    lr: float | Tensor,
+    decay: float | Tensor,
 ) -> None:
     """Updates distinct `rows` (n,) int32 of `table` (N, w) from grads (n, w), scaled by rows' second moments.
 
-    moments (N,), at least fp32, like the arithmetic, average the mean squares of a row's gradients over its
-    updates: RMSProp (Tieleman, Hinton 2012) by row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad (Duchi
-    et al. 2011, jmlr.org/papers/v12/duchi11a.html), which sums them: beta2 = 1. The first sets a moment of 0;
-    averaged with it, a row's first step would be 1 / sqrt(1 - beta2) times as long.
+    moments (N,), at least fp32, like the arithmetic, are Adam's of the mean squares of a row's gradients: by
+    row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi et al. 2011,
+    jmlr.org/papers/v12/duchi11a.html). They decay at every update of the table, made up for at a row's next:
+    decays[k] is of k units of time, of which `last` (N,) int32 keeps the row's update before. There is no
+    first moment, and bias correction is the table's, in `lr`: a row's first step is 1 / sqrt(weight) times as
+    long as one of a row that is always touched (PR 360). `decay`, lr^2 wd, acts as in adam().
     """
-    at, squares, weight = rows.long(), grads.square().mean(-1), (1 - beta2) or 1
-    old = moments[at]
-    new = torch.where(old == 0, squares, beta2 * old + weight * squares)
+    at = rows.long()
+    new = decays[time - last[at]] * moments[at] + weight * grads.square().mean(-1)
     moments.index_copy_(0, at, new)
-    values = table[at].to(grads.dtype) - lr * grads / (new.sqrt() + ROW_EPS)[:, None]
-    table.index_copy_(0, at, values.to(table.dtype))
+    last.index_copy_(0, at, torch.zeros_like(rows) + time)
+    old, update = table[at].to(grads.dtype), lr * grads / (new.sqrt() + ROW_EPS)[:, None]
+    update += decay * old * (update * old > 0)
+    table.index_copy_(0, at, (old - update).to(table.dtype))
 
 
 # Inductor's autotuning first copies what a kernel changes. That is the whole table: 26 GB on one GPU.
 update_rows.function.autotune = False  # type: ignore
 
 
-# Polar Express: Amsel, Persson, Musco, Gower 2025, arXiv:2505.16932; five steps, safety factor 1.02.
-POLAR_STEPS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+# ANVIL's maps of singular values, x -> a x + b x^3 + c x^5 (record 92, PR 360). Together they bring those
+# from 0.003 to 1 / 1.05 within 0.5 % of 1; larger ones diverge.
+ANVIL_MAPS = (
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
 )
 
 
@@ -1683,16 +1787,27 @@ def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float =
     return baddbmm_fp32(x.new_zeros(()) if add is None else add, x, x.mT, beta, alpha)
 
 
-def polar_express(g: Tensor, dtype: torch.dtype, gram: Callable = gram) -> Tensor:
-    """Approximates the orthogonal polar factor of each matrix of g (n, rows, cols), in `dtype`.
+@compiled
+def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+    """Returns matrices x (n, rows, cols) divided by `margin` times their norms, and the new Gram matrices.
 
-    Singular values end in 0.86 .. 1.14. In bf16 every product is summed in fp32 and rounded once.
+    A: the Gram matrices of x. Their traces are the squared norms, so no pass over x computes those.
     """
-    x = g.to(dtype)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    trace = upcast(A.diagonal(dim1=-2, dim2=-1)).sum(-1)[:, None, None]
+    norm = margin * trace.sqrt() + 1e-6
+    return (x / norm).to(x.dtype), (A / norm.square()).to(A.dtype)
+
+
+def orthogonalize(x: Tensor, margin: float, gram: Callable = gram) -> Tensor:
+    """Approximates the orthogonal polar factor of each matrix of x (n, rows, cols), in its dtype.
+
+    In bf16 every product is summed in fp32 and rounded once.
+    """
     tall = x.size(-2) > x.size(-1)
-    for a, b, c in POLAR_STEPS:
+    for i, (a, b, c) in enumerate(ANVIL_MAPS):
         A = gram(x.mT if tall else x)
+        if i == 0:
+            x, A = divide_by_norm(x, A, margin)
         B = gram(A, A, b, c)  # A is symmetric
         x = baddbmm_fp32(x, x, B, a, 1.0) if tall else baddbmm_fp32(x, B, x, a, 1.0)
     return x
@@ -1921,116 +2036,6 @@ if triton is not None:
         total += tl.load(out_ptrs, mask=cols < columns, other=0.0).to(tl.float32)
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
-    @triton.jit
-    def near_pairs(docs, rows, keys, T, WINDOW):
-        """Returns which queries see which keys, and where a tensor (T, WINDOW) has these pairs.
-
-        Also rows and keys in bounds, for loads of what is not seen: a row from T on sees nothing.
-        """
-        row_at, key_at = rows % T, tl.maximum(keys, 0) % T
-        seen = (tl.load(docs + row_at) == tl.load(docs + key_at)) & (keys >= 0) & (rows < T)
-        seen &= (keys <= rows) & (rows - keys < WINDOW)
-        return seen, row_at * WINDOW + (WINDOW - 1 + keys - rows), row_at, key_at
-
-    @triton.jit
-    def compose_heads_kernel(
-        x,
-        k,
-        v,
-        q,
-        weights,
-        docs,
-        mixed,
-        out,
-        dweights,
-        dscores,
-        T,
-        H,
-        scale,
-        WINDOW: tl.constexpr,
-        D: tl.constexpr,
-        BACKWARD: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Composes the heads of BLOCK queries: adds to those of x (y), into `out`.
-
-        BACKWARD: makes, of x (dy), the gradients of q (`out`), of the weights, and of the scaled scores. One
-        tile has all keys that the queries see, and one their values; both are transposed.
-        """
-        KEYS: tl.constexpr = triton.next_power_of_2(BLOCK + WINDOW - 1)
-        end, d = (tl.program_id(0) + 1) * BLOCK, tl.arange(0, D)
-        rows, keys = end - BLOCK + tl.arange(0, BLOCK)[:, None], end - KEYS + tl.arange(0, KEYS)[None, :]
-        seen, places, row_at, key_at = near_pairs(docs, rows, keys, T, WINDOW)
-        offs, key_offs = row_at * H * D + d, key_at * H * D + d[:, None]
-        total = tl.zeros((BLOCK, KEYS), tl.float32)
-        if BACKWARD:
-            before = tl.load(mixed + places, mask=seen, other=0.0)
-            for h in range(H):
-                value = tl.load(v + h * D + key_offs)
-                products = tl.dot(tl.load(x + h * D + offs), value, input_precision="ieee")
-                dw2 = tl.sum(products * before, 1, keep_dims=True)
-                tl.store(dweights + (T + row_at) * H + h, dw2, mask=rows < T)
-                total += tl.load(weights + (T + row_at) * H + h) * products
-        for h in range(H):
-            key = tl.load(k + h * D + key_offs)
-            scores = scale * tl.dot(tl.load(q + h * D + offs), key, input_precision="ieee")
-            scores = tl.where(seen, scores, float("-inf"))
-            p = tl.exp(scores - tl.max(scores, 1, keep_dims=True))
-            p /= tl.sum(p, 1, keep_dims=True)
-            w1 = tl.load(weights + row_at * H + h)
-            if BACKWARD:
-                dw1 = tl.sum(p * total, 1, keep_dims=True)
-                tl.store(dweights + row_at * H + h, dw1, mask=rows < T)
-                ds = (w1 * p * (total - dw1)).to(key.dtype)
-                tl.store(dscores + places, ds, mask=seen)
-                dscores += T * WINDOW
-                dquery = scale * tl.dot(ds, tl.trans(key), input_precision="ieee")
-                tl.store(out + h * D + offs, dquery, mask=rows < T)
-            else:
-                total += w1 * p
-        if not BACKWARD:
-            tl.store(mixed + places, total, mask=seen)
-            for h in range(H):
-                value = tl.load(v + h * D + key_offs)
-                weighted = tl.load(weights + (T + row_at) * H + h) * total
-                added = tl.dot(weighted.to(value.dtype), tl.trans(value), input_precision="ieee")
-                tl.store(out + h * D + offs, tl.load(x + h * D + offs) + added, mask=rows < T)
-
-    @triton.jit
-    def compose_heads_key_grad_kernel(
-        dy,
-        q,
-        weights,
-        docs,
-        mixed,
-        dscores,
-        dk,
-        dv,
-        T,
-        H,
-        scale,
-        WINDOW,
-        D: tl.constexpr,
-        BLOCK: tl.constexpr,
-        QUERIES: tl.constexpr,
-    ):
-        """Sums the gradients of BLOCK keys and values of a head over the queries that see them, in order."""
-        first, h, d = tl.program_id(0) * BLOCK, tl.program_id(1), tl.arange(0, D)
-        keys, dscores = first + tl.arange(0, BLOCK)[:, None], dscores + h * T * WINDOW
-        dkey, dvalue = tl.zeros((BLOCK, D), tl.float32), tl.zeros((BLOCK, D), tl.float32)
-        for start in range(first, min(T, first + BLOCK + WINDOW - 1), QUERIES):
-            rows = start + tl.arange(0, QUERIES)[None, :]
-            seen, places, row_at, _ = near_pairs(docs, rows, keys, T, WINDOW)
-            offs = (row_at * H + h) * D + d[:, None]
-            query, dout = tl.trans(tl.load(q + offs)), tl.trans(tl.load(dy + offs))
-            ds = tl.load(dscores + places, mask=seen, other=0.0)
-            dkey = tl.dot(ds, query, dkey, input_precision="ieee")
-            total = tl.load(weights + (T + row_at) * H + h) * tl.load(mixed + places, mask=seen, other=0.0)
-            dvalue = tl.dot(total.to(dout.dtype), dout, dvalue, input_precision="ieee")
-        offs = (keys * H + h) * D + d
-        tl.store(dk + offs, scale * dkey, mask=keys < T)
-        tl.store(dv + offs, dvalue, mask=keys < T)
-
 
 # Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
 # GPUs, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
@@ -2043,9 +2048,6 @@ RELU_SQUARE_TILES = {
     "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
 }
 LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
-# 16 queries and a window of 112 make 127 keys, close to a power of two.
-COMPOSE_TILES = dict(BLOCK=16, num_warps=8, num_stages=2)
-COMPOSE_GRAD_TILES = dict(BLOCK=64, QUERIES=32, num_warps=8)
 
 
 def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
@@ -2114,51 +2116,6 @@ def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: T
     segment_sum_rows_kernel[grid](*tensors, *operands, *strides, SIGNED=signed, **SEGMENT_SUM_TILES)
 
 
-class ComposeHeads(torch.autograd.Function):
-    """Does compose_heads, with both weights (2, T, H) fp32, and the positions' documents (T,) int64.
-
-    From the forward it keeps the mixed probabilities, (T, window) fp32, which the gradients of queries and
-    values need. A block of queries has all its keys, so it repeats their softmax. The scores' gradients, (H,
-    T, window), rounded for the products, go to the kernel that sums over queries. No sum is atomic, so that
-    results do not depend on timing. Offsets are int32: tensors have less than 2^31 numbers. A window of more
-    than 497, so more than 512 keys, takes more shared memory than an H100 has at D = 128.
-    """
-
-    @staticmethod
-    def forward(ctx, y, q, k, v, weights, docs, window, scale):
-        T, H, D = q.shape
-        y, *kvq = (t.contiguous() for t in (y, k, v, q))
-        tensors, out = (*kvq, weights, docs, weights.new_empty(T, window)), torch.empty_like(y)
-        ctx.save_for_backward(*tensors)
-        ctx.sizes, ctx.grid = (T, H, scale, window, D), (triton.cdiv(T, COMPOSE_TILES["BLOCK"]),)
-        tensors = (y, *tensors, out, out, out)
-        compose_heads_kernel[ctx.grid](*tensors, *ctx.sizes, BACKWARD=False, **COMPOSE_TILES)
-        return out
-
-    @staticmethod
-    def backward(ctx, dy):
-        dy, tensors, H = dy.contiguous(), ctx.saved_tensors, ctx.sizes[1]
-        dk, dv, dq, dweights = map(torch.empty_like, tensors[:4])
-        dscores = dq.new_empty(H, *tensors[-1].shape)
-        kernel, outs = compose_heads_kernel[ctx.grid], (dq, dweights, dscores)
-        kernel(dy, *tensors, *outs, *ctx.sizes, BACKWARD=True, **COMPOSE_TILES)
-        kernel = compose_heads_key_grad_kernel[triton.cdiv(len(dy), COMPOSE_GRAD_TILES["BLOCK"]), H]
-        kernel(dy, *tensors[2:], dscores, dk, dv, *ctx.sizes, **COMPOSE_GRAD_TILES)
-        return dy, dq, dk, dv, dweights, None, None, None
-
-
-def triton_compose_heads(*arguments) -> Tensor:
-    """Does compose_heads, with its arguments."""
-    y, q, k, v, w1, w2, cu_seqlens, window, scale = arguments
-    T, H, D = q.shape
-    weights = torch.stack([w1.expand(T, H), w2.expand(T, H)]).float()
-    missing = max(16, triton.next_power_of_2(D)) - D  # of what tl.dot takes
-    if missing:
-        y, q, k, v = (F.pad(t, (0, missing)) for t in (y, q, k, v))
-    docs = document_numbers(cu_seqlens, T)
-    return ComposeHeads.apply(y, q, k, v, weights, docs, min(window, T), scale)[..., :D]
-
-
 class Backend(NamedTuple):
     """A run's implementations of operations of section 6."""
 
@@ -2169,7 +2126,6 @@ class Backend(NamedTuple):
     relu_square_fp8: Callable = relu_square_fp8
     softcap_loss: Callable = softcap_loss
     segment_sum_rows: Callable = segment_sum_rows
-    compose_heads: Callable = compose_heads
     fp8: bool = False
 
 
@@ -2184,7 +2140,6 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
     },
     "softcap_loss": {"softcap_loss": triton_softcap_loss},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
-    "compose_heads": {"compose_heads": triton_compose_heads},
 }
 
 
@@ -2193,6 +2148,7 @@ def flash_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
+    q, k = (F.pad(t, (0, v.size(-1) - t.size(-1))) for t in (q, k))  # it takes them as wide as v
     options = {"scale": scale, "window_size": (window, 0)}
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
 
@@ -2214,9 +2170,9 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
     too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
     lacks_kernels = triton is None or too_old and not interpreted
     refuse_if(
-        cfg.kernels and (lacks_kernels or {cfg.dtype, cfg.muon_dtype} != {kernel_dtype}),
+        cfg.kernels and (lacks_kernels or {cfg.dtype, cfg.bank_dtype} != {kernel_dtype}),
         "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
-        "dtype and muon_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
+        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
     )
     lacks_flash = too_old or cfg.dtype != "bfloat16"
     refuse_if(
@@ -2283,8 +2239,8 @@ class Gradient:
         self.delay, self.delayed = False, []
 
     def add(self, a: Tensor, b: Tensor, start: int = 0, scale: Tensor | None = None) -> Tensor | None:
-        """main_grad.view(-1, cols)[start : start + rows] += a^T b, as write_grad does; the first one since a
-        reset overwrites. With `delay` it is computed by take().
+        """main_grad's matrices, one below the other, [start : start + rows, :cols] += a^T b, as write_grad
+        does; the first one since a reset overwrites. With `delay` it is computed by take().
 
         Returns what autograd gets. That is None; without main_grad the gradient; or, by TransformerEngine's
         contract (its PR 2871), an uninitialized tensor if the parameter has an attribute
@@ -2292,7 +2248,7 @@ class Gradient:
         """
         if self.main_grad is None:
             return a.T @ b
-        out = self.main_grad.view(-1, b.size(1))[start : start + a.size(1)]
+        out = self.main_grad.flatten(0, -2)[start : start + a.size(1), : b.size(1)]
         product = partial(write_grad, out, a, b, scale, start not in self.written)
         self.written.add(start)
         if self.delay:
@@ -2412,13 +2368,20 @@ def mlp(
 YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stretch with it, faster ones stay
 
 
+class RotaryFamily(NamedTuple):
+    cos: Tensor  # (rows, head_dim / 4)
+    sin: Tensor
+    scale: float  # of the softmax
+
+
 class Rotary:
     """Tables of cos and sin for `rows` positions, and the softmax scale, which change with the stage (YaRN).
 
-    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each head is not rotated, to match content at
-    any distance (record 17), so a row holds head_dim / 4 angles. Plain heads use rows t, paired heads rows 2t
-    and 2t + 1. YaRN keeps what was learnt in short windows right in longer ones (PR 122; Peng et al. 2023,
-    arXiv:2309.00071).
+    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
+    content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a row.
+    Plain heads use rows t, paired heads rows 2t and 2t + 1. YaRN keeps what was learnt in short windows right
+    in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071): wide heads follow the long windows, narrow
+    ones the short.
     """
 
     def __init__(self, cfg: Config, rows: int, device: torch.device):
@@ -2428,20 +2391,26 @@ class Rotary:
         self.use_stage(0)
 
     def use_stage(self, stage: int) -> None:
-        """Computes a stage's tables and scale, adapted to the longest window of each stage before it."""
-        if stage == self.stage:
-            return
-        self.stage, self.scale, freq = stage, self.cfg.attn_scale, self.base_freq
-        stages = [s for s in self.cfg.stages[: stage + 1] if s.steps] or self.cfg.stages[:1]
-        window, *later = (max(window_tokens(self.cfg, s.windows).values()) for s in stages)
+        """Computes a stage's tables and scales, adapted to the window of each stage before it."""
+        if stage != self.stage:
+            self.stage = stage
+            self.wide = self.adapted("long", self.cfg.attn_scale)
+            self.narrow = self.adapted("short", self.cfg.narrow_attn_scale)
+
+    def adapted(self, name: str, scale: float) -> RotaryFamily:
+        freq, stages = self.base_freq, self.cfg.stages[: self.stage + 1]
+        window, *later = (
+            window_tokens(self.cfg, s.windows)[name] for s in stages if s.steps or s is stages[0]
+        )
         for new in later:
             turns, ratio = window * freq / (2 * math.pi), window / new
             keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
             freq = freq * (ratio + keep * (1 - ratio))
-            self.scale *= 0.2 * math.log(new / window) + 1
+            scale *= 0.2 * math.log(new / window) + 1
             window = new
         angles = torch.arange(self.rows, dtype=freq.dtype, device=freq.device)[:, None] * freq
-        self.cos, self.sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
+        cos, sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
+        return RotaryFamily(cos, sin, scale)
 
 
 # The code between kernels: pure functions, each compiled by itself. They differ only by a layer's kind, so
@@ -2506,7 +2475,7 @@ def connect(
     """Returns what is added to the values, and the stream, of the layer with connections (record 81); and the
     weight (T, 1) of attention's output times out_scale, 0-d.
 
-    x, first, back: streams (T, d); value (T, d), of value_embeds; weights (T, 8) in the order of MUDD_BIASES.
+    x, first, back: streams (T, d); value (T, d), of value_embeds; weights (T, 8).
     """
     w = weights.split(1, dim=1)
     halves = weights[:, 6:8, None] * value.view(len(value), 2, -1)
@@ -2516,9 +2485,17 @@ def connect(
 
 @compiled
 def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
-    """Returns the head's input: the norm of x and `streams`, these times weights (T, len(streams))."""
-    for weight, stream in zip(weights.split(1, dim=1), streams):
-        x = x + weight * stream
+    """Returns the head's input: the norm of x (T, d) and `streams`, like it, times their weights.
+
+    weights (n + n * groups, T), or (n, 1): one for each of the n streams; then for each stream one for each
+    group of channels, which is added to that.
+    """
+    n = len(streams)
+    parts = weights[:n, None]
+    if len(weights) > n:
+        parts = parts + weights[n:].unflatten(0, (n, -1))
+    for part, stream in zip(parts, streams):
+        x = x + (part.T[:, :, None] * stream.unflatten(1, (part.size(0), -1))).flatten(1)
     return norm(x)
 
 
@@ -2538,20 +2515,20 @@ def qkv_to_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Makes a layer's queries, keys and values of scale (T, 1) times products with its input h (T, d).
 
-    qk (T, 2d); v (T, d). Returns q, k, v (T, H, D), for paired heads (2T, H/2, D). cos, sin (2T, D/4).
-    `value` (T, d) is added to v, each head times its gate by ve_gate, if that is given.
+    qk (T, 2 H Dq); v (T, H Dv). Returns q, k (T, H, Dq) and v (T, H, Dv), for paired heads (2T, H/2, ...);
+    cos, sin (2T, n). The first Dv numbers of each head of `value` (T, d) are added to v, times the head's
+    gate by ve_gate, if that is given.
     """
-    T, d = h.shape
-    D = d // heads
-    q, k = (scale * qk).to(qk.dtype).view(T, 2, heads, D).unbind(1)
-    v = (scale * v).to(v.dtype).view(T, heads, D)
+    T = len(h)
+    q, k = (scale * qk).to(qk.dtype).view(T, 2, heads, -1).unbind(1)
+    v = (scale * v).to(v.dtype).view(T, heads, -1)
     # Bounds scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
     q, k = norm(q), norm(k)
     if value is not None:
         # Value embeddings: another embedding of the token, added to the values, which the early layers'
         # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897), gated
         # by few channels (PR 186).
-        added, half = value.view(T, heads, D), GATE_DIM // 2
+        added, half = value.view(T, heads, -1)[:, :, : v.size(2)], GATE_DIM // 2
         if ve_gate is not None:
             gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
             added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
@@ -2561,9 +2538,9 @@ def qkv_to_heads(
         # and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of
         # H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2); the window
         # counts rows.
-        cos, sin = (t.view(T, 1, 2, D // 4) for t in (cos, sin))
-        q, k = (rotate(t.view(T, heads // 2, 2, D), cos, sin).view(2 * T, heads // 2, D) for t in (q, k))
-        return q, k, v.reshape(2 * T, heads // 2, D)
+        cos, sin = (t.view(T, 1, 2, -1) for t in (cos, sin))
+        q, k = (rotate(t.unflatten(1, (-1, 2)), cos, sin).view(2 * T, heads // 2, -1) for t in (q, k))
+        return q, k, v.reshape(2 * T, heads // 2, -1)
     q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
     return q, shift_keys(k) if key_shift else k, v
 
@@ -2615,7 +2592,8 @@ class GPT(nn.Module):
         self.signs: Tensor
         self.register_buffer("signs", torch.zeros(shape, dtype=dtype_of(cfg.dtype), device=device))
         # Of the MLPs in FP8: maxima of this step's activations, their scales, scales of proj.
-        self.act_amax, self.act_scale, self.proj_scale = torch.ones(3, len(cfg.layers), device=device)
+        mlps = sum(layer.mlps for layer in cfg.layers)
+        self.act_amax, self.act_scale, self.proj_scale = torch.ones(3, mlps, device=device)
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         self.initialize(seed)
@@ -2635,7 +2613,9 @@ class GPT(nn.Module):
         return getattr(self, name)
 
     def matrices(self, name: str, rows: int, grads: dict[str, Gradient]) -> list[WeightSlice]:
-        """Returns a bank's matrices (rows, d), in their order."""
+        """Returns a bank's matrices (rows, d), in their order; none of a bank that no layer needs."""
+        if not hasattr(self, name):
+            return []
         # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
         # gradient as large as the bank.
         matrices, grad = self.weight(name).flatten(0, -2).split(rows), grads.get(name, NO_MAIN_GRAD)
@@ -2678,66 +2658,98 @@ class GPT(nn.Module):
         ve_gates = self.weight("ve_gate_bank").unbind()
         x0 = smear_embeddings(embed, smear, self.weight("smear_gate"))
         mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
-        mixing = sum(bool(layer.attention) and not layer.connections for layer in cfg.layers)
-        # x0 goes to the gates, the first mix and the layers that mix it in; the bigrams to all but the gates,
-        # and instead of layer 0 to the layer with connections.
-        x0s, bigrams = fan_out(x0, mixing + 2), fan_out(bigram, mixing + 1)
+        # x0 also goes to the gates and the first stream. The bigrams' share of layer 0 is in that stream; the
+        # layer with connections reads them too.
+        x0s = fan_out(x0, sum(layer.x0 for layer in cfg.layers) + 2)
+        bigrams = fan_out(bigram, sum(layer.bigram or layer.connections for layer in cfg.layers))
         gates = self.split_gates(0, mudd_gate[0](next(x0s)))
-        x, h = mix_streams([None, gates["bigram", 0]], [next(x0s), next(bigrams)], True)
-        qk, vo = iter(self.matrices("qk_bank", 2 * d, grads)), iter(self.matrices("vo_bank", d, grads))
-        first = skipped = back = normed_back = connected = x  # later layers read some of the streams
-        values, mlps = None, None
+        scales: list[Tensor | None] = [None]
+        streams = [next(x0s)]
+        if cfg.layers[0].bigram:
+            scales, streams = [None, gates["bigram", 0]], [*streams, next(bigrams)]
+        x, h = mix_streams(scales, streams, True)
+        qk, narrow_qk = (
+            iter(self.matrices(name, rows, grads))
+            for name, rows in (("qk_bank", 2 * d), ("narrow_qk_bank", d))
+        )
+        vo, mlps, values = iter(self.matrices("vo_bank", d, grads)), None, None
+        first = skipped = back = normed_back = connected = mlp_input = x  # later layers read some of them
         for i, layer in enumerate(cfg.layers):
             if i == cfg.skip_to:
                 x, h = mix_streams([None, torch.sigmoid(skip) * gates["skip", i]], [x, skipped], True)
             qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
                 count * i : count * (i + 1)
             ]
-            mlp_scales = [resid_mlp, post_mlp]
+            scales, mlp_scales, streams = [resid_attention], [resid_mlp] + layer.mlps * [post_mlp], [x]
             if layer.attention:
                 value, ve_gate = None, None
                 if layer.value is not None:
                     values = values or self.lookup("value_embeds", batch, leaves).unbind(1)
-                    value, ve_gate = values[layer.value], ve_gates[layer.value]
+                    value = values[layer.value]
+                    ve_gate = None if layer.connections else ve_gates[layer.value]
                 if layer.connections:
                     connected = x
                     for_values, *columns = (rows.T for rows in mudd[0](x).split([8, 1, 1, 1, 1, 1, 1]))
-                    value, x, columns[1] = connect(
+                    value, x, post_attention = connect(
                         x, first, back, value, for_values, columns[1], out_scales[i, 0]
                     )
-                    mix_scales, mlp_scales, inputs = columns[:4], columns[4:], [first, next(bigrams)]
-                    ve_gate = None
-                else:
-                    mix_scales, inputs = [resid_attention, post_attention, gates["x0", i]], [next(x0s)]
-                    if i > 0:  # layer 0's share of the bigram is in x already
-                        mix_scales.append(gates["bigram", i])
-                        inputs.append(next(bigrams))
-                seq, weights = (*sequences[layer.attention], windows[layer.window]), (next(qk), next(vo))
+                    scales, mlp_scales, streams = columns[:1], columns[4:], [x]
+                v, out = next(vo), next(vo)
+                if layer.narrow_v:  # reads half of both
+                    v, out = v._replace(w=v.w[: d // 2]), out._replace(w=out.w[:, : d // 2])
+                weights = next(narrow_qk if layer.narrow_qk else qk), v
+                seq = (*sequences[layer.attention], windows[layer.window])
                 attention_input = h if i <= cfg.back_from else normed_back
                 y = self.attention(i, attention_input, weights, qkv_scale, seq, gates, value, ve_gate)
-                x, h = mix_streams(mix_scales, [x, *linear(y.flatten(1), next(vo)), *inputs], True)
-            # The MLPs' weights are among the last to be gathered, so they are waited for only here.
-            mlps = mlps or self.matrices("mlp_bank", cfg.mlp_dim, grads)
-            h = norm(x) if h is None else h  # of a layer without attention, after back_from
-            y = self.mlp(i, h, mlps[2 * i], mlps[2 * i + 1], fp8_mlps()[i] if fp8_mlps else None)
-            normed = i == cfg.back_from or i < cfg.back_from and i + 1 != cfg.skip_to
-            x, h = mix_streams(mlp_scales, [x, y], normed)
+                scales, streams = [*scales, post_attention], [*streams, *linear(y.flatten(1), out)]
+            if layer.x0:
+                scales, streams = [*scales, gates["x0", i]], [*streams, next(x0s)]
+            if layer.bigram and i > 0:
+                scales, streams = [*scales, gates["bigram", i]], [*streams, next(bigrams)]
+            if layer.connections:
+                scales, streams = [*scales, *columns[2:4]], [*streams, first, next(bigrams)]
+            if len(streams) > 1:
+                x, h = mix_streams(scales, streams, layer.mlps > 0)
+            if layer.connections:
+                mlp_input = h
+            if mlps is None:
+                # The MLPs' weights are among the last to be gathered, so they are waited for only here.
+                matrices = self.matrices("mlp_bank", cfg.mlp_dim, grads)
+                mlps = zip(matrices[::2], matrices[1::2], fp8_mlps() if fp8_mlps else len(matrices) * [None])
+            if layer.mlps and h is None:
+                h = norm(x)
+            outputs = [self.mlp(i, h, *next(mlps)) for _ in range(layer.mlps)]
+            # The next attention reads the norm; from the layer after back_from on it reads back's.
+            normed = i == cfg.back_from or i < cfg.back_from and bool(cfg.layers[i + 1].attention)
+            x, h = mix_streams(mlp_scales, [x, *outputs], normed)
             if i == cfg.skip_from:
                 skipped = x
                 gates |= self.split_gates(1, mudd_gate[1](x))
             if i == cfg.back_from:
                 back, normed_back = x, h
-        return final_norm(x, mudd[1](x).T, [first, back, connected, values[0], skipped])
+        streams = [first, back, connected, skipped, *values, mlp_input, normed_back]
+        return final_norm(x, mudd[1](x), streams)
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
-        """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T)."""
+        """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T).
+
+        The last outputs of the second "mudd" are those of mudd_w2g, without biases.
+        """
         scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype)) if name == "mudd_gate" else None
         parts = [f"{name}_{part}" for part in ("w1", "w2")]
         # One unbind, as one split in matrices().
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
         b2 = self.weight(f"{name}_b2")
         b2 = F.pad(b2, (0, -b2.size(1) % 8))  # each row begins at a multiple of 16 bytes
-        rows = zip(*weights, b2.unbind(), self.mlp_sizes[name])
+        rows = [[*row] for row in zip(*weights, b2.unbind(), self.mlp_sizes[name])]
+        if name == "mudd" and self.cfg.mudd_connections:
+            by_group = self.weight("mudd_w2g").flatten(0, 1)
+            _, w2, bias, count = rows[1]
+            rows[1][1:] = (
+                torch.cat([w2[:count], by_group]),
+                F.pad(bias[:count], (0, len(by_group))),
+                count + len(by_group),
+            )
         run = partial(token_weights, scale=scale)
         return [partial(run, w1=w1, w2=w2, b2=b2, count=count) for w1, w2, b2, count in rows]
 
@@ -2778,20 +2790,20 @@ class GPT(nn.Module):
         value: Tensor | None,
         ve_gate: Tensor | None,
     ) -> Tensor:
-        """Runs layer i's attention on h (T, d). Returns its heads (T, H, D).
+        """Runs layer i's attention on h (T, d). Returns its heads (T, H, Dv).
 
-        weights: of queries and keys (2d, d), and of values (d, d); scale (T, 1) multiplies their products.
-
-        seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
+        weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products scale (T, 1)
+        multiplies. seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
         """
         T, layer, heads = len(h), self.cfg.layers[i], self.cfg.heads
-        paired, cos, sin = layer.attention == "paired", self.rotary.cos[: 2 * T], self.rotary.sin[: 2 * T]
+        paired, rotary = (
+            layer.attention == "paired",
+            self.rotary.narrow if layer.narrow_qk else self.rotary.wide,
+        )
+        cos, sin = rotary.cos[: 2 * T], rotary.sin[: 2 * T]
         qk, v = linear(h, *weights)
         q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
-        y = self.backend.attention(q, k, v, *seq, self.rotary.scale).view(T, heads, -1)
-        if layer.dc:
-            w1, w2, window = norm_heads(gates["dc1", i]), gates["dc2", i], self.cfg.dc_window
-            y = self.backend.compose_heads(y, q, k, v, w1, w2, seq[0], window, self.rotary.scale)
+        y = self.backend.attention(q, k, v, *seq, rotary.scale).view(T, heads, -1)
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
         return y if xsa is gate is None else finish_heads(y, v, xsa, gate)
 
@@ -3078,7 +3090,6 @@ class UpdateRule(NamedTuple):
     init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
     # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place.
     update: Callable
-    every_step: bool  # else in steps with plan.do_adam
 
 
 def scalar(value: float, dtype: torch.dtype) -> Tensor:
@@ -3104,9 +3115,10 @@ def adam(
     2025, arXiv:2510.12402).
     """
     t = state["steps"] = state["steps"] + 1
-    (beta1, beta2), lr = spec.betas, learning_rate(cfg.adam_lr, spec, plan)
+    slowdown, lr = plan.slowdown(spec.every), learning_rate(cfg.adam_lr, spec, plan)
+    beta1, beta2 = (beta**slowdown for beta in spec.betas)
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-    decay = lr * lr * (cfg.adam_wd * spec.wd_mul)
+    decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
     # As vectors, so that code compiled for any length serves every parameter.
     tensors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
     dtype = state["exp_avg"].dtype
@@ -3151,12 +3163,13 @@ def split_mantissa(x: Tensor, high: Tensor, low: Tensor) -> None:
     low.view(torch.int16).copy_(bits)  # keeps the lower half
 
 
-def normuon_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
+def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     n, rows, cols = p.shape
     cycle = spec.matrix_lr_mul or (1.0,)
     factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
     state = {
-        "momentum_buffer": torch.zeros_like(p, dtype=dtype),
+        "fast_rail": torch.zeros_like(p, dtype=dtype),
+        "slow_rail": torch.zeros_like(p, dtype=dtype),
         "second_momentum_buffer": p.new_zeros((n, rows, 1) if rows >= cols else (n, 1, cols), dtype=dtype),
         # On the device from the start: a copy in a step would make it wait.
         "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
@@ -3167,41 +3180,58 @@ def normuon_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict
 
 
 @section("update {3.name}")
-def normuon(
+def anvil(
     p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
 ) -> None:
-    """Updates matrices p (n, rows, cols) by NorMuon (Li et al. 2025, arXiv:2510.05491).
+    """Updates matrices p (n, rows, cols) by ANVIL (record 92, PR 360), which descends from Muon and NorMuon.
 
-    The update is Nesterov momentum, orthogonalized, then scaled to even rows (columns of wide matrices).
+    The update is momentum of two rails, orthogonalized, then scaled to even rows (columns of wide matrices).
     """
-    dtype = state["momentum_buffer"].dtype
-    momentum = nesterov(grad, state["momentum_buffer"], scalar(1 - plan.momentum, dtype))
-    x = polar_express(momentum, dtype_of(cfg.muon_dtype), backend.gram)
-    x = normuon_variance_reduction(x, state["second_momentum_buffer"], cfg.muon_beta2)
+    fast, slow = state["fast_rail"], state["slow_rail"]
+    one_rail = plan.step < cfg.rails_step
+    beta, weight = (plan.momentum, 1.0) if one_rail else (cfg.fast_beta, cfg.fast_weight)
+    numbers = (scalar(number, fast.dtype) for number in (1 - beta, weight, plan.momentum))
+    x = mix_rails(grad, fast, slow, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
+    x = orthogonalize(x, cfg.bank_margin, backend.gram)
+    x = normuon_variance_reduction(x, state["second_momentum_buffer"], cfg.bank_beta2)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
-    lr = learning_rate(cfg.muon_lr, spec, plan) * shape_mul
-    decay = cfg.muon_wd * spec.wd_mul * cfg.muon_lr * plan.lr_mul
-    muon_update(p, state.get("mantissa"), x, state["matrix_lr_mul"], scalar(lr, dtype), scalar(decay, dtype))
+    lr = learning_rate(cfg.bank_lr, spec, plan) * shape_mul
+    decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
+    rates = scalar(lr, fast.dtype), scalar(decay, fast.dtype)
+    anvil_update(p, state.get("mantissa"), x, slow, state["matrix_lr_mul"], *rates)
 
 
 @compiled
-def nesterov(grad: Tensor, momentum_buffer: Tensor, weight: float | Tensor) -> Tensor:
-    """Returns Muon's Nesterov momentum (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+def mix_rails(
+    grad: Tensor,
+    fast_rail: Tensor,
+    slow_rail: Tensor,
+    slow_rate: float,
+    fast_rate: float | Tensor,
+    fast_weight: float | Tensor,
+    momentum: float | Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns Nesterov momentum in `dtype` (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    Moves `momentum_buffer` towards grad by `weight`, 1 - mu.
+    Its buffer is the mean of two rails, `fast_weight` on the fast one: an average of recent gradients and one
+    of the long run. Moves the rails towards grad by their rates.
     """
-    grad = grad.to(momentum_buffer.dtype)
-    # No lerp: compiled, it would compute with `weight` on the host, and GPU code with the result.
-    momentum_buffer.add_(weight * (grad - momentum_buffer))
-    return momentum_buffer + weight * (grad - momentum_buffer)
+    grad = grad.to(fast_rail.dtype)
+    # No lerp, no 1 - fast_weight: compiled, these would compute on the host, and GPU code with the results.
+    fast_rail.add_(fast_rate * (grad - fast_rail))
+    slow_rail.add_(slow_rate * (grad - slow_rail))
+    # With fast_weight 1 this is exactly the fast rail.
+    mean = fast_weight * fast_rail + (slow_rail - fast_weight * slow_rail)
+    return (grad + momentum * (mean - grad)).to(dtype)
 
 
 @compiled
 def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2: float) -> Tensor:
     """Scales the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares.
 
-    Orthogonal updates still favour some neurons; NorMuon evens that out and keeps the update's norm (PRs 144,
-    168).
+    Orthogonal updates still favour some neurons; this evens that out and keeps the update's norm (NorMuon: Li
+    et al. 2025, arXiv:2510.05491; PRs 144, 168).
     """
     x32 = x.to(second_momentum_buffer.dtype)
     axis = -1 if x.size(-2) >= x.size(-1) else -2
@@ -3214,22 +3244,22 @@ def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2:
 
 
 @compiled
-def muon_update(
+def anvil_update(
     p: Tensor,
     mantissa: Tensor | None,
     x: Tensor,
+    slow_rail: Tensor,
     lr_mul: Tensor,
     lr: float | Tensor,
     decay: float | Tensor,
 ) -> None:
-    """p -= r x + decay r p [x p >= 0] with r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
+    """p -= r x + decay r p [slow_rail p >= 0], r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
 
-    lr_mul (n, 1, 1).
+    Decay acts only where the gradients of the long run shrink p too, or are 0. lr_mul (n, 1, 1).
     """
     lr = lr * lr_mul
     p32 = p if mantissa is None else merge_mantissa(p, mantissa)
-    x = x.to(p32.dtype)
-    new = p32 - p32 * (x * p32 >= 0) * (decay * lr) - lr * x
+    new = p32 - p32 * (slow_rail * p32 >= 0) * decay * lr - x.to(p32.dtype) * lr
     if mantissa is None:
         p.copy_(new)
     else:
@@ -3237,8 +3267,8 @@ def muon_update(
 
 
 OPTIMIZERS = {
-    "adam": UpdateRule(adam_init, adam, every_step=False),
-    "normuon": UpdateRule(normuon_init, normuon, every_step=True),
+    "adam": UpdateRule(adam_init, adam),
+    "anvil": UpdateRule(anvil_init, anvil),
 }
 
 
@@ -3249,20 +3279,22 @@ OPTIMIZERS = {
 #    on the right the main thread, from top to bottom:
 #
 #    index  hash_ngrams, index_rows          s - 1   last forward
-#    ids    send_ids: asker -> owner,                early rows of s, which s - 1 does not touch: to askers
+#    ids    send_ids: asker -> owner,                early rows of s, all but what s - 1 updates: to askers
 #           rank r % world_size for row r            backward, gradient rows, update of rows
 #    late   send_numbers: owner -> asker,            late rows of s, just updated: to askers
-#           does step s - 1 touch it?        s       forwards: lookup_sums sums rows of `compact`
+#           does step s - 1 update it?       s       forwards: lookup_sums sums rows of `compact`
 #                                                    last forward; early rows of s + 1
 #                                                    backward: add_row_grads, to a compact main_grad
 #                                                    gradient rows: to owners, first of the scatter
 #                                                    update: owners' mean in rank order, and the rule
 #                                                    late rows of s + 1
 #
-#    No other work or memory has the table's size. A forward reads rows as they are after the update of the
-#    step before, whether they came early or late. Sharded rows, and fetching ahead without staleness, are
-#    from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large
-#    in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+#    After steps without an update (Ngrams.every) the gradients stay in main_grad, and no row is late.
+#
+#    No other work or memory has the table's size. A forward reads rows as they are after the last update,
+#    whether they came early or late. Sharded rows, and fetching ahead without staleness, are from
+#    recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large in
+#    language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
 # ============================================================================================================
 
 
@@ -3290,17 +3322,22 @@ class NgramTable:
         self.exchange, self.device = exchange, device
         self.rows, (touched, block) = len(n.orders) * n.rows, ngram_bounds(cfg, exchange.world_size)
         self.compact = torch.zeros(touched, n.width, dtype=dtype_of(n.dtype), device=device)
-        self.main_grad = torch.zeros_like(self.compact)
+        # Of the rows touched since the last update, in the order of their first touch.
+        self.main_grad = self.compact.new_zeros(min(n.every * touched, self.rows), n.width)
         self.pending: list[Pending] = []  # fetches of the rows in `compact`
-        # Of the present step; of the next, from the fetch of its early rows to that of its late ones.
-        self.routes: RowRoutes = None
-        self.next_routes: RowRoutes = None
-        self.all_routes: dict[str, RowRoutes] = {}  # of all tables in the step begun last, on the device
+        # Batch.rows on the device, of the present step; of the next, from the fetch of its early rows to that
+        # of its late ones.
+        self.routes: dict | None = None
+        self.next_routes: dict | None = None
         on_host = n.placement == "host" and device.type == "cuda"
         rows = torch.zeros(block, n.width, dtype=dtype_of(n.dtype), device="cpu" if on_host else device)
-        self.stored = [rows, rows.new_zeros(block, dtype=acc_dtype(cfg))]
+        moments, last = (rows.new_zeros(block, dtype=dtype) for dtype in (acc_dtype(cfg), torch.int32))
+        # Updates so far, and their time: an update after four steps decays as two after two.
+        self.clock = torch.zeros(2, dtype=torch.int32)
+        self.stored = [rows, moments, last, self.clock]
         # Row r lies at r // world_size on rank r % world_size.
-        self.block, self.moments = map(map_to_gpu, self.stored) if on_host else self.stored
+        self.block, self.moments, self.last = map(map_to_gpu, self.stored[:3]) if on_host else self.stored[:3]
+        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(moments.dtype).to(device)
 
     def begin(self, batch: Batch) -> None:
         """Fetches all rows of a step, if the one before has not."""
@@ -3311,17 +3348,17 @@ class NgramTable:
     def fetch_early(self, batch: Batch | None) -> None:
         """Starts to fetch those rows of the next step, if there is one, that this step does not change."""
         if batch is not None:
-            self.all_routes = move(batch.rows, self.device)
-            self.next_routes = self.all_routes["ngrams"]
-            self._fetch("early", 0)
+            self.next_routes = move(batch.rows, self.device)
+            self._fetch(self.next_routes, "early", 0)
 
     def fetch_late(self) -> None:
-        """Starts to fetch the others, after their update. The next step begins."""
-        self._fetch("late", sum(self.next_routes.fetches["early"].recv_counts))
+        """Starts to fetch the others, after their update. The next step, if there is one, begins."""
+        if self.next_routes:
+            self._fetch(self.next_routes, "late", sum(self.next_routes["early"].recv_counts))
         self.routes, self.next_routes = self.next_routes, None
 
-    def _fetch(self, part: str, first: int) -> None:
-        transfer = self.next_routes.fetches[part]
+    def _fetch(self, routes: dict[str, Transfer], part: str, first: int) -> None:
+        transfer = routes[part]
         out = self.compact[first : first + sum(transfer.recv_counts)]
         rows = self.block.index_select(0, transfer.rows)
         self.pending.append(self.exchange.send_rows(f"{part} rows", "ngrams", rows, transfer, out))
@@ -3333,8 +3370,8 @@ class NgramTable:
         return self.compact
 
     def send_grads(self) -> Pending:
-        """Starts the return of the step's gradient rows; the result is their mean, as routes.owned orders."""
-        routes = self.routes
+        """Starts the return of the gradient rows; the result is their mean, in the order of `owned`."""
+        routes = self.routes["ngrams"]
         rows = self.main_grad.index_select(0, routes.grads.rows)
         self.main_grad[: len(rows)].zero_()
         sums = rows.new_zeros((len(routes.owned), rows.size(1)), dtype=self.moments.dtype)
@@ -3343,18 +3380,22 @@ class NgramTable:
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads()."""
-        lr, rows = scalar(self.cfg.lr * plan.lr_mul, self.moments.dtype), self.routes.owned
+        n, dtype, rows = self.cfg, grads.dtype, self.routes["ngrams"].owned
+        slowdown = plan.slowdown(n.every)
+        self.clock += torch.tensor([1, slowdown])
+        count, time = self.clock.tolist()
+        beta2, lr = n.beta2**slowdown, n.lr * plan.lr_mul
+        numbers = 1 - beta2, lr * math.sqrt(1 - beta2**count), lr * lr * n.wd * slowdown
         # Compiled code takes none and one as constants.
         rule = update_rows if len(rows) > 1 else update_rows.function
-        rule(self.block, self.moments, rows, grads, lr, self.cfg.beta2)
-        self.routes = None
-        if self.next_routes:
-            self.fetch_late()
+        state, scalars = (self.moments, self.last), [scalar(number, dtype) for number in numbers]
+        rule(self.block, *state, rows, grads, self.decays, scalar(time, torch.int32), *scalars)
 
     def zero(self, rows: Tensor) -> None:
-        """Sets these rows (n,) of this rank's block, and their moments, to 0, as at the start."""
-        for t in (self.block, self.moments):
+        """Sets these rows (n,) of this rank's block, their state and the clock to 0, as at the start."""
+        for t in (self.block, self.moments, self.last):
             t.index_fill_(0, rows.long().to(t.device), 0)
+        self.clock.zero_()
 
     def finish(self) -> None:
         """Ends what is under way, so that `stored` holds every row's present values."""
@@ -3363,7 +3404,7 @@ class NgramTable:
             torch.cuda.synchronize()
 
     def reset(self) -> None:
-        """Forgets the step under way: the next one fetches all of its rows."""
+        """Forgets gradients and the step under way: the next one fetches all of its rows."""
         self.finish()
         self.main_grad.zero_()
         self.routes = self.next_routes = None
@@ -3386,7 +3427,7 @@ class NgramTable:
 
 
 # ============================================================================================================
-# 12  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters.
+# 12  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters; endings.
 # ============================================================================================================
 
 
@@ -3394,9 +3435,9 @@ class Optimizer:
     """Shards updates over ranks: scatters gradients, updates own shards (work), gathers parameters.
 
     Gradients are exchanged in the order of cfg.params, updates done by Param.work; n-grams come before
-    all others. A gradient is summed over micro-batches (Adam: over two steps) in its parameter's dtype, by
-    its Gradient in `grads`. Until the untie step, a tied parameter, another's transpose, adds its gradient to
-    that one's and copies its values.
+    all others. A gradient is summed from one update to the next, over micro-batches and steps, in its
+    parameter's dtype, by its Gradient in `grads`. Until the untie step, a tied parameter, another's
+    transpose, adds its gradient to that one's and copies its values.
 
     Neither order changes the result: an update reads only its own gradient and state; the sum over ranks has
     an order of its own; a tied gradient is added before its target's sum, a tied copy made after its target's
@@ -3416,7 +3457,7 @@ class Optimizer:
         self.recv_buffers = {}  # with fp32 reduction: what the other ranks send
         self.state = {}  # the update rule's state of this rank's shard
         self.in_flight: dict[str, Pending] = {}  # gathers under way; also the all-reduce of act_scale
-        self.rows: dict[str, RowRoutes] = {}  # of this step, by kind of table
+        self.rows: dict[str, RowRoutes] = {}  # of the tables that this step updates
         for name, p in params.items():
             spec, shard = self.specs[name], self.shard_of(name, p)
             has_main_grad = spec.kind != "plain" and (spec.kind != "bank" or cfg.main_grad)
@@ -3430,6 +3471,14 @@ class Optimizer:
             first = exchange.rank * len(shard) if spec.sharded else 0
             self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
         self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
+        # Averages of own shards, by row of cfg.endings and parameter; when each row ticks, and how far.
+        self.averages: dict[tuple[int, str], Tensor] = {}
+        self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
+        for i, ending in enumerate(cfg.endings):
+            for name in ending.params:
+                if name in params and self.tick_rates[i]:
+                    shard = self.shard_of(name, params[name])
+                    self.averages[i, name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
 
     def shard_of(self, name: str, t: Tensor) -> Tensor:
         """Returns the part of `t` that this rank updates."""
@@ -3438,15 +3487,14 @@ class Optimizer:
     def is_due(self, name: str, plan: StepPlan) -> bool:
         """True if this step updates the parameter; a tied one is copied instead."""
         spec = self.specs[name]
-        every_step = OPTIMIZERS[spec.optimizer].every_step
-        return (every_step or plan.do_adam) and not (self.is_tied and spec.tied_to)
+        return plan.updates(spec.every) and not (self.is_tied and spec.tied_to)
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
         """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
         if self.ngrams:
             self.ngrams.begin(batch)
-        self.rows = self.ngrams.all_routes if self.ngrams else move(batch.rows, self.device)
+        self.rows = self.ngrams.routes if self.ngrams else move(batch.rows, self.device)
 
     @section("rows")
     @torch.no_grad()
@@ -3463,9 +3511,9 @@ class Optimizer:
 
     def reset_grad(self, name: str) -> None:
         """Begins a new sum of a gradient that was used."""
-        spec, grad = self.specs[name], self.grads[name]
+        grad = self.grads[name]
         if isinstance(grad, TableGradient) and (grad.mean is not None or self.exchange.world_size == 1):
-            grad.reset(self.rows[spec.kind])
+            grad.reset(self.rows[name])
         else:  # an exchange of whole gradients may leave other ranks' rows in main_grad
             grad.reset()
 
@@ -3478,7 +3526,7 @@ class Optimizer:
 
     def scatter(self, plan: StepPlan) -> dict[str, Pending]:
         """Starts the exchange of every gradient that is due: n-grams', then in the order of the table."""
-        pending = {"ngrams": self.ngrams.send_grads()} if self.ngrams else {}
+        pending = {"ngrams": self.ngrams.send_grads()} if "ngrams" in self.rows else {}
         for name, spec in self.specs.items():
             grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
             if not self.is_due(name, plan):
@@ -3486,7 +3534,7 @@ class Optimizer:
             if self.is_tied and name in self.tied_copy:
                 self.add_tied_grad(grad, self.tied_copy[name])
             if (mean := self.grads[name].mean) is not None:
-                rows = self.rows[spec.kind]
+                rows = self.rows[name]
                 arriving = self.exchange.send_rows("rows", name, grad[rows.grads.rows], rows.grads)
                 pending[name] = arriving._replace(finish=partial(mean_rows, mean, routes=rows))
             else:
@@ -3496,7 +3544,7 @@ class Optimizer:
 
     def add_tied_grad(self, grad: Tensor, name: str) -> None:
         """Adds the gradient of the table `name`, (n, m), to its target's, (m, n): only touched rows."""
-        row_ids = self.rows[self.specs[name].kind].grads.rows
+        row_ids = self.rows[name].grads.rows
         transpose_add(grad, self.grads[name].take(), row_ids)
         self.reset_grad(name)
 
@@ -3507,8 +3555,11 @@ class Optimizer:
         Mean gradients exist only here, each rank's block of them.
         """
         self.finish_gathers()
-        if self.ngrams:
+        self.tick(plan.step - 1)
+        if "ngrams" in pending:
             self.ngrams.update(pending["ngrams"].wait(), plan)
+        if self.ngrams:
+            self.ngrams.fetch_late()
         for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
             if name not in pending:
                 continue
@@ -3558,20 +3609,67 @@ class Optimizer:
                 self.state[name][key] = value
         self.is_tied = False
 
+    def tick(self, step: int) -> None:
+        """Moves those averages that tick after `step` towards their parameters.
+
+        It is called when the gathers of that step are over: a tied copy is made, and the next gradients are
+        on their way.
+        """
+        for (i, name), average in self.averages.items():
+            if rate := self.tick_rates[i].get(step):
+                average.mul_(1 - rate).add_(self.shard_of(name, self.params[name]), alpha=rate)
+
+    @section("endings")
+    @torch.no_grad()
+    def apply_endings(self) -> None:
+        """Moves parameters to their averages, after the last step, and restores their norms.
+
+        Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
+        """
+        self.finish_gathers()
+        if not self.averages:
+            return
+        self.tick(self.cfg.steps - 1)
+        shards = {name: self.shard_of(name, self.params[name]) for _, name in self.averages}
+        before = self.norms(shards)
+        for (i, name), average in self.averages.items():
+            shards[name].copy_(shards[name].to(average.dtype).lerp(average, self.cfg.endings[i].blend))
+        after = self.norms(shards)
+        ratios = torch.where(after > 0, before / after, 1).split(1)
+        for (name, shard), ratio in zip(shards.items(), ratios):
+            if any(ending.keep_norm and name in ending.params for ending in self.cfg.endings):
+                shard.copy_(shard * ratio)
+            if self.specs[name].sharded:
+                self.in_flight[name] = self.gather(name)
+        self.finish_gathers()
+        for target, name in self.tied_copy.items() if self.is_tied else ():
+            transpose_copy(self.params[name], self.params[target])
+
+    def norms(self, shards: dict[str, Tensor]) -> Tensor:
+        """Returns each parameter's norm over all ranks; sqrt(W) times that if all W ranks have all of it.
+
+        Summed in fp64, so that the ranks' number does not show after rounding.
+        """
+        norms = [torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards.values()]
+        squares = torch.stack(norms).square_()
+        return self.exchange.all_reduce(squares).wait().sqrt().to(acc_dtype(self.cfg))
+
     def state_dict(self) -> dict:
         """Returns all that training changes here: live tensors and numbers, by parameter and name."""
-        return {**self.state, "is_tied": self.is_tied}
+        return {**self.state, "averages": self.averages, "is_tied": self.is_tied}
 
     def load_state_dict(self, saved: dict) -> None:
         for name, state in self.state.items():
             for key, value in state.items():
                 new = saved[name][key]
                 state[key] = value.copy_(new) if isinstance(value, Tensor) else new
+        for row, average in self.averages.items():
+            average.copy_(saved["averages"][row])
         self.is_tied = saved["is_tied"]
 
     @torch.no_grad()
     def drop_grads(self) -> None:
-        """Drops all gradients, as after an Adam step."""
+        """Drops all gradients: none awaits its update then."""
         for grad in self.grads.values():
             grad.reset()
         if self.ngrams:
@@ -3683,23 +3781,30 @@ def config_diff(a: dict, b: dict) -> str:
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
     count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
-    cannot_share = f"{world_size} processes cannot share"
+    cannot_share, every = f"{world_size} processes cannot share", {row.name: row.every for row in cfg.params}
     refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
         rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
         refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
+        apart = spec.tied_to and spec.every != every[spec.tied_to]
+        refuse_if(apart, f"params.{spec.name}.every must be that of {spec.tied_to}, as they are tied")
     for i, stage in enumerate(cfg.stages):
         rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
         refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights")
     for i, layer in enumerate(cfg.layers):
-        unused = (layer.key_shift or layer.xsa or layer.dc) and layer.attention != "plain"
+        unused = (layer.key_shift or layer.xsa) and layer.attention != "plain"
+        unused |= layer.key_shift and layer.narrow_qk
         unused |= (layer.gate or layer.value is not None) and not layer.attention
         refuse_if(unused, f"layers.{i} has what attention={layer.attention} does not use")
+    for i, ending in enumerate(cfg.endings):
+        unknown = ", ".join(sorted({*ending.params} - {spec.name for spec in cfg.params}))
+        refuse_if(unknown, f"endings.{i}.params: {unknown}: unknown; use names of parameters")
     repeated = sorted({*n.orders} - {0, 1}) != sorted(n.orders)
     refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
     refuse_if(len(n.orders) * n.rows >= 2**31, "ngrams: use fewer than 2**31 rows of all orders")
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
+    refuse_if(cfg.dim % cfg.mix_groups, f"mix_groups must divide the model's width, {cfg.dim}")
     refuse_if(n.orders and n.width > cfg.dim, "ngrams.width must not be above the model's width")
 
 
@@ -3777,7 +3882,7 @@ OTHER_STATE = "signs", "act_scale", "proj_scale"  # of the model; no parameters
 
 
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Copies this rank's share of all that training changes, between Adam steps, to host memory."""
+    """Copies this rank's share of all that training changes but gradients, to host memory."""
     optimizer.finish_gathers()
     shards = {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()}
     others = {name: getattr(model, name) for name in OTHER_STATE}
@@ -3941,17 +4046,20 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     """Runs a step of every kind, so that nothing is new on the clock; then all is as before the first."""
     before, cfg = training_state(model, optimizer), model.cfg
     loader = TrainLoader(cfg, data.train, prefetch.rank, prefetch.world_size)
-    plans = [plan_step(cfg, step) for step in warmup_steps(cfg)]
-    batches, one_round = Prefetcher(loader, plans, prefetch), min(cfg.val_slices, prefetch.world_size)
-    for plan in plans:
-        model.rotary.use_stage(plan.stage)
-        validate(model, val, optimizer.exchange, plan.windows, one_round)
-        batch = batches.next()
-        AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
-        if optimizer.ngrams:
-            optimizer.ngrams.zero(batch.rows["ngrams"].owned)
+    one_round = min(cfg.val_slices, prefetch.world_size)
+    for steps in warmup_steps(cfg):
+        plans = [plan_step(cfg, step) for step in steps]
+        batches = Prefetcher(loader, plans, prefetch)
+        for plan in plans:
+            model.rotary.use_stage(plan.stage)
+            validate(model, val, optimizer.exchange, plan.windows, one_round)
+            batch = batches.next()
+            AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
+            if "ngrams" in batch.rows:
+                optimizer.ngrams.zero(batch.rows["ngrams"].owned)
+        optimizer.drop_grads()
     loader.close()
-    optimizer.finish_gathers()
+    optimizer.apply_endings()
     restore(before, model, optimizer)
     optimizer.gather_all()
     optimizer.exchange.sent.clear()
@@ -4072,8 +4180,8 @@ def train(
     """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
 
     `prefetch` is for the thread that builds batches. `save(progress, model, optimizer)` keeps a checkpoint
-    after every `every` steps, if that is given; `resumed` is one to go on from. `profiler` is started after
-    the warm-up.
+    after every `every` steps, if that is given, once no gradient awaits its update; `resumed` is one to go on
+    from. `profiler` is started after the warm-up.
     """
     compiled.compiler = compiler_of(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
@@ -4088,13 +4196,14 @@ def train(
             log.print0("compiling, off the clock: minutes at the first start", file=False)
         began = time.perf_counter()
         warm_up(data, model, optimizer, val, prefetch)
-        steps = " ".join(map(str, warmup_steps(cfg)))
+        steps = " ".join(str(step) for steps in warmup_steps(cfg) for step in steps)
         log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
         resumed.load(model, optimizer)
         optimizer.gather_all()
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
+    saved = first
     losses = AsyncLoss()
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
@@ -4115,6 +4224,8 @@ def train(
     )
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
+        if done:
+            optimizer.apply_endings()
         if done or validates(cfg, step):
             stopped = synchronized_time()
             train_ms = 1000 * (stopped - began)
@@ -4147,8 +4258,9 @@ def train(
         log.print0(line + (f" train_loss:{loss:.4f}@{at}" if at else ""), console=False)
         bar.set_postfix_str(f"loss {loss:.3f}" if at else "", refresh=False)
         bar.update()
-        if every and n % every < 2 and batch.plan.do_adam and n < cfg.steps:  # no gradients are pending then
-            stopped = synchronized_time()
+        # After the slowest updates no gradient awaits one.
+        if every and n // every > saved // every and batch.plan.updates(4) and n < cfg.steps:
+            saved, stopped = n, synchronized_time()
             train_ms = 1000 * (stopped - began)
             losses.poll()
             save({"step": n, "train_ms": train_ms, "position": batch.position}, model, optimizer)

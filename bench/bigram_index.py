@@ -8,7 +8,7 @@ on the batch before, so they must take well under the GPU's time. Columns, in ms
 
     hash      hash_bigrams, with signs
     index     index_rows: distinct rows, each row's positions in the text's order
-    plan      merge_rows and _plan_rows: the rows touched since the last Adam step, by owner (8 ranks), and
+    plan      merge_rows and _route_rows: the rows touched since the last Adam step, by owner (8 ranks), and
               the index of as many that 8 ranks ask for
     ours      the three together
     + tokens  with index and plan of the token tables: all that a batch needs
@@ -94,11 +94,11 @@ def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], 
     times, indices = [time.perf_counter()], []
     bigrams, signs = tg.hash_bigrams(tokens, batches.table_rows["bigrams"], tg.RECORD.sign_rows)
     times.append(time.perf_counter())
-    for kind, ids, rows in (("bigrams", bigrams, signs), ("tokens", tokens, None)):
+    for name, ids, rows in (("bigram_embed", bigrams, signs), ("value_embeds", tokens, None)):
         indices.append(tg.index_rows(ids, signs=rows))
         times.append(time.perf_counter())
-        batches.touched[kind] = tg.merge_rows(tg.NO_ROWS, indices[-1].row_ids.numpy())
-        batches._plan_rows([kind], [])
+        batches.touched[name] = tg.merge_rows(tg.NO_ROWS, indices[-1].row_ids.numpy())
+        batches._route_rows(name)
         times.append(time.perf_counter())
     return intervals(times), indices[0]
 

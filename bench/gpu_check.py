@@ -68,7 +68,7 @@ SMALL_CARD = 40e9  # bytes; below it micro-batches are halved, and out of memory
 TINY = (  # the cpu preset in seconds; multiples of 16, for FP8
     "heads=2 head_dim=16 mlp_dim=64 padded_vocab=272 ngrams.orders= bigram_vocab_size=320 head_chunk=64 "
     "ngrams.rows=4096 ngrams.width=32 fp8=true "
-    "dtype=bfloat16 muon_dtype=bfloat16 microbatches=2 stages.*.steps=1 stages.0.steps=2 "
+    "dtype=bfloat16 bank_dtype=bfloat16 microbatches=2 stages.*.steps=1 stages.0.steps=2 "
     "stages.*.batch_tokens=256 stages.2.batch_tokens=384 stages.*.max_doc_len=40 "
     "val_slices=1 val_slice_tokens=256 val_every=0"
 )
@@ -276,7 +276,7 @@ def first_step(setup: Setup, name: str, settings: str) -> Iterator[Row]:
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 # Relative errors. One rounding to bf16 is at most 2^-9, and the square of a rounded number has three times
-# that. FlashAttention and composed heads also round probabilities.
+# that. FlashAttention also rounds probabilities.
 BF16, ATTENTION = 2.5 * 2.0**-9, 0.02
 # Hopper keeps few bits of FP8 sums: some e4m3 numbers are the next, 6 % of them away.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01, torch.float8_e4m3fn: 0.02}
@@ -357,12 +357,12 @@ def compare_with_grad(case: st.KernelCase, backend: tg.Backend) -> Compared:
 
 def compare(case: st.KernelCase, backend: tg.Backend) -> tuple[float, float]:
     """Returns the error that is the largest for its bound, and that bound."""
-    with_grad = {"attention": ATTENTION, "compose_heads": ATTENTION}
-    errors, yields = [], compare_with_grad if case.operation in with_grad else compare_operation
+    with_grad = case.operation == "attention"
+    errors, yields = [], compare_with_grad if with_grad else compare_operation
     for dtype, actual, exact in yields(case, backend):
         if actual.shape != exact.shape:
             raise RuntimeError(f"{case.operation}: shapes {actual.shape} and {exact.shape}")
-        bound = with_grad.get(case.operation, BOUNDS.get(dtype, 0.0))
+        bound = ATTENTION if with_grad else BOUNDS.get(dtype, 0.0)
         errors.append((rel_err(actual, exact), bound))
     return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / max(e[1], 1e-9))
 
@@ -434,7 +434,7 @@ PLAIN_SLACK, HEAD_SLACK, MLP_SLACK, FEW = 0.005, 0.1, 0.2, 1000
 
 def exact_cfg(setup: Setup) -> tg.Config:
     """Returns the plain config in fp32, with few logits at once."""
-    cfg = with_settings(setup.cfg, f"{PLAIN} dtype=float32 muon_dtype=float32")
+    cfg = with_settings(setup.cfg, f"{PLAIN} dtype=float32 bank_dtype=float32")
     return replace(cfg, head_chunk=min(2048, cfg.head_chunk))
 
 
@@ -591,7 +591,7 @@ def graphs(setup: Setup) -> Iterator[Row]:
 def exchanges(setup: Setup) -> Iterator[Row]:
     """Runs exchange_rank on the largest of 8, 4, 2 and 1 GPUs; without one on two gloo ranks."""
     n, scratch = setup.ranks() if setup.on_gpu else 2, Path(tempfile.mkdtemp(dir=setup.scratch))
-    cfg = with_settings(tg.CPU, f"{TINY} stages.*.steps=2 dtype=float32 muon_dtype=float32 fp8=false")
+    cfg = with_settings(tg.CPU, f"{TINY} stages.*.steps=2 dtype=float32 bank_dtype=float32 fp8=false")
     (shard,), _ = st.synthetic_shard(str(scratch), cfg, [0, 1, 2, 3], 10)
     try:
         args = n, setup.on_gpu, cfg, shard

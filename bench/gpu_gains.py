@@ -108,7 +108,7 @@ def static_lengths(setup: Setup) -> Iterator[Row]:
 
 
 def baddbmm_copies(setup: Setup) -> Iterator[Row]:
-    """Times what baddbmm's addend costs in Polar Express: torch copies it first."""
+    """Times what baddbmm's addend costs in ANVIL's maps: torch copies it first."""
     times, shapes = [0.0, 0.0], tg.param_shapes(setup.cfg, 8)
     for spec in setup.cfg.params:
         if spec.kind != "bank":
@@ -119,9 +119,9 @@ def baddbmm_copies(setup: Setup) -> Iterator[Row]:
         factors = (x, square) if rows > cols else (square, x)
         calls = [partial(torch.baddbmm, x, *factors, beta=beta, alpha=1.0) for beta in (1.5, 0.0)]
         for i, ms in enumerate(st.timed(calls, setup.device, 20)):
-            times[i] += len(tg.POLAR_STEPS) * ms
+            times[i] += len(tg.ANVIL_MAPS) * ms
     details = f"with addends {times[0]:.2f} ms, without {times[1]:.2f} ms"
-    yield gain(setup, "addends in Polar Express", "a kernel for a x + B x", details, times[0] - times[1])
+    yield gain(setup, "addends in ANVIL's maps", "a kernel for a x + B x", details, times[0] - times[1])
 
 
 def prefetch_thread(setup: Setup) -> Iterator[Row]:

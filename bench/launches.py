@@ -266,25 +266,9 @@ def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     }
     if "segment_sum_rows" in chosen:
         chosen["segment_sum_rows"] = counts.as_kernel(segment_sum_rows)
-    if "compose_heads" in chosen:  # it has kernels in its backward too, which run_steps replaces
-        chosen["compose_heads"] = tg.triton_compose_heads
     if cfg.attention != "dense":
         chosen["attention"] = tg.flash_attention
     return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
-
-
-class CountedKernel:
-    """Takes a Triton kernel's place: counts its launches."""
-
-    def __init__(self, name: str, counts: Counts):
-        self.name, self.counts = name, counts
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        def call(*args, BACKWARD=False, **tiles):
-            sizes = [x for x in args if not isinstance(x, Tensor)]
-            self.counts.add_kernel(self.name + (" backward" if BACKWARD else ""), args, *sizes)
-
-        return call
 
 
 @contextlib.contextmanager
@@ -385,7 +369,8 @@ def run_steps(
         stack.callback(loader.close)
         start = cfg.stage_starts[stage]
         # The fifth is only fetched for.
-        plans = [tg.plan_step(cfg, start + i)._replace(do_adam=i % 2 == 1, untie=False) for i in range(5)]
+        first = tg.padded(start, 4)  # no gradient awaits its update then
+        plans = [tg.plan_step(cfg, start + i)._replace(step=first + i, untie=False) for i in range(5)]
         batches = tg.Prefetcher(loader, plans, SingleRankExchange(0, world_size))
         phases = {
             (tg.MicroBatch, "to"): "copies",
@@ -396,6 +381,7 @@ def run_steps(
             (tg.Optimizer, "add_row_grads"): "rows",
             (tg.Optimizer, "step"): "optimizer",
             (tg.NgramTable, "fetch_early"): "n-grams",
+            (tg.NgramTable, "fetch_late"): "n-grams",
             (tg.NgramTable, "send_grads"): "n-grams",
             (tg.NgramTable, "update"): "n-grams",
         }
@@ -405,8 +391,6 @@ def run_steps(
         stack.enter_context(patched(torch, _scaled_mm=gpu_code.scaled_mm))
         stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
         stack.enter_context(patched(tg.compiled, compiler=counts.as_compiled if cfg.compile else None))
-        for kernel in ("compose_heads_kernel", "compose_heads_key_grad_kernel"):
-            stack.enter_context(patched(tg, **{kernel: CountedKernel(kernel, counts)}))
         stack.enter_context(patched(tg.NgramTable, fetch=gpu_code.fetch_nothing))
         one_slice, model.ngrams = dataclasses.replace(cfg, val_slices=1), optimizer.ngrams
         val = tg.ValLoader(one_slice, paths)

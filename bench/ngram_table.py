@@ -110,7 +110,7 @@ class Training:
                 gc.collect()
             batch = self.batches.next()
             if "ngrams" in batch.rows:
-                self.rows.append(batch.rows["ngrams"])
+                self.rows.append(batch.rows)
             tg.train_step(self.model, self.optimizer, batch, self.batches.peek)
         self.optimizer.finish_gathers()
         ms = torch.tensor(1000 * (time.perf_counter() - began))
@@ -128,14 +128,14 @@ def config(rows: int, steps: int, dense: bool) -> tg.Config:
     cfg = replace(tg.CPU, stages=stages, microbatches=2)
     if dense:
         return replace(cfg, ngrams=tg.Ngrams(), bigram_vocab_size=rows)
-    return replace(cfg, ngrams=tg.Ngrams(ORDERS, rows=rows // len(ORDERS), width=WIDTH))
+    return replace(cfg, ngrams=tg.Ngrams(ORDERS, rows=rows // len(ORDERS), width=WIDTH, every=1))
 
 
-def wanted_bytes(plans: list[tg.RowRoutes], rank: int) -> int:
+def wanted_bytes(plans: list[dict], rank: int) -> int:
     """Returns the bytes of the rows that others asked of a rank, and of the gradient rows it sent."""
     rows = 0
     for plan in plans:
-        for transfer in (plan.grads, *plan.fetches.values()):
+        for transfer in (plan["ngrams"].grads, plan["early"], plan["late"]):
             rows += sum(transfer.send_counts) - transfer.send_counts[rank]
     return rows * WIDTH * 4
 
@@ -176,8 +176,8 @@ def run_rank(rank: int, world_size: int, folder: str, args: argparse.Namespace) 
         if table:
             sent = {key: nbytes - before.get(key, 0) for key, nbytes in training.sent().items()}
             plans = training.rows
-            early = sum(sum(plan.fetches["early"].recv_counts) for plan in plans)
-            fetched = sum(sum(plan.grads.send_counts) for plan in plans)
+            early = sum(sum(plan["early"].recv_counts) for plan in plans)
+            fetched = sum(sum(plan["ngrams"].grads.send_counts) for plan in plans)
             buffers = sum(t.nbytes for name, t in vars(table).items() if torch.is_tensor(t))
             columns = [f"{early / fetched:.0%}", f"{sum(sent.values()):,}", ""]
             if world_size > 1:

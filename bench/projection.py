@@ -23,7 +23,7 @@ kernels', of the exchange NCCL's. Only slowdown and fixed are fitted, to record 
 counted: waiting for the host, and second reads of what FP8 scales by its maximum, 0.2 ms in stage 1.
 
 Stages are in ms of a step, the mean of one with Adam and one without. tokens: of each GPU's micro-batch;
-matmuls, attention, other: the sum over launches, composed heads in other; exchange: what is not hidden of
+matmuls, attention, other: the sum over launches; exchange: what is not hidden of
 collectives; total: seconds of all steps, without validation. Record 89's total is published, its stages are
 estimates from logs of other configurations.
 
@@ -56,7 +56,7 @@ PEAKS = {"bf16": 989e12, "fp8": 1979e12, "fp32": 67e12, "attention": 989e12}  # 
 PEAKS |= {"memory": 3.35e12, "exchange": 450e9}  # bytes/s; NVLink's each way
 KINDS = {1: "fp8", 2: "bf16", 4: "fp32"}  # of matmuls, by bytes of a factor's entry
 MATMULS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # first factor's place
-# Of an entry of the first factor and a column of the result; of composed heads the bytes take longer.
+# Of an entry of the first factor and a column of the result.
 KERNEL_FLOPS = {"gram": 1, "relu_square": 2, "relu_square_grad": 2, "relu_square_fp8": 2}
 # These read or change no more of their first argument than the largest of the others, or the result, has.
 SPARSE = {"embedding", "index", "index_select", "index_add_", "index_copy_", "index_fill_", "index_put_"}
@@ -238,8 +238,8 @@ def mix_narrow(scales, streams, normed):
 
 
 SETTINGS_80 = """
-    mudd_gates=false mudd_connections=false layers.*.xsa=false layers.*.dc=false fp8_mlp=false sign_rows=0
-    bigram_vocab_size=251520 stages.*.prefix_start=0 stages.*.prefix_end=0
+    mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0
+    bigram_vocab_size=251520 stages.*.prefix=
     params.value_embeds.exchange=reduce_scatter params.embed.exchange=reduce_scatter
     layers.*.gate=true layers.6.gate=false"""
 BEFORE_81: dict[str, Any] = {"connect": read_no_streams, "final_norm": norm_of_two}

@@ -12,7 +12,7 @@ Times each stage's steps in one process, synchronizing with the device before an
                    adding the touched rows that they send (7/8 of that work), reading the rows of n-grams
                    that they ask for, copies into reduced shards
 
-    pair      two successive steps, an Adam period: NorMuon updates after both, Adam after the second
+    pair      two successive steps, an Adam period: ANVIL updates after both, Adam after the second
     ms        half a pair: median over pairs, with quartiles; "first", "second": medians of a pair's steps
     host      median ms until train_step has returned, while the GPU may still compute. Close to ms: the
               GPU waits for launches. On a CPU it is ms
@@ -36,7 +36,7 @@ Each line starts from initial weights. Without --data and shards in the preset's
 those of data/synthetic.py, with the frequencies and document lengths of web text.
 
 --kernels times each kernel that the config names, and FlashAttention, against plain torch, interleaved;
-FlashAttention and composed heads forward and backward; medians of 20. TFLOP/s are the kernel's, for plain
+FlashAttention forward and backward; medians of 20. TFLOP/s are the kernel's, for plain
 torch's products: gram does half of them. GB/s count each operand once. Plain torch is not compiled. Caches
 are not cleared between calls.
 """
@@ -194,7 +194,8 @@ class Training:
         self.optimizer.is_tied = stage < 2  # untie() would also copy the moments, which are still 0
         start, count = cfg.stage_starts[stage], cfg.stages[stage].steps
         plans = [tg.plan_step(cfg, start + i % count) for i in range(steps)]
-        plans = [plan._replace(do_adam=i % 2 == 1, untie=False) for i, plan in enumerate(plans)]
+        first = tg.padded(start, 4)  # no gradient awaits its update then
+        plans = [plan._replace(step=first + i, untie=False) for i, plan in enumerate(plans)]
         self.loader = tg.TrainLoader(cfg, paths, 0, world_size)
         self.batches = tg.Prefetcher(self.loader, plans, type(exchange)(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps
@@ -400,18 +401,18 @@ def call_with_grad(operation: str, inputs: Sequence[Tensor], *options) -> Callab
 
 
 def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[KernelCase]:
-    """Yields Polar Express's products for each bank, on one rank and on one of eight."""
+    """Yields the products of the orthogonalization of each bank, on one rank and on one of eight."""
     for spec in cfg.params:
-        for world_size in (1, 8) if spec.optimizer == "normuon" else ():
+        for world_size in (1, 8) if spec.optimizer == "anvil" else ():
             *bank, rows, cols = tg.param_shapes(cfg, world_size)[spec.name]
             n = math.prod(bank) // (world_size if spec.sharded else 1)
-            x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.muon_dtype))
+            x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.bank_dtype))
             # Of spectral norm about 1, as there: both terms of the second product then count.
             x = (x.mT if rows > cols else x) / (math.sqrt(rows) + math.sqrt(cols))
             (_, M, K), A, name = x.shape, tg.gram(x), f"{spec.name} of {world_size}: {n}"
             run = call_operation("gram", x)
             yield KernelCase("gram", f"{name} x {M} x {K}", run, flops=2 * n * M * M * K)
-            run = call_operation("gram", A, A, *tg.POLAR_STEPS[0][1:])
+            run = call_operation("gram", A, A, *tg.ANVIL_MAPS[0][1:])
             yield KernelCase("gram", f"{name} x {M} x {M} +", run, flops=2 * n * M**3)
 
 
@@ -501,12 +502,6 @@ def stage_cases(
         run = call_with_grad("attention", qkv, *options)
         shapes, flops = f"{kind} {name}: {T * rows}, window {window}", 12 * d * seen_keys * T
         yield KernelCase("attention", f"stage {plan.stage}, {shapes}", run, flops=flops)
-
-    heads, window = [tg.norm(rand(T, cfg.heads, cfg.head_dim)) for _ in range(4)], cfg.dc_window
-    operands_of_dc = [*heads, rand(T, cfg.heads), rand(T, cfg.heads)]
-    run = call_with_grad("compose_heads", operands_of_dc, batch.cu_seqlens, window, cfg.attn_scale)
-    flops = 12 * d * mean_keys(batch.cu_seqlens.cpu().numpy(), window - 1) * T
-    yield KernelCase("compose_heads", f"stage {plan.stage}: {T}, window {window}", run, flops=flops)
     loader.close()
 
 

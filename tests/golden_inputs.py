@@ -17,9 +17,12 @@ import torch.distributed as dist
 import train_gpt as tg
 from tokenize_text import shard_header
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden.json").read_text())
+GOLDEN, GOLDEN92 = (
+    json.loads((Path(__file__).parent / "golden" / name).read_text())
+    for name in ("golden.json", "golden92.json")
+)
 LOW = 0xFFFFFFFF
-WORLD = 4  # ranks for which our banks are padded as the reference's are: one MLP layer of padding, no other
+WORLD = 4  # ranks for which our banks are padded
 WINDOWS = {"short": 16, "long": 48}  # of the golden runs, in tokens
 
 
@@ -60,6 +63,7 @@ FILL = {  # k, scale, offset
     "value_embeds":    (6, .50, 0),
     "ve_gate_bank":    (8, .40, 0),
     "qk_bank":         (9, .06, 0),
+    "narrow_qk_bank":  (9, .06, 0),
     "vo_bank":        (10, .20, 0),
     "mlp_bank":       (11, .05, 0),
     "smear_gate":     (12, .50, 0),
@@ -68,6 +72,7 @@ FILL = {  # k, scale, offset
     "bigram_embed":   (16, .40, 0),
     "mudd_w1":        (17, .10, 0),
     "mudd_w2":        (18, .15, 0),
+    "mudd_w2g":       (26, .15, 0),
     "mudd_b2":        (19, 4.0, 1),
     "mudd_gate_w1":   (20, .20, 0),
     "mudd_gate_w2":   (21, .30, 0),
@@ -85,42 +90,94 @@ def golden_key(name):
     return "_" + name if name == "mudd_gate_scale" else name
 
 
-def golden_layout(name, t):
-    """Returns our tensor as the reference stores it: value_embeds by table, the MLPs' matrices in pairs."""
+SLOTS = (0, 2, 5, 1, 8, 3, 10)  # the reference's order of the layers with attention
+OURS = sorted(SLOTS)
+GATE_COLUMNS = [*range(23)], [*range(12, 23), 27, 28]  # that are read, of the reference's
+
+# The reference's numbers of the streams that the last mix reads, in our order.
+MIX_ORDER = [0, 1, 2, 4, 3, 5, 7, 6, 8, 9]
+
+
+def golden_shape(name, cfg):
+    """Returns the shape of the reference's parameter that ours is a part of."""
+    H, D, d, attention = cfg.heads, cfg.head_dim, cfg.dim, len(SLOTS)
+    shapes = {
+        "qk_bank": (attention * H, 2 * D, d),
+        "narrow_qk_bank": (attention * H, 2 * D, d),
+        "vo_bank": (2 * attention, d, d),
+        "mlp_bank": (12, 2, cfg.mlp_dim, d),
+        "value_embeds": (4 * cfg.padded_vocab, d),
+        "ve_gate_bank": (5, H, tg.GATE_DIM),
+        "mudd_w2g": (14, cfg.mix_groups, cfg.mudd_dim),
+        "mudd_gate_w2": (2, 41, cfg.mudd_dim),
+        "mudd_gate_b2": (2, 41),
+    }
+    return shapes.get(name) or tg.param_shapes(cfg, 1)[name]
+
+
+def golden_places(name, cfg):
+    """Returns where our parameter's numbers are in the reference's, flattened, int64; -1: nowhere."""
+    shape, H, D = golden_shape(name, cfg), cfg.heads, cfg.head_dim
+    at = torch.arange(int(np.prod(shape))).view(shape)
+
+    def halves_by_head(t):  # (d, d): rows of half heads, then of the others
+        return t.view(H, 2, D // 2, -1).transpose(0, 1).reshape(t.shape)
+
+    if name in ("qk_bank", "narrow_qk_bank"):
+        narrow = name.startswith("narrow")
+        slots = [SLOTS.index(i) for i in OURS if cfg.layers[i].narrow_qk == narrow]
+        heads = at.view(len(SLOTS), 2 * H, D, -1)[slots]
+        return heads[:, :, : D // 2 if narrow else D].reshape(tg.param_shapes(cfg, 1)[name])
+    if name == "vo_bank":
+        for i in OURS:
+            if cfg.layers[i].narrow_v:
+                v, o = 2 * SLOTS.index(i), 2 * SLOTS.index(i) + 1
+                at[v], at[o] = halves_by_head(at[v]), halves_by_head(at[o].T).T
+        return at.unflatten(0, (-1, 2))[[SLOTS.index(i) for i in OURS]].flatten(0, 1)
     if name == "mlp_bank":
-        return t.unflatten(0, (-1, 2))
-    return t.permute(1, 0, 2).flatten(0, 1) if name == "value_embeds" else t
+        return at[[0, 1, 2, 3, 4, 5, 6, 8, 11, 9, 10]].flatten(0, 1)
+    if name == "value_embeds":
+        return at.view(4, cfg.padded_vocab, -1).permute(1, 0, 2)
+    if name in ("mudd_gate_w2", "mudd_gate_b2"):
+        rows = [row[columns] for row, columns in zip(at, GATE_COLUMNS)]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    if name in ("mudd_w2", "mudd_b2"):
+        at[1, :10] = at[1, MIX_ORDER]
+    if name == "mudd_w2g":
+        return at[MIX_ORDER]
+    return at[: tg.param_shapes(cfg, 1)[name][0]]
 
 
-def our_layout(name, t, cfg):
-    tables = sum(layer.value is not None for layer in cfg.layers)
-    return t.view(tables, cfg.padded_vocab, cfg.dim).permute(1, 0, 2) if name == "value_embeds" else t
+def golden_layout(tensors, cfg):
+    """Returns our tensors by name as the reference stores them, by its names; 0 where ours has nothing."""
+    stored = {}
+    for name, t in tensors.items():
+        key = golden_key(name.removeprefix("narrow_"))
+        whole = stored.setdefault(key, t.new_zeros(golden_shape(name, cfg)))
+        at = golden_places(name, cfg)
+        whole.view(-1)[at[at >= 0]] = t[: len(at)][at >= 0]
+    return stored
 
 
 def parameter_stream(name, k, scale, offset, cfg):
-    """Fills a parameter with stream k in the reference's layout, and returns it in ours."""
-    shape = tg.param_shapes(cfg, WORLD)[name]
-    if name == "value_embeds":
-        shape = (shape[0] * shape[1], shape[2])
-    return our_layout(name, fill(shape, k, scale, offset), cfg)
-
-
-# The reference's layers: ours, with heads composed in the last.
-LAYERS = tuple(replace(layer, dc=layer.connections) for layer in tg.LAYERS)
+    """Fills the reference's parameter with stream k, and returns our part of it, padded with zeros."""
+    at, whole = golden_places(name, cfg), fill(golden_shape(name, cfg), k, scale, offset).flatten()
+    filled = torch.zeros(tg.param_shapes(cfg, WORLD)[name])
+    filled[: len(at)] = torch.where(at < 0, 0, whole[at])
+    return filled
 
 
 def tiny_config(dtype, **changes):
     settings = dict(
-        layers=LAYERS,
         vocab_size=512,
         padded_vocab=512,
         bos_id=511,
         bigram_vocab_size=2560,
         sign_rows=64,
         head_dim=32,
-        mlp_dim=768,
+        mlp_dim=704,
         dtype=dtype,
-        muon_dtype=dtype,
+        bank_dtype=dtype,
         window_unit=16,
         microbatches=1,
         val_slice_tokens=64,
@@ -190,10 +247,11 @@ def give_grad(optimizer, name, grad):
 
 def plans_of_all_rows(cfg):
     """Returns RowRoutes, on one rank, by which a step takes all rows of the tables' gradients."""
-    plans = {}
-    for kind, count in (("tokens", cfg.padded_vocab), ("bigrams", cfg.bigram_vocab_size)):
+    plans, shapes = {}, tg.param_shapes(cfg, 1)
+    for name in (spec.name for spec in tg.used_params(cfg) if spec.is_table):
+        count = shapes[name][0]
         rows = torch.arange(count, dtype=torch.int32)
-        plans[kind] = tg.RowRoutes(tg.Transfer(rows, [count], [count]), rows)
+        plans[name] = tg.RowRoutes(tg.Transfer(rows, [count], [count]), rows)
     return plans
 
 
@@ -230,7 +288,7 @@ class FixedLoader:
     def __init__(self, cfg, batches):
         self.cfg, self.batches, self.builder = cfg, iter(batches), ThreadPoolExecutor(1)
 
-    def batch(self, batch_tokens, max_doc_len):
+    def batch(self, *_):
         return next(self.batches)
 
     def position(self):
@@ -241,13 +299,13 @@ class FixedLoader:
 
 
 def row_plans(cfg, exchange, ids):
-    """Returns the RowRoutes of an Adam step whose one micro-batch reads these rows, int32 arrays by kind."""
+    """Returns RowRoutes, by kind, of a step that updates all tables. Its one micro-batch reads rows `ids`."""
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
     batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
     rows = batches.next().rows
     batches.loader.close()
-    return {kind: rows[kind] for kind in ids}
+    return {"tokens": rows["embed"], "bigrams": rows["bigram_embed"]}
 
 
 def same_bits(a, b):

@@ -39,8 +39,8 @@ TINY = [
     *("val_slices=3", "val_slice_tokens=256", "val_every=3"),
     *("stages.*.steps=2", "stages.*.max_doc_len=40"),
     "samples=0",
-    *("sign_rows=64", "layers.10.dc=true", *(f"layers.{i}.xsa=true" for i in (1, 3, 4, 7))),
-    *("stages.0.prefix_start=0.25", "stages.0.prefix_end=0.25", "stages.1.prefix_start=0.25"),
+    *("sign_rows=64", *(f"layers.{i}.xsa=true" for i in (1, 3))),
+    *("stages.0.prefix=0.25", "stages.1.prefix=0.2,0.1"),
     *(f"stages.{i}.batch_tokens={8 * T}" for i, T in enumerate((24, 32, 48, 48))),
 ]
 

@@ -162,7 +162,7 @@ NO_SHARDS = ("make them with data/fineweb.py (record), data/local_corpus.py (cpu
              "(your text) or data/synthetic.py (random tokens), or use another --data")
 NEEDS = "cannot read corpus/vocabulary.txt"
 NO_PREFIXES = ("make it with the script in data/ that made the shards, or train without one: --set "
-               "samples=0 --set stages.*.prefix_start=0 --set stages.*.prefix_end=0")
+               "samples=0 --set stages.*.prefix=")
 MATCHING = "choose the matching --preset or --data"
 MORE_DOCS = "cu_seqlens room for {room}; use --set max_docs=128"
 WRITABLE = "give a file in a folder that can be written to"
@@ -238,7 +238,7 @@ CASES = [
     *[Case(f"--set {setting}", f"--set {setting}", f"--set {message}") for setting, message in (
         ("adam_lr", "adam_lr: write name=value"),
         ("=1", ": unknown; use the fields of Config"),
-        ("adm_lr=1", "adm_lr: unknown; use adam_lr, muon_lr, adam_wd"),
+        ("adm_lr=1", "adm_lr: unknown; use adam_lr, bank_lr, adam_wd"),
         ("track=../elsewhere", "track: it follows from --preset"),
         ("params.embd.lr_mul=1", "params.embd.lr_mul: unknown; use params.embed.lr_mul, <others>"),
         ("stages.9.steps=1", "stages.9.steps: unknown; use stages.3.steps, stages.2.steps, stages.1.steps"),

@@ -193,10 +193,12 @@ def check_batch(batch, plan, want, seen, rank=0):
         for micro_batch in micro_batches:
             seen[other]["tokens"] |= set(micro_batch.inputs.tolist())
             seen[other]["bigrams"] |= set(micro_batch.hashed_rows[0].tolist())
-    assert batch.rows.keys() == ({"tokens", "bigrams", "buffer"} if plan.do_adam else {"buffer"})
-    if plan.do_adam:
-        for kind, rows in (("tokens", 264), ("bigrams", 640)):
-            check_plan(batch.rows[kind], [own[kind] for own in seen], rank, rows)
+    tables = {"value_embeds": "tokens", "embed": "tokens", "bigram_embed": "bigrams"}
+    assert batch.rows.keys() == {"buffer", *(tables if plan.updates(2) else ())}
+    if plan.updates(2):
+        for name, kind in tables.items():
+            rows = {"tokens": 264, "bigrams": 640}[kind]
+            check_plan(batch.rows[name], [own[kind] for own in seen], rank, rows)
         seen[:] = nothing_seen(len(want))
 
 
@@ -247,14 +249,14 @@ def test_batches_resume(folder, first):
     uninterrupted = prefetcher(train_loader(cfg), plans_of(cfg))
     for _ in range(first):
         batch = uninterrupted.next()
-    assert batch.plan.do_adam
+    assert batch.plan.updates(2)
     alone, seen = train_loader(cfg, position=batch.position), nothing_seen()
     resumed = prefetcher(train_loader(cfg, position=batch.position), iter(plans_of(cfg, first)))
     for plan in plans_of(cfg, first):
         a, b = uninterrupted.next(), resumed.next()
         check_batch(b, plan, [alone.batch(plan.batch_tokens, plan.max_doc_len)], seen)
         assert a.position == b.position and a.plan == b.plan
-        assert len(tensors_of(a.rows)) == 4 * plan.do_adam
+        assert len(tensors_of(a.rows)) == 6 * plan.updates(2)
         assert all(map(torch.equal, tensors_of(a.rows), tensors_of(b.rows)))
         for x, y in zip(a.micro_batches, b.micro_batches):
             assert all(same_bits(x.index[kind]._asdict(), y.index[kind]._asdict()) for kind in x.index)
@@ -290,13 +292,14 @@ def test_all_tensors_are_copied_asynchronously(folder, monkeypatch):
     ]
     assert {t.device.type for t in tensors_of(moved)} == {"meta"}
     assert moved.max_doc_len == micro_batch.max_doc_len
-    assert moved.index.keys() == rows.keys() - {"buffer"} == {"tokens", "bigrams"}
-    for kind, plan in batch.rows.items():
-        if kind != "buffer":
+    assert moved.index.keys() == {"tokens", "bigrams"}
+    assert rows.keys() - {"buffer"} == {"value_embeds", "bigram_embed", "embed"}
+    for name, plan in batch.rows.items():
+        if name != "buffer":
             counts = "send_counts", "recv_counts"
-            assert all(getattr(rows[kind].grads, n) == getattr(plan.grads, n) for n in counts)
-            assert rows[kind].arriving.device.type == "meta"
-            assert rows[kind].arriving.shape == plan.arriving.shape
+            assert all(getattr(rows[name].grads, n) == getattr(plan.grads, n) for n in counts)
+            assert rows[name].arriving.device.type == "meta"
+            assert rows[name].arriving.shape == plan.arriving.shape
 
 
 def test_packed_tensors_lie_in_one_buffer(folder):

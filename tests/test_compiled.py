@@ -25,14 +25,14 @@ WINDOWS = {"short": 9, "long": 33}
 def cfg(every_layer):  # noqa: F811
     """Returns a config with a layer of each kind, and two of one kind."""
     layers = (
-        tg.Layer("paired", value=0),
+        tg.Layer("paired", narrow_qk=True, value=0, x0=True, bigram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-        tg.Layer(None),
-        tg.Layer("plain", value=1, xsa=True),
-        tg.Layer("plain", value=2, xsa=True),
-        tg.Layer("plain", "long", value=3, gate=True, dc=True, connections=True),
+        tg.Layer(None, bigram=True, mlps=2),
+        tg.Layer("plain", narrow_qk=True, narrow_v=True, value=1, xsa=True, x0=True),
+        tg.Layer("plain", value=2, xsa=True, mlps=0),
+        tg.Layer("plain", "long", value=3, gate=True, connections=True),
     )
-    stages = tuple(replace(stage, prefix_start=0.25) for stage in every_layer.stages[:2])
+    stages = tuple(replace(stage, prefix=(0.25,)) for stage in every_layer.stages[:2])
     stages += every_layer.stages[2:]
     return replace(
         every_layer,
@@ -42,7 +42,6 @@ def cfg(every_layer):  # noqa: F811
         skip_to=2,
         microbatches=2,
         stages=stages,
-        dc_window=7,
     )
 
 
@@ -104,7 +103,7 @@ def test_a_compiled_run_is_the_plain_run(cfg, compile):
 def test_generated_code(cfg, compile):
     """Compares a batch's loss and gradients in fp32 with torch.compile's own backend, with the plain ones."""
     layers = (
-        tg.Layer("plain", "long", key_shift=True, value=0, xsa=True, gate=True),
+        tg.Layer("plain", "long", key_shift=True, value=0, xsa=True, gate=True, x0=True, bigram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
         tg.Layer("plain", "long", value=1, xsa=True, gate=True, connections=True),
     )
@@ -130,9 +129,9 @@ def test_generated_code(cfg, compile):
 
 
 def test_updates_in_generated_code(compile):
-    cfg, g, results = replace(tg.CPU, muon_wd=5.0), torch.Generator().manual_seed(0), []
+    cfg, g, results = replace(tg.CPU, bank_wd=5.0, rails_step=2), torch.Generator().manual_seed(0), []
     start, grad = (torch.randn(3, 10, 8, generator=g) for _ in range(2))
-    plans = [tg.plan_step(cfg, 0)._replace(lr_mul=1 / t, momentum=0.85 + t / 100) for t in (1, 2)]
+    plans = [tg.plan_step(cfg, t)._replace(lr_mul=1 / t, momentum=0.85 + t / 100) for t in (1, 2)]
     rows = {row.name: row for row in cfg.params}
     for prepare in (lambda: None, compile):
         prepare()
@@ -153,11 +152,11 @@ def test_mantissas_in_generated_code(compile):
     g, results = torch.Generator().manual_seed(0), []
     high, x = (torch.randn(2, 8, 6, generator=g).bfloat16() for _ in range(2))
     low = torch.randint(0, 65536, (2, 8, 6), generator=g).to(torch.uint16)
-    lr = torch.tensor([[[0.02]], [[0.04]]])
+    lr, slow = torch.tensor([[[0.02]], [[0.04]]]), torch.randn(2, 8, 6, generator=g)
     for prepare in (lambda: None, compile):
         prepare()
         p, mantissa = high.clone(), low.clone()
-        tg.muon_update(p, mantissa, x, lr, torch.tensor(1.0), torch.tensor(0.1))
+        tg.anvil_update(p, mantissa, x, slow, lr, torch.tensor(1.0), torch.tensor(0.1))
         assert not torch.equal(p, high)
         results.append(tg.merge_mantissa(p, mantissa))
     assert counters["stats"]["unique_graphs"] == 1

@@ -26,7 +26,7 @@ import generate
 import loss
 
 NGRAMS = ("ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12")
-NO_PREFIXES = ("stages.*.prefix_start=0", "stages.*.prefix_end=0")
+NO_PREFIXES = ("stages.*.prefix=",)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
     if ngrams:
         model = tg.load_model("m.pt")
     else:
-        cfg = make_config(run / "corpus", "ngrams.orders=", "window_unit=2", "dc_window=5")
+        cfg = make_config(run / "corpus", "ngrams.orders=", "window_unit=2")
         model = tg.GPT(cfg)
         model.rotary.use_stage(len(cfg.stages) - 1)
     randomize(model)
@@ -174,7 +174,7 @@ def test_the_context_is_the_longest_document_of_training(run):
     cfg = make_config(run / "corpus", "stages.3.max_doc_len=30", "stages.0.max_doc_len=30")
     longest = [min(stage.max_doc_len, stage.batch_tokens // cfg.microbatches) for stage in cfg.stages]
     assert generate.max_context(cfg) == max(longest) == 40
-    assert (generate.max_context(tg.CPU), generate.max_context(tg.RECORD)) == (512, 2048)
+    assert (generate.max_context(tg.CPU), generate.max_context(tg.RECORD)) == (512, 3072)
     model, tokens = Recorder(cfg), [256, *range(30, 60)]
     new = list(generate.generate(model, tokens, 20, temperature=0))
     assert new == list(range(1, 21))

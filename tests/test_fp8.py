@@ -95,7 +95,7 @@ def test_a_checkpoint_holds_the_scales(cfg):
 @pytest.mark.slow
 def test_the_warm_up_leaves_no_scales(cfg):
     exchange, model, optimizer = build(0, 1, cfg, backend=FP8)
-    stages = tuple(replace(stage, prefix_start=0, prefix_end=0) for stage in cfg.stages)
+    stages = tuple(replace(stage, prefix=()) for stage in cfg.stages)
     data = tg.open_dataset(replace(cfg, samples=0, stages=stages))  # there is no vocabulary
     before = tg.training_state(model, optimizer)
     tg.warm_up(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch_exchange(0, 1))

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
@@ -196,12 +195,12 @@ def test_gram_in_float16(interpreted, guarded, layout):
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 30), (3, 30, 70), (1, 65, 65), (2, 1, 9), (1, 9, 1)], ids=str)
-def test_polar_express(interpreted, guarded, shape):
+def test_orthogonalize(interpreted, guarded, shape):
     g = randn(*shape, seed=1)
-    actual = interpreted.polar_express(g, torch.float32, gram=interpreted.triton_gram)
-    # The bound is loose because ill-conditioned square matrices lose digits in each of the five steps.
-    assert rel_err(actual, tg.polar_express(g.double(), torch.float64)) < 2e-5
-    assert rel_err(actual, tg.polar_express(g, torch.float32)) < 2e-5
+    actual = interpreted.orthogonalize(g, 1.06, gram=interpreted.triton_gram)
+    # The bound is loose because ill-conditioned square matrices lose digits in each of the six maps.
+    assert rel_err(actual, tg.orthogonalize(g.double(), 1.06)) < 2e-5
+    assert rel_err(actual, tg.orthogonalize(g, 1.06)) < 2e-5
 
 
 # The last one has more tiles than fit in one group, and its last group is not full.
@@ -472,137 +471,6 @@ def test_segment_sum_rows_in_rows_beyond_16_bits(interpreted):
     check_segment_sum_rows(interpreted, row_ids, 70001, (2,), seed=4)
 
 
-COMPOSE_SHAPES = [  # H, D, window
-    (1, 8, 1),
-    (6, 16, 2),
-    (3, 5, 16),
-    (2, 20, 17),
-    (5, 1, 33),
-    (7, 16, 49),
-    (4, 32, 112),
-    (3, 33, 300),
-]
-
-
-def compose_case(seed, H, D, window, dtype=torch.float32):
-    """Returns operands of compose_heads, y to w2; its other arguments; the gradient by the result.
-
-    Documents are empty, of one token, or longer than a block; entries that repeat T end them.
-    """
-    g = generator(seed)
-    T = int(torch.randint(1, 160, (), generator=g)) if seed else 1
-    ends = torch.randint(0, T + 1, (seed % 5,), generator=g).tolist()
-    ends = sorted([0, *ends, *ends[:2], *(end + 1 for end in ends[1:] if end < T), *[T] * (1 + seed % 3)])
-    y, q, k, v, dy = torch.randn(5, T, H, D, generator=g).to(dtype)
-    w1, w2 = torch.randn(2, T, H, generator=g)
-    tensors = (y, q, k, v, w1.to(dtype), w2.to(dtype))
-    return tensors, (torch.tensor(ends, dtype=torch.int32), window, 0.7 * D**-0.5), dy
-
-
-def composed(compose_heads, tensors, options, dy, dtype=None):
-    """Returns the result, and the gradients of y, q, k, v, w1, w2."""
-    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
-    out = compose_heads(*leaves, *options)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dy.to(out.dtype))]
-
-
-COMPOSED = "out", "dy", "dq", "dk", "dv", "dw1", "dw2"
-
-
-def check_composed(interpreted, tensors, options, dy):
-    actual = composed(interpreted.triton_compose_heads, tensors, options, dy)
-    exact = composed(tg.compose_heads, tensors, options, dy, torch.float64)
-    for name, a, e in zip(COMPOSED, actual, exact):
-        assert a.dtype == torch.float32 and a.shape == e.shape
-        torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("shape", COMPOSE_SHAPES, ids=str)
-def test_compose_heads(interpreted, guarded, shape):
-    for seed in range(6):
-        check_composed(interpreted, *compose_case(seed, *shape))
-
-
-@pytest.mark.parametrize("T", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 250])
-def test_compose_heads_around_blocks(interpreted, guarded, T):
-    """Checks lengths around multiples of blocks, and windows that fill a tile of keys, or need the next."""
-    y, q, k, v, dy = torch.randn(5, T, 2, 16, generator=generator(T))
-    w1, w2 = 1 + torch.rand(2, T, 2, generator=generator(T + 1))
-    for window, ends in ((17, [0, T]), (18, [0, T // 2, T // 2, T, T]), (113, [0, 1, T]), (T, [0, T])):
-        options = torch.tensor(ends, dtype=torch.int32), window, 0.3
-        check_composed(interpreted, (y, q, k, v, w1, w2), options, dy)
-
-
-def test_compose_heads_of_one_token_documents(interpreted, guarded):
-    """Checks that queries then see their own key only, with whatever probability: no key has a gradient."""
-    (y, q, k, v, w1, w2), _, dy = compose_case(7, 3, 16, 9)
-    options = torch.arange(len(q) + 1, dtype=torch.int32), 9, 0.3
-    check_composed(interpreted, (y, q, k, v, w1, w2), options, dy)
-    _, _, dq, dk, *_ = composed(interpreted.triton_compose_heads, (y, q, k, v, w1, w2), options, dy)
-    assert not dq.any() and not dk.any()
-
-
-COMPOSE_LAYOUTS = {  # of y, q, k, v and of the gradient (T, H, D)
-    "nan padded": nan_padded,
-    "head by head": lambda t: nan_padded(t.transpose(0, 1)).transpose(0, 1),
-    "transposed": LAYOUTS["transposed"],
-    "every other": LAYOUTS["every other"],
-    "part of qkv": lambda t: torch.stack([nan_padded(t), t, nan_padded(t)], dim=1)[:, 1],
-    "expanded": lambda t: t[:1, :, :1].expand(t.shape),
-}
-WEIGHT_LAYOUTS = {  # of w1 and w2 (T, H)
-    "dense": lambda t: t,
-    "gates": lambda t: nan_padded(t.T).T,
-    "constants": lambda t: t[:1],
-    "expanded": lambda t: t[:1].expand(t.shape),
-}
-
-
-@pytest.mark.parametrize(
-    "layout, weights",
-    [*((layout, "dense") for layout in COMPOSE_LAYOUTS)]
-    + [("nan padded", name) for name in WEIGHT_LAYOUTS if name != "dense"],
-)
-def test_compose_heads_of_views(interpreted, guarded, layout, weights):
-    tensors, options, dy = compose_case(8, 3, 16, 20)
-    views = [*map(COMPOSE_LAYOUTS[layout], tensors[:4]), *map(WEIGHT_LAYOUTS[weights], tensors[4:])]
-    check_composed(interpreted, views, options, COMPOSE_LAYOUTS[layout](dy))
-    check_composed(interpreted, [*views[:5], tensors[5]], options, dy)
-
-
-def test_compose_heads_in_float16(interpreted, guarded):
-    """Checks that what is rounded is what plain torch rounds: errors are no larger."""
-    for seed in (1, 4):
-        tensors, options, dy = compose_case(seed, 6, 16, 25, torch.float16)
-        actual = composed(interpreted.triton_compose_heads, tensors, options, dy)
-        plain = composed(tg.compose_heads, tensors, options, dy)
-        exact = composed(tg.compose_heads, tensors, options, dy, torch.float64)
-        for name, a, p, e in zip(COMPOSED, actual, plain, exact):
-            assert a.dtype == torch.float16
-            assert rel_err(a, e) < max(2 * F16, 1.2 * rel_err(p, e)), name
-
-
-def test_compose_heads_of_large_scores(interpreted, guarded):
-    """Checks scores whose exponentials overflow, or leave one key."""
-    (y, q, k, v, w1, w2), (ends, window, _), dy = compose_case(9, 3, 16, 30)
-    for scale in (30.0, -30.0):
-        actual = composed(interpreted.triton_compose_heads, (y, q, k, v, w1, w2), (ends, window, scale), dy)
-        exact = composed(tg.compose_heads, (y, q, k, v, w1, w2), (ends, window, scale), dy, torch.float64)
-        for a, e in zip(actual, exact):
-            assert rel_err(a, e) < 1e-4
-
-
-def test_compose_heads_twice(interpreted, guarded):
-    """Checks a second backward, and results without one."""
-    tensors, options, dy = compose_case(3, 3, 16, 20)
-    leaves = [t.clone().requires_grad_() for t in tensors]
-    out = interpreted.triton_compose_heads(*leaves, *options)
-    first, second = (torch.autograd.grad(out, leaves, dy, retain_graph=True) for _ in range(2))
-    assert all(map(torch.equal, first, second))
-    with torch.no_grad():
-        assert torch.equal(interpreted.triton_compose_heads(*tensors, *options), out)
-
-
 def test_no_kernel_adds_atomically():
     """Checks that no result can depend on the order in which blocks of threads run."""
     assert set(re.findall(r"atomic_\w+", Path(tg.__file__).read_text(encoding="utf-8"))) == {"atomic_max"}
@@ -631,11 +499,11 @@ def test_gpu_gram(shape):
 
 @needs_gpu
 @pytest.mark.parametrize("shape", [(3, 3072, 768), (2, 768, 3072), (4, 768, 768)], ids=str)
-def test_gpu_polar_express(shape):
+def test_gpu_orthogonalize(shape):
     """Checks that the kernel's error is about that of plain torch, which rounds in the same places."""
     g = gpu(*shape)
-    exact = tg.polar_express(g.double(), torch.float64)
-    actual, reference = (tg.polar_express(g, torch.bfloat16, gram=gram) for gram in (tg.triton_gram, tg.gram))
+    exact, x = tg.orthogonalize(g.double(), 1.06), g.bfloat16()
+    actual, reference = (tg.orthogonalize(x, 1.06, gram) for gram in (tg.triton_gram, tg.gram))
     assert rel_err(actual, exact) < 1.5 * rel_err(reference, exact)
 
 
@@ -705,22 +573,6 @@ def test_gpu_relu_square_fp8(T):
     assert layer.act_amax == square.max() and rel_err(square, want.double()) < 3 * BF16
     units = (square.float() * layer.act_scale.reciprocal()).clamp_max(448)
     assert torch.equal(bits(square8), bits(units.to(square8.dtype)))
-
-
-@needs_gpu
-@pytest.mark.parametrize("T, window", [(16384, 112), (1003, 112), (500, 300), (77, 2)])
-def test_gpu_compose_heads(T, window):
-    """Checks that errors are about those of plain torch, and that a second run gives the same bits."""
-    q, k = (F.rms_norm(gpu(T, 6, 128, seed=seed).float(), (128,)).bfloat16() for seed in (0, 1))
-    tensors = (gpu(T, 6, 128, seed=2), q, k, gpu(T, 6, 128, seed=3), gpu(6, T, seed=4).T, gpu(T, 6, seed=5))
-    ends = [0, 1, 40, 40, min(T, 700), *[T] * 3]
-    options, dy = (torch.tensor(ends, dtype=torch.int32, device="cuda"), window, 0.12), gpu(T, 6, 128, seed=6)
-    actual, again = (composed(tg.triton_compose_heads, tensors, options, dy) for _ in range(2))
-    plain = composed(tg.compose_heads, tensors, options, dy)
-    exact = composed(tg.compose_heads, tensors, options, dy, torch.float64)
-    for name, a, b, p, e in zip(COMPOSED, actual, again, plain, exact):
-        assert torch.equal(bits(a), bits(b)) and a.shape == e.shape, name
-        assert rel_err(a, e) < max(2 * BF16, 1.5 * rel_err(p, e)), name
 
 
 def test_flash_attention_arguments(monkeypatch):

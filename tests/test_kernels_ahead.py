@@ -4,8 +4,6 @@ import functools
 import itertools
 import os
 import re
-import types
-from collections import defaultdict
 
 import pytest
 import torch
@@ -57,7 +55,7 @@ def test_the_number_of_touched_rows_does_not_recompile():
     kernels = {name: kernel for name, kernel in vars(tg).items() if name.endswith("_kernel")}
     assert len(kernels) == len(tg.KERNELS) + 1 == 6  # one has two
     assert not any(p.do_not_specialize for kernel in kernels.values() for p in kernel.params)
-    out, grad, integers = meta(50304, 5, 768), meta(16384, 5, 768), []
+    out, grad, integers = meta(50304, 4, 768), meta(16384, 4, 768), []
     for n in (4000, 4001):
         call = functools.partial(tg.triton_segment_sum_rows, out, grad, meta_index(16384, n))
         args, _ = launch_arguments("segment_sum_rows_kernel", call)
@@ -70,7 +68,7 @@ def kernel_cases():
 
     Shapes are those of the record preset.
     """
-    cases, d, width, V, T, chunk = {}, 768, 3072, 50304, 16384, 8192
+    cases, d, width, V, T, chunk = {}, 768, 2816, 50304, 16384, 8192
     x, fc, square = meta(T, d), meta(width, d), meta(T, width)
     matrices = {
         "wide": (meta(3, d, width), None),
@@ -98,38 +96,12 @@ def kernel_cases():
         call = functools.partial(tg.triton_softcap_loss, meta(chunk, V), targets, weights, scale_inv)
         name = f"softcap_loss {len(weights)} {'e5m2' if scale_inv else 'bf16'}"
         cases[name] = "softcap_loss_kernel", None, call
-    call = functools.partial(tg.triton_segment_sum_rows, meta(V, 5, d), meta(T, 5, d), meta_index(T, 4000))
+    call = functools.partial(tg.triton_segment_sum_rows, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))
     cases["segment_sum_rows"] = "segment_sum_rows_kernel", None, call
     index, signs = meta_index(T, 4000, signed=True), meta(8192, d)
     call = functools.partial(tg.triton_segment_sum_rows, meta(V * 15 // 2, d), meta(T, d), index, signs)
     cases["segment_sum_rows signed"] = "segment_sum_rows_kernel", None, call
-    calls = {
-        "forward": ("compose_heads_kernel", compose_heads_forward),
-        "backward": ("compose_heads_kernel", compose_heads_backward),
-        "keys": ("compose_heads_key_grad_kernel", compose_heads_backward),
-    }
-    for name, (kernel, call) in calls.items():
-        cases[f"compose_heads {name}"] = kernel, None, call
     return cases
-
-
-def compose_heads_forward():
-    T, H, D = 16384, 6, 128
-    heads, weights = [meta(T, H, D) for _ in range(4)], [meta(T, H), meta(T, H)]
-    tg.triton_compose_heads(*heads, *weights, meta(65, dtype=torch.int32), 112, 0.1)
-
-
-def compose_heads_backward():
-    """Launches the backward's kernels: `launch_arguments` has replaced one, the other is left out."""
-    T, H, D, window = 16384, 6, 128, 112
-    fp32, docs = {"dtype": torch.float32}, meta(T, dtype=torch.int64)
-    saved = (*(meta(T, H, D) for _ in range(3)), meta(2, T, H, **fp32), docs, meta(T, window, **fp32))
-    ctx = types.SimpleNamespace(saved_tensors=saved, sizes=(T, H, 0.1, window, D), grid=(1,))
-    with pytest.MonkeyPatch.context() as patch:
-        if not isinstance(tg.compose_heads_kernel, Launch):
-            launches = defaultdict(lambda: lambda *args, **kwargs: None)
-            patch.setattr(tg, "compose_heads_kernel", launches)
-        tg.ComposeHeads.backward(ctx, meta(T, H, D))
 
 
 CASES = kernel_cases()
@@ -210,12 +182,7 @@ def test_compiles(compiler, arch, name):
     assert f".target sm_{arch}" in ptx and shared <= SHARED_BYTES[arch]
     if name.startswith("gram") or "small" in name:
         assert shared <= CONSUMER_SHARED_BYTES
-    if name in ("compose_heads forward", "compose_heads backward"):
-        assert MATRIX_UNIT[80] in ptx  # the others take 64 queries at least
-        assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, (0x)?10", ptx)
-    elif name.startswith("compose_heads"):
-        assert MATRIX_UNIT[arch] in ptx and re.search(r"(ld|cp\.async).*global.*(v4\.b32|, (0x)?10)", ptx)
-    elif name.startswith(("gram", "relu_square")):
+    if name.startswith(("gram", "relu_square")):
         assert [unit for unit in MATRIX_UNIT.values() if unit in ptx] == [MATRIX_UNIT[arch]]
         assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, (0x)?10", ptx)  # 16 bytes at a time
     else:

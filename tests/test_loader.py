@@ -316,7 +316,7 @@ def test_a_header_without_vocabulary_means_gpt2(tmp_path):
         write_shard(tmp_path / f"x_{split}_0.bin", [50256] + [5] * 999)
     stages = tuple(replace(s, steps=1, batch_tokens=80) for s in tg.RECORD.stages)
     cfg = replace(tg.RECORD, data=str(tmp_path), stages=stages, val_slices=1, val_slice_tokens=100)
-    cfg = functools.reduce(tg.override, ("stages.*.prefix_start=0", "stages.*.prefix_end=0"), cfg)
+    cfg = functools.reduce(tg.override, ("stages.*.prefix=",), cfg)
     assert len(tg.open_dataset(cfg).train) == 1
 
 

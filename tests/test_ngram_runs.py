@@ -89,7 +89,7 @@ class TellWhenWaiting:
         self.call = call
 
     def __call__(self):
-        FaultAtCall("Prefetcher._plan_rows", self.call, partial(Path.touch, Path("waiting")))()
+        FaultAtCall("Prefetcher._build", self.call, partial(Path.touch, Path("waiting")))()
 
 
 def wait_for(path, process=None):
@@ -151,8 +151,8 @@ FAILURES = {
     "a batch": (0, 5, FaultAtCall("Prefetcher._build", 5, fail_when_other_waits)),
     "the last batch": (1, 8, FaultAtCall("Prefetcher._build", 8, fail_when_other_waits)),
     "a batch, between its collectives": (
-        *(0, 5),
-        FaultAtCall("Prefetcher._plan_fetches", 5, fail_when_other_waits),
+        *(0, 6),
+        FaultAtCall("Prefetcher._plan_fetches", 6, fail_when_other_waits),
     ),
 }
 # The other rank must learn of it at once, not after a timeout.
@@ -255,7 +255,7 @@ def test_ctrl_c_to_torchrun(corpus, tmp_path, whole_group):
 # ---- validation while a batch is built ---------------------------------------------------------------------
 
 
-IN_FP64 = ("dtype=float64", "muon_dtype=float64", "ngrams.dtype=float64")
+IN_FP64 = ("dtype=float64", "bank_dtype=float64", "ngrams.dtype=float64")
 
 
 class BuildBetweenValidations:
@@ -465,7 +465,7 @@ def validation_loss(model, corpus):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_saved_model_gives_the_runs_loss(saved, corpus, dtype):
     """Its table is mapped, for reading only."""
-    folder = saved(f"ngrams.dtype={dtype}")
+    folder = saved(f"ngrams.dtype={dtype}", "ngrams.lr=3")
     path = folder / "model.pt.ngrams"
     assert path.stat().st_size == 602 * 12 * tg.dtype_of(dtype).itemsize
     path.chmod(0o444)
@@ -699,10 +699,10 @@ def test_the_bytes_sent_are_those_of_touched_rows(counted, corpus, change):
     assert {kind: exchange[f"{kind} ngrams"] for kind in rows} == {
         kind: count * row_bytes for kind, count in rows.items()
     }
-    # An id for each gradient row, a mark for each row asked of this rank.
-    assert prefetch["row ids ngrams"] == 4 * rows["gradient rows"]
+    # An id for each row to fetch and each gradient row, a mark for each row asked of this rank.
+    assert prefetch["row ids ngrams"] == 8 * rows["gradient rows"]
     assert prefetch["late marks ngrams"] == rows["early rows"] + rows["late rows"]
-    kinds = sum(1 + tg.plan_step(cfg, step).do_adam for step in range(cfg.steps))
+    kinds = sum(2 + 2 * tg.plan_step(cfg, step).updates(2) for step in range(cfg.steps))
     assert sum(nbytes for kind, nbytes in prefetch.items() if kind.startswith("counts")) == 8 * kinds
 
 

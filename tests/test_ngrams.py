@@ -14,8 +14,8 @@ import train_gpt as tg
 from golden_inputs import random_documents, same_bits, write_shard
 
 LAYERS = (
-    tg.Layer("plain", value=0),
-    tg.Layer("plain", xsa=True),
+    tg.Layer("plain", value=0, x0=True, bigram=True),
+    tg.Layer("plain", narrow_qk=True, narrow_v=True, xsa=True, bigram=True),
     tg.Layer("paired", "long", value=1, gate=True, connections=True),
 )
 WINDOWS = [tg.Windows(n, 2 * n) for n in (1, 2, 3, 3)]
@@ -23,6 +23,8 @@ WINDOWS = [tg.Windows(n, 2 * n) for n in (1, 2, 3, 3)]
 
 def ngram_config(folder, **ngrams):
     """Returns a config of three small layers and six steps, whose batches 1, 2, 3 and 4 ranks can share.
+
+    What is updated every 4 steps is updated after steps 1 and 3: the gradients of the last two are lost.
 
     Its steps touch a part of the table, so that some rows come early and some late.
     """
@@ -34,7 +36,7 @@ def ngram_config(folder, **ngrams):
     tokens, mtp = (144, 192, 288, 288), ((1.0, 0.5), (1.0, 0.5), (1.0,), (1.0,))
     steps = (2, 2, 1, 1)
     stages = (tg.Stage(*row, 30, WINDOWS[i], 1.0, mtp[i], mtp[i]) for i, row in enumerate(zip(steps, tokens)))
-    table = dict(orders=(3, 2, 5, 4), rows=997, width=12) | ngrams
+    table = dict(orders=(3, 2, 5, 4), rows=997, width=12, every=1) | ngrams
     return replace(
         tg.CPU,
         data=str(folder),
@@ -52,6 +54,7 @@ def ngram_config(folder, **ngrams):
         val_windows=WINDOWS[3],
         microbatches=12,
         stages=tuple(stages),
+        slow_from=2,
         val_slices=3,
         val_slice_tokens=50,
         val_every=0,
@@ -357,7 +360,19 @@ class Plans:
         ]
 
     def plan(self, step, rank):
-        return self.batches[step][rank].rows["ngrams"]
+        return self.batches[step][rank].rows
+
+    def updates(self, step):
+        return step >= 0 and tg.plan_step(self.cfg, step).updates(self.cfg.ngrams.every)
+
+    def cycle(self, step):
+        """Returns the steps since the last update, to this one."""
+        return range(next(s for s in range(step, -1, -1) if s == 0 or self.updates(s - 1)), step + 1)
+
+    def main_grad(self, step, rank):
+        """Returns the rows whose gradients lie in main_grad after a step, in their order."""
+        asked = (row for s in self.cycle(step) for row in self.asked(s, rank))
+        return np.array([*dict.fromkeys(asked)])
 
     def asked(self, step, rank):
         """Returns the distinct rows that a rank reads in a step, ascending."""
@@ -365,21 +380,21 @@ class Plans:
 
     def touched(self, step):
         """Returns all rows that the step changes."""
-        return (
-            set().union(*(self.asked(step, rank) for rank in range(self.world_size))) if step >= 0 else set()
-        )
+        if not self.updates(step):
+            return set()
+        ranks = range(self.world_size)
+        return set().union(*(self.asked(s, rank) for s in self.cycle(step) for rank in ranks))
 
     def sends(self, step, owner, part):
         """Returns the rows that an owner sends to every rank, early or late."""
-        plan = self.plan(step, owner)
-        places, counts, _ = plan.fetches[part]
+        places, counts, _ = self.plan(step, owner)[part]
         rows = (places.long() * self.world_size + owner).split(counts)
         return [part.tolist() for part in rows]
 
     def arrives(self, step, rank, part):
         """Returns the rows that reach a rank, early or late, by sender."""
         arrived = [self.sends(step, owner, part)[rank] for owner in range(self.world_size)]
-        assert self.plan(step, rank).fetches[part].recv_counts == [len(rows) for rows in arrived]
+        assert self.plan(step, rank)[part].recv_counts == [len(rows) for rows in arrived]
         return arrived
 
     def compact(self, step, rank):
@@ -398,13 +413,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("shards")
 
 
-KINDS = [(n, True) for n in (1, 2, 3, 4)] + [(1, False), (4, False)]
+# Ranks, steps from update to update, and whether rows are fetched ahead.
+KINDS = [(n, 1, True) for n in (1, 2, 3, 4)] + [(1, 1, False), (4, 2, False), (1, 2, True), (3, 4, True)]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, kind)))
 def plans(request, folder):
-    world_size, prefetch = request.param
-    return Plans(ngram_config(folder, prefetch=prefetch), world_size)
+    world_size, every, prefetch = request.param
+    return Plans(ngram_config(folder, every=every, prefetch=prefetch), world_size)
 
 
 def test_every_row_that_is_asked_arrives_once(plans):
@@ -428,7 +444,9 @@ def test_early_rows_are_those_that_the_step_before_leaves_alone(plans):
         want = {row for row in asked if row not in changed} if plans.cfg.ngrams.prefetch else set()
         assert early == want
         counts.update(early=len(early) * (step > 0), late=len(asked) - len(early))
-    assert counts["late"] > 500 and (counts["early"] > 500) == plans.cfg.ngrams.prefetch
+    assert counts["late"] > 400 and (counts["early"] > 500) == plans.cfg.ngrams.prefetch
+    updates = [step for step in range(plans.cfg.steps) if plans.updates(step)]
+    assert updates == {1: [0, 1, 2, 3, 4, 5], 2: [1, 3, 5], 4: [1, 3]}[plans.cfg.ngrams.every]
 
 
 def test_rows_arrive_by_owner_ascending(plans):
@@ -442,11 +460,14 @@ def test_gradients_reach_their_owner(plans):
     """Checks that an owner gets the ranks' gradients in rank order, and their rows' places."""
     n = plans.world_size
     for step, owner in plans:
-        plan, received = plans.plan(step, owner), []  # (rank, row)
+        assert ("ngrams" in plans.plan(step, owner)) == plans.updates(step)
+        if not plans.updates(step):
+            continue
+        plan, received = plans.plan(step, owner)["ngrams"], []  # (rank, row)
         for rank in range(n):
-            grads, compact = plans.plan(step, rank).grads, plans.compact(step, rank)
-            rows = compact[grads.rows.long()]
-            assert sorted(rows) == plans.asked(step, rank)
+            grads, lie = plans.plan(step, rank)["ngrams"].grads, plans.main_grad(step, rank)
+            rows = lie[grads.rows.long()]
+            assert sorted(rows) == sorted(lie)
             sent = np.split(rows, np.cumsum(grads.send_counts)[:-1])[owner]
             assert len(sent) == plan.grads.recv_counts[rank]
             received += [(rank, row) for row in sent.tolist()]
@@ -456,36 +477,38 @@ def test_gradients_reach_their_owner(plans):
 
 
 def test_micro_batches_add_to_their_rows(plans):
-    """Checks perm and offsets by place in the compact table."""
+    """Checks perm and offsets by place in main_grad."""
     for step, rank in plans:
-        compact = plans.compact(step, rank)
+        lie = plans.main_grad(step, rank)
         for batch, ids in zip(plans.batches[step][rank].micro_batches, plans.reads[step][rank]):
             row_ids, perm, offsets = (part.tolist() for part in batch.index["ngrams"][:3])
-            rows = compact[row_ids].tolist()
+            rows = lie[row_ids].tolist()
             assert [rows, perm, offsets] == list(python_index(ids.tolist()))
 
 
 def test_positions_keep_their_signs(plans):
-    """Checks that signs are those of the positions, which lie by row of the compact table."""
+    """Checks that signs are those of the positions, which lie by row."""
     for step, rank in plans:
+        lie, compact = plans.main_grad(step, rank), plans.compact(step, rank)
         for batch in plans.batches[step][rank].micro_batches:
             signs = tg.hash_ngrams(batch.inputs.numpy(), plans.cfg.ngrams, plans.cfg.sign_rows)[1]
             assert (batch.signs.numpy() == signs).all()
             index, want = batch.index["ngrams"], [[] for _ in batch.index["ngrams"].row_ids]
-            place_of = {row: place for place, row in enumerate(index.row_ids.tolist())}
-            for ids, sign in zip(batch.hashed_rows.tolist(), signs.tolist()):
+            place_of = {row: place for place, row in enumerate(lie[index.row_ids].tolist())}
+            for ids, sign in zip(compact[batch.hashed_rows].tolist(), signs.tolist()):
                 for row, s in zip(ids, sign):
                     want[place_of[row]].append(s)
             assert index.signs.tolist() == sum(want, [])
 
 
-def test_three_exchanges_a_step_and_none_after_the_last(plans):
+def test_three_exchanges_a_step_and_two_an_update_and_none_after_the_last(plans):
     assert plans.peeked == [None] * plans.world_size
     for exchange in plans.exchanges:
         calls, steps = Counter(exchange.calls), plans.cfg.steps
         assert calls["late marks", "ngrams"] == steps
         if plans.world_size > 1:
-            assert calls["counts", "ngrams"] == steps == calls["row ids", "ngrams"]
+            updates = sum(map(plans.updates, range(steps)))
+            assert calls["counts", "ngrams"] == steps + updates == calls["row ids", "ngrams"]
 
 
 # ------------------------------------------------------------------------------------ batches and validation
@@ -522,7 +545,7 @@ def test_packed_micro_batches_keep_their_rows(folder):
 
 def test_packed_plans_keep_their_numbers(plans):
     rows = plans.batches[-1][-1].rows
-    assert len(rows["ngrams"].fetches["late"].rows) and tuple(rows["ngrams"].fetches) == ("early", "late")
+    assert len(rows["early"].rows) + len(rows["late"].rows)
     assert same_bits(tensors_of(tg.move(rows, Elsewhere("cpu"))), tensors_of(rows))
     again = tg.pack({kind: plan for kind, plan in rows.items() if kind != "buffer"})
     assert same_bits(tensors_of(again), tensors_of(rows))
@@ -540,19 +563,20 @@ def test_validation_reads_the_same_rows(folder):
 # ------------------------------------------------------------------------------------------ the rule and the
 
 
-def numpy_update(table, moments, rows, grads, lr, beta2):
+def numpy_update(table, moments, last, rows, grads, beta2, time, lr, decay):
     """Updates rows one by one in float64."""
     for row, g in zip(rows, grads):
-        if beta2 == 1:
-            moments[row] += np.mean(g * g)
-        elif moments[row] == 0:
-            moments[row] = np.mean(g * g)
-        else:
-            moments[row] = beta2 * moments[row] + (1 - beta2) * np.mean(g * g)
-        table[row] -= lr * g / (np.sqrt(moments[row]) + 1e-10)
+        moments[row] = beta2 ** float(time - last[row]) * moments[row] + (1 - beta2) * np.mean(g * g)
+        update = lr * g / (np.sqrt(moments[row]) + 1e-10)
+        table[row] -= update + decay * table[row] * (update * table[row] > 0)
+        last[row] = time
 
 
-@pytest.mark.parametrize("beta2", [1.0, 0.9, 0.0])
+def decays_of(beta2, dtype, count=30):
+    return (beta2 ** torch.arange(count).double()).to(dtype)
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.5, 0.0])
 @pytest.mark.parametrize(
     "dtype, eps, rounding", [("float64", 1e-14, 0), ("float32", 2e-6, 0), ("bfloat16", 2e-6, 2**-8)]
 )
@@ -563,31 +587,35 @@ def test_the_rule(dtype, eps, rounding, beta2):
     g = torch.Generator().manual_seed(1)
     table = torch.randn(40, 7, generator=g, dtype=acc).to(dtype)
     moments = torch.rand(40, generator=g, dtype=acc) * (torch.arange(40) % 3 > 0)
+    last, decays = torch.zeros(40, dtype=torch.int32), decays_of(beta2, acc)
     for step in range(4):
         rows = torch.randperm(40, generator=g)[:25].int()
         size = 10.0 ** torch.randint(-6, 3, (25, 1), generator=g)
         grads = torch.randn(25, 7, generator=g, dtype=acc) * size
         grads[3] = 0  # of a row that only others' zeros touch
-        want = table.double().numpy().copy(), moments.double().numpy().copy()
-        before, lr = (table.clone(), moments.clone()), 0.1 * (step + 1)
-        numpy_update(*want, rows.tolist(), grads.double().numpy(), lr, beta2)
-        tg.update_rows(table, moments, rows, grads, lr, beta2)
+        before = table.clone(), moments.clone(), last.clone()
+        want = [t.double().numpy().copy() for t in before]
+        lr, decay, time = 0.1 * (step + 1), 0.02, 2 * step + 1
+        numpy_update(*want, rows.tolist(), grads.double().numpy(), beta2, time, lr, decay)
+        tg.update_rows(table, moments, last, rows, grads, decays, time, 1 - beta2, lr, decay)
         assert table.dtype == dtype and moments.dtype == acc
         np.testing.assert_allclose(table.double().numpy(), want[0], rtol=eps + rounding, atol=eps)
         np.testing.assert_allclose(moments.double().numpy(), want[1], rtol=eps)
+        np.testing.assert_array_equal(last.numpy(), want[2])
         others = np.setdiff1d(np.arange(40), rows.numpy())
-        assert torch.equal(table[others], before[0][others])
-        assert torch.equal(moments[others], before[1][others])
+        assert all(torch.equal(t[others], old[others]) for t, old in zip((table, moments, last), before))
 
 
-@pytest.mark.parametrize("beta2", [1.0, 0.9])
-def test_a_rows_first_step_has_the_size_of_the_rate(beta2):
-    """Checks that it does not depend on the gradient's scale: the root of the row's mean square is lr."""
+@pytest.mark.parametrize("beta2", [0.95, 0.9])
+def test_a_rows_first_step_does_not_depend_on_the_gradients_scale(beta2):
+    """Checks that the root of the row's mean square is lr / sqrt(1 - beta2), whenever the step comes."""
     grads = torch.randn(3, 8, generator=torch.Generator().manual_seed(2)) * torch.tensor([[1e-6], [1], [1e6]])
     table, moments, rows = torch.zeros(5, 8), torch.zeros(5), torch.tensor([4, 0, 2], dtype=torch.int32)
-    tg.update_rows(table, moments, rows, grads, 0.3, beta2)
-    rms = table.square().mean(-1).sqrt()
-    torch.testing.assert_close(rms, torch.tensor([0.3, 0, 0.3, 0, 0.3]), rtol=2e-4, atol=0)
+    last, decays = torch.zeros(5, dtype=torch.int32), decays_of(beta2, torch.float32)
+    tg.update_rows(table, moments, last, rows, grads, decays, 20, 1 - beta2, 0.3, 0.1)
+    rms, want = table.square().mean(-1).sqrt(), 0.3 / (1 - beta2) ** 0.5
+    torch.testing.assert_close(rms, torch.tensor([1.0, 0, 1, 0, 1]) * want, rtol=1e-3, atol=0)
+    assert last.tolist() == [20, 0, 20, 0, 20]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

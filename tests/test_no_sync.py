@@ -21,12 +21,12 @@ from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
 def cfg(every_layer):  # noqa: F811
     """Returns a config with a layer of each kind and two micro-batches: "meta" is slow."""
     layers = (
-        tg.Layer("paired", value=0),
+        tg.Layer("paired", narrow_qk=True, value=0, x0=True, bigram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-        tg.Layer(None),
-        tg.Layer("plain", value=1, gate=True, dc=True, connections=True),
+        tg.Layer(None, bigram=True, mlps=2),
+        tg.Layer("plain", narrow_v=True, value=1, gate=True, connections=True),
     )
-    stages = tuple(replace(stage, prefix_start=0.25) for stage in every_layer.stages[:2])
+    stages = tuple(replace(stage, prefix=(0.25,)) for stage in every_layer.stages[:2])
     stages += every_layer.stages[2:]
     return replace(
         every_layer,
@@ -76,7 +76,7 @@ def train_on_meta(cfg, monkeypatch, **backend):
             assert loss.device.type == "meta" and loss.shape == ()
     finally:
         batches.loader.close()
-    optimizer.finish_gathers()
+    optimizer.apply_endings()
     devices = set()
     tg.map_tensors(lambda t: devices.add(t.device.type), optimizer.state_dict())
     assert not optimizer.is_tied and devices == {"meta"}
@@ -89,6 +89,7 @@ VARIANTS = {
     "autograd": dict(main_grad=False),
     "n-grams": dict(ngrams=NGRAMS),
     "n-grams, autograd": dict(ngrams=NGRAMS, main_grad=False),
+    "endings": dict(endings=tg.ENDINGS),
 }
 
 
@@ -99,7 +100,7 @@ VARIANTS = {
 )
 def test_no_step_waits_for_the_gpu(cfg, monkeypatch, variant, fp8):
     """Runs every stage, with and without Adam, tied and untied; rows of n-grams are fetched ahead."""
-    cfg = replace(cfg, dtype="bfloat16", muon_dtype="bfloat16", head_chunk=16, **VARIANTS[variant])
+    cfg = replace(cfg, dtype="bfloat16", bank_dtype="bfloat16", head_chunk=16, **VARIANTS[variant])
     train_on_meta(cfg, monkeypatch, fp8=fp8, attention=tg.flash_attention)
 
 
@@ -120,9 +121,9 @@ def check_gradient(take):
     return mutant
 
 
-def send_schedule(muon_update):
-    return lambda p, mantissa, x, lr_mul, *args: muon_update(
-        p, mantissa, x, lr_mul * torch.tensor([1.0]), *args
+def send_schedule(anvil_update):
+    return lambda p, mantissa, x, slow_rail, lr_mul, *args: anvil_update(
+        p, mantissa, x, slow_rail, lr_mul * torch.tensor([1.0]), *args
     )
 
 
@@ -144,7 +145,7 @@ def select_by_mask(adam_update):
 
 def read_rows(send_grads):
     def mutant(self):
-        self.routes.owned.tolist()
+        self.routes["ngrams"].owned.tolist()
         return send_grads(self)
 
     return mutant
@@ -153,7 +154,7 @@ def read_rows(send_grads):
 MUTANTS = {
     "reads the loss": ("GPT.head_loss_and_grad", read_loss),
     "checks whether a gradient is finite": ("Gradient.take", check_gradient),
-    "sends a learning rate as a tensor": ("muon_update", send_schedule),
+    "sends a learning rate as a tensor": ("anvil_update", send_schedule),
     "makes a number on the GPU": ("GPT.head_loss_and_grad", make_number),
     "selects by a mask": ("adam_update", select_by_mask),
     "reads which rows to update": ("NgramTable.send_grads", read_rows),
@@ -225,7 +226,7 @@ def test_no_step_waits_on_a_gpu(cfg, monkeypatch, ngrams):
     """Runs with every implementation of the record preset; torch raises where it would have to wait."""
     has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
     cfg = replace(
-        cfg, heads=2, head_dim=32, mlp_dim=128, head_chunk=16, dtype="bfloat16", muon_dtype="bfloat16"
+        cfg, heads=2, head_dim=32, mlp_dim=128, head_chunk=16, dtype="bfloat16", bank_dtype="bfloat16"
     )
     cfg = replace(
         cfg, kernels=tg.RECORD.kernels, attention="varlen", compile=True, fp8=has_fp8, ngrams=ngrams

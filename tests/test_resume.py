@@ -289,14 +289,14 @@ def test_each_rank_saves_its_own_shards(stopped, world_size, step):
     for row in cfg.params:
         shape = torch.Size(tg.param_shapes(cfg, world_size)[row.name])
         shards = [s["model"][row.name] for s in saved]
-        moment = "exp_avg" if row.optimizer == "adam" else "momentum_buffer"
+        moment = "exp_avg" if row.optimizer == "adam" else "slow_rail"
         moments = [s["optimizer"][row.name][moment] for s in saved]
         assert [m.shape for m in moments] == [p.shape for p in shards]
         if row.sharded:
             assert len({p.shape for p in shards}) == 1 and sum(p.numel() for p in shards) == shape.numel()
         else:
             assert all(torch.equal(p, shards[0]) and p.shape == shape for p in shards)
-        if row.optimizer == "normuon":
+        if row.optimizer == "anvil":
             assert all(s["optimizer"][row.name]["mantissa"].dtype == torch.uint16 for s in saved)
     for name, s in zip(files, saved):
         assert s["optimizer"]["is_tied"] == (step < 6) and s["optimizer"]["lm_head"]["steps"] == step // 2

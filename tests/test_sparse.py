@@ -186,10 +186,9 @@ def compare(rank, world_size, dtype, merge):
             others = [owner for owner in range(world_size) if owner != rank]
             away = masks[kind].view(world_size, -1)[others].sum().item()
             sent[f"rows {name}"] += away * math.prod(shape) * dtype.itemsize
-            if name != "a":  # which shares b's row ids
-                ids_sent[f"row ids {kind}"] += 4 * away
-        for kind in ROWS_PER_RANK:
-            ids_sent[f"counts {kind}"] += (world_size - 1) * 8
+            table = {"a": "value_embeds", "b": "embed", "c": "bigram_embed"}[name]
+            ids_sent[f"row ids {table}"] += 4 * away
+            ids_sent[f"counts {table}"] += (world_size - 1) * 8
     assert sparse.sent == dict(sent) and prefetch.sent == dict(ids_sent)
     blocks = {name: recv_buffer[0].nbytes for name, recv_buffer in recv_buffers.items()}
     assert dense.sent == {
@@ -238,19 +237,18 @@ def bytes_sent(cfg, rank, world_size, steps):
     def share(nbytes):
         return nbytes * (world_size - 1) // world_size
 
-    rows_of = {row.kind: shapes[row.name][0] for row in cfg.params if row.exchange == "sparse"}
     for plan, touched in steps:
         away = {}  # rows that other ranks own
-        for kind in ("tokens", "bigrams"):
-            if plan.do_adam and kind in rows_of:
-                shard = rows_of[kind] // world_size
-                away[kind] = sum(row_id // shard != rank for row_id in touched[kind])
+        for row in cfg.params if plan.updates(2) else ():
+            if row.exchange == "sparse":
+                shard = shapes[row.name][0] // world_size
+                away[row.name] = sum(row_id // shard != rank for row_id in touched[row.kind])
         for row in cfg.params:
-            if row.optimizer == "adam" and not plan.do_adam or tied and row.tied_to:
+            if row.optimizer == "adam" and not plan.updates(2) or tied and row.tied_to:
                 continue
             nbytes = itemsize[row.dtype] * math.prod(shapes[row.name])
             if row.exchange == "sparse":
-                sent[f"rows {row.name}"] += away[row.kind] * nbytes // shapes[row.name][0]
+                sent[f"rows {row.name}"] += away[row.name] * nbytes // shapes[row.name][0]
             elif row.exchange == "all_reduce":
                 sent[f"all_reduce {row.name}"] += 2 * share(nbytes)
             else:
@@ -258,9 +256,9 @@ def bytes_sent(cfg, rank, world_size, steps):
                 sent[f"{collective} {row.name}"] += share(nbytes)
             if row.exchange != "all_reduce":
                 sent[f"all_gather {row.name}"] += share(nbytes)
-        for kind, count in away.items():
-            sent[f"counts {kind}"] += (world_size - 1) * 8
-            sent[f"row ids {kind}"] += 4 * count
+        for name, count in away.items():
+            sent[f"counts {name}"] += (world_size - 1) * 8
+            sent[f"row ids {name}"] += 4 * count
         if plan.untie:
             tied = False
             for moment in ("exp_avg", "exp_avg_sq"):
@@ -277,7 +275,7 @@ def touched_in_steps(cfg, rank, world_size):
             touched["tokens"].update(micro_batch.inputs.tolist())
             touched["bigrams"].update(micro_batch.hashed_rows[0].tolist())
         steps.append((plan, {kind: set(row_ids) for kind, row_ids in touched.items()}))
-        if plan.do_adam:
+        if plan.updates(2):
             touched = {"tokens": set(), "bigrams": set()}
     loader.close()
     return steps
@@ -292,7 +290,7 @@ def count_bytes(rank, world_size, cfg):
     assert means.keys() == sparse
     for step in range(cfg.steps):
         tg.train_step(model, optimizer, batches.next())
-        do_adam = tg.plan_step(cfg, step).do_adam
+        do_adam = tg.plan_step(cfg, step).updates(2)
         assert not any(mean.any() for mean in means.values())
         for name in TABLES:
             assert bool(optimizer.grads[name].main_grad.any()) == (not do_adam)
@@ -350,7 +348,7 @@ def test_the_bytes_are_in_the_log(run_folder):
         named = {f"prefetch {k}" if k.startswith(of_thread) else k: n for k, n in expected[-1].items()}
         assert logged_bytes(run_folder, *more) == named
     sparse, dense = (dict(a.items() - b.items()) for a, b in (expected, expected[::-1]))
-    ids = {f"{what} {kind}" for what in ("counts", "row ids") for kind in ("tokens", "bigrams")}
+    ids = {f"{what} {name}" for what in ("counts", "row ids") for name in TABLES}
     assert sparse.keys() == ids | {f"rows {name}" for name in TABLES}
     assert dense.keys() == {f"reduce_scatter {name}" for name in TABLES}
     assert sum(sparse.values()) < 0.2 * sum(dense.values())
@@ -529,7 +527,7 @@ def warm_up(rank, world_size, cfg):
 def test_warm_up_leaves_no_gradient(workers, cfg, world_size, last):
     """Checks gradients and bytes, whether it ends with an Adam step or, with one last step, without."""
     cfg = replace(cfg, stages=(*cfg.stages[:3], replace(cfg.stages[3], steps=last)))
-    assert tg.warmup_steps(cfg)[-1] % 2 == (last == 2)
+    assert tg.warmup_steps(cfg)[-1][-1] % 2 == (last == 2)
     workers(world_size, warm_up, cfg)
 
 
@@ -570,8 +568,8 @@ def record_collectives(rank, world_size, cfg, silent):
         batches = batches_of(cfg, rank, world_size)
         for _ in range(cfg.steps):
             batch = batches.next()
-            for kind in batch.rows.keys() - {"buffer"}:
-                assert bool(len(batch.rows[kind].grads.rows)) == (rank < world_size - silent)
+            for name in batch.rows.keys() - {"buffer"}:
+                assert bool(len(batch.rows[name].grads.rows)) == (rank < world_size - silent)
             tg.train_step(model, optimizer, batch)
             steps.append(list(events))
             events.clear()
@@ -594,12 +592,12 @@ def test_one_order_of_collectives(workers, cfg, world_size, microbatches, silent
     counts, ids, rows = (f"all_to_all_single {dtype}" for dtype in ("int64", "int32", "float32"))
     assert all(recorded == ranks[0] for recorded in ranks)
     steps, prefetched = ranks[0]
-    assert prefetched == [counts, ids, counts, ids] * (cfg.steps // 2)
+    assert prefetched == [counts, ids] * len(TABLES) * (cfg.steps // 2)
     for step, events in enumerate(steps):
         plan = tg.plan_step(cfg, step)
         micro_batch = ["hidden_states", "backward", "add_row_grads"]
         want = micro_batch * (microbatches // world_size)
         assert events[: len(want) + 1] == [*want, "scatter"], (step, events)
         sent = Counter(events[len(want) :])
-        assert sent[rows] == (0 if not plan.do_adam else 3 if step > tg.untie_step(cfg) else 2)
+        assert sent[rows] == (0 if not plan.updates(2) else 3 if step > tg.untie_step(cfg) else 2)
         assert sent[counts] == sent[ids] == 0

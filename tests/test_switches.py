@@ -27,14 +27,14 @@ def cfg(every_layer):  # noqa: F811
     Every stage is one step, so that step 3 is the untied one's.
     """
     layers = (
-        tg.Layer("paired", value=0, gate=True),
-        tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-        tg.Layer(None),
-        tg.Layer("plain", value=1, xsa=True, gate=True, dc=True, connections=True),
+        tg.Layer("paired", narrow_qk=True, value=0, gate=True, x0=True, bigram=True),
+        tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True, x0=True),
+        tg.Layer(None, bigram=True, mlps=2),
+        tg.Layer("plain", narrow_v=True, value=1, xsa=True, gate=True, connections=True),
     )
     sizes = zip(every_layer.stages, (64, 128, 96, 96))
     stages = tuple(
-        replace(stage, steps=1, batch_tokens=tokens, prefix_start=0.25 * (tokens != 96))
+        replace(stage, steps=1, batch_tokens=tokens, prefix=(0.25 * (tokens != 96),))
         for stage, tokens in sizes
     )
     cfg = replace(
@@ -46,7 +46,7 @@ def cfg(every_layer):  # noqa: F811
         stages=stages,
         microbatches=2,
     )
-    return replace(cfg, attention="dense", head_chunk=16, main_grad=False, dc_window=7)
+    return replace(cfg, attention="dense", head_chunk=16, main_grad=False)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def pickled(function, *args):
 
 
 # Bounds on the relative difference of losses, and of each parameter's change over the run, by its norm.
-# Rounding differently is 1e-7 of a gradient, which polar_express and Adam's first steps, close to signs, blow
+# Rounding differently is 1e-7 of a gradient, which orthogonalize and Adam's first steps, close to signs, blow
 # up. FP8's gradients have two bits of mantissa: what they do to one number is large, to the loss it is small.
 ROUNDING, FP8, EQUAL = (1e-5, 2e-2), (1e-2, None), (0, 0)
 SWITCHES = {
@@ -132,12 +132,13 @@ def train_switched(cfg, names):
 # Parts of the model that can be left out: the setting, and the parameters that it takes away.
 PARTS = {
     "mudd_gates": ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),
-    "mudd_connections": ("mudd_connections=false", {"mudd_w1", "mudd_w2"}),
+    "mudd_connections": ("mudd_connections=false", {"mudd_w1", "mudd_w2", "mudd_w2g"}),
     "sign_rows": ("sign_rows=0", set()),
     "xsa": ("layers.*.xsa=false", set()),
     "gate": ("layers.*.gate=false", set()),
-    "dc": ("layers.*.dc=false", set()),
-    "prefix": ("stages.*.prefix_start=0", set()),
+    "x0": ("layers.*.x0=false", set()),
+    "bigram": ("layers.*.bigram=false", set()),
+    "prefix": ("stages.*.prefix=", set()),
 }
 
 
@@ -190,17 +191,16 @@ def test_a_part_of_the_model_can_be_left_out(cfg, part, ngrams):
 
 
 def test_a_part_that_acts_by_nothing_is_as_good_as_left_out(cfg):
-    """Checks that gates of XSA and of composed heads that are 0 change no hidden state."""
+    """Checks that gates of XSA that are 0 change no hidden state."""
     batches, results = batches_of(cfg, 0, 1), []
     batch = batches.next().micro_batches[0]
     batches.loader.close()
-    left_out = tg.override(tg.override(cfg, "layers.*.xsa=false"), "layers.*.dc=false")
-    for each in cfg, left_out:
+    for each in cfg, tg.override(cfg, "layers.*.xsa=false"):
         model = tg.GPT(each)  # at first, gates are their biases
         torch.nn.init.normal_(model.vo_bank, std=0.1, generator=torch.Generator().manual_seed(1))
         results.append(model.hidden_states(batch, {"short": 5, "long": 9}))
         kinds = {gate.kind for part in model.gate_table for gate in part}
-        assert bool(kinds & {"xsa", "dc2"}) == (each is cfg)
+        assert ("xsa" in kinds) == (each is cfg)
     assert torch.equal(*results)
 
 
@@ -225,4 +225,5 @@ def test_every_switch_of_the_config_is_here():
     booleans = {field for field, value in fields.items() if isinstance(value, bool)}
     assert tried == switches and booleans - {"warmup"} - PARTS.keys() <= switches
     layer_switches = {field for field, value in vars(tg.Layer(None)).items() if isinstance(value, bool)}
-    assert layer_switches - {"key_shift", "connections"} == {"xsa", "gate", "dc"} <= PARTS.keys()
+    of_every_run = {"key_shift", "connections", "narrow_qk", "narrow_v"}
+    assert layer_switches - of_every_run == {"xsa", "gate", "x0", "bigram"} <= PARTS.keys()

@@ -1,0 +1,394 @@
+"""Checks after which steps parameters are updated, and Adam and rare updates against record 92's numbers."""
+
+# ruff: noqa: F811 (fixtures are imported)
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt as tg
+from golden_inputs import (
+    GOLDEN92,
+    FixedLoader,
+    distance,
+    fill,
+    golden_signs,
+    plans_of_all_rows,
+    tiny_config,
+)
+from launch import FaultAtCall, die
+from test_distributed import (
+    batches_of,
+    build,
+    cfg,  # noqa: F401 (a fixture)
+    digest,
+    same_on_all_ranks,
+    train,
+    with_dtype,
+)
+from test_ngrams import ngram_config
+from test_resume import (  # noqa: F401 (fixtures)
+    ATTEMPTS,
+    LONG,
+    corpus,
+    launch,
+    logs,
+    uninterrupted,
+)
+from test_sparse import with_exchange
+
+SCHEDULE, ADAM = GOLDEN92["g_schedule"], GOLDEN92["d_adam"]
+DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+# ---------------------------------------------------------------------------------------------- the schedule
+
+
+def updates(every, steps=SCHEDULE["total_steps"], cfg=tg.RECORD):
+    """Returns after which steps what has this `every` is updated."""
+    return [step for step in range(steps) if tg.plan_step(cfg, step).updates(every)]
+
+
+def test_updates_of_the_record():
+    assert updates(1) == list(range(SCHEDULE["total_steps"]))
+    assert updates(2) == list(range(1, SCHEDULE["total_steps"], 2))
+    assert (len(updates(2)), len(updates(4))) == (SCHEDULE["adam_steps"], SCHEDULE["table_events"])
+    assert updates(4)[-1] == SCHEDULE["last_table_event"]
+    for row in SCHEDULE["rows"]:
+        plan = tg.plan_step(tg.RECORD, row["step"])
+        assert (plan.updates(2), plan.updates(4)) == (row["adam"], row["table_event"])
+        assert plan.slowdown(4) == row["table_wd_mul"] / 5 and plan.slowdown(1) == plan.slowdown(2) == 1
+        assert 0.95 ** plan.slowdown(4) == pytest.approx(row["table_beta2"])
+
+
+@pytest.mark.parametrize("slow_from", range(9))
+def test_an_update_at_four_steps_is_one_at_two_and_at_one(slow_from):
+    """Checks any step of the change: after the rarest updates no gradient awaits one."""
+    cfg = replace(tg.RECORD, slow_from=slow_from)
+    rare = updates(4, 20, cfg)
+    assert set(rare) <= set(updates(2, 20, cfg)) and rare[-1] == 19
+    gaps = np.diff([-1, *rare])
+    assert set(gaps) <= {2, 4} and all(b - a == 4 for a, b in zip(rare, rare[1:]) if a >= slow_from)
+
+
+def test_who_is_updated_how_often():
+    every = {row.name: row.every for row in tg.PARAMS}
+    assert [name for name, n in every.items() if n == 1] == [
+        "qk_bank",
+        "narrow_qk_bank",
+        "vo_bank",
+        "mlp_bank",
+    ]
+    assert [name for name, n in every.items() if n == 4] == ["value_embeds"]
+
+
+def test_tied_parameters_are_updated_together():
+    with pytest.raises(tg.UserError, match="params.embed.every must be that of lm_head"):
+        tg.check_config(tg.override(tg.CPU, "params.embed.every=4"), 1)
+    tg.check_config(tg.override(tg.override(tg.CPU, "params.embed.every=4"), "params.lm_head.every=4"), 1)
+    with pytest.raises(tg.UserError, match="give 1 or 2 or 4"):
+        tg.override(tg.CPU, "params.embed.every=3")
+
+
+# ------------------------------------------------------------------------------------------------ golden Adam
+
+
+def coarse(shape, k):
+    """Returns stream k in sixteenths, fp64: sums of such gradients are exact in any dtype."""
+    return (fill(shape, k).double() * 16).round() / 16
+
+
+STREAMS = {
+    "value_embeds": 50000,
+    "lm_head": 51000,
+    "mudd_w2g": 52000,
+    "scalars": 53000,
+    "resid_lambdas": 54000,
+}
+
+
+def adam_events(name, dtype):
+    """Yields the golden event, p and state after each update in steps 332 .. 344, from summed gradients."""
+    golden, (row,) = ADAM[name], [row for row in tg.PARAMS if row.name == name.removesuffix("g")]
+    assert (list(row.betas), row.lr_mul, row.wd_mul) == tuple(
+        golden[k] for k in ("betas", "lr_mul", "wd_mul")
+    )
+    start = fill((golden["n"],), STREAMS[name] + 900, 0.2)
+    p = (start.bfloat16() if golden["dtype"] == "bf16" else start).to(dtype)
+    moments = torch.promote_types(dtype, torch.float32)
+    state, grad, events = tg.adam_init(p, row, moments, 0), torch.zeros(p.shape), iter(golden["events"])
+    for step in ADAM["steps"]:
+        grad += coarse(p.shape, STREAMS[name] + step - 332)
+        plan = tg.plan_step(tg.RECORD, step)
+        if plan.updates(row.every):
+            want = next(events)
+            assert want["step"] == step and grad.tolist() == want["summed_gradient"]
+            plan = plan._replace(lr_mul=want["eta"] / (0.008 * row.lr_mul))
+            tg.adam(p, grad.to(dtype), state, row, plan, tg.RECORD, tg.TORCH_BACKEND)
+            assert state["steps"] == want["t"]
+            yield want, p, state
+            grad.zero_()
+    assert grad.tolist() == golden["unused_gradient_at_the_end"] and next(events, None) is None
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_golden_adam(name):
+    for want, p, state in adam_events(name, torch.float64):
+        for key, t in (("m", state["exp_avg"]), ("v", state["exp_avg_sq"]), ("p", p)):
+            golden = want["fp64"][key]
+            assert t.tolist() == pytest.approx(golden, abs=1e-11 * max(map(abs, golden)), rel=0), key
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_golden_adam_as_stored(name):
+    """Compares bits of bf16, and fp32 within its bound."""
+    stored = ADAM[name]["dtype"]
+    for want, p, _ in adam_events(name, DTYPES[stored]):
+        if stored == "bf16":
+            assert (p.view(torch.int16).int() & 0xFFFF).tolist() == want["p_bf16_bits"]
+        else:
+            assert p.tolist() == pytest.approx(want["p_fp32"], abs=1e-7)
+
+
+def test_golden_untying():
+    """Updates lm_head with both gradients up to step 1175, then each by its own."""
+    golden, last = ADAM["untie"], 1175
+    rows = tuple(row for row in tg.PARAMS if row.name in ("lm_head", "embed"))
+    cfg = replace(tg.RECORD, params=rows, heads=1, head_dim=3, padded_vocab=5, dtype="float64")
+    params = {"lm_head": fill((3, 5), 58900, 0.2).double()}
+    params["embed"] = params["lm_head"].T.contiguous()
+    optimizer, events = tg.Optimizer(cfg, params, tg.Exchange(0, 1)), iter(golden["fp64_after_adam_steps"])
+    for step in golden["steps"]:
+        for name, k in (("lm_head", 58000), ("embed", 58100)):
+            optimizer.grads[name].main_grad += coarse(params[name].shape, k + step - 1172)
+        optimizer.rows, t = plans_of_all_rows(cfg), min(1.0, (step - 234) / 940)
+        changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t, "untie": step == last}
+        optimizer.step(tg.plan_step(tg.RECORD, step)._replace(**changes))
+        optimizer.finish_gathers()
+        if step % 2:
+            want = next(events)
+            assert want["step"] == step and optimizer.is_tied == (step < last)
+            assert optimizer.state["lm_head"]["steps"] == want["t"]
+            for name, p in params.items():
+                assert distance(p, want[name]) < 1e-11, (step, name)
+            optimizer.grads["lm_head"].main_grad.zero_()  # a matmul would overwrite it
+    for name, p in params.items():
+        assert p.flatten().tolist() == pytest.approx(golden[f"{name}_at_the_end"], rel=1e-11)
+
+
+# ------------------------------------------------------------------------------------------ golden n-grams
+
+TABLE = GOLDEN92["e_table"]["training"]
+
+
+def golden_rows(x, half, sign_rows):
+    """Returns the record's rows of bigrams and trigrams, and of signs, (2, T) each, of tokens x int64."""
+    before, first = (np.append([0] * n, x[:-n]) for n in (1, 2))
+    rows = np.stack([36313 * x ^ 27191 * before, 17351 * x ^ 60961 * before ^ 45259 * first]) % (half - 1)
+    signs = np.stack([30011 * before ^ 48271 * x, 26801 * first ^ 39779 * before ^ 58699 * x]) & sign_rows - 1
+    for n in range(2):
+        rows[n, : n + 1], signs[n, : n + 1] = half - 1, 0
+        rows[n] += n * half
+    return rows, signs
+
+
+def golden_slices(step):
+    """Returns a step's micro-batches, fed with the record's rows."""
+    slices, i = [], np.arange(12)
+    for k in range(TABLE["slices"]):
+        tokens = (i**2 + 3 * i * (step % 5) + 7 * step + 5 * k) % 15
+        tokens[0] = 255
+        if step == TABLE["steps"][0]:
+            assert tokens.tolist() == TABLE["tokens_of_the_first_step"][k]
+        rows, signs = map(tg.int32, golden_rows(tokens, TABLE["half"], TABLE["sign_rows"]))
+        slices.append(tg.MicroBatch(tg.int32(tokens), torch.zeros(0), rows, signs, torch.zeros(0), 0))
+    return slices
+
+
+def table_events(dtype, **ngrams):
+    """Yields the golden event, owned rows, their mean gradients and the table, after each update.
+
+    Checks that every step reads the rows as the updates before it have left them.
+    """
+    ngrams = dict(orders=(2, 3), rows=TABLE["half"], width=TABLE["width"], dtype=dtype) | ngrams
+    cfg = tiny_config(dtype, ngrams=tg.Ngrams(**ngrams), sign_rows=TABLE["sign_rows"])
+    table = tg.NgramTable(cfg, tg.Exchange(0, 1), torch.device("cpu"))
+    signs = golden_signs((TABLE["sign_rows"], TABLE["width"])).to(table.block.dtype)
+    rates = {event["step"]: event["eta"] / 0.56 for event in TABLE["events"]}
+    plans = [tg.plan_step(tg.RECORD, step)._replace(lr_mul=rates.get(step, 1.0)) for step in TABLE["steps"]]
+    loader, events = FixedLoader(cfg, map(golden_slices, TABLE["steps"])), iter(TABLE["events"])
+    batches = tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
+    for plan in plans:
+        batch = batches.next()
+        table.begin(batch)
+        for k, (micro_batch, fed) in enumerate(zip(batch.micro_batches, golden_slices(plan.step))):
+            now = table.block[fed.hashed_rows.long()]
+            assert torch.equal(table.arrived()[micro_batch.hashed_rows.long()], now)
+            db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
+            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.index["ngrams"], signs)
+        table.fetch_early(batches.peek())
+        assert ("ngrams" in table.routes) == (plan.step in rates)
+        if "ngrams" in table.routes:
+            owned, grads = table.routes["ngrams"].owned, table.send_grads().wait().clone()
+            assert not table.main_grad.any()
+            table.update(grads, plan)
+            yield next(events), owned.tolist(), grads, table
+        table.fetch_late()
+    loader.close()
+    assert next(events, None) is None
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_golden_ngrams(prefetch):
+    for want, rows, grads, table in table_events("float64", prefetch=prefetch):
+        assert rows == want["rows"] and len(rows) == want["touched"]
+        assert table.clock[0] == want["event"]
+        parts = {
+            "g": grads,
+            "v_of_touched": table.moments[rows],
+            "p_of_touched": table.block[rows],
+            "table": table.block,
+            "v_of_all_rows_if_decayed_at_every_event": table.moments
+            * table.decays[table.clock[1] - table.last],
+        }
+        for name, t in parts.items():
+            assert distance(t, want[name]) < 1e-11, (want["step"], name)
+        for row, listed in want["listed"].items():
+            place = rows.index(int(row))
+            assert grads[place].tolist() == listed["g"]
+            assert table.moments[int(row)].item() == pytest.approx(listed["v"], rel=1e-11)
+            scale = max(map(abs, listed["p"]))
+            assert table.block[int(row)].tolist() == pytest.approx(listed["p"], rel=0, abs=1e-11 * scale)
+
+
+def test_golden_ngrams_as_stored():
+    """Compares rows' bits, and their moments."""
+    seen = 0
+    for want, _, _, table in table_events("bfloat16"):
+        assert table.moments.dtype == torch.float32
+        for row, listed in want["listed"].items():
+            bits = table.block[int(row)].view(torch.int16).int() & 0xFFFF
+            assert bits.tolist() == listed["p_bf16_bits"], (want["step"], row)
+            assert table.moments[int(row)].item() == pytest.approx(listed["v_fp32"], rel=1e-6)
+            seen += 1
+    assert seen > 40
+
+
+# ------------------------------------------------------------------------------------------------- whole runs
+
+
+def slow(cfg, slow_from=2):
+    """Makes value_embeds wait four steps from step 2 on: its updates follow steps 1, 3 and 7 of 8."""
+    return replace(cfg, slow_from=slow_from)
+
+
+@pytest.mark.slow
+def test_gradients_of_four_steps_await_their_update(cfg):
+    """Checks also that the rows routed at an update are all that have a gradient: it clears no others."""
+    cfg = slow(cfg)
+    _, model, optimizer = build(0, 1, cfg)
+    batches, grad, changed = batches_of(cfg, 0, 1), optimizer.grads["value_embeds"].main_grad, []
+    for step in range(cfg.steps):
+        before, waiting = model.value_embeds.clone(), grad.clone()
+        tg.train_step(model, optimizer, batches.next(), batches.peek)
+        changed += [step] if (model.weight("value_embeds") != before).any() else []
+        assert grad.any() != (step in (1, 3, 7)) and not torch.equal(grad, waiting)
+        assert optimizer.grads["embed"].main_grad.any() != step % 2
+    batches.loader.close()
+    assert changed == [1, 3, 7] and optimizer.state["value_embeds"]["steps"] == 3
+    assert optimizer.state["scalars"]["steps"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size, dtype", [(2, "bfloat16"), (4, "float32")])
+def test_sparse_runs_are_dense_runs(workers, cfg, world_size, dtype):
+    cfg = slow(with_dtype(cfg, dtype))
+    dense, sparse = (
+        same_on_all_ranks(workers(world_size, train, with_exchange(cfg, how), False, False))
+        for how in ("dense", "sparse")
+    )
+    assert sparse["digests"] == dense["digests"] and sparse["losses"] == dense["losses"]
+    usual = same_on_all_ranks(workers(world_size, train, slow(cfg, 99), False, False))
+    same = [a == b for a, b in zip(usual["digests"], sparse["digests"])]
+    assert same == [True] * 3 + [False] * 5
+
+
+@pytest.mark.slow
+def test_world_size_does_not_matter(workers, cfg):
+    """Compares up to rounding, within the bound of test_distributed.py."""
+    cfg, bound = slow(with_dtype(cfg, "float64")), 1000 * torch.finfo(torch.float64).eps
+    single = train(0, 1, cfg)
+    for world_size in (2, 4):
+        first = same_on_all_ranks(workers(world_size, train, cfg))
+        assert first["val"] == pytest.approx(single["val"], rel=bound)
+        for name, want in single["final"].items():
+            assert ((first["final"][name] - want).norm() / want.norm()).item() < bound, (world_size, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [range(6), range(2, 8), range(0, 8, 3)])
+def test_warm_up_leaves_no_trace(cfg, cut):
+    """Checks warm-ups that end between updates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg, "warmup_steps", lambda cfg: [cut, cut[:3]])
+        assert train(0, 1, slow(cfg), warm=True)["restored"]
+
+
+def train_ngrams(rank, world_size, cfg):
+    """Trains a whole run; returns its losses, a digest of the parameters, and this rank's rows and state."""
+    _, model, optimizer = build(rank, world_size, cfg)
+    batches, losses = batches_of(cfg, rank, world_size), []
+    for _ in range(cfg.steps):
+        losses.append(tg.train_step(model, optimizer, batches.next(), batches.peek).item())
+    batches.loader.close()
+    optimizer.ngrams.finish()
+    return losses, digest(model), optimizer.ngrams.stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ngrams_after_four_steps(workers, tmp_path, world_size):
+    """Compares prefetch on and off to the bit, and one rank up to rounding."""
+    cfg = with_dtype(ngram_config(tmp_path, rows=199, every=4, dtype="float64"), "float64")
+    cfg = replace(cfg, padded_vocab=64, stages=tuple(replace(s, steps=s.steps + 1) for s in cfg.stages))
+    ahead, late = (
+        workers(world_size, train_ngrams, tg.override(cfg, f"ngrams.prefetch={on}")) for on in (True, False)
+    )
+    single = train_ngrams(0, 1, cfg)
+    for rank, (got, want) in enumerate(zip(ahead, late)):
+        assert got[:2] == want[:2] and all(map(torch.equal, got[2], want[2]))
+        rows, _, last, clock = got[2]
+        assert clock.tolist() == [3, 5] and set(last.tolist()) <= {0, 1, 3, 5}  # steps 1, 3 and 7
+        whole = single[2][0][rank::world_size]
+        torch.testing.assert_close(rows[: len(whole)], whole, rtol=1e-9, atol=1e-9)
+        assert whole.any()
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every, steps", [(1, "2 4 8"), (2, "2 4 8"), (3, "4 8"), (5, "8")])
+def test_checkpoints_wait_for_the_rarest_updates(launch, tmp_path, every, steps):
+    with launch(tmp_path / "run", "--checkpoint-every", every, change=(*LONG, "slow_from=2")) as run:
+        assert run.wait() == [0], run.err
+    (text,) = logs(tmp_path / "run").values()
+    assert re.findall(r"^checkpoint: after step (\d+)$", text, re.MULTILINE) == steps.split()
+
+
+@pytest.mark.slow
+def test_a_run_killed_between_updates_goes_on_from_the_last(launch, uninterrupted, tmp_path):
+    """Checks that value_embeds and n-grams go on with the moments, and the counts, of their own updates."""
+    change = (*LONG, "slow_from=2", "ngrams.every=4")
+    options = ["--checkpoint-every", 1, "--save", "model.pt"]
+    with launch(
+        tmp_path / "run", *options, change=change, faults={0: FaultAtCall("train_step", 11, die)}
+    ) as run:
+        assert run.wait() == [-9]
+    with launch(tmp_path / "run", *options, "--resume", ATTEMPTS, change=change) as run:
+        assert run.wait() == [0] and "resumed_after_step: 8" in run.out, run.err
+    want = uninterrupted(0, *change)[0]
+    assert (tmp_path / "run" / "model.pt").read_bytes() == (want / "model.pt").read_bytes()

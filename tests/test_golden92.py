@@ -1,0 +1,219 @@
+"""Checks the model against golden numbers of record 92, computed independently: tests/golden/README.md."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt as tg
+from golden_inputs import (
+    FILL,
+    GOLDEN92,
+    WORLD,
+    distance,
+    fill,
+    fill_model,
+    golden_key,
+    golden_layout,
+    golden_shape,
+    tiny_config,
+)
+
+pytestmark = pytest.mark.numeric
+
+MODEL = GOLDEN92["a_model"]
+DTYPES = {"fp32": "float32", "fp64": "float64"}
+CASES = list(MODEL["cases"])
+# A token's loss. fp32: twice what the reference's own fp32 and fp64 differ by, and for two programs.
+LOSS_NEAR = {"fp32": 2e-6, "fp64": 1e-12}
+# Bounds on statistics of gradients, in units of l2. fp32: the reference's own differ by up to 1.8e-5.
+NEAR = {"fp32": 5e-4, "fp64": 1e-11}
+
+
+@pytest.mark.parametrize("name", [name for name in FILL if name not in ("embed", "bigram_embed")])
+def test_fill(name):
+    filled = fill(golden_shape(name, golden_config("float32")), *FILL[name])
+    key = golden_key(name.removeprefix("narrow_"))
+    assert distance(filled, MODEL["param_stats_tied"][key]) < 1e-12
+
+
+class Table:
+    """Gives the whole table of n-grams as the rows that a step has fetched."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def arrived(self):
+        return self.rows
+
+    def fetch(self, ids):
+        return self.rows[ids.long()]
+
+
+def golden_config(dtype):
+    ngrams = tg.Ngrams((2, 3), rows=512, width=192, dtype=dtype)
+    return tiny_config(dtype, ngrams=ngrams, window_unit=128)
+
+
+def golden_batch(case, cfg, cap):
+    want, ngrams = MODEL["cases"][case], ("bigram", "trigram")
+    tokens, starts = np.array(want["tokens"], np.uint16), np.array(want["starts"][1:])
+    batch = tg.make_micro_batch(tokens, starts, 64, 8, cfg, cap)
+    batch.hashed_rows = torch.tensor([want[f"{name}_rows"] for name in ngrams], dtype=torch.int32)
+    batch.signs = torch.tensor([want[f"{name}_signs"] for name in ngrams], dtype=torch.int32)
+    return batch
+
+
+@functools.cache
+def golden_model(case, kind):
+    cfg, want = golden_config(DTYPES[kind]), MODEL["cases"][case]
+    model = fill_model(tg.GPT(cfg, WORLD), want["tied"])
+    model.ngrams = Table(fill((1024, 192), 16, 0.4).to(model.signs.dtype))
+    model.rotary.use_stage(want["rotary_stage"])
+    windows = dict(zip(("short", "long"), want["windows"]))
+    mtp, prefix = tuple(want["mtp_weights"]), want["prefix_weight"]
+    return model, tg.plan_step(cfg, 0)._replace(windows=windows, mtp=mtp, prefix=prefix)
+
+
+def training_losses(case, kind, cap):
+    model, plan = golden_model(case, kind)
+    batch = golden_batch(case, model.cfg, cap)
+    with torch.no_grad():
+        logits = model.hidden_states(batch, plan.windows) @ model.lm_head
+        return tg.softcap_loss(logits, model.loss_targets(batch.targets, plan), plan.loss_weights)[0]
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_training_losses(case, kind):
+    want = MODEL["cases"][case]
+    losses = training_losses(case, kind, want["cap"] or 0)
+    assert losses.tolist() == pytest.approx(want["losses"], rel=LOSS_NEAR[kind])
+
+
+def test_loss_without_the_attention_cap():
+    want = MODEL["cases"]["stage3"]["sum_without_the_cap"]
+    assert training_losses("stage3", "fp64", 0).sum().item() == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN92["g_schedule"]["attention_cap"], ids=lambda case: str(case["pieces"])
+)
+def test_attention_cap(case):
+    ends = np.cumsum(case["pieces"])
+    tokens, cfg = np.zeros(ends[-1] + 1, np.uint16), golden_config("float32")
+    batch = tg.make_micro_batch(tokens, ends[:-1], 6000, 16, cfg, attention_cap=2560)
+    want = case["cu_seqlens"]
+    assert batch.cu_seqlens.tolist() == want + (16 - len(want)) * want[-1:] and batch.max_doc_len == 2560
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_validation_losses(case, kind):
+    (model, plan), want = golden_model(case, kind), MODEL["cases"][case]
+    losses = model.token_losses(golden_batch(case, model.cfg, 0), plan.windows)
+    assert losses.mean().item() == pytest.approx(want["eval_mean"], rel=LOSS_NEAR[kind])
+    assert losses[:8].tolist() == pytest.approx(want["eval_first8"], rel=LOSS_NEAR[kind])
+
+
+@functools.cache
+def gradients(case, kind):
+    """Returns the loss, and gradients by golden name in the reference's layout."""
+    (model, plan), want, leaves = golden_model(case, kind), MODEL["cases"][case], {}
+    model.zero_grad()
+    batch = golden_batch(case, model.cfg, want["cap"] or 0)
+    x, w = model.hidden_states(batch, plan.windows, None, leaves), model.lm_head
+    head_grad = tg.Gradient("lm_head", w, torch.zeros_like(w))
+    targets = model.loss_targets(batch.targets, plan)
+    loss, roots = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
+    torch.autograd.backward(*zip(*roots))
+    grads = {name: p.grad for name, p in model.named_parameters()} | {"lm_head": head_grad.take()}
+    for name in ("embed", "value_embeds"):
+        p = getattr(model, name)
+        grads[name] = torch.zeros_like(p).index_add_(0, batch.inputs, leaves[name].grad)
+    table = torch.zeros_like(model.ngrams.rows)
+    index = tg.index_rows(batch.hashed_rows.numpy(), batch.signs.numpy())
+    tg.segment_sum_rows(table, leaves["ngrams"].grad, index, model.signs)
+    return loss.item(), golden_layout(grads, model.cfg) | {"bigram_embed.weight": table}
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_loss_with_gradients(case, kind):
+    assert gradients(case, kind)[0] == pytest.approx(MODEL["cases"][case]["sum"], rel=LOSS_NEAR[kind])
+
+
+@pytest.mark.parametrize("name", MODEL["param_order"])
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(name, case, kind):
+    grad, want = gradients(case, kind)[1][name], MODEL["cases"][case]
+    golden, near = want["gradients"][name], NEAR[kind]
+    assert distance(grad, golden) < near
+    size, largest = abs(golden["argmax_value"]), grad.flatten()[golden["argmax_index"]].item()
+    assert grad.flatten()[:4].tolist() == pytest.approx(golden["first"], abs=5 * near * size)
+    assert largest == pytest.approx(golden["argmax_value"], rel=5 * near)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_entry_of_small_gradients(case):
+    grads = gradients(case, "fp64")[1]
+    for name, golden in MODEL["cases"][case]["small_gradients_in_full"].items():
+        grad = grads[name].flatten()
+        assert grad.tolist() == pytest.approx(np.ravel(golden).tolist(), abs=1e-11 * grad.norm().item()), name
+
+
+@pytest.mark.parametrize("part", [part for part in MODEL["exactly_zero"] if part.endswith("]")])
+def test_gradients_that_are_zero(part):
+    name, rows = part[:-1].split("[", 1)
+    grad = gradients("stage1", "fp64")[1][name]
+    part = grad[eval(f"np.s_[{rows}]")]
+    assert grad.any() and part.numel() and not part.any()
+
+
+# ----------------------------------------------------------------------------------------------- the schedule
+
+SCHEDULE = GOLDEN92["g_schedule"]
+PLANS = [tg.plan_step(tg.RECORD, step) for step in range(tg.RECORD.steps)]
+
+
+@pytest.mark.parametrize("row", SCHEDULE["rows"], ids=lambda row: str(row["step"]))
+def test_schedule_rows(row):
+    plan, unit = PLANS[row["step"]], tg.RECORD.window_unit
+    assert plan.stage == row["stage"] and plan.batch_tokens == row["batch_tokens"]
+    assert plan.lr_mul == pytest.approx(row["lr_mul"], rel=1e-4 if plan.stage >= 3 else 1e-12)
+    assert list(plan.windows.values()) == [blocks * unit for blocks in row["windows_blocks"]]
+    assert plan.max_doc_len == row["longest_piece"]
+    assert min(plan.max_doc_len, plan.attention_cap or plan.max_doc_len) == row["attention_cap"]
+    assert tg.default_max_docs(plan.batch_tokens // 8) == row["slots"]
+    assert plan.mtp == pytest.approx(row["mtp_weights"], rel=1e-12) and plan.prefix == row["prefix_weight"]
+    assert plan.updates(2) == row["adam"]
+
+
+def test_length_of_stages():
+    assert [*tg.RECORD.stage_starts, tg.RECORD.steps] == SCHEDULE["stage_ends"]
+
+
+def test_training_tokens():
+    assert tg.train_tokens(tg.RECORD) == SCHEDULE["training_tokens"]
+
+
+def test_untie_step():
+    assert [plan.step for plan in PLANS if plan.untie] == [SCHEDULE["untie_step"]]
+
+
+def test_prefix_changes():
+    changes = [b.step for a, b in zip(PLANS, PLANS[1:]) if a.prefix != b.prefix]
+    assert changes == [step for step in SCHEDULE["prefix_changes_at"] if step]
+
+
+@pytest.mark.parametrize("want", SCHEDULE["yarn"], ids=lambda want: str(want["stage"]))
+def test_rotary(want):
+    rotary = tg.Rotary(replace(tg.RECORD, dtype="float64"), 2, torch.device("cpu"))
+    rotary.use_stage(want["stage"])
+    for name, family in ("narrow", rotary.narrow), ("wide", rotary.wide):
+        assert family.scale == pytest.approx(want[f"{name}_scale"], rel=1e-14)
+        angles = torch.atan2(family.sin[1], family.cos[1])
+        assert angles.tolist() == pytest.approx(want[f"{name}_frequencies"], rel=1e-12)
