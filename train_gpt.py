@@ -281,7 +281,6 @@ class Ngrams:
     lr: float = 0.56
     beta2: float = 0.95  # decay of a row's second moment at every update of the table
     wd: float = 0.025
-    prefetch: bool = True  # rows of the next step that this one does not change are fetched during it
 
 
 @dataclass(frozen=True)
@@ -1071,35 +1070,34 @@ class RowIndex(NamedTuple):
     In an n-gram table a position has a row of each order, and occurs once for each.
     """
 
-    row_ids: Tensor  # (n,) int32; ascending until places replace an n-gram table's rows
+    row_ids: Tensor  # (n,) int32, ascending; of n-grams, in training, their places in NgramTable.compact
     perm: Tensor  # (T,) int32: positions by row, those of one row in the text's order
     offsets: Tensor  # (n + 1,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of row_ids[i]
     signs: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
 
 
-class Transfer(NamedTuple):
-    """An exchange of rows in which every rank sends to every rank."""
-
-    rows: Tensor  # (sum(send_counts),) int32: which rows this rank sends, by receiver
-    send_counts: list[int]
-    recv_counts: list[int]
-
-
 class RowRoutes(NamedTuple):
-    """Who sends which rows of a table to whom: those touched since its last update (diagram: section 9)."""
+    """Who sends the gradients of which rows of a table to whom (diagram: section 9).
 
-    grads: Transfer  # rows of main_grad, to their owners
+    The rows are those that ranks touch between two updates of the table.
+    """
+
+    send_counts: list[int]  # of rows, by owner
+    recv_counts: list[int]
     # (sum(recv_counts),) int32: the rows of its block that an owner receives; of n-grams, places in `owned`.
     arriving: Tensor
+    # (sum(send_counts),) int32: the rows of main_grad that are sent. Those of n-grams lie in this order.
+    rows: Tensor | None = None
     # Of n-grams. (n,) int32: the rows of its block that any rank touches, ascending.
     owned: Tensor | None = None
 
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the most rows of the n-gram table that a step touches on a rank; the rows of a rank's block."""
+    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
     n, count = cfg.ngrams, num_microbatches(cfg, world_size)
     tokens = max(stage.batch_tokens for stage in cfg.stages) // count * (count // world_size)
-    return len(n.orders) * min(tokens, n.rows), padded(len(n.orders) * n.rows, world_size) // world_size
+    touched = len(n.orders) * min(n.every * tokens, n.rows)
+    return touched, padded(len(n.orders) * n.rows, world_size) // world_size
 
 
 map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
@@ -1136,7 +1134,7 @@ class MicroBatch:
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
     # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table; in training these are replaced by
-    # their places in NgramTable.compact.
+    # their places in NgramTable.compact, where the rows are that a few steps read.
     hashed_rows: Tensor
     signs: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
@@ -1195,11 +1193,6 @@ def merge_rows(*lists: np.ndarray) -> np.ndarray:
     """Returns the distinct numbers of ascending lists, ascending."""
     merged = np.sort(np.concatenate(lists), kind="stable")  # timsort: it merges ascending runs
     return merged[np.diff(merged, prepend=np.int32(-1)) != 0]
-
-
-def is_in(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Returns for each of the `ids` whether it is among `rows`, which ascend."""
-    return np.append(rows, -1)[np.searchsorted(rows, ids)] == ids
 
 
 def inverse(permutation: np.ndarray) -> np.ndarray:
@@ -1332,36 +1325,26 @@ class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
     position: tuple[int, ...]  # of the loader, after it
-    # Packed: RowRoutes of the tables that this step updates, by name; of the rows of n-grams that it reads
-    # Transfers "early" and "late", from an owner's block to who asked.
-    rows: dict
+    rows: dict  # packed: RowRoutes of the tables that this step updates, by name
+    # Packed: {"ngrams": the RowRoutes of n-grams}, of all steps from this one to the update of their table,
+    # which read the same rows; {} in the others of these steps.
+    ngrams: dict
 
 
 class Prefetcher:
-    """Builds the planned steps' batches on a thread, two ahead of the one in use.
+    """Builds the planned steps' batches on a thread, some ahead of the one in use.
 
     Ranks tell each other over `exchange`, a process group of its own, which rows they touch. No gradient may
     await its update when the first of the planned steps begins.
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
-        self.loader, self.exchange, cfg = loader, exchange, loader.cfg
-        self.table_rows = {"tokens": cfg.padded_vocab, "bigrams": cfg.bigram_vocab_size}
-        self.hashed_kind = "ngrams" if cfg.ngrams.orders else "bigrams"
-        # By table: the kind of its rows, after how many steps it is updated, how many ranks share its rows.
-        self.tables: dict[str, tuple[str, int, int]] = {
-            spec.name: (spec.kind, spec.every, exchange.world_size if spec.exchange == "sparse" else 1)
-            for spec in used_params(cfg)
-            if spec.is_table
-        }
-        if cfg.ngrams.orders:
-            self.tables["ngrams"] = "ngrams", cfg.ngrams.every, exchange.world_size
-        # By table: rows since its last update, ascending; those of n-grams in the order of their gradients.
-        self.touched: dict[str, np.ndarray] = {}
-        self.changed = NO_ROWS  # rows of n-grams, of this rank's block, that the step before updates
+        self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
+        self.table_rows = {"tokens": self.cfg.padded_vocab, "bigrams": self.cfg.bigram_vocab_size}
+        self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update, ascending
         # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
-        self.batches = (self._build(plan) for plan in plans)
-        self.queue = [self._submit(), self._submit()]
+        self.batches = self._batches(plans)
+        self.queue = [self._submit() for _ in range(max(2, self.cfg.ngrams.every))]
 
     def _submit(self) -> Future:
         return self.loader.builder.submit(next, self.batches, None)
@@ -1378,84 +1361,82 @@ class Prefetcher:
         """Returns the batch that next() will return."""
         return self.queue[0].result()
 
+    def _batches(self, plans: Iterable[StepPlan]) -> Iterator[Batch]:
+        """Yields the batches. Those from one update of n-grams to the next are built together."""
+        together, ngrams = [], self.cfg.ngrams
+        for plan in plans:
+            together.append(self._build(plan))
+            if not ngrams.orders or plan.updates(ngrams.every):
+                yield from self._finish(together)
+                together = []
+        yield from self._finish(together)
+
     @section("index")
     def _build(self, plan: StepPlan) -> Batch:
+        """Builds a batch, but for the routes of n-grams; not packed yet."""
         micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len, plan.attention_cap)
-        for batch in micro_batches:
-            signs = None if batch.signs is None else batch.signs.numpy()
-            for kind, ids, own_signs in (
-                ("tokens", batch.inputs, None),
-                (self.hashed_kind, batch.hashed_rows, signs),
-            ):
-                batch.index[kind] = index_rows(ids.numpy(), own_signs)
-        routes: dict = {}
-        for name, (kind, every, _) in self.tables.items():
-            read = merge_rows(*(batch.index[kind].row_ids.numpy() for batch in micro_batches))
-            if name == "ngrams":
-                routes |= self._plan_fetches(read, micro_batches)
+        hashed_kind = "ngrams" if self.cfg.ngrams.orders else "bigrams"
+        for part in micro_batches:
+            signs = None if part.signs is None else part.signs.numpy()
+            part.index["tokens"] = index_rows(part.inputs.numpy())
+            part.index[hashed_kind] = index_rows(part.hashed_rows.numpy(), signs)
+        routes = {}
+        for spec in used_params(self.cfg):
+            if not spec.is_table:
+                continue
+            rows = merge_rows(
+                self.touched.pop(spec.name, NO_ROWS),
+                *(part.index[spec.kind].row_ids.numpy() for part in micro_batches),
+            )
+            if plan.updates(spec.every):
+                ranks = self.exchange.world_size if spec.exchange == "sparse" else 1
+                owner, place = np.divmod(rows, self.table_rows[spec.kind] // ranks)
+                order, arriving = self._route(spec.name, owner, place, ranks)
+                routes[spec.name] = arriving._replace(rows=int32(rows[order]))
             else:
-                self.touched[name] = merge_rows(self.touched.get(name, NO_ROWS), read)
-            if plan.updates(every):
-                routes[name] = self._route_rows(name)
-        packed = [batch.pack() for batch in micro_batches]
-        return Batch(plan, packed, self.loader.position(), pack(routes))
+                self.touched[spec.name] = rows
+        return Batch(plan, micro_batches, self.loader.position(), pack(routes), {})
 
-    def _tell_owners(self, name: str, rows: np.ndarray) -> tuple[np.ndarray, Transfer]:
-        """Tells the owners of a table's `rows` that this rank touches them.
+    def _route(
+        self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
+    ) -> tuple[np.ndarray, RowRoutes]:
+        """Tells the owners of a table's rows, by their places in the owner's block, that this rank touches
+        them.
 
-        Returns the order of `rows` by owner; rows of this rank's block, by the ranks that touch them.
+        Returns the order of the rows by owner, and their routes.
         """
-        kind, _, n = self.tables[name]
-        if name == "ngrams":
-            place, owner = np.divmod(rows, n)
-        else:
-            owner, place = np.divmod(rows, self.table_rows[kind] // n)
         order = np.argsort(owner.astype(np.uint16), kind="stable")
-        send_counts = np.bincount(owner, minlength=n).tolist()
-        asked, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
-        return order, Transfer(int32(asked), recv_counts, send_counts)
+        send_counts = np.bincount(owner, minlength=ranks).tolist()
+        arriving, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
+        return order, RowRoutes(send_counts, recv_counts, int32(arriving))
 
-    def _route_rows(self, name: str) -> RowRoutes:
-        """Plans how a table's gradients reach the owners of the rows touched since its last update."""
-        rows = self.touched.pop(name)
-        order, (arriving, recv_counts, send_counts) = self._tell_owners(name, rows)
-        if name != "ngrams":
-            return RowRoutes(Transfer(int32(rows[order]), send_counts, recv_counts), arriving)
-        owned = self.changed = merge_rows(arriving.numpy())
-        places = int32(np.searchsorted(owned, arriving.numpy()))
-        return RowRoutes(Transfer(int32(order), send_counts, recv_counts), places, int32(owned))
+    def _finish(self, together: list[Batch]) -> Iterator[Batch]:
+        """Packs batches that read the same rows of n-grams; the first has the rows' routes."""
+        routes = self._route_ngrams(together) if self.cfg.ngrams.orders and together else {}
+        for batch in together:
+            packed = [part.pack() for part in batch.micro_batches]
+            yield batch._replace(micro_batches=packed, ngrams=routes)
+            routes = {}
 
-    def _plan_fetches(self, read: np.ndarray, micro_batches: list[MicroBatch]) -> dict[str, Transfer]:
-        """Plans the fetch of the n-grams' rows that a step reads, and numbers them in the micro-batches.
+    @section("index")
+    def _route_ngrams(self, together: list[Batch]) -> dict:
+        """Plans the fetch of the n-grams' rows that steps read, and the return of their gradients.
 
-        hashed_rows get the order in which rows arrive, the index that of their first touch since the last
-        update, as gradients lie. Tells each rank that asked for one of this rank's rows whether it comes
-        late, because the step before changes it.
+        In the micro-batches, hashed_rows and the index get the rows' places in NgramTable.compact.
         """
-        order, (asked, recv_counts, send_counts) = self._tell_owners("ngrams", read)
-        n, prefetch = self.exchange.world_size, self.loader.cfg.ngrams.prefetch
-        is_late = (is_in(self.changed, asked.numpy()) if prefetch else np.ones(len(asked))).astype(np.uint8)
-        self.changed = NO_ROWS
-        comes_late = self.exchange.send_numbers("late marks", "ngrams", is_late, recv_counts, send_counts)
-        fetches = {}
-        askers, owners = (np.repeat(np.arange(n), counts) for counts in (recv_counts, send_counts))
-        for name, flag in ("early", 0), ("late", 1):
-            to = np.bincount(askers[is_late == flag], minlength=n)
-            by = np.bincount(owners[comes_late == flag], minlength=n)
-            fetches[name] = Transfer(asked[torch.from_numpy(is_late == flag)], to.tolist(), by.tolist())
-        # Early rows arrive before late ones, each sorted by owner.
-        arrival = inverse(np.argsort(comes_late, kind="stable"))[inverse(order)]
-        touched = self.touched.get("ngrams", NO_ROWS)
-        touched = np.append(touched, read[~is_in(np.sort(touched), read)])
-        self.touched["ngrams"], by_row = touched, np.argsort(touched, kind="stable")
-        for batch in micro_batches:
-            index = batch.index["ngrams"]
-            rows = index.row_ids.numpy()
-            arrives = int32(arrival[np.searchsorted(read, rows)])
-            batch.hashed_rows = place_rows(batch.hashed_rows, index, arrives)
-            slots = int32(by_row[np.searchsorted(touched[by_row], rows)])
-            batch.index["ngrams"] = index._replace(row_ids=slots)
-        return fetches
+        micro_batches = [part for batch in together for part in batch.micro_batches]
+        read = merge_rows(*(part.index["ngrams"].row_ids.numpy() for part in micro_batches))
+        ranks = self.exchange.world_size
+        order, routes = self._route("ngrams", read % ranks, read // ranks, ranks)
+        places, asked = inverse(order), routes.arriving.numpy()
+        for part in micro_batches:
+            index = part.index["ngrams"]
+            own = int32(places[np.searchsorted(read, index.row_ids.numpy())])
+            part.hashed_rows = place_rows(part.hashed_rows, index, own)
+            part.index["ngrams"] = index._replace(row_ids=own)
+        owned = merge_rows(asked)
+        arriving = int32(np.searchsorted(owned, asked))
+        return pack({"ngrams": routes._replace(arriving=arriving, owned=int32(owned))})
 
 
 class ValLoader:
@@ -2282,7 +2263,7 @@ class TableGradient(Gradient):
 
     def reset(self, rows: RowRoutes | None = None) -> None:
         """Begins a new sum. rows: the only ones of this rank's main_grad and mean that are not 0."""
-        for t, ids in (self.main_grad, rows and rows.grads.rows), (self.mean, rows and rows.arriving):
+        for t, ids in (self.main_grad, rows and rows.rows), (self.mean, rows and rows.arriving):
             if t is not None:
                 t.zero_() if ids is None else t.index_fill_(0, ids.long(), 0)
 
@@ -2974,7 +2955,7 @@ def mean_rows(out: Tensor, row_grads: Tensor, routes: RowRoutes) -> Tensor:
     They are added in rank order, in `out`'s dtype, at least fp32, to the bits of rank_order_mean. A sender's
     rows are distinct, so no two additions collide.
     """
-    counts, row_grads = routes.grads.recv_counts, row_grads.to(out.dtype)
+    counts, row_grads = routes.recv_counts, row_grads.to(out.dtype)
     for rows, part in zip(routes.arriving.split(counts), row_grads.split(counts)):
         out.index_add_(0, rows, part)
     return out.div_(len(counts))
@@ -3029,32 +3010,35 @@ class Exchange:
         out = torch.empty_like(self.shard(grad))
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
-    def send_numbers(
-        self, kind: str, name: str, numbers: np.ndarray, send_counts: list[int], recv_counts: list[int]
-    ) -> np.ndarray:
-        """Sends numbers, by receiver, to all ranks; returns what they send here, by sender. Blocks."""
-        t = torch.from_numpy(numbers).to(self.device)
-        return self.send_rows(kind, name, t, Transfer(t, send_counts, recv_counts)).wait().cpu().numpy()
-
-    def send_ids(self, kind: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
+    def send_ids(self, name: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
         """Sends row ids (n,) int32, by receiver; returns those sent here, by sender, with their counts.
 
         Blocks. With a single receiver, each rank keeps its own.
         """
+
+        def send(kind: str, numbers: np.ndarray, *counts: list[int]) -> np.ndarray:
+            t = torch.from_numpy(numbers).to(self.device)
+            return self.send_rows(kind, name, t, *counts).wait().cpu().numpy()
+
         if len(send_counts) == 1:
             return ids, send_counts
         ones = [1] * self.world_size
-        recv_counts = self.send_numbers("counts", kind, np.array(send_counts), ones, ones).tolist()
-        return self.send_numbers("row ids", kind, ids, send_counts, recv_counts), recv_counts
+        recv_counts = send("counts", np.array(send_counts), ones, ones).tolist()
+        return send("row ids", ids, send_counts, recv_counts), recv_counts
 
     @section("rows {2}")
     def send_rows(
-        self, kind: str, name: str, rows: Tensor, transfer: Transfer, out: Tensor | None = None
+        self,
+        kind: str,
+        name: str,
+        rows: Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        out: Tensor | None = None,
     ) -> Pending:
         """Sends rows (sum(send_counts), ...), by receiver; returns those sent here, by sender, in `out`."""
         if self.world_size == 1:
             return Pending(rows if out is None else out.copy_(rows))
-        _, send_counts, recv_counts = transfer
         out = rows.new_empty((sum(recv_counts), *rows.shape[1:])) if out is None else out
         self.sent[f"{kind} {name}"] += rows.nbytes - rows.split(send_counts)[self.rank].nbytes
         return Pending(out, dist.all_to_all_single(out, rows, recv_counts, send_counts, **self.options))
@@ -3275,26 +3259,19 @@ OPTIMIZERS = {
 # ============================================================================================================
 # 11  Tables. N-gram memory: a table of any size, whose cost follows the rows that a step touches.
 #
-#    The way of a row of step s. On the left what the prefetch thread does, while steps s - 2 and s - 1 train;
-#    on the right the main thread, from top to bottom:
+#    The table is updated after every step, or after 2 or 4 (Ngrams.every). Until then no row changes, so the
+#    rows that these steps read are fetched once, and their gradients return once. On the left what the
+#    prefetch thread does, while earlier steps train; on the right the main thread, from top to bottom:
 #
-#    index  hash_ngrams, index_rows          s - 1   last forward
-#    ids    send_ids: asker -> owner,                early rows of s, all but what s - 1 updates: to askers
-#           rank r % world_size for row r            backward, gradient rows, update of rows
-#    late   send_numbers: owner -> asker,            late rows of s, just updated: to askers
-#           does step s - 1 update it?       s       forwards: lookup_sums sums rows of `compact`
-#                                                    last forward; early rows of s + 1
-#                                                    backward: add_row_grads, to a compact main_grad
-#                                                    gradient rows: to owners, first of the scatter
-#                                                    update: owners' mean in rank order, and the rule
-#                                                    late rows of s + 1
+#    index  hash_ngrams, index_rows          each forward    lookup_sums sums rows of `compact`
+#    ids    send_ids: asker -> owner,        each backward   add_row_grads, to main_grad, at the same places
+#           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
+#                                                            update: owners' mean in rank order, and the rule
+#                                                            rows of the next steps: to askers
 #
-#    After steps without an update (Ngrams.every) the gradients stay in main_grad, and no row is late.
-#
-#    No other work or memory has the table's size. A forward reads rows as they are after the last update,
-#    whether they came early or late. Sharded rows, and fetching ahead without staleness, are from
-#    recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of n-grams that large in
-#    language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+#    No other work or memory has the table's size. Sharded rows, and ids that are known ahead, so that no row
+#    is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of
+#    n-grams that large in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
 # ============================================================================================================
 
 
@@ -3321,14 +3298,13 @@ class NgramTable:
         n = self.cfg = cfg.ngrams
         self.exchange, self.device = exchange, device
         self.rows, (touched, block) = len(n.orders) * n.rows, ngram_bounds(cfg, exchange.world_size)
-        self.compact = torch.zeros(touched, n.width, dtype=dtype_of(n.dtype), device=device)
-        # Of the rows touched since the last update, in the order of their first touch.
-        self.main_grad = self.compact.new_zeros(min(n.every * touched, self.rows), n.width)
-        self.pending: list[Pending] = []  # fetches of the rows in `compact`
-        # Batch.rows on the device, of the present step; of the next, from the fetch of its early rows to that
-        # of its late ones.
-        self.routes: dict | None = None
-        self.next_routes: dict | None = None
+        # The rows that steps read until the next update, by owner; their gradients.
+        self.compact, self.main_grad = torch.zeros(
+            2, touched, n.width, dtype=dtype_of(n.dtype), device=device
+        )
+        self.batch: Batch | None = None  # the first of these steps
+        self.routes: RowRoutes | None = None  # of its rows, on the device
+        self.pending: Pending | None = None  # their fetch
         on_host = n.placement == "host" and device.type == "cuda"
         rows = torch.zeros(block, n.width, dtype=dtype_of(n.dtype), device="cpu" if on_host else device)
         moments, last = (rows.new_zeros(block, dtype=dtype) for dtype in (acc_dtype(cfg), torch.int32))
@@ -3339,48 +3315,33 @@ class NgramTable:
         self.block, self.moments, self.last = map(map_to_gpu, self.stored[:3]) if on_host else self.stored[:3]
         self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(moments.dtype).to(device)
 
-    def begin(self, batch: Batch) -> None:
-        """Fetches all rows of a step, if the one before has not."""
-        if self.routes is None:
-            self.fetch_early(batch)
-            self.fetch_late()
-
-    def fetch_early(self, batch: Batch | None) -> None:
-        """Starts to fetch those rows of the next step, if there is one, that this step does not change."""
-        if batch is not None:
-            self.next_routes = move(batch.rows, self.device)
-            self._fetch(self.next_routes, "early", 0)
-
-    def fetch_late(self) -> None:
-        """Starts to fetch the others, after their update. The next step, if there is one, begins."""
-        if self.next_routes:
-            self._fetch(self.next_routes, "late", sum(self.next_routes["early"].recv_counts))
-        self.routes, self.next_routes = self.next_routes, None
-
-    def _fetch(self, routes: dict[str, Transfer], part: str, first: int) -> None:
-        transfer = routes[part]
-        out = self.compact[first : first + sum(transfer.recv_counts)]
-        rows = self.block.index_select(0, transfer.rows)
-        self.pending.append(self.exchange.send_rows(f"{part} rows", "ngrams", rows, transfer, out))
+    def begin(self, batch: Batch | None) -> None:
+        """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
+        if batch and batch.ngrams and batch is not self.batch:
+            self.batch, routes = batch, move(batch.ngrams, self.device)["ngrams"]
+            self.routes, counts = routes, (routes.recv_counts, routes.send_counts)
+            rows = self.block.index_select(0, routes.owned[routes.arriving])
+            out = self.compact[: sum(routes.send_counts)]
+            self.pending = self.exchange.send_rows("rows", "ngrams", rows, *counts, out)
 
     def arrived(self) -> Tensor:
         """Returns the rows that the present step reads, after their arrival."""
-        while self.pending:
-            self.pending.pop(0).wait()
+        if self.pending:
+            self.pending.wait()
+            self.pending = None
         return self.compact
 
     def send_grads(self) -> Pending:
         """Starts the return of the gradient rows; the result is their mean, in the order of `owned`."""
-        routes = self.routes["ngrams"]
-        rows = self.main_grad.index_select(0, routes.grads.rows)
-        self.main_grad[: len(rows)].zero_()
+        routes, counts = self.routes, (self.routes.send_counts, self.routes.recv_counts)
+        rows = self.main_grad[: sum(routes.send_counts)]
         sums = rows.new_zeros((len(routes.owned), rows.size(1)), dtype=self.moments.dtype)
-        pending = self.exchange.send_rows("gradient rows", "ngrams", rows, routes.grads)
+        pending = self.exchange.send_rows("gradient rows", "ngrams", rows, *counts)
         return pending._replace(finish=lambda rows: mean_rows(sums, rows, routes))
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
-        """Updates the rows that any rank has touched, from the result of send_grads()."""
-        n, dtype, rows = self.cfg, grads.dtype, self.routes["ngrams"].owned
+        """Updates the rows that any rank has touched, from the result of send_grads(). Begins a new sum."""
+        n, dtype, rows = self.cfg, grads.dtype, self.routes.owned
         slowdown = plan.slowdown(n.every)
         self.clock += torch.tensor([1, slowdown])
         count, time = self.clock.tolist()
@@ -3390,6 +3351,7 @@ class NgramTable:
         rule = update_rows if len(rows) > 1 else update_rows.function
         state, scalars = (self.moments, self.last), [scalar(number, dtype) for number in numbers]
         rule(self.block, *state, rows, grads, self.decays, scalar(time, torch.int32), *scalars)
+        self.main_grad[: sum(self.routes.send_counts)].zero_()
 
     def zero(self, rows: Tensor) -> None:
         """Sets these rows (n,) of this rank's block, their state and the clock to 0, as at the start."""
@@ -3404,10 +3366,10 @@ class NgramTable:
             torch.cuda.synchronize()
 
     def reset(self) -> None:
-        """Forgets gradients and the step under way: the next one fetches all of its rows."""
+        """Forgets gradients and fetched rows."""
         self.finish()
         self.main_grad.zero_()
-        self.routes = self.next_routes = None
+        self.batch = None
 
     @torch.no_grad()
     def fetch(self, row_ids: Tensor | None) -> Tensor:
@@ -3420,9 +3382,8 @@ class NgramTable:
         order = np.argsort(ids % n, kind="stable")
         counts = np.bincount(ids % n, minlength=n).tolist()
         asked, ask_counts = self.exchange.send_ids("ngrams", (ids // n)[order], counts)
-        rows = self.block[torch.from_numpy(asked)]
-        transfer = Transfer(rows, ask_counts, counts)
-        received = self.exchange.send_rows("rows outside training", "ngrams", rows, transfer).wait()
+        rows, kind = self.block[torch.from_numpy(asked)], "rows outside training"
+        received = self.exchange.send_rows(kind, "ngrams", rows, ask_counts, counts).wait()
         return received[torch.from_numpy(inverse(order))]
 
 
@@ -3494,7 +3455,7 @@ class Optimizer:
         """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
         if self.ngrams:
             self.ngrams.begin(batch)
-        self.rows = self.ngrams.routes if self.ngrams else move(batch.rows, self.device)
+        self.rows = move(batch.rows, self.device)
 
     @section("rows")
     @torch.no_grad()
@@ -3518,15 +3479,17 @@ class Optimizer:
             grad.reset()
 
     @torch.no_grad()
-    def step(self, plan: StepPlan) -> None:
-        self.work(plan, self.scatter(plan))
+    def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
+        """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update."""
+        self.work(plan, self.scatter(plan), following)
         self.rows = {}
         if plan.untie and self.is_tied:
             self.untie()
 
     def scatter(self, plan: StepPlan) -> dict[str, Pending]:
         """Starts the exchange of every gradient that is due: n-grams', then in the order of the table."""
-        pending = {"ngrams": self.ngrams.send_grads()} if "ngrams" in self.rows else {}
+        due = self.ngrams and plan.updates(self.cfg.ngrams.every)
+        pending = {"ngrams": self.ngrams.send_grads()} if due else {}
         for name, spec in self.specs.items():
             grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
             if not self.is_due(name, plan):
@@ -3535,7 +3498,8 @@ class Optimizer:
                 self.add_tied_grad(grad, self.tied_copy[name])
             if (mean := self.grads[name].mean) is not None:
                 rows = self.rows[name]
-                arriving = self.exchange.send_rows("rows", name, grad[rows.grads.rows], rows.grads)
+                counts = rows.send_counts, rows.recv_counts
+                arriving = self.exchange.send_rows("rows", name, grad[rows.rows], *counts)
                 pending[name] = arriving._replace(finish=partial(mean_rows, mean, routes=rows))
             else:
                 buffer = self.recv_buffers.get(name)
@@ -3544,12 +3508,16 @@ class Optimizer:
 
     def add_tied_grad(self, grad: Tensor, name: str) -> None:
         """Adds the gradient of the table `name`, (n, m), to its target's, (m, n): only touched rows."""
-        row_ids = self.rows[name].grads.rows
-        transpose_add(grad, self.grads[name].take(), row_ids)
+        transpose_add(grad, self.grads[name].take(), self.rows[name].rows)
         self.reset_grad(name)
 
     @section("update")
-    def work(self, plan: StepPlan, pending: dict[str, Pending]) -> None:
+    def work(
+        self,
+        plan: StepPlan,
+        pending: dict[str, Pending],
+        following: Callable[[], Batch | None] = lambda: None,
+    ) -> None:
         """Updates what has a scattered gradient: rows of n-grams, then parameters, each with its gather.
 
         Mean gradients exist only here, each rank's block of them.
@@ -3558,8 +3526,7 @@ class Optimizer:
         self.tick(plan.step - 1)
         if "ngrams" in pending:
             self.ngrams.update(pending["ngrams"].wait(), plan)
-        if self.ngrams:
-            self.ngrams.fetch_late()
+            self.ngrams.begin(following())
         for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
             if name not in pending:
                 continue
@@ -3686,7 +3653,7 @@ def train_step(
 ) -> Tensor:
     """Trains on one batch. Returns this rank's loss, the weighted mean over all targets: 0-d, on the device.
 
-    `following()` is the next batch, whose early rows of n-grams this step fetches; None after the last.
+    `following()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
     plan, micro_batches, count = batch.plan, batch.micro_batches, len(batch.micro_batches)
     model.rotary.use_stage(plan.stage)
@@ -3706,12 +3673,10 @@ def train_step(
         if last and fp8_mlps:
             maximum = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
             optimizer.in_flight["act_scale"] = maximum._replace(finish=model.set_act_scale)
-        if last and optimizer.ngrams:
-            optimizer.ngrams.fetch_early(following())
         section("backward")(torch.autograd.backward)(*zip(*backward_roots))
         optimizer.add_row_grads(leaves, micro_batch.index, model.signs)
         losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.loss_weights)))
-    optimizer.step(plan)
+    optimizer.step(plan, following)
     return sum(losses[1:], losses[0])
 
 
@@ -4049,14 +4014,16 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     one_round = min(cfg.val_slices, prefetch.world_size)
     for steps in warmup_steps(cfg):
         plans = [plan_step(cfg, step) for step in steps]
-        batches = Prefetcher(loader, plans, prefetch)
+        batches, touched = Prefetcher(loader, plans, prefetch), []
         for plan in plans:
             model.rotary.use_stage(plan.stage)
             validate(model, val, optimizer.exchange, plan.windows, one_round)
             batch = batches.next()
             AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
-            if "ngrams" in batch.rows:
-                optimizer.ngrams.zero(batch.rows["ngrams"].owned)
+            if batch.ngrams:
+                touched.append(batch.ngrams["ngrams"].owned)
+        for rows in touched:
+            optimizer.ngrams.zero(rows)
         optimizer.drop_grads()
     loader.close()
     optimizer.apply_endings()
