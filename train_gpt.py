@@ -270,10 +270,10 @@ class Ngrams:
     """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
 
     orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
-    rows: int = 1 << 23  # of each order
+    rows: int = 42301440  # of each order
     width: int = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
-    dtype: Float = "float32"
+    dtype: Float = "bfloat16"
     # Row r is on rank r % world_size: on its device (sharded), or in its host memory (host), which its GPU
     # reads and writes over PCIe.
     placement: Literal["sharded", "host"] = "sharded"
@@ -318,7 +318,7 @@ class Config:
     padded_vocab: int = 50304  # rows of embedding tables, columns of the head; padding trains like the rest
     bos_id: int = 50256
     bigram_vocab_size: int = 50304 * 15 // 2
-    ngrams: Ngrams = Ngrams()
+    ngrams: Ngrams = Ngrams((2, 3))
     sign_rows: int = 8192  # of random signs, by which rows of bigrams or n-grams are multiplied; 0: none
     heads: int = 6
     head_dim: int = 128
@@ -422,9 +422,9 @@ CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
-    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, every=1), mix_groups=4, window_unit=16, attn_scale=0.25,
-    narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, bank_dtype="float32", slow_from=82,
-    momentum_warmup=125, momentum_cooldown=20, rails_step=125, kernels=(), attention="dense", fp8=False,
+    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, dtype="float32", every=1), mix_groups=4, window_unit=16,
+    attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, bank_dtype="float32",
+    slow_from=82, momentum_warmup=125, momentum_cooldown=20, rails_step=125, kernels=(), attention="dense", fp8=False,
     compile=False, endings=(),
     stages=(
         Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
@@ -434,11 +434,7 @@ CPU = replace(
     ))
 # fmt: on
 
-# The record preset with n-gram memory of 2^24 rows in the place of bigram_embed: 6.5 GB on each of 8 GPUs,
-# and about 3 for the rows that four steps touch. Not run on GPUs, not tuned.
-NGRAM = replace(RECORD, preset="ngram", ngrams=Ngrams(orders=(2, 3)))
-
-PRESETS = {"record": RECORD, "ngram": NGRAM, "cpu": CPU}
+PRESETS = {"record": RECORD, "cpu": CPU}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -3778,18 +3774,21 @@ def config_json(cfg: Config, **more) -> str:
 
 
 def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
-    """Raises UserError if this machine's memory cannot hold its ranks' rows of the n-gram table.
+    """Raises UserError if the n-gram table and its state do not fit; the message says how many rows do.
 
-    Without this the kernel would grant them, and kill a process later. A GPU's memory is allocated at once.
+    A GPU may use a third of its memory for them: the rest of the record preset needs up to 50 GB. All host
+    memory may be used: without this the kernel would grant more, and kill a process later.
     """
-    n = cfg.ngrams
-    nbytes = len(n.orders) * n.rows * n.width * dtype_of(n.dtype).itemsize * local_ranks // world_size
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    refuse_if(
-        nbytes > have and (device.type == "cpu" or n.placement == "host"),
-        f"the n-gram table needs {nbytes:,} bytes, this machine has {have:,}; use more machines, or lower "
-        "ngrams.rows or ngrams.width",
-    )
+    n, on_gpu = cfg.ngrams, device.type == "cuda" and cfg.ngrams.placement == "sharded"
+    if not n.orders:
+        return
+    if on_gpu:
+        have = torch.cuda.mem_get_info(device)[1] // 3
+    else:
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
+    fits = have * world_size // (len(n.orders) * (n.width * dtype_of(n.dtype).itemsize + 8))
+    message = f"the n-gram table does not fit in memory: use --set ngrams.rows={fits}, or fewer"
+    refuse_if(n.rows > fits, f"{message}, or more processes on as many GPUs")
 
 
 SAVED_ROWS = 1 << 14  # of n-grams that are gathered at once, to save a model

@@ -97,8 +97,9 @@ def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], 
     for name, ids, rows in (("bigram_embed", bigrams, signs), ("value_embeds", tokens, None)):
         indices.append(tg.index_rows(ids, signs=rows))
         times.append(time.perf_counter())
-        batches.touched[name] = tg.merge_rows(tg.NO_ROWS, indices[-1].row_ids.numpy())
-        batches._route_rows(name)
+        touched = tg.merge_rows(tg.NO_ROWS, indices[-1].row_ids.numpy())
+        rows_a_rank = batches.table_rows["bigrams" if rows is not None else "tokens"] // RANKS
+        batches._route(name, *np.divmod(touched, rows_a_rank), RANKS)
         times.append(time.perf_counter())
     return intervals(times), indices[0]
 

@@ -100,7 +100,8 @@ def measure(
 ) -> tuple[str, ...]:
     """Measures one table. Returns the columns of its line, from the distinct rows on."""
     kind, shape = SPECS[name].kind, tg.param_shapes(CFG, world_size)[name]
-    (row_ids, send_counts, _), rows_per_rank = touched[kind].grads, shape[0] // world_size
+    row_ids, send_counts = touched[kind].rows, touched[kind].send_counts
+    rows_per_rank = shape[0] // world_size
     request = kind, (row_ids % rows_per_rank).numpy(), send_counts
     # The gradient is 0 except in touched rows, which repeat 251 random ones: a random table takes seconds.
     grad, generator = torch.zeros(shape, dtype=torch.bfloat16), torch.Generator().manual_seed(rank)
@@ -112,8 +113,8 @@ def measure(
 
     def sparse() -> tg.RowRoutes:
         places, recv_counts = exchange.send_ids(*request)
-        plan = tg.RowRoutes(tg.Transfer(row_ids, send_counts, recv_counts), torch.from_numpy(places))
-        row_grads = exchange.send_rows("rows", name, grad[row_ids], plan.grads).wait()
+        plan = tg.RowRoutes(send_counts, recv_counts, torch.from_numpy(places), row_ids)
+        row_grads = exchange.send_rows("rows", name, grad[row_ids], send_counts, recv_counts).wait()
         tg.mean_rows(shard_grad, row_grads, plan)
         return plan
 
@@ -138,7 +139,7 @@ def measure(
     if dense_sent != fp32_sent or sparse_sent != expected:
         counted = f"{dense_sent}, {fp32_sent} and {sent} bytes"
         raise RuntimeError(f"{name}: rank {rank} of {world_size} counted {counted}")
-    recv_counts = plan.grads.recv_counts
+    recv_counts = plan.recv_counts
     received_bytes = (row_bytes + 4) * (sum(recv_counts) - recv_counts[rank])
     of_rank = len(row_ids) / shape[0], sparse_sent, max(sparse_sent, received_bytes)
     of_ranks = np.array(exchange.all_gather_object(of_rank))

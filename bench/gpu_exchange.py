@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Iterator
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,12 +55,10 @@ def exchange_calls(exchange: tg.Exchange, device: torch.device) -> Iterator[tupl
             places, recv_counts = exchange.send_ids("tokens", (row_ids % 2).numpy(), counts)
             owners = touches[:, 2 * rank : 2 * rank + 2].nonzero()[:, 1]
             yield f"row ids with {name}, {case}", torch.from_numpy(places), owners.int()
-            marks = exchange.send_numbers("marks", "p", places.astype(np.uint8), recv_counts, counts)
-            yield f"marks with {name}, {case}", torch.from_numpy(marks), (row_ids % 2).byte()
-            transfer = tg.Transfer(row_ids, counts, recv_counts)
-            plan = tg.RowRoutes(transfer, torch.from_numpy(places).to(device))
+            both = counts, recv_counts
+            plan = tg.RowRoutes(*both, torch.from_numpy(places).to(device))
             out = grad.new_empty((sum(recv_counts), *grad.shape[1:])) if case == "uneven" else None
-            row_grads = exchange.send_rows("rows", "p", grad[row_ids.to(device)], transfer, out).wait()
+            row_grads = exchange.send_rows("rows", "p", grad[row_ids.to(device)], *both, out).wait()
             result = torch.zeros_like(exchange.shard(mean))
             tg.mean_rows(result, row_grads, plan)
             wanted = (every.float() * touches.to(device)[:, :, None, None]).mean(0)
@@ -94,8 +91,8 @@ def train_small(
 def exchange_rank(rank: int, world_size: int, on_gpu: bool, cfg: tg.Config, shard: Path) -> None:
     """Runs as one rank. Writes a line for every call beside `shard`: its name, and whether it was right.
 
-    Also trains `cfg` with n-grams, sharded and in host memory, ahead and late; and, with several ranks, with
-    sparse and with dense exchange.
+    Also trains `cfg` with n-grams, sharded and in host memory; and, with several ranks, with sparse and with
+    dense exchange.
     """
     device, timeout = torch.device("cpu"), timedelta(seconds=60)
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
@@ -118,7 +115,6 @@ def exchange_rank(rank: int, world_size: int, on_gpu: bool, cfg: tg.Config, shar
         whole = (replace(p, exchange="reduce_scatter") if p.is_table else p for p in fp32.params)
         pairs = {
             "n-grams on the host as sharded": (sharded, tg.override(sharded, "ngrams.placement=host")),
-            "n-grams late as ahead": (sharded, tg.override(sharded, "ngrams.prefetch=false")),
             "sparse as dense": (fp32, replace(fp32, params=tuple(whole))),
         }
         if world_size == 1:

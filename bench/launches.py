@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Counts what a training step launches on a GPU and dispatches on the host, phase by phase, without a GPU.
 
-    python bench/launches.py [--preset record|ngram|cpu] [--set NAME=VALUE ...] [--stage 0] [--ranks 8]
+    python bench/launches.py [--preset record|cpu] [--set NAME=VALUE ...] [--stage 0] [--ranks 8]
 
 Runs two steps of rank 0, the second with Adam, at the preset's real shapes on torch's "meta" device: nothing
 is computed. Collectives return at once. Takes a minute or two, to generate code.
@@ -17,7 +17,7 @@ is computed. Collectives return at once. Takes a minute or two, to generate code
     collectives  that the step starts; their own kernels are not among the launches. What the prefetch thread
                  exchanges is not counted: those are numbers in host memory
 
-The phase "n-grams" fetches their rows, sends their gradients' and updates them: --preset ngram.
+The phase "n-grams" fetches their rows, sends their gradients' and updates them.
 
 The last line has the most bytes that the rank's tensors take at once, in its four steps and the validation of
 a slice. It counts what autograd keeps of uncompiled code; compiled, it keeps less. Stages 2 and 3 have the

@@ -14,9 +14,8 @@ the median of the rounds' ratios to the first size. "cold" is the first pairs of
 system still has to give; before the others every page is written once.
 
     ms       of two steps, on the slowest rank
-    early    share of fetched rows that come while the step before trains
     sent     bytes that rank 0 sends for n-grams in two steps, and their ratio to (rows asked of it + rows
-             whose gradients it sends) x width x 4; the rest is row ids, marks and counts
+             whose gradients it sends) x width x 4; the rest is row ids and counts
     buffers  MB of the rows that a step reads and of their gradients, allocated once
     peak     MB of temporaries, at most at once, torch's and NumPy's, in two steps
 
@@ -48,8 +47,8 @@ import train_gpt as tg
 from tokenize_text import shard_header
 
 WIDTH, ORDERS = 64, (2, 3, 4, 5)
-LINE = "{:>12} {:>10} {:>8} {:>7} {:>8} {:>6} {:>10} {:>7} {:>8} {:>7} {:>8}".format
-HEAD = LINE("table", "rows", "ms", "ratio", "cold ms", "early", "sent", "ratio", "buffers", "peak", "ratio")
+LINE = "{:>12} {:>10} {:>8} {:>7} {:>8} {:>10} {:>7} {:>8} {:>7} {:>8}".format
+HEAD = LINE("table", "rows", "ms", "ratio", "cold ms", "sent", "ratio", "buffers", "peak", "ratio")
 
 
 class Peak(TorchDispatchMode):
@@ -99,7 +98,7 @@ class Training:
         self.optimizer = tg.Optimizer(cfg, dict(self.model.named_parameters()), self.exchange)
         self.loader = tg.TrainLoader(cfg, [shard], rank, world_size)
         plans = [tg.plan_step(cfg, step) for step in range(2 * pairs)]
-        self.batches, self.rows = tg.Prefetcher(self.loader, plans, self.prefetch), []
+        self.batches, self.routes = tg.Prefetcher(self.loader, plans, self.prefetch), []
 
     def pair(self) -> float:
         """Returns the ms of two steps."""
@@ -109,8 +108,8 @@ class Training:
             if self.collect:
                 gc.collect()
             batch = self.batches.next()
-            if "ngrams" in batch.rows:
-                self.rows.append(batch.rows)
+            if batch.ngrams:
+                self.routes.append(batch.ngrams["ngrams"])
             tg.train_step(self.model, self.optimizer, batch, self.batches.peek)
         self.optimizer.finish_gathers()
         ms = torch.tensor(1000 * (time.perf_counter() - began))
@@ -131,13 +130,10 @@ def config(rows: int, steps: int, dense: bool) -> tg.Config:
     return replace(cfg, ngrams=tg.Ngrams(ORDERS, rows=rows // len(ORDERS), width=WIDTH, every=1))
 
 
-def wanted_bytes(plans: list[dict], rank: int) -> int:
+def wanted_bytes(routes: list[tg.RowRoutes], rank: int) -> int:
     """Returns the bytes of the rows that others asked of a rank, and of the gradient rows it sent."""
-    rows = 0
-    for plan in plans:
-        for transfer in (plan["ngrams"].grads, plan["early"], plan["late"]):
-            rows += sum(transfer.send_counts) - transfer.send_counts[rank]
-    return rows * WIDTH * 4
+    counts = [counts for each in routes for counts in (each.send_counts, each.recv_counts)]
+    return sum(sum(each) - each[rank] for each in counts) * WIDTH * 4
 
 
 def run_rank(rank: int, world_size: int, folder: str, args: argparse.Namespace) -> None:
@@ -165,23 +161,20 @@ def run_rank(rank: int, world_size: int, folder: str, args: argparse.Namespace) 
         training.collect = True  # else what a step left behind counts with the next
         tracemalloc.start()
         for _ in range(2):  # the first makes what stays
-            training.rows.clear()
+            training.routes.clear()
             tracemalloc.reset_peak()
             before, held = training.sent(), tracemalloc.get_traced_memory()[0]
             with Peak() as peak:
                 training.pair()
         temporaries = peak.peak + tracemalloc.get_traced_memory()[1] - held
         tracemalloc.stop()
-        table, columns = training.optimizer.ngrams, ["", "", "", ""]
+        table, columns = training.optimizer.ngrams, ["", "", ""]
         if table:
             sent = {key: nbytes - before.get(key, 0) for key, nbytes in training.sent().items()}
-            plans = training.rows
-            early = sum(sum(plan["early"].recv_counts) for plan in plans)
-            fetched = sum(sum(plan["ngrams"].grads.send_counts) for plan in plans)
             buffers = sum(t.nbytes for name, t in vars(table).items() if torch.is_tensor(t))
-            columns = [f"{early / fetched:.0%}", f"{sum(sent.values()):,}", ""]
+            columns = [f"{sum(sent.values()):,}", ""]
             if world_size > 1:
-                columns[2] = f"{sum(sent.values()) / wanted_bytes(plans, rank):.3f}"
+                columns[1] = f"{sum(sent.values()) / wanted_bytes(training.routes, rank):.3f}"
             columns.append(f"{buffers / 1e6:.2f}")
         base = first.setdefault(dense, (times[size], temporaries))
         ratio = median(b / a for a, b in zip(base[0], times[size]))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times a training step, stage by stage, and the operations that have kernels.
 
-    python bench/step_time.py [--preset record|ngram|cpu] [--set NAME=VALUE ...] [--stages 0,1,2,3]
+    python bench/step_time.py [--preset record|cpu] [--set NAME=VALUE ...] [--stages 0,1,2,3]
                               [--steps N] [--against NAME=VALUE ...] [--kernels] [--data DIR]
 
 Times each stage's steps in one process, synchronizing with the device before and after each, in two setups:
@@ -113,15 +113,6 @@ class SingleRankExchange(tg.Exchange):
             return tg.Pending(part)
         return tg.Pending(recv_buffer.copy_(part), None, tg.rank_order_mean)
 
-    def send_numbers(
-        self, kind: str, name: str, numbers: np.ndarray, send_counts: list[int], recv_counts: list[int]
-    ) -> np.ndarray:
-        received = np.resize(numbers, (sum(recv_counts), *numbers.shape[1:]))  # others answer alike
-        start, sent = (sum(counts[: self.rank]) for counts in (recv_counts, send_counts))
-        n = recv_counts[self.rank]
-        received[start : start + n] = numbers[sent : sent + n]
-        return received
-
     def send_ids(self, kind: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
         """Returns what this rank sends itself: others ask for nothing."""
         recv_counts = [n if rank == self.rank else 0 for rank, n in enumerate(send_counts)]
@@ -129,10 +120,15 @@ class SingleRankExchange(tg.Exchange):
         return ids[start : start + send_counts[self.rank]], recv_counts
 
     def send_rows(
-        self, kind: str, name: str, rows: Tensor, transfer: tg.Transfer, out: Tensor | None = None
+        self,
+        kind: str,
+        name: str,
+        rows: Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        out: Tensor | None = None,
     ) -> tg.Pending:
         """Fills this rank's part of `out`; others' keep what they have, 0 if it is new."""
-        _, send_counts, recv_counts = transfer
         out = rows.new_zeros((sum(recv_counts), *rows.shape[1:])) if out is None else out
         out.split(recv_counts)[self.rank].copy_(rows.split(send_counts)[self.rank])
         return tg.Pending(out)

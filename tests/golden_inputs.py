@@ -251,7 +251,7 @@ def plans_of_all_rows(cfg):
     for name in (spec.name for spec in tg.used_params(cfg) if spec.is_table):
         count = shapes[name][0]
         rows = torch.arange(count, dtype=torch.int32)
-        plans[name] = tg.RowRoutes(tg.Transfer(rows, [count], [count]), rows)
+        plans[name] = tg.RowRoutes([count], [count], rows, rows)
     return plans
 
 

@@ -215,6 +215,9 @@ def boxed(function):
 # ------------------------------------------------------------------------------------------------------------
 
 
+BIGRAMS = replace(tg.RECORD, ngrams=tg.Ngrams())
+
+
 def write_data(folder, cfg, train, val):
     """Writes a shard of `train` tokens, one of `val` and a vocabulary; returns them as a run's data."""
     rng, paths = np.random.default_rng(0), []
@@ -517,9 +520,9 @@ def inductor_part():
 
     tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
     tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
-    MetaRun(tg.RECORD, 8, code.compiler).warm_up()
+    MetaRun(BIGRAMS, 8, code.compiler).warm_up()
     of_rows = GeneratedCode()
-    cfg = replace(tg.NGRAM, microbatches=1, stages=tg.NGRAM.stages[:2])
+    cfg = replace(tg.RECORD, microbatches=1, stages=tg.RECORD.stages[:2])
 
     def compile_of_rows(function):
         of_a_row = tg.gather_rows.function, tg.update_rows.function
@@ -561,11 +564,11 @@ def triton_part():
     fake_gpu()
     report = {"kernels": [name for name in vars(tg) if name.endswith("_kernel")], "variants": {}, "late": {}}
     one_rank = replace(
-        tg.RECORD,
+        BIGRAMS,
         microbatches=2,
         stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in tg.RECORD.stages),
     )
-    runs = {"8 ranks": (tg.RECORD, 8), "8 ranks, n-grams": (tg.NGRAM, 8), "1 rank": (one_rank, 1)}
+    runs = {"8 ranks": (BIGRAMS, 8), "8 ranks, n-grams": (tg.RECORD, 8), "1 rank": (one_rank, 1)}
     for where, (cfg, world_size) in runs.items():
         seen = Launches()
         run = MetaRun(cfg, world_size)
@@ -579,7 +582,7 @@ def triton_part():
                 run.train([middle, middle + 1], rows)
         plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
         plans = list({(plan.batch_tokens, plan.loss_weights): plan for plan in plans}.values())
-        for plan in plans if cfg is tg.RECORD else plans[::10]:
+        for plan in plans if cfg is BIGRAMS else plans[::10]:
             seen.phase = f"head of step {plan.step}"
             run.head(plan)
         report["variants"][where] = dict(Counter(name for name, _ in seen.variants))

@@ -356,7 +356,7 @@ CASES = [
           (0, 2, "in the first step", "", "GPT.head_loss_and_grad", 1, die, 0, ()),
           (1, 2, "in a later step", "", "GPT.head_loss_and_grad", 5, die, 4, ()),
           (1, 2, "before its thread sends row counts", "", "Exchange.send_ids", 3, die, 1, ()),
-          (0, 2, "before its thread sends row ids", "", "Exchange.send_numbers", 6, die, 1, ()),
+          (0, 2, "before its thread sends row ids", "", "Exchange.send_rows", 6, die, 1, ()),
           (0, 2, "between two tables' rows", "", "Gradient.take", 38, die, 1, ()),
           (0, 2, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),
           (1, 2, "between scatter and gather", "", "Exchange.gather", 12, die, 1, ()),

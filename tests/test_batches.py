@@ -77,12 +77,12 @@ def check_plan(plan, by_rank, rank, rows):
     world_size = len(by_rank)
     shard = rows // world_size
     own = range(rank * shard, (rank + 1) * shard)
-    assert plan.grads.rows.dtype == torch.int32 and plan.grads.rows.tolist() == sorted(by_rank[rank])
+    assert plan.rows.dtype == torch.int32 and plan.rows.tolist() == sorted(by_rank[rank])
     counts = [sum(row // shard == owner for row in by_rank[rank]) for owner in range(world_size)]
-    assert plan.grads.send_counts == counts
+    assert plan.send_counts == counts
     arriving = [sorted(row - own.start for row in touched if row in own) for touched in by_rank]
-    assert plan.grads.recv_counts == list(map(len, arriving))
-    assert all(type(n) is int for n in plan.grads.send_counts + plan.grads.recv_counts)
+    assert plan.recv_counts == list(map(len, arriving))
+    assert all(type(n) is int for n in plan.send_counts + plan.recv_counts)
     assert plan.arriving.dtype == torch.int32 and plan.arriving.tolist() == sum(arriving, [])
 
 

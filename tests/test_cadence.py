@@ -229,21 +229,19 @@ def table_events(dtype, **ngrams):
             assert torch.equal(table.arrived()[micro_batch.hashed_rows.long()], now)
             db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
             tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.index["ngrams"], signs)
-        table.fetch_early(batches.peek())
-        assert ("ngrams" in table.routes) == (plan.step in rates)
-        if "ngrams" in table.routes:
-            owned, grads = table.routes["ngrams"].owned, table.send_grads().wait().clone()
-            assert not table.main_grad.any()
+        assert plan.updates(cfg.ngrams.every) == (plan.step in rates)
+        if plan.step in rates:
+            owned, grads = table.routes.owned, table.send_grads().wait().clone()
             table.update(grads, plan)
+            assert not table.main_grad.any()
             yield next(events), owned.tolist(), grads, table
-        table.fetch_late()
+            table.begin(batches.peek())
     loader.close()
     assert next(events, None) is None
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_golden_ngrams(prefetch):
-    for want, rows, grads, table in table_events("float64", prefetch=prefetch):
+def test_golden_ngrams():
+    for want, rows, grads, table in table_events("float64"):
         assert rows == want["rows"] and len(rows) == want["touched"]
         assert table.clock[0] == want["event"]
         parts = {
@@ -351,16 +349,12 @@ def train_ngrams(rank, world_size, cfg):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ngrams_after_four_steps(workers, tmp_path, world_size):
-    """Compares prefetch on and off to the bit, and one rank up to rounding."""
+    """Compares with one rank, up to rounding."""
     cfg = with_dtype(ngram_config(tmp_path, rows=199, every=4, dtype="float64"), "float64")
     cfg = replace(cfg, padded_vocab=64, stages=tuple(replace(s, steps=s.steps + 1) for s in cfg.stages))
-    ahead, late = (
-        workers(world_size, train_ngrams, tg.override(cfg, f"ngrams.prefetch={on}")) for on in (True, False)
-    )
     single = train_ngrams(0, 1, cfg)
-    for rank, (got, want) in enumerate(zip(ahead, late)):
-        assert got[:2] == want[:2] and all(map(torch.equal, got[2], want[2]))
-        rows, _, last, clock = got[2]
+    for rank, (_, _, stored) in enumerate(workers(world_size, train_ngrams, cfg)):
+        rows, _, last, clock = stored
         assert clock.tolist() == [3, 5] and set(last.tolist()) <= {0, 1, 3, 5}  # steps 1, 3 and 7
         whole = single[2][0][rank::world_size]
         torch.testing.assert_close(rows[: len(whole)], whole, rtol=1e-9, atol=1e-9)

@@ -183,7 +183,7 @@ def test_no_row_and_one_row_are_not_compiled(monkeypatch):
     plan = tg.plan_step(cfg, 0)
     for n in range(4):
         rows = torch.arange(n, dtype=torch.int32) + 5
-        table.routes = {"ngrams": tg.RowRoutes(tg.Transfer(rows, [n], [n]), rows, owned=rows)}
+        table.routes = tg.RowRoutes([n], [n], rows, owned=rows)
         table.update(randn(n, cfg.ngrams.width, seed=1), plan)
         assert (table.moments > 0).nonzero()[:, 0].tolist() == list(range(5, 5 + n))
     assert sizes == [2, 3]

@@ -55,7 +55,6 @@ OVERRIDES = [
     ("ngrams.orders=2,3",            lambda c: c.ngrams.orders,               (2, 3)),
     ("ngrams.orders=",               lambda c: c.ngrams.orders,               ()),
     ("ngrams.lr=2",                  lambda c: c.ngrams.lr,                   2.0),
-    ("ngrams.prefetch=false",        lambda c: c.ngrams.prefetch,             False),
 ]
 # fmt: on
 
@@ -90,18 +89,6 @@ def test_presets_are_valid(preset):
     assert [replace(layer, xsa=False) for layer in tg.LAYERS] == [
         replace(layer, xsa=False) for layer in cfg.layers
     ]
-
-
-def test_the_ngram_preset_is_the_record_preset_but_for_its_table():
-    assert replace(tg.NGRAM, preset="record", ngrams=tg.RECORD.ngrams) == tg.RECORD
-    n = tg.NGRAM.ngrams
-    assert (n.orders, len(n.orders) * n.rows, n.width, n.dtype, n.placement) == (
-        (2, 3),
-        2**24,
-        tg.NGRAM.dim,
-        "float32",
-        "sharded",
-    )
 
 
 @pytest.mark.parametrize("preset", tg.PRESETS)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -152,7 +153,7 @@ FAILURES = {
     "the last batch": (1, 8, FaultAtCall("Prefetcher._build", 8, fail_when_other_waits)),
     "a batch, between its collectives": (
         *(0, 6),
-        FaultAtCall("Prefetcher._plan_fetches", 6, fail_when_other_waits),
+        FaultAtCall("Prefetcher._route_ngrams", 6, fail_when_other_waits),
     ),
 }
 # The other rank must learn of it at once, not after a timeout.
@@ -445,8 +446,8 @@ def saved(corpus, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
-    [("warmup=true",), ("ngrams.placement=host", "warmup=true"), ("ngrams.prefetch=false",)],
-    ids=["warm_up", "host_and_warm_up", "no_prefetch"],
+    [("warmup=true",), ("ngrams.placement=host", "warmup=true")],
+    ids=["warm_up", "host_and_warm_up"],
 )
 def test_what_does_not_change_the_table(saved, change):
     """Nor any digit of the loss."""
@@ -651,14 +652,11 @@ def rows_by_step(cfg, rank, world_size=2):
 
 
 def rows_sent(cfg):
-    """Counts the rows that travel from rank 0 of two: gradients, early and late ones."""
-    count, before = dict.fromkeys(("gradient rows", "early rows", "late rows"), 0), set()
+    """Counts the rows that travel from rank 0 of two: gradients, and rows for the other's steps."""
+    count = Counter()
     for mine, theirs in zip(rows_by_step(cfg, 0), rows_by_step(cfg, 1)):
-        asked = {row for row in theirs if row % 2 == 0}
         count["gradient rows"] += sum(row % 2 for row in mine)
-        count["late rows"] += len(asked & before)
-        count["early rows"] += len(asked - before)
-        before = mine | theirs
+        count["rows"] += sum(row % 2 == 0 for row in theirs)
     return count
 
 
@@ -684,7 +682,7 @@ def counted(corpus, tmp_path_factory):
 
 def ngram_bytes(exchange, prefetch):
     """Returns the bytes of n-grams' rows in training and of all that is told about them."""
-    kinds = "early rows", "late rows", "gradient rows", "row ids", "late marks"
+    kinds = "rows", "gradient rows", "row ids"
     named = [(exchange if kind.endswith("rows") else prefetch)[f"{kind} ngrams"] for kind in kinds]
     return sum(named) + sum(nbytes for kind, nbytes in prefetch.items() if kind.startswith("counts"))
 
@@ -699,25 +697,16 @@ def test_the_bytes_sent_are_those_of_touched_rows(counted, corpus, change):
     assert {kind: exchange[f"{kind} ngrams"] for kind in rows} == {
         kind: count * row_bytes for kind, count in rows.items()
     }
-    # An id for each row to fetch and each gradient row, a mark for each row asked of this rank.
-    assert prefetch["row ids ngrams"] == 8 * rows["gradient rows"]
-    assert prefetch["late marks ngrams"] == rows["early rows"] + rows["late rows"]
-    kinds = sum(2 + 2 * tg.plan_step(cfg, step).updates(2) for step in range(cfg.steps))
+    # An id for each row that is fetched and has a gradient.
+    assert prefetch["row ids ngrams"] == 4 * rows["gradient rows"]
+    kinds = sum(1 + 2 * tg.plan_step(cfg, step).updates(2) for step in range(cfg.steps))
     assert sum(nbytes for kind, nbytes in prefetch.items() if kind.startswith("counts")) == 8 * kinds
-
-
-@pytest.mark.slow
-def test_without_prefetch_all_rows_are_late(counted, corpus):
-    rows = rows_sent(make_config(corpus, *WIDE))
-    _, (exchange, _) = counted("ngrams.prefetch=false")
-    assert exchange["early rows ngrams"] == 0
-    assert exchange["late rows ngrams"] == 256 * (rows["early rows"] + rows["late rows"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1 << 16, 1 << 18])
 def test_the_bytes_sent_do_not_grow_with_the_table(counted, corpus, rows):
-    """But for hashes that meet, the same; ids, marks and counts are little beside the rows."""
+    """But for hashes that meet, the same; ids and counts are little beside the rows."""
     sent = ngram_bytes(*counted(f"ngrams.rows={rows}")[1])
     count = rows_sent(make_config(corpus, *WIDE, f"ngrams.rows={rows}"))
     assert 256 * sum(count.values()) < sent <= 1.05 * 256 * sum(count.values())
@@ -745,10 +734,10 @@ A_64TH = (  # of the preset's matrices, tables and tokens, without what needs a 
 
 
 @pytest.mark.slow
-def test_the_ngram_preset_at_a_64th_of_its_size_on_8_processes(tmp_path):
+def test_the_record_preset_at_a_64th_of_its_size_on_8_processes(tmp_path):
     synthetic.write_shards(tmp_path / "shards", 400_000, 10_000, 785)
     options = [word for setting in A_64TH for word in ("--set", setting)]
-    arguments = ["--preset", "ngram", "--data", "shards", *options]
+    arguments = ["--preset", "record", "--data", "shards", *options]
     with Launch(tmp_path, *arguments, world_size=8) as run:
         assert run.wait(4 * WAIT) == [0] * 8, run.err
     text = log_of(tmp_path)

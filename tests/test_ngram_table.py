@@ -47,17 +47,10 @@ class WholeTable:
         self.table = torch.zeros(len(n.orders) * n.rows, n.width, dtype=self.dtype)
         self.moments = torch.zeros(len(self.table), dtype=self.acc_dtype)
         self.last, self.clock = torch.zeros(len(self.table), dtype=torch.int32), [0, 0]
-        rows = n.every * tg.ngram_bounds(cfg, exchange.world_size)[0]
-        self.main_grad = torch.zeros(rows, n.width)  # never read
+        self.main_grad = torch.zeros(tg.ngram_bounds(cfg, exchange.world_size)[0], n.width)  # never read
         self.looked_up = []  # since the last update
 
     def begin(self, batch):
-        self.routes = batch.rows
-
-    def fetch_early(self, batch):
-        pass
-
-    def fetch_late(self):
         pass
 
     def arrived(self):
@@ -280,18 +273,13 @@ CASES = [(*case, *more) for case, more in zip(CASES, itertools.cycle([(4, 0.9), 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size, per_rank, main_grad, every, beta2", CASES)
 def test_placements_are_the_reference(workers, cfg, world_size, per_rank, main_grad, every, beta2):
-    """Compares every bit, with and without prefetch."""
     cfg = tg.override(tg.override(cfg, f"ngrams.beta2={beta2}"), f"ngrams.every={every}")
     cfg = replace(cfg, microbatches=world_size * per_rank, main_grad=main_grad)
-    variants = [(cfg, "whole")]
-    for prefetch in ("true", "false"):
-        variants.append((tg.override(cfg, f"ngrams.prefetch={prefetch}"), "sharded"))
-    want, *results = run_variants(workers, world_size, variants)
+    want, got = run_variants(workers, world_size, [(cfg, "whole"), (cfg, "sharded")])
     assert len(set(want[1])) == cfg.steps
     changed = (want[2][0] != start_values(cfg)[0]).any(-1)
     assert 300 < changed.sum() < len(changed) and len(set(want[2][2].tolist())) > 2
-    for variant, got in zip(variants[1:], results):
-        assert_same(got, want, variant[0].ngrams.prefetch)
+    assert_same(got, want, "sharded")
 
 
 @pytest.mark.slow
@@ -358,7 +346,7 @@ def warm_up_and_look(rank, world_size, cfg):
     tg.warm_up(data, model, optimizer, val, prefetch)
     after = [t.clone() for t in tensors_of(table)], tg.training_state(model, optimizer)
     same = [same_bits(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(before, after)]
-    left = table.routes, table.next_routes, table.pending
+    left = table.batch, table.pending
     return same, left, changes, before[0], table.fetch(torch.arange(table.rows, dtype=torch.int32))
 
 
@@ -370,7 +358,7 @@ def test_warm_up_leaves_no_trace(workers, cfg, world_size):
     whole, *state = join([result[3] for result in results], len(cfg.ngrams.orders) * cfg.ngrams.rows)
     assert not whole.any() and not any(t.any() for t in state)
     for same, left, changes, _, fetched in results:
-        assert same == [True, True] and left == (None, None, [])
+        assert same == [True, True] and left == (None, None)
         assert len(changes) == sum(map(len, tg.warmup_steps(cfg))) and sum(changes) > len(whole) / world_size
         assert same_bits(fetched, whole)
 
@@ -410,7 +398,7 @@ def test_a_checkpoint_loads_while_rows_are_under_way(cfg, tmp_path):
             about = dict(task={}, script="", torch="")
             progress = dict(step=last, train_ms=0.0, position=position)
             tg.save_checkpoint(tmp_path / "x.checkpoint", about, progress, model, optimizer)
-    assert runs[2][:3] == runs[1] and optimizer.ngrams.routes is None
+    assert runs[2][:3] == runs[1] and optimizer.ngrams.pending is None
 
 
 # ----------------------------------------------------------------------------------------------------- memory

@@ -25,8 +25,6 @@ def ngram_config(folder, **ngrams):
     """Returns a config of three small layers and six steps, whose batches 1, 2, 3 and 4 ranks can share.
 
     What is updated every 4 steps is updated after steps 1 and 3: the gradients of the last two are lost.
-
-    Its steps touch a part of the table, so that some rows come early and some late.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(3)
@@ -301,39 +299,33 @@ def test_merge_rows():
             assert got.dtype == np.int32
 
 
-def test_is_in():
-    rng = np.random.default_rng(6)
-    for high in 10, 100, 2**31 - 1:
-        rows, ids = (np.unique(rng.integers(0, high, n)).astype(np.int32) for n in (40, 60))
-        ids = tg.merge_rows(ids, rows[::2], np.array([0, high], np.int32)[: high < 2**31 - 1])
-        for known in rows, rows[:1], rows[:0]:
-            assert tg.is_in(known, ids).tolist() == [i in known.tolist() for i in ids.tolist()]
-            assert tg.is_in(known, ids[:0]).tolist() == []
-
-
 # ------------------------------------------------------------------------------------------------- the plans
 
 
 class ThreadExchange(tg.Exchange):
-    """Swaps numbers between threads of this process, one a rank."""
+    """Swaps row ids between threads of this process, one a rank."""
 
     def __init__(self, rank, world_size, board, barrier):
         super().__init__(rank, world_size)
         self.board, self.barrier, self.calls = board, barrier, []
 
-    def send_numbers(self, kind, name, numbers, send_counts, recv_counts):
-        assert len(numbers) == sum(send_counts)
-        self.calls.append((kind, name))
-        self.board[self.rank] = np.split(numbers, np.cumsum(send_counts)[:-1])
+    def send_ids(self, name, ids, send_counts):
+        assert len(ids) == sum(send_counts)
+        self.calls.append(name)
+        if len(send_counts) == 1:
+            return ids, send_counts
+        self.board[self.rank] = np.split(ids, np.cumsum(send_counts)[:-1])
         self.barrier.wait(60)
         received = [parts[self.rank] for parts in self.board]
         self.barrier.wait(60)
-        assert [len(part) for part in received] == list(recv_counts)
-        return np.concatenate(received)
+        return np.concatenate(received), [len(part) for part in received]
 
 
 class Plans:
-    """Holds the batches of every step and rank, and their rows and transfers as lists of row numbers."""
+    """Holds the batches of every step and rank, and the rows that they read.
+
+    cycles: the steps from one update of n-grams to the next, which are planned together.
+    """
 
     def __init__(self, cfg, world_size):
         self.cfg, self.world_size = cfg, world_size
@@ -358,54 +350,45 @@ class Plans:
             ]
             for ranks in self.batches
         ]
+        self.cycles = {
+            1: [[0], [1], [2], [3], [4], [5]],
+            2: [[0, 1], [2, 3], [4, 5]],
+            4: [[0, 1], [2, 3], [4, 5]],  # the last one has no update
+        }[cfg.ngrams.every]
 
-    def plan(self, step, rank):
-        return self.batches[step][rank].rows
+    def routes(self, cycle, rank):
+        return self.batches[cycle[0]][rank].ngrams["ngrams"]
 
-    def updates(self, step):
-        return step >= 0 and tg.plan_step(self.cfg, step).updates(self.cfg.ngrams.every)
+    def asked(self, cycle, rank):
+        """Returns the distinct rows that a rank reads in a cycle, ascending."""
+        return sorted(
+            {row for step in cycle for ids in self.reads[step][rank] for row in ids.ravel().tolist()}
+        )
 
-    def cycle(self, step):
-        """Returns the steps since the last update, to this one."""
-        return range(next(s for s in range(step, -1, -1) if s == 0 or self.updates(s - 1)), step + 1)
-
-    def main_grad(self, step, rank):
-        """Returns the rows whose gradients lie in main_grad after a step, in their order."""
-        asked = (row for s in self.cycle(step) for row in self.asked(s, rank))
-        return np.array([*dict.fromkeys(asked)])
-
-    def asked(self, step, rank):
-        """Returns the distinct rows that a rank reads in a step, ascending."""
-        return sorted(set(np.concatenate([ids.ravel() for ids in self.reads[step][rank]]).tolist()))
-
-    def touched(self, step):
-        """Returns all rows that the step changes."""
-        if not self.updates(step):
-            return set()
-        ranks = range(self.world_size)
-        return set().union(*(self.asked(s, rank) for s in self.cycle(step) for rank in ranks))
-
-    def sends(self, step, owner, part):
-        """Returns the rows that an owner sends to every rank, early or late."""
-        places, counts, _ = self.plan(step, owner)[part]
-        rows = (places.long() * self.world_size + owner).split(counts)
+    def sends(self, cycle, owner):
+        """Returns the rows that an owner sends to every rank."""
+        routes = self.routes(cycle, owner)
+        places = routes.owned[routes.arriving.long()].long()
+        rows = (places * self.world_size + owner).split(routes.recv_counts)
         return [part.tolist() for part in rows]
 
-    def arrives(self, step, rank, part):
-        """Returns the rows that reach a rank, early or late, by sender."""
-        arrived = [self.sends(step, owner, part)[rank] for owner in range(self.world_size)]
-        assert self.plan(step, rank)[part].recv_counts == [len(rows) for rows in arrived]
+    def arrives(self, cycle, rank):
+        """Returns the rows that reach a rank, by sender: as they lie in the compact table."""
+        arrived = [self.sends(cycle, owner)[rank] for owner in range(self.world_size)]
+        assert self.routes(cycle, rank).send_counts == [len(rows) for rows in arrived]
         return arrived
 
-    def compact(self, step, rank):
-        """Returns the rows as they lie in the compact table."""
-        return np.concatenate(
-            [rows for part in ("early", "late") for rows in self.arrives(step, rank, part)]
-        ).astype(int)
+    def compact(self, cycle, rank):
+        return np.concatenate(self.arrives(cycle, rank)).astype(int)
 
     def __iter__(self):
-        """Yields every step and rank."""
-        return ((step, rank) for step in range(self.cfg.steps) for rank in range(self.world_size))
+        """Yields every cycle and rank."""
+        return ((cycle, rank) for cycle in self.cycles for rank in range(self.world_size))
+
+    def micro_batches(self, cycle, rank):
+        """Yields the micro-batches of a cycle, and the rows that each reads."""
+        for step in cycle:
+            yield from zip(self.batches[step][rank].micro_batches, self.reads[step][rank])
 
 
 @pytest.fixture(scope="module")
@@ -413,102 +396,78 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("shards")
 
 
-# Ranks, steps from update to update, and whether rows are fetched ahead.
-KINDS = [(n, 1, True) for n in (1, 2, 3, 4)] + [(1, 1, False), (4, 2, False), (1, 2, True), (3, 4, True)]
+KINDS = [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (1, 2), (3, 4)]  # ranks, steps from update to update
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, kind)))
 def plans(request, folder):
-    world_size, every, prefetch = request.param
-    return Plans(ngram_config(folder, every=every, prefetch=prefetch), world_size)
+    world_size, every = request.param
+    return Plans(ngram_config(folder, every=every), world_size)
 
 
-def test_every_row_that_is_asked_arrives_once(plans):
-    for step, rank in plans:
-        assert sorted(plans.compact(step, rank).tolist()) == plans.asked(step, rank)
+def test_every_row_that_is_read_arrives_once_by_owner_ascending(plans):
+    for cycle, rank in plans:
+        assert sorted(plans.compact(cycle, rank).tolist()) == plans.asked(cycle, rank)
+        for owner, rows in enumerate(plans.arrives(cycle, rank)):
+            assert rows == sorted(rows) and {row % plans.world_size for row in rows} <= {owner}
 
 
 def test_positions_read_their_rows(plans):
-    for step, rank in plans:
-        compact = plans.compact(step, rank)
-        for batch, want in zip(plans.batches[step][rank].micro_batches, plans.reads[step][rank]):
+    for cycle, rank in plans:
+        compact = plans.compact(cycle, rank)
+        for batch, want in plans.micro_batches(cycle, rank):
             assert batch.hashed_rows.dtype == torch.int32 and (compact[batch.hashed_rows] == want).all()
 
 
-def test_early_rows_are_those_that_the_step_before_leaves_alone(plans):
-    """Checks every rank: an early row is sent while the step before trains."""
-    counts = Counter()
-    for step, rank in plans:
-        changed, asked = plans.touched(step - 1), plans.asked(step, rank)
-        early = {row for rows in plans.arrives(step, rank, "early") for row in rows}
-        want = {row for row in asked if row not in changed} if plans.cfg.ngrams.prefetch else set()
-        assert early == want
-        counts.update(early=len(early) * (step > 0), late=len(asked) - len(early))
-    assert counts["late"] > 400 and (counts["early"] > 500) == plans.cfg.ngrams.prefetch
-    updates = [step for step in range(plans.cfg.steps) if plans.updates(step)]
-    assert updates == {1: [0, 1, 2, 3, 4, 5], 2: [1, 3, 5], 4: [1, 3]}[plans.cfg.ngrams.every]
-
-
-def test_rows_arrive_by_owner_ascending(plans):
-    for step, rank in plans:
-        for part in "early", "late":
-            for owner, rows in enumerate(plans.arrives(step, rank, part)):
-                assert rows == sorted(set(rows)) and {row % plans.world_size for row in rows} <= {owner}
+def test_only_the_first_batch_after_an_update_has_routes(plans):
+    firsts = {cycle[0] for cycle in plans.cycles}
+    for step, ranks in enumerate(plans.batches):
+        assert {bool(batch.ngrams) for batch in ranks} == {step in firsts}
 
 
 def test_gradients_reach_their_owner(plans):
     """Checks that an owner gets the ranks' gradients in rank order, and their rows' places."""
     n = plans.world_size
-    for step, owner in plans:
-        assert ("ngrams" in plans.plan(step, owner)) == plans.updates(step)
-        if not plans.updates(step):
-            continue
-        plan, received = plans.plan(step, owner)["ngrams"], []  # (rank, row)
+    for cycle, owner in plans:
+        routes, received = plans.routes(cycle, owner), []
         for rank in range(n):
-            grads, lie = plans.plan(step, rank)["ngrams"].grads, plans.main_grad(step, rank)
-            rows = lie[grads.rows.long()]
-            assert sorted(rows) == sorted(lie)
-            sent = np.split(rows, np.cumsum(grads.send_counts)[:-1])[owner]
-            assert len(sent) == plan.grads.recv_counts[rank]
-            received += [(rank, row) for row in sent.tolist()]
-        owned = (plan.owned.long() * n + owner).tolist()
-        assert sorted(owned) == sorted(row for row in plans.touched(step) if row % n == owner)
-        assert [owned[place] for place in plan.arriving.tolist()] == [row for _, row in received]
+            counts = plans.routes(cycle, rank).send_counts
+            sent = np.split(plans.compact(cycle, rank), np.cumsum(counts)[:-1])[owner]
+            assert len(sent) == routes.recv_counts[rank]
+            received += sent.tolist()
+        owned = (routes.owned.long() * n + owner).tolist()
+        touched = {row for rank in range(n) for row in plans.asked(cycle, rank)}
+        assert owned == sorted(row for row in touched if row % n == owner)
+        assert [owned[place] for place in routes.arriving.tolist()] == received
 
 
 def test_micro_batches_add_to_their_rows(plans):
     """Checks perm and offsets by place in main_grad."""
-    for step, rank in plans:
-        lie = plans.main_grad(step, rank)
-        for batch, ids in zip(plans.batches[step][rank].micro_batches, plans.reads[step][rank]):
+    for cycle, rank in plans:
+        compact = plans.compact(cycle, rank)
+        for batch, ids in plans.micro_batches(cycle, rank):
             row_ids, perm, offsets = (part.tolist() for part in batch.index["ngrams"][:3])
-            rows = lie[row_ids].tolist()
-            assert [rows, perm, offsets] == list(python_index(ids.tolist()))
+            assert [compact[row_ids].tolist(), perm, offsets] == list(python_index(ids.tolist()))
 
 
 def test_positions_keep_their_signs(plans):
     """Checks that signs are those of the positions, which lie by row."""
-    for step, rank in plans:
-        lie, compact = plans.main_grad(step, rank), plans.compact(step, rank)
-        for batch in plans.batches[step][rank].micro_batches:
+    for cycle, rank in plans:
+        for batch, _ in plans.micro_batches(cycle, rank):
             signs = tg.hash_ngrams(batch.inputs.numpy(), plans.cfg.ngrams, plans.cfg.sign_rows)[1]
             assert (batch.signs.numpy() == signs).all()
             index, want = batch.index["ngrams"], [[] for _ in batch.index["ngrams"].row_ids]
-            place_of = {row: place for place, row in enumerate(lie[index.row_ids].tolist())}
-            for ids, sign in zip(compact[batch.hashed_rows].tolist(), signs.tolist()):
-                for row, s in zip(ids, sign):
-                    want[place_of[row]].append(s)
+            order = {place: i for i, place in enumerate(index.row_ids.tolist())}
+            for places, sign in zip(batch.hashed_rows.tolist(), signs.tolist()):
+                for place, s in zip(places, sign):
+                    want[order[place]].append(s)
             assert index.signs.tolist() == sum(want, [])
 
 
-def test_three_exchanges_a_step_and_two_an_update_and_none_after_the_last(plans):
+def test_owners_are_told_once_an_update_and_nothing_after_the_last_step(plans):
     assert plans.peeked == [None] * plans.world_size
     for exchange in plans.exchanges:
-        calls, steps = Counter(exchange.calls), plans.cfg.steps
-        assert calls["late marks", "ngrams"] == steps
-        if plans.world_size > 1:
-            updates = sum(map(plans.updates, range(steps)))
-            assert calls["counts", "ngrams"] == steps + updates == calls["row ids", "ngrams"]
+        assert Counter(exchange.calls)["ngrams"] == len(plans.cycles)
 
 
 # ------------------------------------------------------------------------------------ batches and validation
@@ -544,11 +503,11 @@ def test_packed_micro_batches_keep_their_rows(folder):
 
 
 def test_packed_plans_keep_their_numbers(plans):
-    rows = plans.batches[-1][-1].rows
-    assert len(rows["early"].rows) + len(rows["late"].rows)
-    assert same_bits(tensors_of(tg.move(rows, Elsewhere("cpu"))), tensors_of(rows))
-    again = tg.pack({kind: plan for kind, plan in rows.items() if kind != "buffer"})
-    assert same_bits(tensors_of(again), tensors_of(rows))
+    routes = plans.batches[plans.cycles[-1][0]][-1].ngrams
+    assert len(routes["ngrams"].owned)
+    assert same_bits(tensors_of(tg.move(routes, Elsewhere("cpu"))), tensors_of(routes))
+    again = tg.pack({"ngrams": routes["ngrams"]})
+    assert same_bits(tensors_of(again), tensors_of(routes))
 
 
 def test_validation_reads_the_same_rows(folder):

@@ -124,7 +124,7 @@ def merge_in_order(order):
     """Returns mean_rows, but in the order order(rank, world_size) of the senders."""
 
     def merge(out, row_grads, plan):
-        rank, counts = dist.get_rank(), plan.grads.recv_counts
+        rank, counts = dist.get_rank(), plan.recv_counts
         parts = list(zip(plan.arriving.split(counts), row_grads.split(counts)))
         for sender in order(rank, len(counts)):
             sender_ids, part = parts[sender]
@@ -173,7 +173,8 @@ def compare(rank, world_size, dtype, merge):
         for name, (kind, _) in ROW_SHAPES.items():
             grad, plan = grads[name].clone(), plans[kind]
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
-            pending[name] = sparse.send_rows("rows", name, grad[plan.grads.rows], plan.grads)
+            counts = plan.send_counts, plan.recv_counts
+            pending[name] = sparse.send_rows("rows", name, grad[plan.rows], *counts)
         for name in reversed(ROW_SHAPES):
             kind, shape = ROW_SHAPES[name]
             want = dense.reduce(name, "reduce_scatter", grads[name], recv_buffers[name]).wait()
@@ -569,7 +570,7 @@ def record_collectives(rank, world_size, cfg, silent):
         for _ in range(cfg.steps):
             batch = batches.next()
             for name in batch.rows.keys() - {"buffer"}:
-                assert bool(len(batch.rows[name].grads.rows)) == (rank < world_size - silent)
+                assert bool(len(batch.rows[name].rows)) == (rank < world_size - silent)
             tg.train_step(model, optimizer, batch)
             steps.append(list(events))
             events.clear()

@@ -103,7 +103,9 @@ def test_flops_by_hand(cfg):
 
 def test_flops_of_the_record_preset_are_those_of_its_banks():
     shapes = tg.param_shapes(tg.RECORD, 1)
-    weights = sum(math.prod(shapes[name]) for name in ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "lm_head"))
+    weights = sum(
+        math.prod(shapes[name]) for name in ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "lm_head")
+    )
     assert step_time.flops_per_token(tg.RECORD, [0.0] * 7) == 6 * weights
 
 
@@ -225,17 +227,15 @@ def describe_rank(cfg, shards, exchange, prefetch):
 
         return pending._replace(finish=finish)
 
-    def recording_work(plan, pending):
-        work(plan, {name: record(name, p) for name, p in pending.items()})
+    def recording_work(plan, pending, following):
+        work(plan, {name: record(name, p) for name, p in pending.items()}, following)
 
     optimizer.work = recording_work
     for _ in range(2):
         batch = batches.next()
         sizes = [len(m.inputs) for m in batch.micro_batches]
-        routes = {name: route for name, route in batch.rows.items() if name != "buffer"}
-        # What is fetched from a rank, early or late, is for the others to say.
-        counts = {name: route.grads.send_counts for name, route in routes.items() if hasattr(route, "grads")}
-        sent.append(counts | {name: None for name in routes.keys() - counts.keys()})
+        routes = batch.rows | batch.ngrams
+        sent.append({name: route.send_counts for name, route in routes.items() if name != "buffer"})
         tg.train_step(model, optimizer, batch, batches.peek)
     optimizer.finish_gathers()
     loader.close()
@@ -273,13 +273,10 @@ def test_a_single_rank_receives_its_own_rows():
     ids, recv_counts = exchange.send_ids("tokens", places, send_counts)
     assert ids.tolist() == [2, 9] and recv_counts == [0, 2, 0, 0]
     rows = torch.arange(15.0).view(5, 3)
-    there = tg.Transfer(torch.from_numpy(places), send_counts, recv_counts)
-    assert torch.equal(exchange.send_rows("rows", "embed", rows, there).wait(), rows[1:3])
-    out, back = torch.full((5, 3), 7.0), tg.Transfer(torch.from_numpy(ids), recv_counts, send_counts)
-    assert exchange.send_rows("rows", "embed", rows[:2], back, out).wait() is out
+    counts, out = (send_counts, recv_counts), torch.full((5, 3), 7.0)
+    assert torch.equal(exchange.send_rows("rows", "embed", rows, *counts).wait(), rows[1:3])
+    assert exchange.send_rows("rows", "embed", rows[:2], *reversed(counts), out).wait() is out
     assert torch.equal(out[1:3], rows[:2]) and (out[[0, 3, 4]] == 7).all()
-    marks = np.array([1, 0], np.uint8)
-    assert exchange.send_numbers("", "", marks, recv_counts, send_counts).tolist() == [1, 1, 0, 0, 1]
 
 
 @pytest.mark.slow

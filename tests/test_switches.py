@@ -80,7 +80,6 @@ SWITCHES = {
     "sparse value_embeds": (["params.value_embeds.exchange=sparse"], ROUNDING),
     "sparse bigram_embed": (["params.bigram_embed.exchange=sparse"], ROUNDING),
     "sparse embed": (["params.embed.exchange=sparse"], ROUNDING),
-    "ngrams.prefetch": (["ngrams.prefetch=false"], EQUAL),
     "ngrams.placement": (["ngrams.placement=host"], EQUAL),
     **{f"kernel {name}": ([f"kernels={name}"], ROUNDING) for name in tg.KERNELS},
     "fp8": (["fp8=true"], FP8),
@@ -88,7 +87,7 @@ SWITCHES = {
     "compile": (["compile=true"], ROUNDING),
 }
 # Switches that are compared in a run with a table of n-grams.
-NEED_NGRAMS = "ngrams.prefetch", "ngrams.placement"
+NEED_NGRAMS = ("ngrams.placement",)
 PAIRS = random.Random(6).sample([(a, b) for a in SWITCHES for b in SWITCHES if a < b], 6)
 
 
