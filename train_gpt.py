@@ -424,8 +424,8 @@ CPU = replace(
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
     ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, dtype="float32", every=1), mix_groups=4, window_unit=16,
     attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, bank_dtype="float32",
-    slow_from=82, momentum_warmup=125, momentum_cooldown=20, rails_step=125, kernels=(), attention="dense", fp8=False,
-    compile=False, endings=(),
+    slow_from=82, momentum_warmup=125, momentum_cooldown=20, rails_step=125, kernels=(), attention="dense",
+    fp8=False, compile=False, endings=(),
     stages=(
         Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),

@@ -158,6 +158,7 @@ def test_golden_untying():
     golden, last = ADAM["untie"], 1175
     rows = tuple(row for row in tg.PARAMS if row.name in ("lm_head", "embed"))
     cfg = replace(tg.RECORD, params=rows, heads=1, head_dim=3, padded_vocab=5, dtype="float64")
+    cfg = replace(cfg, ngrams=tg.Ngrams())
     params = {"lm_head": fill((3, 5), 58900, 0.2).double()}
     params["embed"] = params["lm_head"].T.contiguous()
     optimizer, events = tg.Optimizer(cfg, params, tg.Exchange(0, 1)), iter(golden["fp64_after_adam_steps"])

@@ -599,22 +599,20 @@ def test_a_wrong_setting_is_refused(script, tmp_path, setting, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("pages, status", [(602 * 12 * 4 - 1, 1), (602 * 12 * 4, 0)])
+@pytest.mark.parametrize("pages, status", [(602 * (12 * 4 + 8) - 1, 1), (602 * (12 * 4 + 8), 0)])
 def test_a_table_that_does_not_fit_is_refused(script, tmp_path, monkeypatch, pages, status):
     """Before anything is made. Just as much as is needed fits, however many processes share it."""
     monkeypatch.setattr(tg.os, "sysconf", {"SC_PHYS_PAGES": pages, "SC_PAGE_SIZE": 1}.__getitem__)
     found, _, err = script("--check", 2)
-    assert (
-        found == status and ("the n-gram table needs 28,896 bytes, this machine has 28,895" in err) == status
-    )
+    assert found == status and ("does not fit in memory: use --set ngrams.rows=300" in err) == status
     assert not list(tmp_path.iterdir())
 
 
 def test_no_orders_switch_the_table_off(script):
     status, out, _ = script("--set", "ngrams.orders=", "--check", 1)
     assert status == 0 and "n-grams" not in out
-    cfg = tg.override(tg.override(tg.RECORD, "ngrams.orders=2,3"), "ngrams.orders=")
-    assert cfg == tg.RECORD and "bigram_embed" in tg.param_shapes(cfg, 1)
+    assert "bigram_embed" not in tg.param_shapes(tg.RECORD, 1)
+    assert "bigram_embed" in tg.param_shapes(tg.override(tg.RECORD, "ngrams.orders="), 1)
 
 
 def test_settings_of_bigrams_are_accepted_beside_the_table(script):
@@ -727,7 +725,7 @@ A_64TH = (  # of the preset's matrices, tables and tokens, without what needs a 
     *("heads=6", "head_dim=16", "mlp_dim=384", "window_unit=16", "head_chunk=512"),
     *("vocab_size=785", "padded_vocab=792", "bos_id=784", "bigram_vocab_size=3930"),
     *("ngrams.rows=131072", "ngrams.width=96", "val_slice_tokens=1024", "val_slices=8", "val_every=0"),
-    *(f"stages.{i}.batch_tokens={tokens}" for i, tokens in enumerate((2048, 4096, 6144, 6144))),
+    *(f"stages.{i}.batch_tokens={tokens}" for i, tokens in enumerate((2048, 4096, 6144, 5120, 2048))),
     *("stages.*.max_doc_len=256", "stages.*.steps=2"),
     *("kernels=", "attention=dense", "fp8=false", "compile=false"),
 )
@@ -741,5 +739,5 @@ def test_the_record_preset_at_a_64th_of_its_size_on_8_processes(tmp_path):
     with Launch(tmp_path, *arguments, world_size=8) as run:
         assert run.wait(4 * WAIT) == [0] * 8, run.err
     text = log_of(tmp_path)
-    losses = re.findall(r"^step:8/8 val_loss:(\S+)", text, re.M)
+    losses = re.findall(r"^step:10/10 val_loss:(\S+)", text, re.M)
     assert len(losses) == 1 and 4 < float(losses[0]) < np.log(785)
