@@ -2780,7 +2780,7 @@ class GPT(nn.Module):
         cos, sin = rotary.cos[: 2 * T], rotary.sin[: 2 * T]
         qk, v = linear(h, *weights)
         q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
-        y = self.backend.attention(q, k, v, *seq, rotary.scale).view(T, heads, -1)
+        y = self.backend.attention(q, k, v, *seq, rotary.scale).reshape(T, heads, -1)
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
         return y if xsa is gate is None else finish_heads(y, v, xsa, gate)
 
