@@ -1005,21 +1005,6 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
     return Shard(tokens, np.flatnonzero(tokens == cfg.bos_id))
 
 
-def hash_bigrams(tokens: np.ndarray, rows: int, sign_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the rows (1, T) int32 of a table of `rows` for T tokens, int32, each with its predecessor; and
-    the rows of signs, (1, T) int32, unless `sign_rows` is 0.
-
-    Position 0 gets the last row, and row 0 of signs. The products wrap in int32. The hash crosses document
-    starts: masking it was slower and no better.
-    """
-    before, after = tokens[:-1], tokens[1:]
-    mixed = np.int32(36313) * after ^ np.int32(27191) * before
-    hashed = np.append(np.int32(rows - 1), mixed % np.int32(rows - 1))[None]
-    if not sign_rows:
-        return hashed, None
-    return hashed, np.append(np.int32(0), (after ^ before) % np.int32(sign_rows))[None]
-
-
 MIX = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
@@ -1029,7 +1014,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
 
     A range belongs to one order. Its last row serves the first n - 1 positions. The hash is a
     polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It
-    crosses document starts, as hash_bigrams does.
+    crosses document starts: masking them was slower and no better.
     """
     T, size = len(tokens), ngrams.rows
     words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
@@ -1161,10 +1146,8 @@ def make_micro_batch(
             f"use --set max_docs={padded(len(starts) + 1, 128)}"
         )
     inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
-    if cfg.ngrams.orders:
-        ngrams, signs = hash_ngrams(inputs.numpy(), cfg.ngrams, cfg.sign_rows)
-    else:
-        ngrams, signs = hash_bigrams(inputs.numpy(), cfg.bigram_vocab_size, cfg.sign_rows)
+    hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
+    ngrams, signs = hash_ngrams(inputs.numpy(), hashed, cfg.sign_rows)
     cu_seqlens.numpy()[: len(starts)] = starts
     targets, sign_ids = int32(tokens[1:]).long(), None if signs is None else int32(signs)
     return MicroBatch(inputs, targets, int32(ngrams), sign_ids, cu_seqlens, max_doc_len)
@@ -3593,29 +3576,20 @@ class Optimizer:
         if not self.averages:
             return
         self.tick(self.cfg.steps - 1)
-        shards = {name: self.shard_of(name, self.params[name]) for _, name in self.averages}
-        before = self.norms(shards)
+        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # padding changes no digit
+        norms = {name: norm_of(self.params[name].detach()) for _, name in self.averages}
         for (i, name), average in self.averages.items():
-            shards[name].copy_(shards[name].to(average.dtype).lerp(average, self.cfg.endings[i].blend))
-        after = self.norms(shards)
-        ratios = torch.where(after > 0, before / after, 1).split(1)
-        for (name, shard), ratio in zip(shards.items(), ratios):
-            if any(ending.keep_norm and name in ending.params for ending in self.cfg.endings):
-                shard.copy_(shard * ratio)
+            shard = self.shard_of(name, self.params[name])
+            shard.copy_(shard.to(average.dtype).lerp(average, self.cfg.endings[i].blend))
+        for name, before in norms.items():
+            p = self.params[name].detach()
             if self.specs[name].sharded:
-                self.in_flight[name] = self.gather(name)
-        self.finish_gathers()
+                self.gather(name).wait()
+            if any(ending.keep_norm and name in ending.params for ending in self.cfg.endings):
+                ratio = (before / norm_of(p)).nan_to_num(1.0).to(acc_dtype(self.cfg))
+                p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
         for target, name in self.tied_copy.items() if self.is_tied else ():
             transpose_copy(self.params[name], self.params[target])
-
-    def norms(self, shards: dict[str, Tensor]) -> Tensor:
-        """Returns each parameter's norm over all ranks; sqrt(W) times that if all W ranks have all of it.
-
-        Summed in fp64, so that the ranks' number does not show after rounding.
-        """
-        norms = [torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards.values()]
-        squares = torch.stack(norms).square_()
-        return self.exchange.all_reduce(squares).wait().sqrt().to(acc_dtype(self.cfg))
 
     def state_dict(self) -> dict:
         """Returns all that training changes here: live tensors and numbers, by parameter and name."""
