@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import train_gpt as tg
 from golden_inputs import (
+    BIGRAMS,
     give_grad,
     plans_of_all_rows,
     prefetch_exchange,
@@ -449,7 +450,7 @@ def test_ranks_shards_make_up_the_whole_update(cfg, tied):
 @pytest.mark.parametrize("world_size", [8, 16, 64])
 def test_shards_of_the_record_configuration(world_size):
     """Checks every rank's shapes of parameters and state: equal blocks that tile the whole."""
-    cfg, shapes = tg.RECORD, tg.param_shapes(tg.RECORD, world_size)
+    cfg, shapes = BIGRAMS, tg.param_shapes(BIGRAMS, world_size)
     tg.check_config(cfg, world_size)
     dtypes = {"model": torch.bfloat16, "float32": torch.float32}
     for rank in range(world_size):

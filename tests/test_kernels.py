@@ -580,7 +580,9 @@ def test_flash_attention_arguments(monkeypatch):
     from torch.nn.attention import varlen
 
     calls, tensors = [], torch.randn(3, 5, 2, 8)
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **options: calls.append((args, options)) or args[2])
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda *args, **options: calls.append((args, options)) or args[2]
+    )
     assert torch.equal(tg.flash_attention(*tensors, "ends", 2300, 128, 0.12), tensors[2])
     args, options = calls.pop()
     assert all(map(torch.equal, args[:3], tensors))

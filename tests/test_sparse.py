@@ -432,8 +432,8 @@ def test_no_table_is_allocated_or_cleared(workers, cfg, world_size):
     """Checks steps before and after untying, with tables far larger than what belongs to a token.
 
     Accumulating, sending, merging and dropping gradients takes less than half of the smallest table. All else
-    but Adam's arithmetic takes less than three quarters of the next larger: fp32 copies of the head's gradient
-    are as large as half of it.
+    but Adam's arithmetic takes less than three quarters of the next larger: an fp32 copy of the head's
+    gradient takes half.
     """
     stages = tuple(replace(stage, batch_tokens=4 * 12) for stage in cfg.stages)
     sizes = dict(padded_vocab=6_000, bigram_vocab_size=60_000, head_chunk=6, microbatches=4)
