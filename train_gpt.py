@@ -2108,9 +2108,11 @@ def flash_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
-    q, k = (F.pad(t, (0, v.size(-1) - t.size(-1))) for t in (q, k))  # it takes them as wide as v
+    widths = q.size(-1), v.size(-1)
+    q, k, v = (F.pad(t, (0, max(widths) - t.size(-1))) for t in (q, k, v))  # it takes one width
     options = {"scale": scale, "window_size": (window, 0)}
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
+    y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
+    return y[..., : widths[1]]
 
 
 def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Backend:

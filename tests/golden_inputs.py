@@ -167,6 +167,9 @@ def parameter_stream(name, k, scale, offset, cfg):
     return filled
 
 
+BIGRAMS = replace(tg.RECORD, ngrams=tg.Ngrams())  # the record preset with bigram_embed
+
+
 def tiny_config(dtype, **changes):
     settings = dict(
         vocab_size=512,
@@ -184,7 +187,7 @@ def tiny_config(dtype, **changes):
         val_slices=1,
         stages=tuple(replace(stage, batch_tokens=64) for stage in tg.RECORD.stages),
     )
-    return replace(tg.RECORD, **settings | changes)
+    return replace(BIGRAMS, **settings | changes)
 
 
 def golden_signs(shape):

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "bench")]
 
 import train_gpt as tg
-from golden_inputs import random_documents, write_shard
+from golden_inputs import BIGRAMS, random_documents, write_shard
 from step_time import SingleRankExchange
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -213,9 +213,6 @@ def boxed(function):
 # ------------------------------------------------------------------------------------------------------------
 # The record preset's run, without values
 # ------------------------------------------------------------------------------------------------------------
-
-
-BIGRAMS = replace(tg.RECORD, ngrams=tg.Ngrams())
 
 
 def write_data(folder, cfg, train, val):
@@ -566,7 +563,7 @@ def triton_part():
     one_rank = replace(
         BIGRAMS,
         microbatches=2,
-        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in tg.RECORD.stages),
+        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in BIGRAMS.stages),
     )
     runs = {"8 ranks": (BIGRAMS, 8), "8 ranks, n-grams": (tg.RECORD, 8), "1 rank": (one_rank, 1)}
     for where, (cfg, world_size) in runs.items():
@@ -575,9 +572,10 @@ def triton_part():
         seen.phase = "warm-up"
         run.warm_up()
         for stage, start in enumerate(cfg.stage_starts):
-            middle = (start + cfg.stages[stage].steps // 2) // 2 * 2
+            # The second one of two updates all parameters.
+            middle = (start + cfg.stages[stage].steps // 2) // 4 * 4 + 2
             run.optimizer.is_tied = middle <= tg.untie_step(cfg)
-            for rows in (None, 1, 16) if world_size > 1 and stage in (0, 3) else (None,):
+            for rows in (None, 1, 16) if world_size > 1 and stage in (0, 4) else (None,):
                 seen.phase = f"steps {middle} and {middle + 1}" + (f", {rows} rows" if rows else "")
                 run.train([middle, middle + 1], rows)
         plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
@@ -659,10 +657,11 @@ def graphs_of_a_run(cfg, traced=lambda name: True):
 
 def dynamo_part():
     """Trains the record preset's layers, at small widths, in all stages; again, after too short a warm-up."""
-    sizes = ((4, 48, 32), (4, 80, 64), (4, 112, 64), (2, 112, 64))  # steps, T (unlike any width), max_doc_len
+    # Steps, T (unlike any width), max_doc_len.
+    sizes = ((4, 48, 32), (4, 80, 64), (4, 112, 64), (2, 96, 64), (4, 112, 64))
     with tempfile.TemporaryDirectory() as folder:
         cfg = replace(
-            tg.RECORD,
+            BIGRAMS,
             data=folder,
             vocab_size=257,
             padded_vocab=272,
@@ -683,7 +682,7 @@ def dynamo_part():
             attention="dense",
             stages=tuple(
                 replace(stage, steps=steps, batch_tokens=8 * T, max_doc_len=longest)
-                for stage, (steps, T, longest) in zip(tg.RECORD.stages, sizes)
+                for stage, (steps, T, longest) in zip(tg.RECORD.stages, sizes, strict=True)
             ),
         )
         write_data(folder, cfg, 50000, 8 * 256 + 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt as tg
+from golden_inputs import BIGRAMS
 from launch import WAIT
 
 ROOT = Path(tg.__file__).resolve().parent
@@ -125,8 +126,8 @@ def test_bad_settings(setting):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_param_shapes(world_size):
-    """The record model, its banks padded so that every rank owns equally many matrices."""
-    shapes = tg.param_shapes(tg.RECORD, world_size)
+    """The record model with bigrams, its banks padded so that every rank owns equally many matrices."""
+    shapes = tg.param_shapes(BIGRAMS, world_size)
 
     def round_up(n, multiple):
         return math.ceil(n / multiple) * multiple
@@ -154,34 +155,34 @@ def test_param_shapes(world_size):
         "mudd_gate_b2": (2, 23),
         "mudd_gate_scale": (1,),
     }
-    assert set(shapes) == {row.name for row in tg.PARAMS} == {row.name for row in tg.used_params(tg.RECORD)}
-    cfg = tg.override(tg.RECORD, "ngrams.orders=2")  # its table takes the place of bigrams'
+    assert set(shapes) == {row.name for row in tg.PARAMS} == {row.name for row in tg.used_params(BIGRAMS)}
+    cfg = tg.override(BIGRAMS, "ngrams.orders=2")  # its table takes the place of bigrams'
     del shapes["bigram_embed"]
     assert tg.param_shapes(cfg, world_size) == shapes
     assert [row.name for row in tg.used_params(cfg)] == [row.name for row in tg.PARAMS if row.name in shapes]
     for switch, name in (("mudd_gates", "mudd_gate"), ("mudd_connections", "mudd")):
-        cfg = tg.override(tg.RECORD, f"{switch}=false")  # constants need no weights
-        absent = set(tg.param_shapes(tg.RECORD, world_size)) - set(tg.param_shapes(cfg, world_size))
+        cfg = tg.override(BIGRAMS, f"{switch}=false")  # constants need no weights
+        absent = set(tg.param_shapes(BIGRAMS, world_size)) - set(tg.param_shapes(cfg, world_size))
         by_group = {"mudd_w2g"} if name == "mudd" else set()
         assert absent == {f"{name}_w1", f"{name}_w2"} | by_group
 
 
 def test_outputs_of_the_gates():
     """3H + 5 for the layers up to skip_from, H + 7 for the others."""
-    first, second = tg.gate_table(tg.RECORD)
+    first, second = tg.gate_table(BIGRAMS)
     assert [sum(gate.columns for gate in part) for part in (first, second)] == [23, 13]
     assert {gate.layer for gate in first} == {0, 1, 2, 3}
     assert {gate.layer for gate in second} == {4, 5, 6, 7, 9, 10}
     none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
-    widths = [sum(gate.columns for gate in part) for part in tg.gate_table(replace(tg.RECORD, layers=none))]
+    widths = [sum(gate.columns for gate in part) for part in tg.gate_table(replace(BIGRAMS, layers=none))]
     assert widths == [5, 7]  # of x0, bigrams and skip
 
 
 def test_no_needless_padding():
     """The 24 MLP matrices of 12 layers need none for 8 ranks."""
-    cfg = replace(tg.RECORD, layers=(*tg.LAYERS, tg.Layer()))
+    cfg = replace(BIGRAMS, layers=(*tg.LAYERS, tg.Layer()))
     assert tg.param_shapes(cfg, 8)["mlp_bank"][0] == 24
-    assert tg.param_shapes(tg.RECORD, 1)["mlp_bank"][0] == 22
+    assert tg.param_shapes(BIGRAMS, 1)["mlp_bank"][0] == 22
 
 
 def test_no_cooldown_and_no_schedule():

@@ -20,6 +20,7 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import (
+    BIGRAMS,
     GOLDEN,
     WINDOWS,
     WORLD,
@@ -161,7 +162,7 @@ def shards(tmp_path):
     stages = (replace(stage, **settings) for stage in tg.RECORD.stages)
     changes = {"microbatches": 1, "max_docs": 64, "val_slice_tokens": 256, "val_slices": 5}
     changes["bigram_vocab_size"] = 251520  # of the golden run
-    return replace(tg.RECORD, data=str(tmp_path), stages=tuple(stages), **changes)
+    return replace(BIGRAMS, data=str(tmp_path), stages=tuple(stages), **changes)
 
 
 (GOLDEN_LOADER,) = GOLDEN["h_loader"]["world1"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from golden_inputs import BIGRAMS
 from launch import WAIT
 
 BENCH = Path(tg.__file__).resolve().parent / "bench"
@@ -66,7 +67,7 @@ def test_everything_runs_without_a_gpu(tmp_path):
         "fp8",
     }
     sizes = [row.numbers["errors"] for row in rows if row.form is not None]
-    assert len(sizes) == 3 and all(errors.keys() == tg.param_shapes(tg.RECORD, 1).keys() for errors in sizes)
+    assert len(sizes) == 3 and all(errors.keys() == tg.param_shapes(BIGRAMS, 1).keys() for errors in sizes)
     names = {path.name for path in (tmp_path / "answers").iterdir()}
     assert names == {
         *("rows.jsonl", "environment.txt", "summary.txt"),
@@ -454,7 +455,7 @@ def test_compare_notices_one_wrong_number(cases):
 
 def test_gradients_notice_a_wrong_form(setup, monkeypatch):
     (plain,) = gpu_check.gradients(setup, gpu_check.PLAIN)
-    assert plain.ok and plain.numbers["errors"].keys() == tg.param_shapes(tg.RECORD, 1).keys()
+    assert plain.ok and plain.numbers["errors"].keys() == tg.param_shapes(BIGRAMS, 1).keys()
     backward = tg.MLP.backward
     monkeypatch.setattr(tg.MLP, "backward", staticmethod(lambda ctx, dy: backward(ctx, 1.3 * dy)))
     (wrong,) = gpu_check.gradients(setup, "compile=false")

@@ -579,10 +579,29 @@ def test_flash_attention_arguments(monkeypatch):
     """Checks that the window goes left of the query only, and that queries and keys share the documents."""
     from torch.nn.attention import varlen
 
-    calls = []
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **options: calls.append((args, options)) or "y")
-    assert tg.flash_attention("q", "k", "v", "ends", 2300, 128, 0.12) == "y"
-    assert calls == [(("q", "k", "v", "ends", "ends", 2300, 2300), dict(scale=0.12, window_size=(128, 0)))]
+    calls, tensors = [], torch.randn(3, 5, 2, 8)
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda *args, **options: calls.append((args, options)) or args[2]
+    )
+    assert torch.equal(tg.flash_attention(*tensors, "ends", 2300, 128, 0.12), tensors[2])
+    args, options = calls.pop()
+    assert all(map(torch.equal, args[:3], tensors))
+    assert args[3:] == ("ends", "ends", 2300, 2300) and options == dict(scale=0.12, window_size=(128, 0))
+
+
+@pytest.mark.parametrize("widths", [(4, 8), (8, 4)])
+def test_flash_attention_of_two_widths(monkeypatch, widths):
+    """Checks that a kernel for one width computes attention of narrow queries, or of narrow values."""
+    from torch.nn.attention import varlen
+
+    def one_width(q, k, v, ends, _, longest, __, scale, window_size):
+        assert q.shape == k.shape == v.shape
+        return tg.attention(q, k, v, ends, longest, window_size[0], scale)
+
+    monkeypatch.setattr(varlen, "varlen_attn", one_width)
+    q, k, v = (torch.randn(9, 2, widths[i]) for i in (0, 0, 1))
+    rest = torch.tensor([0, 4, 9], dtype=torch.int32), 5, 3, 0.12
+    torch.testing.assert_close(tg.flash_attention(q, k, v, *rest), tg.attention(q, k, v, *rest))
 
 
 @needs_gpu

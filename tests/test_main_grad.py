@@ -299,9 +299,10 @@ def test_all_variants_train_alike(workers, cfg):
 
     When the head's product is computed changes no bit. Where the banks' are added does: autograd rounds a
     product before it adds it, writing in place adds it inside the product's sum. Within 1e-12: eps is 2e-16,
-    orthogonalize may blow that up a thousandfold.
+    orthogonalize may blow that up a thousandfold. Adam moves any number by its rate, however small and so
+    imprecise its gradient is.
     """
-    runs = {}
+    runs, rates = {}, {row.name: row.lr_mul for row in cfg.params}
     for variant, changes in VARIANTS.items():
         runs[variant] = same_on_all_ranks(workers(4, train, replace(cfg, **changes), False))
     for variant in ("autograd", "in place"):
@@ -309,7 +310,8 @@ def test_all_variants_train_alike(workers, cfg):
     for run in runs.values():
         assert run["losses"] == pytest.approx(runs["autograd"]["losses"], rel=1e-12)
         for name, p in runs["autograd"]["final"].items():
-            torch.testing.assert_close(run["final"][name], p, rtol=1e-12, atol=1e-13, msg=name)
+            atol = 1e-13 * max(1, rates[name])
+            torch.testing.assert_close(run["final"][name], p, rtol=1e-12, atol=atol, msg=name)
 
 
 def take_only(optimizer):

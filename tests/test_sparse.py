@@ -23,6 +23,7 @@ from test_distributed import (
     cfg,  # noqa: F401 (a fixture)
     digest,
     same_on_all_ranks,
+    spoil_grads,
     train,
     with_dtype,
 )
@@ -431,8 +432,8 @@ def test_no_table_is_allocated_or_cleared(workers, cfg, world_size):
     """Checks steps before and after untying, with tables far larger than what belongs to a token.
 
     Accumulating, sending, merging and dropping gradients takes less than half of the smallest table. All else
-    but Adam's arithmetic takes less than half of the next larger: logits and the head's gradient are no
-    smaller.
+    but Adam's arithmetic takes less than three quarters of the next larger: an fp32 copy of the head's
+    gradient takes half.
     """
     stages = tuple(replace(stage, batch_tokens=4 * 12) for stage in cfg.stages)
     sizes = dict(padded_vocab=6_000, bigram_vocab_size=60_000, head_chunk=6, microbatches=4)
@@ -440,14 +441,14 @@ def test_no_table_is_allocated_or_cleared(workers, cfg, world_size):
     cfg = tg.override(cfg, "params.lm_head.reduction=fp32")  # the backend's allocates what it receives into
     shapes = tg.param_shapes(cfg, 1)
     small, middle, large = (math.prod(shapes[name]) for name in ("embed", "value_embeds", "bigram_embed"))
-    assert 4 * small < middle < large
+    assert 8 / 3 * small < middle < large
     for seen in workers(world_size, record_memory, cfg, range(4, 8)):
         # The recorder sees what there is to see: Adam's fp32 numbers of a table, and some for the tokens.
         assert seen["adam_update"]["allocated"] >= 4 * large / world_size
         assert seen["adam_update"]["cleared"] >= large / world_size
         assert seen["add_row_grads"]["allocated"] >= 12 * cfg.dim * 2
         assert (seen["mean_rows"]["allocated"] > 0) == (world_size > 1)
-        for limit, names in ((small / 2, (*WATCHED, "mean_rows")), (middle / 2, ("rest",))):
+        for limit, names in ((small / 2, (*WATCHED, "mean_rows")), (middle * 3 / 4, ("rest",))):
             for name in names:
                 assert seen[name]["allocated"] < 2 * limit, (name, seen)
                 assert seen[name]["cleared"] < limit, (name, seen)
@@ -483,12 +484,11 @@ def continue_run(rank, world_size, cfg, first):
     batches.loader.close()
 
     _, model, optimizer = build(rank, world_size, cfg, seed=1)
-    for p in model.parameters():
-        p.grad = torch.full_like(p, torch.nan)
-    for grad in optimizer.grads.values():
-        grad.written = set(range(1000))
-        if grad.main_grad is not None:
-            grad.main_grad.fill_(torch.nan)
+    batches = batches_of(cfg, rank, world_size)
+    tg.train_step(model, optimizer, batches.next())
+    batches.loader.close()
+    optimizer.finish_gathers()
+    spoil_grads(optimizer, torch.nan)
     tg.restore(state, model, optimizer)
     optimizer.gather_all()
     shards = tg.find_shards(cfg.data, "train")
