@@ -739,10 +739,6 @@ def warmup_steps(cfg: Config) -> list[range]:
     return [range(max(0, start - 2), min(start + 2, cfg.steps)) for start in cfg.stage_starts]
 
 
-def validates(cfg: Config, step: int) -> bool:
-    return cfg.val_every > 0 and step % cfg.val_every == 0
-
-
 def train_tokens(cfg: Config) -> int:
     return sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
 
@@ -1650,24 +1646,19 @@ def to_fp8(x: Tensor, scale_inv: float | Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, memory_format=torch.contiguous_format)
 
 
-COLUMN_CHUNK = 768  # columns of a table summed at once, so that no temporary has a table's size
-
-
 def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     """Adds each touched row's position gradients to that row of `out` (N, ...).
 
     grad (T, ...), multiplied by rows index.signs of `signs`, if there are any. A row's gradients are summed
     in at least fp32, in the text's order, and rounded once.
     """
-    out, grad, ids = out.flatten(1), grad.flatten(1), index.row_ids
-    dtype, lengths = torch.promote_types(out.dtype, torch.float32), index.offsets.diff().long()
-    for i in range(0, out.size(1), COLUMN_CHUNK):
-        part = out[:, i : i + COLUMN_CHUNK]
-        grad_part = grad[index.perm, i : i + COLUMN_CHUNK].to(dtype)
-        if signs is not None and index.signs is not None:
-            grad_part *= signs[index.signs, i : i + COLUMN_CHUNK]
-        sums = torch.segment_reduce(grad_part, "sum", lengths=lengths, unsafe=True)
-        part.index_copy_(0, ids.long(), (part[ids].to(dtype) + sums).to(out.dtype))
+    out, ids, lengths = out.flatten(1), index.row_ids.long(), index.offsets.diff().long()
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    by_row = grad.flatten(1)[index.perm].to(dtype)
+    if signs is not None and index.signs is not None:
+        by_row *= signs[index.signs]
+    sums = torch.segment_reduce(by_row, "sum", lengths=lengths, unsafe=True)
+    out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
 
 
 @compiled
@@ -2313,8 +2304,8 @@ def mlp(
     h: Tensor,
     fc: WeightSlice,
     proj: WeightSlice,
-    backend: Backend = TORCH_BACKEND,
     fp8: FP8MLP | None = None,
+    backend: Backend = TORCH_BACKEND,
 ) -> Tensor:
     """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
 
@@ -2347,9 +2338,7 @@ class Rotary:
     """
 
     def __init__(self, cfg: Config, rows: int, device: torch.device):
-        self.cfg, self.rows, self.stage = cfg, rows, -1
-        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
-        self.base_freq = (1 / 1024) ** steps
+        self.cfg, self.rows, self.device, self.stage = cfg, rows, device, -1
         self.use_stage(0)
 
     def use_stage(self, stage: int) -> None:
@@ -2360,16 +2349,15 @@ class Rotary:
             self.narrow = self.adapted("short", self.cfg.narrow_attn_scale)
 
     def adapted(self, name: str, scale: float) -> RotaryFamily:
-        freq, stages = self.base_freq, self.cfg.stages[: self.stage + 1]
-        window, *later = (
-            window_tokens(self.cfg, s.windows)[name] for s in stages if s.steps or s is stages[0]
-        )
-        for new in later:
+        cfg, stages = self.cfg, self.cfg.stages[: self.stage + 1]
+        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=self.device)
+        freq, used = (1 / 1024) ** steps, [stages[0], *(stage for stage in stages[1:] if stage.steps)]
+        windows = [window_tokens(cfg, stage.windows)[name] for stage in used]
+        for window, new in zip(windows, windows[1:]):
             turns, ratio = window * freq / (2 * math.pi), window / new
             keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
             freq = freq * (ratio + keep * (1 - ratio))
             scale *= 0.2 * math.log(new / window) + 1
-            window = new
         angles = torch.arange(self.rows, dtype=freq.dtype, device=freq.device)[:, None] * freq
         cos, sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
         return RotaryFamily(cos, sin, scale)
@@ -2680,7 +2668,7 @@ class GPT(nn.Module):
                 mlps = zip(matrices[::2], matrices[1::2], fp8_mlps() if fp8_mlps else len(matrices) * [None])
             if layer.mlps and h is None:
                 h = norm(x)
-            outputs = [self.mlp(i, h, *next(mlps)) for _ in range(layer.mlps)]
+            outputs = [mlp(h, *next(mlps), self.backend) for _ in range(layer.mlps)]
             # The next attention reads the norm; from the layer after back_from on it reads back's.
             normed = i == cfg.back_from or i < cfg.back_from and bool(cfg.layers[i + 1].attention)
             x, h = mix_streams(mlp_scales, [x, *outputs], normed)
@@ -2720,10 +2708,6 @@ class GPT(nn.Module):
         table = self.gate_table[block]
         parts = outputs.split([gate.columns for gate in table])
         return {(gate.kind, gate.layer): part.T for gate, part in zip(table, parts)}
-
-    def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice, fp8: FP8MLP | None) -> Tensor:
-        """Runs layer i's MLP on h (T, d). A method, so that a subclass can watch or replace one layer's."""
-        return mlp(h, fc, proj, self.backend, fp8)
 
     @torch.no_grad()
     def fp8_mlps(self, step: int) -> list[FP8MLP]:
@@ -3718,13 +3702,11 @@ def config_diff(a: dict, b: dict) -> str:
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
     count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
-    cannot_share, every = f"{world_size} processes cannot share", {row.name: row.every for row in cfg.params}
+    cannot_share = f"{world_size} processes cannot share"
     refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
         rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
         refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
-        apart = spec.tied_to and spec.every != every[spec.tied_to]
-        refuse_if(apart, f"params.{spec.name}.every must be that of {spec.tied_to}, as they are tied")
     for i, stage in enumerate(cfg.stages):
         rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
@@ -3741,7 +3723,6 @@ def check_config(cfg: Config, world_size: int) -> None:
     refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
     refuse_if(len(n.orders) * n.rows >= 2**31, "ngrams: use fewer than 2**31 rows of all orders")
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
-    refuse_if(cfg.dim % cfg.mix_groups, f"mix_groups must divide the model's width, {cfg.dim}")
     refuse_if(n.orders and n.width > cfg.dim, "ngrams.width must not be above the model's width")
 
 
@@ -4168,7 +4149,7 @@ def train(
         done = step == cfg.steps
         if done:
             optimizer.apply_endings()
-        if done or validates(cfg, step):
+        if done or cfg.val_every and step % cfg.val_every == 0:
             stopped = synchronized_time()
             train_ms = 1000 * (stopped - began)
             losses.poll()
