@@ -214,8 +214,7 @@ PARAMS = (  # gradients are exchanged in this order
     Param("smear_gate",     "1 gate",   "0",            (.90, .99),  0.01,    0),
     Param("ve_gate_bank",   "Eg H gate","0",            (.90, .99),  1.00,    1),
     Param("mudd_w1",        "2 m d",    "uniform 0.577",(.90, .99),  0.25,    1),
-    Param("mudd_w2",        "2 M m",    "0",            (.90, .99),  0.25,    1),
-    Param("mudd_w2g",       "C groups m","0",           (.90, .99),  0.25,    1),
+    Param("mudd_w2",        "2 W m",    "0",            (.90, .99),  0.25,    1),
     Param("mudd_b2",        "2 M",      "biases",       (.90, .99),  0.25,    0),
     Param("mudd_gate_w1",   "2 g d",    "uniform 0.577",(.90, .99),  0.10,    1),
     Param("mudd_gate_w2",   "2 G g",    "0",            (.90, .99),  0.10,    1),
@@ -522,11 +521,10 @@ def sizes(cfg: Config) -> dict[str, int]:
         "Eg": sum(not connections for connections in tables.values()),
         "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
         "gate": GATE_DIM,
-        # Outputs and hidden units of the small MLPs, of connections and of gates.
+        # Biases, outputs and hidden units of the small MLPs, of connections and of gates.
         "M": max(len(CONNECTION_BIASES), mixed),
+        "W": max(len(CONNECTION_BIASES), mixed * (1 + cfg.mix_groups)),
         "m": cfg.mudd_dim * cfg.mudd_connections,
-        "C": mixed,
-        "groups": cfg.mix_groups,
         "G": max(sum(gate.columns for gate in gates) for gates in gate_table(cfg)),
         "g": cfg.mudd_dim * cfg.mudd_gates,
     }
@@ -2683,24 +2681,17 @@ class GPT(nn.Module):
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
         """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T).
 
-        The last outputs of the second "mudd" are those of mudd_w2g, without biases.
+        The last outputs of the second "mudd" have no biases.
         """
-        scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype)) if name == "mudd_gate" else None
-        parts = [f"{name}_{part}" for part in ("w1", "w2")]
+        cfg, biases, parts = self.cfg, self.mlp_sizes[name], [f"{name}_{part}" for part in ("w1", "w2")]
+        by_group = cfg.mix_groups if name == "mudd" and cfg.mudd_connections else 0
+        counts = biases[0], biases[1] * (1 + by_group)
+        scale = self.weight("mudd_gate_scale").to(dtype_of(cfg.dtype)) if name == "mudd_gate" else None
         # One unbind, as one split in matrices().
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
-        b2 = self.weight(f"{name}_b2")
-        b2 = F.pad(b2, (0, -b2.size(1) % 8))  # each row begins at a multiple of 16 bytes
-        rows = [[*row] for row in zip(*weights, b2.unbind(), self.mlp_sizes[name])]
-        if name == "mudd" and self.cfg.mudd_connections:
-            by_group = self.weight("mudd_w2g").flatten(0, 1)
-            _, w2, bias, count = rows[1]
-            rows[1][1:] = (
-                torch.cat([w2[:count], by_group]),
-                F.pad(bias[:count], (0, len(by_group))),
-                count + len(by_group),
-            )
-        run = partial(token_weights, scale=scale)
+        rows = zip(self.weight(f"{name}_b2").unbind(), biases)
+        b2s = [F.pad(b2[:n], (0, padded(max(counts), 8) - n)) for b2, n in rows]
+        run, rows = partial(token_weights, scale=scale), zip(*weights, b2s, counts)
         return [partial(run, w1=w1, w2=w2, b2=b2, count=count) for w1, w2, b2, count in rows]
 
     def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
