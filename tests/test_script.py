@@ -156,9 +156,8 @@ def test_log(which, world_size, request):
         and block["seed"] == "3"
         and block["epochs"] == "1"
     )
-    assert (
-        block["tokens"] == str(8 * (2 * 24 + 32 + 48 + 4 * 48)) and int(block["train_time_ms"]) == times[-1]
-    )
+    assert block["tokens"] == str(8 * (2 * 24 + 32 + 48 + 4 * 48))
+    assert int(block["train_time_ms"]) == times[-1]
     val_shard = log.parents[3] / "corpus" / "tiny_val_000000.bin"
     per_byte = float(block["val_loss"]) * 1500 / tg.read_header(val_shard).text_bytes
     assert float(block["val_loss_per_byte"]) == pytest.approx(per_byte, abs=2e-6)
@@ -167,12 +166,9 @@ def test_log(which, world_size, request):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["single", "double"])
 def test_it_learns(which, request):
-    """Validation and training loss fall from chance over 264 tokens: the text has eight characters.
-
-    Four of the eight steps have the last stage's low rate.
-    """
+    """Validation and training loss fall from chance over 264 tokens: the text has eight characters."""
     steps = parse(request.getfixturevalue(which)[1])[2]
-    for column, fall in ((2, 0.3), (5, 0.2)):
+    for column, fall in ((2, 0.4), (5, 0.2)):
         losses = [float(step[column]) for step in steps if step[column]]
         assert losses[0] == pytest.approx(math.log(264), abs=0.4) and losses[-1] < losses[0] - fall
 
