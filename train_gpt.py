@@ -214,8 +214,7 @@ PARAMS = (  # gradients are exchanged in this order
     Param("smear_gate",     "1 gate",   "0",            (.90, .99),  0.01,    0),
     Param("ve_gate_bank",   "Eg H gate","0",            (.90, .99),  1.00,    1),
     Param("mudd_w1",        "2 m d",    "uniform 0.577",(.90, .99),  0.25,    1),
-    Param("mudd_w2",        "2 M m",    "0",            (.90, .99),  0.25,    1),
-    Param("mudd_w2g",       "C groups m","0",           (.90, .99),  0.25,    1),
+    Param("mudd_w2",        "2 W m",    "0",            (.90, .99),  0.25,    1),
     Param("mudd_b2",        "2 M",      "biases",       (.90, .99),  0.25,    0),
     Param("mudd_gate_w1",   "2 g d",    "uniform 0.577",(.90, .99),  0.10,    1),
     Param("mudd_gate_w2",   "2 G g",    "0",            (.90, .99),  0.10,    1),
@@ -522,11 +521,10 @@ def sizes(cfg: Config) -> dict[str, int]:
         "Eg": sum(not connections for connections in tables.values()),
         "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
         "gate": GATE_DIM,
-        # Outputs and hidden units of the small MLPs, of connections and of gates.
+        # Biases, outputs and hidden units of the small MLPs, of connections and of gates.
         "M": max(len(CONNECTION_BIASES), mixed),
+        "W": max(len(CONNECTION_BIASES), mixed * (1 + cfg.mix_groups)),
         "m": cfg.mudd_dim * cfg.mudd_connections,
-        "C": mixed,
-        "groups": cfg.mix_groups,
         "G": max(sum(gate.columns for gate in gates) for gates in gate_table(cfg)),
         "g": cfg.mudd_dim * cfg.mudd_gates,
     }
@@ -737,10 +735,6 @@ def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
 def warmup_steps(cfg: Config) -> list[range]:
     """Returns steps that do all that a run does: the first two, and two on either side of a stage's start."""
     return [range(max(0, start - 2), min(start + 2, cfg.steps)) for start in cfg.stage_starts]
-
-
-def validates(cfg: Config, step: int) -> bool:
-    return cfg.val_every > 0 and step % cfg.val_every == 0
 
 
 def train_tokens(cfg: Config) -> int:
@@ -1005,21 +999,6 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
     return Shard(tokens, np.flatnonzero(tokens == cfg.bos_id))
 
 
-def hash_bigrams(tokens: np.ndarray, rows: int, sign_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the rows (1, T) int32 of a table of `rows` for T tokens, int32, each with its predecessor; and
-    the rows of signs, (1, T) int32, unless `sign_rows` is 0.
-
-    Position 0 gets the last row, and row 0 of signs. The products wrap in int32. The hash crosses document
-    starts: masking it was slower and no better.
-    """
-    before, after = tokens[:-1], tokens[1:]
-    mixed = np.int32(36313) * after ^ np.int32(27191) * before
-    hashed = np.append(np.int32(rows - 1), mixed % np.int32(rows - 1))[None]
-    if not sign_rows:
-        return hashed, None
-    return hashed, np.append(np.int32(0), (after ^ before) % np.int32(sign_rows))[None]
-
-
 MIX = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
@@ -1029,7 +1008,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
 
     A range belongs to one order. Its last row serves the first n - 1 positions. The hash is a
     polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It
-    crosses document starts, as hash_bigrams does.
+    crosses document starts: masking them was slower and no better.
     """
     T, size = len(tokens), ngrams.rows
     words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
@@ -1161,10 +1140,8 @@ def make_micro_batch(
             f"use --set max_docs={padded(len(starts) + 1, 128)}"
         )
     inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
-    if cfg.ngrams.orders:
-        ngrams, signs = hash_ngrams(inputs.numpy(), cfg.ngrams, cfg.sign_rows)
-    else:
-        ngrams, signs = hash_bigrams(inputs.numpy(), cfg.bigram_vocab_size, cfg.sign_rows)
+    hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
+    ngrams, signs = hash_ngrams(inputs.numpy(), hashed, cfg.sign_rows)
     cu_seqlens.numpy()[: len(starts)] = starts
     targets, sign_ids = int32(tokens[1:]).long(), None if signs is None else int32(signs)
     return MicroBatch(inputs, targets, int32(ngrams), sign_ids, cu_seqlens, max_doc_len)
@@ -1667,24 +1644,19 @@ def to_fp8(x: Tensor, scale_inv: float | Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, memory_format=torch.contiguous_format)
 
 
-COLUMN_CHUNK = 768  # columns of a table summed at once, so that no temporary has a table's size
-
-
 def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     """Adds each touched row's position gradients to that row of `out` (N, ...).
 
     grad (T, ...), multiplied by rows index.signs of `signs`, if there are any. A row's gradients are summed
     in at least fp32, in the text's order, and rounded once.
     """
-    out, grad, ids = out.flatten(1), grad.flatten(1), index.row_ids
-    dtype, lengths = torch.promote_types(out.dtype, torch.float32), index.offsets.diff().long()
-    for i in range(0, out.size(1), COLUMN_CHUNK):
-        part = out[:, i : i + COLUMN_CHUNK]
-        grad_part = grad[index.perm, i : i + COLUMN_CHUNK].to(dtype)
-        if signs is not None and index.signs is not None:
-            grad_part *= signs[index.signs, i : i + COLUMN_CHUNK]
-        sums = torch.segment_reduce(grad_part, "sum", lengths=lengths, unsafe=True)
-        part.index_copy_(0, ids.long(), (part[ids].to(dtype) + sums).to(out.dtype))
+    out, ids, lengths = out.flatten(1), index.row_ids.long(), index.offsets.diff().long()
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    by_row = grad.flatten(1)[index.perm].to(dtype)
+    if signs is not None and index.signs is not None:
+        by_row *= signs[index.signs]
+    sums = torch.segment_reduce(by_row, "sum", lengths=lengths, unsafe=True)
+    out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
 
 
 @compiled
@@ -2330,8 +2302,8 @@ def mlp(
     h: Tensor,
     fc: WeightSlice,
     proj: WeightSlice,
-    backend: Backend = TORCH_BACKEND,
     fp8: FP8MLP | None = None,
+    backend: Backend = TORCH_BACKEND,
 ) -> Tensor:
     """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
 
@@ -2364,9 +2336,7 @@ class Rotary:
     """
 
     def __init__(self, cfg: Config, rows: int, device: torch.device):
-        self.cfg, self.rows, self.stage = cfg, rows, -1
-        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
-        self.base_freq = (1 / 1024) ** steps
+        self.cfg, self.rows, self.device, self.stage = cfg, rows, device, -1
         self.use_stage(0)
 
     def use_stage(self, stage: int) -> None:
@@ -2377,16 +2347,15 @@ class Rotary:
             self.narrow = self.adapted("short", self.cfg.narrow_attn_scale)
 
     def adapted(self, name: str, scale: float) -> RotaryFamily:
-        freq, stages = self.base_freq, self.cfg.stages[: self.stage + 1]
-        window, *later = (
-            window_tokens(self.cfg, s.windows)[name] for s in stages if s.steps or s is stages[0]
-        )
-        for new in later:
+        cfg, stages = self.cfg, self.cfg.stages[: self.stage + 1]
+        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=self.device)
+        freq, used = (1 / 1024) ** steps, [stages[0], *(stage for stage in stages[1:] if stage.steps)]
+        windows = [window_tokens(cfg, stage.windows)[name] for stage in used]
+        for window, new in zip(windows, windows[1:]):
             turns, ratio = window * freq / (2 * math.pi), window / new
             keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
             freq = freq * (ratio + keep * (1 - ratio))
             scale *= 0.2 * math.log(new / window) + 1
-            window = new
         angles = torch.arange(self.rows, dtype=freq.dtype, device=freq.device)[:, None] * freq
         cos, sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
         return RotaryFamily(cos, sin, scale)
@@ -2697,7 +2666,7 @@ class GPT(nn.Module):
                 mlps = zip(matrices[::2], matrices[1::2], fp8_mlps() if fp8_mlps else len(matrices) * [None])
             if layer.mlps and h is None:
                 h = norm(x)
-            outputs = [self.mlp(i, h, *next(mlps)) for _ in range(layer.mlps)]
+            outputs = [mlp(h, *next(mlps), self.backend) for _ in range(layer.mlps)]
             # The next attention reads the norm; from the layer after back_from on it reads back's.
             normed = i == cfg.back_from or i < cfg.back_from and bool(cfg.layers[i + 1].attention)
             x, h = mix_streams(mlp_scales, [x, *outputs], normed)
@@ -2712,24 +2681,17 @@ class GPT(nn.Module):
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
         """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T).
 
-        The last outputs of the second "mudd" are those of mudd_w2g, without biases.
+        The last outputs of the second "mudd" have no biases.
         """
-        scale = self.weight("mudd_gate_scale").to(dtype_of(self.cfg.dtype)) if name == "mudd_gate" else None
-        parts = [f"{name}_{part}" for part in ("w1", "w2")]
+        cfg, biases, parts = self.cfg, self.mlp_sizes[name], [f"{name}_{part}" for part in ("w1", "w2")]
+        by_group = cfg.mix_groups if name == "mudd" and cfg.mudd_connections else 0
+        counts = biases[0], biases[1] * (1 + by_group)
+        scale = self.weight("mudd_gate_scale").to(dtype_of(cfg.dtype)) if name == "mudd_gate" else None
         # One unbind, as one split in matrices().
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
-        b2 = self.weight(f"{name}_b2")
-        b2 = F.pad(b2, (0, -b2.size(1) % 8))  # each row begins at a multiple of 16 bytes
-        rows = [[*row] for row in zip(*weights, b2.unbind(), self.mlp_sizes[name])]
-        if name == "mudd" and self.cfg.mudd_connections:
-            by_group = self.weight("mudd_w2g").flatten(0, 1)
-            _, w2, bias, count = rows[1]
-            rows[1][1:] = (
-                torch.cat([w2[:count], by_group]),
-                F.pad(bias[:count], (0, len(by_group))),
-                count + len(by_group),
-            )
-        run = partial(token_weights, scale=scale)
+        rows = zip(self.weight(f"{name}_b2").unbind(), biases)
+        b2s = [F.pad(b2[:n], (0, padded(max(counts), 8) - n)) for b2, n in rows]
+        run, rows = partial(token_weights, scale=scale), zip(*weights, b2s, counts)
         return [partial(run, w1=w1, w2=w2, b2=b2, count=count) for w1, w2, b2, count in rows]
 
     def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
@@ -2737,10 +2699,6 @@ class GPT(nn.Module):
         table = self.gate_table[block]
         parts = outputs.split([gate.columns for gate in table])
         return {(gate.kind, gate.layer): part.T for gate, part in zip(table, parts)}
-
-    def mlp(self, i: int, h: Tensor, fc: WeightSlice, proj: WeightSlice, fp8: FP8MLP | None) -> Tensor:
-        """Runs layer i's MLP on h (T, d). A method, so that a subclass can watch or replace one layer's."""
-        return mlp(h, fc, proj, self.backend, fp8)
 
     @torch.no_grad()
     def fp8_mlps(self, step: int) -> list[FP8MLP]:
@@ -2782,7 +2740,7 @@ class GPT(nn.Module):
         cos, sin = rotary.cos[: 2 * T], rotary.sin[: 2 * T]
         qk, v = linear(h, *weights)
         q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
-        y = self.backend.attention(q, k, v, *seq, rotary.scale).view(T, heads, -1)
+        y = self.backend.attention(q, k, v, *seq, rotary.scale).reshape(T, heads, -1)
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
         return y if xsa is gate is None else finish_heads(y, v, xsa, gate)
 
@@ -3595,29 +3553,20 @@ class Optimizer:
         if not self.averages:
             return
         self.tick(self.cfg.steps - 1)
-        shards = {name: self.shard_of(name, self.params[name]) for _, name in self.averages}
-        before = self.norms(shards)
+        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # padding changes no digit
+        norms = {name: norm_of(self.params[name].detach()) for _, name in self.averages}
         for (i, name), average in self.averages.items():
-            shards[name].copy_(shards[name].to(average.dtype).lerp(average, self.cfg.endings[i].blend))
-        after = self.norms(shards)
-        ratios = torch.where(after > 0, before / after, 1).split(1)
-        for (name, shard), ratio in zip(shards.items(), ratios):
-            if any(ending.keep_norm and name in ending.params for ending in self.cfg.endings):
-                shard.copy_(shard * ratio)
+            shard = self.shard_of(name, self.params[name])
+            shard.copy_(shard.to(average.dtype).lerp(average, self.cfg.endings[i].blend))
+        for name, before in norms.items():
+            p = self.params[name].detach()
             if self.specs[name].sharded:
-                self.in_flight[name] = self.gather(name)
-        self.finish_gathers()
+                self.gather(name).wait()
+            if any(ending.keep_norm and name in ending.params for ending in self.cfg.endings):
+                ratio = (before / norm_of(p)).nan_to_num(1.0).to(acc_dtype(self.cfg))
+                p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
         for target, name in self.tied_copy.items() if self.is_tied else ():
             transpose_copy(self.params[name], self.params[target])
-
-    def norms(self, shards: dict[str, Tensor]) -> Tensor:
-        """Returns each parameter's norm over all ranks; sqrt(W) times that if all W ranks have all of it.
-
-        Summed in fp64, so that the ranks' number does not show after rounding.
-        """
-        norms = [torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards.values()]
-        squares = torch.stack(norms).square_()
-        return self.exchange.all_reduce(squares).wait().sqrt().to(acc_dtype(self.cfg))
 
     def state_dict(self) -> dict:
         """Returns all that training changes here: live tensors and numbers, by parameter and name."""
@@ -3744,13 +3693,11 @@ def config_diff(a: dict, b: dict) -> str:
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
     count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
-    cannot_share, every = f"{world_size} processes cannot share", {row.name: row.every for row in cfg.params}
+    cannot_share = f"{world_size} processes cannot share"
     refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
         rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
         refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
-        apart = spec.tied_to and spec.every != every[spec.tied_to]
-        refuse_if(apart, f"params.{spec.name}.every must be that of {spec.tied_to}, as they are tied")
     for i, stage in enumerate(cfg.stages):
         rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
@@ -3767,7 +3714,6 @@ def check_config(cfg: Config, world_size: int) -> None:
     refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
     refuse_if(len(n.orders) * n.rows >= 2**31, "ngrams: use fewer than 2**31 rows of all orders")
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
-    refuse_if(cfg.dim % cfg.mix_groups, f"mix_groups must divide the model's width, {cfg.dim}")
     refuse_if(n.orders and n.width > cfg.dim, "ngrams.width must not be above the model's width")
 
 
@@ -4194,7 +4140,7 @@ def train(
         done = step == cfg.steps
         if done:
             optimizer.apply_endings()
-        if done or validates(cfg, step):
+        if done or cfg.val_every and step % cfg.val_every == 0:
             stopped = synchronized_time()
             train_ms = 1000 * (stopped - began)
             losses.poll()

@@ -6,7 +6,7 @@
 Claim: building row indices is never the bottleneck. train_gpt.py builds them on a thread while the GPU works
 on the batch before, so they must take well under the GPU's time. Columns, in ms a micro-batch, on one thread:
 
-    hash      hash_bigrams, with signs
+    hash      hash_ngrams, with signs
     index     index_rows: distinct rows, each row's positions in the text's order
     plan      merge_rows and _route_rows: the rows touched since the last Adam step, by owner (8 ranks), and
               the index of as many that 8 ranks ask for
@@ -21,7 +21,7 @@ position looks up one of each order), alone and beside a thread that multiplies 
 
     hash, index, merge, place    hash_ngrams, index_rows, merge_rows, place_rows
     all                          the four together
-    bigram                       hash_bigrams, index_rows, merge_rows, of the same tokens
+    bigram                       hash_ngrams, index_rows, merge_rows, of the same tokens
     ratio                        of these two
 
 All are interleaved in one process, each time on the next part of the text; results must be equal. Times of
@@ -81,6 +81,9 @@ def intervals(times: list[float]) -> list[float]:
     return [1000 * (end - start) for start, end in zip(times, times[1:])]
 
 
+SIGN_ROWS = tg.RECORD.sign_rows
+
+
 class EqualRanks(tg.Exchange):
     """Stands in for ranks that ask rank 0 for the same rows as it does."""
 
@@ -92,7 +95,7 @@ class EqualRanks(tg.Exchange):
 def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], tg.RowIndex]:
     """Returns the ms of hash, index, plan of bigrams, index, plan of tokens; and the bigrams' index."""
     times, indices = [time.perf_counter()], []
-    bigrams, signs = tg.hash_bigrams(tokens, batches.table_rows["bigrams"], tg.RECORD.sign_rows)
+    bigrams, signs = tg.hash_ngrams(tokens, tg.Ngrams((2,), batches.table_rows["bigrams"]), SIGN_ROWS)
     times.append(time.perf_counter())
     for name, ids, rows in (("bigram_embed", bigrams, signs), ("value_embeds", tokens, None)):
         indices.append(tg.index_rows(ids, signs=rows))
@@ -107,7 +110,7 @@ def time_ours(tokens: np.ndarray, batches: tg.Prefetcher) -> tuple[list[float], 
 def time_bigrams(tokens: np.ndarray, rows: int) -> float:
     """Returns the ns a row of the bigrams' index."""
     began = time.perf_counter()
-    bigrams, signs = tg.hash_bigrams(tokens, rows, tg.RECORD.sign_rows)
+    bigrams, signs = tg.hash_ngrams(tokens, tg.Ngrams((2,), rows), SIGN_ROWS)
     tg.merge_rows(tg.NO_ROWS, tg.index_rows(bigrams, signs=signs).row_ids.numpy())
     return 1e9 * (time.perf_counter() - began) / len(tokens)
 
@@ -115,7 +118,7 @@ def time_bigrams(tokens: np.ndarray, rows: int) -> float:
 def time_ngrams(tokens: np.ndarray, ngrams: tg.Ngrams) -> list[float]:
     """Returns the ns a row of hash, index, merge and place of n-grams."""
     times = [time.perf_counter()]
-    ids, signs = tg.hash_ngrams(tokens, ngrams, tg.RECORD.sign_rows)
+    ids, signs = tg.hash_ngrams(tokens, ngrams, SIGN_ROWS)
     times.append(time.perf_counter())
     index = tg.index_rows(ids, signs=signs)
     times.append(time.perf_counter())

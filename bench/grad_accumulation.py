@@ -130,8 +130,7 @@ class Training:
             shape = tuple(getattr(self.model, spec.name).shape)
             kind, flat = "head", (shape[0], math.prod(shape[1:]))
             if spec.is_table:
-                kind, chunk = "tables", tg.COLUMN_CHUNK  # of segment_sum_rows
-                shapes |= {(shape[0], min(chunk, flat[1] - i)): kind for i in range(0, flat[1], chunk)}
+                kind = "tables"
             elif spec.name in layers:
                 kind, (count, rows), all_rows = "banks", layers[spec.name], math.prod(shape[:-1])
                 used = (rows, d), (count, rows, d), (count * rows, d)

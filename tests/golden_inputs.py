@@ -108,6 +108,7 @@ def golden_shape(name, cfg):
         "mlp_bank": (12, 2, cfg.mlp_dim, d),
         "value_embeds": (4 * cfg.padded_vocab, d),
         "ve_gate_bank": (5, H, tg.GATE_DIM),
+        "mudd_w2": (2, 14, cfg.mudd_dim),
         "mudd_w2g": (14, cfg.mix_groups, cfg.mudd_dim),
         "mudd_gate_w2": (2, 41, cfg.mudd_dim),
         "mudd_gate_b2": (2, 41),
@@ -143,15 +144,25 @@ def golden_places(name, cfg):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
     if name in ("mudd_w2", "mudd_b2"):
         at[1, :10] = at[1, MIX_ORDER]
+    if name == "mudd_w2":
+        at[1, 10:] = -1  # there ours has what follows
     if name == "mudd_w2g":
         return at[MIX_ORDER]
-    return at[: tg.param_shapes(cfg, 1)[name][0]]
+    return at[: tg.param_shapes(cfg, 1).get(name, shape)[0]]
+
+
+def reference_parts(name, t):
+    """Returns the parts of our tensor, views, by the names of the reference's parameters in our layout."""
+    if name != "mudd_w2":
+        return {name: t}
+    return {name: t[:, :14], "mudd_w2g": t[1, 10:].unflatten(0, (10, -1))}
 
 
 def golden_layout(tensors, cfg):
     """Returns our tensors by name as the reference stores them, by its names; 0 where ours has nothing."""
     stored = {}
-    for name, t in tensors.items():
+    parts = {part: view for name, t in tensors.items() for part, view in reference_parts(name, t).items()}
+    for name, t in parts.items():
         key = golden_key(name.removeprefix("narrow_"))
         whole = stored.setdefault(key, t.new_zeros(golden_shape(name, cfg)))
         at = golden_places(name, cfg)
@@ -159,12 +170,10 @@ def golden_layout(tensors, cfg):
     return stored
 
 
-def parameter_stream(name, k, scale, offset, cfg):
-    """Fills the reference's parameter with stream k, and returns our part of it, padded with zeros."""
-    at, whole = golden_places(name, cfg), fill(golden_shape(name, cfg), k, scale, offset).flatten()
-    filled = torch.zeros(tg.param_shapes(cfg, WORLD)[name])
-    filled[: len(at)] = torch.where(at < 0, 0, whole[at])
-    return filled
+def fill_parameter(p, name, cfg):
+    """Fills our part of the reference's parameter, and its padding with zeros."""
+    at, whole = golden_places(name, cfg), fill(golden_shape(name, cfg), *FILL[name]).flatten()
+    p.zero_()[: len(at)] = torch.where(at < 0, 0, whole[at])
 
 
 BIGRAMS = replace(tg.RECORD, ngrams=tg.Ngrams())  # the record preset with bigram_embed
@@ -208,7 +217,8 @@ def fill_model(model, tied=True):
         model.signs.copy_(golden_signs(model.signs.shape))
         model.prefixes.copy_(golden_prefixes(model.cfg.padded_vocab))
         for name, p in model.named_parameters():
-            p.copy_(parameter_stream(name, *FILL[name], model.cfg))
+            for part, view in reference_parts(name, p).items():
+                fill_parameter(view, part, model.cfg)
         if tied:
             model.embed.copy_(model.lm_head.T)
     return model

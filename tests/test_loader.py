@@ -88,20 +88,13 @@ def naive_batches(shards, schedule, microbatches, epochs=1):
         yield batch
 
 
-def naive_bigrams(tokens, rows):
-    def int32(x):
-        return (x + 2**31) % 2**32 - 2**31
-
-    pairs = zip(tokens, tokens[1:])
-    return [rows - 1] + [(int32(36313 * b) ^ int32(27191 * a)) % (rows - 1) for a, b in pairs]
-
-
 def check_micro_batch(batch, tokens, starts, cfg):
     T = len(tokens) - 1
     assert batch.inputs.tolist() == tokens[:T] and batch.targets.tolist() == tokens[1:]
     assert batch.inputs.dtype == batch.hashed_rows.dtype == batch.cu_seqlens.dtype == torch.int32
     assert batch.targets.dtype == torch.int64
-    assert batch.hashed_rows.tolist() == [naive_bigrams(tokens[:T], cfg.bigram_vocab_size)]
+    hashed, _ = tg.hash_ngrams(np.array(tokens[:T]), tg.Ngrams((2,), cfg.bigram_vocab_size), 0)
+    assert batch.hashed_rows.tolist() == hashed.tolist()
     max_docs = cfg.max_docs or tg.default_max_docs(T)
     assert batch.cu_seqlens.tolist() == starts + [T] * (max_docs - len(starts))
 

@@ -396,7 +396,7 @@ def names_with_grad(cfg):
 @pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, True])
 def test_only_small_parameters_have_a_grad(cfg, delayed):
-    mudd = {f"mudd_{name}" for name in ("w1", "w2", "w2g", "b2")}
+    mudd = {f"mudd_{name}" for name in ("w1", "w2", "b2")}
     mudd |= {f"mudd_gate_{name}" for name in ("w1", "w2", "b2", "scale")}
     small = mudd | {"smear_gate", "ve_gate_bank", "scalars", "post_lambdas", "resid_lambdas"}
     assert small == {row.name for row in cfg.params if row.kind == "plain"}

@@ -201,16 +201,6 @@ def test_each_order_has_rows_of_signs_of_its_own():
             assert (signs[i] == signs[j]).sum() < 2.5 * 5000 / 512, (i, j)
 
 
-@pytest.mark.parametrize("sign_rows", [1, 7, 8192])
-def test_rows_of_signs_of_bigrams(sign_rows):
-    """Checks tokens that do not fit in 15 bits; no position before the first."""
-    tokens = np.random.default_rng(9).integers(0, 65536, 400).astype(np.int32)
-    for T in 1, 2, 400:
-        (signs,) = tg.hash_bigrams(tokens[:T], 9, sign_rows)[1]
-        pairs = zip(tokens[:T].tolist(), tokens[1:T].tolist())
-        assert signs.dtype == np.int32 and signs.tolist() == [0] + [(a ^ b) % sign_rows for a, b in pairs]
-
-
 @pytest.mark.parametrize("orders", [(), (2, 3)], ids=["bigrams", "n-grams"])
 @pytest.mark.parametrize("sign_rows", [0, 50])
 def test_micro_batches_have_rows_of_signs(folder, orders, sign_rows):
@@ -218,7 +208,7 @@ def test_micro_batches_have_rows_of_signs(folder, orders, sign_rows):
     cfg = replace(cfg, ngrams=replace(cfg.ngrams, orders=orders))
     tokens = np.random.default_rng(8).integers(0, 60, 38).astype(np.uint16)
     batch, inputs = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg), tokens[:-1].astype(np.int32)
-    hashed = tg.hash_ngrams(inputs, cfg.ngrams, 50)[1] if orders else tg.hash_bigrams(inputs, 9, 50)[1]
+    hashed = tg.hash_ngrams(inputs, cfg.ngrams if orders else tg.Ngrams((2,), 9), 50)[1]
     assert batch.signs is None if sign_rows == 0 else batch.signs.dtype == torch.int32
     assert sign_rows == 0 or (batch.signs.numpy() == hashed).all() and batch.signs.shape == hashed.shape
 

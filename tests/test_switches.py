@@ -131,7 +131,7 @@ def train_switched(cfg, names):
 # Parts of the model that can be left out: the setting, and the parameters that it takes away.
 PARTS = {
     "mudd_gates": ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),
-    "mudd_connections": ("mudd_connections=false", {"mudd_w1", "mudd_w2", "mudd_w2g"}),
+    "mudd_connections": ("mudd_connections=false", {"mudd_w1", "mudd_w2"}),
     "sign_rows": ("sign_rows=0", set()),
     "xsa": ("layers.*.xsa=false", set()),
     "gate": ("layers.*.gate=false", set()),
