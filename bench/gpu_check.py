@@ -445,7 +445,7 @@ def one_micro_batch(setup: Setup, cfg: tg.Config) -> Iterator[tuple[st.Training,
     if setup.memory < SMALL_CARD:
         cfg = replace(cfg, microbatches=2 * cfg.microbatches, head_chunk=min(2048, cfg.head_chunk))
     with setup.training(cfg, 0, 8, 2) as training:
-        training.optimizer.step = lambda plan: None  # type: ignore[method-assign]
+        training.optimizer.step = lambda *_: None  # type: ignore[method-assign]
         generator = torch.Generator(setup.device).manual_seed(1)
         with torch.no_grad():
             for p in training.model.parameters():  # away from zeros, which hide mistakes

@@ -99,9 +99,13 @@ def flops_per_token(cfg: tg.Config, keys: list[float]) -> float:
 
     A paired layer's token has two queries of half the heads, so the same products.
     """
-    d = cfg.dim
-    attention, mlp = len(keys) * (2 * d * d + 2 * d * d), len(cfg.layers) * 2 * cfg.mlp_dim * d
-    return 6 * (attention + mlp + d * cfg.padded_vocab) + 12 * d * sum(keys)
+    d, weights, scores = cfg.dim, cfg.dim * cfg.padded_vocab, 0.0
+    for layer in cfg.layers:
+        weights += layer.mlps * 2 * cfg.mlp_dim * d
+    for layer, seen in zip((layer for layer in cfg.layers if layer.attention), keys, strict=True):
+        width = (d // 2 if layer.narrow_qk else d) + (d // 2 if layer.narrow_v else d)
+        weights, scores = weights + 2 * d * width, scores + width * seen
+    return 6 * (weights + scores)
 
 
 class SingleRankExchange(tg.Exchange):
@@ -442,7 +446,7 @@ def stage_cases(
     """Yields the other operations, on the operands of a stage's micro-batch on one GPU."""
     loader = tg.TrainLoader(cfg, paths, 0, 1)
     batches = tg.Prefetcher(loader, [plan], tg.Exchange(0, 1))
-    _, (*_, batch), _, _ = batches.next()
+    *_, batch = batches.next().micro_batches
     keys = layer_keys(cfg, plan, batch.cu_seqlens.numpy())
     inputs, batch = batch.inputs.numpy(), batch.to(device)
     T, d, V, F, model_dtype = (

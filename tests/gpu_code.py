@@ -85,6 +85,7 @@ def fake_gpu():
     tg.triton.runtime.driver.set_active(Driver())
     torch.cuda.get_device_properties = lambda *device: H100
     torch.cuda.get_device_capability = lambda *device: (9, 0)
+    torch.cuda.synchronize = lambda *device: None
     torch.Tensor.is_cuda = property(lambda t: t.device.type in ("cuda", "meta"))
     tg.triton.knobs.runtime.jit_cache_hook = lambda **options: True
 
@@ -670,6 +671,7 @@ def dynamo_part():
             heads=2,
             head_dim=16,
             mlp_dim=64,
+            mix_groups=4,
             window_unit=4,
             head_chunk=64,
             max_docs=128,

@@ -38,7 +38,7 @@ TINY = [
     *("heads=2", "head_dim=8", "mlp_dim=32", "ngrams.orders=", "bigram_vocab_size=320"),
     *("val_slices=3", "val_slice_tokens=256", "val_every=3"),
     *(f"stages.{i}.steps={n}" for i, n in enumerate((2, 1, 1, 4))),
-    "stages.*.max_doc_len=40",
+    *("stages.3.lr_mul=1", "stages.*.max_doc_len=40"),
     "samples=0",
     *("sign_rows=64", *(f"layers.{i}.xsa=true" for i in (1, 3))),
     *("stages.0.prefix=0.25", "stages.1.prefix=0.2,0.1"),

@@ -117,7 +117,7 @@ def test_generated_code(cfg, compile):
         prepare()
         _, model, optimizer = build(0, 1, cfg)
         model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
-        optimizer.step = lambda plan: None
+        optimizer.step = lambda *_: None
         batches = batches_of(cfg, 0, 1)
         loss = tg.train_step(model, optimizer, batches.next()).item()
         batches.loader.close()

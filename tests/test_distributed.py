@@ -180,7 +180,7 @@ def test_world_size_does_not_matter(workers, cfg, dtype, reduction):
 def first_gradients(rank, world_size, cfg):
     """Returns the first batch's mean gradients: by parameter, its exchange and this rank's part."""
     exchange, model, optimizer = build(rank, world_size, cfg)
-    optimizer.step = lambda plan: None
+    optimizer.step = lambda *_: None
     batches = batches_of(cfg, rank, world_size)
     tg.train_step(model, optimizer, batches.next())
     batches.loader.close()

@@ -45,7 +45,8 @@ def run_steps(rank, world_size, cfg, steps=4):
 @pytest.mark.numeric
 def test_slices_share_a_scale(cfg):
     """All slices use the maximum over those of the step before; the first step's scale is 1."""
-    n, scales = len(cfg.layers), [1.0] * len(cfg.layers)
+    n = sum(layer.mlps for layer in cfg.layers)
+    scales = [1.0] * n
     for seen in run_steps(0, 1, cfg):
         first, second = seen[:n], seen[n:]
         assert [use[0] for use in first] == [use[0] for use in second] == scales
@@ -119,7 +120,7 @@ def test_what_is_not_in_fp8(cfg):
         backend = backend._replace(relu_square_grad=watched)
         _, model, optimizer = build(0, 1, replace(cfg, fp8_mlp=on), backend=backend)
         losses.append(model.token_losses(batch, plan.windows))
-        optimizer.step = lambda plan: None
+        optimizer.step = lambda *_: None
         batches, seen = batches_of(model.cfg, 0, 1), model.hidden_states
 
         def hidden_states(*args):
