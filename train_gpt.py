@@ -422,14 +422,15 @@ CPU = replace(
     vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
     ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, dtype="float32", every=1), mix_groups=4, window_unit=16,
-    attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.6, bank_dtype="float32",
-    slow_from=82, momentum_warmup=125, momentum_cooldown=20, rails_step=125, kernels=(), attention="dense",
-    fp8=False, compile=False, endings=(),
+    attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.4, bank_dtype="float32",
+    slow_from=75, momentum_warmup=115, momentum_cooldown=20, rails_step=115, kernels=(), attention="dense",
+    fp8=False, compile=False,
+    endings=(Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 96, 2 / 49, 0.5),),
     stages=(
-        Stage( 90, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        Stage( 90, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage( 90, 4096, 1024, Windows(5, 11), 1.73, (1.0,), (1.0,)),
-        Stage( 20, 4096, 1024, Windows(6, 13), 0.15, (1.0,), (1.0,)),
+        Stage( 82, 2048,  512, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        Stage( 82, 4096, 1024, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage( 82, 4096, 1024, Windows(5, 11), 1.73, (1.0,), (1.0,)),
+        Stage( 20, 4096, 1024, Windows(6, 13), 1.00, (1.0,), (1.0,)),
     ))
 # fmt: on
 
