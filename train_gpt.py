@@ -734,8 +734,13 @@ def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
 
 
 def warmup_steps(cfg: Config) -> list[range]:
-    """Returns steps that do all that a run does: the first two, and two on either side of a stage's start."""
-    return [range(max(0, start - 2), min(start + 2, cfg.steps)) for start in cfg.stage_starts]
+    """Returns steps that do all that a run does: the first two, and two on either side of a stage's start.
+
+    From the last one's start on four: the first two untie embed, the others update it on its own.
+    """
+    *starts, last = cfg.stage_starts
+    ends = [start + 2 for start in starts] + [last + 4]
+    return [range(max(0, start - 2), min(end, cfg.steps)) for start, end in zip(cfg.stage_starts, ends)]
 
 
 def train_tokens(cfg: Config) -> int:

@@ -265,6 +265,8 @@ def test_any_schedule_has_a_plan_for_every_step(cfg):
     assert sum(p.batch_tokens for p in plans) == tg.train_tokens(cfg)
     warmup = [*itertools.chain(*tg.warmup_steps(cfg))]
     assert warmup[:2] == [0, 1] and max(warmup) < cfg.steps and {*cfg.stage_starts} <= {*warmup}
+    own_updates = {step + 2 for step in untied if step + 2 < cfg.steps}  # the first after untying
+    assert own_updates <= {*warmup}
 
 
 # ---- json --------------------------------------------------------------------------------------------------

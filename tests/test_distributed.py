@@ -283,7 +283,7 @@ class LeaksState(tg.Optimizer):
 
     last_norm = 0.0
 
-    def work(self, plan, pending):
+    def work(self, plan, pending, *following):
         rule = tg.OPTIMIZERS["adam"]
 
         def update(p, grad, *args):
@@ -292,7 +292,7 @@ class LeaksState(tg.Optimizer):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(tg.OPTIMIZERS, "adam", rule._replace(update=update))
-            super().work(plan, pending)
+            super().work(plan, pending, *following)
 
 
 def optimize(rank, world_size, cfg, optimizer_class, steps, orders):

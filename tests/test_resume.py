@@ -66,13 +66,16 @@ def uninterrupted(launch, tmp_path_factory):
 
 
 @pytest.fixture
-def stopped(launch, tmp_path_factory, tmp_path):
+def stopped(launch, corpus, tmp_path_factory, tmp_path):
     """Returns stopped(world_size, step, *change): it makes a folder with a run killed at a checkpoint."""
 
     def stopped(world_size, step, *change):
         if (world_size, step, change) not in STOPPED:
             STOPPED[world_size, step, change] = folder = tmp_path_factory.mktemp("stopped")
-            faults = {rank: FaultAtCall("validates", step + 1, die) for rank in range(max(world_size, 1))}
+            cfg = make_config(corpus, *change)
+            rehearsed = sum(map(len, tg.warmup_steps(cfg))) if cfg.warmup else 0
+            fault = FaultAtCall("train_step", rehearsed + step + 1, die)
+            faults = {rank: fault for rank in range(max(world_size, 1))}
             options = {"change": change, "world_size": world_size, "faults": faults}
             with launch(folder, "--checkpoint-every", 2, **options) as run:
                 run.wait()
@@ -464,7 +467,7 @@ def test_a_run_resumes_in_its_second_epoch(launch, tmp_path):
     """The log says when an epoch begins, and how many there were."""
     make_corpus(tmp_path / "corpus", train=(2200,))
     blocks = []
-    for name, faults in (("whole", {}), ("stopped", {0: FaultAtCall("validates", 9, die)})):
+    for name, faults in (("whole", {}), ("stopped", {0: FaultAtCall("train_step", 9, die)})):
         folder, options = tmp_path / name, {"data": tmp_path / "corpus", "change": LONG}
         with launch(folder, "--checkpoint-every", 2, faults=faults, **options) as run:
             run.wait()
