@@ -239,12 +239,18 @@ class CountingExchange(SingleRankExchange):
         return super().reduce(name, how, grad, recv_buffer)
 
     def send_rows(
-        self, kind: str, name: str, rows: Tensor, transfer: tg.Transfer, out: Tensor | None = None
+        self,
+        kind: str,
+        name: str,
+        rows: Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        out: Tensor | None = None,
     ) -> tg.Pending:
-        others = 1 - transfer.send_counts[self.rank] / max(1, len(rows))
+        others = 1 - send_counts[self.rank] / max(1, len(rows))
         self.counts.add_collective(kind, name, round(others * rows.nbytes))
         with self.counts.paused():
-            return super().send_rows(kind, name, rows, transfer, out)
+            return super().send_rows(kind, name, rows, send_counts, recv_counts, out)
 
     def all_reduce(self, t: Tensor, op=torch.distributed.ReduceOp.SUM) -> tg.Pending:
         self.counts.add_collective("all_reduce", "", 2 * t.nbytes * (self.world_size - 1) // self.world_size)

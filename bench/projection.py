@@ -252,7 +252,6 @@ PHASES_92 = (
     (4, 50304, 20, 22.6),
 )
 PUBLISHED_92 = 39.914  # s
-NGRAMS = "ngrams.orders=2,3", "ngrams.rows=42301440", "ngrams.dtype=bfloat16"
 
 SETTINGS_80 = """
     mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0 ngrams.orders=
@@ -422,15 +421,14 @@ def main(argv: list[str] | None = None) -> int:
     add("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
     try:
         args = parser.parse_args(argv)
-        record = reduce(tg.override, NGRAMS, tg.RECORD)
-        base = reduce(tg.override, args.set, record)
+        base = reduce(tg.override, args.set, tg.RECORD)
         changed = {changes: reduce(tg.override, changes.split(), base) for changes in args.what_if}
         for cfg in (base, *changed.values()):
             launches.check(cfg, RANKS)
             tg.select_backend(replace(cfg, attention="varlen"), torch.device("cuda", 0), (9, 0))
         print("estimates for 8 H100s: what is not called published was never measured")
         print("takes about a minute, each what-if 15 s more\n", flush=True)
-        of_record = count_all(record)
+        of_record = count_all(tg.RECORD)
         model = fit(of_record)
         of_base = count_all(base) if args.set else of_record
         seconds = print_run(" ".join(["the record preset", *args.set]), base, of_base, model)
