@@ -3,8 +3,8 @@
 
     python bench/launches.py [--preset record|cpu] [--set NAME=VALUE ...] [--stage 0] [--ranks 8]
 
-Runs two steps of rank 0, the second with Adam, at the preset's real shapes on torch's "meta" device: nothing
-is computed. Collectives return at once. Takes a minute or two, to generate code.
+Runs steps of rank 0 at the preset's real shapes on torch's "meta" device, where nothing is computed. Shows
+one that updates the banks alone, and one with all updates. Collectives return at once.
 
     launches     kernels, copies and fills on the GPU: the next three columns
     eager        of operations of torch, called one by one. FlashAttention's forward counts 2 (it fills its
@@ -17,11 +17,11 @@ is computed. Collectives return at once. Takes a minute or two, to generate code
     collectives  that the step starts; their own kernels are not among the launches. What the prefetch thread
                  exchanges is not counted: those are numbers in host memory
 
-The phase "n-grams" fetches their rows, sends their gradients' and updates them.
+The phase "n-grams" fetches their rows, sends their gradients and updates them.
 
-The last line has the most bytes that the rank's tensors take at once, in its four steps and the validation of
-a slice. It counts what autograd keeps of uncompiled code; compiled, it keeps less. Stages 2 and 3 have the
-largest micro-batches.
+The last line has the most bytes that the rank's tensors take at once, in its steps and the validation of a
+slice. It counts what autograd keeps of uncompiled code; compiled, it keeps less. Stage 2 has the largest
+micro-batches.
 
 These counts are no measurement: a library's operation may launch more than one kernel, and use a workspace;
 an allocator, a process's context and NCCL's buffers come on top of the tensors.
@@ -359,24 +359,25 @@ class GeneratedCounts(Counts):
 def run_steps(
     cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, counts: Counts, validated: bool = True
 ) -> list[Step]:
-    """Runs four steps of rank 0 of `world_size` in a stage, every second with Adam. Returns the last two.
+    """Runs eight steps of rank 0 of `world_size` in a stage. Returns the last four: a period of all updates.
 
     As in a run, validation comes first: compiled code is then for any length from the first step on.
     """
-    steps = []
+    steps: list[Step] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         stack.enter_context(patched(tg.GPT, initialize=lambda self, seed: None))
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
         exchange = CountingExchange(world_size, counts)
         optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
-        optimizer.is_tied = stage < 2
-        paths, _ = synthetic_shard(folder, cfg, [stage], 6)
+        optimizer.is_tied = cfg.stage_starts[stage] <= tg.untie_step(cfg)
+        paths, _ = synthetic_shard(folder, cfg, [stage], 17)
         loader = tg.TrainLoader(cfg, paths, 0, world_size)
         stack.callback(loader.close)
         start = cfg.stage_starts[stage]
-        # The fifth is only fetched for.
         first = tg.padded(start, 4)  # no gradient awaits its update then
-        plans = [tg.plan_step(cfg, start + i)._replace(step=first + i, untie=False) for i in range(5)]
+        plan = tg.plan_step(cfg, start + cfg.stages[stage].steps // 2)
+        # Rows are fetched for steps after those that run.
+        plans = [plan._replace(step=first + i, untie=False) for i in range(16)]
         batches = tg.Prefetcher(loader, plans, SingleRankExchange(0, world_size))
         phases = {
             (tg.MicroBatch, "to"): "copies",
@@ -403,24 +404,24 @@ def run_steps(
         val = tg.ValLoader(one_slice, paths)
         if validated:
             gpu_code.validate(model, val, exchange, plans[0].windows, 1)
-        for _ in range(4):
+        for _ in range(8):
             batch = batches.next()
             counts.begin_batch(batch)
             with counts.watch():
                 tg.train_step(model, optimizer, batch, batches.peek)
             steps.append(counts.end_step())
-    return steps[2:]
+    return steps[4:]
 
 
 def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Step], int]:
-    """Counts a step without Adam, and one with it; also returns the most bytes of memory."""
+    """Counts a step that updates the banks, and one with all updates; also returns the most bytes."""
     counts, memory = Counts(), Memory()
     with memory:
-        steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)
+        steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)[2:]
     if cfg.compile:
         generated = GeneratedCounts()
         backend = make_backend(cfg, generated)
-        for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)):
+        for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)[2:]):
             step.columns.update(inside.columns)
     for step in steps:
         for (phase, column), n in list(step.columns.items()):
@@ -470,8 +471,9 @@ def main(argv: list[str] | None = None) -> int:
         check(cfg, args.ranks)
         if not 0 <= args.stage < len(cfg.stages) or not cfg.stages[args.stage].steps:
             raise tg.UserError(f"--stage {args.stage}: name a stage with steps, 0 to {len(cfg.stages) - 1}")
+        print("generates code: takes two to four minutes", flush=True)
         steps, peak = count_steps(cfg, args.stage, args.ranks)
-        for name, step in zip(("no Adam", "with Adam"), steps):
+        for name, step in zip(("banks only", "all updates"), steps):
             print_step(name, step, args.operations)
         print(f"memory of tensors: at most {peak / 2**30:.1f} GiB")
     except tg.UserError as e:

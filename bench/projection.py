@@ -5,32 +5,34 @@
     python bench/projection.py --what-if "layers.*.xsa=false" --what-if "mlp_dim=2560 fp8_mlp=false"
 
 All times are estimates, but for those called published. --set changes the record preset, and each --what-if
-that. A default run takes a minute of a free core, a what-if 15 s more.
+that. A default run takes a minute of a free core, each --what-if 15 s more.
 
-It runs two steps of rank 0 of 8 in each stage, as bench/launches.py does, on torch's "meta" device, and lists
-what they launch: the FLOPs of matmuls and attention, the bytes that are read and written, and those that this
-rank sends. A call of compiled code counts as one kernel, besides its matmuls: it reads its inputs and writes
-its results once, and a backward computes again what it needs of its forward. Tokens are synthetic, documents
-as long as web text's; sparse exchanges send about twice as many rows of bigrams as for real text.
+It runs steps of rank 0 of 8 in each stage, as bench/launches.py does, on torch's "meta" device, and lists
+what four of them launch: the FLOPs of matmuls and attention, the bytes that are read and written, and those
+that this rank sends. A call of compiled code counts as one kernel, besides its matmuls: it reads its inputs
+and writes its results once, and a backward computes again what it needs of its forward. Tokens are synthetic,
+documents as long as web text's; sparse exchanges send about twice as many rows of bigrams as for real text.
 
     step's ms    slowdown * (sum over launches) + (1 - hidden) * (sum over collectives) + fixed
+                 + launch_us * launches
     launch       the most of FLOPs / rate, bytes / memory's rate, kernel_us
     collective   bytes sent / exchange's rate + collective_us
 
 Rates (1e12/s: FLOPs or bytes) are assumed, as fractions of an H100 SXM's peaks by NVIDIA's data sheet: of
 matmuls what large ones attain under the power limit, of attention FlashAttention-3's, of memory streaming
-kernels', of the exchange NCCL's. Only slowdown and fixed are fitted, to record 80's published ms. Not
-counted: waiting for the host, and second reads of what FP8 scales by its maximum, 0.2 ms in stage 1.
+kernels', of the exchange NCCL's. Slowdown and fixed are fitted to the published ms of the stages of records
+80 and 92, with launch_us 0. launch_us: what removing CUDA graphs cost record 92, by launch listed. Not
+counted: other waiting for the host.
 
-Stages are in ms of a step, the mean of one with Adam and one without. tokens: of each GPU's micro-batch;
-matmuls, attention, other: the sum over launches; exchange: what is not hidden of
-collectives; total: seconds of all steps, without validation. Record 89's total is published, its stages are
-estimates from logs of other configurations.
+Stages are in ms of a step. tokens: of each GPU's micro-batch; matmuls, attention, other: the sum over
+launches; exchange: what is not hidden of collectives; launches: what CUDA graphs save; total: seconds of all
+steps, and the published 0.21 s of endings and the fetch of validation's rows.
 
-Record 80 is this script with its parts switched off, as far as settings go, and layer 10 and the head reading
-no saved streams but "back". Not expressed: one graph for the whole model, dense gradients of tables, its
-gates' products, a second result of the squared ReLU. Estimated differences of records are of stage 1, whose
-batch is the mean over a run; published ones are means over a run.
+Record 92 is the record preset with the TECHNIQUES, each a factor on counted parts. Not expressed of it: its
+kernels' fusions, FP8 logits' faster sigmoid, conversions to FP8, products that read both layouts. Record 80
+is this script with parts switched off, as far as settings go, and a head that reads no saved streams but
+"back". Not expressed of it: one graph for the whole model, dense gradients of tables, NorMuon's five
+iterations and one rail instead of ANVIL's six and two.
 """
 
 import argparse
@@ -39,7 +41,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import reduce
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -48,10 +50,10 @@ from torch import Tensor
 import launches  # it finds the others
 import step_time
 import train_gpt as tg
-from launches import on_meta
+from launches import on_meta, patched
 
 RANKS = 8
-PARTS = "matmuls", "attention", "other", "exchange", "fixed", "ms"  # of what is printed
+PARTS = "matmuls", "attention", "other", "exchange", "fixed", "launches", "ms"  # of what is printed
 PEAKS = {"bf16": 989e12, "fp8": 1979e12, "fp32": 67e12, "attention": 989e12}  # FLOP/s
 PEAKS |= {"memory": 3.35e12, "exchange": 450e9}  # bytes/s; NVLink's each way
 KINDS = {1: "fp8", 2: "bf16", 4: "fp32"}  # of matmuls, by bytes of a factor's entry
@@ -75,6 +77,7 @@ class Model(NamedTuple):
     hidden: float = 0.5  # share of collectives during which the GPU computes
     slowdown: float = 1.0
     fixed: float = 0.0  # ms
+    launch_us: float = 0.0
 
 
 class Op(NamedTuple):
@@ -82,6 +85,7 @@ class Op(NamedTuple):
     nbytes: int  # read and written, each tensor once; sent
     kind: str = ""  # of its FLOPs, if any count; exchange: a collective
     flops: float = 0.0
+    part: str = ""  # of the step
 
 
 class Access(NamedTuple):
@@ -140,8 +144,11 @@ class Traffic(launches.Counts):
             keys = step_time.mean_keys((rows * batch.cu_seqlens).numpy(), values["window_size"][0])
             products = 5 if name.endswith("backward") else 2
             kind, flops = "attention", 2.0 * products * query.numel() * keys
-        self.ops.append(Op(name, total(reads) + total(writes), kind, flops))
+        self.append(name, total(reads) + total(writes), kind, flops)
         return out
+
+    def append(self, name: str, nbytes: int, kind: str = "", flops: float = 0.0) -> None:
+        self.ops.append(Op(name, nbytes, kind, flops, self.phase))
 
     def fuse(self, reads: set[Access], writes: set[Access], in_place: bool) -> None:
         """Takes an operation into the compiled code that runs."""
@@ -170,7 +177,7 @@ class Traffic(launches.Counts):
         for a in self.writes:
             self.sources.pop(a.storage, None)
         if self.writes:
-            self.ops.append(Op(name, total(self.reads) + total(self.writes)))
+            self.append(name, total(self.reads) + total(self.writes))
 
     def add_kernel(self, name: str, tensors: Any, *sizes: Any) -> None:
         found, kind, flops = on_meta(tensors), "", 0.0
@@ -181,88 +188,127 @@ class Traffic(launches.Counts):
         elif name in KERNEL_FLOPS:
             kind = KINDS[found[0].itemsize]
             flops = 1.0 * KERNEL_FLOPS[name] * found[0].numel() * found[-1].size(-1)
-        self.ops.append(Op(name, nbytes, kind, flops))
+        self.append(name, nbytes, kind, flops)
 
     def add_collective(self, kind: str, name: str, nbytes: int) -> None:
-        self.ops.append(Op(f"{kind} {name}", nbytes, "exchange"))
+        self.append(f"{kind} {name}", nbytes, "exchange")
 
 
-@tg.compiled
-def read_no_streams(
-    x: Tensor,
-    first: Tensor,
-    back: Tensor,
-    value: Tensor,
-    weights: Tensor,
-    output_weight: Tensor,
-    out_scale: Tensor,
-):
-    """Does connect() as before record 81: gates a value embedding."""
-    return weights[:, 6:7] * value, x, output_weight * out_scale
+# What record 92 has and this script lacks: how a stage's launches change with it, and what its removal from
+# record 92 costs, published in seconds, where that is all that was removed.
+class Technique(NamedTuple):
+    change: Callable[[Op, int], Op]  # of an operation, with so many columns of the head
+    published: str = ""
+
+
+def scaled(op: Op, share: float) -> Op:
+    return op._replace(nbytes=int(share * op.nbytes), flops=share * op.flops)
+
+
+def of_parts(*parts: str, **changes) -> Callable[[Op, int], Op]:
+    return lambda op, _: op._replace(**changes) if op.kind == "bf16" and op.part in parts else op
+
+
+def sampled_softmax(op: Op, columns: int) -> Op:
+    return scaled(op, columns / tg.RECORD.padded_vocab) if op.part == "head" else op
+
+
+def fp8_logits(op: Op, columns: int) -> Op:
+    """A logit's bytes are 2 written, 2 read, and 5 of its gradient in FP8; logits in FP8 have half."""
+    return op._replace(nbytes=op.nbytes * 7 // 9) if op.part == "head" else op
+
+
+def unpadded(op: Op, columns: int) -> Op:
+    """Two of four products of the forward's, three of five of the backward's have the queries' width."""
+    if op.part in NARROW_ATTENTION:
+        return scaled(op, NARROW_ATTENTION[op.part])
+    return op._replace(nbytes=0) if op.name == "constant_pad_nd" else op
+
+
+def pulled_rows(op: Op, columns: int) -> Op:
+    """A rank's four batches of a cycle have about 0.3 of all tokens."""
+    return scaled(op, 0.3) if op.name == "all_gather value_embeds" else op
+
+
+NARROW_ATTENTION = {"narrow attention": 3 / 4, "narrow attention backward": 7 / 10}
+TECHNIQUES = {
+    "sampled softmax": Technique(sampled_softmax),
+    "FP8 logits": Technique(fp8_logits),
+    "FP8 of QKV": Technique(of_parts("QKV", kind="fp8")),
+    "FP8 in the MLPs' backward": Technique(of_parts("MLP backward", kind="fp8"), "5.02 with its caches"),
+    "unpadded narrow attention": Technique(unpadded),
+    "value_embeds by pulled rows": Technique(pulled_rows, "1.05"),
+}
+STACK = "sampled softmax", "FP8 logits"
+PUBLISHED_STACK, PUBLISHED_GRAPHS, PUBLISHED_ENDINGS = 8.80, 2.99 + 0.84, 0.21  # s; stack: with its kernel
+PUBLISHED_80 = 31.1, 56.3, 82.0, 82.4  # ms by stage
+# Stage, columns of the head, steps, published ms.
+PHASES_92 = (
+    (0, 10240, 320, 17.0),
+    (1, 10240, 361, 30.3),
+    (2, 14336, 284, 45.0),
+    (2, 24576, 142, 47.9),
+    (3, 50304, 67, 46.7),
+    (4, 50304, 20, 22.6),
+)
+PUBLISHED_92 = 39.914  # s
+
+SETTINGS_80 = """
+    mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0 ngrams.orders=
+    bigram_vocab_size=251520 mlp_dim=3072 stages.*.prefix= stages.*.attention_cap=0
+    params.value_embeds.exchange=reduce_scatter params.embed.exchange=reduce_scatter
+    params.value_embeds.every=2 layers.*.narrow_qk=false layers.*.narrow_v=false layers.*.mlps=1
+    layers.*.x0=true layers.*.bigram=true layers.10.connections=false
+    layers.4.attention=plain layers.7.attention=plain layers.9.attention=paired
+    layers.9.value=3 layers.10.value=4 layers.*.gate=true layers.6.gate=false
+    stages.2.max_doc_len=2048"""
+
+
+def config_80() -> tg.Config:
+    """Returns record 80's settings, as far as there are such."""
+    cfg = reduce(tg.override, SETTINGS_80.split(), tg.RECORD)
+    *first, third = cfg.stages[:3]
+    return replace(
+        cfg, endings=(), stages=(*first, third, replace(third, steps=15, windows=tg.Windows(6, 13)))
+    )
 
 
 @tg.compiled
 def norm_of_two(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Does final_norm() as before record 81: takes "back" off."""
-    return tg.norm(x + weights[:, 1:2] * streams[1])
+    return tg.norm(x + weights[1:2].T * streams[1])
 
 
-class UpInFP8(tg.MLP):
-    @staticmethod
-    def forward(ctx, h, slices, backend, weights, fc, proj):
-        """Does the down-projection in bf16, as before record 89."""
-        ctx.slices, ctx.backend = slices, backend
-        square, _ = backend.relu_square_fp8(*tg.amax_to_fp8(h), weights, h.dtype)
-        ctx.save_for_backward(h, square, fc, proj)
-        return square @ proj
-
-
-ROWS, COLUMNS = 754560, 192  # of bigram_embed in record 83
-param_shapes, mix_streams = tg.param_shapes, tg.mix_streams
-
-
-class NarrowGPT(tg.GPT):
-    def lookup_sums(self, batch, leaves):
-        """Does the same without padding."""
-        rows, ids = self.weight("bigram_embed").detach(), batch.hashed_rows
-        found = rows.new_empty(ids.size(1), COLUMNS)
-        tg.gather_rows(found, rows, ids.int(), self.signs[:, :COLUMNS], batch.signs)
-        leaves["bigram_embed"] = found.requires_grad_()
-        return found
-
-
-@tg.compiled
-def mix_narrow(scales, streams, normed):
-    wide = [torch.nn.functional.pad(x, (0, streams[0].size(1) - x.size(1))) for x in streams]
-    return mix_streams(scales, wide, normed)
-
-
-SETTINGS_80 = """
-    mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0
-    bigram_vocab_size=251520 stages.*.prefix=
-    params.value_embeds.exchange=reduce_scatter params.embed.exchange=reduce_scatter
-    layers.*.gate=true layers.6.gate=false"""
-BEFORE_81: dict[str, Any] = {"connect": read_no_streams, "final_norm": norm_of_two}
-NARROW_TABLE = BEFORE_81 | {"GPT": NarrowGPT, "mix_streams": mix_narrow}
-NARROW_TABLE["param_shapes"] = lambda *args: param_shapes(*args) | {"bigram_embed": (ROWS, COLUMNS)}
-XSA = " ".join(f"layers.{i}.xsa=true" for i in (1, 3, 4, 7))
-PUBLISHED_80, ESTIMATED_89 = (31.1, 56.3, 82.0, 82.4), (31.6, 57.1, 82.6, 83.5)  # ms by stage
-DIFFERENCES = (  # from which variant; settings and replacements; published ms
-    ("MUDD connections", "record 80", "mudd_connections=true", {}, 0.80),
-    ("XSA in four layers", "record 80", XSA, BEFORE_81, 0.30),
-    ("FP8 up-projection", "record 80", "fp8_mlp=true", BEFORE_81 | {"MLP": UpInFP8}, -0.71),
-    ("FP8 down-projection", "FP8 up-projection", "fp8_mlp=true", BEFORE_81, -0.75),
-    ("narrower table, signs", "record 80", f"sign_rows=8192 bigram_vocab_size={ROWS}", NARROW_TABLE, -0.65),
-)
-
-
-def count(cfg: tg.Config, stage: int, changes: dict[str, Any] | None = None) -> list[Op]:
-    """Lists what two successive steps launch, with the script's functions and classes replaced."""
+def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
+    """Lists what four successive steps launch, with functions of the script replaced."""
     traffic = Traffic()
-    with launches.patched(tg, **(changes or {})):
+
+    def in_part(function: Callable) -> Callable:
+        # The products of queries, keys and values are two of one input; attention's output has one.
+        inner = traffic.in_phase("QKV", function)
+        return lambda ctx, *args: (inner if len(args) % 2 == 0 else function)(ctx, *args)
+
+    linear = {name: staticmethod(in_part(getattr(tg.Linear, name))) for name in ("forward", "backward")}
+    backward = staticmethod(traffic.in_phase("MLP backward", tg.MLP.backward))
+    with patched(tg, **changes), patched(tg.Linear, **linear), patched(tg.MLP, backward=backward):
         backend = launches.make_backend(cfg, traffic)
         steps: Any = launches.run_steps(cfg, stage, RANKS, backend, traffic, validated=False)
-    return steps[0] + steps[1]
+    # A step's attention is that of its layers, then their backwards.
+    layers = [layer for layer in cfg.layers if layer.attention]
+    names = ["narrow attention" * (layer.narrow_qk and not layer.narrow_v) for layer in layers]
+    names += [name and f"{name} backward" for name in reversed(names)]
+    ops = sum(steps, [])
+    attention = [i for i, op in enumerate(ops) if op.kind == "attention"]
+    for i, name in zip(attention, len(steps) * names, strict=True):
+        ops[i] = ops[i]._replace(part=name)
+    return ops
+
+
+def apply(ops: list[Op], columns: int, names: Iterable[str] = TECHNIQUES) -> list[Op]:
+    """Returns what a stage launches with these techniques."""
+    for name in names:
+        ops = [TECHNIQUES[name].change(op, columns) for op in ops]
+    return ops
 
 
 def op_ms(op: Op, model: Model) -> float:
@@ -274,65 +320,97 @@ def op_ms(op: Op, model: Model) -> float:
 
 
 def step_ms(ops: list[Op], model: Model) -> dict[str, float]:
-    """Estimates a step's ms and its parts: the mean of the two that were counted."""
+    """Estimates a step's ms and its parts: the mean of the four that were counted."""
     parts = dict.fromkeys(PARTS, 0.0) | {"fixed": model.fixed}
     for op in ops:
         part = op.kind if op.kind in PARTS else "matmuls" if op.kind else "other"
-        parts[part] += op_ms(op, model) / 2 * (1 - model.hidden if part == "exchange" else model.slowdown)
+        parts[part] += op_ms(op, model) / 4 * (1 - model.hidden if part == "exchange" else model.slowdown)
+        parts["launches"] += model.launch_us / 4000 * (part != "exchange")
     return parts | {"ms": sum(parts.values())}
 
 
-def calibrate(stages: list[list[Op]], published: tuple[float, ...]) -> Model:
+def calibrate(stages: list[list[Op]], published: Iterable[float]) -> Model:
     """Fits slowdown and fixed to published ms of stages: least squares of relative residuals."""
-    parts = [step_ms(ops, Model()) for ops in stages]
+    parts, published = [step_ms(ops, Model()) for ops in stages], np.array(list(published))
     exposed, ms = np.array([(part["exchange"], part["ms"]) for part in parts]).T
-    slowdown, fixed = np.polyfit(ms - exposed, published - exposed, 1, w=1 / np.array(published))
+    slowdown, fixed = np.polyfit(ms - exposed, published - exposed, 1, w=1 / published)
     return Model(slowdown=float(slowdown), fixed=float(fixed))
 
 
 def line(name: Any, *cells: Any) -> None:
     text = "".join(f"{cell if isinstance(cell, (str, int)) else format(cell, '.2f'):>10}" for cell in cells)
-    print(f"{name:<24}{text}".rstrip(), flush=True)
+    print(f"{name:<28}{text}".rstrip(), flush=True)
 
 
-def fit(compared: bool) -> Model:
-    """Fits the model to record 80. Prints it and, if `compared`, differences from that record."""
-    cfg = reduce(tg.override, SETTINGS_80.split(), tg.RECORD)
-    counted = [count(cfg, stage, BEFORE_81) for stage in range(len(cfg.stages))]
-    model = calibrate(counted, PUBLISHED_80)
-    print("estimates for 8 H100s: what is not called published was never measured\n")
+def seconds_92(stages: list[list[Op]], model: Model, names: Iterable[str] = TECHNIQUES) -> float:
+    """Estimates the seconds of record 92's steps, with these techniques."""
+    ms = (n * step_ms(apply(stages[i], columns, names), model)["ms"] for i, columns, n, _ in PHASES_92)
+    return sum(ms) / 1e3 + PUBLISHED_ENDINGS
+
+
+def fit(stages: list[list[Op]]) -> Model:
+    """Fits the model to records 80 and 92, the second from the record preset's launches. Prints it."""
+    cfg = config_80()
+    points = [
+        (f"80 {i}", count(cfg, i, final_norm=norm_of_two), published)
+        for i, published in enumerate(PUBLISHED_80)
+    ]
+    points += [
+        (f"92 {i}, {columns}", apply(stages[i], columns), published) for i, columns, _, published in PHASES_92
+    ]
+    model = calibrate([ops for _, ops, _ in points], [published for *_, published in points])
+    graphs = seconds_92(stages, model)
+    without = seconds_92(stages, model._replace(launch_us=1.0))
+    launched = model._replace(launch_us=PUBLISHED_GRAPHS / (without - graphs))
     line("parameter", "value", "1e12/s")
-    for name, value in model._asdict().items():
+    for name, value in launched._asdict().items():
         line(name, f"{value:.4g}", f"{value * PEAKS[name] / 1e12:.4g}" if name in PEAKS else "")
-    print("\nrecord 80, to which slowdown and fixed are fitted: ms of a step")
-    line("stage", "published", "estimate", "residual")
-    ms = [step_ms(ops, model)["ms"] for ops in counted]
-    for stage, (estimate, published) in enumerate(zip(ms, PUBLISHED_80)):
-        line(stage, published, estimate, f"{estimate / published - 1:+.1%}")
-    if compared:
-        print("\ndifferences of records, to which nothing is fitted: ms of a step")
-        line("", "published", "estimate", "ratio")
-        by_name = {"record 80": ms[1]}
-        for name, before, settings, changes, published in DIFFERENCES:
-            ops = count(reduce(tg.override, settings.split(), cfg), 1, changes)
-            by_name[name] = step_ms(ops, model)["ms"]
-            estimate = by_name[name] - by_name[before]
-            line(name, f"{published:+.2f}", f"{estimate:+.2f}", estimate / published)
-    return model
+    print("\nto which slowdown and fixed are fitted: ms of a step")
+    line("record, stage, columns", "published", "estimate", "residual")
+    for name, ops, published in points:
+        estimate = step_ms(ops, model)["ms"]
+        line(name, published, estimate, f"{estimate / published - 1:+.1%}")
+    line("92, seconds", PUBLISHED_92, graphs, f"{graphs / PUBLISHED_92 - 1:+.1%}")
+    print("\nwhat removal of a technique costs record 92, to which nothing is fitted: seconds")
+    line("", "estimate", "published")
+    kept = [name for name in TECHNIQUES if name not in STACK]
+    line("both of the softmax", f"{seconds_92(stages, model, kept) - graphs:+.2f}", f"{PUBLISHED_STACK:+.2f}")
+    for name, technique in TECHNIQUES.items():
+        cost = seconds_92(stages, model, [other for other in TECHNIQUES if other != name]) - graphs
+        line(name, f"{cost:+.2f}", technique.published and f"    +{technique.published}")
+    return launched
 
 
-def print_run(title: str, cfg: tg.Config, model: Model) -> float:
-    """Prints the parts of a config's stages. Returns the seconds of all steps."""
+def count_all(cfg: tg.Config) -> list[list[Op]]:
+    return [count(cfg, i) if stage.steps else [] for i, stage in enumerate(cfg.stages)]
+
+
+def run_seconds(cfg: tg.Config, stages: list[list[Op]], model: Model) -> float:
+    ms = (stage.steps * step_ms(ops, model)["ms"] for stage, ops in zip(cfg.stages, stages) if stage.steps)
+    return sum(ms) / 1e3 + PUBLISHED_ENDINGS
+
+
+def print_run(title: str, cfg: tg.Config, stages: list[list[Op]], model: Model) -> float:
+    """Prints the parts of a config's stages. Returns the seconds of the run."""
     print(f"\n{title}")
-    line("stage", "tokens", *PARTS, "record 89" if cfg == tg.RECORD else "")
-    seconds = 0.0
-    for i, stage in enumerate(cfg.stages):
+    line("stage", "tokens", *PARTS)
+    for i, (stage, ops) in enumerate(zip(cfg.stages, stages)):
         if stage.steps:
-            parts = step_ms(count(cfg, i), model)
-            seconds += stage.steps * parts["ms"] / 1e3
             tokens = stage.batch_tokens // tg.num_microbatches(cfg, RANKS)
-            line(i, tokens, *parts.values(), ESTIMATED_89[i] if cfg == tg.RECORD else "")
-    return seconds
+            line(i, tokens, *step_ms(ops, model).values())
+    return run_seconds(cfg, stages, model)
+
+
+def print_techniques(base: list[list[Op]], model: Model, seconds: float) -> None:
+    """Prints what record 92's techniques would save the record preset, in record 92's phases."""
+    graphs = model._replace(launch_us=0.0)
+    print("\nwith what record 92 has besides: seconds of a run, and the change")
+    for name in TECHNIQUES:
+        new = seconds_92(base, model, [name])
+        line(name, new, f"{new - seconds:+.2f}")
+    new = seconds_92(base, graphs, [])
+    line("CUDA graphs", new, f"{new - seconds:+.2f}")
+    line("all, record 92", new := seconds_92(base, graphs), f"{new - seconds:+.2f}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -348,11 +426,17 @@ def main(argv: list[str] | None = None) -> int:
         for cfg in (base, *changed.values()):
             launches.check(cfg, RANKS)
             tg.select_backend(replace(cfg, attention="varlen"), torch.device("cuda", 0), (9, 0))
-        model = fit(compared=base == tg.RECORD and not changed)
-        seconds = print_run(" ".join(["the record preset", *args.set]), base, model)
-        print(f"total {seconds:.2f} s" + (", published for record 89: 73.8 s" if base == tg.RECORD else ""))
+        print("estimates for 8 H100s: what is not called published was never measured")
+        print("takes about a minute, each what-if 15 s more\n", flush=True)
+        of_record = count_all(tg.RECORD)
+        model = fit(of_record)
+        of_base = count_all(base) if args.set else of_record
+        seconds = print_run(" ".join(["the record preset", *args.set]), base, of_base, model)
+        print(f"total {seconds:.2f} s")
+        if not args.set:
+            print_techniques(of_record, model, seconds)
         for changes, cfg in changed.items():
-            new = print_run(changes, cfg, model)
+            new = print_run(changes, cfg, count_all(cfg), model)
             print(f"total {new:.2f} s, change {new - seconds:+.2f} s")
     except tg.UserError as e:
         print(f"projection.py: error: {e}", file=sys.stderr)

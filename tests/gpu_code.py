@@ -367,7 +367,7 @@ def called(code):
 
 # What generated code calls on the host, and what it needs no launch for.
 HOST_CALLS = re.compile(
-    r"args\.clear|\w+\.size|assert_\w+|copy_if_misaligned|empty_strided_cuda|reinterpret_tensor"
+    r"args\.clear|\w+\.size|max|assert_\w+|copy_if_misaligned|empty_strided_cuda|reinterpret_tensor"
     r"|get_raw_stream|torch\.cuda\._DeviceGuard|torch\.cuda\.set_device"
 )
 

@@ -33,12 +33,11 @@ SOURCES.append(gpu_code.ROOT / "tests" / "golden_inputs.py")
 ALLOWED = {
     "extern_kernels.mm": "matmuls of gates and of their small MLPs: Inductor leaves matmuls to cuBLAS",
     "extern_kernels.addmm": "the same, added to a gradient or a bias",
-    "max": "of sizes, on the host",
 }
 # Functions that change a few rows, or all, of tables and main_grads: in place.
 IN_PLACE = {"gather_rows", "update_rows", "transpose_copy", "transpose_add", "makes_as_much"}
-# What rank 0 of 8 launches at most in the record preset's first step, and in the second, with Adam.
-MOST_LAUNCHES = 710, 774
+# Two steps of the record preset's first stage, the second with Adam, and what rank 0 of 8 launches at most.
+MOST_LAUNCHES = {318: 640, 319: 700}
 
 
 @contextlib.contextmanager
@@ -117,21 +116,21 @@ def test_generated_code():
         problems += [problem for kernel in found["kernels"] for problem in bad_kernel(kernel)]
         assert found["kernels"] and not problems, "\n".join(problems)
 
-        launched = [Counter(), Counter()]
+        launched = {step: Counter() for step in MOST_LAUNCHES}
         for graph in graphs:
             n = sum(graph["kernels"].values()) + sum(graph["others"].values())
-            for step, counts in enumerate(launched):
+            for step, counts in launched.items():
                 counts[graph["function"]] += n * graph["runs"].get(f"step {step}", 0)
-        counts = launches.Counts()
-        backend = launches.make_backend(BIGRAMS, counts)
-        for counts, step in zip(launched, launches.run_steps(BIGRAMS, 0, 8, backend, counts)):
+        counted = launches.Counts()
+        steps = launches.run_steps(BIGRAMS, 0, 8, launches.make_backend(BIGRAMS, counted), counted)
+        for counts, step in zip(launched.values(), steps[2:], strict=True):
             for (_, column), n in step.columns.items():
                 counts[column] += n if column in ("eager", "triton") else 0
-        totals = tuple(counts.total() for counts in launched)
-        assert all(n <= most for n, most in zip(totals, MOST_LAUNCHES)), (totals, launched)
+        totals = {step: counts.total() for step, counts in launched.items()}
+        assert all(n <= MOST_LAUNCHES[step] for step, n in totals.items()), (totals, launched)
         text = " ".join(README.read_text(encoding="utf-8").split())
         said = re.search(r"launches (\d+) kernels, copies and fills, and (\d+) with Adam", text)
-        assert said and tuple(map(int, said.groups())) == totals, f"README.md: {totals} launches: {launched}"
+        assert said and [*map(int, said.groups())] == [*totals.values()], f"README.md: {totals}: {launched}"
 
         problems = [list(bad_for_a_gpu(graph)) for graph in found["bad"]]
         assert [len(of_function) for of_function in problems] == [1, 1, 3, 1], problems
