@@ -39,7 +39,7 @@ TINY = [
     *("val_slices=3", "val_slice_tokens=256", "val_every=3"),
     *(f"stages.{i}.steps={n}" for i, n in enumerate((2, 1, 1, 4))),
     *("stages.3.lr_mul=1", "stages.*.max_doc_len=40"),
-    "samples=0",
+    *("samples=0", "microbatches=8"),
     *("sign_rows=64", *(f"layers.{i}.xsa=true" for i in (1, 3))),
     *("stages.0.prefix=0.25", "stages.1.prefix=0.2,0.1"),
     *(f"stages.{i}.batch_tokens={8 * T}" for i, T in enumerate((24, 32, 48, 48))),

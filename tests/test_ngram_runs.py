@@ -326,7 +326,7 @@ def stopped(corpus, tmp_path_factory):
         if change not in runs:
             runs[change] = folder = tmp_path_factory.mktemp("stopped")
             arguments = ["--preset", "cpu", "--data", corpus, *settings(*SETTINGS, *change)]
-            faults = dict.fromkeys((0, 1), FaultAtCall("validates", 6, die))
+            faults = dict.fromkeys((0, 1), FaultAtCall("train_step", 6, die))
             with Launch(folder, *arguments, *EVERY, world_size=2, faults=faults) as run:
                 assert -signal.SIGKILL in run.wait(), run.err
             assert len(list(folder.glob(FILES))) == 1

@@ -125,7 +125,7 @@ def test_log(which, world_size, request):
         rf"Running PyTorch {version} compiled for CUDA \S+ on .+ with world_size {world_size}",
         r"commit: (unknown|[0-9a-f]{40} \((clean|modified)\))",
         r"config: \{.*\}",
-        r"data: [0-9a-f]{16} \(12000 training tokens in 2 shards, 1500 for validation\)",
+        r"data: [0-9a-f]{16} \(12000 training tokens in 2 shards, 1500 for validation\), packed in 8 .*",
     ]
     for pattern in patterns:
         assert sum(bool(re.fullmatch(pattern, line)) for line in environment) == 1, pattern
@@ -237,7 +237,8 @@ def test_tracks(preset):
     for task in (*data, "dtype=float64", "target=9"):
         assert tg.track_of(tg.override(cfg, task), 2) == "other"
     # More ranks than micro-batches pack other micro-batches.
-    assert tg.track_of(cfg, 8) == cfg.track and tg.track_of(cfg, 16) == "other"
+    count = cfg.microbatches
+    assert tg.track_of(cfg, count) == cfg.track and tg.track_of(cfg, 2 * count) == "other"
 
 
 @pytest.mark.slow
@@ -298,7 +299,7 @@ def test_the_same_seed_gives_the_same_digits(folder, single):
 def test_the_log_names_other_packing(folder):
     """compare.py reads this line. With val_every=0 only the final validation runs."""
     out, log = run_forked(folder, *settings("microbatches=4", "warmup=false", "val_every=0"))
-    line = "for validation), packed in 4 micro-batches a batch, not 8: not the track's batches\n"
+    line = "for validation), packed in 4 micro-batches a batch, not 2: not the track's batches\n"
     assert line in out and line in log.read_text(encoding="utf-8")
     assert log.parent.parent.name == "other"
     assert [step[0] for step in parse(log)[2] if step[2]] == [str(STEPS)]
@@ -331,7 +332,7 @@ def test_help(tmp_path):
     "arguments, message",
     (
         ("--preset cpu --check 2", ""),
-        ("--preset cpu --check 3", "3 processes cannot share 8 micro-batches"),
+        ("--preset cpu --check 3", "3 processes cannot share the rows of lm_head"),
         ("--preset cpu --set adm_lr=1 --check 2", "--set adm_lr: unknown"),
         ("--preset record --set kernels= --check 8", "FlashAttention needs a GPU"),
         ("--preset cpu --resume nowhere --check 2", "--resume nowhere: checkpoints of 0 runs "),
