@@ -611,8 +611,8 @@ def exchanges(setup: Setup) -> Iterator[Row]:
 
 # ---- times -------------------------------------------------------------------------------------------------
 
-# By stage, one rank of 8 on an H100: record 89's 73.8 s, spread over its tokens.
-DEVICE_MS = (29, 57, 85, 85)
+# By stage, one rank of 8 on an H100: bench/projection.py's estimates, without the last stage's.
+DEVICE_MS = (28, 48, 69, 59)
 
 
 def ceilings(setup: Setup) -> Iterator[Row]:
