@@ -1422,11 +1422,8 @@ class ValLoader:
     """Holds the first val_slices * val_slice_tokens validation tokens, and the last target."""
 
     def __init__(self, cfg: Config, paths: list[Path]):
-        self.cfg, parts, need = cfg, [], cfg.val_slices * cfg.val_slice_tokens + 1
-        for path in paths:
-            parts.append(read_shard(path, cfg, need).tokens)
-            need -= len(parts[-1])
-        self.tokens = np.concatenate(parts)
+        self.cfg, need = cfg, cfg.val_slices * cfg.val_slice_tokens + 1
+        self.tokens = np.concatenate([read_shard(path, cfg, need).tokens for path in paths])[:need]
         self.max_docs = max(cfg.max_docs, default_max_docs(cfg.val_slice_tokens))
 
     def batch(self, i: int) -> MicroBatch:
@@ -3395,13 +3392,13 @@ class Optimizer:
             self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
         self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
         # Averages of own shards, by row of cfg.endings and parameter; when each row ticks, and how far.
-        self.averages: dict[tuple[int, str], Tensor] = {}
         self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
-        for i, ending in enumerate(cfg.endings):
-            for name in ending.params:
-                if name in params and self.tick_rates[i]:
-                    shard = self.shard_of(name, params[name])
-                    self.averages[i, name] = torch.zeros_like(shard, dtype=acc_dtype(cfg))
+        self.averages: dict[tuple[int, str], Tensor] = {
+            (i, name): torch.zeros_like(self.shard_of(name, params[name]), dtype=acc_dtype(cfg))
+            for i, ending in enumerate(cfg.endings)
+            for name in ending.params
+            if name in params and self.tick_rates[i]
+        }
 
     def shard_of(self, name: str, t: Tensor) -> Tensor:
         """Returns the part of `t` that this rank updates."""
@@ -3556,8 +3553,6 @@ class Optimizer:
         Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
         """
         self.finish_gathers()
-        if not self.averages:
-            return
         self.tick(self.cfg.steps - 1)
         norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # padding changes no digit
         norms = {name: norm_of(self.params[name].detach()) for _, name in self.averages}

@@ -20,7 +20,7 @@ VOCAB, BOS = 257, 256
 
 
 def config(folder, **changes):
-    return replace(tg.CPU, data=str(folder), ngrams=tg.Ngrams(), **changes)
+    return replace(tg.CPU, data=str(folder), ngrams=tg.Ngrams(), **{"microbatches": 8} | changes)
 
 
 def make_shards(folder, rng, counts, split="train", max_doc_len=200):
