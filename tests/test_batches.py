@@ -226,8 +226,8 @@ def test_batches_are_the_loaders(workers, folder, world_size):
     workers(world_size, check_batches, config(folder))
 
 
-def test_two_batches_are_built_ahead(folder):
-    """Checks that a batch is built while the two before it are there, and that peek() takes none."""
+def test_batches_are_built_ahead(folder):
+    """Checks how many are, and that peek() takes none."""
     cfg = config(folder)
     loader, built = train_loader(cfg), []
     build = loader.batch
@@ -235,7 +235,7 @@ def test_two_batches_are_built_ahead(folder):
     batches = prefetcher(loader, plans_of(cfg))
     for step, plan in enumerate(plans_of(cfg)):
         wait(batches.queue)
-        assert len(built) == min(step + 2, cfg.steps)
+        assert len(built) == min(step + cfg.ngrams.every, cfg.steps)
         ahead = batches.peek()
         assert ahead is batches.peek() is batches.next() and ahead.plan == plan
     assert batches.peek() is None
@@ -297,7 +297,7 @@ def test_all_tensors_are_copied_asynchronously(folder, monkeypatch):
     for name, plan in batch.rows.items():
         if name != "buffer":
             counts = "send_counts", "recv_counts"
-            assert all(getattr(rows[name].grads, n) == getattr(plan.grads, n) for n in counts)
+            assert all(getattr(rows[name], n) == getattr(plan, n) for n in counts)
             assert rows[name].arriving.device.type == "meta"
             assert rows[name].arriving.shape == plan.arriving.shape
 
