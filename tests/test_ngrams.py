@@ -34,7 +34,7 @@ def ngram_config(folder, **ngrams):
     tokens, mtp = (144, 192, 288, 288), ((1.0, 0.5), (1.0, 0.5), (1.0,), (1.0,))
     steps = (2, 2, 1, 1)
     stages = (tg.Stage(*row, 30, WINDOWS[i], 1.0, mtp[i], mtp[i]) for i, row in enumerate(zip(steps, tokens)))
-    table = dict(orders=(3, 2, 5, 4), rows=997, width=12, every=1) | ngrams
+    table = dict(orders=(3, 2, 5, 4), rows=997, width=12, dtype="float32", every=1) | ngrams
     return replace(
         tg.CPU,
         data=str(folder),

@@ -159,7 +159,7 @@ def plain():
 )
 def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, names):
     if set(names) & set(NEED_NGRAMS):
-        cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12))
+        cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12, dtype="float32"))
     losses, changes = run_interpreted(train_switched, cfg, names)
     want_losses, want_changes = plain(cfg)
     loss_bound, bound = max((SWITCHES[name][1] for name in names), key=lambda bounds: bounds[0])
@@ -178,7 +178,7 @@ def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, name
 def test_a_part_of_the_model_can_be_left_out(cfg, part, ngrams):
     """Checks that the run is another, that only the part's parameters are gone, and that all else trains."""
     if ngrams:
-        cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12))
+        cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12, dtype="float32"))
     (setting, gone), results = PARTS[part], []
     for each in (cfg, tg.override(cfg, setting)):
         results.append(train(each, tg.TORCH_BACKEND))
@@ -217,7 +217,6 @@ def test_every_switch_of_the_config_is_here():
         "fp8",
         "fp8_mlp",
         "compile",
-        "prefetch",
         "placement",
     }
     fields = vars(tg.RECORD) | vars(tg.RECORD.ngrams)
