@@ -2103,11 +2103,12 @@ def flash_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
-    widths = q.size(-1), v.size(-1)
-    q, k, v = (F.pad(t, (0, max(widths) - t.size(-1))) for t in (q, k, v))  # it takes one width
+    width, widest = v.size(-1), max(q.size(-1), v.size(-1))
+    # It takes one width. Padding by nothing would copy too.
+    q, k, v = (F.pad(t, (0, widest - t.size(-1))) if t.size(-1) < widest else t for t in (q, k, v))
     options = {"scale": scale, "window_size": (window, 0)}
     y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
-    return y[..., : widths[1]]
+    return y[..., :width]
 
 
 def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Backend:
@@ -2383,18 +2384,30 @@ def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor
 
 @compiled
 def token_weights(
-    u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: Tensor | None, count: int
+    u: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
+    b2: Tensor,
+    count: int,
+    groups: int,
+    scale: Tensor | None,
 ) -> Tensor:
     """Returns the first outputs (count, T) of a small MLP of every row of u (T, d), times `scale`.
 
     None: MUDD_SCALE. w1 (hidden, d), w2 (k, hidden), b2 (k,); without w1 and w2 the outputs are constants,
     (count, 1). An output's numbers lie together: compiled code copies inputs that are not aligned to 16
-    bytes. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
+    bytes. With groups, the first outputs are one a stream, and the others one for each of the stream's
+    groups, to which it is added: these are returned. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in
+    record 81; gates by it in record 85.
     """
     out = b2[:count, None]
     if w1 is not None and w2 is not None:
         out = torch.addmm(out, w2[:count], F.gelu(F.linear(u, w1)).T)
-    return (MUDD_SCALE if scale is None else scale) * out
+    out = (MUDD_SCALE if scale is None else scale) * out
+    if groups:
+        n = count // (1 + groups)
+        out = out[:n].repeat_interleave(groups, 0) + out[n:]
+    return out
 
 
 @compiled
@@ -2438,19 +2451,14 @@ def connect(
 
 
 @compiled
-def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
-    """Returns the head's input: the norm of x (T, d) and `streams`, like it, times their weights.
+def add_streams(x: Tensor, weights: Sequence[Tensor], streams: Sequence[Tensor], normed: bool) -> Tensor:
+    """Adds streams, like x (T, d), times their weights to x, left to right; the sum's norm if `normed`.
 
-    weights (n + n * groups, T), or (n, 1): one for each of the n streams; then for each stream one for each
-    group of channels, which is added to that.
+    weights (groups, T) or (1, 1): one for each group of a stream's channels.
     """
-    n = len(streams)
-    parts = weights[:n, None]
-    if len(weights) > n:
-        parts = parts + weights[n:].unflatten(0, (n, -1))
-    for part, stream in zip(parts, streams):
+    for part, stream in zip(weights, streams):
         x = x + (part.T[:, :, None] * stream.unflatten(1, (part.size(0), -1))).flatten(1)
-    return norm(x)
+    return norm(x) if normed else x
 
 
 @compiled
@@ -2466,6 +2474,8 @@ def qkv_to_heads(
     heads: int,
     paired: bool,
     key_shift: bool,
+    narrow_qk: bool,
+    narrow_v: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Makes a layer's queries, keys and values of scale (T, 1) times products with its input h (T, d).
 
@@ -2473,16 +2483,16 @@ def qkv_to_heads(
     cos, sin (2T, n). The first Dv numbers of each head of `value` (T, d) are added to v, times the head's
     gate by ve_gate, if that is given.
     """
-    T = len(h)
-    q, k = (scale * qk).to(qk.dtype).view(T, 2, heads, -1).unbind(1)
-    v = (scale * v).to(v.dtype).view(T, heads, -1)
-    # Bounds scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
-    q, k = norm(q), norm(k)
+    T, D = len(h), h.size(1) // heads
+    # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). With widths
+    # by arguments, not -1, compiled code knows them.
+    q, k = norm((scale * qk).to(qk.dtype).view(T, 2, heads, D // (1 + narrow_qk))).unbind(1)
+    v = (scale * v).to(v.dtype).view(T, heads, D // (1 + narrow_v))
     if value is not None:
         # Value embeddings: another embedding of the token, added to the values, which the early layers'
         # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897), gated
         # by few channels (PR 186).
-        added, half = value.view(T, heads, -1)[:, :, : v.size(2)], GATE_DIM // 2
+        added, half = value.view(T, heads, D)[:, :, : v.size(2)], GATE_DIM // 2
         if ve_gate is not None:
             gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
             added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
@@ -2539,6 +2549,11 @@ class GPT(nn.Module):
         length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
         self.gate_table = gate_table(cfg)
+        # Which of its five factors in hidden_states a layer reads: another's gradient, of zeros, would cost a
+        # launch. Places of these, each twice.
+        readers = ((bool(layer.attention), not layer.connections) for layer in cfg.layers)
+        self.reads = [(attends, own, own, attends and own, own) for attends, own in readers]
+        self.twice_read = torch.tensor(self.reads).flatten().nonzero().repeat_interleave(2).to(device)
         self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
@@ -2606,9 +2621,9 @@ class GPT(nn.Module):
         factors = torch.cat([qkv_scales, self.weight("resid_lambdas"), post], dim=1)
         # Code that was compiled for a number at a multiple of 16 bytes copies numbers that are elsewhere. At
         # odd places none is at such a multiple, so one compilation serves all.
-        odd_places, count = F.pad(factors.view(-1, 1), (1, 0))[:, 1:], factors.size(1)
+        odd_places = factors.flatten().index_select(0, self.twice_read).view(-1, 2)[:, 1:]
         # Repeated for every token, so that one sum over the tokens gives the gradients of all numbers.
-        numbers = odd_places.expand(-1, len(embed)).unsqueeze(2).unbind()
+        numbers = iter(odd_places.expand(-1, len(embed)).unsqueeze(2).unbind())
         ve_gates = self.weight("ve_gate_bank").unbind()
         x0 = smear_embeddings(embed, smear, self.weight("smear_gate"))
         mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
@@ -2631,9 +2646,9 @@ class GPT(nn.Module):
         for i, layer in enumerate(cfg.layers):
             if i == cfg.skip_to:
                 x, h = mix_streams([None, torch.sigmoid(skip) * gates["skip", i]], [x, skipped], True)
-            qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
-                count * i : count * (i + 1)
-            ]
+            qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = (
+                next(numbers) if is_read else None for is_read in self.reads[i]
+            )
             scales, mlp_scales, streams = [resid_attention], [resid_mlp] + layer.mlps * [post_mlp], [x]
             if layer.attention:
                 value, ve_gate = None, None
@@ -2682,7 +2697,10 @@ class GPT(nn.Module):
             if i == cfg.back_from:
                 back, normed_back = x, h
         streams = [first, back, connected, skipped, *values, mlp_input, normed_back]
-        return final_norm(x, mudd[1](x), streams)
+        # In two parts: all streams at once need more registers than a GPU has.
+        parts, half = mudd[1](x).chunk(len(streams)), len(streams) // 2
+        x = add_streams(x, parts[:half], streams[:half], False)
+        return add_streams(x, parts[half:], streams[half:], True)
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
         """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T).
@@ -2691,14 +2709,14 @@ class GPT(nn.Module):
         """
         cfg, biases, parts = self.cfg, self.mlp_sizes[name], [f"{name}_{part}" for part in ("w1", "w2")]
         by_group = cfg.mix_groups if name == "mudd" and cfg.mudd_connections else 0
-        counts = biases[0], biases[1] * (1 + by_group)
+        groups, counts = (0, by_group), (biases[0], biases[1] * (1 + by_group))
         scale = self.weight("mudd_gate_scale").to(dtype_of(cfg.dtype)) if name == "mudd_gate" else None
         # One unbind, as one split in matrices().
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
         rows = zip(self.weight(f"{name}_b2").unbind(), biases)
         b2s = [F.pad(b2[:n], (0, padded(max(counts), 8) - n)) for b2, n in rows]
-        run, rows = partial(token_weights, scale=scale), zip(*weights, b2s, counts)
-        return [partial(run, w1=w1, w2=w2, b2=b2, count=count) for w1, w2, b2, count in rows]
+        names, rows = ("w1", "w2", "b2", "count", "groups"), zip(*weights, b2s, counts, groups)
+        return [partial(token_weights, scale=scale, **dict(zip(names, row))) for row in rows]
 
     def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
         """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs (k, T)."""
@@ -2745,7 +2763,8 @@ class GPT(nn.Module):
         )
         cos, sin = rotary.cos[: 2 * T], rotary.sin[: 2 * T]
         qk, v = linear(h, *weights)
-        q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
+        kind = paired, layer.key_shift, layer.narrow_qk, layer.narrow_v
+        q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, *kind)
         y = self.backend.attention(q, k, v, *seq, rotary.scale).reshape(T, heads, -1)
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
         return y if xsa is gate is None else finish_heads(y, v, xsa, gate)
