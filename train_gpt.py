@@ -2384,30 +2384,18 @@ def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor
 
 @compiled
 def token_weights(
-    u: Tensor,
-    w1: Tensor | None,
-    w2: Tensor | None,
-    b2: Tensor,
-    count: int,
-    groups: int,
-    scale: Tensor | None,
+    u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: Tensor | None, count: int
 ) -> Tensor:
     """Returns the first outputs (count, T) of a small MLP of every row of u (T, d), times `scale`.
 
     None: MUDD_SCALE. w1 (hidden, d), w2 (k, hidden), b2 (k,); without w1 and w2 the outputs are constants,
     (count, 1). An output's numbers lie together: compiled code copies inputs that are not aligned to 16
-    bytes. With groups, the first outputs are one a stream, and the others one for each of the stream's
-    groups, to which it is added: these are returned. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in
-    record 81; gates by it in record 85.
+    bytes. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
     """
     out = b2[:count, None]
     if w1 is not None and w2 is not None:
         out = torch.addmm(out, w2[:count], F.gelu(F.linear(u, w1)).T)
-    out = (MUDD_SCALE if scale is None else scale) * out
-    if groups:
-        n = count // (1 + groups)
-        out = out[:n].repeat_interleave(groups, 0) + out[n:]
-    return out
+    return (MUDD_SCALE if scale is None else scale) * out
 
 
 @compiled
@@ -2416,12 +2404,13 @@ def mix_streams(
 ) -> tuple[Tensor, Tensor | None]:
     """Sums scales times streams (T, d), left to right. Returns the sum and, if `normed`, its norm.
 
-    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. With scales of the stream, a layer's
+    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come as groups of channels
+    (T, groups, D), with a scale each. With scales of the stream, a layer's
     output, x0 and the bigrams, each layer can lean on the input again (record 9).
     """
     scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in zip(scales, streams)]
     total = sum(scaled[1:], scaled[0])
-    return total, norm(total) if normed else None
+    return total, norm(total.flatten(1)) if normed else None
 
 
 def fan_out(x: Tensor, count: int) -> Iterator[Tensor]:
@@ -2450,15 +2439,22 @@ def connect(
     return values, (1 + w[5]) * x + w[3] * first + w[4] * back, output_weight * out_scale
 
 
-@compiled
-def add_streams(x: Tensor, weights: Sequence[Tensor], streams: Sequence[Tensor], normed: bool) -> Tensor:
-    """Adds streams, like x (T, d), times their weights to x, left to right; the sum's norm if `normed`.
+def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
+    """Returns the head's input: the norm of x (T, d) and `streams`, like it, times their weights.
 
-    weights (groups, T) or (1, 1): one for each group of a stream's channels.
+    weights (n + n * groups, T), or (n, 1): one for each of the n streams; then for each stream one for each
+    group of channels, which is added to that.
     """
-    for part, stream in zip(weights, streams):
-        x = x + (part.T[:, :, None] * stream.unflatten(1, (part.size(0), -1))).flatten(1)
-    return norm(x) if normed else x
+    n, half = len(streams), len(streams) // 2
+    own, by_group = weights.split([n, len(weights) - n])
+    parts = own[:, None]
+    if len(by_group):
+        parts = parts + by_group.unflatten(0, (n, -1))
+    x, *streams = (t.unflatten(1, (parts.size(1), -1)) for t in (x, *streams))
+    scales = [part.T[:, :, None] for part in parts]
+    # In two calls: code for all streams would need more registers than a GPU has.
+    x, _ = mix_streams([None, *scales[:half]], [x, *streams[:half]], False)
+    return mix_streams([None, *scales[half:]], [x, *streams[half:]], True)[1]
 
 
 @compiled
@@ -2549,8 +2545,7 @@ class GPT(nn.Module):
         length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
         self.gate_table = gate_table(cfg)
-        # Which of its five factors in hidden_states a layer reads: another's gradient, of zeros, would cost a
-        # launch. Places of these, each twice.
+        # Which of its five factors in hidden_states a layer reads: a gradient of another would be a launch.
         readers = ((bool(layer.attention), not layer.connections) for layer in cfg.layers)
         self.reads = [(attends, own, own, attends and own, own) for attends, own in readers]
         self.twice_read = torch.tensor(self.reads).flatten().nonzero().repeat_interleave(2).to(device)
@@ -2697,10 +2692,7 @@ class GPT(nn.Module):
             if i == cfg.back_from:
                 back, normed_back = x, h
         streams = [first, back, connected, skipped, *values, mlp_input, normed_back]
-        # In two parts: all streams at once need more registers than a GPU has.
-        parts, half = mudd[1](x).chunk(len(streams)), len(streams) // 2
-        x = add_streams(x, parts[:half], streams[:half], False)
-        return add_streams(x, parts[half:], streams[half:], True)
+        return final_norm(x, mudd[1](x), streams)
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
         """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T).
@@ -2709,14 +2701,14 @@ class GPT(nn.Module):
         """
         cfg, biases, parts = self.cfg, self.mlp_sizes[name], [f"{name}_{part}" for part in ("w1", "w2")]
         by_group = cfg.mix_groups if name == "mudd" and cfg.mudd_connections else 0
-        groups, counts = (0, by_group), (biases[0], biases[1] * (1 + by_group))
+        counts = biases[0], biases[1] * (1 + by_group)
         scale = self.weight("mudd_gate_scale").to(dtype_of(cfg.dtype)) if name == "mudd_gate" else None
         # One unbind, as one split in matrices().
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
         rows = zip(self.weight(f"{name}_b2").unbind(), biases)
         b2s = [F.pad(b2[:n], (0, padded(max(counts), 8) - n)) for b2, n in rows]
-        names, rows = ("w1", "w2", "b2", "count", "groups"), zip(*weights, b2s, counts, groups)
-        return [partial(token_weights, scale=scale, **dict(zip(names, row))) for row in rows]
+        run, rows = partial(token_weights, scale=scale), zip(*weights, b2s, counts)
+        return [partial(run, w1=w1, w2=w2, b2=b2, count=count) for w1, w2, b2, count in rows]
 
     def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
         """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs (k, T)."""
