@@ -2103,12 +2103,12 @@ def flash_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
-    width, widest = v.size(-1), max(q.size(-1), v.size(-1))
+    widths = q.size(-1), v.size(-1)
     # It takes one width. Padding by nothing would copy too.
-    q, k, v = (F.pad(t, (0, widest - t.size(-1))) if t.size(-1) < widest else t for t in (q, k, v))
+    q, k, v = (F.pad(t, (0, n)) if (n := max(widths) - t.size(-1)) else t for t in (q, k, v))
     options = {"scale": scale, "window_size": (window, 0)}
     y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
-    return y[..., :width]
+    return y[..., : widths[1]]
 
 
 def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Backend:
@@ -2384,17 +2384,24 @@ def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor
 
 @compiled
 def token_weights(
-    u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: Tensor | None, count: int
+    u: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
+    b2: Tensor,
+    scale: Tensor | None,
+    count: int,
+    more: int = 0,
 ) -> Tensor:
-    """Returns the first outputs (count, T) of a small MLP of every row of u (T, d), times `scale`.
+    """Returns the first outputs (count, T) of a small MLP of every row of u (T, d), times `scale`; then as
+    many `more`, without biases.
 
     None: MUDD_SCALE. w1 (hidden, d), w2 (k, hidden), b2 (k,); without w1 and w2 the outputs are constants,
     (count, 1). An output's numbers lie together: compiled code copies inputs that are not aligned to 16
     bytes. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
     """
-    out = b2[:count, None]
+    out = (F.pad(b2[:count], (0, more)) if more else b2[:count])[:, None]
     if w1 is not None and w2 is not None:
-        out = torch.addmm(out, w2[:count], F.gelu(F.linear(u, w1)).T)
+        out = torch.addmm(out, w2[: count + more], F.gelu(F.linear(u, w1)).T)
     return (MUDD_SCALE if scale is None else scale) * out
 
 
@@ -2546,8 +2553,10 @@ class GPT(nn.Module):
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
         self.gate_table = gate_table(cfg)
         # Which of its five factors in hidden_states a layer reads: a gradient of another would be a launch.
-        readers = ((bool(layer.attention), not layer.connections) for layer in cfg.layers)
-        self.reads = [(attends, own, own, attends and own, own) for attends, own in readers]
+        self.reads = [
+            (attends := bool(layer.attention), own := not layer.connections, own, attends and own, own)
+            for layer in cfg.layers
+        ]
         self.twice_read = torch.tensor(self.reads).flatten().nonzero().repeat_interleave(2).to(device)
         self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
@@ -2701,14 +2710,13 @@ class GPT(nn.Module):
         """
         cfg, biases, parts = self.cfg, self.mlp_sizes[name], [f"{name}_{part}" for part in ("w1", "w2")]
         by_group = cfg.mix_groups if name == "mudd" and cfg.mudd_connections else 0
-        counts = biases[0], biases[1] * (1 + by_group)
         scale = self.weight("mudd_gate_scale").to(dtype_of(cfg.dtype)) if name == "mudd_gate" else None
         # One unbind, as one split in matrices().
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
-        rows = zip(self.weight(f"{name}_b2").unbind(), biases)
-        b2s = [F.pad(b2[:n], (0, padded(max(counts), 8) - n)) for b2, n in rows]
-        run, rows = partial(token_weights, scale=scale), zip(*weights, b2s, counts)
-        return [partial(run, w1=w1, w2=w2, b2=b2, count=count) for w1, w2, b2, count in rows]
+        b2 = self.weight(f"{name}_b2")
+        b2s, more = F.pad(b2, (0, -b2.size(1) % 8)).unbind(), (0, by_group * biases[1])
+        run, rows = partial(token_weights, scale=scale), zip(*weights, b2s, biases, more)
+        return [partial(run, w1=w1, w2=w2, b2=b2, count=n, more=m) for w1, w2, b2, n, m in rows]
 
     def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
         """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs (k, T)."""
