@@ -2460,8 +2460,14 @@ def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     x, *streams = (t.unflatten(1, (parts.size(1), -1)) for t in (x, *streams))
     scales = [part.T[:, :, None] for part in parts]
     # In two calls: code for all streams would need more registers than a GPU has.
-    x, _ = mix_streams([None, *scales[:half]], [x, *streams[:half]], False)
-    return mix_streams([None, *scales[half:]], [x, *streams[half:]], True)[1]
+    x, _ = mix_groups([None, *scales[:half]], [x, *streams[:half]], False)
+    return mix_groups([None, *scales[half:]], [x, *streams[half:]], True)[1]
+
+
+@compiled
+def mix_groups(*args):
+    """Does mix_streams: code compiled for both ranks of streams would know no width."""
+    return mix_streams(*args)
 
 
 @compiled
