@@ -2101,7 +2101,8 @@ def flash_attention(
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
     widths = q.size(-1), v.size(-1)
-    q, k, v = (F.pad(t, (0, max(widths) - t.size(-1))) for t in (q, k, v))  # it takes one width
+    # It takes one width. Padding by nothing would copy too.
+    q, k, v = (F.pad(t, (0, n)) if (n := max(widths) - t.size(-1)) else t for t in (q, k, v))
     options = {"scale": scale, "window_size": (window, 0)}
     y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
     return y[..., : widths[1]]
@@ -2380,17 +2381,24 @@ def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor
 
 @compiled
 def token_weights(
-    u: Tensor, w1: Tensor | None, w2: Tensor | None, b2: Tensor, scale: Tensor | None, count: int
+    u: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
+    b2: Tensor,
+    scale: Tensor | None,
+    count: int,
+    more: int = 0,
 ) -> Tensor:
-    """Returns the first outputs (count, T) of a small MLP of every row of u (T, d), times `scale`.
+    """Returns the first outputs (count, T) of a small MLP of every row of u (T, d), times `scale`; then as
+    many `more`, without biases.
 
     None: MUDD_SCALE. w1 (hidden, d), w2 (k, hidden), b2 (k,); without w1 and w2 the outputs are constants,
     (count, 1). An output's numbers lie together: compiled code copies inputs that are not aligned to 16
     bytes. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
     """
-    out = b2[:count, None]
+    out = (F.pad(b2[:count], (0, more)) if more else b2[:count])[:, None]
     if w1 is not None and w2 is not None:
-        out = torch.addmm(out, w2[:count], F.gelu(F.linear(u, w1)).T)
+        out = torch.addmm(out, w2[: count + more], F.gelu(F.linear(u, w1)).T)
     return (MUDD_SCALE if scale is None else scale) * out
 
 
@@ -2400,12 +2408,13 @@ def mix_streams(
 ) -> tuple[Tensor, Tensor | None]:
     """Sums scales times streams (T, d), left to right. Returns the sum and, if `normed`, its norm.
 
-    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. With scales of the stream, a layer's
+    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come as groups of channels
+    (T, groups, D), with a scale each. With scales of the stream, a layer's
     output, x0 and the bigrams, each layer can lean on the input again (record 9).
     """
     scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in zip(scales, streams)]
     total = sum(scaled[1:], scaled[0])
-    return total, norm(total) if normed else None
+    return total, norm(total.flatten(1)) if normed else None
 
 
 def fan_out(x: Tensor, count: int) -> Iterator[Tensor]:
@@ -2434,20 +2443,28 @@ def connect(
     return values, (1 + w[5]) * x + w[3] * first + w[4] * back, output_weight * out_scale
 
 
-@compiled
 def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Returns the head's input: the norm of x (T, d) and `streams`, like it, times their weights.
 
     weights (n + n * groups, T), or (n, 1): one for each of the n streams; then for each stream one for each
     group of channels, which is added to that.
     """
-    n = len(streams)
-    parts = weights[:n, None]
-    if len(weights) > n:
-        parts = parts + weights[n:].unflatten(0, (n, -1))
-    for part, stream in zip(parts, streams):
-        x = x + (part.T[:, :, None] * stream.unflatten(1, (part.size(0), -1))).flatten(1)
-    return norm(x)
+    n, half = len(streams), len(streams) // 2
+    own, by_group = weights.split([n, len(weights) - n])
+    parts = own[:, None]
+    if len(by_group):
+        parts = parts + by_group.unflatten(0, (n, -1))
+    x, *streams = (t.unflatten(1, (parts.size(1), -1)) for t in (x, *streams))
+    scales = [part.T[:, :, None] for part in parts]
+    # In two calls: code for all streams would need more registers than a GPU has.
+    x, _ = mix_groups([None, *scales[:half]], [x, *streams[:half]], False)
+    return mix_groups([None, *scales[half:]], [x, *streams[half:]], True)[1]
+
+
+@compiled
+def mix_groups(*args):
+    """Does mix_streams: code compiled for both ranks of streams would know no width."""
+    return mix_streams(*args)
 
 
 @compiled
@@ -2463,6 +2480,8 @@ def qkv_to_heads(
     heads: int,
     paired: bool,
     key_shift: bool,
+    narrow_qk: bool,
+    narrow_v: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Makes a layer's queries, keys and values of scale (T, 1) times products with its input h (T, d).
 
@@ -2470,16 +2489,16 @@ def qkv_to_heads(
     cos, sin (2T, n). The first Dv numbers of each head of `value` (T, d) are added to v, times the head's
     gate by ve_gate, if that is given.
     """
-    T = len(h)
-    q, k = (scale * qk).to(qk.dtype).view(T, 2, heads, -1).unbind(1)
-    v = (scale * v).to(v.dtype).view(T, heads, -1)
-    # Bounds scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
-    q, k = norm(q), norm(k)
+    T, D = len(h), h.size(1) // heads
+    # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). With widths
+    # by arguments, not -1, compiled code knows them.
+    q, k = norm((scale * qk).to(qk.dtype).view(T, 2, heads, D // (1 + narrow_qk))).unbind(1)
+    v = (scale * v).to(v.dtype).view(T, heads, D // (1 + narrow_v))
     if value is not None:
         # Value embeddings: another embedding of the token, added to the values, which the early layers'
         # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897), gated
         # by few channels (PR 186).
-        added, half = value.view(T, heads, -1)[:, :, : v.size(2)], GATE_DIM // 2
+        added, half = value.view(T, heads, D)[:, :, : v.size(2)], GATE_DIM // 2
         if ve_gate is not None:
             gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
             added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
@@ -2536,6 +2555,12 @@ class GPT(nn.Module):
         length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
         self.gate_table = gate_table(cfg)
+        # Which of its five factors in hidden_states a layer reads: a gradient of another would be a launch.
+        self.reads = [
+            (attends := bool(layer.attention), own := not layer.connections, own, attends and own, own)
+            for layer in cfg.layers
+        ]
+        self.twice_read = torch.tensor(self.reads).flatten().nonzero().repeat_interleave(2).to(device)
         self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
@@ -2603,9 +2628,9 @@ class GPT(nn.Module):
         factors = torch.cat([qkv_scales, self.weight("resid_lambdas"), post], dim=1)
         # Code that was compiled for a number at a multiple of 16 bytes copies numbers that are elsewhere. At
         # odd places none is at such a multiple, so one compilation serves all.
-        odd_places, count = F.pad(factors.view(-1, 1), (1, 0))[:, 1:], factors.size(1)
+        odd_places = factors.flatten().index_select(0, self.twice_read).view(-1, 2)[:, 1:]
         # Repeated for every token, so that one sum over the tokens gives the gradients of all numbers.
-        numbers = odd_places.expand(-1, len(embed)).unsqueeze(2).unbind()
+        numbers = iter(odd_places.expand(-1, len(embed)).unsqueeze(2).unbind())
         ve_gates = self.weight("ve_gate_bank").unbind()
         x0 = smear_embeddings(embed, smear, self.weight("smear_gate"))
         mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
@@ -2628,9 +2653,9 @@ class GPT(nn.Module):
         for i, layer in enumerate(cfg.layers):
             if i == cfg.skip_to:
                 x, h = mix_streams([None, torch.sigmoid(skip) * gates["skip", i]], [x, skipped], True)
-            qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
-                count * i : count * (i + 1)
-            ]
+            qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = (
+                next(numbers) if is_read else None for is_read in self.reads[i]
+            )
             scales, mlp_scales, streams = [resid_attention], [resid_mlp] + layer.mlps * [post_mlp], [x]
             if layer.attention:
                 value, ve_gate = None, None
@@ -2688,14 +2713,13 @@ class GPT(nn.Module):
         """
         cfg, biases, parts = self.cfg, self.mlp_sizes[name], [f"{name}_{part}" for part in ("w1", "w2")]
         by_group = cfg.mix_groups if name == "mudd" and cfg.mudd_connections else 0
-        counts = biases[0], biases[1] * (1 + by_group)
         scale = self.weight("mudd_gate_scale").to(dtype_of(cfg.dtype)) if name == "mudd_gate" else None
         # One unbind, as one split in matrices().
         weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
-        rows = zip(self.weight(f"{name}_b2").unbind(), biases)
-        b2s = [F.pad(b2[:n], (0, padded(max(counts), 8) - n)) for b2, n in rows]
-        run, rows = partial(token_weights, scale=scale), zip(*weights, b2s, counts)
-        return [partial(run, w1=w1, w2=w2, b2=b2, count=count) for w1, w2, b2, count in rows]
+        b2 = self.weight(f"{name}_b2")
+        b2s, more = F.pad(b2, (0, -b2.size(1) % 8)).unbind(), (0, by_group * biases[1])
+        run, rows = partial(token_weights, scale=scale), zip(*weights, b2s, biases, more)
+        return [partial(run, w1=w1, w2=w2, b2=b2, count=n, more=m) for w1, w2, b2, n, m in rows]
 
     def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
         """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs (k, T)."""
@@ -2742,7 +2766,8 @@ class GPT(nn.Module):
         )
         cos, sin = rotary.cos[: 2 * T], rotary.sin[: 2 * T]
         qk, v = linear(h, *weights)
-        q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, paired, layer.key_shift)
+        kind = paired, layer.key_shift, layer.narrow_qk, layer.narrow_v
+        q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, *kind)
         y = self.backend.attention(q, k, v, *seq, rotary.scale).reshape(T, heads, -1)
         xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
         return y if xsa is gate is None else finish_heads(y, v, xsa, gate)
