@@ -2555,12 +2555,6 @@ class GPT(nn.Module):
         length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
         self.gate_table = gate_table(cfg)
-        # Which of its five factors in hidden_states a layer reads: a gradient of another would be a launch.
-        self.reads = [
-            (attends := bool(layer.attention), own := not layer.connections, own, attends and own, own)
-            for layer in cfg.layers
-        ]
-        self.twice_read = torch.tensor(self.reads).flatten().nonzero().repeat_interleave(2).to(device)
         self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
@@ -2628,9 +2622,9 @@ class GPT(nn.Module):
         factors = torch.cat([qkv_scales, self.weight("resid_lambdas"), post], dim=1)
         # Code that was compiled for a number at a multiple of 16 bytes copies numbers that are elsewhere. At
         # odd places none is at such a multiple, so one compilation serves all.
-        odd_places = factors.flatten().index_select(0, self.twice_read).view(-1, 2)[:, 1:]
+        odd_places, count = F.pad(factors.view(-1, 1), (1, 0))[:, 1:], factors.size(1)
         # Repeated for every token, so that one sum over the tokens gives the gradients of all numbers.
-        numbers = iter(odd_places.expand(-1, len(embed)).unsqueeze(2).unbind())
+        numbers = odd_places.expand(-1, len(embed)).unsqueeze(2).unbind()
         ve_gates = self.weight("ve_gate_bank").unbind()
         x0 = smear_embeddings(embed, smear, self.weight("smear_gate"))
         mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
@@ -2653,9 +2647,9 @@ class GPT(nn.Module):
         for i, layer in enumerate(cfg.layers):
             if i == cfg.skip_to:
                 x, h = mix_streams([None, torch.sigmoid(skip) * gates["skip", i]], [x, skipped], True)
-            qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = (
-                next(numbers) if is_read else None for is_read in self.reads[i]
-            )
+            qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
+                count * i : count * (i + 1)
+            ]
             scales, mlp_scales, streams = [resid_attention], [resid_mlp] + layer.mlps * [post_mlp], [x]
             if layer.attention:
                 value, ve_gate = None, None
