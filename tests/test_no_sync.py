@@ -145,7 +145,7 @@ def select_by_mask(adam_update):
 
 def read_rows(send_grads):
     def mutant(self):
-        self.routes["ngrams"].owned.tolist()
+        self.routes.owned.tolist()
         return send_grads(self)
 
     return mutant

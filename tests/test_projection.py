@@ -111,7 +111,7 @@ def test_flops_of_an_mlp(in_fp8):
 
     def run(backend):
         h, fc, proj = (meta(n, D, requires_grad=True) for n in (T, F, F))
-        tg.mlp(h, tg.WeightSlice(fc), tg.WeightSlice(proj), backend, weights).backward(meta(T, D))
+        tg.mlp(h, tg.WeightSlice(fc), tg.WeightSlice(proj), weights, backend).backward(meta(T, D))
 
     forward, backward = 4.0 * T * D * F, 8.0 * T * D * F
     want = {"fp8": forward, "bf16": backward} if in_fp8 else {"bf16": forward + backward}
