@@ -3267,7 +3267,7 @@ def map_to_gpu(t: Tensor) -> Tensor:
 
 
 class NgramTable:
-    """This rank's rows of the n-gram table, r % world_size == rank; buffers for what is touched between updates.
+    """This rank's rows of the table of n-grams, r % world_size == rank; buffers for what updates touch.
 
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Rows start at 0.
     """
