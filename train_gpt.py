@@ -2105,7 +2105,7 @@ def flash_attention(
     q, k, v = (F.pad(t, (0, n)) if (n := max(widths) - t.size(-1)) else t for t in (q, k, v))
     options = {"scale": scale, "window_size": (window, 0)}
     y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
-    return y[..., : widths[1]]
+    return y[:, :, : widths[1]]  # type: ignore
 
 
 def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Backend:

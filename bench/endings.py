@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     base = reduce(tg.override, args.set, tg.PRESETS[args.preset])
-    rows, endings = {}, ()
+    rows: dict[str, range] = {}
+    endings: tuple[tg.Ending, ...] = ()
     for label, settings in args.variants:
         own = reduce(tg.override, settings, base).endings
         rows[label] = range(len(endings), len(endings) + len(own))
@@ -79,8 +80,8 @@ def main(argv: list[str] | None = None) -> None:
 
     last = loss()
     print(f"{last:.4f}           the last weights", flush=True)
-    for label, own in rows.items():
-        apply(optimizer, own)
+    for label, its_rows in rows.items():
+        apply(optimizer, its_rows)
         print(f"{(now := loss()):.4f}  {now - last:+.4f}  {label}", flush=True)
         with torch.no_grad():
             for name, p in model.named_parameters():
