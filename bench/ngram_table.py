@@ -127,7 +127,7 @@ def config(rows: int, steps: int, dense: bool) -> tg.Config:
     cfg = replace(tg.CPU, stages=stages, microbatches=2)
     if dense:
         return replace(cfg, ngrams=tg.Ngrams(), bigram_vocab_size=rows)
-    return replace(cfg, ngrams=tg.Ngrams(ORDERS, rows=rows // len(ORDERS), width=WIDTH, every=1))
+    return replace(cfg, ngrams=tg.Ngrams(ORDERS, rows // len(ORDERS), WIDTH, "float32", every=1))
 
 
 def wanted_bytes(routes: list[tg.RowRoutes], rank: int) -> int:
