@@ -542,7 +542,8 @@ def table_sizes(setup: Setup) -> Iterator[Row]:
     """Compares steps with a large and a small table of n-grams: it may cost its own bytes, no more."""
     rest, times = [], []
     for rows in (setup.cfg.ngrams.rows, setup.cfg.ngrams.rows >> 5):
-        cfg = with_settings(setup.cfg, f"{NGRAMS} ngrams.rows={rows}")
+        steps = max(20, setup.cfg.stages[0].steps)  # a table decays for no more steps than a run has
+        cfg = with_settings(setup.cfg, f"{NGRAMS} ngrams.rows={rows} stages.0.steps={steps}")
         with setup.training(cfg, 0, 8, 4 + setup.timed_steps) as training:
             training.warm_up(4)
             for _ in range(setup.timed_steps):

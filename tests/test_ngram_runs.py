@@ -326,7 +326,7 @@ def stopped(corpus, tmp_path_factory):
         if change not in runs:
             runs[change] = folder = tmp_path_factory.mktemp("stopped")
             arguments = ["--preset", "cpu", "--data", corpus, *settings(*SETTINGS, *change)]
-            faults = dict.fromkeys((0, 1), FaultAtCall("train_step", 6, die))
+            faults = dict.fromkeys((0, 1), FaultAtCall("AsyncLoss.poll", 9, die))
             with Launch(folder, *arguments, *EVERY, world_size=2, faults=faults) as run:
                 assert -signal.SIGKILL in run.wait(), run.err
             assert len(list(folder.glob(FILES))) == 1
@@ -476,7 +476,7 @@ def test_a_saved_model_gives_the_runs_loss(saved, corpus, dtype):
     loss = float(closing_block(log_of(folder))["val_loss"])
     assert validation_loss(model, corpus) == pytest.approx(loss, abs=2e-5)
     model.ngrams = model.ngrams._replace(rows=np.zeros_like(model.ngrams.rows))
-    assert abs(validation_loss(model, corpus) - loss) > 1e-3  # the rows matter
+    assert abs(validation_loss(model, corpus) - loss) > 2e-4  # the rows matter
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux's list of mappings")
