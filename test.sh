@@ -4,7 +4,7 @@
 # Runs the tests, on a fresh machine too. Without arguments: ruff, mypy and all tests, one process per core.
 # Named tests run in one process.
 #
-#   --fast   tests that take less than a second: every section of the script, in a minute
+#   --fast   tests that take less than a second: every section of the script, in 1.5 minutes
 #   --cpus   numeric tests, as on a CPU with AVX2 but no AVX-512, then as on one with neither
 #
 # It uses the environment of run.sh, and adds what only the tests need.

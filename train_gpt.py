@@ -3393,7 +3393,7 @@ class Optimizer:
         self.is_tied = True
         # By parameter name:
         self.grads: dict[str, Gradient] = {}
-        self.recv_buffers = {}  # with fp32 reduction: what the other ranks send
+        self.recv_buffers = {}  # with fp32 reduction: what each rank sends for this shard
         self.state = {}  # the update rule's state of this rank's shard
         self.in_flight: dict[str, Pending] = {}  # gathers under way; also the all-reduce of act_scale
         self.rows: dict[str, RowRoutes] = {}  # of the tables that this step updates
@@ -3589,7 +3589,7 @@ class Optimizer:
             transpose_copy(self.params[name], self.params[target])
 
     def state_dict(self) -> dict:
-        """Returns all that training changes here: live tensors and numbers, by parameter and name."""
+        """Returns all that training changes here, but the table of n-grams: live tensors and numbers."""
         return {**self.state, "averages": self.averages, "is_tied": self.is_tied}
 
     def load_state_dict(self, saved: dict) -> None:
