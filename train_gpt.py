@@ -2409,8 +2409,8 @@ def mix_streams(
     """Sums scales times streams (T, d), left to right. Returns the sum and, if `normed`, its norm.
 
     A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come as groups of channels
-    (T, groups, D), with a scale each. With scales of the stream, a layer's
-    output, x0 and the bigrams, each layer can lean on the input again (record 9).
+    (T, groups, D), with a scale each. With scales of the stream, a layer's output, x0 and the bigrams, each
+    layer can lean on the input again (record 9).
     """
     scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in zip(scales, streams)]
     total = sum(scaled[1:], scaled[0])
@@ -3583,7 +3583,8 @@ class Optimizer:
             if self.specs[name].sharded:
                 self.gather(name).wait()
             if any(ending.keep_norm and name in ending.params for ending in self.cfg.endings):
-                ratio = (before / norm_of(p)).nan_to_num(1.0).to(acc_dtype(self.cfg))
+                after = norm_of(p)
+                ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
                 p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
         for target, name in self.tied_copy.items() if self.is_tied else ():
             transpose_copy(self.params[name], self.params[target])

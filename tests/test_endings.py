@@ -299,6 +299,16 @@ def test_what_a_run_ships(workers, cfg, world_size):
         assert torch.equal(want, history[-1][name]) != named, name
 
 
+def test_an_average_of_zero_stays_zero(cfg):
+    """Without a norm there is nothing to restore."""
+    cfg = with_dtype(replace(cfg, endings=(tg.Ending(("qk_bank",), 1, 0.5),)), "float32")
+    _, _, optimizer = build(0, 1, cfg)
+    optimizer.tick = lambda step: None  # the average stays as it began
+    assert optimizer.params["qk_bank"].any()
+    optimizer.apply_endings()
+    assert torch.equal(optimizer.params["qk_bank"], torch.zeros_like(optimizer.params["qk_bank"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("params", [("lm_head",), ("embed",), ("lm_head", "embed")])
