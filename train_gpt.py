@@ -62,13 +62,14 @@ import weakref
 import zipfile
 import zlib
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cache, partial, reduce, wraps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Iterable, Iterator, Literal, NamedTuple, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch

@@ -41,10 +41,11 @@ import time
 import types
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 import torch

@@ -35,10 +35,11 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import torch

@@ -33,10 +33,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -191,7 +192,7 @@ def measure_peaks(training: Training, folder: str) -> tuple[float, float]:
         with torch.profiler.record_function("update"):
             original_work(*args)
 
-    setattr(optimizer, "work", recorded_work)
+    optimizer.work = recorded_work
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         training.step()
         training.step()
@@ -234,12 +235,12 @@ def measure_traffic(training: Training) -> dict[str, float]:
     for owner, name in methods:
         method = getattr(owner, name)
         setattr(owner, name, lambda *args, method=method: traffic.run(method, *args))
-    setattr(torch.autograd, "backward", lambda *args: traffic.run(backward, *args))
+    torch.autograd.backward = lambda *args: traffic.run(backward, *args)
     try:
         training.step()
         training.step()
     finally:
-        setattr(torch.autograd, "backward", backward)
+        torch.autograd.backward = backward
         for owner, name in methods:
             delattr(owner, name)
     return {kind: traffic.moved[kind] / 2 for kind in KINDS}

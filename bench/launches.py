@@ -34,8 +34,9 @@ import sys
 import tempfile
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor

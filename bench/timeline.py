@@ -42,9 +42,10 @@ import sys
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterable, NamedTuple
+from typing import Any, NamedTuple
 
 COLOURS = {
     "forward": "tab:blue",

@@ -17,9 +17,9 @@ import io
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 from tqdm import tqdm

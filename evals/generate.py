@@ -19,8 +19,8 @@ import codecs
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Callable, Iterator, Sequence
 
 import tiktoken
 import torch

@@ -27,8 +27,9 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Iterator, NamedTuple, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken

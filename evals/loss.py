@@ -20,8 +20,8 @@ preset's are 0:128; what follows has decided nothing about it.
 
 import argparse
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 from tqdm import tqdm

@@ -12,10 +12,10 @@ import shutil
 import signal
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Callable
 
 import numpy as np
 import pytest

@@ -75,7 +75,7 @@ def stopped(launch, corpus, tmp_path_factory, tmp_path):
             cfg = make_config(corpus, *change)
             rehearsed = sum(map(len, tg.warmup_steps(cfg))) if cfg.warmup else 0
             fault = FaultAtCall("train_step", rehearsed + step + 1, die)
-            faults = {rank: fault for rank in range(max(world_size, 1))}
+            faults = dict.fromkeys(range(max(world_size, 1)), fault)
             options = {"change": change, "world_size": world_size, "faults": faults}
             with launch(folder, "--checkpoint-every", 2, **options) as run:
                 run.wait()
