@@ -71,13 +71,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
-from tqdm import tqdm
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from torch.utils._pytree import tree_leaves, tree_map_only
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise SystemExit(f"train_gpt.py needs {error.name}; start it with ./run.sh, which installs it") from None
 
 try:
     import triton
@@ -945,9 +948,11 @@ def open_dataset(cfg: Config) -> Dataset:
         )
     count, have = (sum(headers[path].tokens for path in paths) for paths in (train, val))
     need = cfg.val_slices * cfg.val_slice_tokens + 1
+    batch, fits = max(stage.batch_tokens for stage in cfg.stages), (have - 1) // cfg.val_slice_tokens
     refuse_if(
-        have < need,
-        f"{cfg.data}: {have:,} validation tokens, of {need:,} needed; add some, or lower val_slices",
+        have < need or count <= batch,
+        f"{cfg.data}: {have:,} tokens for validation and {count:,} for training; the run needs {need:,} and "
+        f"more than {batch:,}; add text, or lower val_slices (to {fits}) and stages.*.batch_tokens",
     )
     text = [headers[path].text_bytes for path in val]
     counts = f"{count} training tokens in {len(train)} shards, {have} for validation"
@@ -4046,7 +4051,7 @@ def run(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "processes": world_size,
         "data": data.fingerprint,
-        "config": dataclasses.asdict(replace(cfg, data="")),
+        "config": dataclasses.asdict(replace(cfg, data="", samples=0)),
     }
     about = vars(args) | task | {"script": zlib.crc32(script.encode()), "torch": torch.__version__}
     uncounted = args.checkpoint_every or args.resume or args.profile
@@ -4201,6 +4206,7 @@ def train(
             losses.poll()
             save({"step": n, "train_ms": train_ms, "position": batch.position}, model, optimizer)
             log.print0(f"checkpoint: after step {n}", console=False)
+            log.print0(f"step {n} is saved: the same command with --resume {log.path} continues", file=False)
             began += synchronized_time() - stopped
     bar.close()
     if profiler:
