@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
 """Compares groups of speedrun logs: do they meet the target loss, how do they differ from the first group?
 
-    python records/compare.py [LABEL=]PATH... [--target 3.28] [--json | --markdown]
-    python records/compare.py [LABEL=]PATH... --curves FILE.png [--line LABEL=LOSS]...
+    python records/compare.py [LABEL=]PATH... [--target 3.28] [--json] [--anyway]
+    python records/compare.py [LABEL=]PATH... --curves FILE.png
     python records/compare.py --diff A B
+    python records/compare.py --begin FOLDER
     python records/compare.py --table | --update
 
 A PATH is a log, a glob, or a folder. A folder means the logs directly in it or, if they hold no run, those in
 its sub-folders; so a record's `baseline/` is a separate group. Each PATH is a group, PATHs of one LABEL are
 one group, and the first is the baseline. Reads the logs of train_gpt.py and every format of the public
-speedrun. --table prints the tables of records/README.md. --update writes them there, and draws the pictures
-whose logs or data have changed: a record's curves.png, README.md's in bench/curves, records/history.png.
+speedrun. Times and losses of other machines or data are no comparison: the first line then warns, and no
+percentage is printed, unless --anyway is given.
+
+--begin prints the table of a new record's folder, and begins its README.md if there is none. --table prints
+the tables of records/README.md. --update writes them there, and draws the pictures whose logs or data have
+changed: a record's curves.png, README.md's in bench/curves, records/history.png.
 
 A run counts if the last step it logged has a validation; its loss and time are that validation's. One whose
 log says `epochs: 2` or more does not count: it ran out of training data, and read some again. A run that was
@@ -22,13 +27,14 @@ is still reported.
 --curves draws losses over steps and over training time. Thick: validation loss, mean and standard deviation
 of a group's runs, at the steps that all validated. Thin, if logged: training loss, mean of the runs, smoothed
 by a centred window of 5 % of the steps, shorter at both ends. train_gpt.py logs the first process's, which is
-higher in stages that also predict later tokens. Dashed: the target, and constants from --line. The loss axis
-is logarithmic, and fits the losses after a group's first 10 % of steps.
+higher in stages that also predict later tokens. Dashed: the target. The loss axis is logarithmic, and fits
+the losses after a group's first 10 % of steps. By default a run validates every 250 steps, which is three
+times in the `cpu` preset; runs for a picture need --set val_every=20.
 
     Logs                  read_log finds the runs in a file
     Groups                find and read logs, drop repeats, warn
     Statistics            scipy's tests
-    Reports               text, Markdown, JSON, curves, differences of two logs
+    Reports               text, JSON, curves, differences of two logs
     What --update makes   tables and pictures: of our records, from logs, of the public ones, from history.csv
 """
 
@@ -45,6 +51,7 @@ import signal
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
@@ -517,6 +524,17 @@ def warn(group: Group) -> None:
         notes.append(f"all losses are equal, {cause}: no t-test is possible")
 
 
+def unlike_groups(groups: list[Group]) -> list[str]:
+    """Names what makes times or losses of these groups no comparison: other machines, other data."""
+    kinds = [(what, [group.distinct(value) for group in groups]) for what, value in ALIKE]
+    return [
+        what
+        for what, values in kinds
+        if what in ("hardware", "data fingerprints")
+        and any(v and values[0] and v != values[0] for v in values)
+    ]
+
+
 def warn_between(group: Group, base: Group) -> list[str]:
     """Returns notes on what should be equal in both groups, and is not."""
     notes = []
@@ -672,9 +690,9 @@ def rows(group: Group, summary: dict) -> list[tuple[str, str]]:
 COMPARISON = ["", "difference", "Welch t", "df", "p (two-sided)"]
 
 
-def comparison_rows(result: dict, base: dict) -> list[list[str]]:
+def comparison_rows(result: dict, base: dict, comparable: bool) -> list[list[str]]:
     delta, reference = result["time_delta_s"], base["time_mean_s"]
-    percent = f" ({100 * delta / reference:+.2f} %)" if delta is not None and reference else ""
+    percent = f" ({100 * delta / reference:+.2f} %)" if comparable and delta is not None and reference else ""
     deltas = {
         "time": "-" if delta is None else f"{delta:+.3f} s{percent}",
         "loss": show(result["loss_delta"], "+.4f"),
@@ -692,8 +710,13 @@ def print_warnings(groups: list[Group]) -> None:
             print(f"compare.py: warning: {group.label}: {note}", file=sys.stderr)
 
 
-def text_report(groups: list[Group], summaries: list[dict], comparisons: list[dict]) -> str:
+def text_report(
+    groups: list[Group], summaries: list[dict], comparisons: list[dict], anyway: bool = False
+) -> str:
+    unlike = [] if anyway else unlike_groups(groups)
     out = []
+    if unlike:
+        out += [f"warning: the groups differ in {' and '.join(unlike)}; --anyway prints percentages", ""]
     for group, summary in zip(groups, summaries):
         out += [
             group.label,
@@ -703,23 +726,27 @@ def text_report(groups: list[Group], summaries: list[dict], comparisons: list[di
         ]
     for result in comparisons:
         out.append(f"{result['group']} against {result['baseline']}")
-        for line in [COMPARISON, *comparison_rows(result, summaries[0])]:
+        for line in [COMPARISON, *comparison_rows(result, summaries[0], not unlike)]:
             cells = (f"{cell:{width}}" for cell, width in zip(line, (6, 20, 9, 6, 13)))
             out.append("  " + "  ".join(cells).rstrip())
         out.append("")
     return "\n".join(out).rstrip()
 
 
-def markdown_report(groups: list[Group], summaries: list[dict], comparisons: list[dict]) -> str:
-    columns = [dict(rows(g, s)) for g, s in zip(groups, summaries)]
-    names = max(columns, key=len)  # a group may lack some lines
-    body = [[name, *(column.get(name, "-") for column in columns)] for name in names]
-    out = markdown_table(["", *(g.label for g in groups)], body)
-    for result in comparisons:
-        head = [f"{result['group']} against {result['baseline']}", *COMPARISON[1:]]
-        out += markdown_table(head, comparison_rows(result, summaries[0]))
-    out += [f"- {g.label}: {note}" for g in groups for note in g.notes]
-    return "\n".join(out).rstrip()
+def begin_readme(folder: Path, table: str) -> str:
+    """Begins a record's README.md with the command of its runs and their table. Says what was done."""
+    path = folder / "README.md"
+    if path.exists():
+        return f"{path} was there, and is left as it is"
+    command = f"    {os.environ['RUN_COMMAND']}\n\n" if "RUN_COMMAND" in os.environ else ""
+    printed = "".join(f"    {line}".rstrip() + "\n" for line in table.splitlines())
+    path.write_text(
+        f"# {folder.name.partition('_')[2]}\n\n"
+        f"(What was changed, against which record, and why.)\n\n{command}"
+        f"What `python records/compare.py {folder}` prints:\n\n{printed}",
+        encoding="utf-8",
+    )
+    return f"{path} begins with this table; say in it what was changed"
 
 
 def markdown_table(head: list[str], body: list[list[str]]) -> list[str]:
@@ -733,19 +760,10 @@ Line = tuple[str, float]  # a constant to draw: label, loss
 Picture = tuple[list[Group], list[Line]]
 
 
-def parse_line(text: str) -> Line:
-    label, _, loss = text.rpartition("=")
-    try:
-        valid = label and math.isfinite(float(loss))
-    except ValueError:
-        valid = False
-    if not valid:
-        raise argparse.ArgumentTypeError(f"{text!r} is not LABEL=LOSS, like 4-gram=1.469")
-    return label, float(loss)
-
-
-def draw_curves(groups: list[Group], lines: list[Line], path: str | Path) -> None:
-    """Writes a PNG of losses over steps and over time, and of the constants, with `curves_mark` in it."""
+def draw_curves(
+    groups: list[Group], lines: list[Line], path: str | Path, over: Sequence[int] = (0, 1)
+) -> None:
+    """Writes a PNG of losses over steps (0) and time (1), and of the constants, with `curves_mark` in it."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -753,7 +771,9 @@ def draw_curves(groups: list[Group], lines: list[Line], path: str | Path) -> Non
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator, NullLocator
 
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
+    size = (10 if len(over) > 1 else 8, 4.6)
+    fig, axes = plt.subplots(1, len(over), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    axes = axes[0]
     levels = [("target", target) for target in sorted({g.target for g in groups})] + lines
     thick: dict[str, Any] = {"linewidth": 2, "marker": "o", "markersize": 4}
     thin: dict[str, Any] = {"linewidth": 0.8}
@@ -768,19 +788,23 @@ def draw_curves(groups: list[Group], lines: list[Line], path: str | Path) -> Non
         for curve, style in ((mean_curve(group), thick), (training_curve(group), thin)):
             points = [point for point in curve if math.isfinite(point[2])]
             shown += [point[2] for point in points if point[0] >= STEEP * points[-1][0]]
-            for column, ax in enumerate(axes):
+            for column, ax in zip(over, axes):
                 drawn = [(point[column], *point[2:]) for point in points if math.isfinite(point[column])]
                 if drawn:
                     ax.errorbar(*zip(*drawn), color=color, **style)  # x, loss, sd of validations
-    for ax, label in zip(axes, ("step", "training time, s")):
-        ax.set(xlabel=label, xlim=(0, None), title="" if ax.lines else "none logged")
+    for column, ax in zip(over, axes):
+        ax.set(
+            xlabel=("step", "training time, s")[column],
+            xlim=(0, None),
+            title="" if ax.lines else "none logged",
+        )
         for _, level in levels:
             ax.axhline(level, color="0.4", linestyle="--", linewidth=1)
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
     for name, level in levels:
-        right = axes[1].get_yaxis_transform()
-        axes[1].text(1.01, level, f"{name} {level:g}".replace("$", r"\$"), transform=right, va="center")
+        right = axes[-1].get_yaxis_transform()
+        axes[-1].text(1.01, level, f"{name} {level:g}".replace("$", r"\$"), transform=right, va="center")
     axes[0].set(ylabel="loss, nats per token", yscale="log", ylim=(0.98 * min(shown), 1.02 * max(shown)))
     ticks = MaxNLocator(8, steps=[1, 2, 2.5, 5, 10])
     axes[0].yaxis.set(major_locator=ticks, major_formatter="{x:g}", minor_locator=NullLocator())
@@ -894,7 +918,7 @@ RECORD_COLUMNS = (
 # README.md's pictures in bench/curves: {label: log}, then target and constants, which bench/ngram.py printed.
 # They are single runs that validated often, by --set val_every=20 and --val-every: training is the same.
 PICTURES = {
-    "curves.png": {"cpu preset before n-grams": "cpu.txt", "plain GPT": "plain_gpt.txt"},
+    "curves.png": {"plain GPT with AdamW": "plain_gpt.txt", "cpu preset": "cpu.txt"},
     "ngrams.png": {"with n-grams, 311 steps": "ngrams.txt", "with bigrams, 431 steps": "no_ngrams.txt"},
 }
 PICTURES_TARGET, PICTURES_LINES = 1.07, [("4-gram", 1.469), ("5-gram", 1.350)]
@@ -904,8 +928,8 @@ NAMED = {
     3: ("Muon", 8, 2),
     12: ("FlexAttention", 8, 2),
     21: ("timed by other rules from here on", 4, 12),
-    80: ("train_gpt.py has its configuration", -8, -22),
-    92: ("sampled softmax, ANVIL", -8, -4),
+    53: ("several next tokens", 8, 2),
+    92: ("sampled softmax, ANVIL; the `record` preset is like it, but not timed yet", -8, -4),
 }
 
 
@@ -1022,7 +1046,8 @@ def plot_history(history: list[dict[str, str]], path: Path, mark: str) -> None:
 
 
 def history_mark() -> str:
-    return "history.csv " + hashlib.sha256((HERE / "history.csv").read_bytes()).hexdigest()[:16]
+    drawn = (HERE / "history.csv").read_bytes() + repr(NAMED).encode()
+    return "history.csv " + hashlib.sha256(drawn).hexdigest()[:16]
 
 
 def readme_parts(records: dict[Path, list[Group]]) -> dict[str, str]:
@@ -1058,7 +1083,7 @@ def update_files(parts: dict[str, str], pictures: dict[Path, Picture]) -> None:
         plot_history(read_history(), HERE / "history.png", history_mark())
     for path, (groups, lines) in pictures.items():
         if not is_current(path, curves_mark(groups, lines)):
-            draw_curves(groups, lines, path)
+            draw_curves(groups, lines, path, over=(1,) if path.name == "curves.png" and lines else (0, 1))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1068,30 +1093,24 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add, output = parser.add_argument, parser.add_mutually_exclusive_group()
+    add = parser.add_argument
     paths_help = "log, folder or glob; the first is the baseline"
     add("paths", nargs="*", metavar="[LABEL=]PATH", help=paths_help)
     target_help = f"mean loss to reach (default: the logs' config, else {DEFAULT_TARGET})"
     add("--target", type=float, help=target_help)
-    output.add_argument("--json", action="store_true", help="print one JSON object; warnings go to stderr")
-    output.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    add("--json", action="store_true", help="print one JSON object; warnings go to stderr")
     add("--curves", metavar="FILE.png", help="draw losses over steps and over training time")
-    line_help = "a constant in the picture of --curves; may be repeated"
-    add("--line", action="append", default=[], type=parse_line, metavar="LABEL=LOSS", help=line_help)
+    add("--anyway", action="store_true", help="print percentages though machines or data differ")
     diff_help = "what changed in script and config from log A to log B"
     add("--diff", nargs=2, metavar=("A", "B"), help=diff_help)
+    begin_help = "print the table of a new record, and begin its README.md"
+    add("--begin", type=Path, metavar="FOLDER", help=begin_help)
     add("--table", action="store_true", help="print the tables of records/README.md")
     update_help = "write them there, and draw the pictures of records and of README.md"
     add("--update", action="store_true", help=update_help)
     args = parser.parse_intermixed_args(argv)
-    if sum(map(bool, (args.paths, args.diff, args.table, args.update))) != 1:
-        parser.error("give logs to compare, or --diff A B, or --table, or --update")
-    if not args.paths:
-        for option in ("json", "markdown", "curves", "line", "target"):
-            if getattr(args, option) != parser.get_default(option):
-                parser.error(f"--{option} is for logs to compare; leave it out")
-    if args.line and not args.curves:
-        parser.error("--line is for a picture: add --curves FILE.png")
+    if sum(map(bool, (args.paths, args.diff, args.begin, args.table, args.update))) != 1:
+        parser.error("give logs to compare, or one of --diff, --begin, --table and --update")
     if args.target is not None and not math.isfinite(args.target):
         parser.error("--target: not a finite number")
 
@@ -1101,7 +1120,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if args.table or args.update:
             return make_tables(args.update)
-        groups, errors = read_groups(args.paths, args.target)
+        groups, errors = read_groups(args.paths or [str(args.begin)], args.target)
         base = groups[0]
         for group in groups[1:]:
             group.notes += warn_between(group, base)
@@ -1111,10 +1130,13 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps({"groups": summaries, "comparisons": comparisons}, indent=1, allow_nan=False))
             print_warnings(groups)
         else:
-            print((markdown_report if args.markdown else text_report)(groups, summaries, comparisons))
+            report = text_report(groups, summaries, comparisons, args.anyway)
+            print(report)
+            if args.begin and not errors:
+                print(begin_readme(args.begin, report))
         if args.curves:
             try:
-                draw_curves(groups, args.line, args.curves)
+                draw_curves(groups, [], args.curves)
             except OSError as e:
                 errors.append(f"--curves {args.curves}: cannot be written: {e.strerror}")
     except UserError as e:
