@@ -2,8 +2,7 @@
 
 By default a case runs the command line of a tiny run in this process, says why in one line, fails and writes
 nothing. `ranks` starts that many processes instead (0: one, without torchrun's environment). `steps`: a log
-is written, with this many finished steps. The message is what is said, for the reader: its wording is not
-compared. Without a message there is nothing that a user could set right.
+is written, with this many finished steps.
 """
 
 import os
@@ -41,8 +40,10 @@ from launch import (
 class Case:
     name: str
     arguments: str
-    message: str
     corrupt: Callable = lambda folder: None  # called with the folder that the run starts in
+    said: bool = (
+        True  # by train_gpt.py, in one line; not if argparse says it, or there is nothing to set right
+    )
     fixture: str = ""  # makes that folder; by default "stopped" if the case resumes, else "fresh"
     ranks: int | None = None
     statuses: dict = field(default_factory=dict)  # by rank; any failure by default
@@ -112,16 +113,9 @@ class CodeInPickle:
         return os.mkdir, ("run by a pickle",)
 
 
-def change_shard(change):
-    """Applies `change`, in place, to what rank 0's file of a checkpoint holds."""
-
-    def corrupt(folder):
-        path = next(folder.glob(f"{FILES}/rank0.pt"))
-        state = torch.load(path, weights_only=True)
-        change(state)
-        torch.save(state, path)
-
-    return corrupt
+def add_code(folder):
+    path = next(folder.glob(f"{FILES}/rank0.pt"))
+    torch.save(torch.load(path, weights_only=True) | {"more": CodeInPickle()}, path)
 
 
 def long_documents(folder):
@@ -148,222 +142,88 @@ def hang():
 
 FIRST, SECOND, VAL = (f"corpus/tiny_{name}.bin" for name in ("train_000000", "train_000001", "val_000000"))
 ATTEMPTS = "records/other/attempts"
-RUN = f"{ATTEMPTS}/<run>.checkpoint"
-HEAD = f"{RUN}/step00000002"
 FILES = f"{ATTEMPTS}/*.checkpoint/step00000002"
 RESUME = f"--resume {ATTEMPTS}"
 EVERY = "--checkpoint-every 2"
 SETTINGS = ("warmup=false", "microbatches=2", "val_slices=2")
 
 # fmt: off
-NOT_A_SHARD = "not a whole token shard of version 1; delete it, and download or build it again"
-OUTSIDE = ("has tokens outside the vocabulary of 257: it is damaged, or another tokenizer's; build it again")
-NO_SHARDS = ("make them with data/fineweb.py (record), data/local_corpus.py (cpu), data/tokenize_text.py "
-             "(your text) or data/synthetic.py (random tokens), or use another --data")
-NEEDS = "cannot read corpus/vocabulary.txt"
-NO_PREFIXES = ("make it with the script in data/ that made the shards, or train without one: --set "
-               "samples=0 --set stages.*.prefix=")
-MATCHING = "choose the matching --preset or --data"
-MORE_DOCS = "cu_seqlens room for {room}; use --set max_docs=128"
-WRITABLE = "give a file in a folder that can be written to"
-CHANGE = "change one of these numbers"
-ADVICE = "lower the learning rate that was raised last, or look at that batch"
-OTHER_RUN = "give its options, its data and as many processes"
-SAME = "start all machines with the same script, options, torch and data"
-NO_LOG = f"cannot write the log {ATTEMPTS}/<log>: <why>"
-NO_SCREEN = "cannot write to the screen: Broken pipe; send the output to a file"
-ONE_RUN = "runs are there; give the log of one run with --checkpoint-every that did not finish"
-DAMAGED = f"<why>; if it is damaged, remove {RUN}, and start again"
-
 CASES = [
     # data
-    Case("no shards", "--data nowhere", f"no train shards (*_train_*.bin) in nowhere: {NO_SHARDS}"),
-    Case("no shards for one rank", "", f"no train shards (*_train_*.bin) in nowhere: {NO_SHARDS}",
-         ranks=2, rank_arguments={1: ["--data", "nowhere"]}),
-    Case("no validation shard", "", f"no val shards (*_val_*.bin) in corpus: {NO_SHARDS}",
-         lambda folder: (folder / VAL).unlink()),
-    *[Case(f"not a shard: {name}", "", f"{SECOND}: {NOT_A_SHARD}", corrupt) for name, corrupt in (
+    Case("no shards", "--data nowhere"),
+    Case("no shards for one rank", "", ranks=2, rank_arguments={1: ["--data", "nowhere"]}),
+    Case("no validation shard", "", lambda folder: (folder / VAL).unlink()),
+    *[Case(f"not a shard: {name}", "", corrupt) for name, corrupt in (
         ("truncated", truncate(SECOND, 13014)), ("another count", set_word(SECOND, 2, 5000)),
-        ("text", write_text(SECOND, "<!DOCTYPE html>")), ("empty", write_text(SECOND, "")),
-        ("another version", set_word(SECOND, 1, 7)))],
-    Case("a shard that is a broken link", "",
-         "corpus/x_train_9.bin: No such file or directory; download or build the data again",
-         lambda folder: (folder / "corpus/x_train_9.bin").symlink_to("gone")),
-    Case("a token outside the vocabulary", "", f"tiny_train_000000.bin {OUTSIDE}",
-         set_token(FIRST, 5999, 300), steps=0),
+        ("text", write_text(SECOND, "<!DOCTYPE html>")), ("another version", set_word(SECOND, 1, 7)))],
+    Case("a token outside the vocabulary", "", set_token(FIRST, 5999, 300), steps=0),
     Case("such a token in a shard that is reached in mid-run", "--set stages.3.steps=10",
-         f"tiny_train_000001.bin {OUTSIDE}", set_token(SECOND, 5999, 300), steps=8),
-    Case("such a token in validation", "", f"tiny_val_000000.bin {OUTSIDE}", set_token(VAL, 5, 300), steps=0),
-    Case("no whole batch in any shard", "",
-         "no training shard holds a batch of 192 tokens, documents cut to 40; add larger shards, or lower "
-         "batch_tokens", long_documents, ranks=2, steps=0),
-    Case("too little validation data", "--set val_slices=9",
-         "corpus: 1,500 validation tokens, of 2,305 needed; add some, or lower val_slices"),
-    Case("a validation token too few", "--set val_slices=1 --set val_slice_tokens=1500",
-         "corpus: 1,500 validation tokens, of 1,501 needed; add some, or lower val_slices"),
-    Case("data of another vocabulary",
-         "--preset record --set kernels= --set attention=dense --set fp8=false --set compile=false",
-         f"{FIRST}: its vocabulary has 257 tokens and bos_id 256, the config 50257 and 50256; {MATCHING}"),
-    Case("data of GPT-2's vocabulary", "",
-         f"{FIRST}: its vocabulary has 50257 tokens and bos_id 50256, the config 257 and 256; {MATCHING}",
-         set_word(FIRST, 3, 0)),
-    Case("no vocabulary for the loss on prefixes", "", f"{NEEDS}: No such file or directory; {NO_PREFIXES}",
+         set_token(SECOND, 5999, 300), steps=8),
+    Case("no whole batch in any shard", "", long_documents, ranks=2, steps=0),
+    Case("a validation token too few", "--set val_slices=1 --set val_slice_tokens=1500"),
+    Case("too few training tokens", "--set stages.0.batch_tokens=12000"),
+    Case("data of GPT-2's vocabulary", "", set_word(FIRST, 3, 0)),
+    Case("no vocabulary for the loss on prefixes", "",
          lambda folder: (folder / "corpus/vocabulary.txt").unlink()),
-    Case("a vocabulary of other digits", "",
-         f"{NEEDS}: non-hexadecimal number found in fromhex() arg at position 0; {NO_PREFIXES}",
-         write_text("corpus/vocabulary.txt", "the\nan\n")),
-    Case("a vocabulary of another size", "",
-         f"corpus/vocabulary.txt: 2 tokens, the config has 257; {NO_PREFIXES}",
-         write_text("corpus/vocabulary.txt", "61\n6162\n")),
-    Case("more documents than max_docs", "--set max_docs=3",
-         f"a micro-batch of 96 tokens has <n> documents, {MORE_DOCS.format(room=2)}", steps=0),
-    Case("more documents than max_docs in a later batch", "--set max_docs=8",
-         f"a micro-batch of 128 tokens has 8 documents, {MORE_DOCS.format(room=7)}", steps=3),
-    Case("a run that ends before its trace", "--set max_docs=3 --profile 1",
-         f"a micro-batch of 96 tokens has <n> documents, {MORE_DOCS.format(room=2)}", steps=0),
-    # options
-    Case("an unknown preset", "--preset huge",
-         "argument --preset: invalid choice: 'huge' (choose from <presets>); -h lists the options"),
-    Case("an unknown option", "--nmae x", "unrecognized arguments: --nmae x; -h lists the options"),
-    Case("an option without its value", "--seed",
-         "argument --seed: expected one argument; -h lists the options"),
-    Case("a seed that is no number", "--seed one",
-         "argument --seed: give a whole number, 0 or more, not 'one'; -h lists the options"),
-    Case("--save to no folder", "--save no/model.pt", f"--save no/model.pt: {WRITABLE}"),
-    Case("a model that cannot be written", "--save model.pt",
-         "--save model.pt: No space left on device; the run itself is complete, its log is <log>",
-         ranks=2, faults={0: FaultAtCall("save_model", 1, disk_full)}, statuses={1: 0}, steps=8,
-         last="complete: yes"),
-    # settings
-    *[Case(f"--set {setting}", f"--set {setting}", f"--set {message}") for setting, message in (
-        ("adam_lr", "adam_lr: write name=value"),
-        ("=1", ": unknown; use the fields of Config"),
-        ("adm_lr=1", "adm_lr: unknown; use adam_lr, bank_lr, adam_wd"),
-        ("track=../elsewhere", "track: it follows from --preset"),
-        ("params.embd.lr_mul=1", "params.embd.lr_mul: unknown; use params.embed.lr_mul, <others>"),
-        ("stages.9.steps=1", "stages.9.steps: unknown; use stages.3.steps, stages.2.steps, stages.1.steps"),
-        ("stages.0=1", "stages.0: unknown; use stages.0.steps, stages.0.lr_mul, stages.0.mtp_end"),
-        ("microbatches=1.5", "microbatches=1.5: use a value of type int"),
-        ("stages.*.windows.long=b", "stages.0.windows.long=b: use a value of type int"),
-        ("params.embed.betas=.9,b", "params.embed.betas=b: use a value of type float"),
-        ("warmup=maybe", "warmup=maybe: use true, false"),
-        ("dtype=float16", "dtype=float16: use bfloat16, float32, float64"),
-        ("layers.0.attention=piared", "layers.0.attention=piared: use plain, paired"),
-        ("kernels=gram,transpse", "kernels=transpse: use gram, relu_square, <others>"))],
-    # a config that would train something else
-    Case("a vocabulary larger than its padding", "--set padded_vocab=100",
-         "padded_vocab must not be below vocab_size"),
-    *[Case(f"unused: {setting}", f"--set {setting}", f"layers.{layer} has what attention={kind} does not use")
-      for setting, layer, kind in (
-        ("layers.6.gate=true", 6, None), ("layers.6.value=0", 6, None), ("layers.0.xsa=true", 0, "paired"),
-        ("layers.0.key_shift=true", 0, "paired"))],
-    Case("weights of more losses at a stage's start", "--set stages.0.mtp_end=1",
-         "stages.0: mtp_start and mtp_end must have as many weights"),
-    Case("micro-batches that do not divide the batches", "--set microbatches=5",
-         "stages.0.batch_tokens: use a multiple of the 5 micro-batches"),
-    *[Case(f"{world_size} processes: {message}", arguments, message,
-           environment={"WORLD_SIZE": str(world_size)}) for world_size, arguments, message in (
-        (3, "--set microbatches=4", f"3 processes cannot share 4 micro-batches; {CHANGE}"),
-        (4, "--set bigram_vocab_size=322 --set microbatches=4",
-         f"4 processes cannot share the rows of bigram_embed; {CHANGE}"),
-        (2, "--set padded_vocab=265", f"2 processes cannot share the rows of value_embeds; {CHANGE}"))],
+    *[Case(f"a vocabulary of other {what}", "", write_text("corpus/vocabulary.txt", text))
+      for what, text in (("digits", "the\nan\n"), ("size", "61\n6162\n"))],
+    Case("more documents than max_docs", "--set max_docs=3", steps=0),
+    Case("more documents than max_docs in a later batch", "--set max_docs=8", steps=3),
+    # options and settings
+    *[Case(arguments, arguments) for arguments in ("--preset huge", "--nmae x", "--seed one")],
+    Case("--save to no folder", "--save no/model.pt"),
+    *[Case(f"--set {setting}", f"--set {setting}") for setting in (
+        "adam_lr", "adm_lr=1", "track=../elsewhere", "params.embd.lr_mul=1", "stages.9.steps=1",
+        "stages.0=1", "microbatches=1.5", "params.embed.betas=.9,b", "warmup=maybe", "dtype=float16",
+        "layers.0.attention=piared", "kernels=gram,transpse", "padded_vocab=100", "layers.6.gate=true",
+        "layers.6.value=0", "layers.0.xsa=true", "layers.0.key_shift=true", "stages.0.mtp_end=1",
+        "microbatches=5", "endings.0.params=lm_haed", "ngrams.orders=2,2", "ngrams.orders=1",
+        "ngrams.orders=2 --set ngrams.width=4096")],
+    *[Case(f"{world_size} processes: {arguments}", arguments, environment={"WORLD_SIZE": str(world_size)})
+      for world_size, arguments in (
+        (3, "--set microbatches=4"), (2, "--set padded_vocab=265"),
+        (4, "--set ngrams.orders= --set bigram_vocab_size=322 --set microbatches=4"))],
     # numbers that go wrong
-    Case("a training loss that is not finite", "--set adam_lr=1e30",
-         f"train_loss is <value> at step 3; {ADVICE}", ranks=2, steps=2),
-    Case("a weight that is not finite at a checkpoint", f"--set adam_lr=1e38 {EVERY}",
-         "<name> is not finite after step 2, which was not saved; lower the learning rate that was raised "
-         "last", steps=2),
+    Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2),
+    Case("a weight that is not finite at a checkpoint", f"--set adam_lr=1e38 {EVERY}", steps=2),
     # ranks that do not fit together
-    Case("ranks with many other options", "",
-         "rank 1 differs from rank 0 (there, here): config.params.0.reduction (fp32, backend); "
-         "config.params.1.reduction (fp32, backend); config.params.2.reduction (fp32, backend); "
-         f"{SAME}", ranks=2, rank_arguments={1: ["--set", "params.*.reduction=fp32"]}),
-    Case("ranks with other options", "",
-         f"rank 1 differs from rank 0 (there, here): seed (5, 0); config.adam_lr (0.5, 0.008); {SAME}",
-         ranks=2, rank_arguments={1: ["--seed", "5", "--set", "adam_lr=.5"]}),
-    Case("ranks with other data", "",
-         f"rank 1 differs from rank 0 (there, here): data (<data>, <data>); {SAME}",
-         other_corpus, ranks=2, rank_arguments={1: ["--data", "other"]}),
-    Case("ranks with other scripts", "",
-         f"rank 1 differs from rank 0 (there, here): script (<hash>, <hash>); {SAME}", ranks=2,
+    Case("ranks with other options", "", ranks=2, rank_arguments={1: ["--set", "adam_lr=.5"]}),
+    Case("ranks with other data", "", other_corpus, ranks=2, rank_arguments={1: ["--data", "other"]}),
+    Case("ranks with other scripts", "", ranks=2,
          faults={1: SetGlobal("__file__", os.path.abspath(__file__))}),
     # disk and screen
-    Case("a file in place of the logs' folder", "",
-         f"{NO_LOG}; remove what is in its way, or make the folder writable",
-         write_text("records/other", "")),
-    *[Case(f"a disk full {where}", "", f"{NO_LOG}; it holds the run up to here; make room and start again",
-           ranks=ranks, faults={0: FaultAtCall("train_step", 6, partial(fill_disk, free))}, steps=5,
-           last=last)
-      for where, ranks, free, last in (
-          ("in mid-run", 2, 0, "step:5/8 .+"), ("within a line", 0, 9, "step:6/8 "))],
-    Case("a closed screen", "", NO_SCREEN, ranks=2, faults={0: lose_reader}, steps=0),
-    Case("a screen closed at the end", "", NO_SCREEN, ranks=2,
-         faults={0: FaultAtCall("print_samples", 1, lose_reader)}, statuses={1: 0}, steps=8,
-         last="complete: yes"),
-    *[Case(f"a disk too full for rank {rank}'s checkpoint", EVERY,
-           f"cannot write the checkpoint {RUN}/step00000004: No space left on device; make room, in a folder "
-           "that all machines see, and go on from the one before with --resume", ranks=2,
+    Case("a file in place of the logs' folder", "", write_text("records/other", "")),
+    Case("a disk full within a line", "", ranks=0, steps=5, last="step:6/8 ",
+         faults={0: FaultAtCall("train_step", 6, partial(fill_disk, 9))}),
+    Case("a closed screen", "", ranks=2, faults={0: lose_reader}, steps=0),
+    *[Case(f"a disk too full for rank {rank}'s checkpoint", EVERY, ranks=2,
            faults={rank: FaultAtCall("torch.save", 2, disk_full)}, steps=4, kept=("step00000002",))
       for rank in (0, 1)],
     # --resume
-    Case("--resume without a checkpoint", "--resume nowhere",
-         f"--resume nowhere: checkpoints of 0 {ONE_RUN}"),
-    Case("--resume of several runs", RESUME,
-         f"{RESUME}: checkpoints of 2 {ONE_RUN}", another_run),
-    Case("--resume with nothing", "--resume=",
-         "--resume: give a path, not nothing; -h lists the options"),
-    Case("--resume with another config",
-         f"{RESUME} --set adam_lr=.5 --set stages.1.windows.short=2 --set params.embed.wd_mul=7",
-         f"{HEAD} is of another run (there, here): config.stages.1.windows.short (4, 2); "
-         f"config.params.18.wd_mul (150, 7.0); config.adam_lr (0.008, 0.5); {OTHER_RUN}"),
-    Case("--resume with another seed", f"{RESUME} --seed 1",
-         f"{HEAD} is of another run (there, here): seed (0, 1); {OTHER_RUN}"),
-    Case("--resume with other data", RESUME,
-         f"{HEAD} is of another run (there, here): data (<hash> (12000 training tokens in 2 shards, 1500 for "
-         f"validation), <hash> (12000 training tokens in 2 shards, 1500 for validation)); {OTHER_RUN}",
-         set_token(FIRST, 9, 0)),
-    Case("--resume with fewer processes", RESUME,
-         f"{HEAD} is of another run (there, here): processes (2, 1); {OTHER_RUN}", fixture="stopped_pair"),
-    Case("--resume with more processes", RESUME,
-         f"{HEAD} is of another run (there, here): processes (1, 2); {OTHER_RUN}", ranks=2),
-    Case("a shard with a flipped bit", RESUME,
-         f"cannot read {HEAD}/rank0.pt: checksum of {DAMAGED}", flip_bit),
-    Case("a shard that would run code", RESUME, f"cannot read {HEAD}/rank0.pt: {DAMAGED}",
-         change_shard(lambda state: state.update(more=CodeInPickle()))),
-    Case("one rank's shard is truncated", RESUME, f"cannot read {HEAD}/rank1.pt: {DAMAGED}",
-         truncate(f"{FILES}/rank1.pt", 999), fixture="stopped_pair", ranks=2, steps=0),
-    Case("no shard", RESUME, f"cannot read {HEAD}/rank0.pt: No such file or directory{DAMAGED[5:]}",
-         lambda folder: next(folder.glob(f"{FILES}/rank0.pt")).unlink()),
+    Case("--resume without a checkpoint", "--resume nowhere"),
+    Case("--resume of several runs", RESUME, another_run),
+    *[Case(f"--resume with {option}", f"{RESUME} {option}")
+      for option in ("--set adam_lr=.5", "--set params.embed.wd_mul=7", "--seed 1")],
+    Case("--resume with other data", RESUME, set_token(FIRST, 9, 0)),
+    Case("--resume with fewer processes", RESUME, fixture="stopped_pair"),
+    Case("a checkpoint with a flipped bit", RESUME, flip_bit),
+    Case("a checkpoint that would run code", RESUME, add_code),
+    Case("one rank's part is truncated", RESUME, truncate(f"{FILES}/rank1.pt", 999),
+         fixture="stopped_pair", ranks=2, steps=0),
     # Ctrl-C
-    *[Case(f"Ctrl-C {what}", "", "", ranks=world_size, steps=steps,
-           faults=dict.fromkeys(ranks, FaultAtCall(where, call, interrupt)),
+    *[Case(f"Ctrl-C in ranks {ranks} of {world_size}", "", said=False, ranks=world_size, steps=4,
+           faults=dict.fromkeys(ranks, FaultAtCall("train_step", 5, interrupt)),
            statuses=dict.fromkeys(ranks, -signal.SIGINT))
-      for what, world_size, ranks, where, call, steps in (
-          ("in one process", 0, (0,), "train_step", 5, 4),
-          ("before there is a log", 0, (0,), "open_dataset", 1, None),
-          ("in all ranks", 2, (0, 1), "train_step", 5, 4),
-          ("in rank 0", 2, (0,), "train_step", 5, 4),
-          ("in rank 1", 2, (1,), "train_step", 5, 4))],
+      for world_size, ranks in ((0, (0,)), (2, (1,)))],
     # a rank is killed: when, by which call; the log's finished steps; complete checkpoints
-    *[Case(f"rank {rank} of {world_size} killed {when}", arguments, "", ranks=world_size,
-           faults={rank: FaultAtCall(where, call, do)}, steps=steps,
-           statuses={rank: -signal.SIGKILL}, kept=kept)
-      for rank, world_size, when, arguments, where, call, do, steps, kept in (
-          (1, 2, "at the data", "", "open_dataset", 1, die_late, None, ()),
-          (1, 2, "at the log", "", "RunLog", 1, die, 0, ()),
-          (0, 2, "at the model", "", "Exchange.gather", 3, die, 0, ()),
-          (1, 2, "in warm-up", "--set warmup=true", "train_step", 2, die, 0, ()),
-          (0, 2, "in the first step", "", "GPT.head_loss_and_grad", 1, die, 0, ()),
-          (1, 2, "in a later step", "", "GPT.head_loss_and_grad", 5, die, 4, ()),
-          (1, 2, "before its thread sends row counts", "", "Exchange.send_ids", 3, die, 1, ()),
-          (0, 2, "before its thread sends row ids", "", "Exchange.send_rows", 6, die, 1, ()),
-          (0, 2, "between two tables' rows", "", "Gradient.take", 38, die, 1, ()),
-          (0, 2, "between scatter and gather", "", "Exchange.gather", 14, die, 1, ()),
-          (1, 2, "between scatter and gather", "", "Exchange.gather", 14, die, 1, ()),
-          (3, 4, "between scatter and gather", "", "Exchange.gather", 14, die, 1, ()),
-          (1, 2, "in validation", "", "Exchange.all_reduce", 2, die, 3, ()),
-          (0, 2, "while it writes a checkpoint", EVERY, "torch.save", 2, die, 4, ("step00000002",)),
-          (1, 2, "while it writes a checkpoint", EVERY, "torch.save", 2, die, 4, ("step00000002",)))],
+    *[Case(f"rank {rank} killed {when}", arguments, said=False, ranks=2, steps=steps, kept=kept,
+           faults={rank: FaultAtCall(where, call, do)}, statuses={rank: -signal.SIGKILL})
+      for rank, when, arguments, where, call, do, steps, kept in (
+          (1, "at the data", "", "open_dataset", 1, die_late, None, ()),
+          (1, "in warm-up", "--set warmup=true", "train_step", 2, die, 0, ()),
+          (1, "before its thread sends row counts", "", "Exchange.send_ids", 3, die, 1, ()),
+          (1, "between scatter and gather", "", "Exchange.gather", 14, die, 1, ()),
+          (0, "while it writes a checkpoint", EVERY, "torch.save", 2, die, 4, ("step00000002",)))],
 ]
 # fmt: on
 
@@ -443,19 +303,6 @@ def run_case(case, folder, monkeypatch, capsys):
         return run.wait(), run.err
 
 
-def possible_steps(case):
-    """Returns how many steps rank 0 may have finished when another rank's death ends it.
-
-    What a rank had sent before may suffice for the step in which it is killed between scatter and gather.
-    Rank 0 then misses the gather in the next one. A thread kills its rank at any time in a step, or after it,
-    and rank 0 may be a step behind.
-    """
-    if "thread" in case.name:
-        return case.steps - 1, case.steps, case.steps + 1
-    goes_on = "between scatter" in case.name and not case.name.startswith("rank 0")
-    return case.steps, case.steps + goes_on
-
-
 PARAMETERS = [
     pytest.param(case, id=case.name, marks=[] if case.ranks is None else pytest.mark.slow) for case in CASES
 ]
@@ -476,7 +323,7 @@ def test_bad_input_is_one_line(case, tmp_path, request, monkeypatch, capsys):
     for rank, status in enumerate(statuses):
         assert case.statuses.get(rank, status or 1) == status, err
     said = [line for line in err.splitlines() if line.startswith("train_gpt.py: error")]
-    assert bool(said) == bool(case.message), err
+    assert bool(said) == case.said, err
     if not case.ranks:
         assert len(said) <= 1 and "Traceback" not in err, err
     raised = re.findall(r"^([\w.]+): ", err.partition("Traceback")[2], re.MULTILINE)
@@ -488,7 +335,9 @@ def test_bad_input_is_one_line(case, tmp_path, request, monkeypatch, capsys):
     assert before.keys() <= set(folder.rglob("*"))
     logs = [path for path in written if path.is_file() and path.parent == folder / ATTEMPTS]
     steps, last = finished_steps(*logs)
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) in possible_steps(case)
+    # Ranks may be a step apart when one of them is killed.
+    off = abs(len(steps) - case.steps)
+    assert steps == list(range(1, len(steps) + 1)) and off <= ("killed" in case.name), steps
     assert re.fullmatch(case.last, last) if case.last else last != "complete: yes"
     checkpoints = {
         path for path in written if path.parent.suffix == ".checkpoint" and path.suffix != ".partial"
@@ -511,37 +360,13 @@ def test_a_silent_rank_times_out(fresh, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 4, 8])
-def test_a_finished_step_is_on_disk(fresh, tmp_path, step):
+def test_a_finished_step_is_on_disk(fresh, tmp_path):
     """The process dies right after it logs the step: no line waits in a buffer."""
     folder = tmp_path / "run"
     shutil.copytree(fresh, folder)
-    with launch(folder, faults={0: FaultAtCall("tqdm.update", step, die)}) as run:
+    with launch(folder, faults={0: FaultAtCall("tqdm.update", 4, die)}) as run:
         assert run.wait() == [-signal.SIGKILL]
-    assert finished_steps(next(folder.glob(f"{ATTEMPTS}/*.txt")))[0] == list(range(1, step + 1))
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_one_rank_waits_for_another(fresh, tmp_path):
-    """All ranks get SIGINT, as from a terminal, while rank 0 waits in a collective for rank 1."""
-    folder = tmp_path / "run"
-    shutil.copytree(fresh, folder)
-    faults = {1: FaultAtCall("train_step", 5, partial(time.sleep, 60))}
-    with launch(folder, world_size=2, faults=faults) as run:
-        end = time.monotonic() + WAIT
-        while not any(
-            finished_steps(log)[0][-1:] == [4]
-            for log in folder.glob(f"{ATTEMPTS}/*.txt")
-            if log.stat().st_size
-        ):
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        time.sleep(0.2)
-        for process in run.processes:
-            os.kill(process.pid, signal.SIGINT)
-        assert run.wait() == [-signal.SIGINT] * 2
-    (log,) = folder.glob(f"{ATTEMPTS}/*.txt")
-    assert finished_steps(log)[0] == [1, 2, 3, 4]
+    assert finished_steps(next(folder.glob(f"{ATTEMPTS}/*.txt")))[0] == [1, 2, 3, 4]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
