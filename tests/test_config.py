@@ -17,7 +17,7 @@ from golden_inputs import BIGRAMS
 from launch import WAIT
 
 ROOT = Path(tg.__file__).resolve().parent
-WORLD_SIZES = (1, 2, 4, 8, 16, 64)
+WORLD_SIZES = (1, 8, 64)
 
 
 # ---- overrides ---------------------------------------------------------------------------------------------
@@ -30,32 +30,20 @@ def row_of(cfg, name):
 # fmt: off
 OVERRIDES = [
     ("adam_lr=0.01",                 lambda c: c.adam_lr,                     0.01),
-    ("adam_lr=1e-3",                 lambda c: c.adam_lr,                     0.001),
-    ("adam_lr=2",                    lambda c: c.adam_lr,                     2.0),
     ("microbatches=16",              lambda c: c.microbatches,                16),
     ("warmup=false",                 lambda c: c.warmup,                      False),
-    ("warmup=False",                 lambda c: c.warmup,                      False),
     ("data=some where/x=y",          lambda c: c.data,                        "some where/x=y"),
     ("val_windows.long=4",           lambda c: c.val_windows,                 tg.Windows(6, 4)),
     ("params.*.work=2",              lambda c: {p.work for p in c.params},    {2}),
     ("kernels=",                     lambda c: c.kernels,                     ()),
-    ("stages.0.steps=10",            lambda c: c.stages[0].steps,             10),
     ("stages.0.windows.long=5",      lambda c: c.stages[0].windows,           tg.Windows(1, 5)),
     ("stages.3.mtp_start=1,0.5",     lambda c: c.stages[3].mtp_start,         (1.0, 0.5)),
-    ("stages.1.mtp_end=1",           lambda c: c.stages[1].mtp_end,           (1.0,)),
-    ("stages.*.steps=7",             lambda c: [s.steps for s in c.stages],   5 * [7]),
     ("stages.*.windows.long=9",      lambda c: {s.windows.long for s in c.stages}, {9}),
     ("params.embed.wd_mul=3",        lambda c: row_of(c, "embed").wd_mul,     3.0),
-    ("params.*.lr_mul=7",            lambda c: {p.lr_mul for p in c.params},  {7.0}),
     ("params.lm_head.betas=.1,.2",   lambda c: row_of(c, "lm_head").betas,    (0.1, 0.2)),
     ("layers.1.value=none",          lambda c: c.layers[1].value,             None),
-    ("layers.1.value=4",             lambda c: c.layers[1].value,             4),
-    ("layers.1.attention=None",      lambda c: c.layers[1].attention,         None),
     ("layers.1.attention=paired",    lambda c: c.layers[1].attention,         "paired"),
-    ("layers.1.key_shift=true",      lambda c: c.layers[1].key_shift,         True),
-    ("ngrams.orders=2,3",            lambda c: c.ngrams.orders,               (2, 3)),
     ("ngrams.orders=",               lambda c: c.ngrams.orders,               ()),
-    ("ngrams.lr=2",                  lambda c: c.ngrams.lr,                   2.0),
 ]
 # fmt: on
 
@@ -66,15 +54,6 @@ def test_override(setting, get, expected):
     got = get(tg.override(tg.RECORD, setting))
     assert got == expected and type(got) is type(expected)
     assert dataclasses.asdict(tg.RECORD) == before
-
-
-@pytest.mark.parametrize("path", ["lr_mul", "windows.long"])
-def test_an_override_changes_one_value(path):
-    new = dataclasses.asdict(tg.override(tg.RECORD, f"stages.2.{path}=9"))
-    old = dataclasses.asdict(tg.RECORD)
-    *keys, name = path.split(".")
-    functools.reduce(dict.__getitem__, keys, old["stages"][2])[name] = 9
-    assert new == old
 
 
 # ---- checks ------------------------------------------------------------------------------------------------
@@ -90,34 +69,6 @@ def test_presets_are_valid(preset):
     assert [replace(layer, xsa=False) for layer in tg.LAYERS] == [
         replace(layer, xsa=False) for layer in cfg.layers
     ]
-
-
-@pytest.mark.parametrize("world_size", [3, 5, 6, 7])
-def test_world_sizes_that_cannot_share_the_work(world_size):
-    with pytest.raises(tg.UserError, match=f"^{world_size} processes cannot share 8 micro-batches; "):
-        tg.check_config(tg.RECORD, world_size)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "adam_lr",
-        "adm_lr=1",
-        "stages.9.steps=1",
-        "stages.0=1",
-        "track=x",
-        "microbatches=1.5",
-        "warmup=maybe",
-        "dtype=float16",
-        "layers.0.window=wide",
-        "layers.1.attention=piared",
-        "kernels=gram,transpse",
-        "params.embed.betas=.9,b",
-    ],
-)
-def test_bad_settings(setting):
-    with pytest.raises(tg.UserError, match=f"^--set {setting.partition('=')[0]}"):
-        tg.override(tg.RECORD, setting)
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------
@@ -173,13 +124,6 @@ def test_outputs_of_the_gates():
     none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
     widths = [sum(gate.columns for gate in part) for part in tg.gate_table(replace(BIGRAMS, layers=none))]
     assert widths == [5, 7]  # of x0, bigrams and skip
-
-
-def test_no_needless_padding():
-    """The 24 MLP matrices of 12 layers need none for 8 ranks."""
-    cfg = replace(BIGRAMS, layers=(*tg.LAYERS, tg.Layer()))
-    assert tg.param_shapes(cfg, 8)["mlp_bank"][0] == 24
-    assert tg.param_shapes(BIGRAMS, 1)["mlp_bank"][0] == 22
 
 
 def test_no_cooldown_and_no_schedule():
@@ -285,10 +229,7 @@ def test_config_survives_json(preset, settings):
     assert tg.config_from_dict(json.loads(tg.config_json(cfg))) == cfg
 
 
-@pytest.mark.parametrize(
-    "name, kind",
-    [("bos", "Config"), ("bos_id", "Config"), ("window", "Stage"), ("lr_mul", "Stage"), ("width", "Ngrams")],
-)
+@pytest.mark.parametrize("name, kind", [("bos", "Config"), ("lr_mul", "Stage"), ("width", "Ngrams")])
 def test_a_config_with_other_fields_is_an_error(name, kind):
     """Unknown or missing ones: a default instead would be another model."""
     values = json.loads(tg.config_json(tg.CPU))
@@ -355,3 +296,109 @@ def test_one_file_is_enough(tmp_path):
     command = [sys.executable, str(copy), "-h"]
     result = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=WAIT)
     assert result.returncode == 0 and "--preset" in result.stdout
+
+
+# The published values of the public record 92 (PR 360), and of record 89 (PR 342) where 92 changes nothing.
+# "A" is the algorithm that both descend from (record 80).
+FIELDS = {
+    # record 92: batches and validation
+    "val_slices": 40, "val_slice_tokens": 262144, "padded_vocab": 50304, "heads": 6, "head_dim": 128,
+    "mlp_dim": 2816, "mix_groups": 12, "mudd_dim": 64, "window_unit": 128, "microbatches": 8,
+    "val_windows": tg.Windows(6, 20), "sign_rows": 8192, "attn_scale": 0.085, "narrow_attn_scale": 0.13,
+    # record 92: schedule of rates and momentum
+    "steps": 1194, "cooldown_frac": 0.8, "momentum_min": 0.85, "momentum_max": 0.93, "momentum_warmup": 240,
+    "momentum_cooldown": 50, "slow_from": 336,
+    # Adam (A), and ANVIL (record 92) but for its margin, which README explains
+    "adam_lr": 0.008, "adam_eps": 1e-10, "adam_wd": 0.005, "bank_lr": 0.023, "bank_wd": 2.25,
+    "bank_beta2": 0.9, "bank_margin": 1.06, "slow_rate": 0.02, "rails_step": 514, "fast_beta": 0.85,
+    "fast_weight": 0.4385,
+    "ngrams": tg.Ngrams((2, 3), 42301440, 768, "bfloat16", "sharded", 4, 0.008 * 70, 0.95, 0.005 * 5),
+}  # fmt: skip
+# steps, tokens, longest document, windows, rate, weights of next tokens at both ends, of prefixes, cap
+STAGES = (
+    (320, 131072, 896, (1, 3), 1.0, (1, 0.5, 0.25), (1, 0.5, 0), (0.25,), 0),
+    (361, 262144, 2048, (3, 7), 1.52, (1, 0.5), (1, 0), (0.20, 0.15, 0.10, 0.05), 0),
+    (426, 393216, 3072, (5, 11), 1.73, (1,), (1,), (), 2560),
+    (67, 327680, 3072, (5, 11), 1.5793, (1,), (1,), (), 2560),
+    (20, 131072, 3072, (6, 13), 0.30, (1,), (1,), (), 2560),
+)
+ADAM = {  # betas, factors of rate and decay, steps between updates (record 89; record 92: 70 and 4)
+    "scalars": (0.9, 0.99, 5, 0, 2),
+    "smear_gate": (0.9, 0.99, 0.01, 0, 2),
+    "ve_gate_bank": (0.9, 0.99, 1, 1, 2),
+    "post_lambdas": (0.9, 0.95, 1, 0, 2),
+    "resid_lambdas": (0.9, 0.95, 5, 0, 2),
+    "mudd_w1": (0.9, 0.99, 0.25, 1, 2),
+    "mudd_w2": (0.9, 0.99, 0.25, 1, 2),
+    "mudd_b2": (0.9, 0.99, 0.25, 0, 2),
+    "mudd_gate_w1": (0.9, 0.99, 0.1, 1, 2),
+    "mudd_gate_w2": (0.9, 0.99, 0.1, 1, 2),
+    "mudd_gate_b2": (0.9, 0.99, 0.1, 0, 2),
+    "mudd_gate_scale": (0.9, 0.99, 0.1, 0, 2),
+    "lm_head": (0.5, 0.95, 1, 150, 2),
+    "embed": (0.5, 0.95, 1, 150, 2),
+    "bigram_embed": (0.75, 0.95, 75, 5, 2),
+    "value_embeds": (0.75, 0.95, 70, 5, 4),
+}
+# Record 92's layers: attention, window, value table; x0, bigrams; MLPs; narrow queries, narrow values
+LAYER_ROWS = (
+    ("paired", "short", None, "xb", 1, "q"),
+    ("plain", "short", 0, "xb", 1, "qv"),
+    ("paired", "short", 1, "x", 1, "q"),
+    ("plain", "long", None, "", 1, ""),
+    (None, "short", None, "xb", 1, ""),
+    ("paired", "short", None, "xb", 1, "q"),
+    (None, "short", None, "", 1, ""),
+    (None, "short", None, "x", 0, ""),
+    ("plain", "short", 2, "", 2, "qv"),
+    (None, "short", None, "b", 1, ""),
+    ("plain", "long", 3, "", 1, ""),
+)
+ENDING_ROWS = (  # record 92: the last steps that it looks at, its rate, its share, and every how many steps
+    ({"lm_head", "embed"}, 298, 1 - (1 - 2 / 299) ** 2, 0.65, 2),
+    ({"vo_bank", "mlp_bank"}, 250, 4 / 53, 1, 4),
+    ({"value_embeds"}, 250, 4 / 53, 1, 4),
+    ({"qk_bank", "narrow_qk_bank"}, 298, 2 / 75, 0.55, 4),
+    ({"vo_bank", "mlp_bank"}, 298, 2 / 75, 0.3493, 4),
+)
+MAPS = (  # ANVIL's: a x + b x^3 + c x^5 of singular values (record 92)
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+)
+
+
+def test_the_record_has_the_published_constants():
+    cfg = tg.RECORD
+    assert {name: getattr(cfg, name) for name in FIELDS} == FIELDS
+    assert tuple(dataclasses.astuple(stage) for stage in cfg.stages) == STAGES
+    adam = {row.name: (*row.betas, row.lr_mul, row.wd_mul, row.every) for row in cfg.params if row.betas}
+    assert adam == ADAM
+    banks = [row for row in cfg.params if not row.betas]
+    assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
+    assert all((row.lr_mul, row.wd_mul, row.every, row.optimizer) == (1, 1, 1, "anvil") for row in banks)
+    assert {row.name: row.matrix_lr_mul for row in banks if row.matrix_lr_mul} == {"mlp_bank": (1, 2)}
+    rows = tuple(
+        (
+            layer.attention,
+            layer.window,
+            layer.value,
+            "x" * layer.x0 + "b" * layer.bigram,
+            layer.mlps,
+            "q" * layer.narrow_qk + "v" * layer.narrow_v,
+        )
+        for layer in cfg.layers
+    )
+    assert rows == LAYER_ROWS
+    for flag, layers in (("xsa", [1, 3]), ("gate", [3, 10]), ("key_shift", [3, 10]), ("connections", [10])):
+        assert [i for i, layer in enumerate(cfg.layers) if getattr(layer, flag)] == layers
+    endings = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.endings)
+    assert endings == ENDING_ROWS
+    assert tg.ANVIL_MAPS == MAPS
+    # The head: 23 sigmoid((logits + 5) / 7.5) (A). FP8, record 89: scales of e4m3, and of gradients in e5m2.
+    assert (tg.SOFTCAP_SCALE, tg.SOFTCAP_SHIFT, tg.SOFTCAP_SPAN) == (23, 5, 7.5)
+    assert (tg.FP8_ACT_ROOM, tg.FP8_PROJ_ROOM) == (1.80, 1.12)
+    assert (tg.FP8_X, tg.FP8_W, tg.FP8_GRAD) == (100 / 448, 1.6 / 448, 0.75 / 448)

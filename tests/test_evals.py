@@ -105,14 +105,6 @@ def test_a_loaded_model_computes_as_the_saved_one(run):
     assert not torch.equal(model.next_token_logits(text), expected)
 
 
-def test_a_model_that_lacks_a_weight_is_not_loaded():
-    saved = torch.load("m.pt")
-    del saved["weights"]["value_embeds"]
-    torch.save(saved, "less.pt")
-    with pytest.raises(tg.UserError, match="cannot load less.pt: "):
-        tg.load_model("less.pt")
-
-
 def test_rows_of_ngrams_come_from_the_mapped_file():
     model, text = tg.load_model("m.pt"), [256, 97, 98, 99]
     before = model.next_token_logits(text)
@@ -203,25 +195,6 @@ def test_the_command_continues_the_prompt(capsys, monkeypatch):
     assert generated(capsys, "abc", "--tokens", "30", "--seed", "1") != text
 
 
-def test_the_prompt_follows_bos(capsys, monkeypatch):
-    given = []
-    monkeypatch.setattr(generate, "generate", lambda _, tokens, *args, **options: given.append(tokens) or [])
-    for prompt in (["ab"], ["é"], []):
-        generated(capsys, *prompt)
-    assert given == [[256, 97, 98], [256, *"é".encode()], [256]]
-
-
-def test_samples_are_those_of_consecutive_seeds(capsys):
-    texts = [generated(capsys, "ab", "--tokens", "20", "--seed", str(seed)) for seed in (5, 6)]
-    rule = "-" * 80 + "\n"
-    assert generated(capsys, "ab", "--tokens", "20", "--seed", "5", "--samples", "2") == rule.join(texts)
-
-
-def test_characters_of_several_tokens_are_printed_whole(capsys, monkeypatch):
-    monkeypatch.setattr(generate, "generate", lambda *args, **options: iter("é€🙂x".encode() + b"\xe2\x82"))
-    assert generated(capsys, "à") == "àé€🙂x�\n"
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -245,13 +218,6 @@ def test_bad_input_of_generate_gets_one_line(capsys, arguments, message):
         generate.main(arguments)
     line = error.value.code if isinstance(error.value.code, str) else capsys.readouterr().err.splitlines()[-1]
     assert message in line and "\n" not in line
-
-
-def test_a_vocabulary_without_a_tokenizer_is_refused(run):
-    model = tg.GPT(make_config(run / "corpus", "ngrams.orders=", "vocab_size=200", "bos_id=199"))
-    tg.save_model("other.pt", model)
-    with pytest.raises(tg.UserError, match="other.pt has 200 tokens; tokenizers here have 257 or 50257"):
-        generate.load("other.pt")
 
 
 def merges(count):
@@ -317,17 +283,6 @@ class Screen:
         self.lines.append(line)
 
 
-def test_the_texts_are_the_models(run):
-    """Of 100 tokens each, with the run's seed; in the run, rows of n-grams come from two ranks."""
-    words, screen = tg.read_vocabulary(run / "corpus/vocabulary.txt", 257), Screen()
-    words = [word or b"?" for word in words]
-    tg.print_samples(tg.load_model("m.pt"), words, 3, screen)
-    shown = re.findall(r"^sample: .+$", (run / "screen.txt").read_text(), re.MULTILINE)
-    assert [line.replace("?", "") for line in screen.lines] == shown
-    tg.print_samples(tg.load_model("m.pt"), [b"."] * 257, 0, screen)
-    assert screen.lines[3:] == [f"sample: {'.' * 101!r}"] * 3
-
-
 def test_the_texts_are_drawn_at_temperature_0_8_by_the_seed(run, monkeypatch):
     cfg, texts = make_config(run / "corpus", "ngrams.orders=", "samples=20"), []
     model, logits = tg.GPT(cfg), torch.full((257,), -torch.inf)
@@ -339,20 +294,6 @@ def test_the_texts_are_drawn_at_temperature_0_8_by_the_seed(run, monkeypatch):
         texts.append("".join(line.removeprefix("sample: 'b").removesuffix("'") for line in screen.lines))
     assert texts[0] == texts[1] != texts[2] and all(len(text) == 2000 for text in texts)
     assert texts[0].count("a") / 2000 == pytest.approx(0.8, abs=0.04)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["samples=0", "vocabulary"])
-def test_without_the_switch_or_a_vocabulary_there_are_no_texts(tmp_path, change):
-    make_corpus(tmp_path / "corpus")
-    more = [] if change == "vocabulary" else [change]
-    if change == "vocabulary":
-        (tmp_path / "corpus/vocabulary.txt").unlink()
-        more = ["samples=3", *NO_PREFIXES]
-    arguments = ["--preset", "cpu", "--data", "corpus", *settings("warmup=false", *more)]
-    with Launch(tmp_path, *arguments, world_size=0) as process:
-        assert process.wait() == [0], process.err
-    assert "sample:" not in process.final_output["out"] and "generate  " not in process.final_output["out"]
 
 
 # ---- losses ------------------------------------------------------------------------------------------------
@@ -442,18 +383,6 @@ def test_parts_of_a_text_hold_every_target_once(seed):
         assert following[0] != 256 or len(part) - 1 + document > size
 
 
-def test_the_standard_error_is_that_of_a_ratio():
-    """Against the spread over many draws of the same documents' distribution."""
-    rng, found = np.random.default_rng(0), []
-    for _ in range(600):
-        tokens = rng.integers(5, 60, 80).astype(float)
-        found.append(loss.ratio(tokens * rng.normal(1, 0.2, 80) + rng.normal(0, 3, 80), tokens))
-    means, errors = map(np.array, zip(*found))
-    assert means.mean() == pytest.approx(1, abs=0.01)
-    assert errors.mean() == pytest.approx(means.std(), rel=0.1)
-    assert math.isnan(loss.ratio(np.ones(1), np.ones(1))[1])
-
-
 def test_the_standard_error_of_three_documents():
     """By hand: residuals of -3, -1 and 4 sevenths. Bits and their error have the same unit."""
     nats, sizes = np.array([3.0, 5, 4]), np.array([2.0, 3, 2])
@@ -461,14 +390,6 @@ def test_the_standard_error_of_three_documents():
     assert (mean, error) == pytest.approx((12 / 7, math.sqrt(3 / 2 * 26 / 49) / 7))
     expected = f"{mean / math.log(2):.4f} +- {error / math.log(2):.4f} bits per byte"
     assert expected in loss.report(np.stack([nats, sizes, sizes]), "x")
-
-
-def test_several_files_and_all_of_them(capsys):
-    for name, text in (("a.txt", "abcabc"), ("b.md", "gfedcba" * 9)):
-        (generate.ROOT / name).write_text(text)
-    a, b, both = losses_of(capsys, "a.txt", "b.md")
-    assert both[4:] == [x + y for x, y in zip(a[4:], b[4:])]
-    assert both[0] == pytest.approx((a[0] * a[4] + b[0] * b[4]) / both[4], abs=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -499,13 +420,6 @@ def test_bad_input_of_loss_gets_one_line(run, capsys, arguments, message):
     assert message in line and "\n" not in line
 
 
-def test_a_text_that_cannot_be_tokenized_is_not_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(tt, "encode", lambda texts, _: [tt.BadDocument("a.txt:1: cannot be tokenized")])
-    (generate.ROOT / "a.txt").write_text("abc")
-    with pytest.raises(SystemExit, match="^loss.py: a.txt:1: cannot be tokenized$"):
-        loss.main(["m.pt", "a.txt"])
-
-
 # ---- export ------------------------------------------------------------------------------------------------
 
 
@@ -529,15 +443,6 @@ def test_an_exported_model_is_the_saved_one(run, capsys):
             assert tensors[key].dtype == value.dtype and torch.equal(tensors[key], value), key
         shapes = {line.split()[0]: line.split(None, 2)[2] for line in capsys.readouterr().out.splitlines()}
         assert shapes == {key: str(tuple(value.shape)) for key, value in expected.items()}
-
-
-@pytest.mark.parametrize(
-    "arguments, message", [(["no.pt", "x"], "cannot read no.pt: "), (["m.pt", "no/x"], "No such file")]
-)
-def test_bad_input_of_export_gets_one_line(arguments, message):
-    with pytest.raises(SystemExit) as error:
-        export.main(arguments)
-    assert message in error.value.code and "\n" not in error.value.code
 
 
 @pytest.mark.parametrize("out", ["m.pt", "./m.pt", "m.pt.ngrams"])

@@ -18,7 +18,7 @@ from test_config import ROOT
 
 sys.path.insert(0, str(ROOT / "evals"))
 import hellaswag
-from hellaswag import Document, Item
+from hellaswag import Item
 
 CHUNK = 10 << 20  # the hub's client writes chunks of this size
 BYTES = hellaswag.tokenize_text.get_encoding("bytes")
@@ -111,18 +111,6 @@ def test_scored_tokens_are_the_endings(seed):
                 assert encoding.decode(tokens[len(tokens) - document.scored :]) == f" {ending}"
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_batches_are_full_and_keep_the_order(seed):
-    rng = np.random.default_rng(seed)
-    budget = int(rng.integers(30, 100))
-    documents = [Document(np.zeros(n, np.uint16), 1) for n in rng.integers(2, 29, rng.integers(1, 40))]
-    found = list(hellaswag.batches(documents, budget))
-    assert [id(d) for batch in found for d in batch] == list(map(id, documents))
-    sizes = [[2 + len(d.tokens) for d in batch] for batch in found]
-    assert all(sum(batch) <= budget for batch in sizes)
-    assert all(sum(batch) + after[0] > budget for batch, after in zip(sizes, sizes[1:]))
-
-
 # ---- Accuracy ----------------------------------------------------------------------------------------------
 
 
@@ -139,12 +127,6 @@ def test_choices_by_means_and_sums():
     ]:
         found = [hellaswag.score(losses[4 * i : 4 * i + 4], label) for i, label in enumerate(labels)]
         assert np.array_equal(found, right)
-
-
-def test_standard_error_is_the_spread_of_accuracies():
-    assert hellaswag.standard_error(0.5, 100) == 0.05
-    shares = np.random.default_rng(0).binomial(10042, 0.3, 20000) / 10042
-    assert hellaswag.standard_error(0.3, 10042) == pytest.approx(shares.std(), rel=0.02)
 
 
 @pytest.mark.slow
@@ -221,12 +203,6 @@ def test_the_number_of_items_is_checked(tmp_path, monkeypatch, limit, wanted):
     assert f"{path} has 3 items, not {wanted};" in error_of("m", "--file", path, *limit)
 
 
-@pytest.mark.slow
-def test_a_text_that_the_model_cannot_take_is_an_error(saved, tmp_path):
-    path = write(tmp_path / "items.jsonl", [Item("a" * 254, ["b"] * 4, 0)])
-    assert "a text has 257 tokens; this model takes 254" in error_of(saved, "--file", path, "--limit", "1")
-
-
 # ---- Download ----------------------------------------------------------------------------------------------
 
 
@@ -266,28 +242,6 @@ def test_the_original_is_downloaded_once(hub):
     assert hub.requests == [(hellaswag.NAME, None)]
     assert hellaswag.download(DATASET) == path and len(hub.requests) == len(hub.heads) == 1
     assert len(hellaswag.read_items(path, 30)) == 30
-
-
-def test_a_stopped_download_continues(hub):
-    partial(BODY).write_bytes(BODY[:1000])
-    assert hellaswag.download(DATASET).read_bytes() == BODY
-    assert hub.requests == [(hellaswag.NAME, "bytes=1000-")] and files() == {hellaswag.NAME: BODY}
-
-
-@pytest.mark.slow
-def test_a_closed_connection_is_resumed(hub, monkeypatch):
-    body = bytes(CHUNK) + BODY
-    hub.files[hellaswag.NAME] = body
-    hub.breaks[hellaswag.NAME] = [(CHUNK + 100, "close")]
-    monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(body).hexdigest())
-    assert hellaswag.download(DATASET).read_bytes() == body
-    assert hub.requests == [(hellaswag.NAME, None), (hellaswag.NAME, f"bytes={CHUNK}-")]
-
-
-def test_a_damaged_file_is_replaced(hub):
-    hellaswag.FOLDER.mkdir()
-    (hellaswag.FOLDER / hellaswag.NAME).write_bytes(BODY[:-1])
-    assert hellaswag.download(DATASET).read_bytes() == BODY
 
 
 @pytest.mark.parametrize("fault", ("another file", "damaged", "missing", "no server"))

@@ -13,12 +13,11 @@ import shutil
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import same_bits, write_shard
+from golden_inputs import same_bits
 from launch import TINY, FaultAtCall, FaultAtWrite, Launch, die, list_checkpoints, make_corpus, settings
 from test_distributed import spoil_grads
 
@@ -166,12 +165,11 @@ def kill_soon(run, folder, before, rng):
 VARIANTS = [
     (0, ("dtype=bfloat16",)),
     (4, ("dtype=bfloat16", "params.*.reduction=fp32")),
-    (2, ("main_grad=false", "params.embed.exchange=reduce_scatter")),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size, change", VARIANTS, ids=["bf16", "fp32_reduction", "no_main_grad"])
+@pytest.mark.parametrize("world_size, change", VARIANTS, ids=["bf16", "fp32_reduction"])
 def test_killed_runs_end_as_if_never_stopped(launch, uninterrupted, tmp_path, world_size, change):
     """Four kills: after an odd number of steps, after an even one, and two at any time."""
     rng, folder = random.Random(f"{world_size} {change}"), tmp_path / "run"
@@ -220,8 +218,7 @@ def test_a_run_with_warm_up_resumes(launch, uninterrupted, stopped):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_path, victim):
+def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_path):
     """One of two ranks dies before each change that saving makes. An earlier kill has left files behind."""
     start, changes = stopped(2, 2), []
     left = newest(start).path.with_name("step00000004.partial")
@@ -230,15 +227,14 @@ def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_pat
     for n in itertools.count(1):
         folder = shutil.copytree(start, tmp_path / str(n))
         options = ["--resume", ATTEMPTS, "--checkpoint-every", 2, "--save", "model.pt"]
-        faults = {victim: FaultAtWrite("save_checkpoint", n, die)}
-        faults[1 - victim] = FaultAtCall("save_checkpoint", 2, die)
+        faults = {0: FaultAtWrite("save_checkpoint", n, die), 1: FaultAtCall("save_checkpoint", 2, die)}
         with launch(folder, *options, world_size=2, faults=faults) as run:
             codes = run.wait()
         changes += re.findall(r"^change: (.+)", run.out, re.MULTILINE)
         if len(changes) < n:  # there are no more: both reached the next checkpoint
             assert -9 in codes
             break
-        assert codes[victim] == -9
+        assert codes[0] == -9
         step = newest(folder).meta["step"]
         assert step == (4 if "os.rename" in changes[: n - 1] else 2)
         faults = {0: FaultAtCall("train_step", 3, list_checkpoints)}
@@ -246,27 +242,8 @@ def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_pat
             assert set(run.wait()) == {0}, run.err
         assert f"checkpoints: step{step + 2:08d}\n" in run.out  # and nothing half written or older
         assert_same_end(folder, uninterrupted(2)[0])
-    write_shard = ["open", "half of torch.save", "os.fsync"]
-    assert set(write_shard) <= set(changes)
-    if victim == 0:
-        remove_earlier = ["os.remove", "os.remove", "os.rmdir"]
-        assert changes == ["os.mkdir", *write_shard, "os.rename", *remove_earlier]
-
-
-@pytest.mark.slow
-def test_killed_in_the_first_checkpoint(launch, uninterrupted, tmp_path):
-    """--resume finds none. A second run can then be resumed by the folder's name."""
-    folder, options = tmp_path / "run", ["--checkpoint-every", 3, "--save", "model.pt"]
-    with launch(folder, *options, faults={0: FaultAtWrite("save_checkpoint", 5, die)}) as run:
-        assert run.wait() == [-9]
-    assert list(folder.glob("records/**/rank0.pt"))
-    with launch(folder, *options, "--resume", ATTEMPTS) as run:
-        assert run.wait() == [1] and "checkpoints of 0 runs" in run.err and len(run.err.splitlines()) == 1
-    with launch(folder, *options, faults={0: FaultAtCall("train_step", 5, die)}) as run:
-        assert run.wait() == [-9]
-    with launch(folder, *options, "--resume", ATTEMPTS) as run:
-        assert run.wait() == [0], run.err
-    assert (folder / "model.pt").read_bytes() == (uninterrupted(0)[0] / "model.pt").read_bytes()
+    write_shard, remove_earlier = ["open", "half of torch.save", "os.fsync"], ["os.remove"] * 2 + ["os.rmdir"]
+    assert changes == ["os.mkdir", *write_shard, "os.rename", *remove_earlier]
 
 
 # ---- contents of a checkpoint ------------------------------------------------------------------------------
@@ -279,9 +256,9 @@ def tensors(nest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size, step", [(2, 4), (4, 6)])
-def test_each_rank_saves_its_own_shards(stopped, world_size, step):
+def test_each_rank_saves_its_own_shards(stopped):
     """After step 6 embed and lm_head are untied."""
+    world_size, step = 2, 6
     folder = stopped(world_size, step, "dtype=bfloat16")
     path = newest(folder).path
     files = [f"rank{rank}.pt" for rank in range(world_size)]
@@ -303,22 +280,10 @@ def test_each_rank_saves_its_own_shards(stopped, world_size, step):
         if row.optimizer == "anvil":
             assert all(s["optimizer"][row.name]["mantissa"].dtype == torch.uint16 for s in saved)
     for name, s in zip(files, saved):
-        assert s["optimizer"]["is_tied"] == (step < 6) and s["optimizer"]["lm_head"]["steps"] == step // 2
+        assert not s["optimizer"]["is_tied"] and s["optimizer"]["lm_head"]["steps"] == step // 2
         sizes = [t.nbytes for t in tensors(s)]
         assert [t.untyped_storage().nbytes() for t in tensors(s)] == sizes  # a view would save the full table
         assert sum(sizes) < (path / name).stat().st_size < sum(sizes) + 500 * len(sizes) + 20000
-
-
-@pytest.mark.slow
-def test_meta(stopped):
-    folder = stopped(2, 4)
-    meta, (text,) = newest(folder).meta, logs(folder).values()
-    assert set(meta) == {"step", "train_ms", "position", "task"} and meta["step"] == 4
-    logged = int(re.search(r"^step:4/8 train_time:(\d+)ms", text, re.MULTILINE)[1])
-    assert logged - 1 <= meta["train_ms"] < logged + 60000
-    assert meta["task"]["processes"] == 2 and meta["task"]["seed"] == 0
-    assert re.search(rf"^data: {re.escape(meta['task']['data'])}(, packed in .*)?$", text, re.MULTILINE)
-    assert re.findall(r"^checkpoint: after step (\d)$", text, re.MULTILINE) == ["2", "4"]
 
 
 # ---- the command line --------------------------------------------------------------------------------------
@@ -327,30 +292,13 @@ DIES = {0: FaultAtCall("train_step", 1, die)}  # the start of training is all th
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every, steps", [(1, "2 4 6 8 10"), (3, "4 6 10"), (4, "4 8"), (5, "6 10")])
-def test_checkpoint_every(launch, tmp_path, every, steps):
+def test_checkpoint_every(launch, tmp_path):
     """Rounds up to an even number of steps. After the last step there is no checkpoint."""
-    with launch(tmp_path / "run", "--checkpoint-every", every, change=LONG) as run:
+    with launch(tmp_path / "run", "--checkpoint-every", 3, change=LONG) as run:
         assert run.wait() == [0], run.err
     (text,) = logs(tmp_path / "run").values()
-    assert re.findall(r"^checkpoint: after step (\d+)$", text, re.MULTILINE) == steps.split()
+    assert re.findall(r"^checkpoint: after step (\d+)$", text, re.MULTILINE) == ["4", "6", "10"]
     assert not list((tmp_path / "run").glob("records/**/*.checkpoint"))
-
-
-def test_what_resume_accepts(stopped, monkeypatch):
-    """A log, a checkpoint folder, or the folder of a single run's log."""
-    folder = stopped(0, 4)
-    path = newest(folder).path
-    run = path.parent.relative_to(folder)
-    shutil.copytree(folder / run, folder / run.with_name("seed0_other.checkpoint"))
-    monkeypatch.chdir(folder)
-    log = run.with_suffix("")
-    for where in (f"{log}.txt", f"{log}.checkpoint", f"{log}.checkpoint/", f"{log}.from2.txt", folder / run):
-        assert tg.Checkpoint.find(str(where)).path.resolve() == path.resolve()
-    assert tg.Checkpoint.find(f"{ATTEMPTS}/seed0_other.txt").path.parent.name == "seed0_other.checkpoint"
-    shutil.rmtree(run.with_name("seed0_other.checkpoint"))
-    for where in (ATTEMPTS, f"{ATTEMPTS}/", folder / ATTEMPTS):
-        assert tg.Checkpoint.find(str(where)).path.resolve() == path.resolve()
 
 
 @pytest.mark.slow
@@ -358,7 +306,8 @@ def test_the_log_of_a_resumed_run(launch, uninterrupted, stopped):
     folder = stopped(0, 4)
     path = newest(folder).path
     change_meta(folder, train_ms=1e6)
-    with launch(folder, "--resume", ATTEMPTS, "--save", "model.pt") as run:
+    # How many samples are printed at the end may differ.
+    with launch(folder, "--resume", ATTEMPTS, "--save", "model.pt", change=("samples=0",)) as run:
         assert run.wait() == [0], run.err
     name = path.parent.stem
     (first, resumed) = sorted(logs(folder), key=len)
@@ -375,76 +324,6 @@ def test_the_log_of_a_resumed_run(launch, uninterrupted, stopped):
     assert_same_end(folder, uninterrupted(0)[0])
     with launch(folder, "--resume", ATTEMPTS) as again:  # it is complete
         assert again.wait() == [1] and "checkpoints of 0 runs" in again.err
-
-
-@pytest.mark.slow
-def test_resumed_twice_from_one_step(launch, stopped):
-    folder = stopped(0, 4)
-    for _ in range(2):
-        with launch(folder, "--resume", ATTEMPTS, faults=DIES) as run:
-            run.wait()
-    assert sorted(name.split(".", 1)[1][:5] for name in logs(folder)) == ["from4", "from4", "txt"]
-
-
-@pytest.mark.slow
-def test_off_by_default(uninterrupted):
-    """There is nothing but the log, which does not mention checkpoints."""
-    folder, screen = uninterrupted(0)
-    (log,) = logs(folder)
-    names = ["records", "other", "attempts", log, "model.pt"]
-    assert sorted(path.name for path in folder.rglob("*")) == sorted(names)
-    output = logs(folder)[log] + screen
-    assert "checkpoint" not in output and "resumed" not in output
-
-
-@pytest.mark.slow
-def test_never_a_timed_record(tmp_path):
-    """Runs of the preset's own task, too, are in no track if they write checkpoints or resume."""
-    rng = np.random.default_rng(0)
-    (tmp_path / "data" / "local").mkdir(parents=True)
-    train, val = 5 * tg.train_tokens(tg.CPU) // 4, tg.CPU.val_slices * tg.CPU.val_slice_tokens + 1
-    for split, count in (("train", train), ("val", val)):
-        tokens = rng.integers(0, 256, count)
-        tokens[::100] = 256
-        write_shard(tmp_path / "data" / "local" / f"x_{split}_000000.bin", tokens, 257, 256)
-    options = ["--preset", "cpu", "--set", "warmup=false", "--set", "val_every=0"]
-
-    def folders_of_logs(call, *arguments):
-        """Returns the folders with logs, after a run that dies before the given call of train_step."""
-        with Launch(tmp_path, *options, *arguments, faults={0: FaultAtCall("train_step", call, die)}) as run:
-            assert run.wait() == [-9], run.err
-        return {path.relative_to(tmp_path / "records").parent for path in tmp_path.glob("records/**/*.txt")}
-
-    other = {Path("other", "attempts")}
-    assert folders_of_logs(3, "--checkpoint-every", 1) == other
-    assert folders_of_logs(1, "--resume", ATTEMPTS) == other
-    assert len(logs(tmp_path)) == 2
-    assert folders_of_logs(1) == other | {Path("cpu", "attempts")}
-
-
-@pytest.mark.slow
-def test_the_data_may_have_moved(launch, stopped, corpus):
-    folder = stopped(0, 4)
-    shutil.copytree(corpus, folder / "moved")
-    with launch(folder, "--resume", ATTEMPTS, data="moved", faults=DIES) as run:
-        assert run.wait() == [-9], run.err
-
-
-def test_config_diff():
-    base = {"seed": 1, "config": {"rows": [{"lr": 1.0, "beta": [0.9, 0.95]}, {"lr": 2.0}], "layers": None}}
-    again = {"config": {"layers": None, "rows": [{"beta": [0.9, 0.95], "lr": 1.0}, {"lr": 2.0}]}, "seed": 1}
-    assert tg.config_diff(base, again) == tg.config_diff({}, {}) == ""
-    again["config"]["rows"][0]["beta"] = [0.9, 0.99]
-    again["config"]["rows"][1] = {"lr": 2.5}
-    again["seed"] = "1"
-    three = "seed (1, 1); config.rows.0.beta.1 (0.95, 0.99); config.rows.1.lr (2.0, 2.5)"
-    assert tg.config_diff(base, again) == three
-    again["config"] |= {"layers": 3, "more": 4}
-    assert tg.config_diff(base, again) == three  # the first three
-    assert tg.config_diff({"a": 1}, {"b": 2}) == "a (1, None); b (None, 2)"
-    assert tg.config_diff({"a": {"x": 1}}, {"a": None}) == "a.x (1, None)"
-    assert tg.config_diff({"a": [1, 2]}, {"a": [1]}) == "a.1 (2, None)"
-    assert tg.config_diff({"a": [[1], [2]]}, {"a": [[1], [3, 4]]}) == "a.1.0 (2, 3); a.1.1 (None, 4)"
 
 
 # ---- every checkpoint of a run, in this process ------------------------------------------------------------

@@ -42,15 +42,6 @@ def test_presets_run_on_their_machines(set_machine):
         assert tg.select_backend(tg.CPU, CUDA if capability else HOST, capability) == tg.TORCH_BACKEND
 
 
-def test_compile_raises_the_recompile_limit():
-    with torch._dynamo.config.patch(recompile_limit=3):
-        assert tg.compiler_of(replace(tg.RECORD, compile=False)) is None
-        assert torch._dynamo.config.recompile_limit == 3
-        compiler = tg.compiler_of(tg.RECORD)
-        assert torch._dynamo.config.recompile_limit >= 64
-    assert compiler(len) is compiler(len)
-
-
 def test_only_a_table_is_not_autotuned(monkeypatch):
     """Checks what torch.compile is given: autotuning would copy the table of n-grams."""
     monkeypatch.setattr(torch, "compile", lambda function, options, **_: options["triton.autotune_pointwise"])
