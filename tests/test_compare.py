@@ -610,7 +610,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run, tmp_path):
     assert all(line.startswith(start) for line, start in zip(err.splitlines(), starts))
 
 
-BAD_USAGE = ["", "x --target nan", "x --diff a b", "--diff a", "x --table", "--table --update", "x --plot x.png"]
+BAD_USAGE = ["", "x --target nan", "x --diff a b", "--diff a", "--table --update", "x --plot x.png"]
 
 
 @pytest.mark.parametrize("arguments", BAD_USAGE)
