@@ -55,47 +55,27 @@ def test_maps_act_on_singular_values(shape):
     torch.testing.assert_close(out, (u * want) @ v.T, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_zero_stays_zero(dtype):
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 0.006), (torch.bfloat16, 0.05)])
+def test_zero_stays_zero(dtype, near):
+    """Checks that other matrices become orthogonal: bf16's rounding moves singular values by a percent."""
     x = torch.zeros(2, 6, 4, dtype=dtype)
     x[1] = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
     out = tg.orthogonalize(x, tg.RECORD.bank_margin)
     assert not out[0].any() and out.dtype == dtype
-    # The rounding errors of bf16 move a singular value by a percent or two.
-    near = {torch.float64: 0.006, torch.float32: 0.006, torch.bfloat16: 0.05}[dtype]
     assert (torch.linalg.svdvals(out[1].double()) - 1).abs().max() < near
 
 
-def rank_one(shape):
-    """Returns 20 matrices of rank one, and one of ones, whose traces all round in one direction."""
+@pytest.mark.parametrize("shape", [(64, 64), (128, 64), (4, 4)])
+def test_rank_one_stays_bounded_in_bf16(shape):
+    """Checks the worst case of the maps' upper edge: one singular value holds the whole norm.
+
+    There are 20 such matrices, and one of ones, whose traces all round in one direction.
+    """
     g = torch.Generator().manual_seed(0)
     u, v = (torch.randn(20, n, 1, generator=g) for n in shape)
-    return torch.cat([u @ v.mT, torch.ones(1, *shape)])
-
-
-@pytest.mark.parametrize("preset", tg.PRESETS)
-@pytest.mark.parametrize("shape", [(64, 64), (64, 128), (128, 64), (4, 4)])
-def test_rank_one_stays_bounded_in_bf16(shape, preset):
-    """Checks the worst case of the maps' upper edge: one singular value holds the whole norm."""
-    out = tg.orthogonalize(rank_one(shape).bfloat16(), tg.PRESETS[preset].bank_margin)
+    x = torch.cat([u @ v.mT, torch.ones(1, *shape)]).bfloat16()
+    out = tg.orthogonalize(x, tg.RECORD.bank_margin)
     assert torch.linalg.matrix_norm(out.float(), 2).max() < 1.1
-
-
-def test_the_records_margin_is_too_small_for_rank_one_in_bf16():
-    norms = tg.orthogonalize(rank_one((64, 64)).bfloat16(), MARGIN).float().norm(dim=(-2, -1))
-    assert not norms.max() < 100  # or NaN
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (64, 128), (128, 64), (4, 4)])
-def test_the_records_margin_is_enough_in_fp32(shape):
-    norms = torch.linalg.matrix_norm(tg.orthogonalize(rank_one(shape), MARGIN), 2)
-    assert (norms - 1).abs().max() < 0.01
-
-
-def test_a_transposed_matrix_gives_the_transposed_result():
-    x = fill((2, 9, 4), 1).double()
-    wide, tall = tg.orthogonalize(x.mT, MARGIN), tg.orthogonalize(x, MARGIN)
-    torch.testing.assert_close(wide, tall.mT, rtol=1e-9, atol=1e-9)
 
 
 def test_many_rows_in_bf16():
@@ -179,25 +159,6 @@ def test_golden_steps_in_bf16(name):
         assert state["fast_rail"].dtype == state["slow_rail"].dtype == torch.float32
 
 
-def test_a_zero_gradient_gives_no_direction():
-    first = GOLDEN["classes"]["square"]["steps"][0]
-    assert not any(first["bf16"]["X_bits"][:36])
-    _, state, p, x = next(golden_run("square", "float64"))
-    assert not x[0].any()
-    start = bf16_stream(p.shape, STREAMS["square"] + 90, 0.1).double()
-    eta, decay = GOLDEN["steps"][0]["eta"], GOLDEN["steps"][0]["decay"]
-    torch.testing.assert_close(p[0], start[0] * (1 - eta * decay), rtol=1e-12, atol=0)  # it decays
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_a_frozen_matrix_stays(dtype):
-    *_, (_, state, p, _) = golden_run("tall", dtype)
-    start = bf16_stream(p.shape, STREAMS["tall"] + 90, 0.1).to(p.dtype)
-    assert torch.equal(p[2:], start[2:]) and not torch.equal(p[:2], start[:2])
-    assert "mantissa" not in state or not state["mantissa"][2:].any()
-    assert state["slow_rail"][2:].any()
-
-
 def test_update_alone_bit_for_bit():
     golden = GOLDEN["update_alone"]
     shape, one = golden["shape"], torch.ones(())
@@ -249,36 +210,13 @@ def test_rails_switch_at_the_records_step():
     assert rails_after(tg.RECORD, 514)[0] == pytest.approx(1 - 0.85)
 
 
-def test_one_rail_for_a_whole_run():
-    """Checks the ablation: without the switch the slow rail only gates decay."""
-    cfg = replace(tg.CPU, rails_step=tg.CPU.steps)
-    for step in (0, 130, cfg.steps - 1):
-        (fast, _, mixed), mu = rails_after(cfg, step, 5.0, -3.0), tg.plan_step(cfg, step).momentum
-        assert fast == pytest.approx(5 * mu + 1 - mu) and mixed == pytest.approx(mu * fast + 1 - mu)
-    assert rails_after(tg.CPU, cfg.steps - 1)[0] == pytest.approx(0.15)
-
-
 def test_weight_1_is_exactly_the_fast_rail():
     grad, fast = fill((1, 8, 8), 1), fill((1, 8, 8), 2)
     results = []
     for slow in (torch.zeros(1, 8, 8), fill((1, 8, 8), 3, 1e4)):
-        args = (
-            fast.clone(),
-            slow,
-            0.02,
-            torch.tensor(0.1),
-            torch.tensor(1.0),
-            torch.tensor(0.9),
-            torch.float32,
-        )
-        results.append(tg.mix_rails(grad, *args))
+        numbers = 0.02, *map(torch.tensor, (0.1, 1.0, 0.9)), torch.float32
+        results.append(tg.mix_rails(grad, fast.clone(), slow, *numbers))
     assert torch.equal(*results)
-
-
-def test_the_cpu_preset_mixes_rails_for_the_same_part_of_a_run():
-    record92 = GOLDEN92["g_schedule"]
-    part = record92["rails_switch"] / record92["total_steps"]
-    assert tg.CPU.rails_step / tg.CPU.steps == pytest.approx(part, abs=0.005)
 
 
 # ---------------------------------------------------------------------------------------- the rule as a whole
@@ -286,19 +224,20 @@ def test_the_cpu_preset_mixes_rails_for_the_same_part_of_a_run():
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 12, 5), (2, 5, 12)])
 def test_against_loops_over_matrices(shape):
-    """Checks three steps, of which the last two mix rails: singular values by numpy, the rest in loops."""
-    beta2, lr, wd = 0.8, 0.05, 8.0
-    cfg = tiny_config("float64", bank_lr=lr, bank_wd=wd, bank_beta2=beta2, rails_step=1, slow_rate=0.3)
-    row, start = tg.Param("qk_bank", "", "0", optimizer="anvil"), fill(shape, 1).double()
-    p, axis = start.clone(), 1 if shape[1] >= shape[2] else 0
-    state = tg.anvil_init(p, row, torch.float64, 0)
-    want, fast, slow = start.clone().numpy(), np.zeros(shape), np.zeros(shape)
+    """Checks three steps, of which the last two mix rails: singular values by numpy, the rest in loops.
+
+    Matrices have factors of their own, and the bank has others, of its rate and of its decay.
+    """
+    cfg = tiny_config("float64", bank_lr=0.05, bank_wd=2.5, bank_beta2=0.8, rails_step=1, slow_rate=0.3)
+    row = tg.Param("bank", "", "0", lr_mul=2, wd_mul=3, optimizer="anvil", matrix_lr_mul=(1.0, 0.5))
+    start, axis = fill(shape, 1).double(), 1 if shape[1] >= shape[2] else 0
+    p, want, fast, slow = start.clone(), start.clone().numpy(), np.zeros(shape), np.zeros(shape)
+    state = tg.anvil_init(p, row, torch.float64, 1)  # of the second of two matrices on
     energy = np.zeros(state["second_momentum_buffer"].shape)
-    rate = lr * math.sqrt(max(1, shape[1] / shape[2]))
     for step in range(3):
         grad = fill(shape, 2 + step).double()
         grad[0] = 0  # a matrix without gradient: a zero direction, which still decays
-        plan = tg.plan_step(cfg, step)._replace(lr_mul=1.0, momentum=0.9)
+        plan = tg.plan_step(cfg, step)._replace(lr_mul=1.5, momentum=0.9)
         tg.anvil(p, grad, state, row, plan, cfg, tg.TORCH_BACKEND)
         beta, weight = (0.9, 1.0) if step == 0 else (cfg.fast_beta, cfg.fast_weight)
         for i, G in enumerate(grad.numpy()):
@@ -310,22 +249,11 @@ def test_against_loops_over_matrices(shape):
             for a, b, c in tg.ANVIL_MAPS:
                 s = a * s + b * s**3 + c * s**5
             X = (u * s) @ v
-            energy[i] = beta2 * energy[i] + (1 - beta2) * (X**2).mean(axis=axis, keepdims=True)
+            energy[i] = 0.8 * energy[i] + 0.2 * (X**2).mean(axis=axis, keepdims=True)
             scaled = X / np.sqrt(np.maximum(energy[i], 1e-10))
             X = scaled * np.linalg.norm(X) / max(np.linalg.norm(scaled), 1e-10)
-            want[i] = want[i] - want[i] * (slow[i] * want[i] >= 0) * wd * lr * rate - rate * X
+            rate = 0.05 * 1.5 * 2 * (0.5, 1.0)[i % 2] * math.sqrt(max(1, shape[1] / shape[2]))
+            decay = 2.5 * 3 * 0.05 * 1.5 * (slow[i] * want[i] >= 0)
+            want[i] = want[i] - want[i] * decay * rate - rate * X
     np.testing.assert_allclose(p.numpy(), want, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(p[0], start[0] * (1 - wd * lr * rate) ** 3)
-
-
-def test_decay_reads_the_slow_rail_after_its_step():
-    """Checks that a slow rail that changes sign in this very step lets its weight decay."""
-    p, row = torch.tensor([[[1.0]]]), tg.Param("bank", "", "0", optimizer="anvil")
-    results = []
-    for slow in (-1e-3, -1.0):
-        state = tg.anvil_init(p, row, torch.float32, 0) | {"slow_rail": torch.full((1, 1, 1), slow)}
-        q, cfg = p.clone(), replace(tg.CPU, bank_wd=100.0)
-        tg.anvil(q, torch.ones_like(p), state, row, tg.plan_step(cfg, 0), cfg, tg.TORCH_BACKEND)
-        results.append(q.item())
-    rate = tg.CPU.bank_lr
-    assert results[1] - results[0] == pytest.approx(100 * rate * rate, rel=1e-4)
+    assert p[0].abs().max() < start[0].abs().max()

@@ -1,9 +1,11 @@
-"""Checks after which steps parameters are updated, and Adam and rare updates against record 92's numbers."""
+"""Checks after which steps parameters are updated, and Adam and rare updates against record 92's numbers.
+
+test_distributed.py trains whole runs with all cadences.
+"""
 
 # ruff: noqa: F811 (fixtures are imported)
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -20,26 +22,11 @@ from golden_inputs import (
     plans_of_all_rows,
     tiny_config,
 )
-from launch import FaultAtCall, die
 from test_distributed import (
     batches_of,
     build,
-    cfg,  # noqa: F401 (a fixture)
-    digest,
-    same_on_all_ranks,
-    train,
-    with_dtype,
+    everything,  # noqa: F401 (a fixture)
 )
-from test_ngrams import ngram_config
-from test_resume import (  # noqa: F401 (fixtures)
-    ATTEMPTS,
-    LONG,
-    corpus,
-    launch,
-    logs,
-    uninterrupted,
-)
-from test_sparse import with_exchange
 
 SCHEDULE, ADAM = GOLDEN92["g_schedule"], GOLDEN92["d_adam"]
 DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -62,10 +49,14 @@ def test_updates_of_the_record():
         assert (plan.updates(2), plan.updates(4)) == (row["adam"], row["table_event"])
         assert plan.slowdown(4) == row["table_wd_mul"] / 5 and plan.slowdown(1) == plan.slowdown(2) == 1
         assert 0.95 ** plan.slowdown(4) == pytest.approx(row["table_beta2"])
+    every = {row.name: row.every for row in tg.RECORD.params if row.every != 2}
+    assert every == dict.fromkeys(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"), 1) | {
+        "value_embeds": 4
+    }
 
 
-@pytest.mark.parametrize("slow_from", range(9))
-def test_an_update_at_four_steps_is_one_at_two_and_at_one(slow_from):
+@pytest.mark.parametrize("slow_from", range(5, 9))
+def test_an_update_at_four_steps_is_one_at_two(slow_from):
     """Checks any step of the change: after the rarest updates no gradient awaits one."""
     cfg = replace(tg.RECORD, slow_from=slow_from)
     rare = updates(4, 20, cfg)
@@ -74,20 +65,19 @@ def test_an_update_at_four_steps_is_one_at_two_and_at_one(slow_from):
     assert set(gaps) <= {2, 4} and all(b - a == 4 for a, b in zip(rare, rare[1:]) if a >= slow_from)
 
 
-def test_who_is_updated_how_often():
-    every = {row.name: row.every for row in tg.PARAMS}
-    assert [name for name, n in every.items() if n == 1] == [
-        "qk_bank",
-        "narrow_qk_bank",
-        "vo_bank",
-        "mlp_bank",
-    ]
-    assert [name for name, n in every.items() if n == 4] == ["value_embeds"]
-
-
-def test_a_cadence_is_1_2_or_4():
-    with pytest.raises(tg.UserError, match="give 1 or 2 or 4"):
-        tg.override(tg.CPU, "params.embed.every=3")
+def test_gradients_of_four_steps_await_their_update(everything):
+    """Checks also that the rows routed at an update are all that have a gradient: it clears no others."""
+    _, model, optimizer = build(0, 1, everything)
+    batches, grad, changed = batches_of(everything, 0, 1), optimizer.grads["value_embeds"].main_grad, []
+    for step in range(everything.steps):
+        before, waiting = model.weight("value_embeds").clone(), grad.clone()
+        tg.train_step(model, optimizer, batches.next(), batches.peek)
+        changed += [step] if (model.weight("value_embeds") != before).any() else []
+        assert grad.any() != (step in (1, 3, 7)) and not torch.equal(grad, waiting)
+        assert optimizer.grads["embed"].main_grad.any() != step % 2
+    batches.loader.close()
+    assert changed == [1, 3, 7] and optimizer.state["value_embeds"]["steps"] == 3
+    assert optimizer.state["scalars"]["steps"] == 4
 
 
 # ------------------------------------------------------------------------------------------------ golden Adam
@@ -110,9 +100,7 @@ STREAMS = {
 def adam_events(name, dtype):
     """Yields the golden event, p and state after each update in steps 332 .. 344, from summed gradients."""
     golden, (row,) = ADAM[name], [row for row in tg.PARAMS if row.name == name.removesuffix("g")]
-    assert (list(row.betas), row.lr_mul, row.wd_mul) == tuple(
-        golden[k] for k in ("betas", "lr_mul", "wd_mul")
-    )
+    assert [list(row.betas), row.lr_mul, row.wd_mul] == [golden[k] for k in ("betas", "lr_mul", "wd_mul")]
     start = fill((golden["n"],), STREAMS[name] + 900, 0.2)
     p = (start.bfloat16() if golden["dtype"] == "bf16" else start).to(dtype)
     moments = torch.promote_types(dtype, torch.float32)
@@ -133,15 +121,11 @@ def adam_events(name, dtype):
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_golden_adam(name):
+    """Compares fp64; as it is stored, the bits of bf16, and fp32 within its bound."""
     for want, p, state in adam_events(name, torch.float64):
         for key, t in (("m", state["exp_avg"]), ("v", state["exp_avg_sq"]), ("p", p)):
             golden = want["fp64"][key]
             assert t.tolist() == pytest.approx(golden, abs=1e-11 * max(map(abs, golden)), rel=0), key
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_golden_adam_as_stored(name):
-    """Compares bits of bf16, and fp32 within its bound."""
     stored = ADAM[name]["dtype"]
     for want, p, _ in adam_events(name, DTYPES[stored]):
         if stored == "bf16":
@@ -206,13 +190,13 @@ def golden_slices(step):
     return slices
 
 
-def table_events(dtype, **ngrams):
+def table_events(dtype):
     """Yields the golden event, owned rows, their mean gradients and the table, after each update.
 
     Checks that every step reads the rows as the updates before it have left them.
     """
-    ngrams = dict(orders=(2, 3), rows=TABLE["half"], width=TABLE["width"], dtype=dtype) | ngrams
-    cfg = tiny_config(dtype, ngrams=tg.Ngrams(**ngrams), sign_rows=TABLE["sign_rows"])
+    ngrams = tg.Ngrams((2, 3), rows=TABLE["half"], width=TABLE["width"], dtype=dtype)
+    cfg = tiny_config(dtype, ngrams=ngrams, sign_rows=TABLE["sign_rows"])
     table = tg.NgramTable(cfg, tg.Exchange(0, 1), torch.device("cpu"))
     signs = golden_signs((TABLE["sign_rows"], TABLE["width"])).to(table.block.dtype)
     rates = {event["step"]: event["eta"] / 0.56 for event in TABLE["events"]}
@@ -253,8 +237,7 @@ def test_golden_ngrams():
         for name, t in parts.items():
             assert distance(t, want[name]) < 1e-11, (want["step"], name)
         for row, listed in want["listed"].items():
-            place = rows.index(int(row))
-            assert grads[place].tolist() == listed["g"]
+            assert grads[rows.index(int(row))].tolist() == listed["g"]
             assert table.moments[int(row)].item() == pytest.approx(listed["v"], rel=1e-11)
             scale = max(map(abs, listed["p"]))
             assert table.block[int(row)].tolist() == pytest.approx(listed["p"], rel=0, abs=1e-11 * scale)
@@ -271,116 +254,3 @@ def test_golden_ngrams_as_stored():
             assert table.moments[int(row)].item() == pytest.approx(listed["v_fp32"], rel=1e-6)
             seen += 1
     assert seen > 40
-
-
-# ------------------------------------------------------------------------------------------------- whole runs
-
-
-def slow(cfg, slow_from=2):
-    """Makes value_embeds wait four steps from step 2 on: its updates follow steps 1, 3 and 7 of 8."""
-    return replace(cfg, slow_from=slow_from)
-
-
-@pytest.mark.slow
-def test_gradients_of_four_steps_await_their_update(cfg):
-    """Checks also that the rows routed at an update are all that have a gradient: it clears no others."""
-    cfg = slow(cfg)
-    _, model, optimizer = build(0, 1, cfg)
-    batches, grad, changed = batches_of(cfg, 0, 1), optimizer.grads["value_embeds"].main_grad, []
-    for step in range(cfg.steps):
-        before, waiting = model.value_embeds.clone(), grad.clone()
-        tg.train_step(model, optimizer, batches.next(), batches.peek)
-        changed += [step] if (model.weight("value_embeds") != before).any() else []
-        assert grad.any() != (step in (1, 3, 7)) and not torch.equal(grad, waiting)
-        assert optimizer.grads["embed"].main_grad.any() != step % 2
-    batches.loader.close()
-    assert changed == [1, 3, 7] and optimizer.state["value_embeds"]["steps"] == 3
-    assert optimizer.state["scalars"]["steps"] == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size, dtype", [(2, "bfloat16"), (4, "float32")])
-def test_sparse_runs_are_dense_runs(workers, cfg, world_size, dtype):
-    cfg = slow(with_dtype(cfg, dtype))
-    dense, sparse = (
-        same_on_all_ranks(workers(world_size, train, with_exchange(cfg, how), False, False))
-        for how in ("dense", "sparse")
-    )
-    assert sparse["digests"] == dense["digests"] and sparse["losses"] == dense["losses"]
-    usual = same_on_all_ranks(workers(world_size, train, slow(cfg, 99), False, False))
-    same = [a == b for a, b in zip(usual["digests"], sparse["digests"])]
-    assert same == [True] * 3 + [False] * 5
-
-
-@pytest.mark.slow
-def test_world_size_does_not_matter(workers, cfg):
-    """Compares up to rounding, within the bound of test_distributed.py."""
-    cfg, bound = slow(with_dtype(cfg, "float64")), 1000 * torch.finfo(torch.float64).eps
-    single = train(0, 1, cfg)
-    for world_size in (2, 4):
-        first = same_on_all_ranks(workers(world_size, train, cfg))
-        assert first["val"] == pytest.approx(single["val"], rel=bound)
-        for name, want in single["final"].items():
-            assert ((first["final"][name] - want).norm() / want.norm()).item() < bound, (world_size, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", [range(6), range(2, 8), range(0, 8, 3)])
-def test_warm_up_leaves_no_trace(cfg, cut):
-    """Checks warm-ups that end between updates."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "warmup_steps", lambda cfg: [cut, cut[:3]])
-        assert train(0, 1, slow(cfg), warm=True)["restored"]
-
-
-def train_ngrams(rank, world_size, cfg):
-    """Trains a whole run; returns its losses, a digest of the parameters, and this rank's rows and state."""
-    _, model, optimizer = build(rank, world_size, cfg)
-    batches, losses = batches_of(cfg, rank, world_size), []
-    for _ in range(cfg.steps):
-        losses.append(tg.train_step(model, optimizer, batches.next(), batches.peek).item())
-    batches.loader.close()
-    optimizer.ngrams.finish()
-    return losses, digest(model), optimizer.ngrams.stored
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ngrams_after_four_steps(workers, tmp_path, world_size):
-    """Compares with one rank, up to rounding."""
-    cfg = with_dtype(ngram_config(tmp_path, rows=199, every=4, dtype="float64"), "float64")
-    cfg = replace(cfg, padded_vocab=64, stages=tuple(replace(s, steps=s.steps + 1) for s in cfg.stages))
-    single = train_ngrams(0, 1, cfg)
-    for rank, (_, _, stored) in enumerate(workers(world_size, train_ngrams, cfg)):
-        rows, _, last, clock = stored
-        assert clock.tolist() == [3, 5] and set(last.tolist()) <= {0, 1, 3, 5}  # steps 1, 3 and 7
-        whole = single[2][0][rank::world_size]
-        torch.testing.assert_close(rows[: len(whole)], whole, rtol=1e-9, atol=1e-9)
-        assert whole.any()
-
-
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("every, steps", [(1, "2 4 8"), (2, "2 4 8"), (3, "4 8"), (5, "8")])
-def test_checkpoints_wait_for_the_rarest_updates(launch, tmp_path, every, steps):
-    with launch(tmp_path / "run", "--checkpoint-every", every, change=(*LONG, "slow_from=2")) as run:
-        assert run.wait() == [0], run.err
-    (text,) = logs(tmp_path / "run").values()
-    assert re.findall(r"^checkpoint: after step (\d+)$", text, re.MULTILINE) == steps.split()
-
-
-@pytest.mark.slow
-def test_a_run_killed_between_updates_goes_on_from_the_last(launch, uninterrupted, tmp_path):
-    """Checks that value_embeds and n-grams go on with the moments, and the counts, of their own updates."""
-    change = (*LONG, "slow_from=2", "ngrams.every=4")
-    options = ["--checkpoint-every", 1, "--save", "model.pt"]
-    with launch(
-        tmp_path / "run", *options, change=change, faults={0: FaultAtCall("train_step", 11, die)}
-    ) as run:
-        assert run.wait() == [-9]
-    with launch(tmp_path / "run", *options, "--resume", ATTEMPTS, change=change) as run:
-        assert run.wait() == [0] and "resumed_after_step: 8" in run.out, run.err
-    want = uninterrupted(0, *change)[0]
-    assert (tmp_path / "run" / "model.pt").read_bytes() == (want / "model.pt").read_bytes()
