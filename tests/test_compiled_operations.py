@@ -165,30 +165,6 @@ def test_transpose_add(device, dtype):
         assert torch.equal(bits(out.cpu()), bits(want))
 
 
-def test_no_row_and_one_row_are_not_compiled(monkeypatch):
-    """Checks that numbers of rows which torch.compile would take as constants cost no compilation."""
-    sizes = []
-
-    def compiler(function):
-        def call(table, moments, last, rows, *more):
-            sizes.append(len(rows))
-            return function(table, moments, last, rows, *more)
-
-        return call
-
-    monkeypatch.setattr(tg.compiled, "compiler", compiler)
-
-    cfg = tg.override(tg.CPU, "ngrams.rows=100")
-    table = tg.NgramTable(cfg, tg.Exchange(0, 1), torch.device("cpu"))
-    plan = tg.plan_step(cfg, 0)
-    for n in range(4):
-        rows = torch.arange(n, dtype=torch.int32) + 5
-        table.routes = tg.RowRoutes([n], [n], rows, owned=rows)
-        table.update(randn(n, cfg.ngrams.width, seed=1), plan)
-        assert (table.moments > 0).nonzero()[:, 0].tolist() == list(range(5, 5 + n))
-    assert sizes == [2, 3]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_conversion_to_fp8(device, dtype):
     """Checks numbers and scales. Compiled code rounds quotients of bf16 numbers to fp32."""

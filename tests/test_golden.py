@@ -86,59 +86,6 @@ def test_prefixes():
 # --------------------------------------------------------------------------------------------------- c rotary
 
 
-def golden_tables(cos, sin, paired):
-    """Returns the reference's two factors, (positions, D) or (positions, 2D), from our rows of D/4 angles."""
-    ones, zeros = torch.ones_like(cos), torch.zeros_like(sin)
-    cos, sin = (torch.cat(pair, 1).repeat_interleave(2, 1) for pair in ((cos, ones), (sin, zeros)))
-    sin[:, 1::2] *= -1
-    return (cos.view(-1, 2 * cos.size(1)), sin.view(-1, 2 * sin.size(1))) if paired else (cos, sin)
-
-
-@pytest.mark.parametrize("head_dim", [128, 32])
-def test_rotary_tables(head_dim):
-    section, positions = GOLDEN["c_rotary"][f"head_dim_{head_dim}"], GOLDEN["c_rotary"]["positions"]
-    long = (3, 7, 11, 13, 20)  # windows, in blocks
-    stages = tuple(replace(tg.RECORD.stages[0], windows=tg.Windows(1, blocks)) for blocks in long)
-    cfg = replace(tg.RECORD, head_dim=head_dim, dtype="float32", stages=stages)
-    rotary = tg.Rotary(cfg, 2 * 4096, torch.device("cpu"))
-    for i, (blocks, stage) in enumerate(zip(long, section["stages"], strict=True)):
-        rotary.use_stage(i)
-        # Frequencies to an ulp or two of fp32. An angle's error is position times that; cos and sin have
-        # slope 1.
-        freq = torch.tensor(stage["angular_freq_unique"])
-        first_angle = torch.atan2(rotary.wide.sin[1].double(), rotary.wide.cos[1].double())  # position 1
-        torch.testing.assert_close(first_angle, freq.double(), rtol=2.5e-7, atol=0)
-        for kind in ("plain", "paired"):
-            tables = golden_tables(rotary.wide.cos, rotary.wide.sin, kind == "paired")
-            for table, name in zip(tables, ("factor1_cos", "factor2_sin")):
-                picked = table[positions][:, section[f"dims_{kind}"]]
-                reach = torch.tensor(positions)[:, None] * (2 if kind == "paired" else 1) + 1
-                golden = torch.tensor(stage[f"{kind}_{name}"])
-                assert ((picked - golden).abs() <= 2.5e-7 * reach).all(), (blocks, kind, name)
-                total = table[:64].double().sum().item()
-                # 64 rows of up to 256 entries, each off by up to 2.5e-7 * 128, at random.
-                assert total == pytest.approx(stage[f"{kind}_{name[:7]}_fp64sum_first64rows"], abs=1e-3)
-
-
-def test_rotary_starts_at_the_first_stage_and_stores_bf16_by_rounding():
-    cfgs = (replace(tg.RECORD, dtype=dtype) for dtype in ("float32", "bfloat16"))
-    fp32, bf16 = (tg.Rotary(cfg, 512, torch.device("cpu")) for cfg in cfgs)
-    assert fp32.stage == 0 and fp32.wide.scale == 0.085
-    assert all(map(torch.equal, (t.bfloat16() for t in fp32.wide[:2]), bf16.wide[:2]))
-
-
-def test_rotary_apply():
-    section = GOLDEN["c_rotary"]["rotary_apply"]
-    rotary = tg.Rotary(replace(tg.RECORD, head_dim=32, dtype="float32"), 16, torch.device("cpu"))
-    plain = tg.rotate(fill((5, 2, 32), 300), rotary.wide.cos[:5, None], rotary.wide.sin[:5, None])
-    cos, sin = (t[:10].view(5, 1, 2, 8) for t in (rotary.wide.cos, rotary.wide.sin))
-    paired = tg.rotate(fill((5, 2, 64), 301).view(5, 2, 2, 32), cos, sin).view(5, 2, 64)
-    for kind, rotated in (("plain", plain), ("paired", paired)):
-        assert distance(rotated, section[f"{kind}_stats"]) < 1e-6  # a few fp32 roundings of numbers of size 1
-        golden = torch.tensor(section[f"{kind}_[0,3,1,:]"])
-        torch.testing.assert_close(rotated[3, 1], golden, rtol=0, atol=5e-7)
-
-
 # --------------------------------------------------------------------------------------------------- h loader
 
 
@@ -217,7 +164,7 @@ def test_validation_batches(shards):
         check_batch(loader.batch(golden["batch"] - 1), golden, max_docs=128)
     assert len(loader.tokens) == 256 * GOLDEN_LOADER["val_exhausted_after_batch"] + 1
     # One more does not fit; that is found before the run starts (the reference raises a RuntimeError in it).
-    with pytest.raises(tg.UserError, match="1,500 validation tokens, of 1,537 needed"):
+    with pytest.raises(tg.UserError, match="1,500 tokens for validation"):
         tg.open_dataset(replace(shards, val_slices=6))
     assert len(tg.open_dataset(shards).val) == 1
 
@@ -411,30 +358,6 @@ def test_small_mlp_in_fp8():
     out = tg.mlp(h, *weights, fp8=layer._replace(proj=proj8, act_amax=torch.zeros(())))
     want = torch.tensor(golden["out_fp64"], dtype=torch.float64).view(4, 16)
     assert (out.double() - want).abs().max() <= 2**-8 * want.abs().max() and out.dtype == torch.bfloat16
-
-
-def test_two_forwards_in_fp8():
-    """Checks statistics of two forwards, each a step of one slice: the second has the first's maximum."""
-    golden, model = FP8["two_micro_batches"], fp8_model()
-    model.mlp_bank.data.copy_(fill(model.mlp_bank.shape, 11, 0.05))
-    for name, stream, scale in (("first", 734, 1.9), ("second", 733, 1.7)):
-        want, layer = golden[name], model.fp8_mlps(0)[3]
-        assert layer.act_scale.item() == np.float32(want["act_scale_used"])
-        assert layer.fc_scale.item() == layer.proj_scale.item() == np.float32(golden["fc_scale"])
-        h = fill((32, 192), stream, scale).bfloat16()
-        h8, amax = tg.amax_to_fp8(h)
-        square, square8 = tg.relu_square_fp8(h8, amax, layer, torch.bfloat16)
-        found = {"h8_dequantised": h8.double() * (amax.double() / 448), "p": square.double()}
-        found["p8_dequantised"] = square8.double() * layer.act_scale.double()
-        for key, t in found.items():
-            assert distance(t, want[key]) < 1e-4, key
-        out = tg.mlp(h, *map(tg.WeightSlice, model.mlp_bank[6:8]), fp8=layer)
-        assert distance(out, want["out"]) < 2e-3
-        exact = tg.mlp(h.double(), *(tg.WeightSlice(w.double()) for w in model.mlp_bank[6:8]))
-        error = ((out - exact).norm() / exact.norm()).item()
-        assert error == pytest.approx(want["relative_error_of_out"]["fp8"], rel=0.02)
-        model.set_act_scale(model.act_amax)
-        assert model.act_scale[3].item() == np.float32(want["act_scale_after"])
 
 
 def test_gradient_of_relu_square():

@@ -229,22 +229,6 @@ def test_relu_square(interpreted, guarded, shape, layout):
     assert torch.equal(square, before)
 
 
-def test_relu_square_in_float16(interpreted, guarded):
-    """Checks where it rounds: relu(h fc^T) before it is squared; backward, the product, but not the root."""
-    h, w = randn(130, 40, dtype=torch.float16), randn(70, 40, seed=1, dtype=torch.float16)
-    square, relu = interpreted.triton_relu_square(h, w), (h.float() @ w.float().T).relu().half()
-    assert (square != relu * relu).float().mean() < 0.01  # sums in another order differ near ties
-    dy = randn(130, 40, seed=2, dtype=torch.float16)
-    da = interpreted.triton_relu_square(dy, w, square)
-    product = (dy.float() @ w.float().T).half().double()
-    want = (2 * square.double().sqrt() * product).half()
-    assert (da != want).float().mean() < 0.01
-    assert (da != (2 * square.sqrt() * product).half()).float().mean() > 0.05
-    plain = tg.relu_square(h, w), tg.relu_square_grad(dy, w, square)
-    for actual, expected in zip((square, da), plain):
-        assert (actual != expected).float().mean() < 0.01
-
-
 def test_relu_square_keeps_nan(interpreted):
     h, w = randn(5, 4), randn(3, 4, seed=1)
     w[1, 2] = math.nan
@@ -347,16 +331,6 @@ def test_softcap_loss_of_extreme_logits(interpreted, guarded, weights):
             check_loss(actual, tg.softcap_loss(logits.double(), targets, weights))
 
 
-def test_softcap_loss_in_float16(interpreted, guarded):
-    logits, targets = loss_case(5, 4999, 3, seed=1)
-    logits = logits.half()
-    losses, grad = interpreted.triton_softcap_loss(logits, targets, (1.0, 0.5, 0.25))
-    exact = tg.softcap_loss(logits.double(), targets, (1.0, 0.5, 0.25))
-    assert grad.dtype == torch.float16 and rel_err(losses, exact[0]) < 2e-6
-    smallest = 2.0**-24  # of float16's numbers
-    torch.testing.assert_close(grad.double(), exact[1], rtol=1.1 * F16, atol=smallest)
-
-
 def fp8_steps_apart(a, b):
     """Counts the e5m2 numbers from a to b, element by element."""
     places = [(t.view(torch.uint8) & 127).int() * (1 - 2 * (t.view(torch.uint8) >> 7).int()) for t in (a, b)]
@@ -374,13 +348,6 @@ def test_softcap_loss_in_fp8(interpreted, guarded, scale_inv, weights):
         apart = fp8_steps_apart(actual, tg.to_fp8(exact[1], scale_inv, torch.float8_e5m2))
         assert actual.dtype == torch.float8_e5m2 and actual.is_contiguous()
         assert apart.max() <= 1 and apart.float().mean() < 0.01  # they differ only near ties
-
-
-def test_softcap_loss_in_fp8_saturates(interpreted, guarded):
-    logits, targets = randn(4, 300) * 9, torch.tensor([[5], [6], [7], [299]])
-    actual = interpreted.triton_softcap_loss(logits, targets, (1.0,), 1e-12)[1]
-    assert torch.equal(bits(actual), bits(tg.softcap_loss(logits, targets, (1.0,), 1e-12)[1]))
-    assert actual.float().abs().max() == 57344 and actual[0, 5].float() == -57344
 
 
 def row_index(row_ids, seed, sign_rows=0):
@@ -441,15 +408,6 @@ def test_segment_sum_rows_without_signs_of_its_own(interpreted):
     assert outs[0].any() and all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_segment_sum_rows_of_every_length(interpreted):
-    """Checks lengths around multiples of UNROLL, and a much larger one."""
-    lengths = [*range(1, 18), 700]
-    row_ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    shuffled = row_ids[torch.randperm(len(row_ids), generator=generator(0))]
-    for sign_rows in (0, 5):
-        check_segment_sum_rows(interpreted, shuffled, len(lengths) + 3, (3,), seed=0, sign_rows=sign_rows)
-
-
 TABLES_LAYOUTS = {  # of gradients (T, tables, d)
     "dense": lambda t: t,
     "nan padded": nan_padded,
@@ -481,100 +439,6 @@ def test_no_kernel_adds_atomically():
 BF16 = 2.0**-9 * 1.01  # one rounding, and some sums in fp32
 
 
-def gpu(*shape, seed=0, dtype=torch.bfloat16):
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
-
-
-@needs_gpu
-@pytest.mark.parametrize("shape", [(3, 3072, 768), (3, 768, 768), (66, 256, 768), (1, 131, 77)], ids=str)
-def test_gpu_gram(shape):
-    g = gpu(*shape)
-    for x in (g, g.mT):
-        actual = tg.triton_gram(x)
-        assert rel_err(actual, tg.gram(x.double())) < BF16 and torch.equal(actual, actual.mT)
-        mixed = tg.triton_gram(actual, actual, -2.5, 1e-4)
-        assert rel_err(mixed, tg.gram(actual.double(), actual.double(), -2.5, 1e-4)) < BF16
-        assert torch.equal(mixed, mixed.mT)
-
-
-@needs_gpu
-@pytest.mark.parametrize("shape", [(3, 3072, 768), (2, 768, 3072), (4, 768, 768)], ids=str)
-def test_gpu_orthogonalize(shape):
-    """Checks that the kernel's error is about that of plain torch, which rounds in the same places."""
-    g = gpu(*shape)
-    exact, x = tg.orthogonalize(g.double(), 1.06), g.bfloat16()
-    actual, reference = (tg.orthogonalize(x, 1.06, gram) for gram in (tg.triton_gram, tg.gram))
-    assert rel_err(actual, exact) < 1.5 * rel_err(reference, exact)
-
-
-@needs_gpu
-@pytest.mark.parametrize("shape", [(16384, 768, 3072), (1109, 77, 301)], ids=str)
-def test_gpu_relu_square(shape):
-    T, d, width = shape
-    h, w, dy = gpu(T, d), gpu(width, d, seed=1) / d**0.5, gpu(T, d, seed=2)
-    square = tg.triton_relu_square(h, w)
-    # Its error is that of two roundings, before and after it is squared; the root's was squared with it.
-    assert rel_err(square, tg.relu_square(h.double(), w.double())) < 3 * BF16
-    for dy in (dy, dy.T.contiguous().T, dy[:1].expand(T, d)):
-        da = tg.triton_relu_square(dy, w, square)
-        assert rel_err(da, tg.relu_square_grad(dy.double(), w.double(), square.double())) < 2 * BF16
-
-
-@needs_gpu
-@pytest.mark.parametrize("weights", WEIGHTS, ids=len)
-@pytest.mark.parametrize("shape", [(8192, 50304), (37, 50257)], ids=str)
-def test_gpu_softcap_loss(shape, weights):
-    n, V = shape
-    logits = gpu(n, V) * 10
-    targets = torch.randint(0, V, (n, len(weights)), generator=generator(0)).cuda()
-    targets[::7, -1] = -1
-    losses, grad = tg.triton_softcap_loss(logits, targets, weights)
-    fp8_losses, fp8_grad = tg.triton_softcap_loss(logits, targets, weights, tg.FP8_GRAD)
-    assert torch.equal(losses, fp8_losses)
-    for i in range(0, n, 512):  # the exact ones take 16 times the memory
-        part = slice(i, i + 512)
-        exact = tg.softcap_loss(logits[part].double(), targets[part], weights)
-        assert rel_err(losses[part], exact[0]) < 1e-5 and rel_err(grad[part], exact[1]) < BF16
-        apart = fp8_steps_apart(fp8_grad[part], tg.to_fp8(exact[1], tg.FP8_GRAD, torch.float8_e5m2))
-        assert apart.max() <= 1 and apart.float().mean() < 0.01
-
-
-@needs_gpu
-@pytest.mark.parametrize(
-    "N, shape, sign_rows", [(377280, (768,), 8192), (377280, (768,), 0), (50304, (5, 768), 0)], ids=str
-)
-def test_gpu_segment_sum_rows(N, shape, sign_rows):
-    """Checks the bits of plain torch on the CPU. Most positions touch few rows, as in text."""
-    row_ids = (N * torch.rand(16384, generator=generator(0)) ** 8).long()
-    index, grad = row_index(row_ids, 1, sign_rows), gpu(len(row_ids), *shape)
-    signs = random_signs(sign_rows, math.prod(shape), torch.bfloat16) if sign_rows else None
-    expected, old = nan_filled(N, *shape, dtype=torch.bfloat16), index.row_ids.long()
-    expected[old] = randn(len(old), *shape, dtype=torch.bfloat16)
-    actual, cuda_index = expected.cuda(), tg.map_tensors(torch.Tensor.cuda, index)
-    tg.triton_segment_sum_rows(actual, grad, cuda_index, None if signs is None else signs.cuda())
-    tg.segment_sum_rows(expected, grad.cpu(), index, signs)
-    assert torch.equal(bits(actual.cpu()), bits(expected))
-
-
-@needs_gpu
-@pytest.mark.parametrize("T", [16, 1003, 16384])
-def test_gpu_relu_square_fp8(T):
-    """Checks the maximum to the bit, and the FP8 numbers against the kernel's own squares."""
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no FP8")
-    h8, amax, layer = fp8_case(T, 768, 3072)
-    bank, scales = layer[:2], torch.stack([layer.act_scale.new_tensor(7.0), *layer[2:], amax]).cuda()
-    *scales, amax = scales[1:]  # not aligned
-    layer = tg.FP8MLP(*(t.cuda() for t in bank), *scales)
-    square, square8 = tg.triton_relu_square_fp8(h8.cuda(), amax, layer, torch.bfloat16)
-    want, _ = tg.relu_square_fp8(
-        h8.cuda(), amax, layer._replace(act_amax=torch.zeros((), device="cuda")), torch.float32
-    )
-    assert layer.act_amax == square.max() and rel_err(square, want.double()) < 3 * BF16
-    units = (square.float() * layer.act_scale.reciprocal()).clamp_max(448)
-    assert torch.equal(bits(square8), bits(units.to(square8.dtype)))
-
-
 def test_flash_attention_arguments(monkeypatch):
     """Checks that the window goes left of the query only, and that queries and keys share the documents."""
     from torch.nn.attention import varlen
@@ -604,41 +468,4 @@ def test_flash_attention_of_two_widths(monkeypatch, widths):
     torch.testing.assert_close(tg.flash_attention(q, k, v, *rest), tg.attention(q, k, v, *rest))
 
 
-@needs_gpu
-@pytest.mark.parametrize("window", [128, 1, 5000])
-def test_gpu_flash_attention(window):
-    T, H, D = 4096, 6, 128
-    ends = torch.tensor([0, 1, 700, 700, 701, 1500, 1500, 3800, T, T, T, T], dtype=torch.int32, device="cuda")
-    results = []
-    for attention, dtype in ((tg.flash_attention, torch.bfloat16), (tg.attention, torch.float32)):
-        q, k, v = (gpu(T, H, D, seed=seed).to(dtype).requires_grad_() for seed in range(3))
-        y = attention(q, k, v, ends, 2300, window, 0.12)
-        y.backward(gpu(T, H, D, seed=3).to(dtype))
-        results.append((y, q.grad, k.grad, v.grad))
-    for name, actual, exact in zip(("y", "q", "k", "v"), *results):
-        # The bound is loose because probabilities are rounded before their product with v.
-        assert rel_err(actual, exact) < 0.02 and actual.shape == exact.shape, name
-
-
 has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-
-
-@pytest.mark.skipif(not has_fp8, reason="needs a GPU with FP8")
-def test_gpu_fp8_matmul():
-    """Checks the head's three matmuls: logits, x's gradient, the weight's gradient."""
-    n, d, V = 2048, 768, 50304
-    x = gpu(n, d, seed=0, dtype=torch.float8_e4m3fn)
-    w = gpu(V, d, seed=1, dtype=torch.float8_e4m3fn)
-    g = gpu(n, V, seed=2, dtype=torch.float8_e5m2)
-    scale = torch.full((), 0.37, device="cuda")
-
-    def transposed(t):
-        return t.view(torch.uint8).T.contiguous().view(t.dtype)
-
-    for i, (a, b) in enumerate(((x, w.T), (g, transposed(w).T), (transposed(x), transposed(g).T))):
-        exact = a.float().double() @ b.float().double() * 0.37
-        # Fast accumulation keeps 14 bits of a sum, truncated: only the logits' sums, of 768, are made so.
-        for dtype, bound in ((torch.bfloat16, BF16 + 2e-3), (torch.float32, 2e-3)):
-            out = torch.empty(len(a), b.size(1), dtype=dtype, device="cuda")
-            tg.fp8_matmul(a, b, scale, out, fast=i == 0)
-            assert rel_err(out, exact) < bound

@@ -72,7 +72,10 @@ def pickled(function, *args):
 # Bounds on the relative difference of losses, and of each parameter's change over the run, by its norm.
 # Rounding differently is 1e-7 of a gradient, which orthogonalize and Adam's first steps, close to signs, blow
 # up. FP8's gradients have two bits of mantissa: what they do to one number is large, to the loss it is small.
-ROUNDING, FP8, EQUAL = (1e-5, 2e-2), (1e-2, None), (0, 0)
+ROUNDING, FP8, EQUAL = (1e-5, 1e-4), (1e-2, None), (0, 0)
+# Adam moves an entry whose gradients are noise as far as any other. So those entries are compared whose
+# root mean square gradient is above this share of the tensor's largest.
+NOISE = 1e-5
 SWITCHES = {
     "main_grad": (["main_grad=true"], ROUNDING),
     "delay_head_grad": (["delay_head_grad=true"], ROUNDING),
@@ -92,7 +95,9 @@ PAIRS = random.Random(6).sample([(a, b) for a in SWITCHES for b in SWITCHES if a
 
 
 def train(cfg, backend):
-    """Trains a run; returns its losses and each parameter's change, and that of the table of n-grams."""
+    """Trains a run; returns its losses, each parameter's change, that of the table of n-grams, and which
+    entries of parameters had gradients, and which of them more than noise.
+    """
     _, model, optimizer = build(0, 1, cfg, backend=backend)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     batches, losses = batches_of(cfg, 0, 1), []
@@ -106,7 +111,9 @@ def train(cfg, backend):
     if optimizer.ngrams:
         optimizer.ngrams.finish()
         changes |= {"ngrams": optimizer.ngrams.block, "moments": optimizer.ngrams.stored[1]}
-    return losses, changes
+    squares = {name: s["exp_avg_sq"] for name, s in optimizer.state.items() if "exp_avg_sq" in s}
+    known = {name: (v > 0, v > NOISE**2 * v.max()) for name, v in squares.items()}
+    return losses, changes, known
 
 
 def train_switched(cfg, names):
@@ -160,15 +167,18 @@ def plain():
 def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, names):
     if set(names) & set(NEED_NGRAMS):
         cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12, dtype="float32"))
-    losses, changes = run_interpreted(train_switched, cfg, names)
-    want_losses, want_changes = plain(cfg)
+    losses, changes, _ = run_interpreted(train_switched, cfg, names)
+    want_losses, want_changes, known = plain(cfg)
     loss_bound, bound = max((SWITCHES[name][1] for name in names), key=lambda bounds: bounds[0])
     assert losses == pytest.approx(want_losses, rel=loss_bound, abs=0)
     assert losses[0] != losses[-1]
     assert changes.keys() == want_changes.keys()
     for name, want in want_changes.items():
         if bound is not None:
-            assert (changes[name] - want).norm() <= bound * want.norm(), name
+            moved, kept = known.get(name, (want != 0,) * 2)
+            assert kept.sum() >= 0.95 * moved.sum(), name
+            kept = kept | ~moved  # what must not move
+            assert (changes[name] - want)[kept].norm() <= bound * want[kept].norm(), name
         elif want.any() and want.numel() > 1:  # in the same direction, if not as far to the last digit
             assert F.cosine_similarity(changes[name].flatten(), want.flatten(), dim=0) > 0.5, name
 
@@ -182,7 +192,7 @@ def test_a_part_of_the_model_can_be_left_out(cfg, part, ngrams):
     (setting, gone), results = PARTS[part], []
     for each in (cfg, tg.override(cfg, setting)):
         results.append(train(each, tg.TORCH_BACKEND))
-    (losses, changes), (less_losses, less_changes) = results
+    (losses, changes, _), (less_losses, less_changes, _) = results
     assert changes.keys() - less_changes.keys() == gone and less_changes.keys() <= changes.keys()
     assert all(0 < abs(a - b) < 0.5 for a, b in zip(losses[-2:], less_losses[-2:]))
     still = {name for name, change in less_changes.items() if not change.any()}
