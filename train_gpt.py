@@ -3944,7 +3944,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpoint-every", type=int, metavar="N", help="save all state beside the log after every N steps")
     add("--resume", help="log of a run to continue from its last checkpoint, with the same options")
     add("--profile", type=int, nargs="?", const=8, help="trace four steps from this on (without a number: 8)")
-    add("--check", type=int, help="say whether that many processes could run this here, data aside")
+    add("--check", type=int, help="say whether that many processes could run this here")
     return parser.parse_args(argv)
 
 
@@ -4034,6 +4034,8 @@ def run(args: argparse.Namespace) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         select_backend(cfg, device)
         check_ngram_memory(cfg, args.check, device, args.check)
+        if args.data:  # the preset's may not be there yet
+            open_dataset(cfg)
         print(f"processes that could run this here: {args.check}")
         return
 

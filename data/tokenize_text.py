@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Turn text files into the .bin shards that train_gpt.py reads.
 
-    python data/tokenize_text.py OUT FILE...     (.txt .md .py .jsonl, each also as .gz)
+    python data/tokenize_text.py OUT FILE... --encoding bytes     for the `cpu` preset
+    python data/tokenize_text.py OUT FILE...                      for the `record` preset: GPT-2's tokens
 
-A .txt, .md or .py file is one document. Each line of a .jsonl file is one, with its text under --field.
-Training uses only the beginning of a document, so documents of more than --passage-bytes are cut into
-passages: at blank lines if possible, else at line ends, else at spaces. A passage never spans two shards, and
-a BOS token precedes it. Empty documents are left out. The SHA-256 of a document's text chooses between
-training and validation, so all its passages are in the same split, whatever else is tokenized with it. The
-same files in the same order give the same shards.
+Each line of a .jsonl file is a document, with its text under --field. Any other file is one document.
+What is not UTF-8 is named and left out. A name may also end in .gz. Training uses only the beginning of a
+document, so documents of more than --passage-bytes are cut into passages: at blank lines if possible, else at
+line ends, else at spaces. A passage never spans two shards, and a BOS token precedes it. Empty documents are
+left out. The SHA-256 of a document's text chooses between training and validation, so all its passages are in
+the same split, whatever else is tokenized with it. If there is only one document, its last tenth of passages
+is for validation. The same files in the same order give the same shards.
 
 Format of a shard, NAME_train_000001.bin (training counts from 1, validation from 0), little-endian:
     256 int32   20240520, 1, tokens, vocabulary size, BOS token, bytes of UTF-8 text without BOS, 0, 0, ...
@@ -26,6 +28,7 @@ import codecs
 import functools
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -46,7 +49,6 @@ MAGIC, VERSION, HEADER_WORDS = 20240520, 1, 256
 SHARD_TOKENS = 100_000_000
 # About what the presets use of a document: `cpu` 512 tokens, of a byte; `record` 2048, of about 4 bytes.
 PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
-ENDINGS = (".txt", ".md", ".py", ".jsonl")
 VOCABULARY = "vocabulary.txt"
 
 
@@ -195,7 +197,10 @@ def decode(document: Document) -> str:
         raise bad(f"not JSON ({error})") from error
     value = record.get(document.field) if isinstance(record, dict) else None
     if not isinstance(value, str):
-        raise bad(f"no text under {document.field!r} (choose with --field)")
+        if document.line == 1:  # so it is likely to lack in all
+            has = ", ".join(record) if isinstance(record, dict) else "no fields"
+            raise UserError(f"{document.path}:1: no text under {document.field!r}; it has {has}: use --field")
+        raise bad(f"no text under {document.field!r}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -345,16 +350,15 @@ def write_shards(
     encoding_name: str = "gpt2",
     *,
     shard_tokens: int = SHARD_TOKENS,
-    val_one_in: int = 100,
+    val_one_in: int = 10,
     passage_bytes: int = 0,
-    strict: bool = False,
 ) -> Written:
     """Tokenizes `documents` into OUT/NAME_{train,val}_<number>.bin, and writes OUT/vocabulary.txt.
 
     The files appear only once all are written.
     passage_bytes: longer documents are cut into passages; 0: none are. Bad documents are reported on stderr
-    and counted; with `strict` the first raises UserError. A split without documents raises UserError too, and
-    leaves no shards: half a corpus is useless, and would block the folder for the full one.
+    and counted. A split without documents raises UserError and leaves no shards: half a corpus is useless,
+    and would block the folder for the full one.
     """
     encoding = get_encoding(encoding_name)
     if encoding.n_vocab > 2**16:
@@ -370,12 +374,12 @@ def write_shards(
 
         def leave_out(error: BadDocument) -> None:
             nonlocal bad
-            if strict:
-                raise UserError(str(error))
             tqdm.write(f"left out: {error}", file=sys.stderr)
             bad += 1
 
-        for batch in batches(documents):
+        documents = iter(documents)
+        first = list(itertools.islice(documents, 2))
+        for batch in batches(itertools.chain(first, documents)):
             texts = []
             for document in batch:
                 try:
@@ -385,6 +389,11 @@ def write_shards(
             for text, passages in zip(texts, encode(texts, encoding)):
                 if isinstance(passages, BadDocument):
                     leave_out(passages)
+                elif len(first) == 1 and len(passages) > 1:
+                    sizes, end = list(map(len, text.passages)), -(-len(passages) * 9 // 10)
+                    train.add(passages[:end], sizes[:end])
+                    val.add(passages[end:], sizes[end:])
+                    print(f"a single document: its last {len(passages) - end:,} passages are for validation")
                 elif passages:
                     (val if text.validation else train).add(passages, list(map(len, text.passages)))
                 else:
@@ -394,9 +403,9 @@ def write_shards(
         for what, split in (("training", train), ("validation", val)):
             if not split.documents:
                 all_documents = train.documents + val.documents
-                fix = "give more documents, or another --val-one-in"
+                fix = "give more documents, another --val-one-in, or one file that holds all"
                 if all_documents == 1:
-                    fix = "a document is never split between them: cut the file into several"
+                    fix = "it is too short to be split between them"
                 raise UserError(
                     f"none of {all_documents} documents fell to {what} ({bad} bad and {empty} empty ones "
                     f"left out), and train_gpt.py needs both splits: nothing was written; {fix}"
@@ -429,7 +438,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--val-one-in",
         type=int,
-        default=100,
+        default=10,
         metavar="N",
         help="about one document in N is for validation, chosen by its hash (default: %(default)s)",
     )
@@ -440,19 +449,10 @@ def main(argv: list[str] | None = None) -> None:
         help="cut longer documents into passages of at most N bytes; 0: never cut "
         "(default: 8192, about 2,048 of GPT-2's tokens; 512 with --encoding bytes)",
     )
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="stop at the first document that is not UTF-8 or not JSON, instead of leaving it out",
-    )
     args = parser.parse_args(argv)
     for path in args.files:
         if not path.is_file():
             parser.error(f"{path}: {'a folder: name the files in it' if path.is_dir() else 'no such file'}")
-        if not path.name.removesuffix(".gz").endswith(ENDINGS):
-            parser.error(
-                f"{path}: unknown kind of file; it must end in {' '.join(ENDINGS)}, each also with .gz"
-            )
     passage_bytes = PASSAGE_BYTES[args.encoding] if args.passage_bytes is None else args.passage_bytes
     if not 0 < args.shard_tokens < 2**31 or 0 < passage_bytes < 4 or passage_bytes < 0 or args.val_one_in < 1:
         parser.error(
@@ -481,7 +481,6 @@ def main(argv: list[str] | None = None) -> None:
                 shard_tokens=args.shard_tokens,
                 val_one_in=args.val_one_in,
                 passage_bytes=passage_bytes,
-                strict=args.strict,
             )
         except (UserError, OSError) as error:
             bar.close()

@@ -24,11 +24,19 @@ V tokens, padded; d = H * D channels, H heads; L layers; F the MLPs' width. trai
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
 
 from generate import make_parser, run_script, tg
+
+
+def umask() -> int:
+    """Returns the process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def run(args: argparse.Namespace) -> None:
@@ -43,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
         tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(model.ngrams.rows)))
     with tg.explain(f"cannot write {args.out}", "choose another place", SafetensorError):
         save_file(tensors, args.out, {"config": tg.config_json(model.cfg)})
+        Path(args.out).chmod(0o666 & ~umask())  # safetensors lets nobody else read it
     for name, tensor in sorted(tensors.items()):
         print(f"{name:20} {str(tensor.dtype).removeprefix('torch.'):10} {tuple(tensor.shape)}")
 

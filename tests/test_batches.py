@@ -319,32 +319,6 @@ def test_packed_tensors_lie_in_one_buffer(folder):
     assert len(tensors_of(packed)) == len(tensors_of(micro_batch)) == 12 and packed.buffer.nbytes == size
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_on_a_gpu(folder):
-    """Checks that all tensors are page-locked, and that later batches do not change copies under way."""
-    cfg, device = config(folder), torch.device("cuda")
-    alone = train_loader(cfg)
-    torch.cuda.init()
-    batches = prefetcher(train_loader(cfg), plans_of(cfg))
-    moved_batches = []
-    for _ in range(cfg.steps):
-        batch = batches.next()
-        assert all(t.is_pinned() for x in (*batch.micro_batches, batch.rows) for t in tensors_of(x))
-        torch.cuda._sleep(10_000_000)
-        moved_batches.append(([m.to(device) for m in batch.micro_batches], tg.move(batch.rows, device)))
-    batches.loader.close()
-
-    def to_host(x):
-        return tg.map_tensors(torch.Tensor.cpu, x)
-
-    seen = nothing_seen()
-    for plan, (moved, rows) in zip(plans_of(cfg), moved_batches):
-        want = alone.batch(plan.batch_tokens, plan.max_doc_len)
-        moved = [tg.MicroBatch(**to_host(vars(m))) for m in moved]
-        check_batch(tg.Batch(plan, moved, (), to_host(rows)), plan, [want], seen)
-    alone.close()
-
-
 # ----------------------------------------------------------------------------------------------------- errors
 
 
@@ -368,18 +342,6 @@ def test_the_first_shard_follows_the_last(tmp_path):
     batches = prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 1000)))
     positions = [batches.next().position for _ in range(5)]
     assert positions == [(0, 1), (1, 1), (1, 2), (2, 1), (3, 2)]
-    batches.loader.close()
-
-
-def test_a_bad_shard(tmp_path):
-    """Checks that an error of the thread that reads shards passes through the one that builds batches."""
-    write_shard(tmp_path / "x_train_000001.bin", [BOS] + 40 * [1], VOCAB, BOS)
-    write_shard(tmp_path / "x_train_000002.bin", [BOS] + 40 * [300], VOCAB, BOS)
-    cfg = config(tmp_path, microbatches=1)
-    batches = prefetcher(train_loader(cfg), plans_of(with_max_doc_len(cfg, 40)))
-    batches.next()
-    with pytest.raises(tg.UserError, match="x_train_000002.bin has tokens outside the vocabulary"):
-        batches.next()
     batches.loader.close()
 
 
@@ -510,36 +472,3 @@ MUTANTS = [
     dict(rounding="twice"),
     dict(overwrites=True),
 ]
-
-
-@pytest.mark.parametrize(
-    "dtype, mutant",
-    [
-        (dtype, mutant)
-        for dtype in (torch.float32, torch.bfloat16)
-        for mutant in MUTANTS
-        if "rounding" not in mutant or dtype == torch.bfloat16
-    ],
-    ids=str,
-)
-def test_the_numbers_expose_wrong_sums(dtype, mutant):
-    """Checks that another order, another rounding, and overwriting change the sums."""
-    right, wrong = torch.zeros(30, 50, dtype=dtype), torch.zeros(30, 50, dtype=dtype)
-    differ = False
-    for index, grad in indices_and_grads((30, 50), dtype):
-        right = naive_sums(right, grad, index)
-        wrong = naive_sums(wrong, grad, index, **mutant)
-        differ |= not torch.equal(right, wrong)
-    assert differ
-
-
-def test_segment_sum_rows_of_a_strided_gradient():
-    """Checks a gradient that is not contiguous, as autograd may leave it."""
-    g = torch.Generator().manual_seed(7)
-    grad = cancelling_numbers((5, 40, 6), torch.float32, g).transpose(0, 1)
-    row_ids = random_row_ids("skewed", 20, 40, np.random.default_rng(8))
-    index = tg.index_rows(row_ids)
-    out = torch.zeros(20, 5, 6)
-    want = naive_sums(out, grad, index)
-    tg.segment_sum_rows(out, grad, index)
-    assert torch.equal(bits(out), bits(want))

@@ -1,15 +1,11 @@
 """Tests data/fineweb.py against a fake hub: whatever goes wrong, only complete shards get a shard's name."""
 
-import fcntl
 import hashlib
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from pathlib import Path
@@ -146,13 +142,6 @@ def test_only_missing_shards_are_downloaded(hub, tmp_path):
     assert hub.requests == [(TRAIN[0], None)] and contents(tmp_path) == shards(2)
 
 
-def test_shard_counts():
-    assert fineweb.shard_count("all") == 103 and fineweb.shard_count("0") == 0
-    for wrong in ("104", "-1", "many"):
-        with pytest.raises(fineweb.argparse.ArgumentTypeError):
-            fineweb.shard_count(wrong)
-
-
 def test_four_downloads_run_in_parallel(hub, tmp_path):
     hub.files = shards(4)
     (tmp_path / VAL).write_bytes(hub.files[VAL])
@@ -182,14 +171,6 @@ def test_broken_shards_are_replaced(hub, tmp_path):
     assert sorted(hub.requests) == sorted((name, None) for name in names) and contents(tmp_path) == hub.files
 
 
-@pytest.mark.parametrize("kind", ("magic", "short", "token"))
-def test_a_broken_download_is_removed(hub, tmp_path, kind):
-    hub.files[VAL], message = BROKEN[kind]
-    error = first_line(fetch(hub, tmp_path, 0, status=1)[1])
-    assert f"{VAL} arrived broken, and was removed" in error and message in error
-    assert contents(tmp_path) == {}
-
-
 def test_a_download_must_have_the_checksum(hub, tmp_path):
     hub.etags[VAL] = "0" * 64
     assert "its checksum is not the hub's" in first_line(fetch(hub, tmp_path, 0, status=1)[1])
@@ -212,28 +193,7 @@ def test_complete_shards_get_the_vocabulary_that_they_lack(hub, tmp_path, before
     assert (tmp_path / VOCABULARY).read_text() == TOKEN_BYTES and hub.requests == []
 
 
-def test_a_complete_vocabulary_is_left_as_it_is(hub, tmp_path):
-    (tmp_path / VOCABULARY).write_text(TOKEN_BYTES)
-    fetch(hub, tmp_path, 0, has_encoding=False)
-    assert (tmp_path / VOCABULARY).read_text() == TOKEN_BYTES
-
-
-def test_an_encoding_that_cannot_be_downloaded_is_one_line_and_the_shards_stay(hub, tmp_path):
-    error = first_line(fetch(hub, tmp_path, 1, status=1, has_encoding=False)[1])
-    assert f"not {tmp_path / VOCABULARY}: tiktoken could not" in error and "(ConnectionError)" in error
-    assert contents(tmp_path) == shards(1) and not (tmp_path / VOCABULARY).exists()
-
-
 # ---- Partial downloads -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_closed_connection_is_resumed(hub, tmp_path):
-    hub.files = {VAL: LARGE}
-    hub.breaks[VAL] = [(2 * CHUNK + 5000, "close")]
-    assert fetch(hub, tmp_path, 0)[1] == ""
-    assert hub.requests == [(VAL, None), (VAL, f"bytes={2 * CHUNK}-")]
-    assert contents(tmp_path) == {VAL: LARGE}
 
 
 def wait_for(condition) -> None:
@@ -289,23 +249,6 @@ def partial_path(out, name: str, body: bytes) -> Path:
     return out / f"{name}.{hashlib.sha256(body).hexdigest()[:16]}.tmp"
 
 
-@pytest.mark.slow
-def test_a_partial_file_of_another_version_is_not_continued(hub, tmp_path):
-    process, part = start_and_hold(hub, tmp_path)
-    process.kill()
-    process.communicate()
-    hub.files[TRAIN[0]] = LARGE[:-2] + b"\1\1"
-    hub.requests.clear()
-    fetch(hub, tmp_path, 1)
-    assert contents(tmp_path) == hub.files and hub.requests == [(TRAIN[0], None)]
-
-
-def test_a_partial_file_that_is_too_long_is_not_continued(hub, tmp_path):
-    partial_path(tmp_path, VAL, hub.files[VAL]).write_bytes(bytes(len(hub.files[VAL]) + 1))
-    fetch(hub, tmp_path, 0)
-    assert contents(tmp_path) == shards(0) and hub.requests == [(VAL, None)]
-
-
 def test_a_damaged_partial_file_is_detected(hub, tmp_path):
     """As after a power cut: the length is right, the tokens are not."""
     partial_path(tmp_path, VAL, hub.files[VAL]).write_bytes(hub.files[VAL][:-2] + b"\1")
@@ -324,44 +267,3 @@ def test_one_failure_ends_all_downloads(hub, tmp_path):
 
 
 # ---- Without the hub ---------------------------------------------------------------------------------------
-
-
-def test_no_server(hub, tmp_path):
-    hub.server.server_close()
-    hub.server.shutdown()
-    assert "refused" in first_line(fetch(hub, tmp_path, status=1)[1])
-    assert contents(tmp_path) == {}
-
-
-def test_an_invalid_endpoint(hub, tmp_path):
-    hub.port = "abc"
-    printed = fetch(hub, tmp_path, status=1)[1]
-    assert re.fullmatch(
-        r"fineweb.py: HF_ENDPOINT=http://127.0.0.1:abc: not an address \(.*\); fix or unset it\n", printed
-    )
-    assert contents(tmp_path) == {}
-
-
-def test_a_login_page_is_not_the_hub(hub, tmp_path):
-    hub.etags[VAL] = None
-    assert "is not the hub" in first_line(fetch(hub, tmp_path, status=1)[1])
-    assert hub.requests == [] and contents(tmp_path) == {}
-
-
-def test_a_folder_that_cannot_be_created(hub, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    assert "exists" in first_line(fetch(hub, tmp_path / "file", status=1)[1])
-
-
-def test_bars_on_a_terminal(hub, tmp_path):
-    """A resumed download's bar starts where the download stopped."""
-    hub.files = {VAL: LARGE}
-    partial_path(tmp_path, VAL, LARGE).write_bytes(LARGE[:CHUNK])
-    master, terminal = pty.openpty()
-    # A terminal without columns has no bars.
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
-    assert start(hub, tmp_path, 0, stdout=terminal, stderr=terminal).wait(WAIT) == 0
-    shown = os.read(master, 1 << 16).decode()
-    assert re.search(rf"{VAL}: +40%.*{VAL}: 100%", shown, re.S) and f"{VAL}: downloaded" in shown, shown
-    os.close(master)
-    os.close(terminal)

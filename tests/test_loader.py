@@ -3,7 +3,6 @@
 The files' errors are in test_bad_input.py.
 """
 
-import functools
 import hashlib
 import threading
 from dataclasses import replace
@@ -201,23 +200,6 @@ def naive_positions(folder, batch, count):
         yield loader.position()
 
 
-def test_the_loaders_threads_use_its_gpu(tmp_path, monkeypatch):
-    """Checks both threads: a new one's GPU would be the first, where pinning memory takes 500 MB a rank."""
-    make_shards(tmp_path, np.random.default_rng(0), [900])
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append((gpu, threading.get_ident())))
-    paths = tg.find_shards(str(tmp_path), "train")
-    loader = tg.TrainLoader(config(tmp_path), paths, 0, 1)
-    both = threading.Barrier(2)
-    for task in [thread.submit(both.wait, WAIT) for thread in (loader.reader, loader.builder)]:
-        task.result()
-    loader.close()
-    assert [gpu for gpu, _ in calls] == [3, 3]
-    assert len({ident for _, ident in calls} - {threading.get_ident()}) == 2
-
-
 def test_a_batch_may_end_exactly_with_its_shard(tmp_path):
     """Checks that T inputs need T + 1 tokens, and no more."""
     cfg = config(tmp_path, microbatches=1)
@@ -235,16 +217,6 @@ def test_default_max_docs():
     assert [tg.default_max_docs(T) for T in (16384, 32768, 49152)] == [64, 96, 128]
     others = {1: 128, 512: 128, 38399: 128, 38400: 128, 38700: 256, 262144: 896}
     assert {T: tg.default_max_docs(T) for T in others} == others
-
-
-def test_too_many_documents(tmp_path):
-    cfg = config(tmp_path, microbatches=1)
-    write_shard(tmp_path / "x_train_000001.bin", [BOS] * 400, VOCAB, BOS)
-    message = "a micro-batch of 200 tokens has 201 documents.*room for 127.*--set max_docs=256"
-    with pytest.raises(tg.UserError, match=message):
-        train_loader(cfg).batch(200, 10)
-    loader = train_loader(replace(cfg, max_docs=256))
-    assert loader.batch(200, 10)[0].cu_seqlens.tolist() == list(range(200)) + [200] * 56
 
 
 def test_max_docs_just_suffices(tmp_path):
@@ -286,31 +258,6 @@ def small(tmp_path):
     make_shards(tmp_path, rng, [600], "val")
     stages = tuple(replace(stage, steps=1, batch_tokens=800, max_doc_len=100) for stage in tg.CPU.stages)
     return config(tmp_path, stages=stages, val_slices=2, val_slice_tokens=256)
-
-
-def test_good_data(small):
-    data = tg.open_dataset(small)
-    assert [p.name for p in data.train] == ["x_train_000000.bin", "x_train_000001.bin"] and len(data.val) == 1
-    assert data.bytes_per_token == 0
-    assert "6000 training tokens in 2 shards, 600 for validation" in data.fingerprint
-    assert small.data not in data.fingerprint
-
-
-def test_a_folder_with_brackets_in_its_name(small, tmp_path):
-    odd = tmp_path / "a[1]*"
-    odd.mkdir()
-    for path in tmp_path.glob("*.bin"):
-        path.rename(odd / path.name)
-    assert len(tg.open_dataset(replace(small, data=str(odd))).train) == 2
-
-
-def test_a_header_without_vocabulary_means_gpt2(tmp_path):
-    for split in ("train", "val"):
-        write_shard(tmp_path / f"x_{split}_0.bin", [50256] + [5] * 999)
-    stages = tuple(replace(s, steps=1, batch_tokens=80) for s in tg.RECORD.stages)
-    cfg = replace(tg.RECORD, data=str(tmp_path), stages=stages, val_slices=1, val_slice_tokens=100)
-    cfg = functools.reduce(tg.override, ("stages.*.prefix=",), cfg)
-    assert len(tg.open_dataset(cfg).train) == 1
 
 
 def test_bytes_per_token(small):

@@ -1,15 +1,8 @@
 """Tests data/synthetic.py: what it draws, writes and refuses, and that the record preset can train on it."""
 
-import os
 import re
-import resource
-import shlex
-import shutil
-import signal
 import subprocess
 import sys
-import time
-import tracemalloc
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,10 +11,9 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-import fineweb
 import synthetic
 import train_gpt as tg
-from launch import WAIT, Launch, settings
+from launch import WAIT
 from tokenize_text import VOCABULARY, Header, read_header, read_tokens
 
 SCRIPT = Path(synthetic.__file__).resolve()
@@ -62,15 +54,6 @@ def test_token_k_is_drawn_in_proportion_to_its_rank(words):
         assert_frequency(counts[:words][group].sum(), n, p[group].sum(), group)
 
 
-def test_the_table_has_every_token_of_gpt2():
-    counts = np.bincount(synthetic.token_table(50256))
-    p = 1 / np.arange(1, 50257)
-    p /= p.sum()
-    assert len(counts) == 50256 and counts.sum() == synthetic.RESOLUTION
-    assert np.abs(counts - synthetic.RESOLUTION * p).max() <= 1
-    assert f"{-(p * np.log(p)).sum():.2f} nats per token" in synthetic.__doc__
-
-
 def test_document_lengths_are_log_normal():
     drawn = list(islice(synthetic.draw_documents(50256, 2), 80))
     for tokens, lengths in drawn:
@@ -81,12 +64,6 @@ def test_document_lengths_are_log_normal():
     for length in (40, 100, 200, 400, 800, 1600, 4000):
         below = (lengths < length).sum()  # a rounded down length is below it if the length is
         assert_frequency(below, len(lengths), logarithm.cdf(np.log(length)), length)
-
-
-def test_no_document_is_only_a_bos(monkeypatch):
-    monkeypatch.setattr(synthetic, "MEDIAN_LENGTH", 1)
-    tokens, lengths = next(synthetic.draw_documents(50256, 2))
-    assert lengths.min() == 2 and len(tokens) == lengths.sum()
 
 
 @pytest.mark.parametrize("vocab_size", (2, 257, 1000, 50257))
@@ -159,15 +136,6 @@ def test_the_vocabulary_is_the_made_up_tokens(tmp_path):
         assert synthetic.write_shards(tmp_path, 10, 10, 301) == []
 
 
-def test_memory_does_not_grow_with_a_shard(tmp_path):
-    synthetic.token_table(50256)
-    tracemalloc.start()
-    synthetic.write_shards(tmp_path, 10_000_000, 1)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 10 << 20  # the shard has 20 MB
-
-
 def test_bad_input(tmp_path):
     out = tmp_path / "out"
     assert "must be at least 1" in error_of(out, "--train-tokens", "0")
@@ -186,72 +154,7 @@ def test_bad_input(tmp_path):
         (out / name).unlink()
 
 
-@pytest.mark.parametrize("vocab_size", (2, 65536))
-def test_the_smallest_and_the_largest_vocabulary(tmp_path, vocab_size):
-    synthetic.write_shards(tmp_path, 1000, 1, vocab_size)
-    tokens = read_tokens(tmp_path / TRAIN)
-    assert tokens[0] == tokens.max() == vocab_size - 1 and tokens[1] < vocab_size - 1
-
-
-@pytest.mark.slow
-def test_an_interrupt_is_one_line_and_leaves_complete_shards(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, tmp_path / "out"],
-        stderr=subprocess.PIPE,
-        text=True,
-        # a shell starts background jobs with SIGINT ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        end = time.monotonic() + WAIT
-        while not (list(tmp_path.glob("out/*.bin")) and list(tmp_path.glob("out/.unfinished-*/*"))):
-            assert time.monotonic() < end and process.poll() is None
-            time.sleep(0.001)
-        process.send_signal(signal.SIGINT)
-        error = "synthetic.py: interrupted; start it again: complete shards stay\n"
-        assert process.communicate(timeout=WAIT) == (None, error) and process.returncode == 130
-    finally:
-        process.kill()
-    shards = sorted((tmp_path / "out").iterdir())
-    assert [path.name for path in shards] == [
-        f"synthetic_train_{i:06d}.bin" for i in range(1, len(shards) + 1)
-    ]
-    assert shards and all(read_header(path).tokens == 100_000_000 for path in shards)
-    shutil.rmtree(tmp_path / "out")  # some 200 MB
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
-    command = [sys.executable, SCRIPT, tmp_path, "--train-tokens", "1_000_000", "--val-tokens", "10"]
-    limit = 1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    ran = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=WAIT,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-    )
-    assert ran.returncode == 1 and re.fullmatch(r"synthetic\.py: .*File too large\n", ran.stderr), ran.stderr
-    assert contents(tmp_path) == {}
-
-
 # ---- Training on it ----------------------------------------------------------------------------------------
-
-
-def test_the_command_that_fineweb_names_needs_neither_torch_nor_the_script(tmp_path):
-    python, script, out = shlex.split(re.search("'(python [^']*)'", fineweb.WITHOUT_NETWORK)[1])
-    assert python == "python" and f"./run.sh --data {out}" in fineweb.WITHOUT_NETWORK
-    forbid = (
-        "import runpy, sys\n"
-        "sys.modules |= dict.fromkeys(('torch', 'train_gpt'))\n"  # importing them fails
-        "sys.path.insert(0, sys.argv[1].rpartition('/')[0])\n"
-        "del sys.argv[0]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    command = [sys.executable, "-c", forbid, SCRIPT.parent.parent / script, out]
-    subprocess.run(
-        [*command, "--train-tokens", "10", "--val-tokens", "10"], cwd=tmp_path, check=True, timeout=WAIT
-    )
-    assert sorted(contents(tmp_path / out)) == [TRAIN, VAL, VOCABULARY]
 
 
 @pytest.mark.slow
@@ -277,27 +180,3 @@ def test_the_default_is_enough_for_the_record_preset(tmp_path):
         loader.close()
     val = tg.ValLoader(cfg, data.val)
     assert all(len(val.batch(i).inputs) == cfg.val_slice_tokens for i in range(cfg.val_slices))
-
-
-def test_a_run_on_it_is_of_no_presets_track(tmp_path, monkeypatch):
-    monkeypatch.setattr(synthetic, "HERE", tmp_path)
-    small = "--train-tokens", "10", "--val-tokens", "10"
-    for preset in tg.PRESETS.values():
-        folder = tmp_path / Path(preset.data).name
-        assert Path(preset.data).parent == Path("data")
-        assert "is for a preset's own data" in error_of(folder, *small) and not folder.exists()
-        assert "is for a preset's own data" in error_of(os.path.relpath(folder), *small)
-        assert tg.track_of(preset, 2) == preset.track
-        assert tg.track_of(replace(preset, data="data/synthetic"), 2) == "other"
-
-
-@pytest.mark.slow
-def test_the_script_trains_on_it(tmp_path):
-    synthetic.write_shards(tmp_path / "data/synthetic", 200_000, 2000, 257)
-    arguments = ["--preset", "cpu", "--data", "data/synthetic", *settings()]
-    with Launch(tmp_path, *arguments, world_size=2) as run:
-        assert run.wait() == [0, 0], run.err
-    (log,) = (tmp_path / "records").rglob("*.txt")
-    assert log.parent == tmp_path / "records/other/attempts"
-    text = log.read_text()
-    assert "complete: yes" in text and "data/synthetic" in text and "per byte" not in run.out
