@@ -37,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,8 +47,9 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt as tg
 from bigram_index import word_pieces
+
+import train_gpt as tg
 from tokenize_text import shard_header
 
 CFG = replace(tg.RECORD, max_docs=4096)  # the corpus has more documents in a micro-batch than FineWeb
@@ -130,7 +132,7 @@ def measure(
             raise RuntimeError(f"{name}: the backend's mean is wrong on rank {rank} of {world_size}")
         # Optimizer.work clears shard_grad like this.
         arriving = plan.arriving.long()
-        clear_ms, _ = timed(lambda: shard_grad.index_fill_(0, arriving, 0))
+        clear_ms, _ = timed(partial(shard_grad.index_fill_, 0, arriving, 0))
         runs.append((dense_ms, fp32_ms, sparse_ms + clear_ms))
 
     sent = {key: nbytes // repeats for key, nbytes in exchange.sent.items()}

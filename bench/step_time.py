@@ -320,14 +320,14 @@ def time_stage(
         with contextlib.ExitStack() as stack:
             try:
                 trainings = []
-                for at, variant in enumerate(variants):
+                for variant in variants:
                     trainings.append(Training(variant, stage, world_size, paths, warmup + steps, device))
                     stack.callback(trainings[-1].loader.close)
-                for at, training in enumerate(trainings):
+                for training in trainings:
                     first_seconds.setdefault(training.variant.name, training.warm_up(warmup))
                 gc.collect()
                 for _ in range(steps):
-                    for at, training in enumerate(trainings):
+                    for training in trainings:
                         training.step()
             except (RuntimeError, MemoryError) as e:
                 if not is_out_of_memory(e):

@@ -1,12 +1,11 @@
 """Makes the code that a GPU would run, on a machine without one. tests/test_gpu_code.py starts it:
 
     python tests/gpu_code.py inductor OUT.json   what Inductor generates for every function that is compiled
-    python tests/gpu_code.py triton OUT.json     what Triton compiles in the warm-up, and what after it
     python tests/gpu_code.py dynamo OUT.json     what torch.compile traces in the warm-up, and what after it
 
 Each part needs its own process: what it replaces in torch and Triton stays replaced.
 
-"inductor" and "triton" run the record preset's warm-up and steps at full size on torch's "meta" device. Its
+"inductor" runs the record preset's warm-up and steps at full size on torch's "meta" device. Its
 tensors have shapes, strides and addresses, but no values. "dynamo" trains a small run on the CPU.
 """
 
@@ -148,25 +147,6 @@ def fake_gpu_for_inductor():
         device=contextlib.nullcontext(),
     )
     GraphLowering.compile_to_module = stop
-
-
-class Launches:
-    """Records what Triton would compile for a launch, by kernel and specialization.
-
-    variants: by (kernel, key), the phase in which it was needed first.
-    """
-
-    def __init__(self):
-        self.variants, self.phase = {}, "none"
-        tg.triton.knobs.runtime.jit_cache_hook = self.record
-
-    def record(self, *, key, fn, **options):
-        self.variants.setdefault((fn.name, str(key)), self.phase)
-        return True  # Triton then neither compiles nor launches
-
-    def after(self, warm_up):
-        """Returns "kernel: phase" of all that was not needed in phase `warm_up` first."""
-        return sorted({f"{name}: {phase}" for (name, _), phase in self.variants.items() if phase != warm_up})
 
 
 def add_device_guard():
@@ -553,52 +533,6 @@ if tg.triton is not None:
         tg.tl.store(out, value)
 
 
-def triton_part():
-    """Runs the warm-up, then steps of every stage, then the head of all steps, whose weights differ.
-
-    As 8 ranks, without and with n-grams, and as 1, which has two of its eight micro-batches; but for the
-    first, a tenth of the heads.
-    """
-    fake_gpu()
-    report = {"kernels": [name for name in vars(tg) if name.endswith("_kernel")], "variants": {}, "late": {}}
-    one_rank = replace(
-        BIGRAMS,
-        microbatches=2,
-        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 4) for stage in BIGRAMS.stages),
-    )
-    runs = {"8 ranks": (BIGRAMS, 8), "8 ranks, n-grams": (tg.RECORD, 8), "1 rank": (one_rank, 1)}
-    for where, (cfg, world_size) in runs.items():
-        seen = Launches()
-        run = MetaRun(cfg, world_size)
-        seen.phase = "warm-up"
-        run.warm_up()
-        for stage, start in enumerate(cfg.stage_starts):
-            # The second one of two updates all parameters.
-            middle = (start + cfg.stages[stage].steps // 2) // 4 * 4 + 2
-            run.optimizer.is_tied = middle <= tg.untie_step(cfg)
-            for rows in (None, 1, 16) if world_size > 1 and stage in (0, 4) else (None,):
-                seen.phase = f"steps {middle} and {middle + 1}" + (f", {rows} rows" if rows else "")
-                run.train([middle, middle + 1], rows)
-        plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
-        plans = list({(plan.batch_tokens, plan.loss_weights): plan for plan in plans}.values())
-        for plan in plans if cfg is BIGRAMS else plans[::10]:
-            seen.phase = f"head of step {plan.step}"
-            run.head(plan)
-        report["variants"][where] = dict(Counter(name for name, _ in seen.variants))
-        report["late"][where] = seen.after("warm-up")
-
-    x = torch.empty(64, device=META)
-    bad = {"a number that 16 divides": (x, 32), "a number that is 1": (x, 1), "an address": (x[1:], 33)}
-    for what, args in bad.items():
-        seen = Launches()
-        seen.phase = "warm-up"
-        store_kernel[(1,)](x, 33)
-        seen.phase = what
-        store_kernel[(1,)](*args)
-        report["late"][what] = seen.after("warm-up")
-    return report
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Dynamo
 # ------------------------------------------------------------------------------------------------------------
@@ -695,7 +629,7 @@ def dynamo_part():
     return {"whole": whole, "short": short}
 
 
-PARTS = {"inductor": inductor_part, "triton": triton_part, "dynamo": dynamo_part}
+PARTS = {"inductor": inductor_part, "dynamo": dynamo_part}
 
 
 def main(part, out):

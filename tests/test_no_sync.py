@@ -5,7 +5,6 @@ do operations that mix host and device, as on a GPU, and FlashAttention and FP8 
 Data reaches the device through MicroBatch.to, from page-locked memory if there is a GPU.
 """
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -169,80 +168,3 @@ def test_a_step_that_waits_fails(cfg, monkeypatch, mutant):
     monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
     with pytest.raises(RuntimeError):
         train_on_meta(replace(cfg, ngrams=NGRAMS), monkeypatch)
-
-
-class GpuTensor(torch.Tensor):
-    """Fakes a tensor on a GPU, and checks that its copy does not wait."""
-
-    is_cuda = True
-
-    def to(self, device, non_blocking=False):
-        assert device == "cpu" and non_blocking
-        return self.as_subclass(torch.Tensor)
-
-
-def gpu_scalar(x):
-    return torch.tensor(x).as_subclass(GpuTensor)
-
-
-class CopyEvent:
-    """Fakes a CUDA event after a copy. Like CUDA's, it is complete if it was never recorded."""
-
-    def __init__(self):
-        self.recorded = self.complete = False
-
-    def record(self):
-        self.recorded = True
-
-    def query(self):
-        return self.complete or not self.recorded
-
-
-def test_a_loss_is_read_when_it_has_arrived(monkeypatch):
-    events = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(CopyEvent()) or events[-1])
-    losses, seen = tg.AsyncLoss(), []
-    for step in range(1, 6):
-        losses.push(step, gpu_scalar(float(step)))
-        if step == 3:
-            events[0].complete = events[1].complete = True
-            losses.poll()
-        seen.append(losses.latest)
-    assert seen == [(0, None)] * 2 + [(2, 2.0)] * 3
-    for event in events:
-        event.complete = True
-    losses.poll()
-    assert losses.latest == (5, 5.0) and not losses.queue
-    for bad in (math.inf, -math.inf, math.nan):
-        losses.push(6, gpu_scalar(bad))
-        events[-1].complete = True
-        with pytest.raises(tg.UserError, match="at step 6"):
-            losses.poll()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("ngrams", [tg.Ngrams(), NGRAMS], ids=["bigrams", "n-grams"])
-def test_no_step_waits_on_a_gpu(cfg, monkeypatch, ngrams):
-    """Runs with every implementation of the record preset; torch raises where it would have to wait."""
-    has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
-    cfg = replace(
-        cfg, heads=2, head_dim=32, mlp_dim=128, head_chunk=16, dtype="bfloat16", bank_dtype="bfloat16"
-    )
-    cfg = replace(
-        cfg, kernels=tg.RECORD.kernels, attention="varlen", compile=True, fp8=has_fp8, ngrams=ngrams
-    )
-    device = torch.device("cuda", 0)
-    backend = tg.select_backend(cfg, device)
-    monkeypatch.setattr(tg.compiled, "compiler", tg.compiler_of(cfg))
-    model = tg.GPT(cfg, 1, device, 0, backend)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1), backend)
-    for mode in ("default", "error"):  # the first pass compiles and allocates
-        batches = prefetch(cfg)
-        for _ in range(cfg.steps):
-            batch = batches.next()
-            torch.cuda.set_sync_debug_mode(mode)
-            try:
-                tg.train_step(model, optimizer, batch, batches.peek)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        batches.loader.close()

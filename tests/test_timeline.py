@@ -3,19 +3,14 @@
 Traces of runs are of two gloo processes; those of GPUs are written here by hand.
 """
 
-import gzip
 import json
-import random
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 import timeline
-import train_gpt as tg
 from launch import Launch, make_corpus, settings
 
 SECTIONS = list(timeline.COLOURS)
@@ -24,69 +19,7 @@ SECTIONS = list(timeline.COLOURS)
 # ---- labels in train_gpt.py --------------------------------------------------------------------------------
 
 
-def test_without_a_profiler_nothing_is_recorded(monkeypatch):
-    monkeypatch.setattr(tg, "TRACING", False)
-    monkeypatch.setattr(torch.profiler, "record_function", None)
-    add = tg.section("update {0}")(lambda a, b: a + b)
-    assert add(2, b=3) == 5
-
-
-@pytest.mark.slow
-def test_a_label_has_arguments(monkeypatch):
-    monkeypatch.setattr(tg, "TRACING", True)
-    spec = next(spec for spec in tg.RECORD.params if spec.name == "lm_head")
-    label = tg.section("update {1.name}")(lambda a, spec, b: a + b)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        assert label(2, spec, b=3) == 5
-    assert "update lm_head" in {event.key for event in profiled.key_averages()}
-
-
 # ---- sections ----------------------------------------------------------------------------------------------
-
-
-def nested_labels(rng, start, end, depth=0):
-    """Yields random labels (start, end, section, name) within one another, outer ones first."""
-    while start < end and rng.random() < 0.8:
-        a = rng.randint(start, end)
-        b = rng.randint(a, min(end - (a == start), a + 30))  # no label is all of another
-        yield a, b, rng.choice(SECTIONS), rng.choice(["", "lm_head"])
-        if depth < 4:
-            yield from nested_labels(rng, a, b, depth + 1)
-        start = b
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_innermost_label_counts(seed):
-    """Compares with labels that are painted over each other, and sums sections up to the window's time."""
-    rng, end = random.Random(seed), 200
-    labels = [(0, end, "other", ""), *nested_labels(rng, 0, end)]
-    painted = [None] * end
-    for a, b, section, name in labels:
-        for t in range(a, b):
-            is_index = painted[t] and painted[t][0] == "index" and section != "waiting"
-            painted[t] = ("index" if is_index else section), name
-    pieces = timeline.exclusive(rng.sample(labels, len(labels)))
-    assert [piece[2:] for piece in pieces for _ in range(piece[0], piece[1])] == painted
-    assert all(a[1] == b[0] and a[2:] != b[2:] for a, b in zip(pieces, pieces[1:]))
-
-    spans = [timeline.Span(0, "main", section, name, a, b, a) for a, b, section, name in pieces]
-    start = rng.randint(0, end - 1)
-    found = timeline.by_section(spans, start, end)
-    assert found["step"] == end - start == sum(found[section] for section in SECTIONS)
-    assert +found == Counter(section for section, _ in painted[start:]) + Counter(step=end - start)
-
-
-def test_time_outside_labels_is_idle():
-    spans = [timeline.Span(0, "stream", "forward", "", a, b, a) for a, b in ((0, 10), (15, 20), (30, 50))]
-    assert timeline.by_section(spans, 5, 40) == Counter(forward=20, idle=15, step=35)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_overlapping_time_counts_once(seed):
-    rng = random.Random(seed)
-    a, b = ([(x, x + rng.randint(0, 9)) for x in rng.choices(range(60), k=8)] for _ in range(2))
-    both = [any(x <= t < y for x, y in a) and any(x <= t < y for x, y in b) for t in range(80)]
-    assert timeline.overlap(a, b) == sum(both)
 
 
 # ---- traces written by hand, in milliseconds ---------------------------------------------------------------
@@ -163,25 +96,6 @@ def test_spans_have_their_sections_and_names(two_ranks):
     assert in_ms(trace.lanes["builder gloo 1"]) == [(1, "builder gloo 1", "index", "tokens", 52, 54)]
 
 
-def test_a_collective_without_a_label_is_an_exchange(tmp_path):
-    events = [event("ProfilerStep#3", 0, 100), op(47), event("gloo:all_reduce", 50, 60, GLOO)]
-    trace = timeline.read_trace(write_trace(tmp_path / "a.json", events))
-    assert in_ms(trace.collectives) == [(0, "gloo 0", "exchange", "", 50, 60)]
-
-
-def test_between_labels_there_is_no_section(tmp_path):
-    events = [
-        *(event("ProfilerStep#3", 0, 100), event("index", 10, 20, BUILDER), event("index", 30, 40, BUILDER)),
-        *(op(25, "c10d::alltoall_base_", BUILDER), event("gloo:all_to_all", 26, 50, OTHER_GLOO)),
-    ]
-    trace = timeline.read_trace(write_trace(tmp_path / "a.json", events))
-    assert [span[2:] for span in in_ms(trace.lanes["builder"])] == [
-        ("index", "", 10, 20),
-        ("index", "", 30, 40),
-    ]
-    assert in_ms(trace.lanes["builder gloo 0"]) == [(0, "builder gloo 0", "exchange", "", 26, 50)]
-
-
 def test_a_table(two_ranks):
     """Main threads compute during 1 ms of collectives of 6 and 16 ms."""
     lines = timeline.table(timeline.read_traces(two_ranks), "main")
@@ -205,52 +119,6 @@ def test_the_critical_path_goes_through_the_rank_that_comes_last(two_ranks):
         *((1, "gloo 0", "exchange", "a", 73, 79), (1, "main", "waiting", "", 79, 80)),
         *((1, "main", "update", "a", 80, 90), (1, "main", "update", "", 90, 95)),
         (1, "main", "other", "", 95, 101),
-    ]
-
-
-@pytest.mark.parametrize("ms", (-30, -9, 9, 30))
-def test_the_critical_path_with_clocks_that_differ(tmp_path, ms):
-    """Its spans still meet: no time counts twice."""
-    ranks = on_cpu(late=10, end=140), retimed(on_cpu(), ms)
-    paths = (write_trace(tmp_path / f"{rank}.json", events, rank, 2) for rank, events in enumerate(ranks))
-    path = timeline.critical_path(timeline.read_traces(paths), 3)
-    assert all(span.start < span.end for span in path)
-    assert all(a.end == b.start for a, b in zip(path, path[1:]))
-
-
-def path_of(path, events):
-    """Returns the critical path through step 3 of a single rank's events: (lane, section, start, end)."""
-    spans = timeline.critical_path([timeline.read_trace(write_trace(path, events))], 3)
-    return [(lane, section, start, end) for _, lane, section, _, start, end in in_ms(spans)]
-
-
-def test_the_critical_path_goes_through_a_late_batch(tmp_path):
-    """The batch is late because of an exchange of the thread that builds it."""
-    events = [
-        *(event("ProfilerStep#3", 0, 100), event("forward", 0, 50), event("waiting rows", 50, 90)),
-        *(event("index", 45, 88, BUILDER), event("rows tokens", 46, 48, BUILDER)),
-        *(op(47, "c10d::alltoall_base_", BUILDER), event("waiting", 48, 80, BUILDER)),
-        event("gloo:all_to_all", 49, 79, OTHER_GLOO),
-    ]
-    assert path_of(tmp_path / "a.json", events) == [
-        *(("builder", "waiting", 0, 45), ("builder", "index", 45, 46), ("builder", "index", 46, 47)),
-        *(("builder gloo 0", "waiting", 47, 49), ("builder gloo 0", "index", 49, 79)),
-        *(("builder", "waiting", 79, 80), ("builder", "index", 80, 88)),
-        *(("main", "waiting", 88, 90), ("main", "other", 90, 100)),
-    ]
-
-
-def test_the_critical_path_goes_through_a_queue(tmp_path):
-    """A collective begins when the one before it on its thread ends."""
-    events = [
-        *(event("ProfilerStep#3", 0, 100), event("exchange a", 0, 10), op(1)),
-        *(event("exchange b", 10, 20), op(11), event("waiting", 20, 42), event("forward", 42, 100)),
-        *(event("gloo:all_reduce", 2, 30, GLOO), event("gloo:all_reduce", 31, 40, GLOO)),
-    ]
-    assert path_of(tmp_path / "a.json", events) == [
-        *(("main", "exchange", 0, 1), ("gloo 0", "waiting", 1, 2), ("gloo 0", "exchange", 2, 30)),
-        *(("gloo 0", "waiting", 30, 31), ("gloo 0", "exchange", 31, 40), ("main", "waiting", 40, 42)),
-        ("main", "forward", 42, 100),
     ]
 
 
@@ -278,37 +146,6 @@ def test_kernels_are_in_the_section_that_launched_them(tmp_path):
     assert in_ms(trace.collectives) == [(0, "nccl 20", "exchange", "a", 60, 80)]
     windows = {step: ((a - 7) / 1e6, (b - 7) / 1e6) for step, (a, b) in trace.windows("stream").items()}
     assert windows == {1: (10, 110), 2: (110, 125)}
-
-
-def test_a_gpu_s_table(tmp_path):
-    """A kernel runs during a quarter of the collective."""
-    traces = timeline.read_traces(
-        write_trace(tmp_path / f"{rank}.json", on_gpu(), rank, 2) for rank in range(2)
-    )
-    rows = {line.split()[0]: line.split()[1:] for line in timeline.table(traces, "stream")[1:]}
-    assert {name: row[0] for name, row in rows.items()} == {
-        **{"forward": "25.0", "head": "2.5", "backward": "2.5", "update": "5.0", "gather": "2.5"},
-        **{"idle": "20.0", "step": "57.5", "collectives": "10.0", "hidden": "25%"},
-        **{"exchange": "0.0", "waiting": "0.0", "other": "0.0"},  # the critical path has them
-    }
-    assert float(rows["step"][2]) == 57.5
-
-
-def test_a_gpu_s_critical_path(tmp_path):
-    """It leaves the stream for NCCL's kernel on the rank that is late, and for a late launch."""
-    traces = timeline.read_traces(
-        write_trace(tmp_path / f"{rank}.json", on_gpu(8 * rank), rank, 2) for rank in range(2)
-    )
-    assert in_ms(timeline.critical_path(traces, 1)) == [
-        *((1, "stream", "forward", "", 10, 30), (1, "stream", "forward", "", 30, 60)),
-        *((1, "nccl 20", "waiting", "", 60, 68), (0, "nccl 20", "exchange", "a", 68, 80)),
-        *((0, "stream", "waiting", "", 80, 85), (0, "stream", "update", "a", 85, 95)),
-        (0, "stream", "waiting", "", 95, 110),
-    ]
-    assert in_ms(timeline.critical_path(traces, 2)) == [
-        *((0, "main", "other", "", 110, 112), (0, "main", "gather", "a", 112, 118)),
-        *((0, "stream", "waiting", "", 118, 120), (0, "stream", "gather", "a", 120, 125)),
-    ]
 
 
 # ---- a run of two gloo processes ---------------------------------------------------------------------------
@@ -347,34 +184,6 @@ def test_a_run_s_sections(profiled):
 
 
 @pytest.mark.slow
-def test_a_run_s_parameters(profiled):
-    """What is updated has its name; each was exchanged before, by a collective that has its name too."""
-    cfg = tg.override(tg.CPU, "ngrams.orders=2,3")
-    expected = {spec.name for spec in tg.used_params(cfg)} - {"embed"}  # tied until the last step
-    for trace in profiled:
-        names = {section: {s.name for s in trace.collectives if s.section == section} for section in SECTIONS}
-        updated = {s.name for s in trace.lanes["main"] if s.section == "update" and s.name}
-        assert expected <= updated
-        assert updated | {"ngrams"} == names["exchange"] | names["rows"]
-        assert {spec.name for spec in tg.used_params(cfg) if spec.sharded} - {"embed"} <= names["gather"]
-        assert all(s.launch <= s.start < s.end for s in trace.collectives)
-
-
-@pytest.mark.slow
-def test_a_run_s_critical_path(profiled):
-    """Its spans meet, from the step's start, which is the ranks' own, to the last rank's end."""
-    traces = profiled
-    for step in traces[0].steps:
-        path = timeline.critical_path(traces, step)
-        assert all(a.end == b.start for a, b in zip(path, path[1:]))
-        starts = [trace.steps[step][0] for trace in traces]
-        assert min(starts) <= path[0].start <= max(starts)
-        assert path[-1].end == max(trace.steps[step][1] for trace in traces)
-    paths = (timeline.critical_path(traces, step) for step in traces[0].steps)
-    assert {"main", "gloo"} <= {timeline.kind_of(span.lane) for path in paths for span in path}
-
-
-@pytest.mark.slow
 def test_output(profiled, tmp_path, capsys):
     picture = tmp_path / "a.png"
     timeline.main([*(str(trace.path) for trace in profiled), "--picture", str(picture), "--step", "3"])
@@ -385,60 +194,3 @@ def test_output(profiled, tmp_path, capsys):
 
 
 # ---- errors ------------------------------------------------------------------------------------------------
-
-
-def renamed(events, old, new):
-    return [event | {"name": event["name"].replace(old, new)} for event in events]
-
-
-@pytest.mark.parametrize(
-    "events, message",
-    (
-        (on_cpu()[1:], r"1\.json is no trace of --profile: ValueError: no step in it"),
-        (
-            renamed(on_cpu(), "#3", "#4"),
-            r"0\.json and \S+1\.json trace steps \[3\] and \[4\]; give traces of one run",
-        ),
-        (retimed(on_cpu(), 500), r"0\.json and \S+1\.json trace steps at other times; "),
-        (renamed(on_cpu(), "exchange a", "exchange b"), r"0\.json and \S+1\.json have other collectives; "),
-    ),
-)
-def test_traces_of_different_runs(tmp_path, events, message):
-    paths = write_trace(tmp_path / "0.json", on_cpu(), 0, 2), write_trace(tmp_path / "1.json", events, 1, 2)
-    with pytest.raises(timeline.UserError, match=message):
-        timeline.read_traces(paths)
-
-
-@pytest.mark.parametrize("ranks, found", (((0,), [0]), ((1, 1), [1, 1]), ((0, 1, 1), [0, 1, 1])))
-def test_ranks_that_are_missing_or_double(tmp_path, ranks, found):
-    paths = [write_trace(tmp_path / f"{i}.json", on_cpu(), rank, 2) for i, rank in enumerate(ranks)]
-    with pytest.raises(timeline.UserError) as error:
-        timeline.read_traces(paths)
-    assert str(error.value) == f"the traces are of ranks {found}; give one of each of the run's 2"
-
-
-@pytest.mark.parametrize(
-    "name, data",
-    (
-        ("missing.json", None),
-        ("text.json", b"step:1/2 val_loss:3"),
-        ("list.json", b"[]"),
-        ("other.json", b'{"a": 1}'),
-        ("events.json", b'{"traceEvents": [{"ph": "X"}]}'),
-        ("plain.json.gz", b"{}"),
-        ("cut.json.gz", gzip.compress(json.dumps({"traceEvents": on_cpu()}).encode())[:-20]),
-    ),
-)
-def test_a_file_that_is_no_trace(tmp_path, capsys, name, data):
-    if data is not None:
-        (tmp_path / name).write_bytes(data)
-    with pytest.raises(SystemExit) as error:
-        timeline.main([str(tmp_path / name)])
-    assert str(error.value.code).startswith(f"timeline.py: {tmp_path / name} is no trace of --profile: ")
-    assert "\n" not in error.value.code and capsys.readouterr().out == ""
-
-
-def test_a_step_that_was_not_traced(two_ranks):
-    with pytest.raises(SystemExit) as error:
-        timeline.main([*map(str, two_ranks), "--step", "4"])
-    assert error.value.code == "timeline.py: --step 4 is not among the traced steps, 3 to 3"

@@ -1,4 +1,4 @@
-"""Makes every call of train_gpt.Exchange on real ranks: the step "nccl" of gpu_check.py."""
+"""Makes every call of train_gpt.Exchange on real ranks: the step "nccl" of check.py."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks and times train_gpt.py's record preset on this machine's GPUs, in one call.
 
-    python bench/gpu_check.py [--minutes 25] [--only STEP,...] [--out gpu_check]
+    python bench/gpu/check.py [--minutes 25] [--only STEP,...] [--out gpu_check]
 
     start     what is here; train_gpt.py for two steps a stage; whether a step runs with plain settings
     kernels   each Triton kernel, FlashAttention and the FP8 products against fp64
@@ -11,16 +11,14 @@
     times     host and device ms of each stage's step, each kernel against plain torch and measured ceilings
     run       train_gpt.py for 12 steps a stage on synthetic tokens, with a trace; again with plain settings
     nccl      every call of Exchange, on all GPUs; n-grams sharded against in host memory, and late against
-              ahead; on two or more, sparse against dense (gpu_exchange.py); a run with fp32 sums, and a run
+              ahead; on two or more, sparse against dense (collectives.py); a run with fp32 sums, and a run
               with dense tables, against the run before; a run with n-grams
-    tests     pytest's tests that need a GPU
-    gains     what planned changes of the script would save (gpu_gains.py)
 
 Prints each row as soon as it is known. OUT gets the rows (rows.jsonl), tracebacks (errors.txt), the machine's
 description (environment.txt), the runs' logs, traces for ui.perfetto.dev, and the closing table with the
 settings for this card (summary.txt). Needs no internet. Exit status: 1 if a check failed.
 
-A check that raises, hangs or kills its process costs its own rows only (check_runner.py). When --minutes are
+A check that raises, hangs or kills its process costs its own rows only (runner.py). When --minutes are
 over, the running check is stopped; what was left out is listed. Without a GPU everything runs on the cpu
 preset at tiny sizes, with plain torch in the kernels' place: a test of this program alone.
 """
@@ -28,7 +26,6 @@ preset at tiny sizes, with plain torch in the kernels' place: a test of this pro
 import argparse
 import contextlib
 import gc
-import importlib.util
 import io
 import json
 import math
@@ -52,15 +49,16 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+from collectives import exchange_rank
+from runner import UNCHECKED, Check, Report, Row, end_with_parent, run_checks
+
 import step_time as st
 import train_gpt as tg
-from check_runner import UNCHECKED, Check, Report, Row, end_with_parent, run_checks
-from gpu_exchange import exchange_rank
-from gpu_gains import GAINS, NEEDS_GPU
 
 # A feature of the record preset, or one of its kernels, and the setting without it.
+NEEDS_GPU = f"{UNCHECKED}needs a GPU"
 OFF = {"kernels": "kernels=", "attention": "attention=dense", "fp8": "fp8=false", "compile": "compile=false"}
 PLAIN = " ".join(OFF.values())
 FEATURES = (*tg.KERNELS, "attention", "fp8", "compile")
@@ -624,7 +622,8 @@ def ceilings(setup: Setup) -> Iterator[Row]:
     n = 8192 if setup.on_gpu else 256
     for fast in (True, False) if setup.cfg.fp8 else ():
         a, b = (torch.randn(n, n, device=setup.device).to(torch.float8_e4m3fn) for _ in range(2))
-        (ms,) = st.timed([lambda: setup.scaled_mm(a, b.T, torch.bfloat16, fast)], setup.device, 20)
+        call = partial(setup.scaled_mm, a, b.T, torch.bfloat16, fast)
+        (ms,) = st.timed([call], setup.device, 20)
         yield Row(f"fp8 products{', fast' if fast else ''}", seen=f"{2 * n**3 / ms / 1e9:.4g} TFLOP/s")
 
 
@@ -679,7 +678,7 @@ def kernel_times(setup: Setup, feature: str) -> Iterator[Row]:
         yield Row(what, "faster than torch", seen, feature=feature, ms=(ms, torch_ms))
 
 
-# ---- run, tests --------------------------------------------------------------------------------------------
+# ---- run --------------------------------------------------------------------------------------------------
 
 
 def call(command: Sequence[Any], cwd: Path) -> None:
@@ -743,17 +742,6 @@ def timed_run(setup: Setup, name: str, settings: str) -> Iterator[Row]:
     yield Row(what, expected, seen, ok, numbers={"val_loss": val_loss, "ms": ms})
 
 
-def gpu_tests(setup: Setup) -> Iterator[Row]:
-    """Runs pytest's tests that need a GPU; without one it only collects them."""
-    if not importlib.util.find_spec("pytest"):
-        yield Row("pytest", seen=f"{UNCHECKED}pytest is not installed")
-        return
-    files = [f"tests/test_{name}.py" for name in ("kernels", "batches", "no_sync")]
-    options = ["-q", "--no-header", "-rf", "-k", "test_gpu or on_a_gpu"]
-    call(["-m", "pytest", *options, *([] if setup.on_gpu else ["--collect-only"]), *files], ROOT)
-    yield Row("pytest", "all pass", "all pass" if setup.on_gpu else NEEDS_GPU, setup.on_gpu or None)
-
-
 # ---- all checks --------------------------------------------------------------------------------------------
 
 KERNELS = (*tg.KERNELS, "attention")
@@ -784,8 +772,6 @@ CHECKS = [
     Check("nccl", "fp32 sums", timed_run, ("fp32_run", "params.*.reduction=fp32"), limit=600, need=30),
     Check("nccl", "dense tables", timed_run, ("dense_run", DENSE), limit=600, need=30),
     Check("nccl", "bigrams", timed_run, ("bigram_run", BIGRAMS), limit=600, need=30),
-    Check("tests", "pytest", gpu_tests, limit=400, need=30),
-    *(Check("gains", function.__name__, function, limit=limit) for function, limit in GAINS.items()),
 ]
 
 
@@ -852,7 +838,7 @@ def refuse_unusable_gpus() -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="gpu_check.py", description=__doc__, formatter_class=raw, allow_abbrev=False
+        prog="check.py", description=__doc__, formatter_class=raw, allow_abbrev=False
     )
     steps = list(dict.fromkeys(check.step for check in CHECKS))
     add, default = parser.add_argument, "default: %(default)s"
@@ -872,9 +858,12 @@ def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int
     try:
         args = parse_args(argv)
         refuse_unusable_gpus()
+        if not torch.cuda.is_available():
+            print("There is no GPU: this tries only the program's own plumbing, on tiny sizes.", flush=True)
+        print(f"This takes up to {args.minutes:g} minutes; each row is printed when it is known.", flush=True)
         report = Report(args.out.resolve())
     except tg.UserError as e:
-        print(f"gpu_check.py: error: {e}", file=sys.stderr, flush=True)
+        print(f"check.py: error: {e}", file=sys.stderr, flush=True)
         return 1
     for number in (signal.SIGTERM, signal.SIGHUP):  # the table comes whatever ends it
         signal.signal(number, signal.default_int_handler)
