@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Runs variants of a preset over paired seeds, and prints how each one's loss differs from the first one's.
+"""Trains variants of a preset with paired seeds, and prints how their losses differ from the preset's.
 
-    python bench/ablations.py --seeds 3 --jobs 2 --common "stages.*.steps=40 val_slices=48" \\
-        "as it is:" "bigrams: ngrams.orders=" "rate 0.5: ngrams.lr=0.5"
+    python bench/ablations.py --jobs 2 "mudd_gates=false"
+    python bench/ablations.py --jobs 2 --common "stages.*.steps=40 val_slices=48" \\
+        "bigrams: ngrams.orders=" "rate 0.5: ngrams.lr=0.5 ngrams.every=2"
 
-A variant is LABEL: NAME=VALUE ..., settings as for --set, from which the first variant is the baseline. Every
-run is one process with one thread, so that --jobs of them share a machine: its loss is that of more processes
-up to rounding, its time is no measurement. All variants run with the first seed, then all with the next.
+A variant is NAME=VALUE ..., settings as for --set, after a LABEL: if it is to have another name. The preset
+as it is comes first, and is what they are compared with. Every run is one process with one thread, so that
+--jobs of them share a machine: its loss is that of more processes up to rounding, its time is no measurement.
+All variants run with the first seed, then all with the next. A run of the `cpu` preset takes two minutes.
 
 A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
 weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference below two
@@ -28,17 +30,19 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from tqdm import tqdm
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "records"))
 import compare
 
 
 def parse_variant(text: str) -> tuple[str, list[str]]:
-    """Returns (label, settings) of "LABEL: NAME=VALUE ..."."""
-    label, colon, settings = text.partition(":")
-    if not colon or not label.strip() or not all("=" in setting for setting in settings.split()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LABEL: NAME=VALUE ...")
-    return label.strip(), settings.split()
+    """Returns (label, settings) of "NAME=VALUE ..." or "LABEL: NAME=VALUE ..."."""
+    label, _, settings = text.rpartition(":")
+    if not text.strip() or not all("=" in setting for setting in settings.split()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE ... or LABEL: NAME=VALUE ...")
+    return label.strip() or settings, settings.split()
 
 
 def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
@@ -73,7 +77,7 @@ def table(losses: dict[str, list[float]]) -> str:
     rows = [[base, f"{sum(losses[base]) / len(losses[base]):.4f}", "", "", ""]]
     for label in others:
         difference, error, p = paired(losses[label], losses[base])
-        verdict = "" if abs(difference) >= 2 * error else "not resolved"
+        verdict = "resolved" if abs(difference) >= 2 * error else "not resolved"
         mean = sum(losses[label]) / len(losses[label])
         rows.append([label, f"{mean:.4f}", f"{difference:+.4f} +- {error:.4f}", f"{p:.3f}", verdict])
     return "\n".join(compare.markdown_table(["variant", "loss", "difference", "p", ""], rows))
@@ -89,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("variants", nargs="+", type=parse_variant, metavar="LABEL: NAME=VALUE ...")
+    parser.add_argument("variants", nargs="+", type=parse_variant, metavar="[LABEL:] NAME=VALUE ...")
     parser.add_argument("--script", type=Path, default=REPOSITORY / "train_gpt.py")
     parser.add_argument("--preset", default="cpu")
     parser.add_argument("--common", default="", metavar="NAME=VALUE ...", help="settings of all variants")
@@ -98,7 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=at_least_1, default=1, metavar="N", help="runs at once")
     parser.add_argument("--out", type=Path, default=Path("ablations.jsonl"))
     args = parser.parse_args(argv)
-    if len({label for label, _ in args.variants}) < len(args.variants):
+    variants = [("as it is", []), *args.variants]
+    if len(dict(variants)) < len(variants):
         parser.error("two variants have the same label")
 
     script = hashlib.sha256(args.script.read_bytes()).hexdigest()[:12]
@@ -114,22 +119,22 @@ def main(argv: list[str] | None = None) -> None:
             with open(args.out, "a") as file:
                 file.write(json.dumps({"run": name, "label": label} | result) + "\n")
             done[name] = result["loss"]
-        print(f"{done[name]:.4f}  seed {seed}  {label}", flush=True)
+        tqdm.write(f"{done[name]:.4f}  seed {seed}  {label}")
         return done[name]
 
+    runs = f"{len(seeds) * len(variants)} runs, {args.jobs} at once"
+    print(f"{runs}; one of the cpu preset takes about two minutes", flush=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {
-            (s, label): pool.submit(run, s, label, sets) for s in seeds for label, sets in args.variants
-        }
+        futures = {(s, label): pool.submit(run, s, label, sets) for s in seeds for label, sets in variants}
         try:
-            for future in as_completed(futures.values()):
+            for future in tqdm(as_completed(futures.values()), total=len(futures), unit="run"):
                 future.result()
         except BaseException as error:  # an interrupt, too, ends the runs that wait
             pool.shutdown(cancel_futures=True)
             if isinstance(error, compare.UserError):
                 sys.exit(f"ablations.py: {error}")
             raise
-    losses = {label: [futures[s, label].result() for s in seeds] for label, _ in args.variants}
+    losses = {label: [futures[s, label].result() for s in seeds] for label, _ in variants}
     print(f"\n{table(losses)}")
 
 

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
@@ -405,7 +406,7 @@ def run_steps(
         val = tg.ValLoader(one_slice, paths)
         if validated:
             gpu_code.validate(model, val, exchange, plans[0].windows, 1)
-        for _ in range(8):
+        for _ in tqdm(range(8), "steps", unit="step"):
             batch = batches.next()
             counts.begin_batch(batch)
             with counts.watch():

@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import launches  # it finds the others
 import step_time
@@ -383,7 +384,8 @@ def fit(stages: list[list[Op]]) -> Model:
 
 
 def count_all(cfg: tg.Config) -> list[list[Op]]:
-    return [count(cfg, i) if stage.steps else [] for i, stage in enumerate(cfg.stages)]
+    stages = tqdm(enumerate(cfg.stages), "counting", len(cfg.stages), unit="stage")
+    return [count(cfg, i) if stage.steps else [] for i, stage in stages]
 
 
 def run_seconds(cfg: tg.Config, stages: list[list[Op]], model: Model) -> float:

@@ -696,6 +696,9 @@ def timed_run(setup: Setup, name: str, settings: str) -> Iterator[Row]:
 
     All but "short_run" and "bigram_run" must end near the validation loss of "run".
     """
+    if not setup.on_gpu and name not in ("short_run", "run"):
+        yield Row(name.replace("_", " "), seen=NEEDS_GPU)
+        return
     steps = "stages.*.steps=12" if setup.on_gpu else ""
     settings = f"{setup.settings} val_slices=2 val_every=0 {steps} {settings}"
     cfg = with_settings(tg.PRESETS[setup.preset], settings)
