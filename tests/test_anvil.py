@@ -1,6 +1,6 @@
 """Tests ANVIL, the banks' update rule: its maps, rails and decay, against golden numbers of record 92.
 
-tests/golden/README92.md says how c_anvil was made.
+tests/golden/README.md says how c_anvil was made.
 """
 
 import math

@@ -84,7 +84,7 @@ def python_hash(gram, rows, sign_rows):
 
 
 def python_rows(tokens, ngrams, sign_rows):
-    """Returns the rows and the rows of signs of every position, by ranges. Before the text there are zeros."""
+    """Returns the rows and the rows of signs of every position, by ranges. Before the text are zeros."""
     rows, signs = [], []
     for i, n in enumerate(ngrams.orders):
         padded = [0] * (n - 1) + tokens
@@ -152,17 +152,6 @@ def test_index_rows():
             assert index.signs.tolist() == [s[t] for s, places in zip(signs, order) for t in places]
             assert tg.index_rows(rows).signs is None
     assert [part.tolist() for part in tg.index_rows(tg.NO_ROWS)[:3]] == [[], [], [0]]
-
-
-def test_merge_rows():
-    """Merges ascending lists, some of them empty."""
-    rng = np.random.default_rng(5)
-    for high in 10, 2**31 - 1:
-        lists = [np.unique(rng.integers(0, high, n)).astype(np.int32) for n in (0, 1, 30, 60)]
-        for some in lists[:1], lists[:2], lists:
-            got = tg.merge_rows(*some)
-            assert got.tolist() == sorted(set().union(*(part.tolist() for part in some)))
-            assert got.dtype == np.int32
 
 
 # ------------------------------------------------------------------------------------------------- the plans
