@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import GOLDEN92, distance, fill, stats, tiny_config
+from golden_inputs import GOLDEN92, distance, fill
 
 GOLDEN = GOLDEN92["c_anvil"]
 STREAMS = {"wide": 30000, "square": 31000, "tall": 32000}
@@ -76,21 +76,6 @@ def test_rank_one_stays_bounded_in_bf16(shape):
     x = torch.cat([u @ v.mT, torch.ones(1, *shape)]).bfloat16()
     out = tg.orthogonalize(x, tg.RECORD.bank_margin)
     assert torch.linalg.matrix_norm(out.float(), 2).max() < 1.1
-
-
-def test_many_rows_in_bf16():
-    """Compares statistics with the golden cascade's that rounds once: ours has no other above 1024 rows.
-
-    On another CPU the rounding of an entry of a Gram matrix may fall the other way. One that does, made so in
-    60 trials, moved sums by up to 0.0062 of l2 and l2 by 0.0013. The golden variants differ by 0.024.
-    """
-    golden, shape = GOLDEN["cascade_of_many_rows"], (1, 1030, 4)
-    assert golden["shape"] == list(shape)
-    x = bf16_stream(shape, golden["stream"])
-    assert distance(tg.orthogonalize(x.double(), MARGIN), golden["fp64"]) < 1e-11
-    rounded, want = tg.orthogonalize(x, MARGIN), golden["bf16_rounded_once"]
-    assert distance(rounded, want) < 0.01
-    assert stats(rounded)["l2"] == pytest.approx(want["l2"], rel=3e-3)
 
 
 # ----------------------------------------------------------------------------------------------- golden steps
@@ -220,40 +205,3 @@ def test_weight_1_is_exactly_the_fast_rail():
 
 
 # ---------------------------------------------------------------------------------------- the rule as a whole
-
-
-@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 12, 5), (2, 5, 12)])
-def test_against_loops_over_matrices(shape):
-    """Checks three steps, of which the last two mix rails: singular values by numpy, the rest in loops.
-
-    Matrices have factors of their own, and the bank has others, of its rate and of its decay.
-    """
-    cfg = tiny_config("float64", bank_lr=0.05, bank_wd=2.5, bank_beta2=0.8, rails_step=1, slow_rate=0.3)
-    row = tg.Param("bank", "", "0", lr_mul=2, wd_mul=3, optimizer="anvil", matrix_lr_mul=(1.0, 0.5))
-    start, axis = fill(shape, 1).double(), 1 if shape[1] >= shape[2] else 0
-    p, want, fast, slow = start.clone(), start.clone().numpy(), np.zeros(shape), np.zeros(shape)
-    state = tg.anvil_init(p, row, torch.float64, 1)  # of the second of two matrices on
-    energy = np.zeros(state["second_momentum_buffer"].shape)
-    for step in range(3):
-        grad = fill(shape, 2 + step).double()
-        grad[0] = 0  # a matrix without gradient: a zero direction, which still decays
-        plan = tg.plan_step(cfg, step)._replace(lr_mul=1.5, momentum=0.9)
-        tg.anvil(p, grad, state, row, plan, cfg, tg.TORCH_BACKEND)
-        beta, weight = (0.9, 1.0) if step == 0 else (cfg.fast_beta, cfg.fast_weight)
-        for i, G in enumerate(grad.numpy()):
-            fast[i] = beta * fast[i] + (1 - beta) * G
-            slow[i] = 0.7 * slow[i] + 0.3 * G
-            X = 0.9 * (weight * fast[i] + (1 - weight) * slow[i]) + 0.1 * G
-            u, s, v = np.linalg.svd(X, full_matrices=False)
-            s = s / (cfg.bank_margin * np.linalg.norm(X) + 1e-6)
-            for a, b, c in tg.ANVIL_MAPS:
-                s = a * s + b * s**3 + c * s**5
-            X = (u * s) @ v
-            energy[i] = 0.8 * energy[i] + 0.2 * (X**2).mean(axis=axis, keepdims=True)
-            scaled = X / np.sqrt(np.maximum(energy[i], 1e-10))
-            X = scaled * np.linalg.norm(X) / max(np.linalg.norm(scaled), 1e-10)
-            rate = 0.05 * 1.5 * 2 * (0.5, 1.0)[i % 2] * math.sqrt(max(1, shape[1] / shape[2]))
-            decay = 2.5 * 3 * 0.05 * 1.5 * (slow[i] * want[i] >= 0)
-            want[i] = want[i] - want[i] * decay * rate - rate * X
-    np.testing.assert_allclose(p.numpy(), want, rtol=1e-8, atol=1e-10)
-    assert p[0].abs().max() < start[0].abs().max()

@@ -401,7 +401,7 @@ def test_the_standard_error_of_three_documents():
         (["no.txt"], "No such file or directory: 'no.txt'"),
         (["empty.txt"], "empty.txt has no text"),
         (["latin.txt"], "latin.txt:1: not UTF-8 (byte 0xe9)"),
-        (["five.jsonl"], "five.jsonl:1: no text under 'text' (choose with --field)"),
+        (["five.jsonl"], "five.jsonl:1: no text under 'text'"),
         (["empty.bin"], "empty.bin: not a whole token shard"),
         (["gpt2.bin"], "gpt2.bin has a vocabulary of 50257 tokens, the model 257"),
         (["empty.txt", "--passage-bytes", "3"], "3: give a number from 4 to 1e+09"),
