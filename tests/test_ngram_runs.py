@@ -174,10 +174,10 @@ def saved(launch, tmp_path_factory):
 def test_a_killed_run_ends_as_if_never_stopped(launch, saved, tmp_path):
     """With all digits of its loss, all bits of its weights and its table.
 
-    Checkpoints wait for the rarest updates, after steps 2, 4 and 8.
+    Checkpoints wait for the rarest updates, after steps 2, 4 and 8, so it goes on from 4.
     """
     options = ["--checkpoint-every", 1, "--save", "model.pt"]
-    faults = dict.fromkeys((0, 1), FaultAtCall("AsyncLoss.poll", 9, die))  # in step 5
+    faults = dict.fromkeys((0, 1), FaultAtCall("AsyncLoss.poll", 12, die))  # in step 7
     with launch(tmp_path, *options, change=CHANGE, faults=faults) as run:
         assert -signal.SIGKILL in run.wait(), run.err
     assert re.findall(r"^checkpoint: after step (\d+)$", log_of(tmp_path), re.MULTILINE) == ["2", "4"]
