@@ -263,7 +263,6 @@ def test_the_field_of_a_jsonl_is_an_option(tmp_path):
         [text.encode()] for text in texts
     ]
 
-
     with pytest.raises(SystemExit) as error:  # one line, not one for each document
         tokenize(tmp_path / "wrong", tmp_path / "a.jsonl", options=["--field", "bdy"])
     assert "text, body" in error.value.code and "\n" not in error.value.code
