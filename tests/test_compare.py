@@ -5,8 +5,8 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +163,6 @@ RESTART += "step:11/20 train_time:135ms step_avg:nanms\nstep:20/20 train_time:19
 ODD_LOGS = [  # text, what is read: final step, number of steps, loss, seconds
     # A line that was cut off shows that the run went on.
     (steps(3.27, 90, last=250) + "\nstep:275/500 train_ti\nstep:27", 275, 500, None, None),
-    (own_log(3.27, 90) + f"step:{'9' * 5000}/500 train_time:1ms step_avg:1ms\n", 500, 500, 3.27, 90),
     # The clock restarts; the time is the last validation's.
     (RESTART + "step:20/20 val_loss:3.2 train_time:1966ms step_avg:98.30ms\n", 20, 20, 3.2, 1.966),
     ("step:8/8 val_loss:3.123456 val_ema_loss:3.1 train_time:12.345s step_avg:9.1ms lr:0.1 note:x=y\n",
@@ -171,10 +170,7 @@ ODD_LOGS = [  # text, what is read: final step, number of steps, loss, seconds
     ("s:0 tel:11.0\n" + LLMC(0, 11.0) + "s:250 tel:6.17\n" + LLMC(250, 6.18), 251, None, None, None),
 ]
 TRAINING_LOGS = [  # text, (step, loss, seconds)
-    (
-        OURS(1, 100, " train_loss:5.5@1") + OURS(2, 210, " train_loss:4.25@2"),
-        [(1, 5.5, 0.1), (2, 4.25, 0.21)],
-    ),
+    (OURS(1, 100, " train_loss:5.5@1") + OURS(2, 210, " train_loss:4.2@2"), [(1, 5.5, 0.1), (2, 4.2, 0.21)]),
     # Step 1's loss arrives while step 2 is done, step 2's with step 3's.
     (OURS(1, 100, "") + OURS(2, 210, " train_loss:5.5@1") + OURS(3, 330, " train_loss:5.5@1")
      + OURS(4, 450, " train_loss:3.5@3"), [(1, 5.5, 0.1), (3, 3.5, 0.33)]),
@@ -254,13 +250,11 @@ def test_repeats_are_dropped_and_named(run, tmp_path):
 
 # fmt: off
 @pytest.mark.parametrize("text, loss, time, complete, note", [
-    (own_log(last=500, validate_last=False, closing=""), None, None, False, "incomplete"),
     (own_log(last=150, validate_last=False, closing=""), None, None, False, "incomplete"),
     (own_log(3.2, 80, closing="epochs: 2\ncomplete: yes\n"), None, None, False, "2 epochs"),
-    (own_log(3.2, 80, closing="epochs: 1\ncomplete: yes\n"), 3.2, 80, True, None),
     (own_log(3.2, 80, closing=""), 3.2, 80, False, "complete: yes"),
     (steps(3.2, 90, last=450), 3.2, 81, False, "stopped"),
-    (own_log(math.nan, 80), None, 80, True, None),
+    (own_log(math.nan, 80, closing="epochs: 1\ncomplete: yes\n"), None, 80, True, None),
 ])
 # fmt: on
 def test_which_runs_count(run, tmp_path, text, loss, time, complete, note):
@@ -270,8 +264,8 @@ def test_which_runs_count(run, tmp_path, text, loss, time, complete, note):
     found = group["runs"][1]
     assert (found["val_loss"], found["train_time_s"], found["complete"]) == (loss, time, complete)
     assert group["n"] == (1 if time is None else 2)
-    assert f"runs/1.txt: {note or ''}" in err or note in err if note else err == ""
-    if note is None and loss is None:  # a diverged run counts against its group
+    assert note in err if note else err == ""
+    if not note:  # a diverged run counts against its group
         assert (group["loss_mean"], group["p_target"], group["meets_target"]) == (None, None, False)
 
 
@@ -319,59 +313,51 @@ def test_no_percentage_between_machines_or_data(run, tmp_path):
 
 
 def test_a_records_readme_is_begun_once(run, tmp_path, monkeypatch):
-    folder, readme = tmp_path / "2026-11-24_My_Idea", tmp_path / "2026-11-24_My_Idea/README.md"
+    folder, readme = "2026-11-24_My_Idea", tmp_path / "2026-11-24_My_Idea/README.md"
     write(folder, 3.27, 3.26)
-    table = run(folder.name)[1]
-    for command in ("./run.sh --runs 2 --name My_Idea", None):
-        monkeypatch.delenv("RUN_COMMAND", raising=False)
-        if command:
-            monkeypatch.setenv("RUN_COMMAND", command)
-        code, out, _ = run("--begin", folder.name)
-        assert code == 0 and out.startswith(table) and "README.md" in out[len(table) :]
-        indented = "".join(f"    {line}\n" for line in table.splitlines())
+    table = run(folder)[1]
+    for command in ("    ./run.sh --runs 2 --name My_Idea\n\n", ""):
+        monkeypatch.setenv("RUN_COMMAND", command.strip())
+        if not command:
+            monkeypatch.delenv("RUN_COMMAND")
+        code, out, _ = run("--begin", folder)
+        assert code == 0 and out.startswith(table) and "README.md begins" in out
         assert readme.read_text() == (
-            "# My_Idea\n\n(What was changed, against which record, and why.)\n\n"
-            + (f"    {command}\n\n" if command else "")
-            + f"What `python records/compare.py {folder.name}` prints:\n\n{indented}"
+            f"# My_Idea\n\n(What was changed, against which record, and why.)\n\n{command}"
+            f"What `python records/compare.py {folder}` prints:\n\n{textwrap.indent(table, '    ')}"
         )
         readme.write_text("mine")
-        code, out, _ = run("--begin", folder.name)
-        assert code == 0 and out.startswith(table) and "left as it is" in out and readme.read_text() == "mine"
+        assert "left as it is" in run("--begin", folder)[1] and readme.read_text() == "mine"
         readme.unlink()
     write(folder, "config: {broken}\n" + steps())
-    assert run("--begin", folder.name)[0] == 2 and not readme.exists()
+    assert run("--begin", folder)[0] == 2 and not readme.exists()
 
 
 # -------------------------------------------------------------------------------------- a run in several logs
 
 UNFINISHED = dict(validate_last=False, closing="")
 # fmt: off
-CUT = dict(last=250, closing="")
-RESUMED = {  # logs of seed 1, {name: (seconds, resumed after, options)}; then which of them counts, and its
-    # curve's (step, seconds of the log that it is from)
+CUT = dict(closing="")
+RESUMED = {  # the logs of seed 1, {name: (seconds, resumed after, options)}; which counts; its curve's
+    # (step, seconds of the log that it is from)
     "stopped after a validation": (
-        {"seed1": (90, 0, dict(last=250, closing="")), "seed1.from100": (91, 100, {})},
+        {"seed1": (90, 0, dict(last=250, **CUT)), "seed1.from100": (91, 100, {})},
         "seed1.from100", [(125, 91), (250, 91), (375, 91), (500, 91)]),
     "validated again": (
-        {"seed1": (90, 0, dict(last=375, closing="")), "seed1.from250": (91, 250, dict(first=250))},
+        {"seed1": (90, 0, dict(last=375, **CUT)), "seed1.from250": (91, 250, dict(first=250))},
         "seed1.from250", [(125, 90), (250, 91), (375, 91), (500, 91)]),
     "the first went further": (
-        {"seed1": (90, 0, CUT | {"last": 375}), "seed1.from100": (91, 100, CUT)},
+        {"seed1": (90, 0, dict(last=375, **CUT)), "seed1.from100": (91, 100, dict(last=250, **CUT))},
         "seed1", [(125, 90), (250, 90), (375, 90)]),
     "not validated": (
-        {"seed1": (90, 0, CUT), "seed1.from225": (91, 225, dict(last=300, **UNFINISHED))},
+        {"seed1": (90, 0, dict(last=250, **CUT)), "seed1.from225": (91, 225, dict(last=300, **UNFINISHED))},
         None, None),
     "twice": (
         {"seed1": (90, 0, dict(last=225, **UNFINISHED)),
-         "seed1.from100": (91, 100, dict(last=375, closing="")),
-         "seed1.from100_2": (92, 100, dict(last=250, closing="")),
+         "seed1.from100": (91, 100, dict(last=375, **CUT)),
+         "seed1.from100_2": (92, 100, dict(last=250, **CUT)),
          "seed1.from300": (93, 300, {})},
         "seed1.from300", [(125, 91), (250, 91), (375, 93), (500, 93)]),
-    "without its beginning": (
-        {"seed1.from200": (91, 200, {})},
-        "seed1.from200",
-        [(250, 91), (375, 91), (500, 91)],
-    ),
 }
 # fmt: on
 
@@ -389,10 +375,8 @@ def test_a_resumed_run_counts_once(tmp_path, logs, counts, curve):
         run = group.counted[0]
         assert Path(run.path).stem == counts
         assert [(s, round(500 * time / s)) for s, _, time in run.curve if s] == curve
-    joined = [note for note in group.notes if "resumed, one run with" in note]
-    assert len(joined) == (len(logs) > 1) and all(
-        f"{name}.txt" in joined[0] for name in logs if len(logs) > 1
-    )
+    (joined,) = (note for note in group.notes if "resumed, one run with" in note)
+    assert all(f"{name}.txt" in joined for name in logs)
 
 
 def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(tmp_path):
@@ -410,7 +394,7 @@ def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(tmp_path):
 
 def test_one_sided_p_of_the_target(run, tmp_path):
     write_runs(tmp_path / "runs", LOSSES, TIMES)
-    (group,), _ = read_json(run, "runs")[0].values()
+    (group,) = read_json(run, "runs")[0]["groups"]
     assert (round(group["p_target"], 4), group["meets_target"]) == (0.0423, False)
     assert (round(group["loss_mean"], 4), round(group["loss_std"], 4)) == (3.2785, 0.0014)
     assert (group["n"], group["time_mean_s"]) == (5, pytest.approx(95.2072))
@@ -419,7 +403,7 @@ def test_one_sided_p_of_the_target(run, tmp_path):
     assert "0.0423" in text and "not shown to meet the target 3.28" in text
     assert "  meets the target 3.29 (p < 0.01)" in run("runs", "--target", "3.29")[1]
     # However significant: the mean is above.
-    ((group,), _) = read_json(run, "runs", "--target", "3.27")[0].values()
+    (group,) = read_json(run, "runs", "--target", "3.27")[0]["groups"]
     assert group["p_target"] > 0.99 and group["meets_target"] is False
     assert "  does not meet the target 3.27" in run("runs", "--target", "3.27")[1]
     write(tmp_path / "own", *(own_log(loss, 90 + loss, config={"target": 3.285}) for loss in LOSSES))
@@ -447,15 +431,12 @@ def test_what_is_not_defined_is_null(run, tmp_path, recwarn):
     write(tmp_path / "same", own_log(3.27, 90), own_log(3.27, 91))
     write(tmp_path / "times", own_log(3.26, 92), own_log(3.27, 92))
     (tmp_path / "llmc.log").write_text("s:0 tel:11.0\ns:500 tel:3.27\n")
-    (tmp_path / "nan.log").write_text("step:8/8 val_loss:3.2 train_time:nanms step_avg:9.00ms\n")
-    out, _ = read_json(run, "one", "same", "times", "llmc.log", "nan.log")
-    one, same, _, llmc, nan = out["groups"]
+    out, _ = read_json(run, "one", "same", "llmc.log")
+    one, same, llmc = out["groups"]
     assert one["loss_std"] is one["time_std_s"] is one["p_target"] is None and one["meets_target"] is False
     assert (same["loss_std"], same["p_target"]) == (0.0, None)
     assert (llmc["loss_mean"], llmc["time_mean_s"], llmc["runs"][0]["train_time_s"]) == (3.27, None, None)
-    assert (nan["loss_mean"], nan["time_mean_s"], nan["runs"][0]["train_time_s"]) == (3.2, None, None)
-    assert out["comparisons"][0]["time_delta_s"] == pytest.approx(0.5)
-    known = {name: value for name, value in out["comparisons"][2].items() if value is not None}
+    known = {name: value for name, value in out["comparisons"][1].items() if value is not None}
     assert known == {"group": "llmc", "baseline": "one", "loss_delta": 0.0}
     assert run("same", "times")[0] == 0 and not recwarn.list  # one of the two does not vary
 
@@ -522,29 +503,22 @@ def test_smoothed_training_loss(seed):
 @pytest.mark.parametrize("trainings, curve", [
     ([[(1, 4.0, 1.0), (2, math.nan, 1.5), (3, 2.0, 2.0), (4, 2.0, 4.0)]],  # not logged: interpolated
      [(1, 1.0, 4.0), (2, 1.5, 3.0), (3, 2.0, 2.0), (4, 4.0, 2.0)]),
-    ([[(1, 5.0, 2.5), (2, 5.0, 2.75), (3, 5.0, 0.5), (4, 5.0, 3.0)]],  # the clock restarted
-     [(1, math.nan, 5.0), (2, math.nan, 5.0), (3, 0.5, 5.0), (4, 3.0, 5.0)]),
-    ([[(1, 5.0, None), (2, 4.0, None)]], [(1, math.nan, 5.0), (2, math.nan, 4.0)]),
-    ([[(1, 4.0, 1.0), (2, 3.0, 2.0)], []], []),
-    ([[(1, 4.0, 1.0), (2, 3.0, 2.0)], [(3, 4.0, 1.0)]], []),
-    ([], []),
+    ([[(1, 5.0, 2.5), (2, 5.0, 0.5), (3, 4.0, 3.0)]],  # the clock restarted
+     [(1, math.nan, 5.0), (2, 0.5, 5.0), (3, 3.0, 4.0)]),
+    ([[(1, 4.0, None)], []], []),
+    ([[(1, 4.0, None)], [(3, 4.0, None)]], []),
 ])
 # fmt: on
 def test_training_losses_that_lack_something(trainings, curve):
     assert repr(compare.training_curve(group_of(*trainings))) == repr(curve)
 
 
-def test_plotted_validations_are_those_that_all_runs_share(tmp_path):
-    first = "step:0/500 val_loss:11.0000 train_time:0"
-    restarted = steps(3.31, 90).replace(first, "step:0/500 val_loss:11 train_time:246800")
-    write(tmp_path / "runs", own_log(3.27, 90), own_log(3.29, 92, last=450), restarted)
-    (group,), _ = compare.read_groups([str(tmp_path / "runs")], None)
-    (_, time, *_), *curve = compare.mean_curve(group)
-    assert math.isnan(time) and [point[0] for point in curve] == [125, 250, 375]
-    assert curve[-1][1:] == pytest.approx((np.mean([90, 92, 90]) * 375 / 500, 11 - 7 * 0.75, 0))
-    write(tmp_path / "runs", own_log(3.27, 90), own_log(3.29, 92), own_log(3.34, 90))
-    (group,), _ = compare.read_groups([str(tmp_path / "runs")], None)
-    assert compare.mean_curve(group)[-1][2:] == pytest.approx((3.3, np.std([3.27, 3.29, 3.34], ddof=1)))
+def test_plotted_validations_are_those_that_all_runs_share():
+    group = group_of([], [])
+    group.runs[0].curve = [[0, 9.0, 500.0], [5, 4.0, 1.0], [9, 3.0, 2.0]]  # the clock restarted
+    group.runs[1].curve = [[0, 9.0, 0.1], [5, 5.0, 3.0], [7, 3.5, 3.5], [9, 3.5, 4.0]]
+    expected = [(0, math.nan, 9, 0), (5, 2, 4.5, 0.5**0.5), (9, 3, 3.25, 0.125**0.5)]
+    np.testing.assert_allclose(compare.mean_curve(group), expected)
 
 
 def test_diff(run, tmp_path):
@@ -554,11 +528,9 @@ def test_diff(run, tmp_path):
     (tmp_path / "b.txt").write_text(own_log(source="x = 1\ny = 3\n", config=config))
     code, out, _ = run("--diff", "a.txt", "b.txt")
     assert code == 0
-    for part, expected in zip(out.split("script\n"), (
-        ['-layers.1.window: "short"', '+layers.1.window: "long"', "+new: 0.5"], ["-y = 2", "+y = 3"]
-    ), strict=True):  # fmt: skip
-        changes = [line for line in part.splitlines() if line[0] in "+-"]
-        assert changes == ["--- a.txt", "+++ b.txt", *expected]
+    changes = [line for line in out.splitlines() if line[0] in "+-" and ".txt" not in line]
+    config = ['-layers.1.window: "short"', '+layers.1.window: "long"', "+new: 0.5"]
+    assert changes == [*config, "-y = 2", "+y = 3"]
     assert run("--diff", "a.txt", "a.txt")[1] == "config\n  no difference\nscript\n  no difference\n"
     (tmp_path / "screen").write_text(steps())
     assert run("--diff", "a.txt", "screen")[0] == run("--diff", "a.txt", "gone")[0] == 2
@@ -585,10 +557,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run, tmp_path):
     assert (code, err) == (0, "") and "NVIDIA H\ufffd" in out
 
 
-BAD_USAGE = ["", "x --target low", "x --diff a b", "--begin a --update", "x --plot y"]
-
-
-@pytest.mark.parametrize("arguments", BAD_USAGE)
+@pytest.mark.parametrize("arguments", ["", "x --target low", "x --diff a b", "--begin a --update"])
 def test_bad_usage(run, arguments):
     with pytest.raises(SystemExit) as e:
         run(*arguments.split())
@@ -668,8 +637,8 @@ def test_update_writes_tables_and_draws_what_changed(run, records):
     paths.append(records / "history.png")
     assert sorted(records.parent.rglob("*.png")) == sorted(paths)
     kept = b"not drawn again"
-    baseline = records / "cpu" / NEXT / "baseline/0.txt"
-    for changed in ([], [folder / "0.txt"], [baseline, records / "history.csv"]):
+    base = records / "cpu" / NEXT / "baseline/0.txt"
+    for changed in ([], [folder / "0.txt"], [base, records / "history.csv"]):
         for path in paths:
             assert path.read_bytes().startswith(b"\x89PNG")
             path.write_bytes(path.read_bytes() + kept)
@@ -680,16 +649,13 @@ def test_update_writes_tables_and_draws_what_changed(run, records):
         again = [not path.read_bytes().endswith(kept) for path in paths]
         assert again == [False, len(changed) == 2, len(changed) == 1, len(changed) == 2]
     assert "| 4 | 20 |" in (records / "README.md").read_text()
-    # A baseline from another machine: no percentage.
-    logs = [own_log(3.27, 100, header=ON_A100), own_log(3.27, 101, header=ON_A100)]
-    write(records / "cpu" / NEXT / "baseline", *logs)
-    assert f"not the same hardware as {NEXT}" in run("--update")[2]
-    assert "91.0 s | - | 8 x" in (records / "README.md").read_text()
+    write(records / "cpu" / NEXT / "baseline", *[own_log(3.27, 100, header=ON_A100)] * 2)
+    assert run("--update")[0] == 0
+    assert "91.0 s | - | 8 x" in (records / "README.md").read_text()  # another machine: no percentage
 
 
-@pytest.mark.parametrize("name", [f"cpu/{FIRST}/1.txt", "../bench/curves/0.txt"])
-def test_update_writes_nothing_if_a_log_is_broken(run, records, name):
-    (records / name).write_text("config: {broken}\n" + steps())
+def test_update_writes_nothing_if_a_log_is_broken(run, records):
+    (records.parent / "bench/curves/0.txt").write_text("config: {broken}\n" + steps())
     before = (records / "README.md").read_text()
     assert run("--update")[:2] == (2, "") and (records / "README.md").read_text() == before
     assert not (records / "history.png").exists()
@@ -697,17 +663,10 @@ def test_update_writes_nothing_if_a_log_is_broken(run, records, name):
 
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory):
-    """Copies records/ with the folders that git knows or README.md links: a run may just have made others."""
+    """Copies records/ with the records that README.md links: a run may just have made other folders."""
     records, copy = ROOT / "records", tmp_path_factory.mktemp("committed") / "records"
-    copy.mkdir()
-    for name in ("README.md", "history.csv", "history.png"):
-        shutil.copy(records / name, copy)
-    links = re.findall(r"\]\((.*?)\)", (records / "README.md").read_text())
-    paths = "".join(f"records/{link}/\n" for link in links)
-    if shutil.which("git"):
-        ls_files = ["git", "ls-files", "records"]
-        paths += subprocess.run(ls_files, cwd=ROOT, capture_output=True, text=True).stdout
-    for folder in set(re.findall(r"^records/(.+?/\d{4}-\d\d-\d\d_.+?)/", paths, re.MULTILINE)):
+    shutil.copytree(records, copy, ignore=shutil.ignore_patterns("[0-9]*_*", "attempts"))
+    for folder in re.findall(r"\((\w.*?/\d.*?_.*?)\)", (records / "README.md").read_text()):
         shutil.copytree(records / folder, copy / folder)
     shutil.copytree(ROOT / "bench" / "curves", copy.parent / "bench" / "curves")
     return copy
@@ -722,8 +681,8 @@ def test_the_tables_and_pictures_are_what_the_logs_give(committed, monkeypatch, 
     assert errors == [], capsys.readouterr().err
     for name, part in parts.items():
         assert f"<!-- {name} -->\n{part}<!-- end of {name} -->\n" in readme, fix
-    old = [path for path, picture in pictures.items() if not compare.is_current(path, picture.mark)]
-    assert not old, fix
+    stale = [path for path, picture in pictures.items() if not compare.is_current(path, picture.mark)]
+    assert stale == [], fix
     assert all(path.stat().st_size < 100_000 for path in pictures)
 
 
@@ -744,14 +703,12 @@ def test_every_record_has_a_readme_with_its_curves_and_what_compare_prints(commi
 
 
 def test_the_public_history():
-    rows = compare.read_history().rows
-    numbers, minutes, days = ([row[i] for row in rows] for i in range(3))
-    assert list(dict.fromkeys(map(int, numbers))) == list(range(1, int(numbers[-1]) + 1)) and len(rows) >= 94
-    assert days == sorted(days) and all(re.fullmatch(r"\d{4}-\d\d-\d\d", day) for day in days)
+    numbers, minutes, days, changes, sources = zip(*compare.read_history().rows)
+    assert list(dict.fromkeys(numbers)) == [str(n) for n in range(1, 93)]
+    assert list(days) == sorted(days) and all(re.fullmatch(r"\d{4}-\d\d-\d\d", day) for day in days)
     # Each record is faster than the one before, except record 21 when it was timed again.
     times = list(map(float, minutes))
     assert [i for i in range(1, len(times)) if times[i] >= times[i - 1]] == [21, 22]
-    seconds = {n: round(60 * times[numbers.index(str(n))], 1) for n in (1, 70, 71, 72, 80, 89, 92)}
-    assert seconds == {1: 2700, 70: 91.3, 71: 91.0, 72: 89.8, 80: 84.4, 89: 73.8, 92: 39.9}
+    assert [minutes[numbers.index(n)] for n in ("1", "24", "80", "92")] == ["45", "2.966", "1.406", "0.665"]
     source = re.compile(r"PR \d+|\d{4}-\d\d-\d\d_\w+|README|https://\S+")
-    assert all(len(row) == 5 and row[3] and source.fullmatch(row[4]) for row in rows)
+    assert all(changes) and all(map(source.fullmatch, sources))
