@@ -105,6 +105,6 @@ for (( i = 0; i < ${runs:-1}; i++ )); do
 done
 if [[ $runs && $name ]] && (( ! node )); then
     "$python" records/compare.py --begin "$(ls -d records/*/????-??-??_"$name" | tail -n 1)"
-elif (( ! node )); then
+elif [[ ! $name ]] && (( ! node )); then
     say "to compare settings, make several runs of each (--runs 3 --name A), and give compare.py the folders"
 fi

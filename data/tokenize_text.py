@@ -9,8 +9,9 @@ What is not UTF-8 is named and left out. A name may also end in .gz. Training us
 document, so documents of more than --passage-bytes are cut into passages: at blank lines if possible, else at
 line ends, else at spaces. A passage never spans two shards, and a BOS token precedes it. Empty documents are
 left out. The SHA-256 of a document's text chooses between training and validation, so all its passages are in
-the same split, whatever else is tokenized with it. If there is only one document, its last tenth of passages
-is for validation. The same files in the same order give the same shards.
+the same split, whatever else is tokenized with it. With few documents (below ten times --val-one-in) one
+split could be empty, so there the last passages of each document are for validation, one in --val-one-in. The
+same files in the same order give the same shards.
 
 Format of a shard, NAME_train_000001.bin (training counts from 1, validation from 0), little-endian:
     256 int32   20240520, 1, tokens, vocabulary size, BOS token, bytes of UTF-8 text without BOS, 0, 0, ...
@@ -50,6 +51,7 @@ SHARD_TOKENS = 100_000_000
 # About what the presets use of a document: `cpu` 512 tokens, of a byte; `record` 2048, of about 4 bytes.
 PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
 VOCABULARY = "vocabulary.txt"
+FEW = 10  # times --val-one-in: with fewer documents, hashes might leave one split empty
 
 
 class UserError(Exception):
@@ -370,7 +372,7 @@ def write_shards(
         train, val = (
             SplitWriter(Path(folder), name, split, encoding, shard_tokens) for split in ("train", "val")
         )
-        bad = empty = 0
+        bad = empty = divided = 0
 
         def leave_out(error: BadDocument) -> None:
             nonlocal bad
@@ -378,7 +380,8 @@ def write_shards(
             bad += 1
 
         documents = iter(documents)
-        first = list(itertools.islice(documents, 2))
+        first = list(itertools.islice(documents, FEW * val_one_in))
+        few = len(first) < FEW * val_one_in
         for batch in batches(itertools.chain(first, documents)):
             texts = []
             for document in batch:
@@ -389,23 +392,23 @@ def write_shards(
             for text, passages in zip(texts, encode(texts, encoding)):
                 if isinstance(passages, BadDocument):
                     leave_out(passages)
-                elif len(first) == 1 and len(passages) > 1:
-                    sizes, end = list(map(len, text.passages)), -(-len(passages) * 9 // 10)
-                    train.add(passages[:end], sizes[:end])
-                    val.add(passages[end:], sizes[end:])
-                    print(f"a single document: its last {len(passages) - end:,} passages are for validation")
+                elif few and len(passages) > 1:
+                    sizes, last = list(map(len, text.passages)), -(-len(passages) // val_one_in)
+                    train.add(passages[:-last], sizes[:-last])
+                    val.add(passages[-last:], sizes[-last:])
+                    divided += 1
                 elif passages:
                     (val if text.validation else train).add(passages, list(map(len, text.passages)))
                 else:
                     empty += 1
         train.close()
         val.close()
+        if divided:
+            print(f"few documents: the last passages of each, one in {val_one_in}, are for validation")
         for what, split in (("training", train), ("validation", val)):
             if not split.documents:
                 all_documents = train.documents + val.documents
-                fix = "give more documents, another --val-one-in, or one file that holds all"
-                if all_documents == 1:
-                    fix = "it is too short to be split between them"
+                fix = "give more text, or another --val-one-in"
                 raise UserError(
                     f"none of {all_documents} documents fell to {what} ({bad} bad and {empty} empty ones "
                     f"left out), and train_gpt.py needs both splits: nothing was written; {fix}"

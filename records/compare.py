@@ -15,9 +15,9 @@ A run counts if the last step it logged has a validation; its loss and time are 
 log says `epochs: 2` or more does not count: it ran out of training data, and read some again. A run that was
 stopped and resumed has several logs, and counts once, as the one that went furthest. A group meets the target
 if a one-sided one-sample t-test rejects, at p < 0.01, that its mean loss is not below the target.
-Groups are compared by Welch's t-test, two-sided. If their machines or data differ, the first line warns of it
-and no percentage is printed, unless --anyway is given. The exit code is 2 if something could not be read; all
-else is still reported.
+Groups are compared by Welch's t-test, two-sided. If their machines, data or validation differ, the first line
+warns of it and no percentage is printed, unless --anyway is given. The exit code is 2 if something could not
+be read; all else is still reported.
 
 --curves draws losses over steps and over training time. Thick, with a dot at each validation: validation
 loss, mean and standard deviation of a group's runs, at the steps that all validated. A default run validates
@@ -278,6 +278,13 @@ def decode(text: bytes) -> str:
 # Groups.
 # ============================================================================================================
 
+
+def validation_of(config: dict) -> str | None:
+    """Returns the config's settings of validation; None if it has none, as of public logs."""
+    settings = {key: config[key] for key in ("target", "val_slices", "val_slice_tokens") if key in config}
+    return str(settings) if settings else None
+
+
 # {name: a run's value, None if its log has none}. What should be equal in a group and between groups:
 ALIKE: dict[str, Callable[[Run], Any]] = {
     "hardware": lambda r: r.header.hardware,
@@ -291,6 +298,7 @@ ALIKE: dict[str, Callable[[Run], Any]] = {
 DECISIVE: dict[str, Callable[[Run], Any]] = {
     "machines": lambda r: r.header.hardware,
     "data": lambda r: r.header.data and r.header.data.split()[0],
+    "validation": lambda r: validation_of(r.header.config),
 }
 
 
@@ -957,7 +965,7 @@ def main(argv: list[str] | None = None) -> int:
     target_help = f"mean loss to reach (default: the logs' config, else {DEFAULT_TARGET})"
     add("--target", type=float, help=target_help)
     add("--json", action="store_true", help="print one JSON object; warnings go to stderr")
-    add("--anyway", action="store_true", help="print percentages though machines or data differ")
+    add("--anyway", action="store_true", help="print percentages though machines, data or validation differ")
     add("--curves", metavar="FILE.png", help="draw losses over steps and over training time")
     diff_help = "what changed in script and config from log A to log B"
     add("--diff", nargs=2, metavar=("A", "B"), help=diff_help)
