@@ -22,9 +22,8 @@ sys.path[:0] = [str(BENCH), str(BENCH / "gpu")]
 import check
 import collectives
 import runner
-from runner import Check, Row
-
 import step_time
+from runner import Check, Row
 
 CPU = torch.device("cpu")
 
