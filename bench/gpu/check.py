@@ -26,7 +26,6 @@ tiny sizes, with plain torch in the kernels' place: a test of this program alone
 import argparse
 import contextlib
 import gc
-import io
 import json
 import math
 import os
@@ -53,6 +52,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import step_time as st
 import train_gpt as tg
 from collectives import exchange_rank
+from kernels import BF16, compare, double, kernel_cases, rel_err, run
 from runner import UNCHECKED, Check, Report, Row, Unable, run_checks
 
 # A feature of the record preset, and the setting with it alone; the setting without it.
@@ -115,7 +115,7 @@ class Setup:
     @cached_property
     def paths(self) -> list[Path]:
         stages = list(range(len(self.cfg.stages)))
-        return st.synthetic_shard(str(self.scratch), self.cfg, stages, 16)[0]
+        return st.synthetic_shard(str(self.scratch), self.cfg, stages, 16)
 
     @cached_property
     def copy_rate(self) -> float:
@@ -126,8 +126,7 @@ class Setup:
 
     @cached_property
     def matmul_rate(self) -> float:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return st.matmul_ceiling(self.device)
+        return st.matmul_ceiling(self.device)
 
     @cached_property
     def exact(self) -> tuple[float, dict[str, Tensor]]:
@@ -147,10 +146,9 @@ class Setup:
     @contextlib.contextmanager
     def training(self, cfg: tg.Config, stage: int, world_size: int, steps: int) -> Iterator[st.Training]:
         """Builds a training; the script's functions are compiled as it needs while the context is open."""
-        backend = tg.select_backend(cfg, self.device)
-        variant = st.Variant("", cfg, backend, tg.compiler_of(cfg))
-        training = st.Training(variant, stage, world_size, self.paths, steps, self.device)
-        st.activate(variant)
+        variant = st.Variant("", cfg, self.device)
+        training = st.Training(variant, stage, world_size, self.paths, steps)
+        variant.activate()
         try:
             yield training
         finally:
@@ -193,87 +191,6 @@ def environment(setup: Setup) -> Iterator[Row]:
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
-# Relative errors. One rounding to bf16 is at most 2^-9, and the square of a rounded number has three times
-# that. FlashAttention also rounds probabilities.
-BF16, ATTENTION = 2.5 * 2.0**-9, 0.02
-# Hopper keeps few bits of FP8 sums: some e4m3 numbers are the next, 6 % of them away.
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01, torch.float8_e4m3fn: 0.02}
-
-
-def double(x: Any) -> Any:
-    """Returns a tensor of floats in fp64; others, and what is no tensor, as they are."""
-    if not (isinstance(x, Tensor) and x.is_floating_point()):
-        return x
-    return (x.float() if x.element_size() == 1 else x).double()
-
-
-def rel_err(actual: Tensor, exact: Tensor) -> float:
-    """Returns ||actual - exact|| / ||exact||; of e5m2 numbers the share that are one apart, inf if more."""
-    if exact.dtype == torch.float8_e5m2:
-        codes = [t.view(torch.uint8).int() for t in (actual, exact)]
-        a, b = ((code & 127) * (1 - 2 * (code >> 7)) for code in codes)
-        apart = (a - b).abs()
-        return apart.double().mean().item() if apart.max() <= 1 else math.inf
-    actual, exact = double(actual), double(exact)
-    return ((actual - exact).norm() / exact.norm()).item()
-
-
-Compared = Iterator[tuple[torch.dtype, Tensor, Tensor]]  # the operation's dtype, actual, exact
-
-
-def compare_operation(case: st.KernelCase, backend: tg.Backend) -> Compared:
-    """Yields all that an operation returns, or else changes; exact: plain, in fp64."""
-    args: list[Any] = []
-    recorder: dict[str, Any] = {case.operation: lambda *values: args.extend(values)}
-    case.run(tg.TORCH_BACKEND._replace(**recorder))
-    actual_args = [x.clone() if isinstance(x, Tensor) else x for x in args]
-    actual, tail = getattr(backend, case.operation)(*actual_args), slice(None)
-    if case.operation == "softcap_loss":  # fp64 takes much memory: only the last rows
-        tail = slice(-min(512, len(args[0])), None)
-        args[:2] = args[0][tail], args[1][tail]
-    exact_args = [double(x) for x in args]
-    exact = getattr(tg.TORCH_BACKEND, case.operation)(*exact_args)
-    if actual is not None:
-        for a, e in zip(*(r if isinstance(r, tuple) else (r,) for r in (actual, exact))):
-            yield a.dtype, a[tail], e
-        return
-    for a, e, before in zip(actual_args, exact_args, map(double, args)):
-        if isinstance(a, Tensor) and (changed := (double(a) != before) | (e != before)).any():
-            yield a.dtype, double(a)[changed], e[changed]
-
-
-def compare_with_grad(case: st.KernelCase, backend: tg.Backend) -> Compared:
-    """Yields the output and the gradients."""
-    operation, plain = (getattr(b, case.operation) for b in (backend, tg.TORCH_BACKEND))
-    results: list[list[Tensor]] = []
-
-    def actual(*args) -> Tensor:
-        results.append([operation(*args)])
-        return results[-1][0]
-
-    def exact(*args) -> Tensor:
-        results.append([plain(*map(double, args)).to(args[0].dtype)])
-        return results[-1][0]
-
-    for function in (actual, exact):
-        recorder: dict[str, Any] = {case.operation: function}
-        gradients = case.run(backend._replace(**recorder))
-        results[-1] += gradients
-    for a, e in zip(*results):
-        yield a.dtype, a.detach(), e.detach()
-
-
-def compare(case: st.KernelCase, backend: tg.Backend) -> tuple[float, float]:
-    """Returns the error that is the largest for its bound, and that bound."""
-    with_grad = case.operation == "attention"
-    errors, yields = [], compare_with_grad if with_grad else compare_operation
-    for dtype, actual, exact in yields(case, backend):
-        if actual.shape != exact.shape:
-            raise RuntimeError(f"{case.operation}: shapes {actual.shape} and {exact.shape}")
-        bound = ATTENTION if with_grad else BOUNDS.get(dtype, 0.0)
-        errors.append((rel_err(actual, exact), bound))
-    return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / max(e[1], 1e-9))
-
 
 def backend_with(setup: Setup, feature: str) -> tuple[tg.Config, tg.Backend]:
     """Returns the config and the backend with only this kernel, or only this FlashAttention.
@@ -282,15 +199,15 @@ def backend_with(setup: Setup, feature: str) -> tuple[tg.Config, tg.Backend]:
     """
     attention = {"attention": "varlen", "fa3": "fa3"}.get(feature, "dense")
     kernels = feature if feature in tg.KERNELS else ""
-    cfg = with_settings(setup.cfg, f"kernels={kernels} attention={attention}")
+    cfg = with_settings(setup.cfg, f"kernels={kernels} attention={attention} compile=false")
     if not setup.on_gpu:
         return cfg, tg.TORCH_BACKEND
     try:
-        backend = tg.select_backend(cfg, setup.device)
+        variant = st.Variant("", cfg, setup.device)
     except tg.UserError as e:
         raise Unable(str(e)) from None
-    st.activate_flash_attention(cfg)
-    return cfg, backend
+    variant.activate()
+    return cfg, variant.backend
 
 
 def accuracy(setup: Setup, feature: str) -> Iterator[Row]:
@@ -299,7 +216,7 @@ def accuracy(setup: Setup, feature: str) -> Iterator[Row]:
     for stage in (0, 2):
         # The later stage's operands, but as few tokens as the first one's: fp64 scores take much memory.
         short = replace(cfg, microbatches=max(cfg.microbatches, cfg.stages[stage].batch_tokens // 16384))
-        for case in st.kernel_cases(short, [stage], setup.paths, setup.device):
+        for case in kernel_cases(short, [stage], setup.paths, setup.device):
             if case[:2] in seen:
                 continue
             seen.add(case[:2])
@@ -487,23 +404,18 @@ def stage_times(setup: Setup, stage: int, name: str) -> Iterator[Row]:
         gc.collect()
         for _ in range(setup.timed_steps):
             training.step()
-        if not torch.stack(training.losses).isfinite().all():
-            raise RuntimeError("the loss is not finite, so times mean nothing")
-        ms, keys = float(np.median(training.pairs())), np.mean(training.keys, axis=0).tolist()
-        rate, host = training.tokens / len(training.ms) / ms * 1000, median(training.host)
-        mfu = rate * st.flops_per_token(cfg, keys) / setup.matmul_rate
-        mib, device = training.peak / 2**20, device_ms(training)
-    seen = f"{ms:.1f} ms, host {host:.1f} ms, device {device:.1f} ms, {rate:.0f} tokens/s, MFU {mfu:.2f}, "
+        numbers = training.measured(setup.matmul_rate) | {"device": device_ms(training)}
+    seen = "{ms:.1f} ms, host {host:.1f} ms, device {device:.1f} ms, {tokens/s:.0f} tokens/s, MFU {MFU:.2f}, "
+    seen += "{MiB:.0f} MiB"
     expected = f"H100: about {DEVICE_MS[stage]} ms" if setup.on_gpu and world_size > 1 else ""
-    numbers = dict(ms=ms, host=host, device=device, rate=rate, mfu=mfu, mib=mib)
-    yield Row(f"stage {stage}, {name}", expected, f"{seen}{mib:.0f} MiB", numbers=numbers)
+    yield Row(f"stage {stage}, {name}", expected, seen.format(**numbers), numbers=numbers)
 
 
 def kernel_times(setup: Setup, feature: str) -> Iterator[Row]:
     """Times a feature's operations against plain torch and the measured ceilings."""
     cfg, backend = backend_with(setup, feature)
-    for case in st.kernel_cases(cfg, [0, 2], setup.paths, setup.device):
-        calls = [partial(case.run, b) for b in (backend, tg.TORCH_BACKEND)]
+    for case in kernel_cases(cfg, [0, 2], setup.paths, setup.device):
+        calls = [partial(run, case.operation, case.args, b) for b in (backend, tg.TORCH_BACKEND)]
         ms, torch_ms = st.timed(calls, setup.device, 10)
         if case.flops:
             rate, share = f"{case.flops / ms / 1e9:.0f} TFLOP/s", case.flops / setup.matmul_rate
@@ -585,7 +497,7 @@ def exchanges(setup: Setup) -> Iterator[Row]:
     """Runs exchange_rank on the largest of 8, 4, 2 and 1 GPUs; without one on two gloo ranks."""
     n, scratch = setup.ranks if setup.on_gpu else 2, Path(tempfile.mkdtemp(dir=setup.scratch))
     cfg = with_settings(tg.CPU, f"{TINY} stages.*.steps=2 dtype=float32 bank_dtype=float32 fp8=false")
-    (shard,), _ = st.synthetic_shard(str(scratch), cfg, [0, 1, 2, 3], 10)
+    (shard,) = st.synthetic_shard(str(scratch), cfg, [0, 1, 2, 3], 10)
     try:
         args = n, setup.on_gpu, cfg, shard
         torch.multiprocessing.start_processes(exchange_rank, args, nprocs=n, start_method="spawn")
@@ -606,7 +518,9 @@ DENSE = " ".join(f"params.{spec.name}.exchange=reduce_scatter" for spec in tg.PA
 STAGES = [(s, name) for name in sorted(st.SETUPS, key=lambda name: -st.SETUPS[name]) for s in range(4)]
 CHECKS = [
     Check("start", "environment", environment),
-    Check("start", "short run", timed_run, ("short run", "stages.*.steps=2", 1, False), limit=900),
+    Check(
+        "start", "short run", timed_run, ("short run", "stages.*.steps=2 val_slices=8", 1, False), limit=900
+    ),
     *(Check("kernels", f"accuracy of {name}", accuracy, (name,), {"feature": name}) for name in OPERATIONS),
     Check("kernels", "fp8 products", fp8_products, (), {"feature": "fp8"}),
     Check("steps", "compiled graphs", graphs, (), {"feature": "compile"}, 900),
@@ -626,22 +540,21 @@ CHECKS = [
 
 def choose_settings(rows: Sequence[Row]) -> dict[str, str]:
     """Returns the settings for this card: without what failed, what is slower, what cannot run."""
-    off, times = " ".join(row.off for row in rows), {}
+    off, times = [row.off for row in rows if row.off], {}
     forms = {row.form: row.ok for row in rows if row.form is not None}
     if forms.get("") is False:  # then the passing settings that change the least
-        passing = sorted((form for form, ok in forms.items() if ok), key=lambda form: len(form.split()))
-        off += f" {passing[0]}"
+        off.append(min((form for form, ok in forms.items() if ok), key=lambda form: len(form.split())))
     for row in rows:
         if row.ms:
-            times.setdefault(row.feature, []).append(row.ms)
+            times[row.feature] = np.add(times.get(row.feature, 0), row.ms)
     bad = {row.feature for row in rows if row.ok is False}
-    for feature, pairs in times.items():
-        own, torch_ms = map(sum, zip(*pairs))
-        bad |= {feature} if own > 1.03 * torch_ms else set()
-    off += "".join(f" {setting}" for feature, setting in OFF.items() if feature in bad)
-    chosen = dict(setting.split("=") for setting in off.split())
+    bad |= {feature for feature, (own, plain) in times.items() if own > 1.03 * plain}
+    off += [setting for feature, setting in OFF.items() if feature in bad]
+    chosen = dict(setting.split("=") for setting in " ".join(off).split())
     if bad & set(tg.KERNELS):
         chosen.setdefault("kernels", ",".join(kernel for kernel in tg.KERNELS if kernel not in bad))
+    if "fa3" in times and "fa3" not in bad and times["fa3"][0] < times["attention"][0]:
+        chosen.setdefault("attention", "fa3")
     return chosen
 
 
