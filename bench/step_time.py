@@ -370,11 +370,11 @@ def run(args: argparse.Namespace) -> None:
         ceiling = matmul_ceiling(device)
         print(f"data: {source}\nmatmul ceiling: {ceiling / 1e12:.4g} TFLOP/s")
         print(*(f"{v.name}: {changes}" for v, changes in zip(variants[1:], args.against)), sep="\n")
-        each = args.steps + warmup_steps(variants)
+        lines = len(stages) * len(SETUPS) * len(variants)
         print(
-            f"{len(stages)} stages, {len(SETUPS)} setups, {len(variants)} variants of {each} steps: with the cpu"
+            f"{lines} lines of {args.steps} steps, after {warmup_steps(variants)} not timed: with the cpu preset"
         )
-        print("preset about a minute a variant; compile=true takes minutes more")
+        print("seconds a line; compile=true takes minutes more")
         for stage in stages:
             for setup, world_size in SETUPS.items():
                 plan, count = tg.plan_step(cfg, cfg.stage_starts[stage]), tg.num_microbatches(cfg, world_size)
