@@ -227,34 +227,29 @@ class CountingExchange(SingleRankExchange):
         super().__init__(0, world_size)
         self.counts = counts
 
+    def count(self, kind: str, name: str, nbytes: int) -> None:
+        """Counts a collective of so many bytes, of which this rank keeps its own share."""
+        self.counts.add_collective(kind, name, nbytes * (self.world_size - 1) // self.world_size)
+
     def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> tg.Pending:
-        others, rings = self.world_size - 1, 2 if how == "all_reduce" else 1
-        nbytes = rings * grad.nbytes * others // self.world_size
-        if how == "all_reduce" and recv_buffer is not None:  # all of it to each
-            nbytes = grad.nbytes * others
-        self.counts.add_collective(how, name, nbytes)
+        # To each rank its part; in a ring also the parts' means; or all to each rank.
+        times = 1 if how != "all_reduce" else 2 if recv_buffer is None else self.world_size
+        self.count(how, name, times * grad.nbytes)
         return super().reduce(name, how, grad, recv_buffer)
 
-    def send_rows(
-        self,
-        kind: str,
-        name: str,
-        rows: Tensor,
-        send_counts: list[int],
-        recv_counts: list[int],
-        out: Tensor | None = None,
-    ) -> tg.Pending:
-        others = 1 - send_counts[self.rank] / max(1, len(rows))
-        self.counts.add_collective(kind, name, round(others * rows.nbytes))
+    def send_rows(self, *args) -> tg.Pending:
+        kind, name, rows, send_counts, *_ = args
+        kept = rows.split(send_counts)[self.rank]
+        self.counts.add_collective(kind, name, rows.nbytes - kept.nbytes)
         with self.counts.paused():
-            return super().send_rows(kind, name, rows, send_counts, recv_counts, out)
+            return super().send_rows(*args)
 
     def all_reduce(self, t: Tensor, op=torch.distributed.ReduceOp.SUM) -> tg.Pending:
-        self.counts.add_collective("all_reduce", "", 2 * t.nbytes * (self.world_size - 1) // self.world_size)
+        self.count("all_reduce", "", 2 * t.nbytes)
         return super().all_reduce(t, op)
 
     def gather(self, name: str, t: Tensor) -> tg.Pending:
-        self.counts.add_collective("all_gather", name, t.nbytes * (self.world_size - 1) // self.world_size)
+        self.count("all_gather", name, t.nbytes)
         return super().gather(name, t)
 
 
@@ -314,7 +309,8 @@ def run_steps(
 ) -> list[Any]:
     """Runs eight steps of rank 0 of `world_size` in a stage. Returns what was found in the last four.
 
-    Four steps are a period of all updates. As in a run, validation comes first: compiled code is then for any length from the first step on.
+    Four are a period of all updates. As in a run, validation comes first: compiled code is then for any
+    length from the first step on.
     """
     found = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

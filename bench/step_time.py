@@ -372,9 +372,9 @@ def run(args: argparse.Namespace) -> None:
         print(*(f"{v.name}: {changes}" for v, changes in zip(variants[1:], args.against)), sep="\n")
         lines = len(stages) * len(SETUPS) * len(variants)
         print(
-            f"{lines} lines of {args.steps} steps, after {warmup_steps(variants)} not timed: with the cpu preset"
+            f"{lines} lines of {args.steps} steps and {warmup_steps(variants)} before: with the cpu preset they"
         )
-        print("seconds a line; compile=true takes minutes more")
+        print("take ten seconds each; compile=true takes minutes more")
         for stage in stages:
             for setup, world_size in SETUPS.items():
                 plan, count = tg.plan_step(cfg, cfg.stage_starts[stage]), tg.num_microbatches(cfg, world_size)
