@@ -84,27 +84,23 @@ class Memory(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = 0
-        self.storages = {}
+        self.live, self.peak, self.known = 0, 0, set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for t in on_meta(out):
-            self.add(t.untyped_storage())
+            storage = t.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in self.known:
+                self.known.add(key)
+                self.live += nbytes
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.free, key, nbytes)
         return out
 
-    def add(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self.storages:
-            return
-
-        def free(_) -> None:
-            self.live -= nbytes
-            del self.storages[key]
-
-        self.storages[key] = weakref.ref(storage, free)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
+    def free(self, key: int, nbytes: int) -> None:
+        self.known.remove(key)
+        self.live -= nbytes
 
 
 class Counts(TorchDispatchMode):

@@ -144,11 +144,9 @@ class Variant:
         """Makes the script's functions this variant's: a process has one compiler and one FlashAttention."""
         tg.compiled.compiler, attention = self.compiler, torch.nn.attention
         wanted = "FA3" if self.cfg.attention == "fa3" else None
-        if self.cfg.attention == "dense" or attention.current_flash_attention_impl() == wanted:
-            return
-        if wanted:
-            attention.activate_flash_attention_impl("FA3")
-        else:
+        if wanted and attention.current_flash_attention_impl() != wanted:
+            attention.activate_flash_attention_impl(wanted)
+        elif not wanted and attention.current_flash_attention_impl():
             attention.restore_flash_attention_impl(False)
 
 
@@ -160,8 +158,9 @@ class Training:
         self.paths, allocated_before = paths, self.allocated()
         self.model = tg.GPT(self.cfg, world_size, variant.device, backend=variant.backend)
         exchange = (SingleRankExchange if world_size > 1 else tg.Exchange)(0, world_size)
-        params = dict(self.model.named_parameters())
-        self.optimizer = tg.Optimizer(self.cfg, params, exchange, variant.backend)
+        self.optimizer = tg.Optimizer(
+            self.cfg, dict(self.model.named_parameters()), exchange, variant.backend
+        )
         self.optimizer.is_tied = stage < 2  # untie() would also copy the moments, which are still 0
         start, count = self.cfg.stage_starts[stage], self.cfg.stages[stage].steps
         first = tg.padded(start, 4)  # no gradient awaits its update then
@@ -370,18 +369,14 @@ def run(args: argparse.Namespace) -> None:
         ceiling = matmul_ceiling(device)
         print(f"data: {source}\nmatmul ceiling: {ceiling / 1e12:.4g} TFLOP/s")
         print(*(f"{v.name}: {changes}" for v, changes in zip(variants[1:], args.against)), sep="\n")
-        lines = len(stages) * len(SETUPS) * len(variants)
-        print(
-            f"{lines} lines of {args.steps} steps and {warmup_steps(variants)} before: with the cpu preset they"
-        )
-        print("take ten seconds each; compile=true takes minutes more")
+        lines, warmup = len(stages) * len(SETUPS) * len(variants), warmup_steps(variants)
+        print(f"{lines} lines of {warmup} + {args.steps} steps: ten seconds each with the cpu preset; with")
+        print("compile=true minutes more")
         for stage in stages:
             for setup, world_size in SETUPS.items():
-                plan, count = tg.plan_step(cfg, cfg.stage_starts[stage]), tg.num_microbatches(cfg, world_size)
-                sizes = f"{count // world_size} micro-batches of {plan.batch_tokens // count} tokens"
-                windows = ", ".join(f"{name} {window}" for name, window in plan.windows.items())
-                documents = f"documents to {plan.max_doc_len}"
-                print(f"\nstage {stage}, {setup}: {sizes}, windows {windows}, {documents}")
+                count = tg.num_microbatches(cfg, world_size)
+                sizes = f"{count // world_size} x {cfg.stages[stage].batch_tokens // count} tokens"
+                print(f"\nstage {stage}, {setup}: {sizes}")
                 print(LINE(*COLUMNS), flush=True)
                 time_stage(variants, stage, world_size, paths, args.steps, ceiling)
 

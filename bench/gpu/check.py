@@ -54,6 +54,7 @@ import train_gpt as tg
 from collectives import exchange_rank
 from kernels import BF16, compare, double, kernel_cases, rel_err, run
 from runner import UNCHECKED, Check, Report, Row, Unable, run_checks
+from synthetic import write_shards
 
 # A feature of the record preset, and the setting with it alone; the setting without it.
 ONLY = {"kernels": f"kernels={','.join(tg.KERNELS)}", "attention": "attention=varlen", "fp8": "fp8=true"}
@@ -430,15 +431,6 @@ def kernel_times(setup: Setup, feature: str) -> Iterator[Row]:
 # ---- run ---------------------------------------------------------------------------------------------------
 
 
-def call(command: Sequence[Any], cwd: Path) -> None:
-    """Runs a Python program. Raises RuntimeError with all that it printed if it fails."""
-    words = [sys.executable, *map(str, command)]
-    done = subprocess.run(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        printed = done.stdout.strip().splitlines() or ["nothing"]
-        raise RuntimeError("\n".join([f"status {done.returncode}: {printed[-1]}", *printed]))
-
-
 def timed_run(setup: Setup, name: str, settings: str, gpus: int, like_run: bool = True) -> Iterator[Row]:
     """Trains by train_gpt.py, on all GPUs, on synthetic tokens. Keeps the log, and the traces of "run".
 
@@ -451,21 +443,22 @@ def timed_run(setup: Setup, name: str, settings: str, gpus: int, like_run: bool 
     cfg = with_settings(tg.PRESETS[setup.preset], settings)
     # A document has 700 tokens on average, of which a batch takes at most max_doc_len.
     tokens = tg.train_tokens(cfg) * (2 + 3000 // min(stage.max_doc_len for stage in cfg.stages))
-    counts = ["--train-tokens", tokens, "--val-tokens", cfg.val_slices * cfg.val_slice_tokens + 1]
     data, cwd = setup.scratch / f"data_{tokens}", setup.out / name.replace(" ", "_")
-    if not data.exists():
-        call([ROOT / "data/synthetic.py", data, *counts, "--vocab-size", cfg.vocab_size], setup.scratch)
+    write_shards(data, tokens, cfg.val_slices * cfg.val_slice_tokens + 1, cfg.vocab_size)
     command: list[Any] = [ROOT / "train_gpt.py", "--preset", setup.preset, "--data", data]
     if setup.ranks > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={setup.ranks}"]
         command = torchrun + command
     if name == "run":
         command += ["--profile", 8 if setup.on_gpu else 1]
-    for setting in settings.split():
-        command += ["--set", setting]
+    command += [f"--set={setting}" for setting in settings.split()]
     shutil.rmtree(cwd, ignore_errors=True)
     cwd.mkdir()
-    call(command, cwd)
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        printed = done.stdout.strip().splitlines() or ["nothing"]
+        raise RuntimeError("\n".join([f"status {done.returncode}: {printed[-1]}", *printed]))
     (log,) = cwd.rglob("seed*.txt")
     text = log.read_text(encoding="utf-8")
     for path in [log, *cwd.rglob("*.trace.json.gz")]:
@@ -543,7 +536,8 @@ def choose_settings(rows: Sequence[Row]) -> dict[str, str]:
     off, times = [row.off for row in rows if row.off], {}
     forms = {row.form: row.ok for row in rows if row.form is not None}
     if forms.get("") is False:  # then the passing settings that change the least
-        off.append(min((form for form, ok in forms.items() if ok), key=lambda form: len(form.split())))
+        passing = (form for form, ok in forms.items() if ok)
+        off.append(min(passing, key=lambda form: len(form.split()), default=""))
     for row in rows:
         if row.ms:
             times[row.feature] = np.add(times.get(row.feature, 0), row.ms)
@@ -553,7 +547,8 @@ def choose_settings(rows: Sequence[Row]) -> dict[str, str]:
     chosen = dict(setting.split("=") for setting in " ".join(off).split())
     if bad & set(tg.KERNELS):
         chosen.setdefault("kernels", ",".join(kernel for kernel in tg.KERNELS if kernel not in bad))
-    if "fa3" in times and "fa3" not in bad and times["fa3"][0] < times["attention"][0]:
+    fa3, varlen = (times.get(feature, [math.inf])[0] for feature in ("fa3", "attention"))
+    if "fa3" not in bad and fa3 < varlen:
         chosen.setdefault("attention", "fa3")
     return chosen
 
@@ -573,25 +568,18 @@ def closing(rows: Sequence[Row]) -> list[str]:
     return [*lines, f"settings for this card: {chosen or 'the preset as it is'}"]
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="check.py", description=__doc__, formatter_class=raw, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     steps = list(dict.fromkeys(check.step for check in CHECKS))
     add, default = parser.add_argument, "default: %(default)s"
     add("--minutes", type=float, default=25.0, metavar="M", help=f"time for everything; {default}")
     add("--only", default=",".join(steps), metavar="STEP,...", help=default)
     add("--out", type=Path, default=Path("gpu_check"), metavar="DIR", help=default)
     args = parser.parse_args(argv)
-    args.steps = args.only.split(",")
-    if not set(args.steps) <= set(steps):
+    only, minutes = args.only.split(","), "about a minute"
+    if not set(only) <= set(steps):
         parser.error(f"--only {args.only}: name steps of {','.join(steps)}")
-    return args
-
-
-def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
-    args, minutes = parse_args(argv), "about a minute"
     try:
         tg.select_backend(tg.CPU, torch.device("cpu"))  # raises if there are GPUs that torch cannot use
         if torch.cuda.is_available():
@@ -601,13 +589,12 @@ def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int
         print(f"This takes {minutes}; each row is printed when it is known.")
         report = Report(args.out.resolve())
     except tg.UserError as e:
-        print(f"check.py: error: {e}", file=sys.stderr, flush=True)
-        return 1
+        sys.exit(f"check.py: error: {e}")
     for number in (signal.SIGTERM, signal.SIGHUP):  # the last lines come whatever ends it
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         # The environment goes first, always: the settings depend on it.
-        chosen = [check for check in checks if check.step in args.steps or check is checks[0]]
+        chosen = [check for check in checks if check.step in only or check is checks[0]]
         try:
             for row in run_checks(chosen, 60 * args.minutes, partial(Setup, Path(scratch), report.out)):
                 report.add(row)

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,39 +51,24 @@ def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[Case]:
             yield Case("gram", f"{name} x {M} x {M} +", args, flops=2 * n * M**3)
 
 
-MOST_ROWS = 1 << 16  # of a range of n-grams: more than caches hold; fp64 copies of them must fit
-
-
-def ngram_case(cfg: tg.Config, tokens: np.ndarray, device: torch.device) -> Case:
-    """Returns the sum of the gradients of n-grams' rows, of those of a micro-batch."""
-    ngrams = replace(cfg.ngrams, rows=min(cfg.ngrams.rows, MOST_ROWS))
-    ids, sign_ids = tg.hash_ngrams(tokens, ngrams, cfg.sign_rows)
-    index = tg.index_rows(ids, signs=sign_ids)
-    (K, T), n = ids.shape, len(index.row_ids)
-    index = index._replace(row_ids=torch.arange(n, dtype=torch.int32))
-    index = tg.map_tensors(lambda t: t.to(device), index)
-    out, found, signs = (torch.randn(rows, ngrams.width, device=device) for rows in (n, T, cfg.sign_rows))
-    out, found = out.to(tg.dtype_of(ngrams.dtype)), found.to(tg.dtype_of(cfg.dtype))
-    args, nbytes = (out, found, index, signs.sign().to(found.dtype)), K * found.nbytes + 2 * out.nbytes
-    return Case("segment_sum_rows", f"n-grams: {K} x {T} to {n} rows", args, nbytes=nbytes)
-
-
 def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.device) -> Iterator[Case]:
     """Yields the other operations, on the operands of a stage's micro-batch on one GPU."""
     plan, loader = tg.plan_step(cfg, cfg.stage_starts[stage]), tg.TrainLoader(cfg, paths, 0, 1)
     *_, batch = tg.Prefetcher(loader, [plan], tg.Exchange(0, 1)).next().micro_batches
     loader.close()
     keys = step_time.layer_keys(cfg, plan, batch.cu_seqlens.numpy())
-    inputs, batch = batch.inputs.numpy(), batch.to(device)
-    T, d, V, F, dtype = len(inputs), cfg.dim, cfg.padded_vocab, cfg.mlp_dim, tg.dtype_of(cfg.dtype)
+    T, d, V, F, dtype = len(batch.inputs), cfg.dim, cfg.padded_vocab, cfg.mlp_dim, tg.dtype_of(cfg.dtype)
+    batch = batch.to(device)
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
     h, fc, square, dy = rand(T, d), rand(F, d), rand(T, F).relu().square(), rand(T, d)
     bank, act_amax = torch.stack([fc, fc]), torch.zeros((), device=device)
-    *weights, _ = (t[0] for t in tg.fp8_mlp_weights(bank, torch.zeros(1, device=device)))
-    fp8_mlp = tg.FP8MLP(*weights, square.max().float() / tg.E4M3_MAX, act_amax)
+    converted = tg.fp8_mlp_weights(bank, torch.zeros(1, device=device))
+    fc8, proj8, fc_scale, proj_scale, _ = (t[0] for t in converted)
+    act_scale = square.max().float() / tg.E4M3_MAX
+    fp8_mlp = tg.FP8MLP(fc8, proj8, fc_scale, proj_scale, act_scale, act_amax)
     products = {
         "relu_square": (h, fc),
         "relu_square_grad": (dy, fc, square),
@@ -102,22 +85,31 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         head_args, nbytes = (logits, targets, plan.loss_weights, scale_inv), (2 + size) * logits.numel()
         yield Case("softcap_loss", f"{n} x {V}, {K} targets, {grad_dtype}", head_args, nbytes=nbytes)
 
-    for spec in tg.used_params(cfg):
-        if spec.name in ("value_embeds", "bigram_embed"):
-            shape, index = tg.param_shapes(cfg, 1)[spec.name], batch.index[spec.kind]
-            out, grad, count = rand(*shape), rand(T, *shape[1:]), len(index.row_ids)
-            table_args, nbytes = (out, grad, index, rand(cfg.sign_rows, d).sign()), out[0].nbytes * 2 * count
-            shapes = f"{spec.name}: {T} to {count} rows"
-            yield Case("segment_sum_rows", shapes, table_args, nbytes=grad.nbytes + nbytes)
-    yield ngram_case(cfg, inputs, device)
+    shapes, kinds = (
+        tg.param_shapes(cfg, 1),
+        {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "ngrams"},
+    )
+    for name, kind in kinds.items():
+        if index := batch.index.get(kind):
+            # A step has more rows of n-grams than this batch reads.
+            rows, *columns = shapes.get(name, (int(index.row_ids.max()) + 1, cfg.ngrams.width))
+            out, grad, signs = (
+                rand(rows, *columns),
+                rand(T, *columns),
+                rand(cfg.sign_rows, columns[-1]).sign(),
+            )
+            positions, count = len(index.perm), len(index.row_ids)
+            nbytes = positions * grad[0].nbytes + count * out[0].nbytes * 2
+            what, table_args = f"{name}: {positions} to {count} rows", (out, grad, index, signs)
+            yield Case("segment_sum_rows", what, table_args, nbytes=nbytes)
 
     attending = [(layer.attention, layer.window) for layer in cfg.layers if layer.attention]
     for (kind, name), seen_keys in dict(zip(attending, keys)).items():
         rows, window = 2 if kind == "paired" else 1, plan.windows[name]
         qkv = (tg.norm(rand(T * rows, cfg.heads // rows, cfg.head_dim)) for _ in range(3))
         attention_args = *qkv, batch.cu_seqlens * rows, plan.max_doc_len * rows, window, cfg.attn_scale
-        shapes = f"stage {stage}, {kind} {name}: {T * rows}, window {window}"
-        yield Case("attention", shapes, attention_args, flops=12 * d * seen_keys * T)
+        what = f"stage {stage}, {kind} {name}: {T * rows}, window {window}"
+        yield Case("attention", what, attention_args, flops=12 * d * seen_keys * T)
 
 
 def kernel_cases(
