@@ -107,7 +107,7 @@ class Setup:
                 self.settings += f" {OFF[feature]}"
                 self.missing.append(Row(feature, seen=f"{UNCHECKED}{e}", off=OFF[feature]))
         self.cfg = with_settings(tg.PRESETS[self.preset], self.settings)
-        self.timed_steps = 6 if self.on_gpu else 2
+        self.warmup_steps, self.timed_steps = (4, 6) if self.on_gpu else (2, 2)
         if not self.on_gpu:
             os.environ["OMP_NUM_THREADS"] = "1"  # of processes that checks start
             torch.set_num_threads(1)
@@ -346,7 +346,7 @@ def no_wait(setup: Setup, stage: int, world_size: int) -> Iterator[Row]:
     """Runs two steps, one with Adam, in which torch raises where the host would wait for the GPU."""
     cfg = with_settings(setup.cfg, FEW_ROWS)
     with setup.training(cfg, stage, world_size, 7) as training:  # the last is only fetched for
-        training.warm_up(4)
+        training.warm_up(setup.warmup_steps)
         for step in range(2):
             batch = training.batches.next()
             training.synchronize()
@@ -401,7 +401,7 @@ def stage_times(setup: Setup, stage: int, name: str) -> Iterator[Row]:
     """Times a stage's step: a mean over an Adam period, the median over periods."""
     cfg, world_size = setup.cfg, st.SETUPS[name]
     with setup.training(cfg, stage, world_size, 6 + setup.timed_steps) as training:
-        training.warm_up(4 if setup.on_gpu else 2)
+        training.warm_up(setup.warmup_steps)
         gc.collect()
         for _ in range(setup.timed_steps):
             training.step()
@@ -577,7 +577,7 @@ def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int
     add("--only", default=",".join(steps), metavar="STEP,...", help=default)
     add("--out", type=Path, default=Path("gpu_check"), metavar="DIR", help=default)
     args = parser.parse_args(argv)
-    only, minutes = args.only.split(","), "about a minute"
+    only, minutes = args.only.split(","), "some minutes"
     if not set(only) <= set(steps):
         parser.error(f"--only {args.only}: name steps of {','.join(steps)}")
     try:

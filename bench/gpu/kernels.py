@@ -85,22 +85,16 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         head_args, nbytes = (logits, targets, plan.loss_weights, scale_inv), (2 + size) * logits.numel()
         yield Case("softcap_loss", f"{n} x {V}, {K} targets, {grad_dtype}", head_args, nbytes=nbytes)
 
-    shapes, kinds = (
-        tg.param_shapes(cfg, 1),
-        {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "ngrams"},
-    )
-    for name, kind in kinds.items():
-        if index := batch.index.get(kind):
+    kinds = {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "ngrams"}
+    for name, table_kind in kinds.items():
+        if index := batch.index.get(table_kind):
             # A step has more rows of n-grams than this batch reads.
-            rows, *columns = shapes.get(name, (int(index.row_ids.max()) + 1, cfg.ngrams.width))
-            out, grad, signs = (
-                rand(rows, *columns),
-                rand(T, *columns),
-                rand(cfg.sign_rows, columns[-1]).sign(),
-            )
+            ngrams_shape = int(index.row_ids.max()) + 1, cfg.ngrams.width
+            rows, *columns = tg.param_shapes(cfg, 1).get(name, ngrams_shape)
+            out, grad, signs = rand(rows, *columns), rand(T, *columns), rand(cfg.sign_rows, columns[-1])
             positions, count = len(index.perm), len(index.row_ids)
             nbytes = positions * grad[0].nbytes + count * out[0].nbytes * 2
-            what, table_args = f"{name}: {positions} to {count} rows", (out, grad, index, signs)
+            what, table_args = f"{name}: {positions} to {count} rows", (out, grad, index, signs.sign())
             yield Case("segment_sum_rows", what, table_args, nbytes=nbytes)
 
     attending = [(layer.attention, layer.window) for layer in cfg.layers if layer.attention]
