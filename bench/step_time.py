@@ -18,10 +18,10 @@ Times each stage's steps in one process, synchronizing with the device before an
               GPU waits for launches. On a CPU it is ms
     wait      median ms of waiting for the prefetched batch; not in ms
     tokens/s  tokens of this process / ms
-    keys      keys that a query sees, in its window and document: mean over batches and attention layers
     MFLOP     of a token, forward and backward: 6 (qk + vo + mlp + head) + 12 H D (sum of keys over layers).
-              Counts weights without a bank's padding, H heads of D, and FP8 FLOPs like others. Does not
-              count embeddings, the optimizer, or recomputation
+              Keys are those that a query sees, in its window and document. Counts weights without a bank's
+              padding, H heads of D, and FP8 FLOPs like others. Does not count embeddings, the optimizer, or
+              recomputation
     MFU       model FLOP utilization: MFLOP x tokens/s / the matmul ceiling, which is measured first: median
               of large torch.mm on random numbers, bf16 on a GPU, fp32 on a CPU, for any config
     MiB       on a GPU the peak of this variant's tensors in a timed step. On a CPU the process's peak
@@ -63,10 +63,8 @@ from synthetic import draw_documents
 from tokenize_text import shard_header
 
 SETUPS = {"one GPU": 1, "one rank of 8": 8}  # world sizes
-COLUMNS = "variant,tokens,ms,quartiles,host,wait,tokens/s,keys,MFLOP,MFU,MiB,first s,ratio,quartiles".split(
-    ","
-)
-LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>6} {:>9} {:>6} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
+COLUMNS = "variant,tokens,ms,quartiles,host,wait,tokens/s,MFLOP,MFU,MiB,first s,ratio,quartiles".split(",")
+LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>6} {:>9} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
 
 
 def mean_keys(cu_seqlens: np.ndarray, window: int) -> float:
@@ -239,8 +237,8 @@ class Training:
         if not torch.stack(self.losses).isfinite().all():  # a GPU multiplies NaN faster than numbers
             problem = "the loss is not finite, so the times mean nothing; lower the learning rate"
             raise tg.UserError(f"{self.variant.name}: {problem}")
-        ms, keys = float(np.median(self.pairs())), np.mean(self.keys, axis=0)
-        tokens, flops, peak = self.tokens // len(self.ms), flops_per_token(self.cfg, keys), self.peak
+        ms, tokens, peak = float(np.median(self.pairs())), self.tokens // len(self.ms), self.peak
+        flops = flops_per_token(self.cfg, np.mean(self.keys, axis=0))
         if not self.on_gpu:
             unit = 1 if sys.platform == "darwin" else 1024
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -251,21 +249,20 @@ class Training:
             "host": median(self.host),
             "wait": median(self.waits),
             "tokens/s": rate,
-            "keys": float(keys.mean()),
             "MFLOP": flops / 1e6,
             "MFU": rate * flops / ceiling,
             "MiB": peak / 2**20,
         }
 
     def report(self, base: "Training", ceiling: float) -> None:
-        tokens, ms, host, wait, rate, keys, mflop, mfu, mib = self.measured(ceiling).values()
+        tokens, ms, host, wait, rate, mflop, mfu, mib = self.measured(ceiling).values()
         low, high = np.quantile(self.pairs(), (0.25, 0.75))
         ratio = "", ""
         if self is not base:
             down, middle, up = np.quantile(self.pairs() / base.pairs(), (0.25, 0.5, 0.75))
             ratio = f"{middle:.3f}", f"{down:.3f}..{up:.3f}"
         times = f"{ms:.2f}", f"{low:.2f}..{high:.2f}", f"{host:.2f}", f"{wait:.2f}"
-        work = f"{rate:.0f}", f"{keys:.1f}", f"{mflop:.5g}", f"{mfu:.4f}", f"{mib:.0f}"
+        work = f"{rate:.0f}", f"{mflop:.5g}", f"{mfu:.4f}", f"{mib:.0f}"
         line = LINE(self.variant.name, tokens, *times, *work, f"{self.first_seconds:.2f}", *ratio)
         tqdm.write(line.rstrip())
 

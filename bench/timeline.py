@@ -298,10 +298,10 @@ def draw(traces: list[Trace], path: Path) -> None:
             ax.broken_barh(bars, (y - 0.4, 0.8), color=colour, label=f"{'_' * (y > 0)}{section}")
     along, lanes = critical_path(traces, step), list(rows)
     times = [(t - min(begins)) / 1e6 for s in along for t in (s.start, s.end)]
-    ax.plot(times, [lanes.index(s[:2]) for s in along for _ in range(2)], color="black", linewidth=1.5)
+    ax.plot(times, [lanes.index(s[:2]) for s in along for _ in range(2)], color="black")
     ax.set(xlim=(0, (max(ends) - min(begins)) / 1e6), xlabel=f"step {step}, ms", ylim=(len(rows) - 0.5, -0.5))
     ax.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane in rows])
-    figure.legend(loc="outside upper center", ncols=len(COLOURS), frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(COLOURS))
     figure.savefig(path, dpi=120)
 
 

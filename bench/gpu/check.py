@@ -183,7 +183,7 @@ def environment(setup: Setup) -> Iterator[Row]:
         software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     if shutil.which("nvidia-smi"):
         lines += [subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout]
-    (setup.out / "environment.txt").write_text("\n".join([*lines, machine, software]), encoding="utf-8")
+    (setup.out / "environment.txt").write_text("\n".join([*lines, machine, software]))
     yield Row("machine", seen=machine, numbers={"gpus": setup.gpus})
     yield Row("software", seen=software)
     yield Row("commit", seen=lines[2].removeprefix("commit: "))
@@ -460,7 +460,7 @@ def timed_run(setup: Setup, name: str, settings: str, gpus: int, like_run: bool 
         printed = done.stdout.strip().splitlines() or ["nothing"]
         raise RuntimeError("\n".join([f"status {done.returncode}: {printed[-1]}", *printed]))
     (log,) = cwd.rglob("seed*.txt")
-    text = log.read_text(encoding="utf-8")
+    text = log.read_text()
     for path in [log, *cwd.rglob("*.trace.json.gz")]:
         path.rename(setup.out / (cwd.name + path.name[path.name.index(".") :]))
     shutil.rmtree(cwd)

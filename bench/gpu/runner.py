@@ -154,7 +154,7 @@ class Report:
         self.out, self.rows, self.began = out, [], time.monotonic()
         with tg.explain(f"--out {out} cannot be written to", "name another folder", OSError):
             out.mkdir(parents=True, exist_ok=True)
-            self.file = open(out / "rows.jsonl", "a", buffering=1, encoding="utf-8")
+            self.file = open(out / "rows.jsonl", "a", buffering=1)
         self.file.write(json.dumps({"call": sys.argv[1:], "began": time.strftime("%F %T")}) + "\n")
         print(HEAD, flush=True)
 
@@ -164,7 +164,7 @@ class Report:
         sys.stdout.flush()
         values = asdict(row) | {"at": round(time.monotonic() - self.began, 1)}
         if details := values.pop("details"):
-            with open(self.out / "errors.txt", "a", encoding="utf-8") as file:
+            with open(self.out / "errors.txt", "a") as file:
                 file.write(f"==== {row.step}: {row.what}: {row.seen}\n{details}\n")
         self.file.write(json.dumps(values) + "\n")
 
@@ -181,5 +181,5 @@ class Report:
         lines += [f"see {self.out / 'errors.txt'}"] if any(row.details for row in failed) else []
         print("\n".join(lines := lines + closing), flush=True)
         text = "\n".join([HEAD, *(row.line() for row in self.rows), *lines]) + "\n"
-        (self.out / "summary.txt").write_text(text, encoding="utf-8")
+        (self.out / "summary.txt").write_text(text)
         return 1 if failed else 0
