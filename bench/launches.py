@@ -235,8 +235,8 @@ class CountingExchange(SingleRankExchange):
 
     def send_rows(self, *args) -> tg.Pending:
         kind, name, rows, send_counts, *_ = args
-        kept = rows.split(send_counts)[self.rank]
-        self.counts.add_collective(kind, name, rows.nbytes - kept.nbytes)
+        others = 1 - send_counts[self.rank] / max(1, len(rows))
+        self.counts.add_collective(kind, name, round(others * rows.nbytes))
         with self.counts.paused():
             return super().send_rows(*args)
 
