@@ -83,12 +83,6 @@ def table(losses: dict[str, list[float]]) -> str:
     return "\n".join(compare.markdown_table(["variant", "loss", "difference", "p", ""], rows))
 
 
-def at_least_1(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}: at least 1 is needed")
-    return number
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -97,9 +91,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--script", type=Path, default=REPOSITORY / "train_gpt.py")
     parser.add_argument("--preset", default="cpu")
     parser.add_argument("--common", default="", metavar="NAME=VALUE ...", help="settings of all variants")
-    parser.add_argument("--seeds", type=at_least_1, default=3, metavar="N")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
-    parser.add_argument("--jobs", type=at_least_1, default=1, metavar="N", help="runs at once")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
     parser.add_argument("--out", type=Path, default=Path("ablations.jsonl"))
     args = parser.parse_args(argv)
     variants = [("as it is", []), *args.variants]

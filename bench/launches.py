@@ -13,7 +13,6 @@ one that updates the banks alone, and one with all updates. Collectives return a
     inductor     of compiled code, as torch.compile generates it for an H100; with its matmuls
     calls        of compiled code, forward or backward
     dispatches   operations of torch on the host, views too, without those inside compiled code
-    functions    of torch.autograd.Function, forward or backward
     collectives  that the step starts; their own kernels are not among the launches. What the prefetch thread
                  exchanges is not counted: those are numbers in host memory
 
@@ -35,8 +34,9 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,15 +58,8 @@ NO_LAUNCH = set(
 )
 LAUNCHES = {"_varlen_attn": 2, "_varlen_attn_backward": 3, "baddbmm": 2}
 PHASES = "copies", "forward", "head", "backward", "rows", "n-grams", "optimizer", "other"
-COLUMNS = "launches", "eager", "triton", "inductor", "calls", "dispatches", "functions", "collectives"
+COLUMNS = "launches", "eager", "triton", "inductor", "calls", "dispatches", "collectives"
 LINE = ("{:<12}" + "{:>12}" * len(COLUMNS)).format
-
-
-class Step(NamedTuple):
-    """Counts of a step."""
-
-    columns: Counter  # by (phase, column)
-    operations: Counter  # eager launches, by (phase, operation)
 
 
 def on_meta(tree: Any) -> list[Tensor]:
@@ -74,67 +67,68 @@ def on_meta(tree: Any) -> list[Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_meta and t.numel()]
 
 
+@contextlib.contextmanager
+def patched(owner: Any, **changes) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in changes}
+    for name, value in changes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 class Memory(TorchDispatchMode):
     """Counts the bytes of the tensors on "meta" that are alive, and the most that ever were."""
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = 0
-        self.storages = {}
+        self.live, self.peak, self.known = 0, 0, set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for t in on_meta(out):
-            self.add(t.untyped_storage())
+            storage = t.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in self.known:
+                self.known.add(key)
+                self.live += nbytes
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.free, key, nbytes)
         return out
 
-    def add(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self.storages:
-            return
-
-        def free(_) -> None:
-            self.live -= nbytes
-            del self.storages[key]
-
-        self.storages[key] = weakref.ref(storage, free)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
+    def free(self, key: int, nbytes: int) -> None:
+        self.known.remove(key)
+        self.live -= nbytes
 
 
 class Counts(TorchDispatchMode):
-    """Counts what runs on "meta", except while paused. Compiled functions count as calls."""
+    """Counts what runs on "meta", except while paused. Compiled functions count as calls.
+
+    found: what the step has done: numbers by (phase, column).
+    """
 
     def __init__(self):
         super().__init__()
-        self.phase, self.is_paused = "other", False
-        self.begin_step()
+        self.phase, self.is_paused, self.found = "other", False, Counter()
 
-    def begin_step(self) -> None:
-        self.step = Step(Counter(), Counter())
-
-    def begin_batch(self, batch: tg.Batch) -> None:
-        """Begins a step on this batch, whose numbers are on the CPU."""
-        self.batch = batch
-        self.begin_step()
-
-    def end_step(self) -> Step:
-        return self.step
-
-    def watch(self) -> contextlib.AbstractContextManager:
-        """Returns a context in which torch's operations are counted."""
-        return self
+    @contextlib.contextmanager
+    def step(self, batch: tg.Batch) -> Iterator[None]:
+        """Counts a step on this batch, whose numbers are on the CPU."""
+        self.batch, self.found = batch, type(self.found)()
+        with self:
+            yield
 
     def add(self, column: str, n: int = 1) -> None:
         if not self.is_paused:
-            self.step.columns[self.phase, column] += n
+            self.found[self.phase, column] += n
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, out = function._schema.name.split("::")[1], function(*args, **(kwargs or {}))
         self.add("dispatches")
-        if on_meta(out) and name not in NO_LAUNCH and not self.is_paused:
+        if on_meta(out) and name not in NO_LAUNCH:
             self.add("eager", LAUNCHES.get(name, 1))
-            self.step.operations[self.phase, name] += LAUNCHES.get(name, 1)
         return out
 
     @contextlib.contextmanager
@@ -147,15 +141,12 @@ class Counts(TorchDispatchMode):
         """Wraps a function: what it launches counts in that phase."""
 
         def call(*args, **kwargs):
-            before, self.phase = self.phase, phase
-            try:
+            with patched(self, phase=phase):
                 return function(*args, **kwargs)
-            finally:
-                self.phase = before
 
         return call
 
-    def add_kernel(self, name: str, tensors: Any, *sizes: Any) -> None:
+    def add_kernel(self, name: str, tensors: Any) -> None:
         """Counts the launch of a Triton kernel, with what it reads and writes."""
         self.add("triton")
 
@@ -232,190 +223,145 @@ class CountingExchange(SingleRankExchange):
         super().__init__(0, world_size)
         self.counts = counts
 
+    def count(self, kind: str, name: str, nbytes: int) -> None:
+        """Counts a collective of so many bytes, of which this rank keeps its own share."""
+        self.counts.add_collective(kind, name, nbytes * (self.world_size - 1) // self.world_size)
+
     def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> tg.Pending:
-        others, rings = self.world_size - 1, 2 if how == "all_reduce" else 1
-        nbytes = rings * grad.nbytes * others // self.world_size
-        if how == "all_reduce" and recv_buffer is not None:  # all of it to each
-            nbytes = grad.nbytes * others
-        self.counts.add_collective(how, name, nbytes)
+        # To each rank its part; in a ring also the parts' means; or all to each rank.
+        times = 1 if how != "all_reduce" else 2 if recv_buffer is None else self.world_size
+        self.count(how, name, times * grad.nbytes)
         return super().reduce(name, how, grad, recv_buffer)
 
-    def send_rows(
-        self,
-        kind: str,
-        name: str,
-        rows: Tensor,
-        send_counts: list[int],
-        recv_counts: list[int],
-        out: Tensor | None = None,
-    ) -> tg.Pending:
+    def send_rows(self, *args) -> tg.Pending:
+        kind, name, rows, send_counts, *_ = args
         others = 1 - send_counts[self.rank] / max(1, len(rows))
         self.counts.add_collective(kind, name, round(others * rows.nbytes))
         with self.counts.paused():
-            return super().send_rows(kind, name, rows, send_counts, recv_counts, out)
+            return super().send_rows(*args)
 
     def all_reduce(self, t: Tensor, op=torch.distributed.ReduceOp.SUM) -> tg.Pending:
-        self.counts.add_collective("all_reduce", "", 2 * t.nbytes * (self.world_size - 1) // self.world_size)
+        self.count("all_reduce", "", 2 * t.nbytes)
         return super().all_reduce(t, op)
 
     def gather(self, name: str, t: Tensor) -> tg.Pending:
-        self.counts.add_collective("all_gather", name, t.nbytes * (self.world_size - 1) // self.world_size)
+        self.count("all_gather", name, t.nbytes)
         return super().gather(name, t)
-
-
-def segment_sum_rows(out: Tensor, grad: Tensor, index: tg.RowIndex, signs: Tensor | None = None) -> None:
-    """Does nothing: torch's "meta" has no segment_reduce."""
-
-
-def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
-    """Returns the config's implementations, each of which counts itself and runs on "meta"."""
-    chosen: dict[str, Any] = {
-        name: counts.as_kernel(getattr(tg, name)) for kernel in cfg.kernels for name in tg.KERNELS[kernel]
-    }
-    if "segment_sum_rows" in chosen:
-        chosen["segment_sum_rows"] = counts.as_kernel(segment_sum_rows)
-    if cfg.attention != "dense":
-        chosen["attention"] = tg.flash_attention
-    return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
-
-
-@contextlib.contextmanager
-def patched(owner: Any, **changes) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in changes}
-    for name, value in changes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-def count_functions(counts: Counts) -> contextlib.ExitStack:
-    """Counts the script's autograd Functions while the returned context is open."""
-    stack = contextlib.ExitStack()
-
-    def counting(function: Callable) -> Callable:
-        def call(*args):
-            counts.add("functions")
-            return function(*args)
-
-        return call
-
-    for function in vars(tg).values():
-        if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-            names = "forward", "backward"
-            changes = {name: staticmethod(counting(getattr(function, name))) for name in names}
-            stack.enter_context(patched(function, **changes))
-    return stack
-
-
-def on_gpu(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
-    """Does train_gpt.py's baddbmm_fp32 as on a GPU."""
-    return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
 
 
 class GeneratedCounts(Counts):
     """Counts what compiled functions launch, in the code that torch.compile generates for an H100."""
 
     def __init__(self):
-        super().__init__()
         gpu_code.fake_gpu()
         gpu_code.fake_gpu_for_inductor()
         self.code = gpu_code.GeneratedCode()
+        super().__init__()
+
+    @property
+    def phase(self) -> str:
+        return self.code.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.code.phase = phase
 
     def as_compiled(self, function: Callable) -> Callable:
         return self.code.compiler(function)
 
-    def watch(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()  # torch.compile compiles nothing inside a TorchDispatchMode
-
     def add(self, column: str, n: int = 1) -> None:
         pass
 
-    def begin_step(self) -> None:
-        super().begin_step()
-        for graph in self.code.graphs if hasattr(self, "code") else ():
+    @contextlib.contextmanager
+    def step(self, batch: tg.Batch) -> Iterator[None]:
+        """Counts a step. torch.compile compiles nothing inside a TorchDispatchMode."""
+        self.found = Counter()
+        for graph in self.code.graphs:
             graph["runs"].clear()
-
-    def end_step(self) -> Step:
+        yield
         for graph in self.code.graphs:
             launches = sum(graph["kernels"].values()) + sum(graph["others"].values())
             for phase, runs in graph["runs"].items():
-                self.step.columns[phase, "inductor"] += runs * launches
-        return self.step
+                self.found[phase, "inductor"] += runs * launches
 
-    def in_phase(self, phase: str, function: Callable) -> Callable:
-        inner = super().in_phase(phase, function)
 
-        def call(*args, **kwargs):
-            before, self.code.phase = self.code.phase, phase
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self.code.phase = before
-
-        return call
+PHASE_OF = [
+    (tg.MicroBatch, "to", "copies"),
+    (tg.Optimizer, "begin", "copies"),
+    (tg.GPT, "hidden_states", "forward"),
+    (tg.GPT, "head_loss_and_grad", "head"),
+    (torch.autograd, "backward", "backward"),
+    (tg.Optimizer, "add_row_grads", "rows"),
+    (tg.Optimizer, "step", "optimizer"),
+    *(
+        (tg.NgramTable, name, "n-grams")
+        for name in ("begin", "send_grads", "update", "zero", "finish", "fetch")
+    ),
+]
 
 
 def run_steps(
     cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, counts: Counts, validated: bool = True
-) -> list[Step]:
-    """Runs eight steps of rank 0 of `world_size` in a stage. Returns the last four: a period of all updates.
+) -> list[Any]:
+    """Runs eight steps of rank 0 of `world_size` in a stage. Returns what was found in the last four.
 
-    As in a run, validation comes first: compiled code is then for any length from the first step on.
+    Four are a period of all updates. As in a run, validation comes first: compiled code is then for any
+    length from the first step on.
     """
-    steps: list[Step] = []
+    found = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        stack.enter_context(patched(tg.GPT, initialize=lambda self, seed: None))
+
+        def patch(owner: Any, **changes) -> None:
+            stack.enter_context(patched(owner, **changes))
+
+        patch(tg.GPT, initialize=lambda self, seed: None)
+        patch(tg.NgramTable, fetch=gpu_code.fetch_nothing)
+        patch(
+            tg, baddbmm_fp32=lambda add, x, y, beta, alpha: torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
+        )
+        patch(tg.compiled, compiler=counts.as_compiled if cfg.compile else None)
+        patch(torch, _scaled_mm=gpu_code.scaled_mm)
+        for owner, name, phase in PHASE_OF:
+            patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
         exchange = CountingExchange(world_size, counts)
         optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
-        optimizer.is_tied = cfg.stage_starts[stage] <= tg.untie_step(cfg)
-        paths, _ = synthetic_shard(folder, cfg, [stage], 17)
+        start, model.ngrams = cfg.stage_starts[stage], optimizer.ngrams
+        optimizer.is_tied = start <= tg.untie_step(cfg)
+        paths = synthetic_shard(folder, cfg, [stage], 17)
         loader = tg.TrainLoader(cfg, paths, 0, world_size)
         stack.callback(loader.close)
-        start = cfg.stage_starts[stage]
         first = tg.padded(start, 4)  # no gradient awaits its update then
         plan = tg.plan_step(cfg, start + cfg.stages[stage].steps // 2)
         # Rows are fetched for steps after those that run.
         plans = [plan._replace(step=first + i, untie=False) for i in range(16)]
         batches = tg.Prefetcher(loader, plans, SingleRankExchange(0, world_size))
-        phases = {
-            (tg.MicroBatch, "to"): "copies",
-            (tg.Optimizer, "begin"): "copies",
-            (tg.GPT, "hidden_states"): "forward",
-            (tg.GPT, "head_loss_and_grad"): "head",
-            (torch.autograd, "backward"): "backward",
-            (tg.Optimizer, "add_row_grads"): "rows",
-            (tg.Optimizer, "step"): "optimizer",
-        }
-        phases |= {
-            (tg.NgramTable, name): "n-grams"
-            for name, value in vars(tg.NgramTable).items()
-            if callable(value) and name not in ("__init__", "arrived")
-        }
-        for (owner, name), phase in phases.items():
-            stack.enter_context(patched(owner, **{name: counts.in_phase(phase, getattr(owner, name))}))
-        stack.enter_context(count_functions(counts))
-        stack.enter_context(patched(torch, _scaled_mm=gpu_code.scaled_mm))
-        stack.enter_context(patched(tg, baddbmm_fp32=on_gpu))
-        stack.enter_context(patched(tg.compiled, compiler=counts.as_compiled if cfg.compile else None))
-        stack.enter_context(patched(tg.NgramTable, fetch=gpu_code.fetch_nothing))
-        one_slice, model.ngrams = dataclasses.replace(cfg, val_slices=1), optimizer.ngrams
-        val = tg.ValLoader(one_slice, paths)
         if validated:
-            gpu_code.validate(model, val, exchange, plans[0].windows, 1)
-        for _ in tqdm(range(8), "steps", unit="step"):
+            val = tg.ValLoader(dataclasses.replace(cfg, val_slices=1), paths)
+            gpu_code.validate(model, val, exchange, plan.windows, 1)
+        for _ in tqdm(range(8), "steps", unit="step", leave=False):
             batch = batches.next()
-            counts.begin_batch(batch)
-            with counts.watch():
+            with counts.step(batch):
                 tg.train_step(model, optimizer, batch, batches.peek)
-            steps.append(counts.end_step())
-    return steps[4:]
+            found.append(counts.found)
+    return found[4:]
 
 
-def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Step], int]:
+def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
+    """Returns the config's implementations, each of which counts itself and runs on "meta"."""
+    plain = vars(tg) | {"segment_sum_rows": segment_sum_rows}
+    names = [name for kernel in cfg.kernels for name in tg.KERNELS[kernel]]
+    chosen: dict[str, Any] = {name: counts.as_kernel(plain[name]) for name in names}
+    if cfg.attention != "dense":
+        chosen["attention"] = tg.flash_attention
+    return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
+
+
+def segment_sum_rows(out: Tensor, grad: Tensor, index: tg.RowIndex, signs: Tensor | None = None) -> None:
+    """Does nothing: torch's "meta" has no segment_reduce."""
+
+
+def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Counter], int]:
     """Counts a step that updates the banks, and one with all updates; also returns the most bytes."""
     counts, memory = Counts(), Memory()
     with memory:
@@ -424,65 +370,45 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Step]
         generated = GeneratedCounts()
         backend = make_backend(cfg, generated)
         for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)[2:]):
-            step.columns.update(inside.columns)
+            step.update(inside)
     for step in steps:
-        for (phase, column), n in list(step.columns.items()):
-            if column in ("eager", "triton", "inductor"):
-                step.columns[phase, "launches"] += n
+        for phase in PHASES:
+            step[phase, "launches"] = sum(step[phase, column] for column in COLUMNS[1:4])
+        for column in COLUMNS:
+            step["all", column] = sum(step[phase, column] for phase in PHASES)
     return steps, memory.peak
 
 
 def check(cfg: tg.Config, world_size: int) -> None:
     """Raises UserError for a config whose steps cannot be counted."""
-    if tg.triton is None:
-        raise tg.UserError("this needs the package triton, without a GPU too: ./test.sh installs it")
+    tg.refuse_if(tg.triton is None, "this needs the package triton, without a GPU too: ./test.sh installs it")
     tg.check_config(cfg, world_size)
 
 
-def print_step(name: str, step: Step, details: bool) -> None:
-    print(LINE(name, *COLUMNS))
-    for phase in (*PHASES, "all"):
-        chosen = PHASES if phase == "all" else (phase,)
-        print(LINE(phase, *(sum(step.columns[p, column] for p in chosen) for column in COLUMNS)))
-        if details and phase != "all":
-            names = Counter({name: n for (p, name), n in step.operations.items() if p == phase})
-            print("            " + ", ".join(f"{n} {name}" for name, n in names.most_common()))
-    print(flush=True)
-
-
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="launches.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
     add("--preset", choices=tg.PRESETS, default="record")
     add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
     add("--stage", type=int, default=0)
     add("--ranks", type=int, default=8)
-    add("--operations", action="store_true", help="list the eager launches by operation")
+    args = parser.parse_args(argv)
     try:
-        args = parser.parse_args(argv)
-        cfg = tg.PRESETS[args.preset]
-        for setting in args.settings:
-            cfg = tg.override(cfg, setting)
-        if args.ranks < 1:
-            raise tg.UserError(f"--ranks {args.ranks}: give 1 or more")
+        cfg = reduce(tg.override, args.settings, tg.PRESETS[args.preset])
         check(cfg, args.ranks)
-        if not 0 <= args.stage < len(cfg.stages) or not cfg.stages[args.stage].steps:
-            raise tg.UserError(f"--stage {args.stage}: name a stage with steps, 0 to {len(cfg.stages) - 1}")
-        print("generates code: takes two to four minutes", flush=True)
-        steps, peak = count_steps(cfg, args.stage, args.ranks)
-        for name, step in zip(("banks only", "all updates"), steps):
-            print_step(name, step, args.operations)
-        print(f"memory of tensors: at most {peak / 2**30:.1f} GiB")
-    except tg.UserError as e:
-        print(f"launches.py: error: {e}", file=sys.stderr)
-        return 1
-    return 0
+    except tg.UserError as error:
+        sys.exit(f"launches.py: error: {error}")
+    print("generates code: takes two to four minutes", flush=True)
+    steps, peak = count_steps(cfg, args.stage, args.ranks)
+    for name, step in zip(("banks only", "all updates"), steps):
+        print(LINE(name, *COLUMNS))
+        for phase in (*PHASES, "all"):
+            print(LINE(phase, *(step[phase, column] for column in COLUMNS)))
+        print()
+    print(f"memory of tensors: at most {peak / 2**30:.1f} GiB")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

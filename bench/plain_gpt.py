@@ -42,6 +42,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "data")]
@@ -110,7 +111,7 @@ class Log:
         if self.file:
             self.file.write(line + "\n")
         if screen:
-            print(line, flush=True)
+            tqdm.write(line)
 
 
 def rate(step: int, steps: int, peak: float) -> float:
@@ -165,21 +166,12 @@ def read_split(folder: Path, split: str) -> tuple[Tensor, int]:
 
 def check(args: argparse.Namespace, train_count: int, val_count: int) -> None:
     """Raises UserError if the options contradict each other or the data."""
-    for name in ("steps", "batch_tokens", "layers", "width", "heads", "val_tokens"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
-    if args.width % args.heads:
-        raise UserError(f"--width {args.width} must be a multiple of --heads {args.heads}")
-    if args.context < 2 or args.context % 2 or args.context >= train_count:
-        raise UserError(f"--context must be even, at least 2, and less than {train_count}")
-    if args.batch_tokens % args.context:
-        raise UserError(f"--batch-tokens {args.batch_tokens} must be a multiple of --context {args.context}")
-    if args.val_tokens % (args.context // 2):
-        raise UserError(f"--val-tokens {args.val_tokens} must be a multiple of half of --context")
-    if not args.context <= args.val_tokens < val_count:
-        raise UserError(f"--val-tokens must lie in {args.context}..{val_count - 1}")
-    if not 0 < args.lr < math.inf or args.val_every < 0 or not 0 <= args.seed < 2**63:
-        raise UserError("--lr must be a positive number, and --val-every and --seed not be negative")
+    if args.width % args.heads or args.batch_tokens % args.context or args.context % 2:
+        raise UserError("--width must be a multiple of --heads, --batch-tokens of --context, --context even")
+    if args.val_tokens % (args.context // 2) or not args.context <= args.val_tokens < val_count:
+        raise UserError(f"--val-tokens: give a multiple of half of --context, from it up to {val_count - 1}")
+    if args.context >= train_count:
+        raise UserError(f"--context must be less than the {train_count} training tokens")
 
 
 def train(args: argparse.Namespace) -> None:
@@ -209,7 +201,8 @@ def train(args: argparse.Namespace) -> None:
     backward()
     optimizer.zero_grad()
     clock = 0.0
-    for step in range(1, args.steps + 1):
+    print("the default settings take four minutes on two cores")
+    for step in tqdm(range(1, args.steps + 1), "steps", unit="step"):
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = rate(step - 1, args.steps, args.lr)
@@ -219,8 +212,7 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         clock += 1000 * (time.perf_counter() - began)
         times = f"train_time:{clock:.0f}ms step_avg:{clock / step:.2f}ms"
-        twentieth = step * 20 // args.steps > (step - 1) * 20 // args.steps
-        log.write(f"step:{step}/{args.steps} {times}", screen=twentieth)
+        log.write(f"step:{step}/{args.steps} {times}", screen=False)
         if step == args.steps or (args.val_every and step % args.val_every == 0):
             val_loss = validate(model, val_tokens, args.context)
             log.write(f"step:{step}/{args.steps} val_loss:{val_loss:.4f} {times}")

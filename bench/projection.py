@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Estimates a training step's time on 8 H100s, stage by stage, without a GPU.
 
-    python bench/projection.py [--set NAME=VALUE ...] [--what-if "NAME=VALUE ..."] ...
+    python bench/projection.py [--what-if "NAME=VALUE ..."] ...
     python bench/projection.py --what-if "layers.*.xsa=false" --what-if "mlp_dim=2560 fp8_mlp=false"
 
-All times are estimates, but for those called published. --set changes the record preset, and each --what-if
-that. A default run takes a minute of a free core, each --what-if 15 s more.
+All times are estimates, but for those called published. Each --what-if changes the record preset. A default
+run takes a minute of a free core, each --what-if 15 s more.
 
 It runs steps of rank 0 of 8 in each stage, as bench/launches.py does, on torch's "meta" device, and lists
 what four of them launch: the FLOPs of matmuls and attention, the bytes that are read and written, and those
@@ -112,14 +112,18 @@ def total(accesses: Iterable[Access]) -> int:
 class Traffic(launches.Counts):
     """Lists what a step launches. `sources`: what in memory unwritten results of compiled code depend on."""
 
-    def begin_step(self) -> None:
-        super().begin_step()
-        self.ops: list[Op] = []
-        self.sources: dict[torch.UntypedStorage, set[Access]] = {}
-        self.in_compiled = False
+    def __init__(self):
+        super().__init__()
+        self.found, self.in_compiled = [], False
 
-    def end_step(self) -> Any:
-        return self.ops
+    @contextlib.contextmanager
+    def step(self, batch: tg.Batch) -> Iterator[None]:
+        self.sources: dict[torch.UntypedStorage, set[Access]] = {}
+        with super().step(batch):
+            yield
+
+    def add(self, column: str, n: int = 1) -> None:
+        pass
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, schema = kwargs or {}, function._schema
@@ -150,7 +154,7 @@ class Traffic(launches.Counts):
         return out
 
     def append(self, name: str, nbytes: int, kind: str = "", flops: float = 0.0) -> None:
-        self.ops.append(Op(name, nbytes, kind, flops, self.phase))
+        self.found.append(Op(name, nbytes, kind, flops, self.phase))
 
     def fuse(self, reads: set[Access], writes: set[Access], in_place: bool) -> None:
         """Takes an operation into the compiled code that runs."""
@@ -181,7 +185,7 @@ class Traffic(launches.Counts):
         if self.writes:
             self.append(name, total(self.reads) + total(self.writes))
 
-    def add_kernel(self, name: str, tensors: Any, *sizes: Any) -> None:
+    def add_kernel(self, name: str, tensors: Any) -> None:
         found, kind, flops = on_meta(tensors), "", 0.0
         nbytes = total(map(access, found))
         if name == "segment_sum_rows":
@@ -196,19 +200,12 @@ class Traffic(launches.Counts):
         self.append(f"{kind} {name}", nbytes, "exchange")
 
 
-# What record 92 has and this script lacks: how a stage's launches change with it, and what its removal from
-# record 92 costs, published in seconds, where that is all that was removed.
-class Technique(NamedTuple):
-    change: Callable[[Op, int], Op]  # of an operation, with so many columns of the head
-    published: str = ""
-
-
 def scaled(op: Op, share: float) -> Op:
     return op._replace(nbytes=int(share * op.nbytes), flops=share * op.flops)
 
 
-def of_parts(*parts: str, **changes) -> Callable[[Op, int], Op]:
-    return lambda op, _: op._replace(**changes) if op.kind == "bf16" and op.part in parts else op
+def in_fp8(part: str) -> Callable[[Op, int], Op]:
+    return lambda op, _: op._replace(kind="fp8") if op.kind == "bf16" and op.part == part else op
 
 
 def sampled_softmax(op: Op, columns: int) -> Op:
@@ -233,16 +230,16 @@ def pulled_rows(op: Op, columns: int) -> Op:
 
 
 NARROW_ATTENTION = {"narrow attention": 3 / 4, "narrow attention backward": 7 / 10}
+# What record 92 has and this script lacks: how an operation changes with it and so many columns of the head.
 TECHNIQUES = {
-    "sampled softmax": Technique(sampled_softmax),
-    "FP8 logits": Technique(fp8_logits),
-    "FP8 of QKV": Technique(of_parts("QKV", kind="fp8")),
-    "FP8 in the MLPs' backward": Technique(of_parts("MLP backward", kind="fp8"), "5.02 with its caches"),
-    "unpadded narrow attention": Technique(unpadded),
-    "value_embeds by pulled rows": Technique(pulled_rows, "1.05"),
+    "sampled softmax": sampled_softmax,
+    "FP8 logits": fp8_logits,
+    "FP8 of QKV": in_fp8("QKV"),
+    "FP8 in the MLPs' backward": in_fp8("MLP backward"),
+    "unpadded narrow attention": unpadded,
+    "value_embeds by pulled rows": pulled_rows,
 }
-STACK = "sampled softmax", "FP8 logits"
-PUBLISHED_STACK, PUBLISHED_GRAPHS, PUBLISHED_ENDINGS = 8.80, 2.99 + 0.84, 0.21  # s; stack: with its kernel
+PUBLISHED_GRAPHS, PUBLISHED_ENDINGS = 2.99 + 0.84, 0.21  # s
 PUBLISHED_80 = 31.1, 56.3, 82.0, 82.4  # ms by stage
 # Stage, columns of the head, steps, published ms.
 PHASES_92 = (
@@ -309,7 +306,7 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
 def apply(ops: list[Op], columns: int, names: Iterable[str] = TECHNIQUES) -> list[Op]:
     """Returns what a stage launches with these techniques."""
     for name in names:
-        ops = [TECHNIQUES[name].change(op, columns) for op in ops]
+        ops = [TECHNIQUES[name](op, columns) for op in ops]
     return ops
 
 
@@ -364,22 +361,13 @@ def fit(stages: list[list[Op]]) -> Model:
     graphs = seconds_92(stages, model)
     without = seconds_92(stages, model._replace(launch_us=1.0))
     launched = model._replace(launch_us=PUBLISHED_GRAPHS / (without - graphs))
-    line("parameter", "value", "1e12/s")
-    for name, value in launched._asdict().items():
-        line(name, f"{value:.4g}", f"{value * PEAKS[name] / 1e12:.4g}" if name in PEAKS else "")
+    print(launched)
     print("\nto which slowdown and fixed are fitted: ms of a step")
     line("record, stage, columns", "published", "estimate", "residual")
     for name, ops, published in points:
         estimate = step_ms(ops, model)["ms"]
         line(name, published, estimate, f"{estimate / published - 1:+.1%}")
     line("92, seconds", PUBLISHED_92, graphs, f"{graphs / PUBLISHED_92 - 1:+.1%}")
-    print("\nwhat removal of a technique costs record 92, to which nothing is fitted: seconds")
-    line("", "estimate", "published")
-    kept = [name for name in TECHNIQUES if name not in STACK]
-    line("both of the softmax", f"{seconds_92(stages, model, kept) - graphs:+.2f}", f"{PUBLISHED_STACK:+.2f}")
-    for name, technique in TECHNIQUES.items():
-        cost = seconds_92(stages, model, [other for other in TECHNIQUES if other != name]) - graphs
-        line(name, f"{cost:+.2f}", technique.published and f"    +{technique.published}")
     return launched
 
 
@@ -388,64 +376,53 @@ def count_all(cfg: tg.Config) -> list[list[Op]]:
     return [count(cfg, i) if stage.steps else [] for i, stage in stages]
 
 
-def run_seconds(cfg: tg.Config, stages: list[list[Op]], model: Model) -> float:
-    ms = (stage.steps * step_ms(ops, model)["ms"] for stage, ops in zip(cfg.stages, stages) if stage.steps)
-    return sum(ms) / 1e3 + PUBLISHED_ENDINGS
-
-
 def print_run(title: str, cfg: tg.Config, stages: list[list[Op]], model: Model) -> float:
     """Prints the parts of a config's stages. Returns the seconds of the run."""
     print(f"\n{title}")
     line("stage", "tokens", *PARTS)
+    seconds = PUBLISHED_ENDINGS
     for i, (stage, ops) in enumerate(zip(cfg.stages, stages)):
         if stage.steps:
-            tokens = stage.batch_tokens // tg.num_microbatches(cfg, RANKS)
-            line(i, tokens, *step_ms(ops, model).values())
-    return run_seconds(cfg, stages, model)
+            parts = step_ms(ops, model)
+            line(i, stage.batch_tokens // tg.num_microbatches(cfg, RANKS), *parts.values())
+            seconds += stage.steps * parts["ms"] / 1e3
+    return seconds
 
 
 def print_techniques(base: list[list[Op]], model: Model, seconds: float) -> None:
     """Prints what record 92's techniques would save the record preset, in record 92's phases."""
     graphs = model._replace(launch_us=0.0)
     print("\nwith what record 92 has besides: seconds of a run, and the change")
-    for name in TECHNIQUES:
-        new = seconds_92(base, model, [name])
-        line(name, new, f"{new - seconds:+.2f}")
-    new = seconds_92(base, graphs, [])
-    line("CUDA graphs", new, f"{new - seconds:+.2f}")
-    line("all, record 92", new := seconds_92(base, graphs), f"{new - seconds:+.2f}")
+    rows = {name: (model, [name]) for name in TECHNIQUES}
+    rows |= {"CUDA graphs": (graphs, []), "all, record 92": (graphs, [*TECHNIQUES])}
+    for title, (its_model, names) in rows.items():
+        new = seconds_92(base, its_model, names)
+        line(title, new, f"{new - seconds:+.2f}")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
-    add = parser.add_argument
-    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE")
-    add("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
+    parser.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
+    args = parser.parse_args(argv)
     try:
-        args = parser.parse_args(argv)
-        base = reduce(tg.override, args.set, tg.RECORD)
-        changed = {changes: reduce(tg.override, changes.split(), base) for changes in args.what_if}
-        for cfg in (base, *changed.values()):
+        changed = {changes: reduce(tg.override, changes.split(), tg.RECORD) for changes in args.what_if}
+        for cfg in (tg.RECORD, *changed.values()):
             launches.check(cfg, RANKS)
             tg.select_backend(replace(cfg, attention="varlen"), torch.device("cuda", 0), (9, 0))
-        print("estimates for 8 H100s: what is not called published was never measured")
-        print("takes about a minute, each what-if 15 s more\n", flush=True)
-        of_record = count_all(tg.RECORD)
-        model = fit(of_record)
-        of_base = count_all(base) if args.set else of_record
-        seconds = print_run(" ".join(["the record preset", *args.set]), base, of_base, model)
-        print(f"total {seconds:.2f} s")
-        if not args.set:
-            print_techniques(of_record, model, seconds)
-        for changes, cfg in changed.items():
-            new = print_run(changes, cfg, count_all(cfg), model)
-            print(f"total {new:.2f} s, change {new - seconds:+.2f} s")
-    except tg.UserError as e:
-        print(f"projection.py: error: {e}", file=sys.stderr)
-        return 1
-    return 0
+    except tg.UserError as error:
+        sys.exit(f"projection.py: error: {error}")
+    print("estimates for 8 H100s: what is not called published was never measured")
+    print("takes some minutes, each what-if more\n", flush=True)
+    of_record = count_all(tg.RECORD)
+    model = fit(of_record)
+    seconds = print_run("the record preset", tg.RECORD, of_record, model)
+    print(f"total {seconds:.2f} s")
+    print_techniques(of_record, model, seconds)
+    for changes, cfg in changed.items():
+        new = print_run(changes, cfg, count_all(cfg), model)
+        print(f"total {new:.2f} s, change {new - seconds:+.2f} s")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

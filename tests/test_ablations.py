@@ -11,8 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "records")]
 import ablations
-import endings
-from launch import make_corpus, settings
 
 
 def test_a_difference_is_that_of_pairs():
@@ -83,13 +81,3 @@ def test_a_real_run_and_one_that_fails(tmp_path, monkeypatch, capsys):
     assert f"val_loss:{entry['loss']}" in Path(entry["log"]).read_text()
     with pytest.raises(SystemExit, match="failed: train_gpt.py: error: padded_vocab "):
         ablations.main(["padded_vocab=9", *options])
-
-
-@pytest.mark.slow
-def test_endings_on_one_trajectory(tmp_path, capsys):
-    """Compares two endings, and weights without one: the second variant starts from the same weights."""
-    make_corpus(tmp_path / "corpus")
-    variants = ["half:", "half again:", "whole: endings.0.blend=1"]
-    endings.main([*variants, *settings(f"data={tmp_path / 'corpus'}", "val_every=0")])
-    last, half, again, whole = (float(line.split()[0]) for line in capsys.readouterr().out.splitlines()[-4:])
-    assert half == again != last and whole != half

@@ -122,7 +122,7 @@ def test_generated_code():
         counted = launches.Counts()
         steps = launches.run_steps(BIGRAMS, 0, 8, launches.make_backend(BIGRAMS, counted), counted)
         for counts, step in zip(launched.values(), steps[2:], strict=True):
-            for (_, column), n in step.columns.items():
+            for (_, column), n in step.items():
                 counts[column] += n if column in ("eager", "triton") else 0
         totals = {step: counts.total() for step, counts in launched.items()}
         assert all(n <= MOST_LAUNCHES[step] for step, n in totals.items()), (totals, launched)

@@ -1,4 +1,4 @@
-"""Makes every call of train_gpt.Exchange on real ranks: the step "nccl" of check.py."""
+"""Makes every call of train_gpt.Exchange on real ranks, and trains by them: the step "nccl" of check.py."""
 
 import json
 import os
@@ -15,65 +15,72 @@ from torch import Tensor
 
 import train_gpt as tg
 
+Calls = Iterator[tuple[str, Tensor, Tensor]]  # a call's name, its result, and what that must be, to the bit
 
-def exchange_calls(exchange: tg.Exchange, device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Makes every call of Exchange; yields its name, its result, and what that must be, to the bit.
 
-    Numbers are small integers, whose sums are exact in any order. One rank alone makes no reductions and
-    gathers: they are called here with its arguments.
-    """
-    rank, n, options = exchange.rank, exchange.world_size, exchange.options
+def dense_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
+    """Exchanges the ranks' gradients: every (ranks, ...)."""
+    mean, grad, whole = every.float().mean(0), every[exchange.rank], every[0]
+    for how, wanted in (("all_reduce", mean), ("reduce_scatter", exchange.shard(mean))):
+        yield f"{how} {name}", exchange.reduce("p", how, grad.clone()).wait(), wanted.to(every.dtype)
+        buffer = grad.new_empty((len(every), *wanted.shape))
+        result = exchange.reduce("p", how, grad.clone(), buffer).wait()
+        yield f"{how} {name}, summed in fp32", result.float(), wanted
+    own = torch.full_like(whole, -1.0)
+    exchange.shard(own).copy_(exchange.shard(whole))
+    yield f"gather {name}", exchange.gather("p", own).wait(), whole
+
+
+def calls_alone(exchange: tg.Exchange, grad: Tensor, name: str) -> Calls:
+    """Makes the calls that Exchange leaves out where there is one rank, with its arguments."""
+    average: dict[str, Any] = {"op": dist.ReduceOp.AVG}
+    dist.all_reduce(out := grad.clone(), **average, **exchange.options).wait()
+    yield f"all_reduce {name}, alone", out, grad
+    for call in (tg._reduce_scatter, tg._all_gather, dist.all_to_all_single):
+        options = exchange.options | (average if call is tg._reduce_scatter else {})
+        call(out := torch.zeros_like(grad), grad, **options).wait()
+        yield f"{call.__name__} {name}, alone", out, grad
+
+
+def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
+    """Exchanges the rows that ranks touched, and their numbers. Each rank owns two."""
+    rank, n, grad = exchange.rank, exchange.world_size, every[exchange.rank]
+    touches = torch.stack([torch.arange(2 * n) % (r + 2) == 0 for r in range(n)])
+    touches[:, 1] = True
+    for case, empty_ranks in {"uneven": 0, "one rank empty": 1, "all empty": n}.items():
+        touches[:empty_ranks] = False
+        row_ids, send_counts = touches[rank].nonzero()[:, 0].int(), touches[rank].view(n, 2).sum(1).tolist()
+        places, recv_counts = exchange.send_ids("tokens", (row_ids % 2).numpy(), send_counts)
+        owners = touches[:, 2 * rank : 2 * rank + 2].nonzero()[:, 1]
+        yield f"row ids with {name}, {case}", torch.from_numpy(places), owners.int()
+        routes = tg.RowRoutes(send_counts, recv_counts, torch.from_numpy(places).to(grad.device))
+        out = grad.new_empty((sum(recv_counts), *grad.shape[1:])) if case == "uneven" else None
+        rows = grad[row_ids.to(grad.device)]
+        arrived = exchange.send_rows("rows", "p", rows, send_counts, recv_counts, out).wait()
+        mean = (every.float() * touches.to(every.device)[:, :, None, None]).mean(0)
+        result = tg.mean_rows(torch.zeros_like(exchange.shard(mean)), arrived, routes)
+        yield f"sparse {name}, {case}", result, exchange.shard(mean)
+
+
+def exchange_calls(exchange: tg.Exchange) -> Calls:
+    """Makes every call of Exchange, on small integers, whose sums are exact in any order."""
+    n, device = exchange.world_size, exchange.device
     for dtype in (torch.bfloat16, torch.float32):
         seeds = [torch.Generator().manual_seed(r) for r in range(n)]
         drawn = [torch.randint(-8, 9, (2 * n, 5, 8), generator=seed) for seed in seeds]
-        every = torch.stack(drawn).to(device, dtype)
-        mean, grad, whole, name = every.float().mean(0), every[rank], every[0], str(dtype)[6:]
-        for how, wanted in (("all_reduce", mean), ("reduce_scatter", exchange.shard(mean))):
-            yield f"{how} {name}", exchange.reduce("p", how, grad.clone()).wait(), wanted.to(dtype)
-            buffer = grad.new_empty((n, *wanted.shape))
-            result = exchange.reduce("p", how, grad.clone(), buffer).wait()
-            yield f"{how} {name}, summed in fp32", result.float(), wanted
-        own = torch.full_like(whole, -1.0)
-        exchange.shard(own).copy_(exchange.shard(whole))
-        yield f"gather {name}", exchange.gather("p", own).wait(), whole
+        args = exchange, torch.stack(drawn).to(device, dtype), str(dtype)[6:]
+        yield from dense_calls(*args)
+        yield from sparse_calls(*args)
         if n == 1:
-            out, buffer = torch.empty_like(grad), grad.new_empty((1, *grad.shape))
-            tg._reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **options).wait()
-            yield f"reduce_scatter {name}, alone", out, grad
-            dist.all_reduce(out, dist.ReduceOp.AVG, **options).wait()
-            yield f"all_reduce {name}, alone", out, grad
-            tg._all_gather(out, exchange.shard(out), **options).wait()
-            yield f"all_gather {name} in place, alone", out, grad
-            for collective in (tg._all_gather, dist.all_to_all_single):
-                collective(buffer.zero_().flatten(0, 1), grad, **options).wait()
-                yield f"{collective.__name__} {name}, alone", buffer[0], grad
-        touches = torch.stack([torch.arange(2 * n) % (r + 2) == 0 for r in range(n)])
-        touches[:, 1] = True
-        for case, empty_ranks in {"uneven": 0, "one rank empty": 1, "all empty": n}.items():
-            touches[:empty_ranks] = False
-            row_ids = touches[rank].nonzero()[:, 0].int()
-            counts = touches[rank].view(n, 2).sum(1).tolist()
-            places, recv_counts = exchange.send_ids("tokens", (row_ids % 2).numpy(), counts)
-            owners = touches[:, 2 * rank : 2 * rank + 2].nonzero()[:, 1]
-            yield f"row ids with {name}, {case}", torch.from_numpy(places), owners.int()
-            both = counts, recv_counts
-            plan = tg.RowRoutes(*both, torch.from_numpy(places).to(device))
-            out = grad.new_empty((sum(recv_counts), *grad.shape[1:])) if case == "uneven" else None
-            row_grads = exchange.send_rows("rows", "p", grad[row_ids.to(device)], *both, out).wait()
-            result = torch.zeros_like(exchange.shard(mean))
-            tg.mean_rows(result, row_grads, plan)
-            wanted = (every.float() * touches.to(device)[:, :, None, None]).mean(0)
-            yield f"sparse {name}, {case}", result, exchange.shard(wanted)
-    total = exchange.all_reduce(torch.full((3,), rank + 1.0, device=device)).wait()
+            yield from calls_alone(exchange, args[1][0], args[2])
+    total = exchange.all_reduce(torch.full((3,), exchange.rank + 1.0, device=device)).wait()
     yield "all_reduce", total, torch.full_like(total, n * (n + 1) / 2)
-    yield "all_gather_object", torch.tensor(exchange.all_gather_object(rank)), torch.arange(n)
+    yield "all_gather_object", torch.tensor(exchange.all_gather_object(exchange.rank)), torch.arange(n)
 
 
-def train_small(
-    cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, device: torch.device, shard: Path
-) -> list[Tensor]:
+def train_small(cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, shard: Path) -> list[Tensor]:
     """Trains all steps with deterministic operations. Returns the parameters, and the table of n-grams."""
-    model = tg.GPT(cfg, exchange.world_size, device)
+    model = tg.GPT(cfg, exchange.world_size, exchange.device)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
     loader = tg.TrainLoader(cfg, [shard], exchange.rank, exchange.world_size)
     batches = tg.Prefetcher(loader, (tg.plan_step(cfg, step) for step in range(cfg.steps)), prefetch)
@@ -82,18 +89,16 @@ def train_small(
             tg.train_step(model, optimizer, batches.next(), batches.peek)
     loader.close()
     optimizer.finish_gathers()
-    trained = [p.detach() for p in model.parameters()]
-    if table := optimizer.ngrams:
-        table.finish()
-        trained += [t.to(device) for t in table.stored]
-    return trained
+    optimizer.ngrams.finish()
+    tensors = [*model.parameters(), *optimizer.ngrams.stored]
+    return [t.detach().to(exchange.device) for t in tensors]
 
 
 def exchange_rank(rank: int, world_size: int, on_gpu: bool, cfg: tg.Config, shard: Path) -> None:
     """Runs as one rank. Writes a line for every call beside `shard`: its name, and whether it was right.
 
-    Also trains `cfg` with n-grams, sharded and in host memory; and, with several ranks, with sparse and with
-    dense exchange.
+    Also trains `cfg`, which has n-grams: with rows in host memory; and, with several ranks, with dense
+    exchange. Both must give the same bits as sharded rows and sparse exchange.
     """
     device, timeout = torch.device("cpu"), timedelta(seconds=60)
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
@@ -108,21 +113,16 @@ def exchange_rank(rank: int, world_size: int, on_gpu: bool, cfg: tg.Config, shar
     exchange = tg.Exchange(rank, world_size, device=device)
     # The prefetch thread's, as in a run.
     prefetch = tg.Exchange(rank, world_size, dist.new_group(backend="gloo", timeout=timeout))
+    cfg = tg.override(cfg, "params.*.reduction=fp32")
+    dense = (replace(p, exchange="reduce_scatter") if p.is_table else p for p in cfg.params)
+    others = {"host": tg.override(cfg, "ngrams.placement=host"), "dense": replace(cfg, params=tuple(dense))}
     with open(shard.with_name(f"rank{rank}.jsonl"), "w", buffering=1) as file:
-        for name, result, wanted in exchange_calls(exchange, device):
+        for name, result, wanted in exchange_calls(exchange):
             file.write(json.dumps([name, torch.equal(result, wanted)]) + "\n")
-        fp32 = tg.override(cfg, "params.*.reduction=fp32")
-        sharded = tg.override(fp32, "ngrams.orders=2,3")
-        whole = (replace(p, exchange="reduce_scatter") if p.is_table else p for p in fp32.params)
-        pairs = {
-            "n-grams on the host as sharded": (sharded, tg.override(sharded, "ngrams.placement=host")),
-            "sparse as dense": (fp32, replace(fp32, params=tuple(whole))),
-        }
-        if world_size == 1:
-            del pairs["sparse as dense"]
-        for name, configs in pairs.items():
-            runs = [train_small(config, exchange, prefetch, device, shard) for config in configs]
-            same = all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*runs))
-            trained = bool(runs[0][-1].any())  # rows of n-grams start at 0
-            file.write(json.dumps([f"{cfg.steps} steps, {name}", same and trained]) + "\n")
+        trained = train_small(cfg, exchange, prefetch, shard)
+        for name, other in others.items() if world_size > 1 else [("host", others["host"])]:
+            same = map(torch.equal, trained, train_small(other, exchange, prefetch, shard))
+            # Rows of n-grams begin at 0.
+            right = all(same) and all(bool(t.isfinite().all()) for t in trained) and bool(trained[-4].any())
+            file.write(json.dumps([f"{cfg.steps} steps, {name} as sharded and sparse", right]) + "\n")
     dist.destroy_process_group()

@@ -1,0 +1,177 @@
+"""Operations that have kernels, with operands of real steps, and how far they are from fp64: for check.py."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import step_time
+import train_gpt as tg
+
+
+class Case(NamedTuple):
+    """An operation with its operands."""
+
+    operation: str
+    shapes: str
+    args: tuple
+    flops: float = 0.0
+    nbytes: int = 0
+
+
+def run(operation: str, args: Any, backend: tg.Backend) -> tuple:
+    """Returns an operation's results; of attention also its inputs' gradients, for the gradient 1."""
+    function = getattr(backend, operation)
+    if operation == "attention":
+        inputs = [x.detach().requires_grad_() for x in args[:3]]
+        y = function(*inputs, *args[3:])
+        return y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y))
+    results = function(*args)
+    return results if isinstance(results, tuple) else (results,)
+
+
+# ---- operands ----------------------------------------------------------------------------------------------
+
+
+def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[Case]:
+    """Yields the products of the orthogonalization of each bank, on one rank and on one of eight."""
+    for spec in cfg.params:
+        for world_size in (1, 8) if spec.optimizer == "anvil" else ():
+            *bank, rows, cols = tg.param_shapes(cfg, world_size)[spec.name]
+            n = math.prod(bank) // (world_size if spec.sharded else 1)
+            x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.bank_dtype))
+            # Of spectral norm about 1, as there: both terms of the second product then count.
+            x = (x.mT if rows > cols else x) / (math.sqrt(rows) + math.sqrt(cols))
+            (_, M, K), A, name = x.shape, tg.gram(x), f"{spec.name} of {world_size}: {n}"
+            yield Case("gram", f"{name} x {M} x {K}", (x,), flops=2 * n * M * M * K)
+            args = A, A, *tg.ANVIL_MAPS[0][1:]
+            yield Case("gram", f"{name} x {M} x {M} +", args, flops=2 * n * M**3)
+
+
+def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.device) -> Iterator[Case]:
+    """Yields the other operations, on the operands of a stage's micro-batch on one GPU."""
+    plan, loader = tg.plan_step(cfg, cfg.stage_starts[stage]), tg.TrainLoader(cfg, paths, 0, 1)
+    *_, batch = tg.Prefetcher(loader, [plan], tg.Exchange(0, 1)).next().micro_batches
+    loader.close()
+    keys = step_time.layer_keys(cfg, plan, batch.cu_seqlens.numpy())
+    T, d, V, F, dtype = len(batch.inputs), cfg.dim, cfg.padded_vocab, cfg.mlp_dim, tg.dtype_of(cfg.dtype)
+    batch = batch.to(device)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    h, fc, square, dy = rand(T, d), rand(F, d), rand(T, F).relu().square(), rand(T, d)
+    bank, act_amax = torch.stack([fc, fc]), torch.zeros((), device=device)
+    converted = tg.fp8_mlp_weights(bank, torch.zeros(1, device=device))
+    fc8, proj8, fc_scale, proj_scale, _ = (t[0] for t in converted)
+    act_scale = square.max().float() / tg.E4M3_MAX
+    fp8_mlp = tg.FP8MLP(fc8, proj8, fc_scale, proj_scale, act_scale, act_amax)
+    products = {
+        "relu_square": (h, fc),
+        "relu_square_grad": (dy, fc, square),
+        "relu_square_fp8": (*tg.amax_to_fp8(h), fp8_mlp, dtype),
+    }
+    for operation, args in products.items():
+        yield Case(operation, f"{T} x {d} x {F}", args, flops=2 * T * F * d)
+
+    n, K = min(cfg.head_chunk, T), len(plan.loss_weights)
+    prefixes = torch.arange(-1, V - 1, device=device) if plan.prefix else None
+    logits, targets = rand(n, V), tg.loss_targets(batch.targets, len(plan.mtp), prefixes)[:n]
+    grad_dtypes = {cfg.dtype: (0.0, logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 1)}
+    for grad_dtype, (scale_inv, size) in grad_dtypes.items():
+        head_args, nbytes = (logits, targets, plan.loss_weights, scale_inv), (2 + size) * logits.numel()
+        yield Case("softcap_loss", f"{n} x {V}, {K} targets, {grad_dtype}", head_args, nbytes=nbytes)
+
+    kinds = {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "ngrams"}
+    for name, table_kind in kinds.items():
+        if index := batch.index.get(table_kind):
+            # A step has more rows of n-grams than this batch reads.
+            ngrams_shape = int(index.row_ids.max()) + 1, cfg.ngrams.width
+            rows, *columns = tg.param_shapes(cfg, 1).get(name, ngrams_shape)
+            out, grad, signs = rand(rows, *columns), rand(T, *columns), rand(cfg.sign_rows, columns[-1])
+            positions, count = len(index.perm), len(index.row_ids)
+            nbytes = positions * grad[0].nbytes + count * out[0].nbytes * 2
+            what, table_args = f"{name}: {positions} to {count} rows", (out, grad, index, signs.sign())
+            yield Case("segment_sum_rows", what, table_args, nbytes=nbytes)
+
+    attending = [(layer.attention, layer.window) for layer in cfg.layers if layer.attention]
+    for (kind, name), seen_keys in dict(zip(attending, keys)).items():
+        rows, window = 2 if kind == "paired" else 1, plan.windows[name]
+        qkv = (tg.norm(rand(T * rows, cfg.heads // rows, cfg.head_dim)) for _ in range(3))
+        attention_args = *qkv, batch.cu_seqlens * rows, plan.max_doc_len * rows, window, cfg.attn_scale
+        what = f"stage {stage}, {kind} {name}: {T * rows}, window {window}"
+        yield Case("attention", what, attention_args, flops=12 * d * seen_keys * T)
+
+
+def kernel_cases(
+    cfg: tg.Config, stages: list[int], paths: list[Path], device: torch.device
+) -> Iterator[Case]:
+    """Yields each operation that the config does not leave to plain torch, once for equal shapes."""
+    operations, seen = {name for kernel in cfg.kernels for name in tg.KERNELS[kernel]}, set()
+    if cfg.attention != "dense":
+        operations.add("attention")
+    if not (cfg.fp8 and cfg.fp8_mlp):  # the GPU may have no FP8
+        operations.discard("relu_square_fp8")
+    for cases in (gram_cases(cfg, device), *(stage_cases(cfg, stage, paths, device) for stage in stages)):
+        for case in cases:
+            if case.operation in operations and case[:2] not in seen:
+                seen.add(case[:2])
+                yield case
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+# Relative errors. One rounding to bf16 is at most 2^-9, and the square of a rounded number has three times
+# that. FlashAttention also rounds probabilities.
+BF16, ATTENTION = 2.5 * 2.0**-9, 0.02
+# Hopper keeps few bits of FP8 sums: some e4m3 numbers are the next, 6 % of them away.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01, torch.float8_e4m3fn: 0.02}
+
+
+def double(x: Any) -> Any:
+    """Returns a tensor of floats in fp64; others, and what is no tensor, as they are."""
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return x
+    return (x.float() if x.element_size() == 1 else x).double()
+
+
+def rel_err(actual: Tensor, exact: Tensor) -> float:
+    """Returns ||actual - exact|| / ||exact||; of e5m2 numbers the share that are one apart, inf if more."""
+    if exact.dtype == torch.float8_e5m2:
+        codes = [t.view(torch.uint8).int() for t in (actual, exact)]
+        a, b = ((code & 127) * (1 - 2 * (code >> 7)) for code in codes)
+        apart = (a - b).abs()
+        return apart.double().mean().item() if apart.max() <= 1 else math.inf
+    actual, exact = double(actual), double(exact)
+    return ((actual - exact).norm() / exact.norm()).item()
+
+
+def compare(case: Case, backend: tg.Backend) -> tuple[float, float]:
+    """Compares all that an operation returns, or else changes, with plain torch's in fp64.
+
+    Returns the error that is the largest for its bound, and that bound.
+    """
+    args = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
+    exact_args, tail = list(case.args), slice(None)
+    if case.operation == "softcap_loss":  # fp64 takes much memory: only the last rows
+        tail = slice(-min(512, len(args[0])), None)
+        exact_args[:2] = (x[tail] for x in exact_args[:2])
+    exact_args = [double(x) for x in exact_args]
+    actual = run(case.operation, args, backend)
+    exact = run(case.operation, exact_args, tg.TORCH_BACKEND)
+    if actual[0] is None:
+        before, after = double(case.args[0]), double(args[0])
+        changed = (after != before) | (exact_args[0] != before)
+        compared = [(args[0].dtype, after[changed], exact_args[0][changed])]
+    else:
+        compared = [(a.dtype, a[tail], e) for a, e in zip(actual, exact, strict=True)]
+    errors = []
+    for dtype, a, e in compared:
+        if a.shape != e.shape:
+            raise RuntimeError(f"{case.operation}: shapes {a.shape} and {e.shape}")
+        bound = ATTENTION if case.operation == "attention" else BOUNDS.get(dtype, 0.0)
+        errors.append((rel_err(a, e), bound))
+    return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / max(e[1], 1e-9))
