@@ -68,45 +68,50 @@ def test_a_config_with_other_fields_is_an_error():
 # ---- shapes ------------------------------------------------------------------------------------------------
 
 
+SHAPES = """
+qk_bank 12 256 768
+narrow_qk_bank 30 128 768
+vo_bank 14 768 768
+mlp_bank 22 2816 768
+embed 50304 768
+lm_head 768 50304
+value_embeds 50304 4 768
+bigram_embed 377280 768
+ve_gate_bank 3 6 12
+smear_gate 1 12
+post_lambdas 11 2
+resid_lambdas 11 2
+scalars 24
+mudd_w1 2 64 768
+mudd_w2 2 130 64
+mudd_b2 2 14
+mudd_gate_w1 2 64 768
+mudd_gate_w2 2 23 64
+mudd_gate_b2 2 23
+mudd_gate_scale 1
+"""
+
+
 @pytest.mark.parametrize("world_size", (1, 8, 64))
 def test_param_shapes(world_size):
     """The record model with bigrams, its banks padded so that every rank owns equally many matrices."""
-    shapes = tg.param_shapes(BIGRAMS, world_size)
-
-    def round_up(n, multiple):
-        return math.ceil(n / multiple) * multiple
-
-    assert shapes == {
-        "qk_bank": (round_up(12, world_size), 256, 768),
-        "narrow_qk_bank": (round_up(30, world_size), 128, 768),
-        "vo_bank": (round_up(14, world_size), 768, 768),
-        "mlp_bank": (round_up(22, world_size), 2816, 768),
-        "embed": (50304, 768),
-        "lm_head": (768, 50304),
-        "value_embeds": (50304, 4, 768),
-        "bigram_embed": (377280, 768),
-        "ve_gate_bank": (3, 6, 12),
-        "smear_gate": (1, 12),
-        "post_lambdas": (11, 2),
-        "resid_lambdas": (11, 2),
-        "scalars": (24,),
-        "mudd_w1": (2, 64, 768),
-        "mudd_w2": (2, 130, 64),
-        "mudd_b2": (2, 14),
-        "mudd_gate_w1": (2, 64, 768),
-        "mudd_gate_w2": (2, 23, 64),
-        "mudd_gate_b2": (2, 23),
-        "mudd_gate_scale": (1,),
-    }
+    shapes = {name: tuple(map(int, shape)) for name, *shape in map(str.split, SHAPES.strip().splitlines())}
+    for name in ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"):
+        count, *matrix = shapes[name]
+        shapes[name] = (math.ceil(count / world_size) * world_size, *matrix)
+    assert tg.param_shapes(BIGRAMS, world_size) == shapes
     assert set(shapes) == {row.name for row in tg.PARAMS} == {row.name for row in tg.used_params(BIGRAMS)}
-    cfg = tg.override(BIGRAMS, "ngrams.orders=2")  # its table takes the place of bigrams'
-    del shapes["bigram_embed"]
-    assert tg.param_shapes(cfg, world_size) == shapes
-    assert [row.name for row in tg.used_params(cfg)] == [row.name for row in tg.PARAMS if row.name in shapes]
-    for switch, name in (("mudd_gates", "mudd_gate"), ("mudd_connections", "mudd")):
-        cfg = tg.override(BIGRAMS, f"{switch}=false")  # constants need no weights
-        absent = set(tg.param_shapes(BIGRAMS, world_size)) - set(tg.param_shapes(cfg, world_size))
-        assert absent == {f"{name}_w1", f"{name}_w2"}
+    for setting, absent in (
+        ("ngrams.orders=2", {"bigram_embed"}),  # its table takes the place of bigrams'
+        ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),  # constants need no weights
+        ("mudd_connections=false", {"mudd_w1", "mudd_w2"}),
+    ):
+        cfg = tg.override(BIGRAMS, setting)
+        left = tg.param_shapes(cfg, world_size)
+        assert left.items() <= shapes.items() and shapes.keys() - left.keys() == absent
+        assert [row.name for row in tg.used_params(cfg)] == [
+            row.name for row in tg.PARAMS if row.name in left
+        ]
 
 
 def test_outputs_of_the_gates():
@@ -121,41 +126,42 @@ def test_outputs_of_the_gates():
 def test_initial_values():
     """Distributions, padding and tying, for any world size. The seed decides the values."""
     cfg = replace(tg.CPU, heads=4, padded_vocab=512, ngrams=tg.Ngrams(), bigram_vocab_size=2560)
-    models = {world_size: tg.GPT(cfg, world_size, seed=5) for world_size in (1, 8)}
-    for model in models.values():
+    one, eight, again, other = (tg.GPT(cfg, n, seed=s) for n, s in ((1, 5), (8, 5), (1, 5), (1, 6)))
+    for model in (one, eight, again, other):
         model.requires_grad_(False)
-    one, bound = models[1], math.sqrt(3) * 0.5 * cfg.dim**-0.5
-    for name, p in models[8].named_parameters():
+    for name, p in eight.named_parameters():
         unpadded = getattr(one, name)
         assert p[: len(unpadded)].equal(unpadded) and not p[len(unpadded) :].any(), name
     banks = "qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"
-    assert [len(getattr(models[8], bank)) for bank in banks] == [8, 24, 16, 24]
-    for p in (one.qk_bank, one.vo_bank, one.mlp_bank[::2]):
+    assert [len(getattr(eight, bank)) for bank in banks] == [8, 24, 16, 24]
+    unit = cfg.dim**-0.5
+    for p, bound in (
+        *((p, math.sqrt(3) * 0.5 * unit) for p in (one.qk_bank, one.vo_bank, one.mlp_bank[::2])),
+        *((p, unit) for p in (one.mudd_w1, one.mudd_gate_w1)),  # Kaiming's uniform distribution
+    ):
         assert 0.99 * bound < p.abs().max() <= bound and abs(p.mean()) < 0.01 * bound
         assert p.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
-    assert not one.mlp_bank[1::2].any()
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02) and one.embed.equal(one.lm_head.T)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
-    for name in ("bigram_embed", "ve_gate_bank", "smear_gate", "mudd_w2", "mudd_gate_w2"):
-        assert not getattr(one, name).any()
-    for p in (one.mudd_w1, one.mudd_gate_w1):  # Kaiming's uniform distribution
-        assert 0.99 * cfg.dim**-0.5 < p.abs().max() <= cfg.dim**-0.5 and abs(p.mean()) < 0.01 * cfg.dim**-0.5
-    assert (one.mudd_b2[0] * 0.1).tolist() == pytest.approx(
-        [0, 0, 0, 0, 0, 0, 2, 2, math.sqrt(1.1), 1, 0, 0.05, math.sqrt(1.1), 1]
-    )
-    assert (one.mudd_b2[1] * 0.1).tolist() == pytest.approx([0, -0.5] + [0] * 12)
-    assert one.mudd_gate_scale.tolist() == pytest.approx([0.1])
+    zeros = one.bigram_embed, one.ve_gate_bank, one.smear_gate, one.mudd_w2, one.mudd_gate_w2
+    assert not any(p.any() for p in (*zeros, one.mlp_bank[1::2]))
+    root = math.sqrt(1.1)
+    for p, values in (
+        (one.mudd_b2[0] * 0.1, [0, 0, 0, 0, 0, 0, 2, 2, root, 1, 0, 0.05, root, 1]),
+        (one.mudd_b2[1] * 0.1, [0, -0.5] + [0] * 12),
+        (one.mudd_gate_scale, [0.1]),
+        (one.scalars, [0.5, 1.0] * 11 + [0.0, -1.5]),
+        (one.post_lambdas.flatten(), [1] * 22),
+        (one.resid_lambdas.flatten(), [root] * 22),
+    ):
+        assert p.tolist() == pytest.approx(values, rel=1e-5)
     initial = {"xsa": 0, "output": 0.25, "x0": 0, "bigram": 0.05, "skip": 0.5}
-    for part, gates in enumerate(one.gate_table):
+    for gates, biases in zip(one.gate_table, one.mudd_gate_b2 * 0.1):
         values = [initial[gate.kind] for gate in gates for _ in range(gate.columns)]
-        biases = one.mudd_gate_b2[part] * 0.1
         assert biases.tolist() == pytest.approx(values + [0] * (len(biases) - len(values)))
     assert one.signs.abs().eq(1).all() and abs(one.signs.mean()) < 0.01
-    assert one.signs.equal(models[8].signs) and (one.prefixes == -1).all()
-    assert (one.post_lambdas == 1).all() and one.resid_lambdas.allclose(one.post_lambdas * math.sqrt(1.1))
-    assert one.scalars.tolist() == pytest.approx([0.5, 1.0] * 11 + [0.0, -1.5])
-    assert not tg.GPT(cfg, 1, seed=6).qk_bank.equal(one.qk_bank)
-    assert tg.GPT(cfg, 1, seed=5).qk_bank.equal(one.qk_bank)
+    assert one.signs.equal(eight.signs) and (one.prefixes == -1).all()
+    assert again.qk_bank.equal(one.qk_bank) and not other.qk_bank.equal(one.qk_bank)
 
 
 def test_initial_values_do_not_depend_on_other_parameters():
@@ -270,38 +276,39 @@ STAGES = (
     (67, 327680, 3072, (5, 11), 1.5793, (1,), (1,), (), 2560),
     (20, 131072, 3072, (6, 13), 0.30, (1,), (1,), (), 2560),
 )
-ADAM = {  # betas, factors of rate and decay, steps between updates (record 89; record 92: 70 and 4)
-    "scalars": (0.9, 0.99, 5, 0, 2),
-    "smear_gate": (0.9, 0.99, 0.01, 0, 2),
-    "ve_gate_bank": (0.9, 0.99, 1, 1, 2),
-    "post_lambdas": (0.9, 0.95, 1, 0, 2),
-    "resid_lambdas": (0.9, 0.95, 5, 0, 2),
-    "mudd_w1": (0.9, 0.99, 0.25, 1, 2),
-    "mudd_w2": (0.9, 0.99, 0.25, 1, 2),
-    "mudd_b2": (0.9, 0.99, 0.25, 0, 2),
-    "mudd_gate_w1": (0.9, 0.99, 0.1, 1, 2),
-    "mudd_gate_w2": (0.9, 0.99, 0.1, 1, 2),
-    "mudd_gate_b2": (0.9, 0.99, 0.1, 0, 2),
-    "mudd_gate_scale": (0.9, 0.99, 0.1, 0, 2),
-    "lm_head": (0.5, 0.95, 1, 150, 2),
-    "embed": (0.5, 0.95, 1, 150, 2),
-    "bigram_embed": (0.75, 0.95, 75, 5, 2),
-    "value_embeds": (0.75, 0.95, 70, 5, 4),
-}
+# Betas, factors of rate and decay, steps between updates (record 89; record 92: 70 and 4)
+ADAM = """
+scalars 0.9 0.99 5 0 2
+smear_gate 0.9 0.99 0.01 0 2
+ve_gate_bank 0.9 0.99 1 1 2
+post_lambdas 0.9 0.95 1 0 2
+resid_lambdas 0.9 0.95 5 0 2
+mudd_w1 0.9 0.99 0.25 1 2
+mudd_w2 0.9 0.99 0.25 1 2
+mudd_b2 0.9 0.99 0.25 0 2
+mudd_gate_w1 0.9 0.99 0.1 1 2
+mudd_gate_w2 0.9 0.99 0.1 1 2
+mudd_gate_b2 0.9 0.99 0.1 0 2
+mudd_gate_scale 0.9 0.99 0.1 0 2
+lm_head 0.5 0.95 1 150 2
+embed 0.5 0.95 1 150 2
+bigram_embed 0.75 0.95 75 5 2
+value_embeds 0.75 0.95 70 5 4
+"""
 # Record 92's layers: attention, window, value table; x0, bigrams; MLPs; narrow queries, narrow values
-LAYER_ROWS = (
-    ("paired", "short", None, "xb", 1, "q"),
-    ("plain", "short", 0, "xb", 1, "qv"),
-    ("paired", "short", 1, "x", 1, "q"),
-    ("plain", "long", None, "", 1, ""),
-    (None, "short", None, "xb", 1, ""),
-    ("paired", "short", None, "xb", 1, "q"),
-    (None, "short", None, "", 1, ""),
-    (None, "short", None, "x", 0, ""),
-    ("plain", "short", 2, "", 2, "qv"),
-    (None, "short", None, "b", 1, ""),
-    ("plain", "long", 3, "", 1, ""),
-)
+LAYER_ROWS = """
+paired short None xb 1 q
+plain short 0 xb 1 qv
+paired short 1 x 1 q
+plain long None - 1 -
+None short None xb 1 -
+paired short None xb 1 q
+None short None - 1 -
+None short None x 0 -
+plain short 2 - 2 qv
+None short None b 1 -
+plain long 3 - 1 -
+"""
 ENDING_ROWS = (  # record 92: the last steps that it looks at, its rate, its share, and every how many steps
     ({"lm_head", "embed"}, 298, 1 - (1 - 2 / 299) ** 2, 0.65, 2),
     ({"vo_bank", "mlp_bank"}, 250, 4 / 53, 1, 4),
@@ -323,24 +330,22 @@ def test_the_record_has_the_published_constants():
     cfg = tg.RECORD
     assert {name: getattr(cfg, name) for name in FIELDS} == FIELDS
     assert tuple(dataclasses.astuple(stage) for stage in cfg.stages) == STAGES
-    adam = {row.name: (*row.betas, row.lr_mul, row.wd_mul, row.every) for row in cfg.params if row.betas}
-    assert adam == ADAM
+    adam = [
+        f"{row.name} %g %g %g %g %d" % (*row.betas, row.lr_mul, row.wd_mul, row.every)
+        for row in cfg.params
+        if row.betas
+    ]
+    assert sorted(adam) == sorted(ADAM.strip().splitlines())
     banks = [row for row in cfg.params if not row.betas]
     assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
     assert all((row.lr_mul, row.wd_mul, row.every, row.optimizer) == (1, 1, 1, "anvil") for row in banks)
     assert {row.name: row.matrix_lr_mul for row in banks if row.matrix_lr_mul} == {"mlp_bank": (1, 2)}
-    rows = tuple(
-        (
-            layer.attention,
-            layer.window,
-            layer.value,
-            "x" * layer.x0 + "b" * layer.bigram,
-            layer.mlps,
-            "q" * layer.narrow_qk + "v" * layer.narrow_v,
+    for layer, row in zip(cfg.layers, LAYER_ROWS.strip().splitlines(), strict=True):
+        parts = (
+            "x" * layer.x0 + "b" * layer.bigram or "-",
+            "q" * layer.narrow_qk + "v" * layer.narrow_v or "-",
         )
-        for layer in cfg.layers
-    )
-    assert rows == LAYER_ROWS
+        assert row == "{0.attention} {0.window} {0.value} {1} {0.mlps} {2}".format(layer, *parts)
     for flag, layers in (("xsa", [1, 3]), ("gate", [3, 10]), ("key_shift", [3, 10]), ("connections", [10])):
         assert [i for i, layer in enumerate(cfg.layers) if getattr(layer, flag)] == layers
     endings = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.endings)

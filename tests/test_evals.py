@@ -113,32 +113,27 @@ def test_a_loaded_model_computes_as_the_saved_one(run):
     assert not torch.equal(model.next_token_logits(text), expected)
 
 
-def allowed(probs, temperature, top_k, top_p):
-    """Returns by brute force the tokens that may be drawn, with their probabilities, from a list."""
-    ranked = sorted(range(len(probs)), key=lambda i: -probs[i])[: top_k or None]
-    weights = {i: probs[i] ** (1 / temperature) for i in ranked}
-    total, kept, share = sum(weights.values()), {}, 0.0
-    for i in ranked:
-        if share >= top_p:
-            break
-        kept[i] = weights[i]
-        share += weights[i] / total
-    return {i: weight / sum(kept.values()) for i, weight in kept.items()}
+DRAWS = {  # temperature, top_k, top_p: weights of the likeliest tokens
+    (1, 0, 1): (50, 30, 15, 5),
+    (0.5, 0, 1): (2500, 900, 225, 25),
+    (2, 3, 1): (50**0.5, 30**0.5, 15**0.5),
+    (1, 0, 0.7): (50, 30),
+    (0.5, 3, 0.8): (2500, 900),
+    (1, 1, 1): (1,),
+}
 
 
-@pytest.mark.parametrize(
-    "options", [(1, 0, 1), (0.5, 0, 1), (2, 5, 1), (1, 0, 0.6), (0.7, 6, 0.8), (1, 1, 1)]
-)
-def test_tokens_are_drawn_by_temperature_top_k_and_top_p(options):
-    rng, draws = np.random.default_rng(1), 4000
-    probs = rng.dirichlet(np.full(9, 0.7))
-    logits, generator = torch.from_numpy(np.log(probs)) + 3, torch.Generator().manual_seed(0)
-    drawn = [generate.choose(logits, generator, *options) for _ in range(draws)]
-    expected = allowed(probs.tolist(), *options)
-    assert set(drawn) <= set(expected)
-    for token, p in expected.items():
-        assert abs(drawn.count(token) / draws - p) < 5 * math.sqrt(p * (1 - p) / draws) + 1e-12
-    assert generate.choose(logits, generator, 0) == probs.argmax()
+def test_tokens_are_drawn_by_temperature_top_k_and_top_p():
+    order, draws = [3, 0, 2, 1], 4000
+    logits, generator = torch.empty(4, dtype=torch.double), torch.Generator().manual_seed(0)
+    logits[order] = torch.tensor([50.0, 30, 15, 5]).double().log()
+    for options, weights in DRAWS.items():
+        drawn = [generate.choose(logits, generator, *options) for _ in range(draws)]
+        counts = [drawn.count(token) for token in order[: len(weights)]]
+        assert sum(counts) == draws
+        for count, p in zip(counts, np.array(weights) / sum(weights)):
+            assert abs(count / draws - p) <= 5 * math.sqrt(p * (1 - p) / draws)
+    assert generate.choose(logits, generator, 0) == 3
 
 
 # ---- generation --------------------------------------------------------------------------------------------
@@ -320,13 +315,11 @@ def test_losses_are_those_of_the_last_windows(run):
     """Which are longer than the last stage's, in a document longer than both."""
     model = random_model(run, "window_unit=2")
     tokens = np.array([256, *np.random.default_rng(0).integers(97, 104, 60), 256])
-    batch = tg.make_micro_batch(tokens, np.zeros(1, int), 61, 8, model.cfg)
-    last, stages = (
-        model.token_losses(batch, tg.window_tokens(model.cfg, windows)).double().mean().item()
-        for windows in (model.cfg.val_windows, model.cfg.stages[-1].windows)
-    )
+    batch, cfg = tg.make_micro_batch(tokens, np.zeros(1, int), 61, 8, model.cfg), model.cfg
+    both = (tg.window_tokens(cfg, windows) for windows in (cfg.val_windows, cfg.stages[-1].windows))
+    last, stages = (model.token_losses(batch, windows).double().sum().item() for windows in both)
     nats, *_ = loss.document_losses(model, tokens, np.ones(257))
-    assert nats.sum() / 61 == pytest.approx(last, abs=1e-6) and abs(last - stages) > 1e-5
+    assert nats.sum() == pytest.approx(last, abs=1e-4) and abs(last - stages) > 1e-3
 
 
 def test_parts_of_a_text_hold_every_target_once():
@@ -372,7 +365,7 @@ def test_an_exported_model_is_the_saved_one(run, capsys, name):
     assert tensors.keys() == expected.keys()
     for key, value in expected.items():
         assert tensors[key].dtype == value.dtype and torch.equal(tensors[key], value), key
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(expected)
-    for key, _, shape in (line.split(None, 2) for line in lines):
-        assert shape == str(tuple(expected[key].shape))
+    lines = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
+    assert {key: shape for key, _, shape in lines} == {
+        key: str(tuple(value.shape)) for key, value in expected.items()
+    }
