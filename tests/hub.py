@@ -15,14 +15,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Hub:
-    """Serves `files`, {name: bytes}, of a dataset, in a with block.
+    """Serves `files`, {name: bytes}, of FineWeb's dataset, in a with block.
 
     heads: names of the files whose size and checksum were requested. requests: requests for bytes, as (name,
     Range or None). Both in order of arrival.
     """
 
-    def __init__(self, files: dict[str, bytes], dataset: str = "kjj0/fineweb10B-gpt2"):
-        self.files, self.root = files, f"/datasets/{dataset}/resolve/main/"
+    root = "/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
+
+    def __init__(self, files):
+        self.files = files
         self.heads, self.requests = [], []
         # name: [(size, how)], one per response: it stops after `size` bytes. hold: it is silent until
         # `release` is set, and is then closed; reset: likewise, and is then reset.

@@ -30,7 +30,6 @@ from golden_inputs import random_documents, write_shard
 # Timeout in seconds of whatever a test waits for: enough for a slow or busy machine.
 WAIT = 200
 GRACE = 3
-STEPS = 8
 # The cpu preset at a size that takes seconds: all layers and stages. It validates before steps 0, 3 and 6,
 # and at the end; embed is untied after step 5. It has bigram_embed, tests of n-grams set theirs. And all that
 # the model can have: signs, XSA, prefixes.
@@ -145,38 +144,29 @@ class FaultAtWrite:
             if opens or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
                 change(event)
 
-        def marking(original):
-            def call(*args, **kwargs):
-                state.append("inside" if state == ["before"] else "after")
-                result = original(*args, **kwargs)
-                state.append("after")
-                return result
+        def marking(original, *args, **kwargs):
+            state.append("inside" if state == ["before"] else "after")
+            result = original(*args, **kwargs)
+            state.append("after")
+            return result
 
-            return call
+        def syncing(original, file):
+            change("os.fsync")
+            original(file)
 
-        def syncing(original):
-            def fsync(file):
-                change("os.fsync")
-                original(file)
-
-            return fsync
-
-        def saving(original):
-            def save(content, file):
-                if not hasattr(file, "write"):
-                    return original(content, file)
-                original(content, data := io.BytesIO())
-                data = data.getvalue()
-                half = len(data) // 2
-                file.write(data[:half])
-                file.flush()
-                change("half of torch.save")
-                file.write(data[half:])
-
-            return save
+        def saving(original, content, file):
+            if not hasattr(file, "write"):
+                return original(content, file)
+            original(content, data := io.BytesIO())
+            data = data.getvalue()
+            half = len(data) // 2
+            file.write(data[:half])
+            file.flush()
+            change("half of torch.save")
+            file.write(data[half:])
 
         for where, around in ((self.where, marking), ("os.fsync", syncing), ("torch.save", saving)):
-            wrap(where, around)
+            wrap(where, functools.partial(functools.partial, around))
         sys.addaudithook(audit)
 
 

@@ -168,11 +168,9 @@ def test_initial_values_do_not_depend_on_other_parameters():
     """Checks a model without some parameters, from a table in another order."""
     model = tg.GPT(tg.CPU, seed=5)
     fewer = tg.GPT(replace(tg.CPU, mudd_connections=False, params=tg.CPU.params[::-1]), seed=5)
-    values, left = dict(model.named_parameters()), dict(fewer.named_parameters())
-    assert values.keys() - left.keys() == {"mudd_w1", "mudd_w2"}
-    assert all(p.equal(values[name]) for name, p in left.items()) and fewer.signs.equal(model.signs)
-    drawn = (model.qk_bank, model.vo_bank, model.mlp_bank)
-    assert len({bank.flatten()[0].item() for bank in drawn}) == 3
+    assert all(p.equal(getattr(model, name)) for name, p in fewer.named_parameters())
+    assert fewer.signs.equal(model.signs)
+    assert len({bank.flatten()[0].item() for bank in (model.qk_bank, model.vo_bank, model.mlp_bank)}) == 3
 
 
 # ---- schedule ----------------------------------------------------------------------------------------------
@@ -184,16 +182,14 @@ SHORT = tg.override(CPU, "stages.*.steps=2")
 
 @pytest.mark.parametrize("cfg", [CPU, SHORT, replace(CPU, stages=CPU.stages[:2], momentum_warmup=0)])
 def test_any_schedule_has_a_plan_for_every_step(cfg):
-    plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
-    assert [p.step for p in plans] == list(range(cfg.steps))
+    plans, every = [tg.plan_step(cfg, step) for step in range(cfg.steps)], {*range(cfg.steps)}
     assert all(0 < p.lr_mul <= 2 for p in plans)
     assert all(cfg.momentum_min - 1e-9 <= p.momentum <= cfg.momentum_max + 1e-9 for p in plans)
-    untied = [p.step for p in plans if p.untie]
-    assert len(untied) == 1 and untied[0] % 2
-    assert sum(p.batch_tokens for p in plans) == tg.train_tokens(cfg)
+    (untied,) = (p.step for p in plans if p.untie)
+    assert untied % 2 and sum(p.batch_tokens for p in plans) == tg.train_tokens(cfg)
     warmup = {*itertools.chain(*tg.warmup_steps(cfg))}
-    own_updates = {untied[0] + 2} & {*range(cfg.steps)}  # the first after untying
-    assert {0, 1, *cfg.stage_starts} | own_updates <= warmup <= {*range(cfg.steps)}
+    own_update = {untied + 2} & every  # the first after untying
+    assert {0, 1, *cfg.stage_starts} | own_update <= warmup <= every
 
 
 def test_no_cooldown_and_no_schedule():
@@ -254,28 +250,49 @@ def test_import_does_nothing(tmp_path):
 
 # The published values of the public record 92 (PR 360), and of record 89 (PR 342) where 92 changes nothing.
 # "A" is the algorithm that both descend from (record 80).
-FIELDS = {
-    # record 92: batches and validation
-    "val_slices": 40, "val_slice_tokens": 262144, "padded_vocab": 50304, "heads": 6, "head_dim": 128,
-    "mlp_dim": 2816, "mix_groups": 12, "mudd_dim": 64, "window_unit": 128, "microbatches": 8,
-    "val_windows": tg.Windows(6, 20), "sign_rows": 8192, "attn_scale": 0.085, "narrow_attn_scale": 0.13,
-    # record 92: schedule of rates and momentum
-    "steps": 1194, "cooldown_frac": 0.8, "momentum_min": 0.85, "momentum_max": 0.93, "momentum_warmup": 240,
-    "momentum_cooldown": 50, "slow_from": 336,
-    # Adam (A), and ANVIL (record 92) but for its margin, which README explains
-    "adam_lr": 0.008, "adam_eps": 1e-10, "adam_wd": 0.005, "bank_lr": 0.023, "bank_wd": 2.25,
-    "bank_beta2": 0.9, "bank_margin": 1.06, "slow_rate": 0.02, "rails_step": 514, "fast_beta": 0.85,
-    "fast_weight": 0.4385,
-    "ngrams": tg.Ngrams((2, 3), 42301440, 768, "bfloat16", "sharded", 4, 0.008 * 70, 0.95, 0.005 * 5),
-}  # fmt: skip
+FIELDS = """
+val_slices 40
+val_slice_tokens 262144
+padded_vocab 50304
+heads 6
+head_dim 128
+mlp_dim 2816
+mix_groups 12
+mudd_dim 64
+window_unit 128
+microbatches 8
+val_windows Windows(short=6, long=20)
+sign_rows 8192
+attn_scale 0.085
+narrow_attn_scale 0.13
+steps 1194
+cooldown_frac 0.8
+momentum_min 0.85
+momentum_max 0.93
+momentum_warmup 240
+momentum_cooldown 50
+slow_from 336
+adam_lr 0.008
+adam_eps 1e-10
+adam_wd 0.005
+bank_lr 0.023
+bank_wd 2.25
+bank_beta2 0.9
+bank_margin 1.06
+slow_rate 0.02
+rails_step 514
+fast_beta 0.85
+fast_weight 0.4385
+"""  # of record 92; Adam's (A); but for ANVIL's margin, which README explains
+NGRAMS = tg.Ngrams((2, 3), 42301440, 768, "bfloat16", "sharded", 4, 0.008 * 70, 0.95, 0.005 * 5)
 # steps, tokens, longest document, windows, rate, weights of next tokens at both ends, of prefixes, cap
-STAGES = (
-    (320, 131072, 896, (1, 3), 1.0, (1, 0.5, 0.25), (1, 0.5, 0), (0.25,), 0),
-    (361, 262144, 2048, (3, 7), 1.52, (1, 0.5), (1, 0), (0.20, 0.15, 0.10, 0.05), 0),
-    (426, 393216, 3072, (5, 11), 1.73, (1,), (1,), (), 2560),
-    (67, 327680, 3072, (5, 11), 1.5793, (1,), (1,), (), 2560),
-    (20, 131072, 3072, (6, 13), 0.30, (1,), (1,), (), 2560),
-)
+STAGES = """
+(320, 131072, 896, (1, 3), 1.0, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), 0)
+(361, 262144, 2048, (3, 7), 1.52, (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), 0)
+(426, 393216, 3072, (5, 11), 1.73, (1.0,), (1.0,), (), 2560)
+(67, 327680, 3072, (5, 11), 1.5793, (1.0,), (1.0,), (), 2560)
+(20, 131072, 3072, (6, 13), 0.3, (1.0,), (1.0,), (), 2560)
+"""
 # Betas, factors of rate and decay, steps between updates (record 89; record 92: 70 and 4)
 ADAM = """
 scalars 0.9 0.99 5 0 2
@@ -295,19 +312,19 @@ embed 0.5 0.95 1 150 2
 bigram_embed 0.75 0.95 75 5 2
 value_embeds 0.75 0.95 70 5 4
 """
-# Record 92's layers: attention, window, value table; x0, bigrams; MLPs; narrow queries, narrow values
-LAYER_ROWS = """
-paired short None xb 1 q
-plain short 0 xb 1 qv
-paired short 1 x 1 q
-plain long None - 1 -
-None short None xb 1 -
-paired short None xb 1 q
-None short None - 1 -
-None short None x 0 -
-plain short 2 - 2 qv
-None short None b 1 -
-plain long 3 - 1 -
+# Record 92's layers: attention, window, value table, MLPs, and what else they have
+LAYERS = """
+paired short None 1: x0 bigram narrow_qk
+plain short 0 1: x0 bigram narrow_qk narrow_v xsa
+paired short 1 1: x0 narrow_qk
+plain long None 1: xsa gate key_shift
+None short None 1: x0 bigram
+paired short None 1: x0 bigram narrow_qk
+None short None 1:
+None short None 0: x0
+plain short 2 2: narrow_qk narrow_v
+None short None 1: bigram
+plain long 3 1: gate key_shift connections
 """
 ENDING_ROWS = (  # record 92: the last steps that it looks at, its rate, its share, and every how many steps
     ({"lm_head", "embed"}, 298, 1 - (1 - 2 / 299) ** 2, 0.65, 2),
@@ -327,27 +344,22 @@ MAPS = (  # ANVIL's: a x + b x^3 + c x^5 of singular values (record 92)
 
 
 def test_the_record_has_the_published_constants():
-    cfg = tg.RECORD
-    assert {name: getattr(cfg, name) for name in FIELDS} == FIELDS
-    assert tuple(dataclasses.astuple(stage) for stage in cfg.stages) == STAGES
-    adam = [
-        f"{row.name} %g %g %g %g %d" % (*row.betas, row.lr_mul, row.wd_mul, row.every)
-        for row in cfg.params
-        if row.betas
-    ]
-    assert sorted(adam) == sorted(ADAM.strip().splitlines())
-    banks = [row for row in cfg.params if not row.betas]
+    cfg, flags = tg.RECORD, "x0 bigram narrow_qk narrow_v xsa gate key_shift connections".split()
+    for line in FIELDS.strip().splitlines():
+        name, value = line.split(" ", 1)
+        assert str(getattr(cfg, name)) == value, name
+    assert cfg.ngrams == NGRAMS
+    assert [str(dataclasses.astuple(stage)) for stage in cfg.stages] == STAGES.strip().splitlines()
+    adam, banks = ([row for row in cfg.params if bool(row.betas) == used] for used in (True, False))
+    rows = [f"{row.name} %g %g %g %g %d" % (*row.betas, row.lr_mul, row.wd_mul, row.every) for row in adam]
+    assert sorted(rows) == sorted(ADAM.strip().splitlines())
+    for row in banks:
+        assert (row.lr_mul, row.wd_mul, row.every, row.optimizer) == (1, 1, 1, "anvil")
+        assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
     assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
-    assert all((row.lr_mul, row.wd_mul, row.every, row.optimizer) == (1, 1, 1, "anvil") for row in banks)
-    assert {row.name: row.matrix_lr_mul for row in banks if row.matrix_lr_mul} == {"mlp_bank": (1, 2)}
-    for layer, row in zip(cfg.layers, LAYER_ROWS.strip().splitlines(), strict=True):
-        parts = (
-            "x" * layer.x0 + "b" * layer.bigram or "-",
-            "q" * layer.narrow_qk + "v" * layer.narrow_v or "-",
-        )
-        assert row == "{0.attention} {0.window} {0.value} {1} {0.mlps} {2}".format(layer, *parts)
-    for flag, layers in (("xsa", [1, 3]), ("gate", [3, 10]), ("key_shift", [3, 10]), ("connections", [10])):
-        assert [i for i, layer in enumerate(cfg.layers) if getattr(layer, flag)] == layers
+    for layer, expected in zip(cfg.layers, LAYERS.strip().splitlines(), strict=True):
+        row = f"{layer.attention} {layer.window} {layer.value} {layer.mlps}:"
+        assert " ".join([row, *(flag for flag in flags if getattr(layer, flag))]) == expected
     endings = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.endings)
     assert endings == ENDING_ROWS
     assert tg.ANVIL_MAPS == MAPS

@@ -4,20 +4,17 @@ import hashlib
 import json
 import math
 
-import huggingface_hub.constants as hub_settings
 import numpy as np
 import pytest
 import tiktoken
 import torch
 
+import fineweb
 import hellaswag
 import train_gpt as tg
 from hellaswag import Item
-from hub import Hub
 from test_evals import randomize
 from test_ngram_runs import make_config
-
-BYTES = hellaswag.tokenize_text.get_encoding("bytes")
 
 
 def some_items(count, seed=0):
@@ -85,14 +82,12 @@ def test_scored_tokens_are_the_endings():
     """Also where a token could span the context's end."""
     ranks = {bytes([i]): i for i in range(256)} | {b"a ": 256, b" b": 257, b"bc": 258, b" bc": 259}
     special = {"<|endoftext|>": 260}
-    merging = tiktoken.Encoding("m", pat_str=r"[^.]+", mergeable_ranks=ranks, special_tokens=special)
-    for encoding in (BYTES, merging):
-        for item in some_items(50):
-            for document, ending in zip(hellaswag.encode(item, encoding), item.endings, strict=True):
-                bos, *tokens = document.tokens.tolist()
-                assert bos == encoding.eot_token
-                assert encoding.decode(tokens) == f"{item.context} {ending}"
-                assert encoding.decode(tokens[len(tokens) - document.scored :]) == f" {ending}"
+    encoding = tiktoken.Encoding("m", pat_str=r"[^.]+", mergeable_ranks=ranks, special_tokens=special)
+    for item in some_items(50):
+        for document, ending in zip(hellaswag.encode(item, encoding), item.endings, strict=True):
+            bos, *tokens = document.tokens.tolist()
+            parts = encoding.decode(tokens[: -document.scored]), encoding.decode(tokens[-document.scored :])
+            assert (bos, *parts) == (260, item.context, f" {ending}")
 
 
 # ---- Accuracy ----------------------------------------------------------------------------------------------
@@ -144,22 +139,16 @@ def test_a_limit_takes_the_beginning_of_one_shuffled_order(tmp_path, monkeypatch
 
 
 GOOD = b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}'
-DAMAGE = {
-    "cut": GOOD[:-9],
-    "empty": b"",
-    "a list": b"[1, 2]",
-    "no context": GOOD.replace(b"ctx", b"text"),
-    "three endings": GOOD.replace(b', "e"', b""),
-    "a number": GOOD.replace(b'"e"', b"5"),
-    "label 4": GOOD.replace(b"0", b"4"),
-    "of the test split": GOOD.replace(b"0", b'""'),
-    "not UTF-8": GOOD.replace(b"a", b"\xff"),
-}
+DAMAGE = [  # cut, empty, a list, without context, with three endings, a number, other labels, not UTF-8
+    *(GOOD[:-9], b"", b"[1, 2]", GOOD.replace(b"ctx", b"text"), GOOD.replace(b', "e"', b"")),
+    *(GOOD.replace(b'"e"', b"5"), GOOD.replace(b"0", b"4"), GOOD.replace(b"0", b'""')),
+    GOOD.replace(b"a", b"\xff"),
+]
 
 
 def test_damaged_and_missing_items_are_named(tmp_path):
     path = tmp_path / "items.jsonl"
-    for line in DAMAGE.values():
+    for line in DAMAGE:
         path.write_bytes(b"\n".join([GOOD, line, GOOD]))
         with pytest.raises(tg.UserError, match=f"^{path}:2: not an item"):
             hellaswag.read_items(path, 1)
@@ -171,41 +160,26 @@ def test_damaged_and_missing_items_are_named(tmp_path):
 
 # ---- Download ----------------------------------------------------------------------------------------------
 
-DATASET = "someone/texts"
-BODY = as_lines(some_items(30)).encode()
 
+@pytest.mark.parametrize("fault", (None, "another file", "no server"))
+def test_download(fault, tmp_path, monkeypatch):
+    """What arrives is checked, and a failure is one line. (test_fineweb.py tests the download itself.)"""
+    body, asked = as_lines(some_items(3)).encode(), []
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """Returns a hub whose file is the original."""
-    with Hub({hellaswag.NAME: BODY}, DATASET) as hub:
-        template = hub_settings.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(hub_settings.ENDPOINT)
-        address = f"http://127.0.0.1:{hub.port}"
-        monkeypatch.setattr(hub_settings, "ENDPOINT", address)
-        monkeypatch.setattr(hub_settings, "HUGGINGFACE_CO_URL_TEMPLATE", address + template)
-        monkeypatch.setattr(hub_settings, "HF_HUB_OFFLINE", False)
-        for name in ("NO_PROXY", "no_proxy"):
-            monkeypatch.setenv(name, "*")
-        monkeypatch.setattr(hellaswag, "FOLDER", tmp_path / "data")
-        monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(BODY).hexdigest())
-        yield hub
+    def fetch(folder, name, dataset, check):
+        asked.append((folder.is_dir(), name, dataset))
+        if fault == "no server":
+            raise ConnectionError("refused\nat once")
+        (folder / name).write_bytes(body)
+        check(folder / name)
 
-
-def test_the_original_is_downloaded_once(hub):
-    for _ in range(2):
-        assert hellaswag.download(DATASET).read_bytes() == BODY
-    assert len(hub.requests) == len(hub.heads) == 1 == len([*hellaswag.FOLDER.iterdir()])
-
-
-@pytest.mark.parametrize("fault", ("another file", "no server"))
-def test_what_is_not_the_original_is_not_kept(hub, monkeypatch, fault):
-    """The script ends with one line."""
+    monkeypatch.setattr(fineweb, "fetch", fetch)
+    monkeypatch.setattr(hellaswag, "FOLDER", tmp_path / "data")
+    monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(body + b"x" * bool(fault)).hexdigest())
     monkeypatch.setattr(hellaswag, "load", lambda path: (None, None))
-    if fault == "another file":
-        hub.files[hellaswag.NAME] = BODY.replace(b"a", b"b")
+    if fault:
+        with pytest.raises(SystemExit, match=r"^hellaswag.py: cannot get hellaswag_val.jsonl from .*--file$"):
+            hellaswag.main(["m", "--dataset", "someone/texts"])
     else:
-        hub.server.server_close()
-        hub.server.shutdown()
-    with pytest.raises(SystemExit, match=r"^hellaswag.py: cannot get hellaswag_val.jsonl from .*--file$"):
-        hellaswag.main(["m", "--dataset", DATASET])
-    assert not [*hellaswag.FOLDER.iterdir()]
+        assert hellaswag.download("someone/texts").read_bytes() == body
+    assert asked == [(True, "hellaswag_val.jsonl", "someone/texts")]

@@ -196,22 +196,19 @@ def test_test_sh(ready):
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_two_processes_on_one(tmp_path):
-    """Each of two run.sh in folders of their own starts one process. The losses have the same digits."""
-    arguments = ["--preset", "cpu", "--data", ".", *settings("samples=0")]
+def test_two_machines_train_as_two_processes_on_one(repository):
+    """Each of two run.sh starts one process. The losses have the same digits."""
+    shutil.copy(ROOT / "train_gpt.py", repository)
+    make_corpus(repository / "corpus")
+    arguments = ["--preset", "cpu", "--data", "corpus", *settings("samples=0")]
     real = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    port = str(20000 + os.getpid() % 10000)
-    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NPROC_PER_NODE": "1"}
-    environments = {"0": shared | {"NODE_RANK": "0"}, "1": shared | {"NODE_RANK": "1"}, "both": {}}
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
+    shared["MASTER_PORT"] = str(20000 + os.getpid() % 10000)
     with ExitStack() as stack:
-        processes = []
-        for name, environment in environments.items():
-            make_corpus(tmp_path / name)
-            for file in ("run.sh", "train_gpt.py", "requirements.txt"):
-                shutil.copy(ROOT / file, tmp_path / name)
-            (tmp_path / name / "bin").mkdir()
-            process = started(tmp_path / name, *arguments, **environment | real)
-            processes.append(stack.enter_context(process))
+        processes = [
+            stack.enter_context(started(repository, *arguments, **real | more))
+            for more in (shared | {"NODE_RANK": "0"}, shared | {"NODE_RANK": "1"}, {})
+        ]
         first, second, alone = [process.communicate(timeout=2 * WAIT)[0] for process in processes]
     assert processes[1].returncode == 0 and "val_loss" not in second
     losses = [re.findall(r"val_loss:? ?([\d.]+)", text) for text in (first, alone)]

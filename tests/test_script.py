@@ -9,12 +9,13 @@ import subprocess
 import sys
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_gpt as tg
-from launch import STEPS, WAIT, Launch, make_corpus, settings
+from launch import WAIT, Launch, make_corpus, settings
 
 SOURCE = Path(tg.__file__).read_text(encoding="utf-8")
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
@@ -33,26 +34,13 @@ def start(folder, *command):
     return subprocess.Popen([sys.executable, *command], **options, **streams)
 
 
-class Finished:
-    """Holds the output of a finished run, and the parts of its log, every line of which it checks."""
-
-    # After @ comes the step of a training loss: on a GPU it arrives some steps late.
-    STEP = re.compile(
-        r"step:(\d+)/(\d+) (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
-        r"(?(3)| train_loss:(\d+\.\d{4})@\1)"
-    )
-
-    def __init__(self, folder, out, err=""):
-        self.out, self.err = out, err
-        self.log = folder / re.search(r"^log: (.*)\n\Z", out, re.MULTILINE)[1]
-        self.text = self.log.read_text(encoding="utf-8").removeprefix(f"{SOURCE}\n{'=' * 100}\n")
-        assert self.text.startswith("Running Python 3.")  # after the script's own source
-        self.environment, rest = self.text.split(f"{'=' * 100}\n")
-        parts = re.fullmatch(r"((?s:.*?))((?:^step:.*\n)+)((?s:.*))", rest, re.MULTILINE)
-        self.warm_up, steps, end = parts.groups()
-        self.steps = [self.STEP.fullmatch(line).groups() for line in steps.splitlines()]
-        self.end = dict(line.split(": ", 1) for line in end.splitlines())
-        self.losses = [step[2] for step in self.steps if step[2]]
+def finished(folder, out, err=""):
+    """Returns the output of a finished run, its log, the log's text after the script's source, its losses."""
+    log = folder / re.search(r"^log: (.*)\n\Z", out, re.MULTILINE)[1]
+    source, text = log.read_text(encoding="utf-8").split(f"\n{'=' * 100}\n", 1)
+    assert source == SOURCE
+    losses = re.findall(r"val_loss:? ?([\d.]+)", text)
+    return SimpleNamespace(out=out, err=err, log=log, text=text, losses=losses)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +56,7 @@ def run(folder, *command):
     process = start(folder, *command)
     out, err = process.communicate(timeout=WAIT)
     assert process.returncode == 0, err
-    return Finished(folder, out, err)
+    return finished(folder, out, err)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +79,7 @@ def run_forked(folder, *arguments):
     """Runs the script in a fork that has torch loaded: ten times faster."""
     with Launch(folder, "--preset", "cpu", "--data", "corpus", *arguments) as process:
         assert process.wait() == [0], process.err
-        return Finished(folder, process.out)
+        return finished(folder, process.out)
 
 
 # ---- logs and screen ---------------------------------------------------------------------------------------
@@ -99,50 +87,53 @@ def run_forked(folder, *arguments):
 RUNS = pytest.mark.parametrize(
     "which, world_size, seed, name", [("single", 1, 3, ""), ("double", 2, 4, "MyIdea")]
 )
+LOG = rf"""Running Python 3\.\S+ on \w+ \w+
+Running PyTorch {re.escape(torch.__version__)} compiled for CUDA \S+ on .+ with world_size (?P<world_size>\d)
+commit: (?:unknown|[0-9a-f]{{40}} \((?:clean|modified)\))
+attention: dense; kernels: none, plain torch; fp8: False; compiled: False
+config: (?P<config>.*)
+data: [0-9a-f]{{16}} \(12000 training tokens in 2 shards, 1500 for validation\), packed in 8 .*
+={{100}}
+warm-up: .*
+(?P<steps>(?:step:.*\n)*)peak memory allocated: \d+ MiB
+val_loss: (?P<val_loss>\d\.\d{{6}})
+train_time_ms: (?P<train_time_ms>\d+)
+steps: 8
+tokens: 2560
+epochs: 1
+seed: (?P<seed>\d)
+(?:bytes sent by rank 0, .*\n)*val_loss_per_byte: (?P<val_loss_per_byte>\d\.\d{{6}})
+complete: yes
+"""
+# After @ comes the step of a training loss: on a GPU it arrives some steps late.
+STEP = re.compile(
+    r"step:(\d+)/8 (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+    r"(?(2)| train_loss:(\d+\.\d{4})@\1)"
+)
 
 
 @pytest.mark.slow
 @RUNS
 def test_log(which, world_size, seed, name, folder, request):
-    done, version = request.getfixturevalue(which), re.escape(torch.__version__)
-    for pattern in (
-        r"Running Python 3\.\d+\.\d+\S* on \w+ \w+",
-        rf"Running PyTorch {version} compiled for CUDA \S+ on .+ with world_size {world_size}",
-        r"commit: (unknown|[0-9a-f]{40} \((clean|modified)\))",
-        r"data: [0-9a-f]{16} \(12000 training tokens in 2 shards, 1500 for validation\), "
-        r"packed in 8 micro-batches a batch, not 2: not the track's batches",
-    ):
-        assert len(re.findall(f"^{pattern}$", done.environment, re.MULTILINE)) == 1, pattern
-    config = json.loads(re.search(r"^config: (\{.*\})$", done.environment, re.MULTILINE)[1])
+    done = request.getfixturevalue(which)
+    found = re.fullmatch(LOG, done.text)
+    config = json.loads(found["config"])
+    assert (found["world_size"], found["seed"]) == (str(world_size), str(seed))
     assert (config["seed"], config["name"], config["heads"]) == (seed, name, 2)
-    assert done.warm_up.startswith("warm-up: ")
+    steps, *columns = zip(*(STEP.fullmatch(line).groups() for line in found["steps"].splitlines()))
+    vals, times, averages, losses = ([float(x) if x else None for x in column] for column in columns)
     # Validation before steps 0, 3 and 6 and at the end; a line after each step.
-    order = [(int(step), val is not None) for step, _, val, *_ in done.steps]
-    assert order == sorted([(i, False) for i in range(1, 9)] + [(i, True) for i in (0, 3, 6, 8)])
-    times = [int(step[3]) for step in done.steps]
-    assert times == sorted(times) and {step[1] for step in done.steps} == {str(STEPS)}
-    for step, _, _, total, average, _ in done.steps:
-        assert float(average) == pytest.approx(int(total) / max(int(step), 1), abs=1)
-    end = done.end
-    assert re.fullmatch(r"\d+ MiB( reserved: \d+ MiB)?", end["peak memory allocated"])
-    assert list(end)[-1] == "complete" and end["complete"] == "yes" and end["train_time_ms"] == str(times[-1])
-    counts = {"steps": STEPS, "seed": seed, "epochs": 1, "tokens": 8 * (2 * 24 + 32 + 48 + 4 * 48)}
-    assert {name: int(end[name]) for name in counts} == counts
-    loss, val_shard = float(end["val_loss"]), folder / "corpus/tiny_val_000000.bin"
-    per_byte = loss * 1500 / tg.read_header(val_shard).text_bytes
-    assert f"{loss:.4f}" == done.losses[-1] and float(end["val_loss_per_byte"]) == pytest.approx(
-        per_byte, abs=2e-6
-    )
-
-
-@pytest.mark.slow
-@RUNS
-def test_it_learns(which, world_size, seed, name, request):
-    """Validation and training loss fall from chance over 264 tokens: the text has eight characters."""
-    steps = request.getfixturevalue(which).steps
-    for column, fall in ((2, 0.4), (5, 0.2)):
-        losses = [float(step[column]) for step in steps if step[column]]
-        assert losses[0] == pytest.approx(math.log(264), abs=0.4) and losses[-1] < losses[0] - fall
+    assert " ".join(step + "v" * bool(val) for step, val in zip(steps, vals)) == "0v 1 2 3 3v 4 5 6 6v 7 8 8v"
+    for step, total, average in zip(steps, times, averages):
+        assert average == pytest.approx(total / max(int(step), 1), abs=1)
+    assert times == sorted(times) and int(found["train_time_ms"]) == times[-1]
+    # Losses fall from chance over 264 tokens: the text has eight characters.
+    for column, fall in ((vals, 0.4), (losses, 0.2)):
+        first, *_, last = filter(None, column)
+        assert first == pytest.approx(math.log(264), abs=0.4) and last < first - fall
+    loss, shard = float(found["val_loss"]), tg.read_header(folder / "corpus/tiny_val_000000.bin")
+    assert round(loss, 4) == pytest.approx(vals[-1])
+    assert float(found["val_loss_per_byte"]) == pytest.approx(loss * 1500 / shard.text_bytes, abs=2e-6)
 
 
 @pytest.mark.slow
@@ -152,10 +143,9 @@ def test_the_screen_has_the_results_and_names_the_log(which, world_size, seed, n
     done = request.getfixturevalue(which)
     assert not re.search("\r|\x1b|import argparse", done.out)  # no source
     lines = done.out.splitlines()
-    assert len([line for line in lines if done.STEP.fullmatch(line)]) == 4
-    results = ("val_loss", "val_loss_per_byte", "train_time_ms")
-    assert {f"{name}: {done.end[name]}" for name in results} < {*lines}
-    assert f"| {STEPS}/{STEPS} [" in done.err  # tqdm's, where there is no terminal, too
+    assert len([line for line in lines if STEP.fullmatch(line)]) == 4
+    assert {*re.findall("^(?:val_loss|train_time_ms).*", done.text, re.MULTILINE)} < {*lines}
+    assert "| 8/8 [" in done.err  # tqdm's, where there is no terminal, too
     place = f"records/other/{f'{date.today()}_{name}' if name else 'attempts'}/seed{seed}_"
     assert lines[-1].startswith(f"log: {place}")
 
@@ -185,7 +175,7 @@ def test_tracks(preset):
 def test_the_same_seed_gives_the_same_digits(folder, single, double):
     """With and without warm-up. Another seed gives others."""
     again = run_forked(folder, *settings("warmup=false"), "--seed", "3")
-    assert again.losses == single.losses and again.end["val_loss"] == single.end["val_loss"]
+    assert again.losses == single.losses
     assert double.losses[0] != single.losses[0]
 
 
@@ -197,7 +187,7 @@ def test_profile(folder):
     """
     change = settings("warmup=false", "microbatches=2", "val_every=0")
     done = run_forked(folder, *change, "--profile", "2")
-    assert done.log.parent.parent.name == "other" and len(done.losses) == 1
+    assert done.log.parent.parent.name == "other" and len(done.losses) == 2
     with gzip.open(done.log.with_name(f"{done.log.stem}.rank0.trace.json.gz"), "rt") as f:
         complete = [event for event in json.load(f)["traceEvents"] if event.get("ph") == "X"]
     spans = {event["name"]: event for event in complete if event["name"].startswith("ProfilerStep#")}
@@ -211,24 +201,23 @@ def test_profile(folder):
 # ---- --check, and a kill -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments, good",
-    (
-        ("--preset cpu --check 2", True),
-        ("--preset cpu --check 3", False),
-        ("--preset record --set kernels= --check 8", False),
-        ("--preset cpu --resume nowhere --check 2", False),
-    ),
-)
-def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys, arguments, good):
-    """It tests the config, the number of processes and the machine."""
+CHECKS = {  # whether the config, the number of processes and the machine are good
+    "--preset cpu --check 2": True,
+    "--preset cpu --check 3": False,
+    "--preset record --set kernels= --check 8": False,
+    "--preset cpu --resume nowhere --check 2": False,
+}
+
+
+@pytest.mark.parametrize("arguments", CHECKS)
+def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert tg.main(arguments.split()) == (not good)
+    bad = not CHECKS[arguments]
+    assert tg.main(arguments.split()) == bad
     out, err = capsys.readouterr()
-    assert ("here: 2\n" in out) == good and err.count("\n") == (not good)
-    assert not list(tmp_path.iterdir())
+    assert ("here: 2\n" in out) != bad and err.count("\n") == bad and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
