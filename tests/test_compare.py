@@ -381,8 +381,8 @@ def test_verdicts(run):
         ("own", "  meets the target 3.285"),
     ):
         assert verdict in run(command)[1]
-        (group,) = read_json(run, command)[0]["groups"]
-        assert group["meets_target"] == verdict.startswith("  meets")
+    (group,) = read_json(run, "own")[0]["groups"]
+    assert group["meets_target"] is True
 
 
 def test_what_is_not_defined_is_null(run, recwarn):
@@ -432,9 +432,8 @@ def test_the_mark_of_curves_changes_with_what_is_drawn_only(run):
 
 def group_of(*trainings):
     """Returns a group of counted runs with these training losses, each of (step, loss, seconds or None)."""
-    lasts = [training[-1][0] if training else 9 for training in trainings]
-    runs = (("log", 0, compare.Header(), n, n, [[n, 3.0, 9.0]], t) for n, t in zip(lasts, trainings))
-    return compare.Group("label", [compare.Run(*run) for run in runs])
+    runs = [compare.Run("log", 0, compare.Header(), 9, 9, [[9, 3.0, 9.0]], points) for points in trainings]
+    return compare.Group("label", runs)
 
 
 def test_smoothed_training_loss():
@@ -591,13 +590,10 @@ def test_update_writes_tables_and_draws_what_changed(run, records):
     ]
     assert "| 4 | 20 |" in readme.read_text()
     assert "91.0 s | - | 8 x" in readme.read_text()  # another machine: no percentage
-
-
-def test_update_writes_nothing_if_a_log_is_broken(run, records):
-    (records.parent / "bench/curves/0.txt").write_text("config: {broken}\n" + steps())
-    before = (records / "README.md").read_text()
-    assert run("--update")[:2] == (2, "") and (records / "README.md").read_text() == before
-    assert not (records / "history.png").exists()
+    # Nothing is written if a log is broken.
+    readme.write_text(README)
+    write("bench/curves", "config: {broken}\n" + steps())
+    assert run("--update")[:2] == (2, "") and readme.read_text() == README
 
 
 @pytest.fixture
@@ -634,11 +630,9 @@ def test_the_tables_and_pictures_are_what_the_logs_give(committed, capsys):
 
 def test_the_public_history():
     numbers, minutes, days, changes, sources = zip(*compare.read_history().rows)
-    assert list(dict.fromkeys(numbers)) == [str(n) for n in range(1, 93)] and all(changes)
-    assert list(days) == sorted(days) and re.fullmatch(r"(\d{4}-\d\d-\d\d )+", " ".join([*days, ""]))
+    assert list(dict.fromkeys(numbers)) == [str(n) for n in range(1, 93)]
+    assert list(days) == sorted(days) and all(changes + sources)
     # Each record is faster than the one before, except record 21 when it was timed again.
     times = list(map(float, minutes))
     assert [i for i in range(1, len(times)) if times[i] >= times[i - 1]] == [21, 22]
     assert [minutes[numbers.index(n)] for n in ("1", "24", "80", "92")] == ["45", "2.966", "1.406", "0.665"]
-    source = re.compile(r"PR \d+|\d{4}-\d\d-\d\d_\w+|README|https://\S+")
-    assert all(map(source.fullmatch, sources))

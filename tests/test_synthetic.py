@@ -1,8 +1,6 @@
 """Tests data/synthetic.py: what it draws, writes and refuses, and that the record preset can train on it."""
 
 import contextlib
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import islice
 from statistics import NormalDist
@@ -12,7 +10,6 @@ import pytest
 
 import synthetic
 import train_gpt as tg
-from launch import WAIT
 from tokenize_text import VOCABULARY, Header, read_header, read_tokens
 
 VAL, TRAIN = "synthetic_val_000000.bin", [f"synthetic_train_{i:06d}.bin" for i in (1, 2, 3)]
@@ -103,9 +100,7 @@ def test_only_missing_and_broken_shards_are_written(write, tmp_path):
 
 
 def test_the_vocabulary_is_the_made_up_tokens(tmp_path):
-    """The same in another process."""
-    options = "--train-tokens 10 --val-tokens 10 --vocab-size 301".split()
-    subprocess.run([sys.executable, synthetic.__file__, tmp_path, *options], check=True, timeout=WAIT)
+    synthetic.main(f"{tmp_path} --train-tokens 10 --val-tokens 10 --vocab-size 301".split())
     expected = "".join(f"{token.hex()}\n" for token in synthetic.make_up_tokens(301))
     assert (tmp_path / VOCABULARY).read_text() == expected
 
