@@ -15,10 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent, *(HERE.parent / name for name in ("data", "bench", "records", "evals"))):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "", "data", "bench", "records", "evals")]
 
 from launch import CONTEXT, WAIT
 

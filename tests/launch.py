@@ -67,15 +67,20 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["train_gpt", "launch", "torch.fx.experimental.symbolic_shapes"])
 
 
-def _rank(folder, arguments, environment, output, fault):
+def _rank(rank, world_size, port, folder, arguments, output, fault):
     """Runs one rank as `python train_gpt.py ARGUMENTS` does after its imports."""
     os.setsid()
     os.chdir(folder)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    os.environ.update(environment)
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if world_size:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     for stream, name in ((1, "out"), (2, "err")):
-        file = os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(f"{output}/rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
     tg.torch.set_num_threads(1)
@@ -221,17 +226,10 @@ class Launch:
         # torchrun's agent keeps such a store too.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = []
-        environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        if world_size:
-            environment |= {"WORLD_SIZE": str(world_size), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
         for rank in range(max(world_size, 1)):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size else {}
-            extra, fault = (rank_arguments or {}).get(rank, []), (faults or {}).get(rank)
-            arguments_here = [*map(str, arguments), *extra]
-            args = str(folder), arguments_here, environment | own, f"{self.output.name}/rank{rank}", fault
+            words = [*map(str, arguments), *(rank_arguments or {}).get(rank, [])]
+            place = rank, world_size, self.store.port, folder
+            args = *place, words, self.output.name, (faults or {}).get(rank)
             self.processes.append(CONTEXT.Process(target=_rank, daemon=True, args=args))
         for process in self.processes:
             process.start()

@@ -22,7 +22,6 @@ import torch
 
 import train_gpt as tg
 from launch import (
-    WAIT,
     FaultAtCall,
     Launch,
     SetGlobal,
@@ -42,7 +41,7 @@ class Case:
     arguments: str | None = None  # by default, the name
     corrupt: Callable = lambda folder: None  # called with the folder that the run starts in
     said: bool = True  # by train_gpt.py; not if argparse says it, or there is nothing to set right
-    fixture: str = ""  # makes that folder; by default "stopped" if the case resumes, else "fresh"
+    fixture: str = ""  # that folder, in folders(); by default "stopped" if the case resumes, else "fresh"
     ranks: int | None = None
     statuses: dict = field(default_factory=dict)  # by rank; any failure by default
     steps: int | None = None
@@ -227,6 +226,11 @@ CASES = [
            faults=dict.fromkeys(ranks, FaultAtCall("train_step", 5, interrupt)),
            statuses=dict.fromkeys(ranks, -signal.SIGINT))
       for world_size, ranks in ((0, (0,)), (2, (1,)))],
+    # A rank hangs, which neither torchrun nor the backend ends: the other one times out.
+    Case("a silent rank", "", said=False, ranks=2, steps=4,
+         faults={0: SetGlobal("COLLECTIVE_TIMEOUT", timedelta(seconds=15)),
+                 1: FaultAtCall("Exchange.gather", 30, hang)},
+         statuses={0: 1, 1: -signal.SIGTERM}),
     # A finished step is on disk, whatever comes after it: no line waits in a buffer.
     Case("a process dies when a step is logged", "", said=False, ranks=0, steps=4,
          faults={0: FaultAtCall("tqdm.update", 4, die)}, statuses={0: -signal.SIGKILL}),
@@ -259,30 +263,19 @@ STEP = re.compile(
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory):
-    """Returns a folder with data."""
-    folder = tmp_path_factory.mktemp("fresh")
-    make_corpus(folder / "corpus")
-    return folder
+def folders(tmp_path_factory):
+    """Returns folders by name: with data; also with a run that was killed, of one process, or of two.
 
-
-def killed_run(fresh, folder, world_size):
-    """Returns a folder with data and a run: killed after three steps, with a checkpoint after two."""
-    folder = shutil.copytree(fresh, folder / "run")
-    faults = dict.fromkeys(range(max(1, world_size)), FaultAtCall("train_step", 4, die))
-    with launch(folder, *EVERY.split(), world_size=world_size, faults=faults) as run:
-        assert set(run.wait()) == {-signal.SIGKILL}
-    return folder
-
-
-@pytest.fixture(scope="module")
-def stopped(fresh, tmp_path_factory):
-    return killed_run(fresh, tmp_path_factory.mktemp("stopped"), 0)
-
-
-@pytest.fixture(scope="module")
-def stopped_pair(fresh, tmp_path_factory):
-    return killed_run(fresh, tmp_path_factory.mktemp("stopped"), 2)
+    The runs have finished three steps, and have a checkpoint after two.
+    """
+    folders = {name: tmp_path_factory.mktemp(name) / "run" for name in ("fresh", "stopped", "stopped_pair")}
+    make_corpus(folders["fresh"] / "corpus")
+    for name, world_size in (("stopped", 0), ("stopped_pair", 2)):
+        shutil.copytree(folders["fresh"], folders[name])
+        faults = dict.fromkeys((0, 1), FaultAtCall("train_step", 4, die))
+        with launch(folders[name], *EVERY.split(), world_size=world_size, faults=faults) as run:
+            assert set(run.wait()) == {-signal.SIGKILL}
+    return folders
 
 
 def change_times(folder):
@@ -317,10 +310,10 @@ LOST = "RuntimeError", "torch.distributed.DistBackendError"
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.ranks is not None)) for c in CASES]
 )
-def test_bad_input_is_one_line(case, tmp_path, request, monkeypatch, capsys):
+def test_bad_input_is_one_line(case, tmp_path, folders, monkeypatch, capsys):
     """Every rank fails and none hangs. What was finished is on disk."""
     folder, fixture = tmp_path / "run", "stopped" if RESUME.split()[1] in case.words else "fresh"
-    shutil.copytree(request.getfixturevalue(case.fixture or fixture), folder)
+    shutil.copytree(folders[case.fixture or fixture], folder)
     case.corrupt(folder)
     before = change_times(folder)
     statuses, err = run_case(case, folder, monkeypatch, capsys)
@@ -347,13 +340,3 @@ def test_bad_input_is_one_line(case, tmp_path, request, monkeypatch, capsys):
     assert sorted(path.name for path in checkpoints) == list(case.kept)
     for path in checkpoints:
         assert sorted(part.name for part in path.iterdir()) == ["rank0.pt", "rank1.pt"]
-
-
-@pytest.mark.slow
-def test_a_silent_rank_times_out(fresh, tmp_path):
-    """A rank that hangs, which neither torchrun nor the backend ends."""
-    folder = shutil.copytree(fresh, tmp_path / "run")
-    timeout = SetGlobal("COLLECTIVE_TIMEOUT", timedelta(seconds=15))
-    with launch(folder, world_size=2, faults={0: timeout, 1: FaultAtCall("Exchange.gather", 5, hang)}) as run:
-        run.processes[0].join(WAIT)
-        assert [process.exitcode for process in run.processes] == [1, None]

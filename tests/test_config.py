@@ -118,9 +118,9 @@ def test_outputs_of_the_gates():
     """3H + 5 for the layers up to skip_from, H + 7 for the others."""
     none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
     for cfg, widths in ((BIGRAMS, [23, 13]), (replace(BIGRAMS, layers=none), [5, 7])):  # of x0, bigrams, skip
-        assert [sum(gate.columns for gate in part) for part in tg.gate_table(cfg)] == widths
-    layers = [{gate.layer for gate in part} for part in tg.gate_table(BIGRAMS)]
-    assert layers == [{0, 1, 2, 3}, {4, 5, 6, 7, 9, 10}]
+        table = tg.gate_table(cfg)
+        assert [sum(gate.columns for gate in part) for part in table] == widths
+        assert max(gate.layer for gate in table[0]) <= 3 < min(gate.layer for gate in table[1])
 
 
 def test_initial_values():
@@ -183,8 +183,6 @@ SHORT = tg.override(CPU, "stages.*.steps=2")
 @pytest.mark.parametrize("cfg", [CPU, SHORT, replace(CPU, stages=CPU.stages[:2], momentum_warmup=0)])
 def test_any_schedule_has_a_plan_for_every_step(cfg):
     plans, every = [tg.plan_step(cfg, step) for step in range(cfg.steps)], {*range(cfg.steps)}
-    assert all(0 < p.lr_mul <= 2 for p in plans)
-    assert all(cfg.momentum_min - 1e-9 <= p.momentum <= cfg.momentum_max + 1e-9 for p in plans)
     (untied,) = (p.step for p in plans if p.untie)
     assert untied % 2 and sum(p.batch_tokens for p in plans) == tg.train_tokens(cfg)
     warmup = {*itertools.chain(*tg.warmup_steps(cfg))}

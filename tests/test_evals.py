@@ -99,7 +99,6 @@ def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
     for i in range(40):
         probs = model.next_token_logits(document[: i + 1]).softmax(0)
         torch.testing.assert_close(probs, expected[i], rtol=0, atol=1e-6)
-    assert expected[:40].std(0).max() > 1e-4  # positions differ
 
 
 def test_a_loaded_model_computes_as_the_saved_one(run):
@@ -247,16 +246,18 @@ def test_a_run_ends_with_three_texts(run):
 
 
 def test_the_texts_are_drawn_at_temperature_0_8_by_the_seed(run, tmp_path, monkeypatch, capsys):
-    model, texts = tg.GPT(make_config(run / "corpus", "ngrams.orders=", "samples=20")), []
-    log, vocabulary = tg.RunLog(tmp_path / "log"), [b"a" if i == 97 else b"b" for i in range(257)]
+    model, log = random_model(run, "samples=20"), tg.RunLog(tmp_path / "log")
     logits = torch.full((257,), -torch.inf)
     logits[97], logits[98] = 0.8 * math.log(4), 0  # odds of 4 at this temperature
     monkeypatch.setattr(model, "next_token_logits", lambda tokens: logits)
-    for seed in (0, 0, 1):
-        tg.print_samples(model, vocabulary, seed, log)
-        texts.append("".join(re.findall("sample: 'b(.*)'", capsys.readouterr().out)))
-    assert texts[0] == texts[1] != texts[2] and [*map(len, texts)] == [2000] * 3
-    assert texts[0].count("a") / 2000 == pytest.approx(0.8, abs=0.04)
+
+    def draw(seed):
+        tg.print_samples(model, [b"a" if i == 97 else b"b" for i in range(257)], seed, log)
+        return "".join(re.findall("sample: 'b(.*)'", capsys.readouterr().out))
+
+    text = draw(0)
+    assert text == draw(0) != draw(1) and len(text) == 2000
+    assert text.count("a") / 2000 == pytest.approx(0.8, abs=0.04)
 
 
 # ---- losses ------------------------------------------------------------------------------------------------
@@ -279,9 +280,9 @@ def test_a_shards_loss_is_the_runs(run, capsys):
     stream = tt.read_tokens(run / shard)[1:769]
     assert (tokens, size) == (768, (stream < 256).sum()) and documents >= (stream == 256).sum()
     each = [losses_of(capsys, f"m.pt {shard} --slices {i}:{i + 1}")[0] for i in range(5)]
-    assert len(set(each)) > 3 and nats == pytest.approx(sum(each[:3]) / 3, abs=1e-4)
-    whole, *_ = losses_of(capsys, f"m.pt {shard} --slices 1:5")
-    assert whole == pytest.approx(sum(each[1:]) / 4, abs=1e-4)
+    last, *_ = losses_of(capsys, f"m.pt {shard} --slices 2:5")
+    assert len(set(each)) > 3
+    assert (nats, last) == pytest.approx((sum(each[:3]) / 3, sum(each[2:]) / 3), abs=1e-4)
 
 
 @pytest.mark.numeric

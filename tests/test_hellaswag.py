@@ -119,7 +119,7 @@ def test_a_limit_takes_the_beginning_of_one_shuffled_order(tmp_path, monkeypatch
     monkeypatch.setattr(hellaswag, "ITEMS", 50)
     found = hellaswag.read_items(path)
     assert found != items and sorted(found) == sorted(items)
-    for limit in (1, 20, 50):
+    for limit in (1, 50):
         assert hellaswag.read_items(path, limit) == found[:limit]
     # The dataset on the hub has labels as text.
     path.write_text(path.read_text().replace('"label": 2', '"label": "2"'))

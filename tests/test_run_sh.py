@@ -92,30 +92,19 @@ def ready(repository):
 STANDALONE = "-m torch.distributed.run --standalone --nproc_per_node="
 
 
-@pytest.mark.parametrize(
-    "gpus, visible, processes",
-    (
-        (0, None, 2),
-        (1, None, 1),
-        (3, None, 2),
-        (7, None, 4),
-        (16, None, 8),
-        (8, "0,1", 2),
-        (8, "", 2),
-        (8, "-1", 2),
-    ),
-)
-def test_processes_preset_and_data_follow_the_gpus(ready, gpus, visible, processes):
-    preset, fetched = ("record", "fineweb") if gpus and visible in (None, "0,1") else ("cpu", "local_corpus")
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert run(ready, gpus=gpus, HAS_CUDA="1", **environment) == (
-        0,
-        [
-            f"train_gpt.py --preset {preset} --check {processes}",
-            f"data/{fetched}.py",
-            f"{STANDALONE}{processes} train_gpt.py --seed 0 --preset {preset}",
-        ],
-    )
+@pytest.mark.parametrize("case", "0 all 2;1 all 1;3 all 2;7 all 4;16 all 8;8 0,1 2;8 -1 2".split(";"))
+def test_processes_preset_and_data_follow_the_gpus(ready, case):
+    """The cases: how many GPUs there are, which are visible, how many processes are started."""
+    gpus, visible, processes = case.split()
+    environment = {} if visible == "all" else {"CUDA_VISIBLE_DEVICES": visible}
+    on_gpu = gpus != "0" and visible != "-1"
+    preset, fetched = ("record", "fineweb") if on_gpu else ("cpu", "local_corpus")
+    status, commands = run(ready, gpus=int(gpus), HAS_CUDA="1", **environment)
+    assert status == 0 and commands == [
+        f"train_gpt.py --preset {preset} --check {processes}",
+        f"data/{fetched}.py",
+        f"{STANDALONE}{processes} train_gpt.py --seed 0 --preset {preset}",
+    ]
 
 
 def test_options_of_the_user_have_priority(ready):
