@@ -8,6 +8,7 @@ import hashlib
 import re
 import socket
 import struct
+import sys
 import threading
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,7 +34,7 @@ class Hub:
         self.gather = None  # a Barrier that every request for bytes passes
 
     def __enter__(self):
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
+        self.server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         return self
@@ -42,6 +43,12 @@ class Hub:
         self.release.set()
         self.server.shutdown()
         self.server.server_close()
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request, address):
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a killed client
+            super().handle_error(request, address)
 
 
 class Handler(BaseHTTPRequestHandler):
