@@ -1,52 +1,40 @@
 """Fixtures of all tests: the script on the path, one thread, and pools of real processes as ranks."""
 
+import contextlib
 import gc
 import os
 import pickle
+import signal
 import sys
 import tempfile
-import time
-import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent, HERE.parent / "data"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "", "data", "bench", "records", "evals")]
 
 from launch import CONTEXT, WAIT
 
 torch.set_num_threads(1)
 
 
-def _serve(rank, world_size, store, pipe):
-    """Joins the group, then runs the functions that arrive until the pipe closes."""
+def _join(rank, world_size, store):
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=WAIT),
-    )
-    while True:
-        try:
-            fn, args = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            break
-        try:
-            answer = True, fn(rank, world_size, *args)
-        except BaseException:
-            answer = False, traceback.format_exc()
-        pipe.send_bytes(pickle.dumps(answer))  # plain pickle: tensors travel as copies
+    wait = timedelta(seconds=WAIT)
+    dist.init_process_group("gloo", f"file://{store}", wait, world_size, rank)
+
+
+def _call(request):
+    """Takes and returns plain pickles, in which tensors travel as copies."""
+    fn, *args = pickle.loads(request)
+    return pickle.dumps(fn(*args))
 
 
 class Pool:
@@ -54,49 +42,23 @@ class Pool:
 
     def __init__(self, world_size):
         self.folder = tempfile.TemporaryDirectory()
-        self.pipes, self.processes = [], []
-        for rank in range(world_size):
-            mine, theirs = CONTEXT.Pipe()
-            store = os.path.join(self.folder.name, "store")
-            process = CONTEXT.Process(target=_serve, args=(rank, world_size, store, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(mine)
-            self.processes.append(process)
+        numbers, store = range(world_size), f"{self.folder.name}/store"
+        self.ranks = [ProcessPoolExecutor(1, CONTEXT, _join, (rank, world_size, store)) for rank in numbers]
+        self.pids = [future.result(WAIT) for future in [rank.submit(os.getpid) for rank in self.ranks]]
 
-    def run(self, fn, args, timeout):
+    def run(self, fn, args):
         """Returns fn(rank, world_size, *args) of every rank, in rank order."""
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                pipe.send_bytes(pickle.dumps((fn, args)))
-            except BrokenPipeError:
-                raise RuntimeError(f"rank {rank} died before {fn.__name__}") from None
-        answers, end = {}, time.monotonic() + timeout
-        while len(answers) < len(self.pipes):
-            open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
-            ready = wait(list(open_pipes), max(0, end - time.monotonic()))
-            if not ready:
-                raise TimeoutError(
-                    f"{fn.__name__}: no answer from ranks {sorted(open_pipes.values())} after {timeout} s"
-                )
-            for pipe in ready:
-                rank = open_pipes[pipe]
-                try:
-                    good, answers[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    raise RuntimeError(f"rank {rank} died in {fn.__name__}") from None
-                if not good:  # the others may hang in a collective, waiting for this rank
-                    raise RuntimeError(f"rank {rank} raised in {fn.__name__}:\n{answers[rank]}")
-        return [answers[rank] for rank in range(len(self.pipes))]
+        requests = (pickle.dumps((fn, rank, len(self.ranks), *args)) for rank in range(len(self.ranks)))
+        futures = [rank.submit(_call, request) for rank, request in zip(self.ranks, requests)]
+        for future in as_completed(futures, WAIT + 20):
+            if error := future.exception():  # the others may hang in a collective, waiting for this rank
+                what = f"rank {futures.index(future)} raised in {fn.__name__}: {error!r}"
+                raise RuntimeError(what) from error
+        return [pickle.loads(future.result()) for future in futures]
 
     def close(self):
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for rank in self.ranks:
+            rank.shutdown()
         self.folder.cleanup()
 
 
@@ -116,13 +78,14 @@ def workers():
     """
     pools = {}
 
-    def run(world_size, fn, *args, timeout=WAIT + 20):
+    def run(world_size, fn, *args):
         pool = pools.get(world_size) or pools.setdefault(world_size, Pool(world_size))
         try:
-            return pool.run(fn, args, timeout)
+            return pool.run(fn, args)
         except BaseException:
-            for process in pools.pop(world_size).processes:
-                process.kill()
+            for pid in pools.pop(world_size).pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             pool.close()
             raise
 

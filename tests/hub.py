@@ -15,20 +15,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Hub:
-    """Serves `files`, {name: bytes}, of a dataset, in a with block.
+    """Serves `files`, {name: bytes}, of FineWeb's dataset, in a with block.
 
     heads: names of the files whose size and checksum were requested. requests: requests for bytes, as (name,
     Range or None). Both in order of arrival.
     """
 
-    def __init__(self, files: dict[str, bytes], dataset: str = "kjj0/fineweb10B-gpt2"):
-        self.files, self.root = files, f"/datasets/{dataset}/resolve/main/"
+    root = "/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
+
+    def __init__(self, files):
+        self.files = files
         self.heads, self.requests = [], []
-        # name: [(size, how)], one per response: it ends after `size` bytes. close: the connection is closed;
-        # hold: it is silent until `release` is set; reset: likewise, and is then reset.
+        # name: [(size, how)], one per response: it stops after `size` bytes. hold: it is silent until
+        # `release` is set, and is then closed; reset: likewise, and is then reset.
         self.breaks = defaultdict(list)
         self.release = threading.Event()
-        self.etags = {}  # name: another checksum, or None for a response without the hub's headers
+        self.etags = {}  # name: another checksum
         self.gather = None  # a Barrier that every request for bytes passes
 
     def __enter__(self):
@@ -44,8 +46,6 @@ class Hub:
 
 
 class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def handle_error(self, request, address):
         if not isinstance(sys.exc_info()[1], ConnectionError):  # a killed client
             super().handle_error(request, address)
@@ -71,29 +71,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         name = self.path.rpartition("/")[2]
-        if self.path.startswith(self.hub.root):
-            return self.redirect(name)
         if self.path != f"/bytes/{name}":
-            return self.answer(404, Content_Length=0)
-        body, begin = self.hub.files[name], 0
-        self.hub.requests.append((name, self.headers["Range"]))
+            return self.redirect(name)
+        body, asked = self.hub.files[name], self.headers["Range"]
+        self.hub.requests.append((name, asked))
         if self.hub.gather:
-            try:
-                self.hub.gather.wait()
-            except threading.BrokenBarrierError:
-                return self.answer(400, Content_Length=0)
+            self.hub.gather.wait()
         size, how = self.hub.breaks[name].pop(0) if self.hub.breaks[name] else (len(body), None)
-        if self.headers["Range"]:
-            begin = int(re.fullmatch(r"bytes=(\d+)-", self.headers["Range"])[1])
-            self.answer(
-                206,
-                Content_Length=len(body) - begin,
-                Content_Range=f"bytes {begin}-{len(body) - 1}/{len(body)}",
-            )
-        else:
-            self.answer(200, Content_Length=len(body))
+        begin = int(re.fullmatch(r"bytes=(\d+)-", asked)[1]) if asked else 0
+        part = {"Content_Range": f"bytes {begin}-{len(body) - 1}/{len(body)}"} if asked else {}
+        self.answer(206 if asked else 200, Content_Length=len(body) - begin, **part)
         self.wfile.write(body[begin : begin + size])
-        if how in ("hold", "reset"):
+        if how:
             self.hub.release.wait()
         if how == "reset":  # closing a socket that lingers for 0 s sends RST instead of FIN
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -106,11 +95,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, X_Error_Code="EntryNotFound", Content_Length=0)
         body = self.hub.files[name]
         etag = self.hub.etags.get(name, hashlib.sha256(body).hexdigest())
-        headers = (
-            {}
-            if etag is None
-            else {"X-Repo-Commit": "0" * 40, "X-Linked-Etag": f'"{etag}"', "X-Linked-Size": len(body)}
-        )
-        self.answer(
-            302, Location=f"http://localhost:{self.hub.port}/bytes/{name}", Content_Length=0, **headers
-        )
+        facts = {"X-Repo-Commit": "0" * 40, "X-Linked-Etag": f'"{etag}"', "X-Linked-Size": len(body)}
+        place = f"http://localhost:{self.hub.port}/bytes/{name}"
+        self.answer(302, Location=place, Content_Length=0, **facts)

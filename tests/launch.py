@@ -9,10 +9,10 @@ import ast
 import errno
 import functools
 import io
+import itertools
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -30,20 +30,16 @@ from golden_inputs import random_documents, write_shard
 # Timeout in seconds of whatever a test waits for: enough for a slow or busy machine.
 WAIT = 200
 GRACE = 3
-STEPS = 8
 # The cpu preset at a size that takes seconds: all layers and stages. It validates before steps 0, 3 and 6,
 # and at the end; embed is untied after step 5. It has bigram_embed, tests of n-grams set theirs. And all that
 # the model can have: signs, XSA, prefixes.
-TINY = [
-    *("heads=2", "head_dim=8", "mlp_dim=32", "ngrams.orders=", "bigram_vocab_size=320"),
-    *("val_slices=3", "val_slice_tokens=256", "val_every=3"),
-    *(f"stages.{i}.steps={n}" for i, n in enumerate((2, 1, 1, 4))),
-    *("stages.3.lr_mul=1", "stages.*.max_doc_len=40"),
-    *("samples=0", "microbatches=8"),
-    *("sign_rows=64", *(f"layers.{i}.xsa=true" for i in (1, 3))),
-    *("stages.0.prefix=0.25", "stages.1.prefix=0.2,0.1"),
-    *(f"stages.{i}.batch_tokens={8 * T}" for i, T in enumerate((24, 32, 48, 48))),
-]
+TINY = """
+heads=2 head_dim=8 mlp_dim=32 ngrams.orders= bigram_vocab_size=320 samples=0 microbatches=8
+val_slices=3 val_slice_tokens=256 val_every=3
+stages.0.steps=2 stages.1.steps=1 stages.2.steps=1 stages.3.steps=4 stages.3.lr_mul=1 stages.*.max_doc_len=40
+sign_rows=64 layers.1.xsa=true layers.3.xsa=true stages.0.prefix=0.25 stages.1.prefix=0.2,0.1
+stages.0.batch_tokens=192 stages.1.batch_tokens=256 stages.2.batch_tokens=384 stages.3.batch_tokens=384
+""".split()
 
 
 def settings(*more):
@@ -60,12 +56,10 @@ def make_corpus(folder, train=(6000, 6000), val=1500):
     words = [b"x" * max(0, i - 96) if i < 104 else b"" for i in range(257)]
     (folder / "vocabulary.txt").write_text("".join(word.hex() + "\n" for word in words))
     rng = np.random.default_rng(2)
-    for split, number, count in [("train", i, count) for i, count in enumerate(train)] + [("val", 0, val)]:
+    for name, count in [*((f"train_{i:06d}", n) for i, n in enumerate(train)), ("val_000000", val)]:
         tokens = random_documents(rng, count, 257, 256, 120)
         tokens = np.where(tokens < 256, tokens % 7 + 97, 256)
-        write_shard(
-            folder / f"tiny_{split}_{number:06d}.bin", tokens, 257, 256, text_bytes=int((tokens < 256).sum())
-        )
+        write_shard(folder / f"tiny_{name}.bin", tokens, 257, 256, text_bytes=int((tokens < 256).sum()))
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -73,15 +67,20 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["train_gpt", "launch", "torch.fx.experimental.symbolic_shapes"])
 
 
-def _rank(folder, arguments, environment, output, fault):
+def _rank(rank, world_size, port, folder, arguments, output, fault):
     """Runs one rank as `python train_gpt.py ARGUMENTS` does after its imports."""
     os.setsid()
     os.chdir(folder)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    os.environ.update(environment)
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if world_size:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     for stream, name in ((1, "out"), (2, "err")):
-        file = os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(f"{output}/rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
     tg.torch.set_num_threads(1)
@@ -115,12 +114,11 @@ class FaultAtCall:
         self.where, self.call, self.do = where, call, do
 
     def __call__(self):
-        calls = []
+        calls = itertools.count(1)
 
         def faulty(original):
             def call(*args, **kwargs):
-                calls.append(1)
-                if len(calls) == self.call:
+                if next(calls) == self.call:
                     self.do()
                 return original(*args, **kwargs)
 
@@ -139,51 +137,41 @@ class FaultAtWrite:
         self.where, self.n, self.do = where, n, do
 
     def __call__(self):
-        changes, inside = [], []  # inside[-1]: in the first call of `where`
+        changes, state = itertools.count(1), ["before"]
 
         def change(name):
-            if inside and inside[-1]:
-                changes.append(name)
-                if len(changes) == self.n:
-                    os.write(1, f"change: {name}\n".encode())
-                    self.do()
+            if state[-1] == "inside" and next(changes) == self.n:
+                os.write(1, f"change: {name}\n".encode())
+                self.do()
 
         def audit(event, args):
             opens = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
             if opens or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
                 change(event)
 
-        def marking(original):
-            def call(*args, **kwargs):
-                inside.append(not inside)
-                result = original(*args, **kwargs)
-                inside.append(False)
-                return result
+        def marking(original, *args, **kwargs):
+            state.append("inside" if state == ["before"] else "after")
+            result = original(*args, **kwargs)
+            state.append("after")
+            return result
 
-            return call
+        def syncing(original, file):
+            change("os.fsync")
+            original(file)
 
-        def syncing(original):
-            def fsync(file):
-                change("os.fsync")
-                original(file)
-
-            return fsync
-
-        def saving(original):
-            def save(state, file):
-                if not hasattr(file, "write"):
-                    return original(state, file)
-                original(state, data := io.BytesIO())
-                data, half = data.getvalue(), len(data.getvalue()) // 2
-                file.write(data[:half])
-                file.flush()
-                change("half of torch.save")
-                file.write(data[half:])
-
-            return save
+        def saving(original, content, file):
+            if not hasattr(file, "write"):
+                return original(content, file)
+            original(content, data := io.BytesIO())
+            data = data.getvalue()
+            half = len(data) // 2
+            file.write(data[:half])
+            file.flush()
+            change("half of torch.save")
+            file.write(data[half:])
 
         for where, around in ((self.where, marking), ("os.fsync", syncing), ("torch.save", saving)):
-            wrap(where, around)
+            wrap(where, functools.partial(functools.partial, around))
         sys.addaudithook(audit)
 
 
@@ -229,32 +217,19 @@ def list_checkpoints():
 class Launch:
     """Runs `world_size` ranks, as a context manager. 0: one process without torchrun's environment.
 
-    By rank: `faults`, picklable, are called before it begins; `environments` are extra variables;
-    `rank_arguments` are extra arguments.
+    By rank: `faults`, picklable, are called before it begins; `rank_arguments` are extra arguments. `out` and
+    `err` are what all ranks have printed.
     """
 
-    def __init__(self, folder, *arguments, world_size=0, faults=None, environments=None, rank_arguments=None):
-        self.output = Path(tempfile.mkdtemp(prefix="launch"))
+    def __init__(self, folder, *arguments, world_size=0, faults=None, rank_arguments=None):
+        self.output = tempfile.TemporaryDirectory(prefix="launch")
         # torchrun's agent keeps such a store too.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes, self.final_output = [], {}
+        self.processes = []
         for rank in range(max(world_size, 1)):
-            environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            if sys.platform == "linux":
-                environment["GLOO_SOCKET_IFNAME"] = "lo"
-            if world_size:
-                environment |= {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(world_size),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(self.store.port),
-                    "TORCHELASTIC_USE_AGENT_STORE": "True",
-                }
-            environment |= (environments or {}).get(rank, {})
-            extra, fault = (rank_arguments or {}).get(rank, []), (faults or {}).get(rank)
-            output = str(self.output / f"rank{rank}")
-            args = (str(folder), [*map(str, arguments), *extra], environment, output, fault)
+            words = [*map(str, arguments), *(rank_arguments or {}).get(rank, [])]
+            place = rank, world_size, self.store.port, folder
+            args = *place, words, self.output.name, (faults or {}).get(rank)
             self.processes.append(CONTEXT.Process(target=_rank, daemon=True, args=args))
         for process in self.processes:
             process.start()
@@ -265,39 +240,29 @@ class Launch:
         When a rank fails, those that still run after GRACE seconds are terminated, as torchrun does.
         """
         end = time.monotonic() + seconds
-        while self.running and time.monotonic() < end:
+        while running := self.running:
+            assert time.monotonic() < end, f"{running} still run after {seconds} s; their output: {self.err}"
             if any(process.exitcode for process in self.processes):
                 time.sleep(GRACE)
-                for process in self.processes:
+                for process in running:
                     process.terminate()
                     process.join()
-            wait([process.sentinel for process in self.processes if process.exitcode is None], 1)
-        running = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
-        assert not running, f"ranks {running} still run after {seconds} s; their output: {self.err}"
+            wait([process.sentinel for process in running], 1)
         return [process.exitcode for process in self.processes]
 
     @property
     def running(self):
-        return any(process.exitcode is None for process in self.processes)
+        return [process for process in self.processes if process.exitcode is None]
 
-    def _read_output(self, name):
-        if name in self.final_output:
-            return self.final_output[name]
-        paths = [self.output / f"rank{rank}.{name}" for rank in range(len(self.processes))]
-        return "".join(path.read_text() for path in paths if path.exists())
+    def read(self, stream):
+        return "".join(path.read_text() for path in sorted(Path(self.output.name).glob(f"*.{stream}")))
 
-    @property
-    def out(self):
-        return self._read_output("out")
-
-    @property
-    def err(self):
-        return self._read_output("err")
+    out = property(lambda self: self.read("out"))
+    err = property(lambda self: self.read("err"))
 
     def kill(self):
         for process in self.processes:
-            if process.exitcode is None:
-                process.kill()
+            process.kill()
 
     def __enter__(self):
         return self
@@ -306,5 +271,3 @@ class Launch:
         self.kill()
         for process in self.processes:
             process.join()
-        self.final_output = {"out": self.out, "err": self.err}
-        shutil.rmtree(self.output)

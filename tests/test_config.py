@@ -17,227 +17,185 @@ from golden_inputs import BIGRAMS
 from launch import WAIT
 
 ROOT = Path(tg.__file__).resolve().parent
-WORLD_SIZES = (1, 8, 64)
 
 
-# ---- overrides ---------------------------------------------------------------------------------------------
+# ---- overrides, presets, JSON ------------------------------------------------------------------------------
+
+OVERRIDES = {  # a setting of the record preset, and what it changes
+    "adam_lr=0.01": {"adam_lr": 0.01},
+    "microbatches=16": {"microbatches": 16},
+    "warmup=false": {"warmup": False},
+    "data=some where/x=y": {"data": "some where/x=y"},
+    "ngrams.orders=": {"ngrams.orders.0": None, "ngrams.orders.1": None},
+    "val_windows.long=4": {"val_windows.long": 4},
+    "stages.3.mtp_start=2,0.5": {"stages.3.mtp_start.0": 2.0, "stages.3.mtp_start.1": 0.5},
+    "stages.*.windows.long=9": {f"stages.{i}.windows.long": 9 for i in range(5)},
+    "params.lm_head.wd_mul=3": {"params.14.wd_mul": 3.0},
+    "layers.1.value=none": {"layers.1.value": None},
+    "layers.1.attention=paired": {"layers.1.attention": "paired"},
+}
 
 
-def row_of(cfg, name):
-    return {row.name: row for row in cfg.params}[name]
-
-
-# fmt: off
-OVERRIDES = [
-    ("adam_lr=0.01",                 lambda c: c.adam_lr,                     0.01),
-    ("microbatches=16",              lambda c: c.microbatches,                16),
-    ("warmup=false",                 lambda c: c.warmup,                      False),
-    ("data=some where/x=y",          lambda c: c.data,                        "some where/x=y"),
-    ("val_windows.long=4",           lambda c: c.val_windows,                 tg.Windows(6, 4)),
-    ("params.*.work=2",              lambda c: {p.work for p in c.params},    {2}),
-    ("kernels=",                     lambda c: c.kernels,                     ()),
-    ("stages.0.windows.long=5",      lambda c: c.stages[0].windows,           tg.Windows(1, 5)),
-    ("stages.3.mtp_start=1,0.5",     lambda c: c.stages[3].mtp_start,         (1.0, 0.5)),
-    ("stages.*.windows.long=9",      lambda c: {s.windows.long for s in c.stages}, {9}),
-    ("params.embed.wd_mul=3",        lambda c: row_of(c, "embed").wd_mul,     3.0),
-    ("params.lm_head.betas=.1,.2",   lambda c: row_of(c, "lm_head").betas,    (0.1, 0.2)),
-    ("layers.1.value=none",          lambda c: c.layers[1].value,             None),
-    ("layers.1.attention=paired",    lambda c: c.layers[1].attention,         "paired"),
-    ("ngrams.orders=",               lambda c: c.ngrams.orders,               ()),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize("setting, get, expected", OVERRIDES, ids=[case[0] for case in OVERRIDES])
-def test_override(setting, get, expected):
-    before = dataclasses.asdict(tg.RECORD)
-    got = get(tg.override(tg.RECORD, setting))
-    assert got == expected and type(got) is type(expected)
-    assert dataclasses.asdict(tg.RECORD) == before
-
-
-# ---- checks ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("setting", OVERRIDES)
+def test_override(setting):
+    before, new = (tg.flatten(dataclasses.asdict(c)) for c in (tg.RECORD, tg.override(tg.RECORD, setting)))
+    changed = {name: new.get(name) for name in before | new if before.get(name) != new.get(name)}
+    assert repr(changed) == repr(OVERRIDES[setting])
 
 
 @pytest.mark.parametrize("preset", tg.PRESETS)
-def test_presets_are_valid(preset):
+def test_presets_are_valid_and_survive_json(preset):
     cfg = tg.PRESETS[preset]
     assert cfg.preset == preset
     for world_size in (1, 2, 4, 8):
         tg.check_config(cfg, world_size)
-    assert len(cfg.layers) == 11  # every role
-    assert [replace(layer, xsa=False) for layer in tg.LAYERS] == [
-        replace(layer, xsa=False) for layer in cfg.layers
-    ]
+    for layer, role in zip(cfg.layers, tg.LAYERS, strict=True):
+        assert replace(layer, xsa=False) == replace(role, xsa=False)
+    other = "layers.1.value=none params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4"
+    for written in (cfg, functools.reduce(tg.override, other.split(), cfg)):
+        assert tg.config_from_dict(json.loads(tg.config_json(written))) == written
+
+
+def test_a_config_with_other_fields_is_an_error():
+    """Unknown or missing ones: a default instead would be another model."""
+    for change in (lambda values: values["stages"][1].pop("lr_mul"), lambda values: values.update(lr_mul=1)):
+        values = json.loads(tg.config_json(tg.CPU))
+        change(values)
+        with pytest.raises(KeyError, match="lr_mul"):
+            tg.config_from_dict(values)
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+SHAPES = """
+qk_bank 12 256 768
+narrow_qk_bank 30 128 768
+vo_bank 14 768 768
+mlp_bank 22 2816 768
+embed 50304 768
+lm_head 768 50304
+value_embeds 50304 4 768
+bigram_embed 377280 768
+ve_gate_bank 3 6 12
+smear_gate 1 12
+post_lambdas 11 2
+resid_lambdas 11 2
+scalars 24
+mudd_w1 2 64 768
+mudd_w2 2 130 64
+mudd_b2 2 14
+mudd_gate_w1 2 64 768
+mudd_gate_w2 2 23 64
+mudd_gate_b2 2 23
+mudd_gate_scale 1
+"""
+
+
+@pytest.mark.parametrize("world_size", (1, 8, 64))
 def test_param_shapes(world_size):
     """The record model with bigrams, its banks padded so that every rank owns equally many matrices."""
-    shapes = tg.param_shapes(BIGRAMS, world_size)
-
-    def round_up(n, multiple):
-        return math.ceil(n / multiple) * multiple
-
-    assert shapes == {
-        "qk_bank": (round_up(12, world_size), 256, 768),
-        "narrow_qk_bank": (round_up(30, world_size), 128, 768),
-        "vo_bank": (round_up(14, world_size), 768, 768),
-        "mlp_bank": (round_up(22, world_size), 2816, 768),
-        "embed": (50304, 768),
-        "lm_head": (768, 50304),
-        "value_embeds": (50304, 4, 768),
-        "bigram_embed": (377280, 768),
-        "ve_gate_bank": (3, 6, 12),
-        "smear_gate": (1, 12),
-        "post_lambdas": (11, 2),
-        "resid_lambdas": (11, 2),
-        "scalars": (24,),
-        "mudd_w1": (2, 64, 768),
-        "mudd_w2": (2, 130, 64),
-        "mudd_b2": (2, 14),
-        "mudd_gate_w1": (2, 64, 768),
-        "mudd_gate_w2": (2, 23, 64),
-        "mudd_gate_b2": (2, 23),
-        "mudd_gate_scale": (1,),
-    }
+    shapes = {name: tuple(map(int, shape)) for name, *shape in map(str.split, SHAPES.strip().splitlines())}
+    for name in ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"):
+        count, *matrix = shapes[name]
+        shapes[name] = (math.ceil(count / world_size) * world_size, *matrix)
+    assert tg.param_shapes(BIGRAMS, world_size) == shapes
     assert set(shapes) == {row.name for row in tg.PARAMS} == {row.name for row in tg.used_params(BIGRAMS)}
-    cfg = tg.override(BIGRAMS, "ngrams.orders=2")  # its table takes the place of bigrams'
-    del shapes["bigram_embed"]
-    assert tg.param_shapes(cfg, world_size) == shapes
-    assert [row.name for row in tg.used_params(cfg)] == [row.name for row in tg.PARAMS if row.name in shapes]
-    for switch, name in (("mudd_gates", "mudd_gate"), ("mudd_connections", "mudd")):
-        cfg = tg.override(BIGRAMS, f"{switch}=false")  # constants need no weights
-        absent = set(tg.param_shapes(BIGRAMS, world_size)) - set(tg.param_shapes(cfg, world_size))
-        assert absent == {f"{name}_w1", f"{name}_w2"}
+    for setting, absent in (
+        ("ngrams.orders=2", {"bigram_embed"}),  # its table takes the place of bigrams'
+        ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),  # constants need no weights
+        ("mudd_connections=false", {"mudd_w1", "mudd_w2"}),
+    ):
+        cfg = tg.override(BIGRAMS, setting)
+        left = tg.param_shapes(cfg, world_size)
+        assert left.items() <= shapes.items() and shapes.keys() - left.keys() == absent
+        assert [row.name for row in tg.used_params(cfg)] == [
+            row.name for row in tg.PARAMS if row.name in left
+        ]
 
 
 def test_outputs_of_the_gates():
     """3H + 5 for the layers up to skip_from, H + 7 for the others."""
-    first, second = tg.gate_table(BIGRAMS)
-    assert [sum(gate.columns for gate in part) for part in (first, second)] == [23, 13]
-    assert {gate.layer for gate in first} == {0, 1, 2, 3}
-    assert {gate.layer for gate in second} == {4, 5, 6, 7, 9, 10}
     none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
-    widths = [sum(gate.columns for gate in part) for part in tg.gate_table(replace(BIGRAMS, layers=none))]
-    assert widths == [5, 7]  # of x0, bigrams and skip
-
-
-def test_no_cooldown_and_no_schedule():
-    """A cooldown of zero steps drops to the final rate at once; without scheduled steps there is no other."""
-    cfg = replace(tg.CPU, cooldown_frac=0.0)
-    assert tg.plan_step(cfg, 600).lr_mul == cfg.stages[2].lr_mul * 0 + cfg.stages[3].lr_mul
-    assert tg.plan_step(cfg, 601).lr_mul == pytest.approx(cfg.stages[-1].lr_mul)
-    only = replace(cfg, stages=tuple(replace(stage, steps=0) for stage in cfg.stages[:3]) + cfg.stages[3:])
-    assert tg.plan_step(only, 5).lr_mul == pytest.approx(cfg.stages[-1].lr_mul)
+    for cfg, widths in ((BIGRAMS, [23, 13]), (replace(BIGRAMS, layers=none), [5, 7])):  # of x0, bigrams, skip
+        table = tg.gate_table(cfg)
+        assert [sum(gate.columns for gate in part) for part in table] == widths
+        assert max(gate.layer for gate in table[0]) <= 3 < min(gate.layer for gate in table[1])
 
 
 def test_initial_values():
     """Distributions, padding and tying, for any world size. The seed decides the values."""
     cfg = replace(tg.CPU, heads=4, padded_vocab=512, ngrams=tg.Ngrams(), bigram_vocab_size=2560)
-    models = {world_size: tg.GPT(cfg, world_size, seed=5) for world_size in (1, 8)}
-    for model in models.values():
+    one, eight, again, other = (tg.GPT(cfg, n, seed=s) for n, s in ((1, 5), (8, 5), (1, 5), (1, 6)))
+    for model in (one, eight, again, other):
         model.requires_grad_(False)
-    one, bound = models[1], math.sqrt(3) * 0.5 * cfg.dim**-0.5
-    for name, p in models[8].named_parameters():
+    for name, p in eight.named_parameters():
         unpadded = getattr(one, name)
         assert p[: len(unpadded)].equal(unpadded) and not p[len(unpadded) :].any(), name
     banks = "qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"
-    assert [len(getattr(models[8], bank)) for bank in banks] == [8, 24, 16, 24]
-    for p in (one.qk_bank, one.vo_bank, one.mlp_bank[::2]):
+    assert [len(getattr(eight, bank)) for bank in banks] == [8, 24, 16, 24]
+    unit = cfg.dim**-0.5
+    for p, bound in (
+        *((p, math.sqrt(3) * 0.5 * unit) for p in (one.qk_bank, one.vo_bank, one.mlp_bank[::2])),
+        *((p, unit) for p in (one.mudd_w1, one.mudd_gate_w1)),  # Kaiming's uniform distribution
+    ):
         assert 0.99 * bound < p.abs().max() <= bound and abs(p.mean()) < 0.01 * bound
         assert p.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
-    assert not one.mlp_bank[1::2].any()
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02) and one.embed.equal(one.lm_head.T)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
-    for name in ("bigram_embed", "ve_gate_bank", "smear_gate", "mudd_w2", "mudd_gate_w2"):
-        assert not getattr(one, name).any()
-    for p in (one.mudd_w1, one.mudd_gate_w1):  # Kaiming's uniform distribution
-        assert 0.99 * cfg.dim**-0.5 < p.abs().max() <= cfg.dim**-0.5 and abs(p.mean()) < 0.01 * cfg.dim**-0.5
-    assert (one.mudd_b2[0] * 0.1).tolist() == pytest.approx(
-        [0, 0, 0, 0, 0, 0, 2, 2, math.sqrt(1.1), 1, 0, 0.05, math.sqrt(1.1), 1]
-    )
-    assert (one.mudd_b2[1] * 0.1).tolist() == pytest.approx([0, -0.5] + [0] * 12)
-    assert one.mudd_gate_scale.tolist() == pytest.approx([0.1])
+    zeros = one.bigram_embed, one.ve_gate_bank, one.smear_gate, one.mudd_w2, one.mudd_gate_w2
+    assert not any(p.any() for p in (*zeros, one.mlp_bank[1::2]))
+    root = math.sqrt(1.1)
+    for p, values in (
+        (one.mudd_b2[0] * 0.1, [0, 0, 0, 0, 0, 0, 2, 2, root, 1, 0, 0.05, root, 1]),
+        (one.mudd_b2[1] * 0.1, [0, -0.5] + [0] * 12),
+        (one.mudd_gate_scale, [0.1]),
+        (one.scalars, [0.5, 1.0] * 11 + [0.0, -1.5]),
+        (one.post_lambdas.flatten(), [1] * 22),
+        (one.resid_lambdas.flatten(), [root] * 22),
+    ):
+        assert p.tolist() == pytest.approx(values, rel=1e-5)
     initial = {"xsa": 0, "output": 0.25, "x0": 0, "bigram": 0.05, "skip": 0.5}
-    for part, gates in enumerate(one.gate_table):
+    for gates, biases in zip(one.gate_table, one.mudd_gate_b2 * 0.1):
         values = [initial[gate.kind] for gate in gates for _ in range(gate.columns)]
-        biases = one.mudd_gate_b2[part] * 0.1
         assert biases.tolist() == pytest.approx(values + [0] * (len(biases) - len(values)))
     assert one.signs.abs().eq(1).all() and abs(one.signs.mean()) < 0.01
-    assert one.signs.equal(models[8].signs) and (one.prefixes == -1).all()
-    assert (one.post_lambdas == 1).all() and one.resid_lambdas.allclose(one.post_lambdas * math.sqrt(1.1))
-    assert one.scalars.tolist() == pytest.approx([0.5, 1.0] * 11 + [0.0, -1.5])
-    assert not tg.GPT(cfg, 1, seed=6).qk_bank.equal(one.qk_bank)
-    assert tg.GPT(cfg, 1, seed=5).qk_bank.equal(one.qk_bank)
+    assert one.signs.equal(eight.signs) and (one.prefixes == -1).all()
+    assert again.qk_bank.equal(one.qk_bank) and not other.qk_bank.equal(one.qk_bank)
 
 
 def test_initial_values_do_not_depend_on_other_parameters():
     """Checks a model without some parameters, from a table in another order."""
     model = tg.GPT(tg.CPU, seed=5)
     fewer = tg.GPT(replace(tg.CPU, mudd_connections=False, params=tg.CPU.params[::-1]), seed=5)
-    values, left = dict(model.named_parameters()), dict(fewer.named_parameters())
-    assert values.keys() - left.keys() == {"mudd_w1", "mudd_w2"}
-    assert all(p.equal(values[name]) for name, p in left.items()) and fewer.signs.equal(model.signs)
-    drawn = (model.qk_bank, model.vo_bank, model.mlp_bank)
-    assert len({bank.flatten()[0].item() for bank in drawn}) == 3
+    assert all(p.equal(getattr(model, name)) for name, p in fewer.named_parameters())
+    assert fewer.signs.equal(model.signs)
+    assert len({bank.flatten()[0].item() for bank in (model.qk_bank, model.vo_bank, model.mlp_bank)}) == 3
 
 
 # ---- schedule ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        tg.CPU,
-        tg.override(tg.CPU, "stages.*.steps=2"),
-        replace(tg.CPU, stages=tg.CPU.stages[:2]),
-        replace(tg.CPU, momentum_warmup=0),
-    ],
-)
+CPU = tg.CPU
+SHORT = tg.override(CPU, "stages.*.steps=2")
+
+
+@pytest.mark.parametrize("cfg", [CPU, SHORT, replace(CPU, stages=CPU.stages[:2], momentum_warmup=0)])
 def test_any_schedule_has_a_plan_for_every_step(cfg):
-    plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
-    assert [p.step for p in plans] == list(range(cfg.steps))
-    assert all(0 < p.lr_mul <= 2 for p in plans)
-    assert all(cfg.momentum_min - 1e-9 <= p.momentum <= cfg.momentum_max + 1e-9 for p in plans)
-    untied = [p.step for p in plans if p.untie]
-    assert len(untied) == (cfg.stages[-1].steps > 1) and all(step % 2 for step in untied)
-    assert sum(p.batch_tokens for p in plans) == tg.train_tokens(cfg)
-    warmup = [*itertools.chain(*tg.warmup_steps(cfg))]
-    assert warmup[:2] == [0, 1] and max(warmup) < cfg.steps and {*cfg.stage_starts} <= {*warmup}
-    own_updates = {step + 2 for step in untied if step + 2 < cfg.steps}  # the first after untying
-    assert own_updates <= {*warmup}
+    plans, every = [tg.plan_step(cfg, step) for step in range(cfg.steps)], {*range(cfg.steps)}
+    (untied,) = (p.step for p in plans if p.untie)
+    assert untied % 2 and sum(p.batch_tokens for p in plans) == tg.train_tokens(cfg)
+    warmup = {*itertools.chain(*tg.warmup_steps(cfg))}
+    own_update = {untied + 2} & every  # the first after untying
+    assert {0, 1, *cfg.stage_starts} | own_update <= warmup <= every
 
 
-# ---- json --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "",
-        "layers.1.value=none params.embed.betas=.1,.2 val_windows.long=9",
-        "ngrams.orders=2,3 ngrams.width=3",
-    ],
-)
-@pytest.mark.parametrize("preset", tg.PRESETS)
-def test_config_survives_json(preset, settings):
-    cfg = functools.reduce(tg.override, settings.split(), tg.PRESETS[preset])
-    assert tg.config_from_dict(json.loads(tg.config_json(cfg))) == cfg
-
-
-@pytest.mark.parametrize("name, kind", [("bos", "Config"), ("lr_mul", "Stage"), ("width", "Ngrams")])
-def test_a_config_with_other_fields_is_an_error(name, kind):
-    """Unknown or missing ones: a default instead would be another model."""
-    values = json.loads(tg.config_json(tg.CPU))
-    place = {"Config": values, "Stage": values["stages"][1], "Ngrams": values["ngrams"]}[kind]
-    if place.pop(name, None) is None:
-        place[name] = 1
-    with pytest.raises(KeyError, match=name):
-        tg.config_from_dict(values)
+def test_no_cooldown_and_no_schedule():
+    """A cooldown of zero steps drops to the final rate at once; without scheduled steps there is no other."""
+    cfg, last = replace(CPU, cooldown_frac=0.0), CPU.stages[-1]
+    assert tg.plan_step(cfg, 250).lr_mul == last.lr_mul
+    only = replace(cfg, stages=(*(replace(stage, steps=0) for stage in CPU.stages[:3]), last))
+    assert tg.plan_step(only, 5).lr_mul == pytest.approx(last.lr_mul)
 
 
 # ---- import ------------------------------------------------------------------------------------------------
@@ -288,72 +246,84 @@ def test_import_does_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_one_file_is_enough(tmp_path):
-    """A copy of the script alone in an empty folder starts."""
-    copy = tmp_path / "my_copy.py"
-    copy.write_text((ROOT / "train_gpt.py").read_text(encoding="utf-8"), encoding="utf-8")
-    command = [sys.executable, str(copy), "-h"]
-    result = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=WAIT)
-    assert result.returncode == 0 and "--preset" in result.stdout
-
-
 # The published values of the public record 92 (PR 360), and of record 89 (PR 342) where 92 changes nothing.
 # "A" is the algorithm that both descend from (record 80).
-FIELDS = {
-    # record 92: batches and validation
-    "val_slices": 40, "val_slice_tokens": 262144, "padded_vocab": 50304, "heads": 6, "head_dim": 128,
-    "mlp_dim": 2816, "mix_groups": 12, "mudd_dim": 64, "window_unit": 128, "microbatches": 8,
-    "val_windows": tg.Windows(6, 20), "sign_rows": 8192, "attn_scale": 0.085, "narrow_attn_scale": 0.13,
-    # record 92: schedule of rates and momentum
-    "steps": 1194, "cooldown_frac": 0.8, "momentum_min": 0.85, "momentum_max": 0.93, "momentum_warmup": 240,
-    "momentum_cooldown": 50, "slow_from": 336,
-    # Adam (A), and ANVIL (record 92) but for its margin, which README explains
-    "adam_lr": 0.008, "adam_eps": 1e-10, "adam_wd": 0.005, "bank_lr": 0.023, "bank_wd": 2.25,
-    "bank_beta2": 0.9, "bank_margin": 1.06, "slow_rate": 0.02, "rails_step": 514, "fast_beta": 0.85,
-    "fast_weight": 0.4385,
-    "ngrams": tg.Ngrams((2, 3), 42301440, 768, "bfloat16", "sharded", 4, 0.008 * 70, 0.95, 0.005 * 5),
-}  # fmt: skip
+FIELDS = """
+val_slices 40
+val_slice_tokens 262144
+padded_vocab 50304
+heads 6
+head_dim 128
+mlp_dim 2816
+mix_groups 12
+mudd_dim 64
+window_unit 128
+microbatches 8
+val_windows Windows(short=6, long=20)
+sign_rows 8192
+attn_scale 0.085
+narrow_attn_scale 0.13
+steps 1194
+cooldown_frac 0.8
+momentum_min 0.85
+momentum_max 0.93
+momentum_warmup 240
+momentum_cooldown 50
+slow_from 336
+adam_lr 0.008
+adam_eps 1e-10
+adam_wd 0.005
+bank_lr 0.023
+bank_wd 2.25
+bank_beta2 0.9
+bank_margin 1.06
+slow_rate 0.02
+rails_step 514
+fast_beta 0.85
+fast_weight 0.4385
+"""  # of record 92; Adam's (A); but for ANVIL's margin, which README explains
+NGRAMS = tg.Ngrams((2, 3), 42301440, 768, "bfloat16", "sharded", 4, 0.008 * 70, 0.95, 0.005 * 5)
 # steps, tokens, longest document, windows, rate, weights of next tokens at both ends, of prefixes, cap
-STAGES = (
-    (320, 131072, 896, (1, 3), 1.0, (1, 0.5, 0.25), (1, 0.5, 0), (0.25,), 0),
-    (361, 262144, 2048, (3, 7), 1.52, (1, 0.5), (1, 0), (0.20, 0.15, 0.10, 0.05), 0),
-    (426, 393216, 3072, (5, 11), 1.73, (1,), (1,), (), 2560),
-    (67, 327680, 3072, (5, 11), 1.5793, (1,), (1,), (), 2560),
-    (20, 131072, 3072, (6, 13), 0.30, (1,), (1,), (), 2560),
-)
-ADAM = {  # betas, factors of rate and decay, steps between updates (record 89; record 92: 70 and 4)
-    "scalars": (0.9, 0.99, 5, 0, 2),
-    "smear_gate": (0.9, 0.99, 0.01, 0, 2),
-    "ve_gate_bank": (0.9, 0.99, 1, 1, 2),
-    "post_lambdas": (0.9, 0.95, 1, 0, 2),
-    "resid_lambdas": (0.9, 0.95, 5, 0, 2),
-    "mudd_w1": (0.9, 0.99, 0.25, 1, 2),
-    "mudd_w2": (0.9, 0.99, 0.25, 1, 2),
-    "mudd_b2": (0.9, 0.99, 0.25, 0, 2),
-    "mudd_gate_w1": (0.9, 0.99, 0.1, 1, 2),
-    "mudd_gate_w2": (0.9, 0.99, 0.1, 1, 2),
-    "mudd_gate_b2": (0.9, 0.99, 0.1, 0, 2),
-    "mudd_gate_scale": (0.9, 0.99, 0.1, 0, 2),
-    "lm_head": (0.5, 0.95, 1, 150, 2),
-    "embed": (0.5, 0.95, 1, 150, 2),
-    "bigram_embed": (0.75, 0.95, 75, 5, 2),
-    "value_embeds": (0.75, 0.95, 70, 5, 4),
-}
-# Record 92's layers: attention, window, value table; x0, bigrams; MLPs; narrow queries, narrow values
-LAYER_ROWS = (
-    ("paired", "short", None, "xb", 1, "q"),
-    ("plain", "short", 0, "xb", 1, "qv"),
-    ("paired", "short", 1, "x", 1, "q"),
-    ("plain", "long", None, "", 1, ""),
-    (None, "short", None, "xb", 1, ""),
-    ("paired", "short", None, "xb", 1, "q"),
-    (None, "short", None, "", 1, ""),
-    (None, "short", None, "x", 0, ""),
-    ("plain", "short", 2, "", 2, "qv"),
-    (None, "short", None, "b", 1, ""),
-    ("plain", "long", 3, "", 1, ""),
-)
+STAGES = """
+(320, 131072, 896, (1, 3), 1.0, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), 0)
+(361, 262144, 2048, (3, 7), 1.52, (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), 0)
+(426, 393216, 3072, (5, 11), 1.73, (1.0,), (1.0,), (), 2560)
+(67, 327680, 3072, (5, 11), 1.5793, (1.0,), (1.0,), (), 2560)
+(20, 131072, 3072, (6, 13), 0.3, (1.0,), (1.0,), (), 2560)
+"""
+# Betas, factors of rate and decay, steps between updates (record 89; record 92: 70 and 4)
+ADAM = """
+scalars 0.9 0.99 5 0 2
+smear_gate 0.9 0.99 0.01 0 2
+ve_gate_bank 0.9 0.99 1 1 2
+post_lambdas 0.9 0.95 1 0 2
+resid_lambdas 0.9 0.95 5 0 2
+mudd_w1 0.9 0.99 0.25 1 2
+mudd_w2 0.9 0.99 0.25 1 2
+mudd_b2 0.9 0.99 0.25 0 2
+mudd_gate_w1 0.9 0.99 0.1 1 2
+mudd_gate_w2 0.9 0.99 0.1 1 2
+mudd_gate_b2 0.9 0.99 0.1 0 2
+mudd_gate_scale 0.9 0.99 0.1 0 2
+lm_head 0.5 0.95 1 150 2
+embed 0.5 0.95 1 150 2
+bigram_embed 0.75 0.95 75 5 2
+value_embeds 0.75 0.95 70 5 4
+"""
+# Record 92's layers: attention, window, value table, MLPs, and what else they have
+LAYERS = """
+paired short None 1: x0 bigram narrow_qk
+plain short 0 1: x0 bigram narrow_qk narrow_v xsa
+paired short 1 1: x0 narrow_qk
+plain long None 1: xsa gate key_shift
+None short None 1: x0 bigram
+paired short None 1: x0 bigram narrow_qk
+None short None 1:
+None short None 0: x0
+plain short 2 2: narrow_qk narrow_v
+None short None 1: bigram
+plain long 3 1: gate key_shift connections
+"""
 ENDING_ROWS = (  # record 92: the last steps that it looks at, its rate, its share, and every how many steps
     ({"lm_head", "embed"}, 298, 1 - (1 - 2 / 299) ** 2, 0.65, 2),
     ({"vo_bank", "mlp_bank"}, 250, 4 / 53, 1, 4),
@@ -372,29 +342,22 @@ MAPS = (  # ANVIL's: a x + b x^3 + c x^5 of singular values (record 92)
 
 
 def test_the_record_has_the_published_constants():
-    cfg = tg.RECORD
-    assert {name: getattr(cfg, name) for name in FIELDS} == FIELDS
-    assert tuple(dataclasses.astuple(stage) for stage in cfg.stages) == STAGES
-    adam = {row.name: (*row.betas, row.lr_mul, row.wd_mul, row.every) for row in cfg.params if row.betas}
-    assert adam == ADAM
-    banks = [row for row in cfg.params if not row.betas]
+    cfg, flags = tg.RECORD, "x0 bigram narrow_qk narrow_v xsa gate key_shift connections".split()
+    for line in FIELDS.strip().splitlines():
+        name, value = line.split(" ", 1)
+        assert str(getattr(cfg, name)) == value, name
+    assert cfg.ngrams == NGRAMS
+    assert [str(dataclasses.astuple(stage)) for stage in cfg.stages] == STAGES.strip().splitlines()
+    adam, banks = ([row for row in cfg.params if bool(row.betas) == used] for used in (True, False))
+    rows = [f"{row.name} %g %g %g %g %d" % (*row.betas, row.lr_mul, row.wd_mul, row.every) for row in adam]
+    assert sorted(rows) == sorted(ADAM.strip().splitlines())
+    for row in banks:
+        assert (row.lr_mul, row.wd_mul, row.every, row.optimizer) == (1, 1, 1, "anvil")
+        assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
     assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
-    assert all((row.lr_mul, row.wd_mul, row.every, row.optimizer) == (1, 1, 1, "anvil") for row in banks)
-    assert {row.name: row.matrix_lr_mul for row in banks if row.matrix_lr_mul} == {"mlp_bank": (1, 2)}
-    rows = tuple(
-        (
-            layer.attention,
-            layer.window,
-            layer.value,
-            "x" * layer.x0 + "b" * layer.bigram,
-            layer.mlps,
-            "q" * layer.narrow_qk + "v" * layer.narrow_v,
-        )
-        for layer in cfg.layers
-    )
-    assert rows == LAYER_ROWS
-    for flag, layers in (("xsa", [1, 3]), ("gate", [3, 10]), ("key_shift", [3, 10]), ("connections", [10])):
-        assert [i for i, layer in enumerate(cfg.layers) if getattr(layer, flag)] == layers
+    for layer, expected in zip(cfg.layers, LAYERS.strip().splitlines(), strict=True):
+        row = f"{layer.attention} {layer.window} {layer.value} {layer.mlps}:"
+        assert " ".join([row, *(flag for flag in flags if getattr(layer, flag))]) == expected
     endings = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.endings)
     assert endings == ENDING_ROWS
     assert tg.ANVIL_MAPS == MAPS

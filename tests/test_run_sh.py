@@ -2,12 +2,13 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,14 @@ venv=$(dirname "$(dirname "$0")")
 case "$*" in
     "-c import sys, hugging"*) [[ -e $venv/complete && ( ${*: -1} == 0 || ${HAS_CUDA-} ) ]]; exit ;;
     "-c import sys; "*) exit "${TOO_OLD:-0}" ;;
+    "-c import pytest, "*) exit ;;
 esac
 echo "$*" >>"$LOG"
-echo "threads: $OMP_NUM_THREADS"
+echo "threads: $OMP_NUM_THREADS; vectors: ${ATEN_CPU_CAPABILITY-}"
 case "$*" in
     "-m venv"*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
     *"-r requirements.txt") [[ ! ${INTERRUPT-} ]] && touch "$venv/complete" ;;
-    *"--check "*) exit "${REFUSED:-0}" ;;
-    *"--seed ${FAIL_ON_SEED-none} "*) exit 3 ;;
+    *"${FAILS-no command}"*) exit 3 ;;
     *"--name Idea"*) mkdir -p records/cpu/2026-11-21_Idea ;;
 esac
 """
@@ -37,7 +38,7 @@ esac
 
 @pytest.fixture
 def repository(tmp_path):
-    for name in ("run.sh", "requirements.txt"):
+    for name in ("run.sh", "test.sh", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "train_gpt.py").write_text('add("--check")')
     (tmp_path / "old.py").write_text("")
@@ -47,8 +48,8 @@ def repository(tmp_path):
 
 
 @contextmanager
-def started(repository, *arguments, gpus=0, **environment):
-    """Starts run.sh in a process group of its own, with an nvidia-smi that lists `gpus`."""
+def started(repository, *arguments, script="run.sh", gpus=0, **environment):
+    """Starts a script in a process group of its own, with an nvidia-smi that lists `gpus`."""
     smi = repository / "bin/nvidia-smi"
     smi.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H100'\n" for i in range(gpus)))
     for program in repository.glob("bin/*"):
@@ -57,7 +58,7 @@ def started(repository, *arguments, gpus=0, **environment):
     inherited = {name: value for name, value in os.environ.items() if name not in removed}
     inherited |= {"PYTHON": "bare", "PATH": f"{repository / 'bin'}:{os.environ['PATH']}"}
     process = subprocess.Popen(
-        [repository / "run.sh", *arguments],
+        [repository / script, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -72,11 +73,11 @@ def started(repository, *arguments, gpus=0, **environment):
             process.wait()
 
 
-def run(repository, *arguments, **options) -> tuple[int, list[str]]:
-    """Returns run.sh's status, and the commands that the stub Python got; run.text is what it printed."""
+def run(repository, command="", **options):
+    """Returns the script's status, and the commands that the stub Python got; run.text is what it printed."""
     log = repository / "log"
     log.write_text("")
-    with started(repository, *arguments, LOG=str(log), **options) as process:
+    with started(repository, *shlex.split(command), LOG=str(log), **options) as process:
         run.text, _ = process.communicate(timeout=WAIT)
     return process.returncode, log.read_text().splitlines()
 
@@ -88,46 +89,37 @@ def ready(repository):
     return repository
 
 
-def torchrun(commands: list[str]) -> str:
-    return commands[-1].removeprefix("-m torch.distributed.run --standalone --nproc_per_node=")
+STANDALONE = "-m torch.distributed.run --standalone --nproc_per_node="
 
 
-@pytest.mark.parametrize(
-    "gpus, visible, processes, preset, fetched",
-    (
-        (0, None, 2, "cpu", "local_corpus"),
-        (1, None, 1, "record", "fineweb"),
-        (3, None, 2, "record", "fineweb"),
-        (7, None, 4, "record", "fineweb"),
-        (16, None, 8, "record", "fineweb"),
-        (8, "0,1", 2, "record", "fineweb"),
-        (8, "", 2, "cpu", "local_corpus"),
-        (8, "-1", 2, "cpu", "local_corpus"),
-    ),
-)
-def test_processes_preset_and_data_follow_the_gpus(ready, gpus, visible, processes, preset, fetched):
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    status, commands = run(ready, gpus=gpus, HAS_CUDA="1", **environment)
+@pytest.mark.parametrize("case", "0 all 2;1 all 1;3 all 2;7 all 4;16 all 8;8 0,1 2;8 -1 2".split(";"))
+def test_processes_preset_and_data_follow_the_gpus(ready, case):
+    """The cases: how many GPUs there are, which are visible, how many processes are started."""
+    gpus, visible, processes = case.split()
+    environment = {} if visible == "all" else {"CUDA_VISIBLE_DEVICES": visible}
+    on_gpu = gpus != "0" and visible != "-1"
+    preset, fetched = ("record", "fineweb") if on_gpu else ("cpu", "local_corpus")
+    status, commands = run(ready, gpus=int(gpus), HAS_CUDA="1", **environment)
     assert status == 0 and commands == [
         f"train_gpt.py --preset {preset} --check {processes}",
         f"data/{fetched}.py",
-        f"-m torch.distributed.run --standalone --nproc_per_node={processes} train_gpt.py --seed 0 "
-        f"--preset {preset}",
+        f"{STANDALONE}{processes} train_gpt.py --seed 0 --preset {preset}",
     ]
 
 
 def test_options_of_the_user_have_priority(ready):
-    options = ("--data=mine", "--seed", "7", "--set", "adam_lr=0.1", "--preset=record", "--name", "A b")
-    status, commands = run(ready, "old.py", *options, NPROC_PER_NODE="3", OMP_NUM_THREADS="5")
+    """Nothing is checked or fetched."""
+    options = "old.py --data=mine --seed 7 --set adam_lr=0.1 --preset=record --name 'A b'"
+    status, commands = run(ready, options, NPROC_PER_NODE="3", OMP_NUM_THREADS="5")
     assert status == 0 and "threads: 5" in run.text
     want = "3 old.py --seed 7 --data mine --set adam_lr=0.1 --name A b --preset record"
-    assert len(commands) == 1 and torchrun(commands) == want  # nothing is checked or fetched
+    assert commands == [STANDALONE + want]
 
 
 def test_several_machines(ready):
     """The number of all processes is checked. Nodes other than the first say what they are."""
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
-    status, commands = run(ready, "--name", "Idea", "--runs", "1", **nodes)
+    status, commands = run(ready, "--name Idea --runs 1", **nodes)
     assert status == 0 and commands[0].endswith("--check 4") and "node 1 of 2" in run.text
     how = "--nnodes=2 --node_rank=1 --master_addr=10.0.0.1 --master_port=1234 --nproc_per_node=2"
     assert commands[-1].startswith(f"-m torch.distributed.run {how} train_gpt.py --seed 0")  # no table
@@ -135,26 +127,19 @@ def test_several_machines(ready):
 
 
 def test_named_runs_count_seeds_up_and_end_with_their_table(ready):
-    status, commands = run(ready, "--runs", "3", "--seed", "8", "--name", "Idea")
-    seeds = [re.search(r"--seed (\d+)", command)[1] for command in commands if "distributed" in command]
-    assert status == 0 and seeds == ["8", "9", "10"]
+    status, commands = run(ready, "--runs 3 --seed 8 --name Idea")
+    assert status == 0 and re.findall(r"run .*--seed (\d+)", "\n".join(commands)) == ["8", "9", "10"]
     assert commands[-1] == "records/compare.py --begin records/cpu/2026-11-21_Idea"
 
 
-def test_a_failed_run_ends_them(ready):
-    status, commands = run(ready, "--runs", "3", "--name", "Idea", FAIL_ON_SEED="1")
+def test_failures_end_the_rest(ready):
+    """One of several runs; what the script refuses, which is not fetched; wrong options; but not --help."""
+    status, commands = run(ready, "--runs 3 --name Idea", FAILS="--seed 1 ")
     assert status == 3 and "--seed 1 " in commands[-1]
-
-
-def test_what_the_script_refuses_is_not_fetched(ready):
-    status, commands = run(ready, "--set", "x=1", REFUSED="1")
-    assert status == 1 and commands == ["train_gpt.py --set x=1 --preset cpu --check 2"]
-
-
-def test_wrong_options_and_help(ready):
-    wrong = ("--runs", "0"), ("--runs", "x"), ("--seed", "-1"), ("--name",), ("none.py",)
-    for arguments in wrong:
-        assert run(ready, *arguments) == (1, []) and len(run.text.splitlines()) == 1
+    refused = ["train_gpt.py --set x=1 --preset cpu --check 2"]
+    assert run(ready, "--set x=1", FAILS="--check ") == (3, refused)
+    for arguments in ("--runs 0", "--runs x", "--seed -1", "--name", "none.py"):
+        assert run(ready, arguments) == (1, []) and len(run.text.splitlines()) == 1
     assert run(ready, "-h") == (0, []) and "--runs N" in run.text
 
 
@@ -180,30 +165,43 @@ def test_unusable_pythons(repository):
         assert run(repository, **environment) == (1, []) and len(run.text.splitlines()) == 1
 
 
+def test_test_sh(ready):
+    """Runs all tests, or those named. A failure, and what a checker finds, is the status."""
+
+    def run_tests(command="", **options):
+        status, commands = run(ready, command, script="test.sh", **options)
+        return status, [re.sub(r"--num\S+ --max\S+ --dist=worksteal", "-n", command) for command in commands]
+
+    checks = ["-m ruff format --check .", "-m ruff check .", "-m mypy"]
+    assert run_tests() == (0, [*checks, "-m pytest -n"])
+    assert run_tests(FAILS="mypy") == (3, checks)
+    assert run_tests("--fast -x", FAILS="pytest") == (3, ["-m pytest -n -m not slow -x"])
+    assert run_tests("tests/test_a.py -x") == (0, ["-m pytest tests/test_a.py -x"])
+    assert run_tests("--cpus") == (0, ["-m pytest -n -q -m numeric"] * 2)
+    assert re.findall("vectors: (.*)", run.text) == ["avx2", "default"]
+
+
 # ---- With the real Python and torchrun ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_two_processes_on_one(tmp_path):
-    """Each of two run.sh in folders of their own starts one process. The losses have the same digits."""
-    for name in ("node0", "node1", "both"):
-        folder = tmp_path / name
-        make_corpus(folder)
-        for file in ("run.sh", "train_gpt.py", "requirements.txt"):
-            shutil.copy(ROOT / file, folder)
-        (folder / "bin").mkdir()
-    port = str(20000 + os.getpid() % 10000)
-    arguments = ("--preset", "cpu", "--data", ".", *settings("samples=0"))
+def test_two_machines_train_as_two_processes_on_one(repository):
+    """Each of two run.sh starts one process. The losses have the same digits."""
+    shutil.copy(ROOT / "train_gpt.py", repository)
+    make_corpus(repository / "corpus")
+    arguments = ["--preset", "cpu", "--data", "corpus", *settings("samples=0")]
     real = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | real
-    with started(tmp_path / "node1", *arguments, NODE_RANK="1", NPROC_PER_NODE="1", **shared) as second:
-        with started(tmp_path / "node0", *arguments, NODE_RANK="0", NPROC_PER_NODE="1", **shared) as first:
-            nodes = [process.communicate(timeout=2 * WAIT)[0] for process in (first, second)]
-    with started(tmp_path / "both", *arguments, **real) as process:
-        alone = process.communicate(timeout=2 * WAIT)[0]
-    assert second.returncode == 0 and "val_loss" not in nodes[1]
-    losses = [re.findall(r"val_loss:? ?([\d.]+)", text) for text in (nodes[0], alone)]
-    assert losses[0] == losses[1] and len(losses[0]) > 1, nodes
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
+    shared["MASTER_PORT"] = str(20000 + os.getpid() % 10000)
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(started(repository, *arguments, **real | more))
+            for more in (shared | {"NODE_RANK": "0"}, shared | {"NODE_RANK": "1"}, {})
+        ]
+        first, second, alone = [process.communicate(timeout=2 * WAIT)[0] for process in processes]
+    assert processes[1].returncode == 0 and "val_loss" not in second
+    losses = [re.findall(r"val_loss:? ?([\d.]+)", text) for text in (first, alone)]
+    assert losses[0] == losses[1] and len(losses[0]) > 1, (first, second)
 
 
 @pytest.mark.slow
@@ -223,35 +221,3 @@ def test_a_signal_ends_all(repository, number, send):
         # Returns when all that hold its output are gone: torchrun and the ranks.
         text, _ = process.communicate(timeout=WAIT)
     assert process.returncode == 130 and "seed 1" not in text
-
-
-@pytest.mark.slow
-def test_test_sh(tmp_path):
-    """Runs all tests, or those named. A failure, and what a checker finds, is the status."""
-    for name in ("run.sh", "test.sh", "requirements.txt", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_one.py").write_text(
-        "import os, pytest\n"
-        "def test_passes(): pass\n"
-        "@pytest.mark.slow\ndef test_fails(): assert 0\n"
-        "@pytest.mark.numeric\n"
-        "def test_number(): assert os.environ.get('ATEN_CPU_CAPABILITY') != 'default'\n"
-    )
-    (tmp_path / "stubs").mkdir()
-    for name in ("ruff", "mypy"):
-        (tmp_path / f"stubs/{name}.py").write_text("import sys; sys.exit('found' in sys.argv)")
-    environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
-    environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "stubs")}
-    for arguments, printed in (
-        ((), "1 failed, 2 passed"),
-        (("--fast",), "2 passed"),
-        (("tests/test_one.py::test_passes",), "1 passed"),
-        (("--cpus",), "1 passed"),  # as with AVX2; without it fails
-    ):
-        command = [tmp_path / "test.sh", *arguments]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert printed in ran.stdout and ran.returncode == int(arguments in ((), ("--cpus",))), ran.stdout
-    (tmp_path / "stubs/mypy.py").write_text("raise SystemExit('found something')")
-    ran = subprocess.run([tmp_path / "test.sh"], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 1 and "passed" not in ran.stdout

@@ -1,8 +1,8 @@
 """Tests select_backend: the config's implementations on each machine, or an error that names a setting."""
 
+import ast
 import contextlib
 import functools
-import re
 import types
 from dataclasses import replace
 
@@ -18,13 +18,13 @@ CUDA, HOST = torch.device("cuda"), torch.device("cpu")
 def set_machine(monkeypatch):
     """Returns a function that fakes what select_backend looks for on a machine."""
 
-    def fail_to_activate(name):
-        raise RuntimeError(f"no module for {name}")
+    def set_machine(interpreted="0", triton=types, fa3=False):
+        def activate(name):
+            if not fa3:
+                raise RuntimeError(f"no module for {name}")
 
-    def set_machine(interpreted=False, with_triton=True, with_fa3=False):
-        monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
-        monkeypatch.setattr(tg, "triton", types.SimpleNamespace() if with_triton else None)
-        activate = (lambda name: None) if with_fa3 else fail_to_activate
+        monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+        monkeypatch.setattr(tg, "triton", triton)
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, raising=False)
 
     set_machine()
@@ -32,14 +32,14 @@ def set_machine(monkeypatch):
 
 
 def test_presets_run_on_their_machines(set_machine):
-    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+    for capability in ((8, 9), (9, 0), (12, 0)):
         backend = tg.select_backend(tg.RECORD, CUDA, capability)
         assert backend.gram is tg.triton_gram and backend.attention is tg.flash_attention and backend.fp8
-    set_machine(with_fa3=True)
+    set_machine(fa3=True)
     fa3 = tg.select_backend(replace(tg.RECORD, attention="fa3"), CUDA, (9, 0))
     assert fa3.attention is tg.flash_attention
-    for capability in (None, (8, 0)):
-        assert tg.select_backend(tg.CPU, CUDA if capability else HOST, capability) == tg.TORCH_BACKEND
+    for device, capability in ((HOST, None), (CUDA, (8, 0))):
+        assert tg.select_backend(tg.CPU, device, capability) == tg.TORCH_BACKEND
 
 
 def test_only_a_table_is_not_autotuned(monkeypatch):
@@ -50,35 +50,34 @@ def test_only_a_table_is_not_autotuned(monkeypatch):
     assert [name for name, value in compiled.items() if not compiler(value.function)] == ["update_rows"]
 
 
-# fmt: off
-UNSUPPORTED = [  # what the machine lacks, settings, device, capability, the reason, what avoids it
-    ({}, "", HOST, None, "the kernels need", "kernels="),
-    ({}, "", CUDA, (7, 5), "the kernels need", "kernels="),
-    ({"with_triton": False}, "", CUDA, (9, 0), "the kernels need", "kernels="),
-    ({}, "dtype=float32", CUDA, (9, 0), "the kernels need", "kernels="),
-    ({}, "bank_dtype=float32", CUDA, (9, 0), "the kernels need", "kernels="),
-    ({"interpreted": True}, "bank_dtype=float32 attention=dense", HOST, None, "the kernels need", "kernels="),
-    ({}, "kernels=", HOST, None, "FlashAttention needs", "attention=dense"),
-    ({}, "kernels=", CUDA, (7, 5), "FlashAttention needs", "attention=dense"),
-    ({}, "kernels= dtype=float32", CUDA, (9, 0), "FlashAttention needs", "attention=dense"),
-    ({}, "", CUDA, (8, 6), "FP8 needs", "fp8=false"),
-    ({}, "attention=fa3", CUDA, (9, 0), "no module for FA3", "attention=varlen"),
-]
-# fmt: on
+UNSUPPORTED = """
+| | (7, 5) | the kernels need | kernels=
+| | None | the kernels need | kernels=
+triton | | (9, 0) | the kernels need | kernels=
+| dtype=float32 | (9, 0) | the kernels need | kernels=
+| bank_dtype=float32 | (9, 0) | the kernels need | kernels=
+interpreted | bank_dtype=float32 attention=dense | None | the kernels need | kernels=
+| kernels= | None | FlashAttention needs | attention=dense
+| kernels= | (7, 5) | FlashAttention needs | attention=dense
+| kernels= dtype=float32 | (9, 0) | FlashAttention needs | attention=dense
+| | (8, 6) | FP8 needs | fp8=false
+| attention=fa3 | (9, 0) | no module for FA3 | attention=varlen
+"""  # no triton, or its interpreter; settings; the GPU's capability; the reason; what avoids it
 
 
-@pytest.mark.parametrize("machine, settings, device, capability, reason, fix", UNSUPPORTED)
-def test_unsupported_settings(set_machine, machine, settings, device, capability, reason, fix):
+@pytest.mark.parametrize("case", UNSUPPORTED.strip().splitlines())
+def test_unsupported_settings(set_machine, case):
     """The error names one setting; with it there is none, or another reason."""
-    set_machine(**machine)
+    machine, settings, capability, reason, fix = map(str.strip, case.split("|"))
+    set_machine(**{"triton": {"triton": None}, "interpreted": {"interpreted": "1"}}.get(machine, {}))
     cfg = functools.reduce(tg.override, settings.split(), tg.RECORD)
-    with pytest.raises(tg.UserError, match=f"{re.escape(reason)}.*--set {fix}$"):
-        tg.select_backend(cfg, device, capability)
-    with contextlib.suppress(tg.UserError):
-        tg.select_backend(tg.override(cfg, fix), device, capability)
-        return
-    with pytest.raises(tg.UserError, match=f"^(?!.*{re.escape(reason)})"):
-        tg.select_backend(tg.override(cfg, fix), device, capability)
+    machine = (HOST,) if capability == "None" else (CUDA, ast.literal_eval(capability))
+    with pytest.raises(tg.UserError, match=f"{reason}.*--set {fix}$"):
+        tg.select_backend(cfg, *machine)
+    try:
+        tg.select_backend(tg.override(cfg, fix), *machine)
+    except tg.UserError as error:
+        assert reason not in str(error)
 
 
 @pytest.mark.parametrize("hidden, refused", [(None, True), ("0", True), ("", False)])
@@ -88,5 +87,5 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_without_it(monkeypatc
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    with pytest.raises(tg.UserError, match="cannot use") if refused else contextlib.nullcontext():
+    with pytest.raises(tg.UserError) if refused else contextlib.nullcontext():
         tg.select_backend(tg.CPU, HOST)
