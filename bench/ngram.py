@@ -2,6 +2,7 @@
 """Evaluates interpolated Witten-Bell n-gram models on the shards that train_gpt.py trains on.
 
     python bench/ngram.py [--data data/local] [--val-tokens N] [--orders 5]
+    python bench/ngram.py --model MODEL [--data data/local]
 
 An n-gram model predicts a token w from h, the n-1 tokens before it, by counts in the training shards:
 
@@ -16,16 +17,38 @@ Prints the mean loss over the validation tokens after the first, and per byte of
 the same shards must beat to show that it learned more than counts. train_gpt.py's `cpu` preset validates on
 the first 524,288 targets (--val-tokens 524289): there, on Python 3.11's library, the trigram has 1.847 nats
 and the 4-gram 1.469.
+
+--model measures instead what an index of training text would add to a model that --save wrote. (Pull request
+367 of the public speedrun gives a model such an index, and trains with it; here it comes after training.)
+For each order n of ORDERS, ascending, the probability of the next token w becomes
+
+    P(w) <- (1 - l) P(w) + l c_n(w) / N_n
+
+N_n counts where the last n tokens occur in the text, c_n(w) where w follows them. An order with N_n = 0
+changes nothing. Contexts may begin with BOS, and never reach into the document before. Those of validation
+may reach back over the start of a slice, which the model's do not. The weight l depends on n and floor(log2
+N_n). Weights are fitted by likelihood on the last 2 % of the training shards (of the last, if there are
+several), which neither the counts nor the run have read. That is other passages of files that were counted,
+so it has more matches than validation text, which is other files. The text that the run trained on is cut as
+in training, with BOS after every cut. The validation tokens are training's: alone, the model has its
+val_loss.
 """
 
 import argparse
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+import train_gpt as tg
 from tokenize_text import UserError, read_header, read_tokens
+
+ORDERS = (*range(1, 9), 12, 16, 24, 32)
 
 
 def packed_grams(tokens: np.ndarray, n: int, bits: int) -> np.ndarray:
@@ -70,12 +93,119 @@ def losses_by_order(train: np.ndarray, val: np.ndarray, vocab_size: int, orders:
     return losses
 
 
+def context_keys(tokens: np.ndarray, vocab_size: int) -> Iterator[tuple]:
+    """Yields for each order n a key of each token but the first, and whether it has a context of n tokens.
+
+    A key's low bits are the token. The others are a hash of the n tokens before it: the exclusive or of
+    random numbers, one for each token at each distance. Another context shares it with probability 2^-55 for
+    bytes: of 0.75M contexts looked up among 11M, 0.0003 find a wrong one. The next order changes the keys.
+    """
+    bits = vocab_size.bit_length()
+    numbers = np.random.default_rng(0).integers(1 << (64 - bits), size=(ORDERS[-1], vocab_size)) << bits
+    at, keys = np.arange(len(tokens)), tokens[1:].astype(np.uint64)
+    before = at - np.maximum.accumulate(np.where(tokens == vocab_size - 1, at, 0))  # in the document
+    for n in range(1, ORDERS[-1] + 1):
+        keys[n - 1 :] ^= numbers.view(np.uint64)[n - 1, tokens[:-n]]
+        if n in ORDERS:
+            yield keys, before[:-1] >= n - 1
+
+
+def count_followers(train: np.ndarray, text: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Returns N_n and c_n(w) in `train` for each token w of `text` but the first: (orders, 2, len - 1)."""
+    counts = np.zeros((len(ORDERS), 2, len(text) - 1), int)
+    low = np.uint64((1 << vocab_size.bit_length()) - 1)  # no token
+    orders = tqdm(counts, "orders", disable=None, leave=False)
+    both = context_keys(train, vocab_size), context_keys(text, vocab_size)
+    for found, (keys, counted), (wanted, known) in zip(orders, *both):
+        wanted, places = np.unique(wanted[known], return_inverse=True)  # sorted ones are found sooner
+        sought = wanted & ~low, wanted | low, wanted, wanted + 1
+        a, b, c, d = np.searchsorted(np.sort(keys[counted]), sought)
+        found[:, known] = np.stack([b - a, d - c])[:, places]
+    return counts
+
+
+def mix(p: np.ndarray, counts: np.ndarray, weights: np.ndarray) -> list:
+    """Returns the probabilities p (n,) of tokens, and those after each order.
+
+    weights: (orders, 33), each by the number of bits of N_n; those of 0 must be 0.
+    """
+    steps = [p]
+    for (total, hits), weight in zip(counts, weights):
+        own = weight[np.frexp(total)[1]]
+        steps.append((1 - own) * steps[-1] + own * hits / np.maximum(total, 1))
+    return steps
+
+
+def fit_weights(p: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns the weights for mix() under which these tokens are likely, by expectation maximization.
+
+    Each weight is fitted as if one more token had come to it, and had not used the counts. So it is below 1.
+    """
+    weights = np.full((len(counts), 33), 0.5)
+    weights[:, 0] = 0
+    bins = np.frexp(counts[:, 0])[1]
+    for _ in range(30):
+        steps, reached = mix(p, counts, weights), np.ones(len(p))
+        # The probability that no higher order drew the token: `reached`; nor this one: `passed`.
+        for k in reversed(range(len(counts))):
+            passed = reached * (1 - weights[k][bins[k]]) * steps[k] / steps[k + 1]
+            drawn, all_reached = (np.bincount(bins[k], x, 33) for x in (reached - passed, reached))
+            weights[k], reached = drawn / (all_reached + 1), passed
+    return weights
+
+
+def trained_text(cfg: tg.Config, paths: list[Path]) -> tuple:
+    """Returns the tokens that a run trains on, in order, and the loader's position after them."""
+    loader, parts = tg.TrainLoader(cfg, paths, 0, 1), []
+    for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
+        parts += [part.inputs.numpy() for part in loader.batch(plan.batch_tokens, plan.max_doc_len)]
+    loader.close()
+    return np.concatenate(parts), loader.position()
+
+
+def evaluate_with_counts(path: str, folder: Path) -> None:
+    """Prints the losses of a saved model, of counts, and of both."""
+    print("this takes about a minute on two cores", flush=True)
+    tg.torch.set_num_threads(1)  # a small model's threads wait more than they work
+    model = tg.load_model(path)
+    cfg = model.cfg
+    data = tg.open_dataset(replace(cfg, data=str(folder)))
+    last = tg.read_shard(data.train[-1], cfg)
+    first = np.searchsorted(last.starts, 0.98 * len(last.tokens))
+    trained, position = trained_text(cfg, data.train)
+    if position > (len(data.train) - 1, first):
+        raise UserError("the run has read the text to fit weights on; add training text")
+    fitted = last.tokens[last.starts[first] :]
+    train = np.concatenate([read_tokens(path) for path in data.train])[: -len(fitted)]
+
+    loader, losses = tg.ValLoader(cfg, data.val), []
+    val_tokens = len(loader.tokens) - 1
+    loader.tokens = text = np.concatenate([loader.tokens, fitted])
+    for i in tqdm(range((len(text) - 1) // cfg.val_slice_tokens), "model", disable=None, leave=False):
+        losses.append(model.token_losses(loader.batch(i), tg.window_tokens(cfg, cfg.val_windows)).double())
+    p = np.exp(-np.concatenate(losses))
+
+    def report(p: np.ndarray, name: str) -> None:
+        print(*(f"{-np.log(part).mean():.4f} " for part in np.split(p, [val_tokens])), name, flush=True)
+
+    print(f"nats per token: of {val_tokens:,} for validation, of {len(p) - val_tokens:,} to fit weights on")
+    report(p, "model alone")
+    for tokens, name in ((trained, "that it was trained on"), (train, "of all")):
+        counts = count_followers(tokens, text[: len(p) + 1], cfg.vocab_size)
+        for base, what in ((np.full(len(p), 1 / cfg.vocab_size), "counts alone"), (p, "model and counts")):
+            weights = fit_weights(base[val_tokens:], counts[..., val_tokens:])
+            report(mix(base, counts, weights)[-1], f"{what}, {len(tokens):,} tokens {name}")
+        share = np.mean(counts[-1, 0, :val_tokens] > 0)
+        print(f"the {ORDERS[-1]} tokens before {share:.2%} of validation tokens occur in this text")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, data = parser.add_argument, Path(__file__).resolve().parent.parent / "data" / "local"
-    add("--data", type=Path, default=data, help="folder of the shards (default: data/local)")
+    add = parser.add_argument
+    add("--model", help="file that --save wrote: measure what counts add to it; no other option but --data")
+    add("--data", type=Path, default=ROOT / "data/local", help="folder of the shards (default: data/local)")
     add("--val-tokens", type=int, metavar="N", help="only the first N validation tokens (default: all)")
     add("--orders", type=int, default=5, metavar="N", help="up to N-grams (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -83,13 +213,15 @@ def main(argv: list[str] | None = None) -> None:
     if not all(paths.values()):
         sys.exit(f"ngram.py: {args.data} lacks training or validation shards: run data/local_corpus.py first")
     try:
+        if args.model:
+            return evaluate_with_counts(args.model, args.data)
         train, val = (np.concatenate([read_tokens(path) for path in paths[s]]) for s in ("train", "val"))
         headers = [read_header(path) for path in paths["val"]]
         if not 2 <= (args.val_tokens or len(val)) <= len(val) or args.orders < 1:
             raise UserError(f"--val-tokens must lie in 2..{len(val)}, and --orders be at least 1")
         vocab_size = headers[0].vocab_size or 50257
         losses = losses_by_order(train, val[: args.val_tokens], vocab_size, args.orders)
-    except UserError as error:
+    except (UserError, tg.UserError) as error:
         sys.exit(f"ngram.py: {error}")
     # Tokens per byte of the whole split, even if only its beginning is evaluated, like train_gpt.py.
     text_bytes = sum(h.text_bytes for h in headers) if all(h.text_bytes for h in headers) else None

@@ -1,0 +1,85 @@
+"""Tests bench/ngram.py --model: counts, the mixture and its fit, and what is printed of a saved model."""
+
+import functools
+import re
+import sys
+
+import numpy as np
+import pytest
+
+import train_gpt as tg
+from launch import make_corpus, settings
+from test_config import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+import ngram
+
+BOS = 256
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Returns a training text and another with parts of it, of documents of three symbols."""
+    rng = np.random.default_rng(0)
+    train = np.where(rng.random(600) < 0.02, BOS, rng.choice([0, 1, 255], 600))
+    parts = [train[at : at + 70] for at in rng.integers(500, size=4)]
+    return train.astype(np.uint16), np.concatenate([[BOS], *parts]).astype(np.uint16)
+
+
+def test_counts_equal_brute_force(texts):
+    train, text = (tokens.tolist() for tokens in texts)
+    for n, found in zip(ngram.ORDERS, ngram.count_followers(*texts, 257)):
+        for i in range(1, len(text)):
+            context = text[max(0, i - n) : i]  # too short ones equal none
+            ends = [] if BOS in context[1:] else range(n, len(train))
+            followers = [train[end] for end in ends if train[end - n : end] == context]
+            assert found[:, i - 1].tolist() == [len(followers), followers.count(text[i])]
+        assert found[1].any()
+
+
+def test_mixed_probabilities_sum_to_one(texts):
+    train, text = texts
+    rng = np.random.default_rng(1)
+    weights = rng.random((12, 33)) * (np.arange(33) > 0)
+    for document in np.split(text, np.flatnonzero(text == BOS))[-5:]:
+        each = np.concatenate([np.append(document, token) for token in range(257)]).astype(np.uint16)
+        counts = ngram.count_followers(train, each, 257)[..., len(document) - 1 :: len(document) + 1]
+        assert counts[0, 0].all()
+        for p in ngram.mix(rng.dirichlet(np.ones(257)), counts, weights):
+            assert p.sum() == pytest.approx(1, abs=1e-12)
+
+
+def test_the_fit_lowers_the_loss(texts):
+    """No constant weight does as well, nor the model alone."""
+    counts = ngram.count_followers(*texts, 257)
+    p = np.random.default_rng(3).uniform(0.2, 0.5, counts.shape[-1])
+
+    def loss(weights):
+        return -np.log(ngram.mix(p, counts, weights)[-1]).mean()
+
+    fitted = loss(ngram.fit_weights(p, counts))
+    is_found = np.ones((12, 1)) * (np.arange(33) > 0)
+    assert all(fitted < loss(weight * is_found) for weight in (0, 0.1, 0.5))
+
+
+def test_losses_of_a_saved_model(tmp_path, capsys):
+    make_corpus(tmp_path / "corpus", train=(6000, 30000))
+    cfg = functools.reduce(tg.override, settings()[1::2], tg.CPU)
+    options = ["--model", f"{tmp_path}/m.pt", "--data", f"{tmp_path}/corpus"]
+    tg.save_model(options[1], tg.GPT(cfg))
+    ngram.main(options)
+    rows = re.findall(r"^(\d\S+) .* (?:alone|counts)(?:, (\S+) tokens)?", capsys.readouterr().out, re.M)
+    losses, counted = zip(*rows)
+    val, windows = (
+        tg.ValLoader(cfg, tg.find_shards(options[3], "val")),
+        tg.window_tokens(cfg, cfg.val_windows),
+    )
+    expected = tg.validate(tg.load_model(options[1]), val, tg.Exchange(0, 1), windows)
+    assert float(losses[0]) == pytest.approx(expected, abs=6e-5)
+    assert max(map(float, losses[1:])) < expected - 1  # the model has learned nothing
+    assert counted[1:3] == (f"{tg.train_tokens(cfg):,}",) * 2
+    assert "35,200" < counted[3] < "35,500"  # of 36,000
+
+    make_corpus(tmp_path / "small", train=(2500,))
+    with pytest.raises(SystemExit, match="the run has read the text"):
+        ngram.main([*options[:3], f"{tmp_path}/small"])
