@@ -21,16 +21,16 @@ from golden_inputs import (
 from test_ngrams import ngram_config
 
 
-@pytest.fixture(scope="module")
-def cfg(tmp_path_factory):
+def make_config(folder):
     """Returns a config with all layers and four stages, eight steps, in fp64, of width 16.
 
     Untying follows step 5; embed has its own update in step 7.
     """
-    folder, rng = tmp_path_factory.mktemp("shards"), np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     for i, (split, count) in enumerate((("train", 2500), ("train", 2500), ("val", 400))):
         path = folder / f"x_{split}_{i:06d}.bin"
         write_shard(path, random_documents(rng, count, 61, 60, 50), 61, 60)
+    (folder / "vocabulary.txt").write_text("".join(f"{token:02x}\n" for token in range(61)))
     # fmt: off
     stages = (
         tg.Stage(2, 128, 24, tg.Windows(1, 3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
@@ -45,6 +45,26 @@ def cfg(tmp_path_factory):
         rails_step=2, head_chunk=20, dtype="float64", bank_dtype="float64",
     )
     # fmt: on
+
+
+@pytest.fixture(scope="module")
+def cfg(tmp_path_factory):
+    return make_config(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def few_layers(tmp_path_factory):
+    """Returns the same with a layer of each kind, prefixes in two stages, two micro-batches."""
+    cfg = make_config(tmp_path_factory.mktemp("shards"))
+    layers = (
+        tg.Layer("paired", narrow_qk=True, value=0, gate=True, x0=True, bigram=True),
+        tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True, x0=True),
+        tg.Layer(None, bigram=True, mlps=2),
+        tg.Layer("plain", narrow_v=True, value=1, xsa=True, gate=True, connections=True),
+    )
+    prefixes = zip(cfg.stages, ((0.25,), (0.25,), (), ()))
+    stages = tuple(replace(stage, prefix=prefix) for stage, prefix in prefixes)
+    return replace(cfg, layers=layers, skip_from=0, back_from=1, skip_to=2, microbatches=2, stages=stages)
 
 
 # Of runs of eight steps. embed is untied after step 5; resid_lambdas are on all ranks.

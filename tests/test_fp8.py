@@ -9,8 +9,7 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import prefetch_exchange, same_bits
-from test_distributed import batches_of, build, digest
-from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
+from test_distributed import batches_of, build, digest, few_layers  # noqa: F401 (a fixture)
 from test_switches import cfg  # noqa: F401 (a fixture)
 
 FP8 = tg.TORCH_BACKEND._replace(fp8=True)
@@ -95,8 +94,7 @@ def test_a_checkpoint_holds_the_scales(cfg):
 @pytest.mark.slow
 def test_the_warm_up_leaves_no_scales(cfg):
     exchange, model, optimizer = build(0, 1, cfg, backend=FP8)
-    stages = tuple(replace(stage, prefix=()) for stage in cfg.stages)
-    data = tg.open_dataset(replace(cfg, samples=0, stages=stages))  # there is no vocabulary
+    data = tg.open_dataset(cfg)
     before = tg.training_state(model, optimizer)
     tg.warm_up(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch_exchange(0, 1))
     assert same_bits(before, tg.training_state(model, optimizer)) and (model.act_scale == 1).all()

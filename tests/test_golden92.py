@@ -12,6 +12,7 @@ from golden_inputs import (
     FILL,
     GOLDEN92,
     WORLD,
+    backward,
     distance,
     fill,
     fill_model,
@@ -124,12 +125,8 @@ def gradients(case, kind):
     (model, plan), want, leaves = golden_model(case, kind), MODEL["cases"][case], {}
     model.zero_grad()
     batch = golden_batch(case, model.cfg, want["cap"] or 0)
-    x, w = model.hidden_states(batch, plan.windows, None, leaves), model.lm_head
-    head_grad = tg.Gradient("lm_head", w, torch.zeros_like(w))
-    targets = model.loss_targets(batch.targets, plan)
-    loss, roots = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
-    torch.autograd.backward(*zip(*roots))
-    grads = {name: p.grad for name, p in model.named_parameters()} | {"lm_head": head_grad.take()}
+    loss = backward(model, batch, plan, leaves=leaves)
+    grads = {name: p.grad for name, p in model.named_parameters()}
     for name in ("embed", "value_embeds"):
         p = getattr(model, name)
         grads[name] = torch.zeros_like(p).index_add_(0, batch.inputs, leaves[name].grad)

@@ -350,65 +350,11 @@ def test_softcap_loss_in_fp8(interpreted, guarded, scale_inv, weights):
         assert apart.max() <= 1 and apart.float().mean() < 0.01  # they differ only near ties
 
 
-def row_index(row_ids, seed, sign_rows=0):
-    """Builds the index of positions with these row ids."""
-    shape = 1, len(row_ids)
-    sign_ids = torch.randint(0, sign_rows, shape, generator=generator(seed)).int() if sign_rows else None
-    return tg.index_rows(row_ids.to(torch.int32).numpy(), None if sign_ids is None else sign_ids.numpy())
-
-
 def random_signs(rows, columns, dtype=torch.float32):
     return (torch.randint(0, 2, (rows, columns), generator=generator(rows)) * 2 - 1).to(dtype)
 
 
-def check_segment_sum_rows(
-    interpreted, row_ids, N, shape, seed, dtype=torch.float32, layout=lambda t: t, sign_rows=0
-):
-    """Checks equal bits: the kernel does the same additions in the same order.
-
-    Untouched rows and what surrounds the table start as NaN; half of the others start as 0.
-    """
-    index = row_index(row_ids, seed, sign_rows)
-    signs = random_signs(sign_rows, math.prod(shape), dtype) if sign_rows else None
-    grad = layout(randn(len(row_ids), *shape, seed=seed, dtype=dtype))
-    buffer = nan_filled(N + 4, *shape, dtype=dtype)
-    old = index.row_ids.long() + 2
-    buffer[old] = randn(len(old), *shape, seed=seed + 1, dtype=dtype)
-    buffer[old[::2]] = 0
-    expected = buffer.clone()
-    tg.segment_sum_rows(expected[2:-2], grad, index, signs)
-    interpreted.triton_segment_sum_rows(buffer[2:-2], grad, index, signs)
-    assert torch.equal(bits(buffer), bits(expected))
-    assert not buffer[index.row_ids.long() + 2].isnan().any()
-
-
-@pytest.mark.parametrize("columns", [1, 5, 255, 256, 257, 769])
-@pytest.mark.parametrize("layout", ["dense", "nan padded"])
-def test_segment_sum_rows(interpreted, columns, layout):
-    for seed, (T, N) in enumerate(((1, 1), (9, 40), (50, 7))):
-        row_ids = torch.randint(0, N, (T,), generator=generator(seed))
-        check_segment_sum_rows(interpreted, row_ids, N, (columns,), seed, layout=LAYOUTS[layout])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("columns", [1, 255, 257, 769])
-def test_segment_sum_rows_with_signs(interpreted, columns, dtype):
-    for seed, (T, N, sign_rows) in enumerate(((1, 1, 1), (9, 40, 3), (50, 7, 20))):
-        row_ids = torch.randint(0, N, (T,), generator=generator(seed))
-        check_segment_sum_rows(interpreted, row_ids, N, (columns,), seed, dtype, sign_rows=sign_rows)
-
-
-def test_segment_sum_rows_without_signs_of_its_own(interpreted):
-    """Checks that a model's signs do not reach rows that have none, as tokens' do not."""
-    row_ids = torch.randint(0, 7, (50,), generator=generator(1))
-    index, grad, signs = row_index(row_ids, 1), randn(50, 5), -torch.ones(4, 5)
-    outs = [torch.zeros(7, 5) for _ in range(4)]
-    for out, sum_rows in zip(outs, (tg.segment_sum_rows, interpreted.triton_segment_sum_rows) * 2):
-        sum_rows(out, grad, index, *([signs] if out is outs[0] or out is outs[1] else []))
-    assert outs[0].any() and all(torch.equal(out, outs[0]) for out in outs)
-
-
-TABLES_LAYOUTS = {  # of gradients (T, tables, d)
+ROW_LAYOUTS = {  # of gradients of several tables (T, tables, d), or of one (T, d)
     "dense": lambda t: t,
     "nan padded": nan_padded,
     "table by table": lambda t: nan_padded(t.transpose(0, 1)).transpose(0, 1),
@@ -416,17 +362,32 @@ TABLES_LAYOUTS = {  # of gradients (T, tables, d)
 }
 
 
-@pytest.mark.parametrize("layout", TABLES_LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_segment_sum_rows_of_several_tables(interpreted, dtype, layout):
-    """Checks all dtypes: in bf16 a sum with intermediate rounding would show."""
-    row_ids = torch.randint(0, 9, (60,), generator=generator(3))
-    check_segment_sum_rows(interpreted, row_ids, 11, (3, 101), 3, dtype, TABLES_LAYOUTS[layout])
+@pytest.mark.parametrize(
+    "shape, layout",
+    [((columns,), layout) for columns in (1, 2, 255, 256, 257, 769) for layout in ("dense", "nan padded")]
+    + [((3, 101), layout) for layout in ROW_LAYOUTS],
+)
+@pytest.mark.parametrize("signed", [False, True])
+def test_segment_sum_rows(interpreted, shape, layout, dtype, signed):
+    """Checks equal bits: the kernel does the same additions in the same order.
 
-
-def test_segment_sum_rows_in_rows_beyond_16_bits(interpreted):
-    row_ids = torch.tensor([70000, 3, 70000, 69999, 65536, 0])
-    check_segment_sum_rows(interpreted, row_ids, 70001, (2,), seed=4)
+    Untouched rows and what surrounds the table start as NaN; half of the others start as 0. The model's signs
+    do not reach rows that have none, as tokens' do not.
+    """
+    for seed, (T, N) in enumerate(((1, 1), (9, 70001 if shape == (2,) else 40), (50, 7))):
+        row_ids = torch.randint(0, N, (T,), generator=generator(seed), dtype=torch.int32)
+        sign_ids = torch.randint(0, 20, (1, T), generator=generator(seed), dtype=torch.int32)
+        index = tg.index_rows(row_ids.numpy(), sign_ids.numpy() if signed else None)
+        signs = random_signs(20, math.prod(shape), dtype)
+        grad = ROW_LAYOUTS[layout](randn(T, *shape, seed=seed, dtype=dtype))
+        buffer, old = nan_filled(N + 4, *shape, dtype=dtype), index.row_ids.long() + 2
+        buffer[old] = randn(len(old), *shape, seed=seed + 1, dtype=dtype)
+        buffer[old[::2]] = 0
+        expected = buffer.clone()
+        tg.segment_sum_rows(expected[2:-2], grad, index, signs)
+        interpreted.triton_segment_sum_rows(buffer[2:-2], grad, index, signs)
+        assert torch.equal(bits(buffer), bits(expected)) and not buffer[old].isnan().any()
 
 
 def test_no_kernel_adds_atomically():
@@ -435,8 +396,6 @@ def test_no_kernel_adds_atomically():
 
 
 # --------------------------------------------------------------------------------------------------- on a GPU
-
-BF16 = 2.0**-9 * 1.01  # one rounding, and some sums in fp32
 
 
 def test_flash_attention_arguments(monkeypatch):
@@ -466,6 +425,3 @@ def test_flash_attention_of_two_widths(monkeypatch, widths):
     q, k, v = (torch.randn(9, 2, widths[i]) for i in (0, 0, 1))
     rest = torch.tensor([0, 4, 9], dtype=torch.int32), 5, 3, 0.12
     torch.testing.assert_close(tg.flash_attention(q, k, v, *rest), tg.attention(q, k, v, *rest))
-
-
-has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

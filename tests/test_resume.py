@@ -204,16 +204,6 @@ def test_killed_runs_end_as_if_never_stopped(launch, uninterrupted, tmp_path, wo
     assert {int(step) for _, step in losses} >= {*range(resumed[-1] + 1, 13)}
 
 
-@pytest.mark.slow
-def test_a_run_with_warm_up_resumes(launch, uninterrupted, stopped):
-    """The checkpoint is restored after the warm-up is undone."""
-    change = ("warmup=true",)
-    folder = stopped(0, 4, *change)
-    with launch(folder, "--resume", ATTEMPTS, "--save", "model.pt", change=change) as run:
-        assert run.wait() == [0], run.err
-    assert_same_end(folder, uninterrupted(0, *change)[0])
-
-
 # ---- killed while writing ----------------------------------------------------------------------------------
 
 
@@ -288,8 +278,6 @@ def test_each_rank_saves_its_own_shards(stopped):
 
 # ---- the command line --------------------------------------------------------------------------------------
 
-DIES = {0: FaultAtCall("train_step", 1, die)}  # the start of training is all that a test needs
-
 
 @pytest.mark.slow
 def test_checkpoint_every(launch, tmp_path):
@@ -336,11 +324,6 @@ def make_config(corpus, *change):
     return cfg
 
 
-def build(cfg, seed=0):
-    model = tg.GPT(cfg, seed=seed)
-    return model, tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1))
-
-
 @pytest.mark.slow
 def test_a_run_resumes_in_its_second_epoch(launch, tmp_path):
     """The log says when an epoch begins, and how many there were."""
@@ -358,55 +341,6 @@ def test_a_run_resumes_in_its_second_epoch(launch, tmp_path):
         lines = re.findall(r"^epoch (\d+) begins", "".join(logs(folder).values()), re.MULTILINE)
         assert set(lines) == set(map(str, range(2, int(block["epochs"]) + 1))) and lines
     assert blocks[0] == blocks[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["dtype=bfloat16", "main_grad=false"])
-def test_every_checkpoint_resumes(corpus, tmp_path, change):
-    """Loaded into a model of another seed, each gives the same states after the next two steps.
-
-    With one shard its second epoch begins where with two the second shard does.
-    """
-    cfg = make_config(corpus, change, *LONG)
-    data = tg.open_dataset(cfg)
-    if change == "main_grad=false":
-        data = data._replace(train=data.train[:1])
-    model, optimizer = build(cfg)
-    plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
-    batches = tg.Prefetcher(tg.TrainLoader(cfg, data.train, 0, 1), plans, tg.Exchange(0, 1))
-    states, positions, found = [tg.training_state(model, optimizer)], [(0, 0)], []
-    for step in range(cfg.steps):
-        if step % 2 == 0:
-            run = tmp_path / f"{step}.checkpoint"
-            about = {"task": None}
-            progress = {"step": step, "train_ms": None, "position": positions[-1]}
-            tg.save_checkpoint(run, about, progress, model, optimizer)
-            found.append(tg.Checkpoint.find(str(run)))
-        batch = batches.next()
-        positions.append(batch.position)
-        tg.train_step(model, optimizer, batch)
-        states.append(tg.training_state(model, optimizer))
-    batches.loader.close()
-
-    # The run has all that could be forgotten: the untying, a second shard.
-    untied, shards = tg.untie_step(cfg), [shard for shard, *_ in positions]
-    assert [s["optimizer"]["is_tied"] for s in states] == [step <= untied for step in range(cfg.steps + 1)]
-    assert untied == 9 and set(shards) >= {0, 1} and 3 < shards.index(1) < 9
-
-    for checkpoint in found:
-        step = checkpoint.meta["step"]
-        model, optimizer = build(cfg, seed=1)
-        batches = tg.Prefetcher(tg.TrainLoader(cfg, data.train, 0, 1), plans[:1], tg.Exchange(0, 1))
-        tg.train_step(model, optimizer, batches.next())
-        batches.loader.close()
-        spoil_grads(optimizer, 1)
-        checkpoint.load(model, optimizer)
-        loader = tg.TrainLoader(cfg, data.train, 0, 1, checkpoint.meta["position"])
-        batches = tg.Prefetcher(loader, plans[step:], tg.Exchange(0, 1))
-        for expected in states[step + 1 : step + 3]:
-            tg.train_step(model, optimizer, batches.next())
-            assert same_bits(tg.training_state(model, optimizer), expected), step
-        loader.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -16,36 +16,18 @@ import torch.nn.functional as F
 
 import train_gpt as tg
 from interpreter import skip_without_interpreter
-from test_distributed import batches_of, build, dense, with_dtype
-from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
+from test_distributed import batches_of, build, dense, few_layers, with_dtype  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(scope="module")
-def cfg(every_layer):  # noqa: F811
-    """Returns a config with a layer of each kind, in fp32, with widths and lengths of 16 for FP8.
+def cfg(few_layers):  # noqa: F811
+    """Returns a config in fp32, with lengths of 16 for FP8.
 
     Every stage is one step, so that step 3 is the untied one's.
     """
-    layers = (
-        tg.Layer("paired", narrow_qk=True, value=0, gate=True, x0=True, bigram=True),
-        tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True, x0=True),
-        tg.Layer(None, bigram=True, mlps=2),
-        tg.Layer("plain", narrow_v=True, value=1, xsa=True, gate=True, connections=True),
-    )
-    sizes = zip(every_layer.stages, (64, 128, 96, 96))
-    stages = tuple(
-        replace(stage, steps=1, batch_tokens=tokens, prefix=(0.25 * (tokens != 96),))
-        for stage, tokens in sizes
-    )
-    cfg = replace(
-        dense(with_dtype(every_layer, "float32")),
-        layers=layers,
-        skip_from=0,
-        back_from=1,
-        skip_to=2,
-        stages=stages,
-        microbatches=2,
-    )
+    sizes = zip(few_layers.stages, (64, 128, 96, 96))
+    stages = tuple(replace(stage, steps=1, batch_tokens=tokens) for stage, tokens in sizes)
+    cfg = replace(dense(with_dtype(few_layers, "float32")), stages=stages)
     return replace(cfg, attention="dense", head_chunk=16, main_grad=False)
 
 
@@ -211,27 +193,3 @@ def test_a_part_that_acts_by_nothing_is_as_good_as_left_out(cfg):
         kinds = {gate.kind for part in model.gate_table for gate in part}
         assert ("xsa" in kinds) == (each is cfg)
     assert torch.equal(*results)
-
-
-def test_every_switch_of_the_config_is_here():
-    """Checks that every switch of Config is tried, except those of attention, which need a GPU."""
-    tried = {
-        setting.split("=")[0].split(".")[-1] for settings, _ in SWITCHES.values() for setting in settings
-    }
-    switches = {
-        "main_grad",
-        "delay_head_grad",
-        "reduction",
-        "exchange",
-        "kernels",
-        "fp8",
-        "fp8_mlp",
-        "compile",
-        "placement",
-    }
-    fields = vars(tg.RECORD) | vars(tg.RECORD.ngrams)
-    booleans = {field for field, value in fields.items() if isinstance(value, bool)}
-    assert tried == switches and booleans - {"warmup"} - PARTS.keys() <= switches
-    layer_switches = {field for field, value in vars(tg.Layer(None)).items() if isinstance(value, bool)}
-    of_every_run = {"key_shift", "connections", "narrow_qk", "narrow_v"}
-    assert layer_switches - of_every_run == {"xsa", "gate", "x0", "bigram"} <= PARTS.keys()
