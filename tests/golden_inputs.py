@@ -224,14 +224,13 @@ def fill_model(model, tied=True):
     return model
 
 
-def tiny_batch(rank=0):
-    """Returns 64 tokens in three documents. At position 1 our hash happens to equal the reference's."""
-    j = np.arange(65) + 1000 * rank
+def tiny_batch():
+    """Returns 64 tokens in three documents."""
+    j = np.arange(65)
     tokens = (31 * j * j + 7 * j) % 500
-    starts = [0, 4, 57] if rank == 0 else [0, 52, 55]
-    tokens[starts] = 511
+    tokens[[0, 4, 57]] = 511
     cfg = tiny_config("float32")
-    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, cfg)
+    return tg.make_micro_batch(tokens.astype(np.uint16), np.array([4, 57]), 64, 8, cfg)
 
 
 def backward(model, batch, plan, leaves=None):

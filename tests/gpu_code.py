@@ -27,15 +27,14 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "bench")]
 
 import train_gpt as tg
-from golden_inputs import BIGRAMS, random_documents, write_shard
-from step_time import SingleRankExchange
+from golden_inputs import BIGRAMS
+from step_time import SingleRankExchange, synthetic_shard
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 H100 = types.SimpleNamespace(
@@ -193,18 +192,6 @@ def boxed(function):
 # ------------------------------------------------------------------------------------------------------------
 
 
-def write_data(folder, cfg, train, val):
-    """Writes a shard of `train` tokens, one of `val` and a vocabulary; returns them as a run's data."""
-    rng, paths = np.random.default_rng(0), []
-    longest = max(stage.max_doc_len for stage in cfg.stages)
-    for split, count in (("train", train), ("val", val)):
-        tokens = random_documents(rng, count, cfg.vocab_size, cfg.bos_id, longest)
-        paths.append(write_shard(f"{folder}/x_{split}_000000.bin", tokens, cfg.vocab_size, cfg.bos_id))
-    vocabulary = Path(folder, "vocabulary.txt")
-    vocabulary.write_text("".join(f"{i:02x}\n" if i < 256 else f"{i:04x}\n" for i in range(cfg.vocab_size)))
-    return tg.Dataset(paths[:1], paths[1:], 0.0, "", tg.read_vocabulary(vocabulary, cfg.vocab_size))
-
-
 def scaled_mm(*args, out=None, scaled_mm=torch._scaled_mm, **options):
     """Does torch._scaled_mm with `out`, which "meta" has without it only."""
     new = scaled_mm(*args, **options)
@@ -245,9 +232,8 @@ class MetaRun:
         self.optimizer = tg.Optimizer(self.cfg, params, exchange, backend)
         self.model.ngrams = self.optimizer.ngrams
         self.folder = tempfile.TemporaryDirectory()
-        count = 20 * max(stage.batch_tokens for stage in self.cfg.stages)
-        self.data = write_data(self.folder.name, self.cfg, count, self.cfg.val_slice_tokens + 1)
-        self.val = tg.ValLoader(self.cfg, self.data.val)
+        paths, _ = synthetic_shard(self.folder.name, self.cfg, range(len(cfg.stages)), 20)
+        self.data, self.val = tg.Dataset(paths, paths, 0.0, "", ()), tg.ValLoader(self.cfg, paths)
 
     def warm_up(self):
         tg.warm_up(self.data, self.model, self.optimizer, self.val, self.prefetch)

@@ -3,8 +3,6 @@
 test_distributed.py trains whole runs with all cadences.
 """
 
-# ruff: noqa: F811 (fixtures are imported)
-
 import math
 from dataclasses import replace
 
@@ -14,10 +12,9 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import GOLDEN92, FixedLoader, distance, fill, golden_signs, tiny_config
-from test_distributed import batches_of, build, everything  # noqa: F401 (a fixture)
 
 SCHEDULE, ADAM = GOLDEN92["g_schedule"], GOLDEN92["d_adam"]
-DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # ---------------------------------------------------------------------------------------------- the schedule
 
@@ -51,21 +48,6 @@ def test_an_update_at_four_steps_is_one_at_two(slow_from):
     assert set(rare) <= set(updates(2, 20, cfg)) and rare[-1] == 19
     gaps = np.diff([-1, *rare])
     assert set(gaps) <= {2, 4} and all(b - a == 4 for a, b in zip(rare, rare[1:]) if a >= slow_from)
-
-
-def test_gradients_of_four_steps_await_their_update(everything):
-    """Checks also that the rows routed at an update are all that have a gradient: it clears no others."""
-    _, model, optimizer = build(0, 1, everything)
-    batches, grad, changed = batches_of(everything, 0, 1), optimizer.grads["value_embeds"].main_grad, []
-    for step in range(everything.steps):
-        before, waiting = model.weight("value_embeds").clone(), grad.clone()
-        tg.train_step(model, optimizer, batches.next(), batches.peek)
-        changed += [step] if (model.weight("value_embeds") != before).any() else []
-        assert grad.any() != (step in (1, 3, 7)) and not torch.equal(grad, waiting)
-        assert optimizer.grads["embed"].main_grad.any() != step % 2
-    batches.loader.close()
-    assert changed == [1, 3, 7] and optimizer.state["value_embeds"]["steps"] == 3
-    assert optimizer.state["scalars"]["steps"] == 4
 
 
 # ------------------------------------------------------------------------------------------------ golden Adam
@@ -172,8 +154,6 @@ def golden_slices(step):
     for k in range(TABLE["slices"]):
         tokens = (i**2 + 3 * i * (step % 5) + 7 * step + 5 * k) % 15
         tokens[0] = 255
-        if step == TABLE["steps"][0]:
-            assert tokens.tolist() == TABLE["tokens_of_the_first_step"][k]
         rows, signs = map(tg.int32, golden_rows(tokens, TABLE["half"], TABLE["sign_rows"]))
         slices.append(tg.MicroBatch(tg.int32(tokens), torch.zeros(0), rows, signs, torch.zeros(0), 0))
     return slices

@@ -15,7 +15,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import train_gpt as tg
 from gpu_code import SingleRankExchange
-from test_distributed import batches_of, build, few_layers  # noqa: F401 (a fixture)
+from test_distributed import build, few_layers, run_steps  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,8 @@ WINDOWS = {"short": 9, "long": 33}
 def cfg(few_layers):  # noqa: F811
     """Returns a config with two layers of one kind."""
     *layers, last = few_layers.layers
-    return replace(few_layers, layers=(*layers, replace(last, value=2, connections=False), last))
+    twins = (replace(last, value=value, connections=False) for value in (1, 2))
+    return replace(few_layers, layers=(*layers, *twins, replace(last, value=3)))
 
 
 @pytest.fixture
@@ -56,14 +57,11 @@ def train(cfg):
     """Trains a run; returns losses, the number of compiled graphs after each step, the model's tensors."""
     exchange, model, optimizer = build(0, 1, cfg)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
-    batches, losses, graphs = batches_of(cfg, 0, 1), [], []
+    losses, graphs = [], []
     val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
-    for _ in range(cfg.steps):
-        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)
-        losses.append(loss.item())
-        losses.append(tg.validate(model, val, exchange, WINDOWS))
+    for _, loss in run_steps(model, optimizer):
+        losses += [loss.item(), tg.validate(model, val, exchange, WINDOWS)]
         graphs.append(counters["stats"]["unique_graphs"])
-    batches.loader.close()
     return losses, graphs, model.state_dict()
 
 

@@ -63,8 +63,6 @@ def test_gather_rows(device, dtype, out_dtype, signed):
         tg.gather_rows(buffer[2:-2], *on(device, table, ids, *signs))
         assert torch.equal(buffer[2:-2].cpu(), want.to(out_dtype))
         assert buffer[:2].isnan().all() and buffer[-2:].isnan().all()
-        backwards = sum(parts[-2::-1], parts[-1])
-        assert ranges == 1 or dtype == BF16 or not torch.equal(backwards, want)
 
 
 TIME = 5  # of an update of rows

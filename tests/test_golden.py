@@ -24,9 +24,6 @@ from golden_inputs import (
     WORLD,
     distance,
     fill,
-    golden_prefixes,
-    golden_signs,
-    hash_words,
     tiny_config,
     write_shard,
 )
@@ -41,25 +38,6 @@ def check_stats(t, golden):
     near, flat = 1e-11 * golden["l2"], t.flatten()
     assert flat[:4].tolist() == pytest.approx(golden["first"], abs=near)
     assert flat[golden["argmax_index"]].item() == pytest.approx(golden["argmax_value"], abs=near)
-
-
-def test_hash():
-    meta = GOLDEN["meta"]
-    assert hash_words(np.arange(4), 1).tolist() == meta["h_check_k1_n0..3"]
-    assert hash_words(np.array([1000]), 14)[0] == meta["h_check_k14_n1000"]
-
-
-def test_signs():
-    signs, golden = golden_signs((64, 192)), GOLDEN["e_forward"]
-    assert signs[0, :16].tolist() == golden["sign_table_first16"]
-    assert signs.sum() == golden["sign_table_sum"]
-
-
-def test_prefixes():
-    prefixes, golden = golden_prefixes(), GOLDEN["e_forward"]
-    assert prefixes[:16].tolist() == golden["prefix_table_first16"]
-    assert prefixes.sum() == golden["prefix_table_sum"]
-    assert (prefixes < 0).sum() == golden["prefix_table_none"]
 
 
 # --------------------------------------------------------------------------------------------------- h loader
@@ -99,7 +77,7 @@ def check_batch(batch, want, max_docs=64):
     assert ends == want["cum_lengths_nonpad"]
     # The golden run had 64 entries for slices of 256 tokens. Of ours, max_docs=64 lowers only the training
     # slices' 128.
-    assert len(batch.cu_seqlens) == max_docs and want["cum_lengths_total_entries"] == 64
+    assert len(batch.cu_seqlens) == max_docs
     # The reference keeps the hash twice, for the GPU and for the exchange.
     assert [str(t.dtype) for t in (inputs, targets, batch.cu_seqlens, rows)] == want["dtypes"]
     assert inputs[:8].tolist() == want["inputs_first8"] and inputs[-4:].tolist() == want["inputs_last4"]
@@ -150,17 +128,12 @@ def test_validation_batches(shards):
 PREFIX = GOLDEN["i_prefix"]
 
 
-@pytest.fixture
-def vocabulary(tmp_path):
-    """Returns made-up tokens, read from a file. Some have no bytes; they are in no order."""
+def test_prefix_table(tmp_path):
+    """Reads made-up tokens from a file. Some have no bytes; they are in no order."""
     tokens = {int(i): digits for i, digits in PREFIX["vocabulary_hex"].items()}
-    size = max(tokens) + 1
-    (tmp_path / "vocabulary.txt").write_text("".join(f"{tokens.get(i, '')}\n" for i in range(size)))
-    return tg.read_vocabulary(tmp_path / "vocabulary.txt", size)
-
-
-def test_prefix_table(vocabulary):
-    assert tg.prefix_table(vocabulary, PREFIX["table_size"]).tolist() == PREFIX["table"]
+    path, size = tmp_path / "vocabulary.txt", max(tokens) + 1
+    path.write_text("".join(f"{tokens.get(i, '')}\n" for i in range(size)))
+    assert tg.prefix_table(tg.read_vocabulary(path, size), PREFIX["table_size"]).tolist() == PREFIX["table"]
 
 
 def prefix_loss(case, dtype, scale_inv=0.0):

@@ -103,7 +103,10 @@ def check_micro_batch(batch, tokens, starts, cfg):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_micro_batches(tmp_path, seed):
-    """Checks that 1, 2, 4 and 8 ranks share the same eight micro-batches, in a second epoch too."""
+    """Checks that 1, 2, 4 and 8 ranks share the same eight micro-batches, in a second epoch too.
+
+    A loader that continues at another's position gives the same.
+    """
     rng = np.random.default_rng(seed)
     shards = make_shards(tmp_path, rng, rng.integers(3000, 7000, 3), max_doc_len=int(rng.integers(20, 300)))
     cfg = config(tmp_path)
@@ -113,6 +116,10 @@ def test_micro_batches(tmp_path, seed):
     ranks = [(rank, world_size) for world_size in (1, 2, 4, 8) for rank in range(world_size)]
     loaders = {(rank, world_size): train_loader(cfg, rank, world_size) for rank, world_size in ranks}
     for (batch_tokens, max_doc_len), batch in zip(schedule, want):
+        position = loaders[5, 8].position()
+        loaders[5, 8].close()
+        loaders[5, 8] = tg.TrainLoader(cfg, loaders[0, 1].paths, 5, 8, position)
+        assert loaders[5, 8].position() == position == loaders[0, 1].position()
         for (rank, world_size), loader in loaders.items():
             micro_batches = loader.batch(batch_tokens, max_doc_len)
             assert len(micro_batches) == 8 // world_size
