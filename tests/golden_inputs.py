@@ -187,6 +187,7 @@ def tiny_config(dtype, **changes):
         bigram_vocab_size=2560,
         sign_rows=64,
         head_dim=32,
+        head_chunk=24,
         mlp_dim=704,
         dtype=dtype,
         bank_dtype=dtype,
