@@ -239,6 +239,7 @@ def test_no_averages_of_what_is_not_there(everything):
     assert optimizer.averages == {} and digest(model) == before
 
 
+@pytest.mark.slow
 def test_endings_are_on_the_clock_and_before_the_final_validation(everything, monkeypatch):
     cfg = replace(everything, warmup=False, val_every=3)
     calls = []

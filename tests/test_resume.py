@@ -182,9 +182,10 @@ def test_killed_runs_end_as_if_never_stopped(launch, uninterrupted, tmp_path, wo
 
 
 @pytest.mark.slow
-def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_path):
+def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_path, monkeypatch):
     """One of two ranks dies before each change that saving makes. An earlier kill has left files behind."""
     start, changes = stopped(2, 2), []
+    monkeypatch.setattr("launch.GRACE", 0)
     left = newest(start).path.with_name("step00000004.partial")
     left.mkdir()
     (left / "rank1.pt").write_bytes(b"half")
