@@ -342,7 +342,8 @@ ROW_LAYOUTS = {  # of gradients of several tables (T, tables, d), or of one (T, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "shape, layout",
-    [((columns,), layout) for columns in (1, 2, 255, 256, 257, 769) for layout in ("dense", "nan padded")]
+    [((columns,), "dense") for columns in (1, 2, 255, 257, 769)]
+    + [((256,), "nan padded")]
     + [((3, 101), layout) for layout in ROW_LAYOUTS],
 )
 @pytest.mark.parametrize("signed", [False, True])
