@@ -187,6 +187,7 @@ def tiny_config(dtype, **changes):
         bigram_vocab_size=2560,
         sign_rows=64,
         head_dim=32,
+        head_chunk=24,
         mlp_dim=704,
         dtype=dtype,
         bank_dtype=dtype,
@@ -224,48 +225,24 @@ def fill_model(model, tied=True):
     return model
 
 
-def tiny_batch(rank=0):
-    """Returns 64 tokens in three documents. At position 1 our hash happens to equal the reference's."""
-    j = np.arange(65) + 1000 * rank
+def tiny_batch():
+    """Returns 64 tokens in three documents."""
+    j = np.arange(65)
     tokens = (31 * j * j + 7 * j) % 500
-    starts = [0, 4, 57] if rank == 0 else [0, 52, 55]
-    tokens[starts] = 511
+    tokens[[0, 4, 57]] = 511
     cfg = tiny_config("float32")
-    return tg.make_micro_batch(tokens.astype(np.uint16), np.array(starts[1:]), 64, 8, cfg)
+    return tg.make_micro_batch(tokens.astype(np.uint16), np.array([4, 57]), 64, 8, cfg)
 
 
-def backward(model, batch, plan, grads=None, leaves=None):
-    """Runs a micro-batch forward and backward; returns its loss, summed over tokens.
-
-    Without `grads`, every parameter has its gradient in .grad.
-    """
-    x, w = model.hidden_states(batch, plan.windows, grads, leaves), model.lm_head
-    head_grad = grads["lm_head"] if grads else tg.Gradient("lm_head", w, torch.zeros_like(w))
+def backward(model, batch, plan, leaves=None):
+    """Runs a micro-batch forward and backward; returns its loss, summed over tokens. Fills .grad."""
+    x, w = model.hidden_states(batch, plan.windows, None, leaves), model.lm_head
+    head_grad = tg.Gradient("lm_head", w, torch.zeros_like(w))
     targets = model.loss_targets(batch.targets, plan)
     loss, backward_roots = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
     torch.autograd.backward(*zip(*backward_roots))
-    if not grads:
-        w.grad = head_grad.take()
+    w.grad = head_grad.take()
     return loss
-
-
-def give_grad(optimizer, name, grad):
-    """Sets a parameter's gradient, where the optimizer takes it from."""
-    own = optimizer.grads[name]
-    if own.main_grad is None:
-        own.p.grad = grad.clone()
-    else:
-        own.main_grad.copy_(grad)
-
-
-def plans_of_all_rows(cfg):
-    """Returns RowRoutes, on one rank, by which a step takes all rows of the tables' gradients."""
-    plans, shapes = {}, tg.param_shapes(cfg, 1)
-    for name in (spec.name for spec in tg.used_params(cfg) if spec.is_table):
-        count = shapes[name][0]
-        rows = torch.arange(count, dtype=torch.int32)
-        plans[name] = tg.RowRoutes([count], [count], rows, rows)
-    return plans
 
 
 def write_shard(path, tokens, vocab_size=0, bos_id=0, text_bytes=0):

@@ -1,16 +1,13 @@
-"""Makes the code that a GPU would run, on a machine without one. tests/test_gpu_code.py starts it:
+"""Makes the code that Inductor would generate for a GPU, on a machine without one.
 
-    python tests/gpu_code.py inductor OUT.json   what Inductor generates for every function that is compiled
-    python tests/gpu_code.py dynamo OUT.json     what torch.compile traces in the warm-up, and what after it
+    python tests/gpu_code.py OUT.json
 
-Each part needs its own process: what it replaces in torch and Triton stays replaced.
-
-"inductor" runs the record preset's warm-up and steps at full size on torch's "meta" device. Its
-tensors have shapes, strides and addresses, but no values. "dynamo" trains a small run on the CPU.
+tests/test_gpu_code.py starts it as a process of its own: what it replaces in torch and Triton stays replaced.
+It runs the record preset's warm-up at full size on torch's "meta" device, whose tensors have shapes, strides
+and addresses, but no values.
 """
 
 import ast
-import concurrent.futures
 import contextlib
 import copy
 import ctypes
@@ -30,15 +27,14 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "bench")]
 
 import train_gpt as tg
-from golden_inputs import BIGRAMS, random_documents, write_shard
-from step_time import SingleRankExchange
+from golden_inputs import BIGRAMS
+from step_time import SingleRankExchange, synthetic_shard
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 H100 = types.SimpleNamespace(
@@ -196,36 +192,6 @@ def boxed(function):
 # ------------------------------------------------------------------------------------------------------------
 
 
-def write_data(folder, cfg, train, val):
-    """Writes a shard of `train` tokens, one of `val` and a vocabulary; returns them as a run's data."""
-    rng, paths = np.random.default_rng(0), []
-    longest = max(stage.max_doc_len for stage in cfg.stages)
-    for split, count in (("train", train), ("val", val)):
-        tokens = random_documents(rng, count, cfg.vocab_size, cfg.bos_id, longest)
-        paths.append(write_shard(f"{folder}/x_{split}_000000.bin", tokens, cfg.vocab_size, cfg.bos_id))
-    vocabulary = Path(folder, "vocabulary.txt")
-    vocabulary.write_text("".join(f"{i:02x}\n" if i < 256 else f"{i:04x}\n" for i in range(cfg.vocab_size)))
-    return tg.Dataset(paths[:1], paths[1:], 0.0, "", tg.read_vocabulary(vocabulary, cfg.vocab_size))
-
-
-class DistinctRows(tg.TrainLoader):
-    """Gives batches that touch exactly `rows` rows of each table (of n-grams: of each range).
-
-    None: as many as the text does.
-    """
-
-    rows = None
-
-    def batch(self, *args):
-        micro_batches = super().batch(*args)
-        for batch in micro_batches if self.rows else ():
-            for ids in (batch.inputs, batch.hashed_rows):
-                # Each range begins at another rank's row, so that one rank owns a single row.
-                k = torch.arange(len(ids))[:, None] if ids.ndim > 1 else 0
-                ids.copy_(k * self.cfg.ngrams.rows + k + torch.arange(ids.size(-1)) % self.rows)
-        return micro_batches
-
-
 def scaled_mm(*args, out=None, scaled_mm=torch._scaled_mm, **options):
     """Does torch._scaled_mm with `out`, which "meta" has without it only."""
     new = scaled_mm(*args, **options)
@@ -266,30 +232,11 @@ class MetaRun:
         self.optimizer = tg.Optimizer(self.cfg, params, exchange, backend)
         self.model.ngrams = self.optimizer.ngrams
         self.folder = tempfile.TemporaryDirectory()
-        count = 20 * max(stage.batch_tokens for stage in self.cfg.stages)
-        self.data = write_data(self.folder.name, self.cfg, count, self.cfg.val_slice_tokens + 1)
-        self.val = tg.ValLoader(self.cfg, self.data.val)
+        paths, _ = synthetic_shard(self.folder.name, self.cfg, range(len(cfg.stages)), 20)
+        self.data, self.val = tg.Dataset(paths, paths, 0.0, "", ()), tg.ValLoader(self.cfg, paths)
 
     def warm_up(self):
         tg.warm_up(self.data, self.model, self.optimizer, self.val, self.prefetch)
-
-    def train(self, steps, rows=None):
-        """Runs steps; the first must be even, since no rows may have been touched before."""
-        loader = DistinctRows(self.cfg, self.data.train, 0, self.world_size)
-        loader.rows = rows
-        batches = tg.Prefetcher(loader, [tg.plan_step(self.cfg, step) for step in steps], self.prefetch)
-        for _ in steps:
-            tg.train_step(self.model, self.optimizer, batches.next(), batches.peek)
-        loader.close()
-
-    def head(self, plan):
-        """Runs a micro-batch's head, whose loss weights change with every step."""
-        T = plan.batch_tokens // tg.num_microbatches(self.cfg, self.world_size)
-        count = tg.num_microbatches(self.cfg, self.world_size) // self.world_size
-        x = torch.empty(T, self.cfg.dim, dtype=tg.dtype_of(self.cfg.dtype), device=META)
-        targets = self.model.loss_targets(torch.empty(T, dtype=torch.int64, device=META), plan)
-        weights, grad = tuple(w / count for w in plan.loss_weights), self.optimizer.grads["lm_head"]
-        self.model.head_loss_and_grad(x, targets, weights, grad, 1 / count, [])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -464,30 +411,16 @@ def compile_kernels(graphs):
     return list(results.values())
 
 
-def makes_as_much(x):
-    x.copy_(x.roll(1, 0).softmax(0))
-
-
-def falls_back(x):
-    return x.sort(dim=0)[0] + 1
-
-
-def computes_on_host(x, weight):
-    return x.mul_(weight.exp())
-
-
-def assumes_alignment(x):
-    return x + 1
-
-
-def inductor_part():
-    """Generates the code of what 8 ranks' warm-up compiles, and of functions that are bad for a GPU.
+def main(out):
+    """Generates the code of what 8 ranks' warm-up compiles.
 
     With n-grams, that of the functions of their rows only, on one rank: its table has over 2^31 numbers.
     """
+    torch.set_num_threads(1)
+    gc.disable()  # compilers allocate much and free little
     fake_gpu()
     fake_gpu_for_inductor()
-    code = GeneratedCode()
+    code, of_rows = GeneratedCode(), GeneratedCode()
 
     def in_phase(function, phase_of):
         def call(*args):
@@ -496,147 +429,19 @@ def inductor_part():
 
         return call
 
-    tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
-    tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
-    MetaRun(BIGRAMS, 8, code.compiler).warm_up()
-    of_rows = GeneratedCode()
-    cfg = replace(tg.RECORD, microbatches=1, stages=tg.RECORD.stages[:2])
-
     def compile_of_rows(function):
         of_a_row = tg.gather_rows.function, tg.update_rows.function
         return of_rows.compiler(function) if function in of_a_row else function
 
+    tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
+    tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
+    MetaRun(BIGRAMS, 8, code.compiler).warm_up()
+    cfg = replace(tg.RECORD, microbatches=1, stages=tg.RECORD.stages[:2])
     MetaRun(cfg, 1, compile_of_rows).warm_up()
-    bad = GeneratedCode()
-    bad.compiler(makes_as_much)(torch.empty(4096, 8, device=META))
-    bad.compiler(falls_back)(torch.empty(4096, 8, device=META))
-    x = torch.empty(4097, device=META)
-    bad.compiler(computes_on_host)(x, torch.tensor(0.5))
-    bad.compiler(assumes_alignment)(x[:-1])
-    bad.compiler(assumes_alignment)(x[1:])
     kernels = compile_kernels([*code.graphs, *of_rows.graphs])
-    for graph in bad.graphs:
-        del graph["sources"]
-    report = {"functions": code.functions, "graphs": code.graphs, "kernels": kernels, "bad": bad.graphs}
-    return report | {"of rows": of_rows.graphs}
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Triton
-# ------------------------------------------------------------------------------------------------------------
-
-
-if tg.triton is not None:
-
-    @tg.triton.jit
-    def store_kernel(out, value):
-        tg.tl.store(out, value)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Dynamo
-# ------------------------------------------------------------------------------------------------------------
-
-
-class AloneExchange(SingleRankExchange):
-    """Stands in for the other ranks with copies of this one's blocks."""
-
-    def gather(self, name, t):
-        for block in t.view(self.world_size, -1, *t.shape[1:]):
-            block.copy_(self.shard(t))
-        return tg.Pending(t)
-
-
-def graphs_of_a_run(cfg, traced=lambda name: True):
-    """Trains as rank 0 of 8 on the CPU. Returns each function's number of graphs: in the warm-up, after it.
-
-    The backward runs on a thread of its own, where torch 2.12 and newer lack the main thread's settings.
-    Compiles, with AOTAutograd but without generated code, the functions whose name is `traced`.
-    """
-    from torch._dynamo.backends.debugging import aot_eager
-
-    graphs = {"warm-up": Counter(), "after": Counter()}
-    phase = "warm-up"
-
-    tg_warm_up, torch_compile, torch_backward = tg.warm_up, torch.compile, torch.autograd.backward
-
-    @functools.wraps(torch_compile)
-    def compile(function, **options):
-        def backend(gm, example_inputs):
-            graphs[phase][function.__name__] += 1
-            return aot_eager(gm, example_inputs)
-
-        if not traced(function.__name__):
-            return function
-        options.pop("options", None)  # Inductor's
-        return torch_compile(function, backend=backend, **options)
-
-    def backward(*roots):
-        """Runs on a thread of its own, as a GPU's backward does."""
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            thread.submit(torch_backward, *roots).result()
-
-    def warm_up(*args):
-        nonlocal phase
-        tg_warm_up(*args)
-        phase = "after"
-
-    tg.warm_up, torch.compile, torch.autograd.backward = warm_up, compile, backward
-    backend = tg.select_backend(cfg, torch.device("cpu"))
-    data = tg.open_dataset(cfg)
-    torch._dynamo.reset()
-    tg.train(cfg, backend, *(AloneExchange(0, 8) for _ in range(2)), data, 0, tg.RunLog())
-    tg.warm_up, torch.compile, torch.autograd.backward = tg_warm_up, torch_compile, torch_backward
-    return graphs
-
-
-def dynamo_part():
-    """Trains the record preset's layers, at small widths, in all stages; again, after too short a warm-up."""
-    # Steps, T (unlike any width), max_doc_len.
-    sizes = ((4, 48, 32), (4, 80, 64), (4, 112, 64), (2, 96, 64), (4, 112, 64))
-    with tempfile.TemporaryDirectory() as folder:
-        cfg = replace(
-            BIGRAMS,
-            data=folder,
-            vocab_size=257,
-            padded_vocab=272,
-            bos_id=256,
-            bigram_vocab_size=512,
-            heads=2,
-            head_dim=16,
-            mlp_dim=64,
-            mix_groups=4,
-            window_unit=4,
-            head_chunk=64,
-            max_docs=128,
-            val_slices=8,
-            val_slice_tokens=256,
-            val_every=3,
-            momentum_warmup=3,
-            momentum_cooldown=2,
-            kernels=(),
-            attention="dense",
-            stages=tuple(
-                replace(stage, steps=steps, batch_tokens=8 * T, max_doc_len=longest)
-                for stage, (steps, T, longest) in zip(tg.RECORD.stages, sizes, strict=True)
-            ),
-        )
-        write_data(folder, cfg, 50000, 8 * 256 + 1)
-        whole = graphs_of_a_run(cfg)
-        tg.warmup_steps = lambda cfg: [range(2)]  # other lengths come later, and embed's own update
-        traced = ("adam_update",)
-        short = graphs_of_a_run(cfg, lambda name: name in traced)
-    return {"whole": whole, "short": short}
-
-
-PARTS = {"inductor": inductor_part, "dynamo": dynamo_part}
-
-
-def main(part, out):
-    torch.set_num_threads(1)
-    gc.disable()  # compilers allocate much and free little
-    Path(out).write_text(json.dumps(PARTS[part](), indent=1))
+    report = {"functions": code.functions, "graphs": code.graphs, "kernels": kernels}
+    Path(out).write_text(json.dumps(report | {"of rows": of_rows.graphs}, indent=1))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -123,16 +123,8 @@ def test_golden_steps_in_fp64(name):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_golden_steps_in_fp32(name):
-    golden = GOLDEN["classes"][name]["steps"]
-    *_, (_, _, p, _) = golden_run(name, "float32")
-    assert p.flatten().tolist() == pytest.approx(golden[-1]["fp64"]["p_all"], abs=1e-7)
-
-
-@pytest.mark.parametrize("name", STREAMS)
 def test_golden_steps_in_bf16(name):
     """Checks every bit: golden numbers are the same for exact sums, so the order of ours does not matter."""
-    assert GOLDEN["classes"][name]["bits_same_under_other_roundings_of_sums_and_scalars"]
     for want, state, p, x in golden_run(name, "bfloat16"):
         want, mantissa = want["bf16"], state["mantissa"]
         if "X_bits" in want:
@@ -202,6 +194,3 @@ def test_weight_1_is_exactly_the_fast_rail():
         numbers = 0.02, *map(torch.tensor, (0.1, 1.0, 0.9)), torch.float32
         results.append(tg.mix_rails(grad, fast.clone(), slow, *numbers))
     assert torch.equal(*results)
-
-
-# ---------------------------------------------------------------------------------------- the rule as a whole

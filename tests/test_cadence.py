@@ -3,8 +3,6 @@
 test_distributed.py trains whole runs with all cadences.
 """
 
-# ruff: noqa: F811 (fixtures are imported)
-
 import math
 from dataclasses import replace
 
@@ -13,23 +11,10 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import (
-    GOLDEN92,
-    FixedLoader,
-    distance,
-    fill,
-    golden_signs,
-    plans_of_all_rows,
-    tiny_config,
-)
-from test_distributed import (
-    batches_of,
-    build,
-    everything,  # noqa: F401 (a fixture)
-)
+from golden_inputs import GOLDEN92, FixedLoader, distance, fill, golden_signs, tiny_config
 
 SCHEDULE, ADAM = GOLDEN92["g_schedule"], GOLDEN92["d_adam"]
-DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # ---------------------------------------------------------------------------------------------- the schedule
 
@@ -63,21 +48,6 @@ def test_an_update_at_four_steps_is_one_at_two(slow_from):
     assert set(rare) <= set(updates(2, 20, cfg)) and rare[-1] == 19
     gaps = np.diff([-1, *rare])
     assert set(gaps) <= {2, 4} and all(b - a == 4 for a, b in zip(rare, rare[1:]) if a >= slow_from)
-
-
-def test_gradients_of_four_steps_await_their_update(everything):
-    """Checks also that the rows routed at an update are all that have a gradient: it clears no others."""
-    _, model, optimizer = build(0, 1, everything)
-    batches, grad, changed = batches_of(everything, 0, 1), optimizer.grads["value_embeds"].main_grad, []
-    for step in range(everything.steps):
-        before, waiting = model.weight("value_embeds").clone(), grad.clone()
-        tg.train_step(model, optimizer, batches.next(), batches.peek)
-        changed += [step] if (model.weight("value_embeds") != before).any() else []
-        assert grad.any() != (step in (1, 3, 7)) and not torch.equal(grad, waiting)
-        assert optimizer.grads["embed"].main_grad.any() != step % 2
-    batches.loader.close()
-    assert changed == [1, 3, 7] and optimizer.state["value_embeds"]["steps"] == 3
-    assert optimizer.state["scalars"]["steps"] == 4
 
 
 # ------------------------------------------------------------------------------------------------ golden Adam
@@ -142,11 +112,12 @@ def test_golden_untying():
     cfg = replace(cfg, ngrams=tg.Ngrams())
     params = {"lm_head": fill((3, 5), 58900, 0.2).double()}
     params["embed"] = params["lm_head"].T.contiguous()
+    all_rows = tg.RowRoutes([5], [5], *torch.arange(5, dtype=torch.int32).expand(2, -1))
     optimizer, events = tg.Optimizer(cfg, params, tg.Exchange(0, 1)), iter(golden["fp64_after_adam_steps"])
     for step in golden["steps"]:
         for name, k in (("lm_head", 58000), ("embed", 58100)):
             optimizer.grads[name].main_grad += coarse(params[name].shape, k + step - 1172)
-        optimizer.rows, t = plans_of_all_rows(cfg), min(1.0, (step - 234) / 940)
+        optimizer.rows, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
         changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t, "untie": step == last}
         optimizer.step(tg.plan_step(tg.RECORD, step)._replace(**changes))
         optimizer.finish_gathers()
@@ -183,8 +154,6 @@ def golden_slices(step):
     for k in range(TABLE["slices"]):
         tokens = (i**2 + 3 * i * (step % 5) + 7 * step + 5 * k) % 15
         tokens[0] = 255
-        if step == TABLE["steps"][0]:
-            assert tokens.tolist() == TABLE["tokens_of_the_first_step"][k]
         rows, signs = map(tg.int32, golden_rows(tokens, TABLE["half"], TABLE["sign_rows"]))
         slices.append(tg.MicroBatch(tg.int32(tokens), torch.zeros(0), rows, signs, torch.zeros(0), 0))
     return slices

@@ -4,6 +4,7 @@ Each kind of layer and of update compiles once, and nothing compiles after the w
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 
@@ -13,8 +14,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import train_gpt as tg
-from test_distributed import batches_of, build
-from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
+from gpu_code import SingleRankExchange
+from test_distributed import build, few_layers, run_steps  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.slow
 
@@ -22,27 +23,11 @@ WINDOWS = {"short": 9, "long": 33}
 
 
 @pytest.fixture(scope="module")
-def cfg(every_layer):  # noqa: F811
-    """Returns a config with a layer of each kind, and two of one kind."""
-    layers = (
-        tg.Layer("paired", narrow_qk=True, value=0, x0=True, bigram=True),
-        tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-        tg.Layer(None, bigram=True, mlps=2),
-        tg.Layer("plain", narrow_qk=True, narrow_v=True, value=1, xsa=True, x0=True),
-        tg.Layer("plain", value=2, xsa=True, mlps=0),
-        tg.Layer("plain", "long", value=3, gate=True, connections=True),
-    )
-    stages = tuple(replace(stage, prefix=(0.25,)) for stage in every_layer.stages[:2])
-    stages += every_layer.stages[2:]
-    return replace(
-        every_layer,
-        layers=layers,
-        skip_from=0,
-        back_from=1,
-        skip_to=2,
-        microbatches=2,
-        stages=stages,
-    )
+def cfg(few_layers):  # noqa: F811
+    """Returns a config with two layers of one kind."""
+    *layers, last = few_layers.layers
+    twins = (replace(last, value=value, connections=False) for value in (1, 2))
+    return replace(few_layers, layers=(*layers, *twins, replace(last, value=3)))
 
 
 @pytest.fixture
@@ -72,14 +57,11 @@ def train(cfg):
     """Trains a run; returns losses, the number of compiled graphs after each step, the model's tensors."""
     exchange, model, optimizer = build(0, 1, cfg)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
-    batches, losses, graphs = batches_of(cfg, 0, 1), [], []
+    losses, graphs = [], []
     val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
-    for _ in range(cfg.steps):
-        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)
-        losses.append(loss.item())
-        losses.append(tg.validate(model, val, exchange, WINDOWS))
+    for _, loss in run_steps(model, optimizer):
+        losses += [loss.item(), tg.validate(model, val, exchange, WINDOWS)]
         graphs.append(counters["stats"]["unique_graphs"])
-    batches.loader.close()
     return losses, graphs, model.state_dict()
 
 
@@ -98,6 +80,29 @@ def test_a_compiled_run_is_the_plain_run(cfg, compile):
     # Steps 0 and 1 update banks and Adam's parameters for the first time. Step 2 has another length; from
     # then on lengths are dynamic. embed's own update in step 7 has the shape of another table's.
     assert 0 < graphs[0] < graphs[1] < graphs[2] == graphs[-1] < 115
+
+
+def test_nothing_is_traced_after_the_warm_up(cfg, compile, monkeypatch):
+    """Trains as rank 0 of 8: warm-up, training, validation. As on a GPU, the backward has a thread."""
+    torch_compile, backward, warm_up, warm = torch.compile, torch.autograd.backward, tg.warm_up, []
+    cfg = replace(cfg, compile=True, microbatches=8, val_every=3, val_slices=8, val_slice_tokens=48)
+
+    def compile_without_code(function, options, **more):
+        return torch_compile(function, backend="aot_eager", **more)
+
+    def counting_warm_up(*args):
+        warm_up(*args)
+        warm.append(counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr(torch, "compile", compile_without_code)
+    monkeypatch.setattr(tg, "warm_up", counting_warm_up)
+    ranks = [SingleRankExchange(0, 8) for _ in range(2)]
+    with ThreadPoolExecutor(1) as thread:
+        monkeypatch.setattr(
+            torch.autograd, "backward", lambda *roots: thread.submit(backward, *roots).result()
+        )
+        tg.train(cfg, tg.TORCH_BACKEND, *ranks, tg.open_dataset(cfg), 0, tg.RunLog())
+    assert warm == [counters["stats"]["unique_graphs"]] and warm[0] > 9
 
 
 def test_updates_in_generated_code(compile):

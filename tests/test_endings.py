@@ -10,12 +10,13 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import GOLDEN92, distance, fill, same_bits, stats
-from test_distributed import (
+from test_distributed import (  # noqa: F401 (a fixture)
     ENDINGS,
     batches_of,
     build,
     digest,
-    everything,  # noqa: F401 (a fixture)
+    everything,
+    run_steps,
     spoil_grads,
     train,
     whole,
@@ -32,12 +33,6 @@ ROWS = {
     "value_average": [VALUE_AVERAGE],
     "bank_blend": BANK_BLEND,
 }
-TICKS = (  # of ENDINGS: steps, rates
-    ((3, 4, 5, 7), (1, 0.4, 0.4, 0.3)),
-    ((4, 6), (1, 0.3)),
-    ((2, 5), (1, 0.2)),
-    ((5, 6, 7), (1, 0.4, 0.4)),
-)
 
 
 def close(value, golden):
@@ -88,7 +83,6 @@ def test_the_last_iterates_weight_in_what_is_shipped():
 @pytest.mark.parametrize(
     "row, steps, want",
     [
-        (tg.Ending((), 3, 0.5), 10, {7: 1, 8: 0.5, 9: 0.5}),
         (tg.Ending((), 9, 0.5, every=2), 4, {1: 1, 3: 0.5}),  # a run shorter than the window
         (tg.Ending((), 9, 0.5, every=2, last_rate=0.1), 1, {0: 1}),
         (tg.Ending((), 4, 0.5, every=4, offset=2, also=(3, 5)), 10, {6: 1, 7: 0.5}),
@@ -201,12 +195,12 @@ def test_parameters_or_averages_of_zero_stay_zero(everything):
 
 
 def ship(history):
-    """Returns what ENDINGS make of the parameters after each step, by the table of TICKS."""
+    """Returns what ENDINGS make of the parameters after each step."""
     final = {name: p.clone() for name, p in history[-1].items()}
-    for row, (steps, rates) in zip(ENDINGS, TICKS):
+    for row in ENDINGS:
         for name in row.params:
             average = torch.zeros_like(final[name])
-            for step, rate in zip(steps, rates):
+            for step, rate in sorted(tg.tick_rates(row, len(history)).items()):
                 average = average + rate * (history[step][name] - average)
             final[name] = final[name] + row.blend * (average - final[name])
     for name in ("lm_head", "embed", "qk_bank", "vo_bank", "mlp_bank", "resid_lambdas"):
@@ -243,10 +237,9 @@ def test_no_averages_of_what_is_not_there(everything):
     before = digest(model)
     optimizer.apply_endings()
     assert optimizer.averages == {} and digest(model) == before
-    with pytest.raises(tg.UserError, match="unknown"):
-        tg.check_config(replace(everything, endings=(tg.Ending(("qk_bank", "head"), 9, 0.5),)), 1)
 
 
+@pytest.mark.slow
 def test_endings_are_on_the_clock_and_before_the_final_validation(everything, monkeypatch):
     cfg = replace(everything, warmup=False, val_every=3)
     calls = []
@@ -273,17 +266,13 @@ def test_endings_are_on_the_clock_and_before_the_final_validation(everything, mo
 # ---- checkpoints -------------------------------------------------------------------------------------------
 
 
-def go_on(model, optimizer, cfg, position, first, save=None):
+def go_on(model, optimizer, position=(0, 0), first=0, save=None):
     """Trains from step `first` to the end; save(step, position) is called before every second step."""
-    exchange = optimizer.exchange
-    batches = batches_of(cfg, exchange.rank, exchange.world_size, first, position)
-    for step in range(first, cfg.steps):
-        if save and step % 2 == 0:
-            save(step, position)
-        batch = batches.next()
-        position = batch.position
-        tg.train_step(model, optimizer, batch, batches.peek)
-    batches.loader.close()
+    if save:
+        save(0, position)
+    for step, (batch, _) in enumerate(run_steps(model, optimizer, first, position), first + 1):
+        if save and step % 2 == 0 and step < model.cfg.steps:
+            save(step, batch.position)
     state = tg.training_state(model, optimizer)
     optimizer.ngrams.finish()
     return state | {"ngrams": dict(enumerate(optimizer.ngrams.stored))}
@@ -292,7 +281,7 @@ def go_on(model, optimizer, cfg, position, first, save=None):
 def resume_each(rank, world_size, cfg, folder):
     """Returns by step whether a run that goes on from the checkpoint before it ends with the same bits.
 
-    What goes on was at work before: it has gradients, which must not count.
+    What goes on was at work before: it has gradients, which must not count, and rows are under way.
     """
     exchange, model, optimizer = build(rank, world_size, cfg)
     found = {}
@@ -303,25 +292,27 @@ def resume_each(rank, world_size, cfg, folder):
         exchange.all_gather_object(None)  # rank 0 has renamed it
         found[step] = tg.Checkpoint.find(str(run))
 
-    want, same = go_on(model, optimizer, cfg, (0, 0), 0, save), {}
+    want, same = go_on(model, optimizer, save=save), {}
     for step, checkpoint in found.items():
         _, model, optimizer = build(rank, world_size, cfg, seed=1)
-        batches = batches_of(cfg, rank, world_size)
-        tg.train_step(model, optimizer, batches.next())
-        batches.loader.close()
+        started = run_steps(model, optimizer)
+        next(started), next(started)
+        started.close()
+        assert optimizer.ngrams.pending
         optimizer.finish_gathers()
         spoil_grads(optimizer, torch.nan)
         for average in optimizer.averages.values():
             average.fill_(7)
         checkpoint.load(model, optimizer)
         optimizer.gather_all()
-        same[step] = same_bits(go_on(model, optimizer, cfg, checkpoint.meta["position"], step), want)
+        same[step] = same_bits(go_on(model, optimizer, checkpoint.meta["position"], step), want)
     return same
 
 
 @pytest.mark.slow
-def test_every_checkpoint_resumes(workers, everything, tmp_path):
+@pytest.mark.parametrize("main_grad", [True, False])
+def test_every_checkpoint_resumes(workers, everything, tmp_path, main_grad):
     """Before, between and after the first ticks of every row, which are in steps 2 to 5."""
-    cfg = replace(with_dtype(everything, "bfloat16"), slow_from=99)
+    cfg = replace(with_dtype(everything, "bfloat16"), slow_from=99, main_grad=main_grad)
     results = workers(2, resume_each, cfg, tmp_path)
     assert results == [dict.fromkeys((0, 2, 4, 6), True)] * 2

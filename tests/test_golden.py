@@ -1,17 +1,9 @@
-"""Reproduces every golden number of the reference. tests/golden/README.md says how they were made.
+"""Compares loaders, prefixes, losses, XSA and MLPs in FP8 with golden numbers of a reference.
 
-Not reproduced, on purpose:
-- The hash of bigrams (a, h): ours is that of all n-grams.
-- `bf16_split` of d: the rounding that the reference uses for matrices of more than 1024 rows. At any size
-  ours rounds aX + XB once.
-- The reference's errors when data runs out (TypeError, RuntimeError): ours is a UserError.
-- Low words and exact sums of banks in `native`: see that test.
-
-"13->20" of c_rotary is hypothetical: no run does it. It is checked all the same, since it is the same
-function.
+tests/golden/README.md says how they were made. Not reproduced, on purpose: the reference's errors when data
+runs out (TypeError, RuntimeError): ours is a UserError.
 """
 
-import functools
 from dataclasses import replace
 
 import numpy as np
@@ -22,37 +14,14 @@ import train_gpt as tg
 from golden_inputs import (
     BIGRAMS,
     GOLDEN,
-    WINDOWS,
     WORLD,
     distance,
     fill,
-    fill_model,
-    golden_prefixes,
-    golden_signs,
-    hash_words,
     tiny_config,
     write_shard,
 )
 
 pytestmark = pytest.mark.numeric
-
-DTYPES = {"fp32": "float32", "fp64": "float64"}
-# Weights of the next tokens' losses, and of the prefix's.
-LOSSES = {"mtp3_prefix": ((1.0, 0.5, 0.25), 0.25), "mtp1": ((1.0,), 0.0)}
-# Bounds on statistics, in units of the tensor's l2 norm. fp64: rounding, with room for growth through a
-# network. fp32: the reference's own fp32 and fp64 differ by up to 5e-5 in gradients' sums, since layer 10
-# takes a large stream down to a small one, and errors add up with one sign. Two fp32 programs may each be
-# that far off, in opposite directions.
-NEAR = {"fp32": 5e-4, "fp64": 1e-11}
-
-
-def tiny_model(kind="fp32", kind_of_model=tg.GPT, **changes):
-    return fill_model(kind_of_model(tiny_config(DTYPES[kind], **changes), WORLD))
-
-
-def tiny_plan(cfg, case="mtp3_prefix", step=0):
-    mtp, prefix = LOSSES[case]
-    return tg.plan_step(cfg, step)._replace(windows=WINDOWS, mtp=mtp, prefix=prefix)
 
 
 def check_stats(t, golden):
@@ -62,28 +31,6 @@ def check_stats(t, golden):
     near, flat = 1e-11 * golden["l2"], t.flatten()
     assert flat[:4].tolist() == pytest.approx(golden["first"], abs=near)
     assert flat[golden["argmax_index"]].item() == pytest.approx(golden["argmax_value"], abs=near)
-
-
-def test_hash():
-    meta = GOLDEN["meta"]
-    assert hash_words(np.arange(4), 1).tolist() == meta["h_check_k1_n0..3"]
-    assert hash_words(np.array([1000]), 14)[0] == meta["h_check_k14_n1000"]
-
-
-def test_signs():
-    signs, golden = golden_signs((64, 192)), GOLDEN["e_forward"]
-    assert signs[0, :16].tolist() == golden["sign_table_first16"]
-    assert signs.sum() == golden["sign_table_sum"]
-
-
-def test_prefixes():
-    prefixes, golden = golden_prefixes(), GOLDEN["e_forward"]
-    assert prefixes[:16].tolist() == golden["prefix_table_first16"]
-    assert prefixes.sum() == golden["prefix_table_sum"]
-    assert (prefixes < 0).sum() == golden["prefix_table_none"]
-
-
-# --------------------------------------------------------------------------------------------------- c rotary
 
 
 # --------------------------------------------------------------------------------------------------- h loader
@@ -123,7 +70,7 @@ def check_batch(batch, want, max_docs=64):
     assert ends == want["cum_lengths_nonpad"]
     # The golden run had 64 entries for slices of 256 tokens. Of ours, max_docs=64 lowers only the training
     # slices' 128.
-    assert len(batch.cu_seqlens) == max_docs and want["cum_lengths_total_entries"] == 64
+    assert len(batch.cu_seqlens) == max_docs
     # The reference keeps the hash twice, for the GPU and for the exchange.
     assert [str(t.dtype) for t in (inputs, targets, batch.cu_seqlens, rows)] == want["dtypes"]
     assert inputs[:8].tolist() == want["inputs_first8"] and inputs[-4:].tolist() == want["inputs_last4"]
@@ -174,22 +121,12 @@ def test_validation_batches(shards):
 PREFIX = GOLDEN["i_prefix"]
 
 
-@pytest.fixture
-def vocabulary(tmp_path):
-    """Returns made-up tokens, read from a file. Some have no bytes; they are in no order."""
+def test_prefix_table(tmp_path):
+    """Reads made-up tokens from a file. Some have no bytes; they are in no order."""
     tokens = {int(i): digits for i, digits in PREFIX["vocabulary_hex"].items()}
-    size = max(tokens) + 1
-    (tmp_path / "vocabulary.txt").write_text("".join(f"{tokens.get(i, '')}\n" for i in range(size)))
-    return tg.read_vocabulary(tmp_path / "vocabulary.txt", size)
-
-
-def test_prefix_table(vocabulary):
-    assert tg.prefix_table(vocabulary, PREFIX["table_size"]).tolist() == PREFIX["table"]
-
-
-def test_tokens_without_bytes_have_no_prefix(vocabulary):
-    table = tg.prefix_table(vocabulary, PREFIX["table_size"])
-    assert (table[PREFIX["ids_without_bytes"]] == -1).all()
+    path, size = tmp_path / "vocabulary.txt", max(tokens) + 1
+    path.write_text("".join(f"{tokens.get(i, '')}\n" for i in range(size)))
+    assert tg.prefix_table(tg.read_vocabulary(path, size), PREFIX["table_size"]).tolist() == PREFIX["table"]
 
 
 def prefix_loss(case, dtype, scale_inv=0.0):
@@ -208,15 +145,8 @@ PREFIX_CASES = PREFIX["loss"]["cases"]
 @pytest.mark.parametrize("case", PREFIX_CASES)
 def test_losses_with_prefixes(case):
     golden = PREFIX_CASES[case]
-    losses, _ = prefix_loss(case, torch.float64)
+    losses, grad = prefix_loss(case, torch.float64)
     assert losses.tolist() == pytest.approx(golden["loss_fp64"], rel=1e-12)
-    assert losses.sum().item() == pytest.approx(golden["sum_fp64"], rel=1e-12)
-
-
-@pytest.mark.parametrize("case", PREFIX_CASES)
-def test_gradient_of_losses_with_prefixes(case):
-    golden = PREFIX_CASES[case]
-    _, grad = prefix_loss(case, torch.float64)
     check_stats(grad, golden["dlogits_derivative_fp64"])
     for row, want in zip((0, 1, 6), golden["dlogits_derivative_rows_0_1_6_fp64"], strict=True):
         assert grad[row].tolist() == pytest.approx(want, abs=1e-14)
@@ -245,39 +175,20 @@ def test_fp8_gradient_of_bf16_logits(case):
 XSA = GOLDEN["l_xsa"]
 
 
-@functools.cache
-def without_own_value():
-    """Returns y, v and alpha, which have their gradients, and the output."""
+def test_xsa():
+    """Checks also that a value of zero leaves the output, and has no gradient."""
     T, H, D = XSA["T"], XSA["H"], XSA["D"]
     y, v, alpha = fill((T, H, D), 811), fill((T, H, D), 812), fill((T, H), 814, 2.5)
     v[3, 1], v[5, 0] = 0, torch.tensor(XSA["v_5_0"])
     y, v, alpha = (t.double().requires_grad_() for t in (y, v, alpha))
     out = tg.finish_heads(y, v, alpha, None)
     out.backward(fill((T, H, D), 813).double())
-    return {"y": y, "v": v, "alpha": alpha}, out.detach()
-
-
-def test_xsa():
-    out = without_own_value()[1]
     assert out.flatten().tolist() == pytest.approx(XSA["out"], abs=1e-14)
-    check_stats(out, XSA["out_stats"])
-
-
-@pytest.mark.parametrize("name", XSA["grad_stats"])
-def test_gradients_of_xsa(name):
-    grad = without_own_value()[0][name].grad
-    assert grad.flatten().tolist() == pytest.approx(XSA[f"grad_{name}"], rel=1e-12, abs=1e-13)
-    check_stats(grad, XSA["grad_stats"][name])
-
-
-def test_xsa_of_a_zero_value_leaves_the_output():
-    inputs, out = without_own_value()
-    assert torch.equal(out[3, 1], inputs["y"][3, 1])
-
-
-@pytest.mark.parametrize("name", ["v", "alpha"])
-def test_xsa_of_a_zero_value_has_no_gradient(name):
-    assert not without_own_value()[0][name].grad[3, 1].any()
+    check_stats(out.detach(), XSA["out_stats"])
+    for name, t in {"y": y, "v": v, "alpha": alpha}.items():
+        assert t.grad.flatten().tolist() == pytest.approx(XSA[f"grad_{name}"], rel=1e-12, abs=1e-13)
+        check_stats(t.grad, XSA["grad_stats"][name])
+    assert torch.equal(out[3, 1], y[3, 1]) and not v.grad[3, 1].any() and not alpha.grad[3, 1].any()
 
 
 # -------------------------------------------------------------------------------------- j: MLPs in FP8

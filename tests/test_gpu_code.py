@@ -3,10 +3,10 @@
 What it found is kept beside torch's own cache until the script, this code, torch or Triton change.
 """
 
-import contextlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -33,40 +33,9 @@ ALLOWED = {
     "extern_kernels.addmm": "the same, added to a gradient or a bias",
 }
 # Functions that change a few rows, or all, of tables and main_grads: in place.
-IN_PLACE = {"gather_rows", "update_rows", "transpose_copy", "transpose_add", "makes_as_much"}
+IN_PLACE = {"gather_rows", "update_rows", "transpose_copy", "transpose_add"}
 # Two steps of the record preset's first stage, the second with Adam, and what rank 0 of 8 launches at most.
 MOST_LAUNCHES = {318: 695, 319: 759}
-
-
-@contextlib.contextmanager
-def report(part):
-    """Yields what a part of gpu_code.py found; keeps it for later if the caller's assertions hold."""
-    if tg.triton is None and part != "dynamo":
-        pytest.skip("needs triton, which is not installed")
-    if not gpu_code.cpp_compiler():
-        pytest.skip("needs a C++ compiler (g++, clang++)")
-    versions = [part, sys.version, torch.__version__, getattr(tg.triton, "__version__", "")]
-    digest = hashlib.sha256(json.dumps(versions).encode())
-    for path in SOURCES:
-        digest.update(path.read_bytes())
-    kept = Path(default_cache_dir(), "train_gpt", f"{part}_{digest.hexdigest()[:16]}.json")
-    if kept.exists():
-        yield json.loads(kept.read_text())
-        return
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    new = kept.with_suffix(f".{os.getpid()}")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, gpu_code.__file__, part, str(new)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-        # torch lists an operation's kernels for every device in some errors
-        errors = [line for line in done.stderr.splitlines() if "registered at" not in line]
-        assert done.returncode == 0, "\n".join(errors[-40:])
-        yield json.loads(new.read_text())
-        new.rename(kept)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def bad_for_a_gpu(graph):
@@ -101,45 +70,48 @@ def bad_kernel(kernel):
     not torch.__version__.startswith("2.13"),
     reason=f"uses internals of torch 2.13's Inductor, this is torch {torch.__version__}",
 )
-def test_generated_code():
+@pytest.mark.skipif(tg.triton is None, reason="needs triton, which is not installed")
+@pytest.mark.skipif(not gpu_code.cpp_compiler(), reason="needs a C++ compiler (g++, clang++)")
+def test_generated_code(tmp_path):
     """Checks Inductor's code for an H100, of every function that the record and the n-gram preset compile."""
-    with report("inductor") as found:
-        graphs, functions = found["graphs"], set(found["functions"])
-        of_rows = found["of rows"]
-        assert {graph["function"] for graph in of_rows} == {"gather_rows", "update_rows"}
-        used = {name for name, value in vars(tg).items() if isinstance(value, tg.compiled)} - {"update_rows"}
-        assert used and not used - functions, f"the record preset does not run {used - functions}"
-        assert functions == {graph["function"] for graph in graphs}
-        problems = [problem for graph in [*graphs, *of_rows] for problem in bad_for_a_gpu(graph)]
-        problems += [problem for kernel in found["kernels"] for problem in bad_kernel(kernel)]
-        assert found["kernels"] and not problems, "\n".join(problems)
+    digest = hashlib.sha256(f"{sys.version} {torch.__version__} {tg.triton.__version__}".encode())
+    for path in SOURCES:
+        digest.update(path.read_bytes())
+    kept, new = (
+        Path(default_cache_dir(), f"train_gpt_{digest.hexdigest()[:16]}.json"),
+        tmp_path / "found.json",
+    )
+    if not kept.exists():
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment.pop("TRITON_INTERPRET", None)
+        command = [sys.executable, gpu_code.__file__, str(new)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        # torch lists an operation's kernels for every device in some errors
+        errors = [line for line in done.stderr.splitlines() if "registered at" not in line]
+        assert done.returncode == 0, "\n".join(errors[-40:])
+    found = json.loads((new if new.exists() else kept).read_text())
+    graphs, functions, of_rows = found["graphs"], set(found["functions"]), found["of rows"]
+    assert {graph["function"] for graph in of_rows} == {"gather_rows", "update_rows"}
+    used = {name for name, value in vars(tg).items() if isinstance(value, tg.compiled)} - {"update_rows"}
+    assert used and not used - functions, f"the record preset does not run {used - functions}"
+    assert functions == {graph["function"] for graph in graphs}
+    problems = [problem for graph in [*graphs, *of_rows] for problem in bad_for_a_gpu(graph)]
+    problems += [problem for kernel in found["kernels"] for problem in bad_kernel(kernel)]
+    assert found["kernels"] and not problems, "\n".join(problems)
 
-        launched = {step: Counter() for step in MOST_LAUNCHES}
+    counted = launches.Counts()
+    steps = launches.run_steps(BIGRAMS, 0, 8, launches.make_backend(BIGRAMS, counted), counted)
+    for (step, most), counts in zip(MOST_LAUNCHES.items(), steps[2:], strict=True):
+        launched = Counter()
         for graph in graphs:
             n = sum(graph["kernels"].values()) + sum(graph["others"].values())
-            for step, counts in launched.items():
-                counts[graph["function"]] += n * graph["runs"].get(f"step {step}", 0)
-        counted = launches.Counts()
-        steps = launches.run_steps(BIGRAMS, 0, 8, launches.make_backend(BIGRAMS, counted), counted)
-        for counts, step in zip(launched.values(), steps[2:], strict=True):
-            for (_, column), n in step.items():
-                counts[column] += n if column in ("eager", "triton") else 0
-        totals = {step: counts.total() for step, counts in launched.items()}
-        assert all(n <= MOST_LAUNCHES[step] for step, n in totals.items()), (totals, launched)
-
-        problems = [list(bad_for_a_gpu(graph)) for graph in found["bad"]]
-        assert [len(of_function) for of_function in problems] == [1, 1, 3, 1], problems
-
-
-def test_nothing_is_traced_after_the_warm_up():
-    """Checks what 8 ranks trace in a run's own order: warm-up, training, validation.
-
-    As on a GPU, the backward runs on a thread of its own. test_compiled.py has one rank.
-    """
-    with report("dynamo") as found:
-        whole, short = found["whole"], found["short"]
-        assert len(whole["warm-up"]) > 9 and not whole["after"], whole
-        assert short["after"], short
+            launched[graph["function"]] += n * graph["runs"].get(f"step {step}", 0)
+        for (_, column), n in counts.items():
+            launched[column] += n if column in ("eager", "triton") else 0
+        assert launched.total() <= most, (step, launched)
+    if new.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(new, kept)
 
 
 def test_most_memory():

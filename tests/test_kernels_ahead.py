@@ -10,10 +10,9 @@ import torch
 
 import train_gpt as tg
 from gpu_code import resource_usage
+from test_kernels import WEIGHTS
 
 pytestmark = pytest.mark.slow
-
-WEIGHTS = [(1.0,), (1.0, 0.5), (1.0, 0.5, 0.25), (1.0, 0.5, 0.125, 0.25)]
 
 
 class Launch(Exception):
@@ -78,19 +77,17 @@ def kernel_cases():
     for size, (name, args) in itertools.product(tg.GRAM_TILES, matrices.items()):
         call = functools.partial(tg.triton_gram, *args, 0.5, -0.5)
         cases[f"gram {size} {name}"] = "gram_kernel", tg.GRAM_TILES[size], call
-    for size, tiles in tg.RELU_SQUARE_TILES.items():
-        if size in ("small", "large"):
-            call = functools.partial(tg.triton_relu_square, x, fc)
-            cases[f"relu_square {size}"] = "relu_square_kernel", tiles, call
-        if size in ("small", "large backward"):
-            call = functools.partial(tg.triton_relu_square, x, fc, square)
-            cases[f"relu_square_grad {size.split()[0]}"] = "relu_square_kernel", tiles, call
-        if size in ("small", "large fp8"):
-            x8, fc8 = meta(T, d, dtype=torch.float8_e4m3fn), meta(width, d, dtype=torch.float8_e4m3fn)
-            scales = [meta(12, dtype=torch.float32)[1] for _ in range(4)]
-            weights = tg.FP8MLP(fc8, None, scales[0], None, *scales[1:3])
-            call = functools.partial(tg.triton_relu_square_fp8, x8, scales[3], weights, torch.bfloat16)
-            cases[f"relu_square_fp8 {size.split()[0]}"] = "relu_square_kernel", tiles, call
+    x8, fc8 = (meta(n, d, dtype=torch.float8_e4m3fn) for n in (T, width))
+    scales = [meta(12, dtype=torch.float32)[1] for _ in range(4)]
+    weights = tg.FP8MLP(fc8, None, scales[0], None, *scales[1:3])
+    calls = {
+        "": functools.partial(tg.triton_relu_square, x, fc),
+        " backward": functools.partial(tg.triton_relu_square, x, fc, square),
+        " fp8": functools.partial(tg.triton_relu_square_fp8, x8, scales[3], weights, torch.bfloat16),
+    }
+    for (kind, call), size in itertools.product(calls.items(), ("small", "large")):
+        tiles = tg.RELU_SQUARE_TILES[size + kind * (size == "large")]
+        cases[f"relu_square{kind} {size}"] = "relu_square_kernel", tiles, call
     for weights, scale_inv in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
         targets = meta(chunk, len(weights), dtype=torch.int64)
         call = functools.partial(tg.triton_softcap_loss, meta(chunk, V), targets, weights, scale_inv)
@@ -120,16 +117,12 @@ POINTERS = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
-SHARED_BYTES = {
-    80: 163 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-}  # the most that a block may have, by architecture
+# The most that a block may have, by architecture.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 CONSUMER_SHARED_BYTES = 99 << 10
 MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
-@functools.cache
 def compile_kernel(arch, name):
     """Compiles as a launch would, specialized for integers that are 1 or that 16 divides."""
     from triton.backends.compiler import GPUTarget
@@ -166,7 +159,6 @@ def compiler(tmp_path_factory):
         patch.setenv("TRITON_CACHE_DIR", str(folder := tmp_path_factory.mktemp("triton")))
         yield
         assert any(folder.iterdir())  # the variable had an effect
-    compile_kernel.cache_clear()
 
 
 def case_id(value):
@@ -175,11 +167,13 @@ def case_id(value):
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("arch, name", TARGETS, ids=case_id)
-def test_compiles(compiler, arch, name):
-    """Checks for the GPU's matrix instructions, or for loads and stores of 8 bytes or more a thread."""
+def test_compiles(compiler, arch, name, tmp_path):
+    """Checks for the GPU's matrix instructions, or loads and stores of 8 bytes or more a thread; spills."""
     kernel = compile_kernel(arch, name)
     ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
+    usage = resource_usage(kernel.asm["cubin"], tmp_path)
     assert f".target sm_{arch}" in ptx and shared <= SHARED_BYTES[arch]
+    assert usage is None or usage["REG"] and not usage["STACK"] and not usage["LOCAL"], usage
     if name.startswith("gram") or "small" in name:
         assert shared <= CONSUMER_SHARED_BYTES
     if name.startswith(("gram", "relu_square")):
@@ -188,12 +182,3 @@ def test_compiles(compiler, arch, name):
     else:
         for instruction in ("ld", "st"):
             assert re.search(rf"{instruction}\.global\S*\.v[24]\.b(32|64)", ptx), instruction
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("arch, name", TARGETS, ids=case_id)
-def test_spills_nothing(compiler, arch, name, tmp_path):
-    usage = resource_usage(compile_kernel(arch, name).asm["cubin"], tmp_path)
-    if usage is None:
-        pytest.skip("this triton brings no cuobjdump")
-    assert usage["REG"] and not usage["STACK"] and not usage["LOCAL"], usage

@@ -3,6 +3,8 @@
 Each rank has a thread that makes collectives of its own. Whatever ends a rank must end them all.
 """
 
+# ruff: noqa: F811 (fixtures are imported)
+
 import os
 import re
 import shutil
@@ -17,54 +19,25 @@ import torch
 
 import synthetic
 import train_gpt as tg
-from launch import TINY, WAIT, FaultAtCall, Launch, SetGlobal, die, make_corpus, settings, wrap
+from launch import WAIT, FaultAtCall, Launch, SetGlobal, die, wrap
 from test_distributed import bytes_sent
+from test_resume import ATTEMPTS, closing_block, corpus, launch, logs, make_config  # noqa: F401 (fixtures)
 
 SOON = WAIT / 10  # seconds in which all ranks end after one has failed
-SETTINGS = (
-    *("warmup=false", "microbatches=2", "val_slice_tokens=64"),
-    *(f"stages.{i}.batch_tokens={4 * T}" for i, T in enumerate((24, 32, 48, 48))),
-    *("ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12"),
-)
-ATTEMPTS = Path("records", "other", "attempts")
+NGRAMS = "ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12"
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Returns a folder of shards, the first of which ends in mid-run."""
-    folder = tmp_path_factory.mktemp("data") / "corpus"
-    make_corpus(folder, train=(2200, 8000))
-    return folder
+def launch_two(launch):  # noqa: F811
+    """Returns launch_two(folder, *arguments, ...): it starts a small run of two ranks there."""
+    return lambda *arguments, change=(), **options: launch(
+        *arguments, change=(*NGRAMS, *change), world_size=2, **options
+    )
 
 
-@pytest.fixture(scope="module")
-def launch(corpus):
-    """Returns launch(folder, *arguments, ...): it starts a small run of two ranks. change: more settings."""
-
-    def launch(folder, *arguments, change=(), **options):
-        arguments = ["--preset", "cpu", "--data", corpus, *settings(*SETTINGS, *change), *arguments]
-        return Launch(folder, *arguments, world_size=2, **options)
-
-    return launch
-
-
-def make_config(corpus, *change):
-    cfg = tg.CPU
-    for setting in (*TINY, *SETTINGS, f"data={corpus}", *change):
-        cfg = tg.override(cfg, setting)
-    return cfg
-
-
-def log_of(folder):
-    """Returns the text of the one log below `folder`, without the script's source."""
-    (path,) = folder.glob("records/*/*/*.txt")
-    source = Path(tg.__file__).read_text(encoding="utf-8")
-    return path.read_text(encoding="utf-8").removeprefix(source)
-
-
-def closing_block(log):
-    """Returns the closing block of a complete log."""
-    return dict(re.findall(r"^(\w.*): (\S+)$", log[log.rindex("\nstep:") :], re.MULTILINE))
+def one_log(folder):
+    (text,) = logs(folder).values()
+    return text
 
 
 # ---- failures while the other rank's thread waits in a collective ------------------------------------------
@@ -120,12 +93,12 @@ NO_TIMEOUT = SetGlobal("COLLECTIVE_TIMEOUT", tg.timedelta(minutes=60))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", FAILURES)
-def test_a_failure_ends_all_ranks(launch, tmp_path, what):
+def test_a_failure_ends_all_ranks(launch_two, tmp_path, what):
     """An error in either thread of one rank, while the other rank's thread waits for it."""
     rank, batch, *failures = FAILURES[what]
     tell = FaultAtCall("Prefetcher._build", batch, partial(Path.touch, Path("waiting")))
     faults = {rank: Faults(NO_TIMEOUT, *failures), 1 - rank: Faults(NO_TIMEOUT, tell)}
-    with launch(tmp_path, change=["ngrams.every=1"], faults=faults) as run:
+    with launch_two(tmp_path, change=["ngrams.every=1"], faults=faults) as run:
         wait_for(tmp_path / "failed")
         assert all(run.wait(SOON)), run.err
     assert "injected" in run.err
@@ -148,9 +121,9 @@ class BreakTable:
 
 
 @pytest.mark.slow
-def test_a_table_that_is_not_finite_is_not_saved(launch, tmp_path):
+def test_a_table_that_is_not_finite_is_not_saved(launch_two, tmp_path):
     """On one rank. The checkpoint before it stays the last."""
-    with launch(tmp_path, "--checkpoint-every", 2, faults={1: BreakTable()}) as run:
+    with launch_two(tmp_path, "--checkpoint-every", 2, faults={1: BreakTable()}) as run:
         assert all(run.wait())
     assert "not finite" in run.err
     assert [path.name for path in tmp_path.glob("records/**/step????????")] == ["step00000002"]
@@ -162,29 +135,29 @@ CHANGE = "warmup=true", "slow_from=2", "ngrams.every=4", "ngrams.lr=3"
 
 
 @pytest.fixture(scope="module")
-def saved(launch, tmp_path_factory):
+def saved(launch_two, tmp_path_factory):
     """Returns the folder of a run with --save."""
     folder = tmp_path_factory.mktemp("saved")
-    with launch(folder, "--save", "model.pt", change=CHANGE) as run:
+    with launch_two(folder, "--save", "model.pt", change=CHANGE) as run:
         assert run.wait() == [0, 0], run.err
     return folder
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_as_if_never_stopped(launch, saved, tmp_path):
+def test_a_killed_run_ends_as_if_never_stopped(launch_two, saved, tmp_path):
     """With all digits of its loss, all bits of its weights and its table.
 
     Checkpoints wait for the rarest updates, after steps 2, 4 and 8, so it goes on from 4.
     """
     options = ["--checkpoint-every", 1, "--save", "model.pt"]
     faults = dict.fromkeys((0, 1), FaultAtCall("AsyncLoss.poll", 12, die))  # in step 7
-    with launch(tmp_path, *options, change=CHANGE, faults=faults) as run:
+    with launch_two(tmp_path, *options, change=CHANGE, faults=faults) as run:
         assert -signal.SIGKILL in run.wait(), run.err
-    assert re.findall(r"^checkpoint: after step (\d+)$", log_of(tmp_path), re.MULTILINE) == ["2", "4"]
-    with launch(tmp_path, *options, "--resume", ATTEMPTS, change=CHANGE) as run:
+    assert re.findall(r"^checkpoint: after step (\d+)$", one_log(tmp_path), re.MULTILINE) == ["2", "4"]
+    with launch_two(tmp_path, *options, "--resume", ATTEMPTS, change=CHANGE) as run:
         assert run.wait() == [0, 0], run.err
     (log,) = tmp_path.glob(f"{ATTEMPTS}/*.from4_*.txt")
-    want, got = closing_block(log_of(saved)), closing_block(log.read_text(encoding="utf-8"))
+    want, got = closing_block(one_log(saved)), closing_block(log.read_text(encoding="utf-8"))
     assert got["val_loss"] == want["val_loss"] and got["resumed_after_step"] == "4"
     for name in ("model.pt", "model.pt.ngrams"):
         assert (tmp_path / name).read_bytes() == (saved / name).read_bytes()
@@ -193,8 +166,8 @@ def test_a_killed_run_ends_as_if_never_stopped(launch, saved, tmp_path):
 @pytest.mark.slow
 def test_the_log_lists_the_bytes_sent(saved, corpus):
     """Checks those of rows in training, without warm-up's."""
-    listed, count = closing_block(log_of(saved)), 0
-    for kind, nbytes in bytes_sent(make_config(corpus, *CHANGE), 0, 2).items():
+    listed, count = closing_block(one_log(saved)), 0
+    for kind, nbytes in bytes_sent(make_config(corpus, *NGRAMS, *CHANGE), 0, 2).items():
         if kind.startswith(("rows", "gradient rows")):
             assert listed[f"bytes sent by rank 0, {kind}"] == str(nbytes), kind
         elif kind.startswith(("counts", "row ids")):
@@ -217,7 +190,7 @@ def test_a_saved_model_gives_the_runs_loss(saved, corpus, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "run")
     path = folder / "model.pt.ngrams"
     path.chmod(0o444)
-    model, loss = tg.load_model(str(folder / "model.pt")), float(closing_block(log_of(folder))["val_loss"])
+    model, loss = tg.load_model(str(folder / "model.pt")), float(closing_block(one_log(folder))["val_loss"])
     assert validation_loss(model, corpus) == pytest.approx(loss, abs=2e-5)
     model.ngrams = model.ngrams._replace(rows=np.zeros_like(model.ngrams.rows))
     assert abs(validation_loss(model, corpus) - loss) > 2e-4  # the rows matter
@@ -228,28 +201,24 @@ def test_a_saved_model_gives_the_runs_loss(saved, corpus, tmp_path):
             tg.load_model(str(folder / "model.pt"))
 
 
-def row_values(rows, width, dtype):
-    """Returns a table (rows, width) whose every number is of its own."""
-    numbers = torch.arange(1, rows * width + 1).mul_(0x9E3779B1).remainder_(30011)
-    return numbers.view(rows, width).to(dtype)
-
-
 def save_table(rank, world_size, folder, cfg):
+    """Saves a table of random rows; returns them."""
     tg.SAVED_ROWS = 100
     model = tg.GPT(cfg, world_size)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(rank, world_size))
     table = model.ngrams = optimizer.ngrams
-    own = row_values(table.rows, cfg.ngrams.width, table.block.dtype)[rank::world_size]
+    rows = torch.randn(table.rows, cfg.ngrams.width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    own = rows[rank::world_size]
     table.block[: len(own)] = own
     tg.save_model(f"{folder}/{rank}.pt", model, rank)
+    return rows
 
 
 def test_saved_tables_have_rows_in_order(workers, corpus, tmp_path):
     """From three ranks, whose blocks differ in length; of which the first saves."""
-    cfg = make_config(corpus, "microbatches=6", "ngrams.dtype=bfloat16")
-    workers(3, save_table, tmp_path, cfg)
-    expected = row_values(602, 12, torch.bfloat16).view(torch.uint8).numpy().tobytes()
-    assert (tmp_path / "0.pt.ngrams").read_bytes() == expected
+    cfg = make_config(corpus, *NGRAMS, "microbatches=6", "ngrams.dtype=bfloat16")
+    rows, *_ = workers(3, save_table, tmp_path, cfg)
+    assert (tmp_path / "0.pt.ngrams").read_bytes() == rows.view(torch.uint8).numpy().tobytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "0.pt.ngrams"]
 
 
@@ -265,12 +234,12 @@ def test_saved_tables_have_rows_in_order(workers, corpus, tmp_path):
 )
 def test_a_wrong_setting_is_refused(corpus, setting):
     with pytest.raises(tg.UserError):
-        tg.check_config(tg.override(make_config(corpus), setting), 1)
+        tg.check_config(make_config(corpus, *NGRAMS, setting), 1)
 
 
 def test_a_table_that_does_not_fit_is_refused(corpus, monkeypatch):
     """Just as much as is needed fits, however many processes share it."""
-    cfg, need = make_config(corpus), 602 * (12 * 4 + 8)
+    cfg, need = make_config(corpus, *NGRAMS), 602 * (12 * 4 + 8)
     monkeypatch.setattr(tg.os, "sysconf", {"SC_PHYS_PAGES": need, "SC_PAGE_SIZE": 1}.__getitem__)
     tg.check_ngram_memory(cfg, 2, torch.device("cpu"), 2)
     with pytest.raises(tg.UserError, match="301"):
@@ -296,5 +265,5 @@ def test_the_record_preset_at_a_small_size_on_8_processes(tmp_path):
     arguments = ["--preset", "record", "--data", "shards", *options]
     with Launch(tmp_path, *arguments, world_size=8) as run:
         assert run.wait(2 * WAIT) == [0] * 8, run.err
-    losses = re.findall(r"^step:6/6 val_loss:(\S+)", log_of(tmp_path), re.M)
+    losses = re.findall(r"^step:6/6 val_loss:(\S+)", one_log(tmp_path), re.M)
     assert len(losses) == 1 and 4 < float(losses[0]) < np.log(785)

@@ -1,4 +1,4 @@
-"""Trains tables of n-grams: the bits of a whole table on every rank; going back; memory; saving."""
+"""Trains tables of n-grams: the bits of a whole table on every rank; memory; saving."""
 
 import tracemalloc
 from dataclasses import replace
@@ -140,30 +140,6 @@ def test_the_table_is_the_reference(workers, cfg, world_size, microbatches, dtyp
         assert torch.equal(ours[: len(t)], t) and not ours[len(t) :].any()
     changed = (want["table"][0] != start_values(cfg)[0]).any(-1)
     assert want["table"][0].dtype == tg.dtype_of(table_dtype) and 300 < changed.sum() < len(changed)
-
-
-# ---------------------------------------------------------------------------------------- going back mid-run
-
-
-@pytest.mark.slow
-def test_a_checkpoint_loads_while_rows_are_under_way(cfg, tmp_path):
-    """Goes back from step 5 to step 2, and trains on as before: no row of the steps undone comes back."""
-    _, model, optimizer = build(0, 1, cfg)
-    position, runs = (0, 0), []
-    for first, last in (0, 2), (2, 5), (2, 6):
-        if runs:
-            tg.Checkpoint.find(str(tmp_path)).load(model, optimizer)
-            optimizer.gather_all()
-        batches, losses = batches_of(cfg, 0, 1, first, position), []
-        for _ in range(first, last):
-            batch = batches.next()
-            losses.append(tg.train_step(model, optimizer, batch, batches.peek).item())
-        batches.loader.close()
-        runs.append(losses)
-        if not first:
-            position = batch.position
-            tg.save_checkpoint(tmp_path / "x.checkpoint", {}, {"step": last}, model, optimizer)
-    assert runs[2][:3] == runs[1] and optimizer.ngrams.pending is None
 
 
 # ----------------------------------------------------------------------------------------------------- memory

@@ -16,36 +16,18 @@ import torch.nn.functional as F
 
 import train_gpt as tg
 from interpreter import skip_without_interpreter
-from test_distributed import batches_of, build, dense, with_dtype
-from test_distributed import cfg as every_layer  # noqa: F401 (a fixture)
+from test_distributed import build, dense, few_layers, run_steps, with_dtype  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(scope="module")
-def cfg(every_layer):  # noqa: F811
-    """Returns a config with a layer of each kind, in fp32, with widths and lengths of 16 for FP8.
+def cfg(few_layers):  # noqa: F811
+    """Returns a config in fp32, with lengths of 16 for FP8.
 
     Every stage is one step, so that step 3 is the untied one's.
     """
-    layers = (
-        tg.Layer("paired", narrow_qk=True, value=0, gate=True, x0=True, bigram=True),
-        tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True, x0=True),
-        tg.Layer(None, bigram=True, mlps=2),
-        tg.Layer("plain", narrow_v=True, value=1, xsa=True, gate=True, connections=True),
-    )
-    sizes = zip(every_layer.stages, (64, 128, 96, 96))
-    stages = tuple(
-        replace(stage, steps=1, batch_tokens=tokens, prefix=(0.25 * (tokens != 96),))
-        for stage, tokens in sizes
-    )
-    cfg = replace(
-        dense(with_dtype(every_layer, "float32")),
-        layers=layers,
-        skip_from=0,
-        back_from=1,
-        skip_to=2,
-        stages=stages,
-        microbatches=2,
-    )
+    sizes = zip(few_layers.stages, (64, 128, 96, 96))
+    stages = tuple(replace(stage, steps=1, batch_tokens=tokens) for stage, tokens in sizes)
+    cfg = replace(dense(with_dtype(few_layers, "float32")), stages=stages)
     return replace(cfg, attention="dense", head_chunk=16, main_grad=False)
 
 
@@ -89,8 +71,7 @@ SWITCHES = {
     "fp8 head": (["fp8=true", "fp8_mlp=false"], FP8),
     "compile": (["compile=true"], ROUNDING),
 }
-# Switches that are compared in a run with a table of n-grams.
-NEED_NGRAMS = ("ngrams.placement",)
+NGRAMS = tg.Ngrams(orders=(2, 3), rows=50, width=12, dtype="float32")
 PAIRS = random.Random(6).sample([(a, b) for a in SWITCHES for b in SWITCHES if a < b], 6)
 
 
@@ -100,12 +81,8 @@ def train(cfg, backend):
     """
     _, model, optimizer = build(0, 1, cfg, backend=backend)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
-    batches, losses = batches_of(cfg, 0, 1), []
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for _ in range(cfg.steps):
-        loss = tg.train_step(model, optimizer, batches.next(), batches.peek)
-        losses.append(loss.item())
-    batches.loader.close()
+    losses = [loss.item() for _, loss in run_steps(model, optimizer)]
     optimizer.finish_gathers()
     changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     if optimizer.ngrams:
@@ -165,8 +142,8 @@ def plain():
     "names", [(name,) for name in SWITCHES if name != "compile"] + PAIRS, ids=" and ".join
 )
 def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, names):
-    if set(names) & set(NEED_NGRAMS):
-        cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12, dtype="float32"))
+    if "ngrams.placement" in names:
+        cfg = replace(cfg, ngrams=NGRAMS)
     losses, changes, _ = run_interpreted(train_switched, cfg, names)
     want_losses, want_changes, known = plain(cfg)
     loss_bound, bound = max((SWITCHES[name][1] for name in names), key=lambda bounds: bounds[0])
@@ -183,55 +160,16 @@ def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, name
             assert F.cosine_similarity(changes[name].flatten(), want.flatten(), dim=0) > 0.5, name
 
 
-@pytest.mark.parametrize("ngrams", [True, False])
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_of_the_model_can_be_left_out(cfg, part, ngrams):
+@pytest.mark.parametrize(
+    "part, ngrams", [*((part, True) for part in PARTS), ("bigram", False), ("sign_rows", False)]
+)
+def test_a_part_of_the_model_can_be_left_out(cfg, plain, part, ngrams):
     """Checks that the run is another, that only the part's parameters are gone, and that all else trains."""
-    if ngrams:
-        cfg = replace(cfg, ngrams=tg.Ngrams(orders=(2, 3), rows=50, width=12, dtype="float32"))
-    (setting, gone), results = PARTS[part], []
-    for each in (cfg, tg.override(cfg, setting)):
-        results.append(train(each, tg.TORCH_BACKEND))
-    (losses, changes, _), (less_losses, less_changes, _) = results
+    cfg = replace(cfg, ngrams=NGRAMS) if ngrams else cfg
+    setting, gone = PARTS[part]
+    losses, changes, _ = plain(cfg)
+    less_losses, less_changes, _ = train(tg.override(cfg, setting), tg.TORCH_BACKEND)
     assert changes.keys() - less_changes.keys() == gone and less_changes.keys() <= changes.keys()
     assert all(0 < abs(a - b) < 0.5 for a, b in zip(losses[-2:], less_losses[-2:]))
     still = {name for name, change in less_changes.items() if not change.any()}
     assert still <= {name for name, change in changes.items() if not change.any()}
-
-
-def test_a_part_that_acts_by_nothing_is_as_good_as_left_out(cfg):
-    """Checks that gates of XSA that are 0 change no hidden state."""
-    batches, results = batches_of(cfg, 0, 1), []
-    batch = batches.next().micro_batches[0]
-    batches.loader.close()
-    for each in cfg, tg.override(cfg, "layers.*.xsa=false"):
-        model = tg.GPT(each)  # at first, gates are their biases
-        torch.nn.init.normal_(model.vo_bank, std=0.1, generator=torch.Generator().manual_seed(1))
-        results.append(model.hidden_states(batch, {"short": 5, "long": 9}))
-        kinds = {gate.kind for part in model.gate_table for gate in part}
-        assert ("xsa" in kinds) == (each is cfg)
-    assert torch.equal(*results)
-
-
-def test_every_switch_of_the_config_is_here():
-    """Checks that every switch of Config is tried, except those of attention, which need a GPU."""
-    tried = {
-        setting.split("=")[0].split(".")[-1] for settings, _ in SWITCHES.values() for setting in settings
-    }
-    switches = {
-        "main_grad",
-        "delay_head_grad",
-        "reduction",
-        "exchange",
-        "kernels",
-        "fp8",
-        "fp8_mlp",
-        "compile",
-        "placement",
-    }
-    fields = vars(tg.RECORD) | vars(tg.RECORD.ngrams)
-    booleans = {field for field, value in fields.items() if isinstance(value, bool)}
-    assert tried == switches and booleans - {"warmup"} - PARTS.keys() <= switches
-    layer_switches = {field for field, value in vars(tg.Layer(None)).items() if isinstance(value, bool)}
-    of_every_run = {"key_shift", "connections", "narrow_qk", "narrow_v"}
-    assert layer_switches - of_every_run == {"xsa", "gate", "x0", "bigram"} <= PARTS.keys()
