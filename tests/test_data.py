@@ -108,8 +108,9 @@ def test_shards_hold_whole_documents(tmp_path):
     assert documents_in(tmp_path, "val") == [b"y"]
 
 
-def test_long_documents_are_cut_into_passages(tmp_path, capsys):
+def test_long_documents_are_cut_into_passages(tmp_path, capsys, monkeypatch):
     """All passages of a document are in its split. No character is cut."""
+    monkeypatch.setattr(tt, "FEW", 0)
     paragraphs = [f"{'naïve 🙂 ' * 30}{i}\n\n" for i in range(40)]  # two exceed a passage
     lines, words, faces = [f"{1:099d}\n"] * 20, [f"{1:09d} "] * 100, ["🙂"] * 300
     texts = [*map("".join, (paragraphs, lines, words, faces)), TRAIN, VAL]
@@ -125,6 +126,17 @@ def test_long_documents_are_cut_into_passages(tmp_path, capsys):
         assert f"{len(expected)} documents in {len(passages)} passages" in output
         found += passages
     assert {paragraphs[7], "".join(lines[:5]), "".join(words[:51]), "🙂" * 128} <= {*found}
+
+
+def test_few_documents_are_split_by_passages(tmp_path):
+    """Of each document the last passages are for validation, one in two."""
+    texts = {name: [f"{name} {i} {'x' * 490}\n\n" for i in range(n)] for name, n in (("a", 5), ("b", 2))}
+    for name, passages in texts.items():
+        (tmp_path / name).write_text("".join(passages))
+    tokenize(tmp_path / "out", tmp_path / "a", tmp_path / "b")
+    found = {split: documents_in(tmp_path / "out", split) for split in ("train", "val")}
+    want = {"train": texts["a"][:2] + texts["b"][:1], "val": texts["a"][2:] + texts["b"][1:]}
+    assert found == {split: [text.encode() for text in part] for split, part in want.items()}
 
 
 def test_cut():

@@ -20,7 +20,8 @@ import tokenize_text as tt
 import train_gpt as tg
 from golden_inputs import write_shard
 from launch import Launch, make_corpus, settings
-from test_ngram_runs import closing_block, log_of, make_config
+from test_ngram_runs import NGRAMS, one_log
+from test_resume import closing_block, make_config
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def randomize(model):
 
 def random_model(run, *change):
     """Returns a model with bigrams, at its last stage."""
-    cfg = make_config(run / "corpus", "ngrams.orders=", *change)
+    cfg = make_config(run / "corpus", "dtype=float32", "ngrams.orders=", *change)
     model = tg.GPT(cfg)
     randomize(model)
     model.rotary.use_stage(len(cfg.stages) - 1)
@@ -149,7 +150,7 @@ def recorder(cfg, contexts, end=0):
 
 def test_the_context_is_the_longest_document_of_training(run):
     """Which is max_doc_len, or what a micro-batch holds. A document ends where the model ends it."""
-    cfg = make_config(run / "corpus", "stages.3.max_doc_len=30", "stages.0.max_doc_len=30")
+    cfg = make_config(run / "corpus", *NGRAMS, "stages.3.max_doc_len=30", "stages.0.max_doc_len=30")
     assert [generate.max_context(c) for c in (cfg, tg.CPU, tg.RECORD)] == [40, 512, 3072]
     text, contexts = [256, *range(30, 60), *range(1, 21)], []
     assert list(generate.generate(recorder(cfg, contexts), text[:31], 20, temperature=0)) == text[31:]
@@ -175,7 +176,7 @@ def test_the_command_continues_the_prompt(capsys, monkeypatch):
 def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, capsys):
     """Relative to the checkout, not to the current folder. Their passages are long, those of bytes short."""
     numbers = "ngrams.orders=", "vocab_size=50257", "padded_vocab=50304", "bos_id=50256"
-    tg.save_model("gpt2.pt", tg.GPT(make_config("gpt2", *numbers)))
+    tg.save_model("gpt2.pt", tg.GPT(make_config("gpt2", *NGRAMS, *numbers)))
     pairs = [bytes([i, j]) for i in range(256) for j in range(256)][-50_000:]
     tokens = [*(bytes([255 - i]) for i in range(256)), *pairs, b""]
     (run / "gpt2").mkdir()
@@ -242,7 +243,7 @@ def test_a_run_ends_with_three_texts(run):
     screen = (run / "screen.txt").read_text()
     texts = re.findall(r"^sample: (.+)$", screen, re.MULTILINE)
     assert len(texts) == 3 == len(set(texts))
-    assert "\nsample:" not in log_of(run)
+    assert "\nsample:" not in one_log(run)
 
 
 def test_the_texts_are_drawn_at_temperature_0_8_by_the_seed(run, tmp_path, monkeypatch, capsys):
@@ -276,7 +277,7 @@ def test_a_shards_loss_is_the_runs(run, capsys):
     """Losses of parts, also of slices that the run never read, average to those of the whole."""
     shard = "corpus/tiny_val_000000.bin"
     nats, *_, tokens, size, documents = losses_of(capsys, f"m.pt {shard}")
-    assert nats == pytest.approx(float(closing_block(log_of(run))["val_loss"]), abs=6e-5)
+    assert nats == pytest.approx(float(closing_block(one_log(run))["val_loss"]), abs=6e-5)
     stream = tt.read_tokens(run / shard)[1:769]
     assert (tokens, size) == (768, (stream < 256).sum()) and documents >= (stream == 256).sum()
     each = [losses_of(capsys, f"m.pt {shard} --slices {i}:{i + 1}")[0] for i in range(5)]
