@@ -97,7 +97,7 @@ def test_scored_tokens_are_the_endings():
 def test_printed_accuracies(saved, tmp_path, capsys):
     """Many batches, with items that begin in one and end in the next."""
     path, accuracies = tmp_path / "items.jsonl", []
-    path.write_text(as_lines(some_items(30, 3)))
+    path.write_text(as_lines(some_items(30, 5)))
     hellaswag.main([saved, "--file", str(path), "--limit", "16"])
     lines = capsys.readouterr().out.splitlines()
     model, encoding = hellaswag.load(saved)
