@@ -148,6 +148,33 @@ RESUME = f"--resume {ATTEMPTS}"
 EVERY = "--checkpoint-every 2"
 SETTINGS = ("warmup=false", "microbatches=2", "val_slices=2")
 
+WRONG = """--preset huge
+--nmae x
+--seed one
+--save no/model.pt
+--set adam_lr
+--set adm_lr=1
+--set track=../elsewhere
+--set params.embd.lr_mul=1
+--set stages.9.steps=1
+--set stages.0=1
+--set microbatches=1.5
+--set params.embed.betas=.9,b
+--set warmup=maybe
+--set layers.0.attention=piared
+--set kernels=gram,transpse
+--set padded_vocab=100
+--set layers.6.gate=true
+--set layers.6.value=0
+--set layers.0.xsa=true
+--set layers.0.key_shift=true
+--set stages.0.mtp_end=1
+--set microbatches=5
+--set endings.0.params=lm_haed
+--set ngrams.orders=2,2
+--set ngrams.orders=1
+--set ngrams.orders=2 --set ngrams.width=4096""".splitlines()
+
 # fmt: off
 CASES = [
     # data
@@ -170,29 +197,7 @@ CASES = [
       for what, text in (("digits", "the\nan\n"), ("size", "61\n6162\n"))],
     Case("more documents than max_docs", "--set max_docs=3", steps=0),
     # options and settings
-    *map(Case, ("--preset huge", "--nmae x", "--seed one", "--save no/model.pt")),
-    *[Case(f"--set {setting}") for setting in """adam_lr
-        adm_lr=1
-        track=../elsewhere
-        params.embd.lr_mul=1
-        stages.9.steps=1
-        stages.0=1
-        microbatches=1.5
-        params.embed.betas=.9,b
-        warmup=maybe
-        layers.0.attention=piared
-        kernels=gram,transpse
-        padded_vocab=100
-        layers.6.gate=true
-        layers.6.value=0
-        layers.0.xsa=true
-        layers.0.key_shift=true
-        stages.0.mtp_end=1
-        microbatches=5
-        endings.0.params=lm_haed
-        ngrams.orders=2,2
-        ngrams.orders=1
-        ngrams.orders=2 --set ngrams.width=4096""".splitlines()],
+    *map(Case, WRONG),
     Case("--set microbatches=4", world_size="3"),
     Case("--set padded_vocab=265", world_size="2"),
     Case("--set ngrams.orders= --set bigram_vocab_size=322 --set microbatches=4", world_size="4"),
