@@ -302,6 +302,9 @@ class Stage:
     # token begins with is easier, and teaches early (record 88).
     prefix: tuple[float, ...] = ()
     attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
+    # Columns of the head that a micro-batch computes, in equal parts of the stage: those of its targets and
+    # of others in turn (sampled softmax, record 92). 0: all columns.
+    candidates: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -349,9 +352,12 @@ class Config:
     # the rate that the cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(320, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,)),
-        Stage(361, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05)),
-        Stage(426, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560),
+        Stage(320, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,),
+              candidates=(10240,)),
+        Stage(361, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05),
+              candidates=(10240,)),
+        Stage(426, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560,
+              candidates=(14336, 14336, 24576)),
         Stage( 67, 327680, 3072, Windows(5, 11), 1.5793, (1.0,), (1.0,), attention_cap=2560),
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30, (1.0,), (1.0,), attention_cap=2560),
     )
@@ -438,7 +444,30 @@ CPU = replace(
     ))
 # fmt: on
 
-PRESETS = {"record": RECORD, "cpu": CPU}
+# A model of the record preset in small, on GPT-2's tokens: here a vocabulary's cost and gains show, which
+# bytes do not have. The widths are such that the head takes about half of a step, so the head's chunks must
+# stay in a core's cache.
+# fmt: off
+WORDS = replace(
+    RECORD, preset="words", track="words", data="data/words", target=9.0, val_slice_tokens=2048,
+    val_slices=32, val_every=0, heads=4, head_dim=48, mlp_dim=768,
+    ngrams=Ngrams((2, 3), 1 << 17, 192, "float32"), window_unit=16, attn_scale=0.15, narrow_attn_scale=0.25,
+    dtype="float32", cooldown_frac=0.5, bank_dtype="float32", slow_from=40, momentum_warmup=50,
+    momentum_cooldown=10, rails_step=60, kernels=(), attention="dense", fp8=False, compile=False,
+    microbatches=2, head_chunk=128, warmup=False,
+    endings=(
+        Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"), 40, 2 / 21, 0.5),
+        Ending(("value_embeds",), 40, 2 / 21, 0.5, keep_norm=False),
+    ),
+    stages=(
+        Stage(48, 2048, 256, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,)),
+        Stage(40, 4096, 512, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05)),
+        Stage(32, 4096, 512, Windows(5, 11), 1.73, (1.0,), (1.0,)),
+        Stage( 8, 4096, 512, Windows(6, 13), 1.00, (1.0,), (1.0,)),
+    ))
+# fmt: on
+
+PRESETS = {"record": RECORD, "cpu": CPU, "words": WORDS}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -657,6 +686,7 @@ class StepPlan(NamedTuple):
     attention_cap: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
+    candidates: int  # columns of the head that are computed; 0: all
     slow: bool  # from Config.slow_from on
     # After this step's update embed and lm_head are untied: one matrix learns faster from both ends, two fit
     # better later (PRs 175, 178).
@@ -713,6 +743,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         attention_cap=stage.attention_cap,
         mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
         prefix=stage.prefix[int(t * len(stage.prefix))] if stage.prefix else 0.0,
+        candidates=stage.candidates[int(t * len(stage.candidates))],
         slow=step >= cfg.slow_from,
         untie=step == untie_step(cfg),
     )
@@ -738,13 +769,15 @@ def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
 
 
 def warmup_steps(cfg: Config) -> list[range]:
-    """Returns steps that do all that a run does: the first two, and two on either side of a stage's start.
+    """Returns steps that do all that a run does: the first two, and two on either side of a change of the
+    stage or of the number of candidates.
 
-    From the last one's start on four: the first two untie embed, the others update it on its own.
+    From the last stage's start on four: the first two untie embed, the others update it on its own.
     """
-    *starts, last = cfg.stage_starts
-    ends = [start + 2 for start in starts] + [last + 4]
-    return [range(max(0, start - 2), min(end, cfg.steps)) for start, end in zip(cfg.stage_starts, ends)]
+    kinds = [(plan.stage, plan.candidates) for plan in map(partial(plan_step, cfg), range(cfg.steps))]
+    starts = [step for step, kind in enumerate(kinds) if step == 0 or kind != kinds[step - 1]]
+    last = cfg.stage_starts[-1]
+    return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
 
 
 def train_tokens(cfg: Config) -> int:
@@ -1127,6 +1160,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
     max_doc_len: int  # bound on such a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
+    candidates: Tensor | None = None  # (P,) int32, ascending: the only columns of the head in training
     buffer: Tensor | None = None  # uint8: holds all of these, once packed
 
     def pack(self) -> "MicroBatch":
@@ -1210,6 +1244,31 @@ def place_rows(ids: Tensor, index: RowIndex, places: Tensor) -> Tensor:
     return torch.empty_like(ids).scatter_(1, index.perm.view(ids.shape).long(), by_row.view(ids.shape))
 
 
+def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
+    """Returns `count` tokens, ascending, int32: all targets, and others in turn; and the next call's offset.
+
+    The others are the first that are no targets in an interval, from `offset` on, of a fixed permutation of
+    the vocabulary; intervals follow one another. If they are too few, they are spread over all (record 92).
+    """
+    chosen = np.zeros(vocab, bool)
+    chosen[targets] = True
+    missing = count - int(chosen.sum())
+    refuse_if(
+        missing < 0,
+        f"a micro-batch has {count - missing} distinct targets, more than its {count} candidates; raise "
+        "stages.*.candidates, or use more microbatches",
+    )
+    if missing:
+        size = min(vocab, missing * 17 // 10 + 256)
+        others = np.arange(offset, offset + size) * 20011 % vocab
+        others, offset = others[~chosen[others]], (offset + size) % vocab
+        if len(others) < missing:
+            others = np.flatnonzero(~chosen)
+            others = others[:: len(others) // missing]
+        chosen[others[:missing]] = True
+    return int32(np.flatnonzero(chosen)), offset
+
+
 FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
 
 
@@ -1219,7 +1278,7 @@ class TrainLoader:
     A micro-batch takes documents in order, each cut to max_doc_len tokens, until it holds T + 1 tokens; the
     rest of a cut document is dropped. A batch that does not fit before the end of a shard starts over in the
     next one, which a thread reads meanwhile; the first follows the last, as another epoch. `position`
-    continues where an earlier loader's position() was taken.
+    continues where an earlier loader's position() was taken, on the same rank.
     """
 
     def __init__(
@@ -1237,9 +1296,12 @@ class TrainLoader:
         on_gpu = torch.cuda.is_initialized()
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
-        self.opened, self.document = position
+        self.opened, self.document, *self.offsets = position
+        # Of this rank's micro-batches, for choose_candidates().
+        own = range(rank, self.microbatches, world_size)
+        self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in own]
         self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
-        self.is_partial = not any(position)
+        self.is_partial = not any(position[:2])
         if self.is_partial:
             # A run starts on the clock. A batch that needs more of the last document takes it from the whole
             # shard.
@@ -1247,9 +1309,11 @@ class TrainLoader:
         else:
             self._open()
 
-    def position(self) -> tuple[int, int]:
-        """Returns where the next batch begins: number of the shard, counting on in later epochs; document."""
-        return self.opened, self.document
+    def position(self) -> tuple[int, ...]:
+        """Returns where the next batch begins: number of the shard, counting on in later epochs; document;
+        and the offsets of this rank's candidates.
+        """
+        return self.opened, self.document, *self.offsets
 
     def _read(self, i: int) -> Future:
         return self.reader.submit(read_shard, self.paths[i % len(self.paths)], self.cfg)
@@ -1291,18 +1355,22 @@ class TrainLoader:
             "add larger shards, or lower batch_tokens"
         )
 
-    def batch(self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0) -> list[MicroBatch]:
-        """Builds this rank's micro-batches of the next batch."""
+    def batch(
+        self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0, candidates: int = 0
+    ) -> list[MicroBatch]:
+        """Builds this rank's micro-batches of the next batch; with as many candidates, unless 0."""
         T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
         ends, micro_batches = self.ends[max_doc_len], []
         max_docs = self.cfg.max_docs or default_max_docs(T)
-        for first, last in cuts[self.rank :: self.world_size]:
+        for i, (first, last) in enumerate(cuts[self.rank :: self.world_size]):
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
             doc_ends = ends[first + 1 : last] - ends[first]
-            micro_batches.append(
-                make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
-            )
+            part = make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
+            if candidates:
+                drawn = choose_candidates(tokens[1:], candidates, self.cfg.padded_vocab, self.offsets[i])
+                part.candidates, self.offsets[i] = drawn
+            micro_batches.append(part)
         return micro_batches
 
 
@@ -1359,7 +1427,9 @@ class Prefetcher:
     @section("index")
     def _build(self, plan: StepPlan) -> Batch:
         """Builds a batch, but for the routes of n-grams; not packed yet."""
-        micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len, plan.attention_cap)
+        micro_batches = self.loader.batch(
+            plan.batch_tokens, plan.max_doc_len, plan.attention_cap, plan.candidates
+        )
         hashed_kind = "ngrams" if self.cfg.ngrams.orders else "bigrams"
         for part in micro_batches:
             signs = None if part.signs is None else part.signs.numpy()
@@ -1603,7 +1673,7 @@ SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
 
 def softcap_sigmoid(logits: Tensor) -> Tensor:
     """Returns sigmoid((logits + 5) / 7.5) in at least fp32; 23 times that are the softcapped logits."""
-    return torch.sigmoid((upcast(logits) + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
+    return (upcast(logits) + SOFTCAP_SHIFT).div_(SOFTCAP_SPAN).sigmoid_()
 
 
 @compiled
@@ -1622,6 +1692,14 @@ def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor
     return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=1)
 
 
+@compiled
+def places_among(ids: Tensor, candidates: Tensor) -> Tensor:
+    """Returns the places of `ids` int64 among ascending `candidates` (P,) int32; -1: absent."""
+    ids = ids.int()
+    at = torch.searchsorted(candidates, ids).clamp_max(len(candidates) - 1)
+    return torch.where(candidates[at] == ids, at, -1)
+
+
 def softcap_loss(
     logits: Tensor, targets: Tensor, weights: tuple[float, ...], scale_inv: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -1631,17 +1709,17 @@ def softcap_loss(
     logits). The gradient has the logits' dtype; with `scale_inv` it is e5m2 in units of scale_inv,
     saturating.
     """
+    # In place where it can be: memory bounds this on a CPU. z is at most 23, so exp(z) does not overflow.
     s = softcap_sigmoid(logits)
-    z = SOFTCAP_SCALE * s
-    lse = z.logsumexp(dim=-1)
-    losses, total, target_probs = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(z)
-    for target, weight in zip(targets.split(1, dim=1), weights):
-        at, row_weights = target.clamp_min(0), weight * (target >= 0).to(z.dtype)
-        losses += row_weights[:, 0] * (lse - z.gather(1, at)[:, 0])
-        total += row_weights[:, 0]
-        target_probs.scatter_add_(1, at, row_weights)
-    dz = total[:, None] * (z - lse[:, None]).exp() - target_probs
-    grad = dz * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)
+    exp_z = (SOFTCAP_SCALE * s).exp_()
+    sums = exp_z.sum(dim=-1, keepdim=True)
+    at, found = targets.clamp_min(0), (targets >= 0).to(s.dtype)
+    row_weights = torch.stack([w * column for w, column in zip(weights, found.unbind(1))], dim=1)
+    s_at, total = s.gather(1, at), row_weights.sum(dim=-1, keepdim=True)
+    losses = (row_weights * (sums.log() - SOFTCAP_SCALE * s_at)).sum(dim=-1)
+    slope = SOFTCAP_SCALE / SOFTCAP_SPAN
+    grad = (1 - s).mul_(s).mul_(exp_z).mul_(slope * total / sums)
+    grad.scatter_add_(1, at, -slope * row_weights * s_at * (1 - s_at))
     return losses, to_fp8(grad, scale_inv, torch.float8_e5m2) if scale_inv else grad.to(logits.dtype)
 
 
@@ -1790,6 +1868,12 @@ def transpose_add(out: Tensor, x: Tensor, row_ids: Tensor) -> None:
     """Adds rows `row_ids` (k,) int32, distinct, of x (n, m) to those columns of out (m, n)."""
     at = row_ids.long()
     out[:, at] += x[at].T  # no index_add_, which is atomic on a GPU
+
+
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
+    out[:, columns.long()] += x
 
 
 # ============================================================================================================
@@ -2172,12 +2256,26 @@ def constant(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
 
-def write_grad(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None, overwrite: bool) -> None:
+def write_grad(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor | None,
+    overwrite: bool,
+    columns: Tensor | None = None,
+) -> None:
     """out = a^T b; += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
 
-    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary.
+    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary. With `columns` (cols,)
+    int32, distinct, the product, rounded, is added to these of `out`, and the others become 0 or stay.
     """
-    if a.element_size() > 1:
+    if columns is not None:
+        if overwrite:
+            out.zero_()
+        product = out.new_empty(a.size(1), b.size(1))
+        write_grad(product, a, b, scale, True)
+        add_columns(out, columns, product)
+    elif a.element_size() > 1:
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
     elif overwrite:
         fp8_matmul(a.T, b, scale, out)
@@ -2199,7 +2297,14 @@ class Gradient:
         self.written: set[int] = set()  # parts, by their first row, that were added since the last reset
         self.delay, self.delayed = False, []
 
-    def add(self, a: Tensor, b: Tensor, start: int = 0, scale: Tensor | None = None) -> Tensor | None:
+    def add(
+        self,
+        a: Tensor,
+        b: Tensor,
+        start: int = 0,
+        scale: Tensor | None = None,
+        columns: Tensor | None = None,
+    ) -> Tensor | None:
         """main_grad's matrices, one below the other, [start : start + rows, :cols] += a^T b, as write_grad
         does; the first one since a reset overwrites. With `delay` it is computed by take().
 
@@ -2209,8 +2314,9 @@ class Gradient:
         """
         if self.main_grad is None:
             return a.T @ b
-        out = self.main_grad.flatten(0, -2)[start : start + a.size(1), : b.size(1)]
-        product = partial(write_grad, out, a, b, scale, start not in self.written)
+        out = self.main_grad.flatten(0, -2)[start : start + a.size(1)]
+        out = out[:, : b.size(1)] if columns is None else out
+        product = partial(write_grad, out, a, b, scale, start not in self.written, columns)
         self.written.add(start)
         if self.delay:
             self.delayed.append(product)
@@ -2841,6 +2947,7 @@ class GPT(nn.Module):
         grad: Gradient,
         grad_scale: float,
         converted: list[Tensor],
+        candidates: Tensor | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Runs the head's forward and backward at once, `head_chunk` tokens at a time.
 
@@ -2849,11 +2956,20 @@ class GPT(nn.Module):
         `weights` contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the
         next call.
 
+        With `candidates` (P,) int32, ascending, only these columns of lm_head are computed, as if the others
+        did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record 92).
+        Targets that are none of them do not count.
+
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the roots of the
         remaining backward, tensors with their gradients: x, and lm_head if its hooks wait for one.
         """
         w, n, dx, losses = self.weight("lm_head"), self.cfg.head_chunk, torch.empty_like(x), []
+        whole = w
         with torch.no_grad():
+            if candidates is not None:
+                w, targets = w.index_select(1, candidates), places_among(targets, candidates)
+                n = n * whole.size(1) // w.size(1)  # as many logits
+                converted.clear()
             if self.backend.fp8:  # with fixed scales, and second factors of products column-major
                 unit = FP8_GRAD * grad_scale
                 units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
@@ -2870,13 +2986,14 @@ class GPT(nn.Module):
                     fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
                     part_losses, dlogits = self.backend.softcap_loss(logits, targets[part], weights, unit)
                     fp8_matmul(dlogits, w8.T, dx_scale, dx[part])
-                    for_hooks = grad.add(xt8[:, part].T, transposed(dlogits).T, scale=dw_scale)
+                    factors = xt8[:, part].T, transposed(dlogits).T
+                    for_hooks = grad.add(*factors, scale=dw_scale, columns=candidates)
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, targets[part], weights)
                     torch.mm(dlogits, w.T, out=dx[part])
-                    for_hooks = grad.add(x[part], dlogits)
+                    for_hooks = grad.add(x[part], dlogits, columns=candidates)
                 losses.append(part_losses)
-        backward_roots = [(x, dx)] if for_hooks is None else [(x, dx), (w, for_hooks)]
+        backward_roots = [(x, dx)] if for_hooks is None else [(x, dx), (whole, for_hooks)]
         return torch.cat(losses).sum(), backward_roots
 
 
@@ -3087,11 +3204,13 @@ def adam(
     beta1, beta2 = (beta**slowdown for beta in spec.betas)
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
     decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
-    # As vectors, so that code compiled for any length serves every parameter.
-    tensors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
-    dtype = state["exp_avg"].dtype
+    # As vectors, so that code compiled for any length serves every parameter; without a GPU in parts, whose
+    # intermediate results stay in a core's cache.
+    vectors = (x.reshape(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"], grad))
+    dtype, size = state["exp_avg"].dtype, p.numel() if p.is_cuda else 1 << 16
     numbers = 1 - beta1, beta2, scalar(step_size, dtype), scalar(decay, dtype), cfg.adam_eps
-    adam_update(*tensors, grad.flatten(), *numbers)
+    for parts in zip(*(x.split(size) for x in vectors)):
+        adam_update(*parts, *numbers)
 
 
 @compiled
@@ -3643,7 +3762,9 @@ def train_step(
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8_mlps)
         head_grad.delay = last and model.cfg.delay_head_grad
         targets = model.loss_targets(micro_batch.targets, plan)
-        loss, backward_roots = model.head_loss_and_grad(x, targets, weights, head_grad, 1 / count, fp8_head)
+        loss, backward_roots = model.head_loss_and_grad(
+            x, targets, weights, head_grad, 1 / count, fp8_head, micro_batch.candidates
+        )
         if last and fp8_mlps:
             maximum = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
             optimizer.in_flight["act_scale"] = maximum._replace(finish=model.set_act_scale)
@@ -3726,6 +3847,8 @@ def check_config(cfg: Config, world_size: int) -> None:
         rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
         refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
     for i, stage in enumerate(cfg.stages):
+        many = max(stage.candidates) > cfg.padded_vocab
+        refuse_if(many, f"stages.{i}.candidates must not be above padded_vocab")
         rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
         refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights")
@@ -3871,7 +3994,9 @@ class Checkpoint(NamedTuple):
                 f"--resume {where}: checkpoints of {len(runs)} runs are there; give the log of one run with "
                 "--checkpoint-every that did not finish"
             )
-        return cls(steps[-1], json.loads(cls.read(steps[-1], 0)["meta"]))
+        # This rank's own meta: the offsets of its candidates.
+        rank = int(os.environ.get("RANK", 0))
+        return cls(steps[-1], json.loads(cls.read(steps[-1], rank)["meta"]))
 
     @staticmethod
     def read(path: Path, rank: int) -> dict:
