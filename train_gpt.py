@@ -449,7 +449,8 @@ CPU = replace(
 WORDS = replace(
     CPU, preset="words", track="words", data="data/words", target=9.0, val_slice_tokens=2048, val_slices=32,
     val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256, heads=4, head_dim=48, mlp_dim=768,
-    layers=LAYERS, ngrams=Ngrams((2, 3), 1 << 17, 192, "float32"), mix_groups=12, head_chunk=128, warmup=False,
+    layers=LAYERS, ngrams=Ngrams((2, 3), 1 << 17, 192, "float32"), mix_groups=12, head_chunk=128,
+    warmup=False,
     stages=tuple(
         replace(stage, batch_tokens=stage.batch_tokens // 2, prefix=prefix)
         for stage, prefix in zip(CPU.stages, ((.25,), (.20, .15, .10, .05), (), ()))
