@@ -57,7 +57,6 @@ import time
 import traceback
 import typing
 import uuid
-import weakref
 import zipfile
 import zlib
 from collections import defaultdict
@@ -67,7 +66,6 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cache, partial, reduce, wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 try:
@@ -276,9 +274,6 @@ class Ngrams:
     width: int = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
     dtype: Float = "bfloat16"
-    # Row r is on rank r % world_size: on its device (sharded), or in its host memory (host), which its GPU
-    # reads and writes over PCIe.
-    placement: Literal["sharded", "host"] = "sharded"
     every: Literal[1, 2, 4] = 4  # as Param.every
     lr: float = 0.56
     beta2: float = 0.95  # decay of a row's second moment at every update of the table
@@ -751,11 +746,6 @@ def tick_rates(ending: Ending, steps: int) -> dict[int, float]:
 
 def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
     return {name: units * cfg.window_unit for name, units in vars(windows).items()}
-
-
-def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
-    """Returns a parameter's learning rate in a step; `base` is its optimizer's."""
-    return base * plan.lr_mul * spec.lr_mul
 
 
 def warmup_steps(cfg: Config) -> list[range]:
@@ -2446,8 +2436,7 @@ class Rotary:
     def adapted(self, name: str, scale: float) -> RotaryFamily:
         cfg, stages = self.cfg, self.cfg.stages[: self.stage + 1]
         steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=self.device)
-        freq, used = (1 / 1024) ** steps, [stages[0], *(stage for stage in stages[1:] if stage.steps)]
-        windows = [window_tokens(cfg, stage.windows)[name] for stage in used]
+        freq, windows = (1 / 1024) ** steps, [window_tokens(cfg, stage.windows)[name] for stage in stages]
         for window, new in zip(windows, windows[1:]):
             turns, ratio = window * freq / (2 * math.pi), window / new
             keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
@@ -3181,7 +3170,7 @@ def adam(
     2025, arXiv:2510.12402).
     """
     t = state["steps"] = state["steps"] + 1
-    slowdown, lr = plan.slowdown(spec.every), learning_rate(cfg.adam_lr, spec, plan)
+    slowdown, lr = plan.slowdown(spec.every), cfg.adam_lr * plan.lr_mul * spec.lr_mul
     beta1, beta2 = (beta**slowdown for beta in spec.betas)
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
     decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
@@ -3263,7 +3252,7 @@ def anvil(
     x = orthogonalize(x, cfg.bank_margin, backend.gram)
     x = normuon_variance_reduction(x, state["second_momentum_buffer"], cfg.bank_beta2)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
-    lr = learning_rate(cfg.bank_lr, spec, plan) * shape_mul
+    lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
     rates = scalar(lr, fast.dtype), scalar(decay, fast.dtype)
     anvil_update(p, state.get("mantissa"), x, slow, state["matrix_lr_mul"], *rates)
@@ -3359,19 +3348,6 @@ OPTIMIZERS = {
 # ============================================================================================================
 
 
-def map_to_gpu(t: Tensor) -> Tensor:
-    """Page-locks a tensor in host memory; returns it as one of the present GPU, whose kernels read and write
-    it in place, over PCIe. (pin_memory=True would round its size up to a power of two.)
-    """
-    check, cuda, where = torch.cuda.check_error, torch.cuda.cudart(), t.data_ptr()
-    check(cuda.cudaHostRegister(where, t.nbytes, 0))
-    weakref.finalize(t, cuda.cudaHostUnregister, where)
-    shape = tuple(t.view(torch.uint8).shape)
-    array = {"version": 3, "typestr": "|u1", "shape": shape, "data": (where, False)}
-    kept = SimpleNamespace(__cuda_array_interface__=array, host=t)  # as long as the result
-    return torch.as_tensor(kept, device="cuda").view(t.dtype)
-
-
 class NgramTable:
     """This rank's rows of the table of n-grams, r % world_size == rank; buffers for what updates touch.
 
@@ -3389,15 +3365,14 @@ class NgramTable:
         self.batch: Batch | None = None  # the first of these steps
         self.routes: RowRoutes | None = None  # of its rows, on the device
         self.pending: Pending | None = None  # their fetch
-        on_host = n.placement == "host" and device.type == "cuda"
-        rows = torch.zeros(block, n.width, dtype=dtype_of(n.dtype), device="cpu" if on_host else device)
-        moments, last = (rows.new_zeros(block, dtype=dtype) for dtype in (acc_dtype(cfg), torch.int32))
+        # Row r lies at r // world_size on rank r % world_size.
+        self.block = self.compact.new_zeros(block, n.width)
+        self.moments = self.block.new_zeros(block, dtype=acc_dtype(cfg))
+        self.last = self.block.new_zeros(block, dtype=torch.int32)
         # Updates so far, and their time: an update after four steps decays as two after two.
         self.clock = torch.zeros(2, dtype=torch.int32)
-        self.stored = [rows, moments, last, self.clock]
-        # Row r lies at r // world_size on rank r % world_size.
-        self.block, self.moments, self.last = map(map_to_gpu, self.stored[:3]) if on_host else self.stored[:3]
-        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(moments.dtype).to(device)
+        self.stored = [self.block, self.moments, self.last, self.clock]
+        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.moments.dtype).to(device)
 
     def begin(self, batch: Batch | None) -> None:
         """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
@@ -3440,7 +3415,7 @@ class NgramTable:
     def zero(self, rows: Tensor) -> None:
         """Sets these rows (n,) of this rank's block, their state and the clock to 0, as at the start."""
         for t in (self.block, self.moments, self.last):
-            t.index_fill_(0, rows.long().to(t.device), 0)
+            t.index_fill_(0, rows.long(), 0)
         self.clock.zero_()
 
     def finish(self) -> None:
@@ -3828,8 +3803,6 @@ def check_config(cfg: Config, world_size: int) -> None:
         rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
         refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
     for i, stage in enumerate(cfg.stages):
-        many = max(stage.candidates) > cfg.padded_vocab
-        refuse_if(many, f"stages.{i}.candidates must not be above padded_vocab")
         rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
         refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights")
@@ -3858,10 +3831,10 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     A GPU may use a third of its memory for them: the rest of the record preset needs up to 50 GB. All host
     memory may be used: without this the kernel would grant more, and kill a process later.
     """
-    n, on_gpu = cfg.ngrams, device.type == "cuda" and cfg.ngrams.placement == "sharded"
+    n = cfg.ngrams
     if not n.orders:
         return
-    if on_gpu:
+    if device.type == "cuda":
         have = torch.cuda.mem_get_info(device)[1] // 3
     else:
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
@@ -3884,14 +3857,11 @@ def save_model(path: str, model: GPT, rank: int = 0) -> None:
         weights["signs"] = model.signs.cpu()
         torch.save({"config": config_json(model.cfg), "weights": weights}, path)
     if table:
-        aside = f"{path}.ngrams.partial"  # a process may have mapped an earlier table
-        with open(os.devnull if rank else aside, "wb") as file:
+        with open(os.devnull if rank else f"{path}.ngrams", "wb") as file:
             for start in range(0, table.rows, SAVED_ROWS):
                 ids = torch.arange(start, min(start + SAVED_ROWS, table.rows), dtype=torch.int32)
                 rows = table.fetch(None if rank else ids)
                 file.write(rows.cpu().view(torch.uint8).numpy())
-        if rank == 0:
-            os.replace(aside, f"{path}.ngrams")
 
 
 class NgramFile(NamedTuple):
@@ -3965,16 +3935,11 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def find(cls, where: str) -> "Checkpoint":
-        """Finds the newest of a run, by its log, its .checkpoint folder, or the folder of a single such."""
+        """Finds the newest of the run with the log `where`."""
         path = Path(where)
-        of_run = path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????")
-        steps = sorted([*path.glob("*.checkpoint/step????????"), *of_run])
-        runs = {step.parent for step in steps}
-        if len(runs) != 1:
-            raise UserError(
-                f"--resume {where}: checkpoints of {len(runs)} runs are there; give the log of one run with "
-                "--checkpoint-every that did not finish"
-            )
+        steps = sorted(path.parent.glob(f"{path.name.split('.')[0]}.checkpoint/step????????"))
+        fix = "give the log of a run with --checkpoint-every that did not finish"
+        refuse_if(not steps, f"--resume {where}: it has no checkpoint; {fix}")
         # This rank's own meta: the offsets of its candidates.
         rank = int(os.environ.get("RANK", 0))
         return cls(steps[-1], json.loads(cls.read(steps[-1], rank)["meta"]))
@@ -4009,10 +3974,7 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
     # torch.save raises RuntimeError when the disk is full.
     with explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError):
         aside.mkdir(parents=True, exist_ok=True)
-        with open(aside / f"rank{rank}.pt", "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        torch.save(state, aside / f"rank{rank}.pt")
     optimizer.exchange.all_gather_object(None)  # all ranks have written
     if rank == 0:
         aside.rename(final)
@@ -4308,8 +4270,7 @@ def train(
             train_ms = 1000 * (stopped - began)
             losses.poll()
             save({"step": n, "train_ms": train_ms, "position": batch.position}, model, optimizer)
-            log.print0(f"checkpoint: after step {n}", console=False)
-            log.print0(f"step {n} is saved: the same command with --resume {log.path} continues", file=False)
+            log.print0(f"checkpoint: after step {n}; the same command with --resume {log.path} continues")
             began += synchronized_time() - stopped
     bar.close()
     if profiler:
