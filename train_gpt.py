@@ -297,8 +297,8 @@ class Stage:
     prefix: tuple[float, ...] = ()
     attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
     # Columns of the head that a micro-batch computes, in equal parts of the stage: those of its targets and
-    # of others in turn (sampled softmax, record 92). 0: all columns.
-    candidates: tuple[int, ...] = (0,)
+    # of others in turn (sampled softmax, record 92). None, or 0: all columns.
+    candidates: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -702,6 +702,11 @@ def untie_step(cfg: Config) -> int:
     return cfg.stage_starts[-1] | 1 if len(cfg.stages) > 1 else cfg.steps
 
 
+def part_at(t: float, parts: tuple):
+    """Returns the value, of equal parts of 0 .. 1, at t; 0 without parts."""
+    return parts[int(t * len(parts))] if parts else 0
+
+
 def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does."""
     starts, scheduled = cfg.stage_starts, cfg.steps - cfg.stages[-1].steps
@@ -727,8 +732,8 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         max_doc_len=stage.max_doc_len,
         attention_cap=stage.attention_cap,
         mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
-        prefix=stage.prefix[int(t * len(stage.prefix))] if stage.prefix else 0.0,
-        candidates=stage.candidates[int(t * len(stage.candidates))],
+        prefix=part_at(t, stage.prefix),
+        candidates=part_at(t, stage.candidates),
         slow=step >= cfg.slow_from,
         untie=step == untie_step(cfg),
     )
@@ -2938,7 +2943,7 @@ class GPT(nn.Module):
         with torch.no_grad():
             if candidates is not None:
                 w, targets = w.index_select(1, candidates), places_among(targets, candidates)
-                n = n * whole.size(1) // w.size(1)  # as many logits
+                n *= whole.size(1) // w.size(1)  # about as many logits
                 converted.clear()
             if self.backend.fp8:  # with fixed scales, and second factors of products column-major
                 unit = FP8_GRAD * grad_scale
@@ -3940,21 +3945,23 @@ class Checkpoint(NamedTuple):
         steps = sorted(path.parent.glob(f"{path.name.split('.')[0]}.checkpoint/step????????"))
         fix = "give the log of a run with --checkpoint-every that did not finish"
         refuse_if(not steps, f"--resume {where}: it has no checkpoint; {fix}")
-        # This rank's own meta: the offsets of its candidates.
-        rank = int(os.environ.get("RANK", 0))
-        return cls(steps[-1], json.loads(cls.read(steps[-1], rank)["meta"]))
+        return cls(steps[-1], json.loads(cls.read(steps[-1], 0)["meta"]))
 
     @staticmethod
     def read(path: Path, rank: int) -> dict:
         return read_saved(path / f"rank{rank}.pt", f"if it is damaged, remove {path.parent}, and start again")
 
-    def load(self, model: GPT, optimizer: Optimizer) -> None:
-        """Restores this rank's shards, and its rows of n-grams. Call optimizer.gather_all() afterwards."""
+    def load(self, model: GPT, optimizer: Optimizer) -> dict:
+        """Restores this rank's shards, and its rows of n-grams. Call optimizer.gather_all() afterwards.
+
+        Returns the rank's own meta, whose position holds the offsets of its candidates.
+        """
         saved = self.read(self.path, optimizer.exchange.rank)
         restore(saved, model, optimizer)
         if optimizer.ngrams:
             for t, value in zip(optimizer.ngrams.stored, saved["ngrams"]):
                 t.copy_(value)
+        return json.loads(saved["meta"])
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
@@ -4206,9 +4213,9 @@ def train(
         log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
-        resumed.load(model, optimizer)
+        progress = resumed.load(model, optimizer)
         optimizer.gather_all()
-        first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
+        first, train_ms, position = (progress[key] for key in ("step", "train_ms", "position"))
     saved = first
     losses = AsyncLoss()
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
