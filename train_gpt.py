@@ -3940,11 +3940,16 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def find(cls, where: str) -> "Checkpoint":
-        """Finds the newest of the run with the log `where`."""
+        """Finds the newest of a run, by its log, its .checkpoint folder, or the folder of a single such."""
         path = Path(where)
-        steps = sorted(path.parent.glob(f"{path.name.split('.')[0]}.checkpoint/step????????"))
-        fix = "give the log of a run with --checkpoint-every that did not finish"
-        refuse_if(not steps, f"--resume {where}: it has no checkpoint; {fix}")
+        of_run = path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????")
+        steps = sorted([*path.glob("*.checkpoint/step????????"), *of_run])
+        runs = {step.parent for step in steps}
+        if len(runs) != 1:
+            raise UserError(
+                f"--resume {where}: checkpoints of {len(runs)} runs are there; give the log of one run with "
+                "--checkpoint-every that did not finish"
+            )
         return cls(steps[-1], json.loads(cls.read(steps[-1], 0)["meta"]))
 
     @staticmethod
