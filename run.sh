@@ -2,7 +2,7 @@
 # ./run.sh [SCRIPT.py] [--runs N] [options of the script]
 #
 # Finds or makes a Python environment, gets the data, and trains SCRIPT.py (train_gpt.py). With GPUs that
-# is the preset `record` on 8, 4, 2 or 1 of them, without any the preset `cpu` in 2 processes.
+# is the preset `record` on 8, 4, 2 or 1 of them, without any `cpu` or, by --preset, `words` in 2 processes.
 #
 #   --runs N    N runs, with seeds S..S+N-1 (S: --seed, default 0). With --name NAME a table of them follows
 #   --data DIR  train on the shards in DIR; nothing is downloaded
@@ -93,7 +93,8 @@ fi
 if grep -q '"--check"' "$script"; then   # options and machine, before a download; early records lack it
     "$python" "$script" "${args[@]}" --check $(( nodes * processes )) >/dev/null
 fi
-if [[ ! $data ]]; then "$python" data/$([[ $preset == cpu ]] && echo local_corpus || echo fineweb).py; fi
+declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
+if [[ ! $data ]]; then "$python" data/${sources[$preset]:-fineweb.py}; fi
 
 trap 'kill $! 2>/dev/null; wait; exit 130' HUP INT TERM   # torchrun then ends its processes
 for (( i = 0; i < ${runs:-1}; i++ )); do

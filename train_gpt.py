@@ -37,7 +37,6 @@ layers, V the padded vocabulary.
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import difflib
 import fnmatch
@@ -58,7 +57,6 @@ import time
 import traceback
 import typing
 import uuid
-import weakref
 import zipfile
 import zlib
 from collections import defaultdict
@@ -68,7 +66,6 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cache, partial, reduce, wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 try:
@@ -277,9 +274,6 @@ class Ngrams:
     width: int = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
     dtype: Float = "bfloat16"
-    # Row r is on rank r % world_size: on its device (sharded), or in its host memory (host), which its GPU
-    # reads and writes over PCIe.
-    placement: Literal["sharded", "host"] = "sharded"
     every: Literal[1, 2, 4] = 4  # as Param.every
     lr: float = 0.56
     beta2: float = 0.95  # decay of a row's second moment at every update of the table
@@ -302,6 +296,9 @@ class Stage:
     # token begins with is easier, and teaches early (record 88).
     prefix: tuple[float, ...] = ()
     attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
+    # Columns of the head that a micro-batch computes, in equal parts of the stage: those of its targets and
+    # of others in turn (sampled softmax, record 92). None, or 0: all columns.
+    candidates: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -349,9 +346,12 @@ class Config:
     # the rate that the cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(320, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,)),
-        Stage(361, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05)),
-        Stage(426, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560),
+        Stage(320, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,),
+              candidates=(10240,)),
+        Stage(361, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05),
+              candidates=(10240,)),
+        Stage(426, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560,
+              candidates=(14336, 14336, 24576)),
         Stage( 67, 327680, 3072, Windows(5, 11), 1.5793, (1.0,), (1.0,), attention_cap=2560),
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30, (1.0,), (1.0,), attention_cap=2560),
     )
@@ -438,7 +438,21 @@ CPU = replace(
     ))
 # fmt: on
 
-PRESETS = {"record": RECORD, "cpu": CPU}
+# The record preset's parts on GPT-2's tokens, for two cores: this shows what depends on the vocabulary, which
+# the `cpu` preset cannot. The head takes about half of a step, so chunks of its logits must fit a cache.
+# fmt: off
+WORDS = replace(
+    CPU, preset="words", track="words", data="data/words", target=9.0, val_slice_tokens=2048, val_slices=32,
+    val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256, heads=4, head_dim=48, mlp_dim=768,
+    layers=LAYERS, ngrams=Ngrams((2, 3), 1 << 17, 192, "float32"), mix_groups=12, head_chunk=128,
+    warmup=False,
+    stages=tuple(
+        replace(stage, batch_tokens=stage.batch_tokens // 2, prefix=prefix)
+        for stage, prefix in zip(CPU.stages, ((.25,), (.20, .15, .10, .05), (), ()))
+    ))
+# fmt: on
+
+PRESETS = {"record": RECORD, "cpu": CPU, "words": WORDS}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -657,6 +671,7 @@ class StepPlan(NamedTuple):
     attention_cap: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
+    candidates: int  # columns of the head that are computed; 0: all
     slow: bool  # from Config.slow_from on
     # After this step's update embed and lm_head are untied: one matrix learns faster from both ends, two fit
     # better later (PRs 175, 178).
@@ -687,6 +702,11 @@ def untie_step(cfg: Config) -> int:
     return cfg.stage_starts[-1] | 1 if len(cfg.stages) > 1 else cfg.steps
 
 
+def part_at(t: float, parts: tuple):
+    """Returns the value, of equal parts of 0 .. 1, at t; 0 without parts."""
+    return parts[int(t * len(parts))] if parts else 0
+
+
 def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does."""
     starts, scheduled = cfg.stage_starts, cfg.steps - cfg.stages[-1].steps
@@ -712,7 +732,8 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         max_doc_len=stage.max_doc_len,
         attention_cap=stage.attention_cap,
         mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
-        prefix=stage.prefix[int(t * len(stage.prefix))] if stage.prefix else 0.0,
+        prefix=part_at(t, stage.prefix),
+        candidates=part_at(t, stage.candidates),
         slow=step >= cfg.slow_from,
         untie=step == untie_step(cfg),
     )
@@ -732,19 +753,16 @@ def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
     return {name: units * cfg.window_unit for name, units in vars(windows).items()}
 
 
-def learning_rate(base: float, spec: Param, plan: StepPlan) -> float:
-    """Returns a parameter's learning rate in a step; `base` is its optimizer's."""
-    return base * plan.lr_mul * spec.lr_mul
-
-
 def warmup_steps(cfg: Config) -> list[range]:
-    """Returns steps that do all that a run does: the first two, and two on either side of a stage's start.
+    """Returns steps that do all that a run does: the first two, and two on either side of a change of the
+    stage or of the number of candidates.
 
-    From the last one's start on four: the first two untie embed, the others update it on its own.
+    From the last stage's start on four: the first two untie embed, the others update it on its own.
     """
-    *starts, last = cfg.stage_starts
-    ends = [start + 2 for start in starts] + [last + 4]
-    return [range(max(0, start - 2), min(end, cfg.steps)) for start, end in zip(cfg.stage_starts, ends)]
+    kinds = [(plan.stage, plan.candidates) for plan in map(partial(plan_step, cfg), range(cfg.steps))]
+    starts = [step for step, kind in enumerate(kinds) if step == 0 or kind != kinds[step - 1]]
+    last = cfg.stage_starts[-1]
+    return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
 
 
 def train_tokens(cfg: Config) -> int:
@@ -789,9 +807,6 @@ def init_distributed() -> tuple[int, int, torch.device]:
     Without torchrun there is one rank, and no group.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        # PR_SET_PDEATHSIG: a killed torchrun would leave its ranks running.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     device, on_gpu = torch.device("cpu"), torch.cuda.is_available()
     if on_gpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -1127,6 +1142,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
     max_doc_len: int  # bound on such a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
+    candidates: Tensor | None = None  # (P,) int32, ascending: the only columns of the head in training
     buffer: Tensor | None = None  # uint8: holds all of these, once packed
 
     def pack(self) -> "MicroBatch":
@@ -1210,6 +1226,31 @@ def place_rows(ids: Tensor, index: RowIndex, places: Tensor) -> Tensor:
     return torch.empty_like(ids).scatter_(1, index.perm.view(ids.shape).long(), by_row.view(ids.shape))
 
 
+def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
+    """Returns `count` tokens, ascending, int32: all targets, and others in turn; and the next call's offset.
+
+    The others are the first that are no targets in an interval, from `offset` on, of a fixed permutation of
+    the vocabulary; intervals follow one another. If they are too few, they are spread over all (record 92).
+    """
+    chosen = np.zeros(vocab, bool)
+    chosen[targets] = True
+    missing = count - int(chosen.sum())
+    refuse_if(
+        missing < 0,
+        f"a micro-batch has {count - missing} distinct targets, more than its {count} candidates; raise "
+        "stages.*.candidates, or use more microbatches",
+    )
+    if missing:
+        size = min(vocab, missing * 17 // 10 + 256)
+        others = np.arange(offset, offset + size) * 20011 % vocab
+        others, offset = others[~chosen[others]], (offset + size) % vocab
+        if len(others) < missing:
+            others = np.flatnonzero(~chosen)
+            others = others[:: len(others) // missing]
+        chosen[others[:missing]] = True
+    return int32(np.flatnonzero(chosen)), offset
+
+
 FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
 
 
@@ -1219,7 +1260,7 @@ class TrainLoader:
     A micro-batch takes documents in order, each cut to max_doc_len tokens, until it holds T + 1 tokens; the
     rest of a cut document is dropped. A batch that does not fit before the end of a shard starts over in the
     next one, which a thread reads meanwhile; the first follows the last, as another epoch. `position`
-    continues where an earlier loader's position() was taken.
+    continues where an earlier loader's position() was taken, on the same rank.
     """
 
     def __init__(
@@ -1237,9 +1278,12 @@ class TrainLoader:
         on_gpu = torch.cuda.is_initialized()
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
-        self.opened, self.document = position
+        self.opened, self.document, *self.offsets = position
+        # Of this rank's micro-batches, for choose_candidates().
+        own = range(rank, self.microbatches, world_size)
+        self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in own]
         self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
-        self.is_partial = not any(position)
+        self.is_partial = not any(position[:2])
         if self.is_partial:
             # A run starts on the clock. A batch that needs more of the last document takes it from the whole
             # shard.
@@ -1247,9 +1291,11 @@ class TrainLoader:
         else:
             self._open()
 
-    def position(self) -> tuple[int, int]:
-        """Returns where the next batch begins: number of the shard, counting on in later epochs; document."""
-        return self.opened, self.document
+    def position(self) -> tuple[int, ...]:
+        """Returns where the next batch begins: number of the shard, counting on in later epochs; document;
+        and the offsets of this rank's candidates.
+        """
+        return self.opened, self.document, *self.offsets
 
     def _read(self, i: int) -> Future:
         return self.reader.submit(read_shard, self.paths[i % len(self.paths)], self.cfg)
@@ -1291,18 +1337,22 @@ class TrainLoader:
             "add larger shards, or lower batch_tokens"
         )
 
-    def batch(self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0) -> list[MicroBatch]:
-        """Builds this rank's micro-batches of the next batch."""
+    def batch(
+        self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0, candidates: int = 0
+    ) -> list[MicroBatch]:
+        """Builds this rank's micro-batches of the next batch; with as many candidates, unless 0."""
         T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
         ends, micro_batches = self.ends[max_doc_len], []
         max_docs = self.cfg.max_docs or default_max_docs(T)
-        for first, last in cuts[self.rank :: self.world_size]:
+        for i, (first, last) in enumerate(cuts[self.rank :: self.world_size]):
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
             doc_ends = ends[first + 1 : last] - ends[first]
-            micro_batches.append(
-                make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
-            )
+            part = make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
+            if candidates:
+                drawn = choose_candidates(tokens[1:], candidates, self.cfg.padded_vocab, self.offsets[i])
+                part.candidates, self.offsets[i] = drawn
+            micro_batches.append(part)
         return micro_batches
 
 
@@ -1359,7 +1409,9 @@ class Prefetcher:
     @section("index")
     def _build(self, plan: StepPlan) -> Batch:
         """Builds a batch, but for the routes of n-grams; not packed yet."""
-        micro_batches = self.loader.batch(plan.batch_tokens, plan.max_doc_len, plan.attention_cap)
+        micro_batches = self.loader.batch(
+            plan.batch_tokens, plan.max_doc_len, plan.attention_cap, plan.candidates
+        )
         hashed_kind = "ngrams" if self.cfg.ngrams.orders else "bigrams"
         for part in micro_batches:
             signs = None if part.signs is None else part.signs.numpy()
@@ -1603,7 +1655,7 @@ SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
 
 def softcap_sigmoid(logits: Tensor) -> Tensor:
     """Returns sigmoid((logits + 5) / 7.5) in at least fp32; 23 times that are the softcapped logits."""
-    return torch.sigmoid((upcast(logits) + SOFTCAP_SHIFT) / SOFTCAP_SPAN)
+    return (upcast(logits) + SOFTCAP_SHIFT).div_(SOFTCAP_SPAN).sigmoid_()
 
 
 @compiled
@@ -1622,6 +1674,14 @@ def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor
     return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=1)
 
 
+@compiled
+def places_among(ids: Tensor, candidates: Tensor) -> Tensor:
+    """Returns the places of `ids` int64 among ascending `candidates` (P,) int32; -1: absent."""
+    ids = ids.int()
+    at = torch.searchsorted(candidates, ids).clamp_max(len(candidates) - 1)
+    return torch.where(candidates[at] == ids, at, -1)
+
+
 def softcap_loss(
     logits: Tensor, targets: Tensor, weights: tuple[float, ...], scale_inv: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -1631,17 +1691,17 @@ def softcap_loss(
     logits). The gradient has the logits' dtype; with `scale_inv` it is e5m2 in units of scale_inv,
     saturating.
     """
+    # In place where it can be: memory bounds this on a CPU. z is at most 23, so exp(z) does not overflow.
     s = softcap_sigmoid(logits)
-    z = SOFTCAP_SCALE * s
-    lse = z.logsumexp(dim=-1)
-    losses, total, target_probs = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(z)
-    for target, weight in zip(targets.split(1, dim=1), weights):
-        at, row_weights = target.clamp_min(0), weight * (target >= 0).to(z.dtype)
-        losses += row_weights[:, 0] * (lse - z.gather(1, at)[:, 0])
-        total += row_weights[:, 0]
-        target_probs.scatter_add_(1, at, row_weights)
-    dz = total[:, None] * (z - lse[:, None]).exp() - target_probs
-    grad = dz * (s * (1 - s)) * (SOFTCAP_SCALE / SOFTCAP_SPAN)
+    exp_z = (SOFTCAP_SCALE * s).exp_()
+    sums = exp_z.sum(dim=-1, keepdim=True)
+    at, found = targets.clamp_min(0), (targets >= 0).to(s.dtype)
+    row_weights = torch.stack([w * column for w, column in zip(weights, found.unbind(1))], dim=1)
+    s_at, total = s.gather(1, at), row_weights.sum(dim=-1, keepdim=True)
+    losses = (row_weights * (sums.log() - SOFTCAP_SCALE * s_at)).sum(dim=-1)
+    slope = SOFTCAP_SCALE / SOFTCAP_SPAN
+    grad = (1 - s).mul_(s).mul_(exp_z).mul_(slope * total / sums)
+    grad.scatter_add_(1, at, -slope * row_weights * s_at * (1 - s_at))
     return losses, to_fp8(grad, scale_inv, torch.float8_e5m2) if scale_inv else grad.to(logits.dtype)
 
 
@@ -1790,6 +1850,12 @@ def transpose_add(out: Tensor, x: Tensor, row_ids: Tensor) -> None:
     """Adds rows `row_ids` (k,) int32, distinct, of x (n, m) to those columns of out (m, n)."""
     at = row_ids.long()
     out[:, at] += x[at].T  # no index_add_, which is atomic on a GPU
+
+
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
+    out[:, columns.long()] += x
 
 
 # ============================================================================================================
@@ -2121,12 +2187,6 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
     default the device's.
     """
     on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
-    usable = torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    refuse_if(
-        not usable and os.path.exists("/dev/nvidia0"),
-        "this PyTorch cannot use this machine's GPU: update its driver, or train without it, with "
-        "CUDA_VISIBLE_DEVICES= in the environment",
-    )
     capability = capability or (torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
     too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
     lacks_kernels = triton is None or too_old and not interpreted
@@ -2172,12 +2232,26 @@ def constant(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
 
-def write_grad(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None, overwrite: bool) -> None:
+def write_grad(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor | None,
+    overwrite: bool,
+    columns: Tensor | None = None,
+) -> None:
     """out = a^T b; += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
 
-    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary.
+    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary. With `columns` (cols,)
+    int32, distinct, the product, rounded, is added to these of `out`, and the others become 0 or stay.
     """
-    if a.element_size() > 1:
+    if columns is not None:
+        if overwrite:
+            out.zero_()
+        product = out.new_empty(a.size(1), b.size(1))
+        write_grad(product, a, b, scale, True)
+        add_columns(out, columns, product)
+    elif a.element_size() > 1:
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
     elif overwrite:
         fp8_matmul(a.T, b, scale, out)
@@ -2199,7 +2273,14 @@ class Gradient:
         self.written: set[int] = set()  # parts, by their first row, that were added since the last reset
         self.delay, self.delayed = False, []
 
-    def add(self, a: Tensor, b: Tensor, start: int = 0, scale: Tensor | None = None) -> Tensor | None:
+    def add(
+        self,
+        a: Tensor,
+        b: Tensor,
+        start: int = 0,
+        scale: Tensor | None = None,
+        columns: Tensor | None = None,
+    ) -> Tensor | None:
         """main_grad's matrices, one below the other, [start : start + rows, :cols] += a^T b, as write_grad
         does; the first one since a reset overwrites. With `delay` it is computed by take().
 
@@ -2209,8 +2290,9 @@ class Gradient:
         """
         if self.main_grad is None:
             return a.T @ b
-        out = self.main_grad.flatten(0, -2)[start : start + a.size(1), : b.size(1)]
-        product = partial(write_grad, out, a, b, scale, start not in self.written)
+        out = self.main_grad.flatten(0, -2)[start : start + a.size(1)]
+        out = out[:, : b.size(1)] if columns is None else out
+        product = partial(write_grad, out, a, b, scale, start not in self.written, columns)
         self.written.add(start)
         if self.delay:
             self.delayed.append(product)
@@ -2359,8 +2441,7 @@ class Rotary:
     def adapted(self, name: str, scale: float) -> RotaryFamily:
         cfg, stages = self.cfg, self.cfg.stages[: self.stage + 1]
         steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=self.device)
-        freq, used = (1 / 1024) ** steps, [stages[0], *(stage for stage in stages[1:] if stage.steps)]
-        windows = [window_tokens(cfg, stage.windows)[name] for stage in used]
+        freq, windows = (1 / 1024) ** steps, [window_tokens(cfg, stage.windows)[name] for stage in stages]
         for window, new in zip(windows, windows[1:]):
             turns, ratio = window * freq / (2 * math.pi), window / new
             keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
@@ -2841,6 +2922,7 @@ class GPT(nn.Module):
         grad: Gradient,
         grad_scale: float,
         converted: list[Tensor],
+        candidates: Tensor | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Runs the head's forward and backward at once, `head_chunk` tokens at a time.
 
@@ -2849,11 +2931,20 @@ class GPT(nn.Module):
         `weights` contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the
         next call.
 
+        With `candidates` (P,) int32, ascending, only these columns of lm_head are computed, as if the others
+        did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record 92).
+        Targets that are none of them do not count.
+
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the roots of the
         remaining backward, tensors with their gradients: x, and lm_head if its hooks wait for one.
         """
         w, n, dx, losses = self.weight("lm_head"), self.cfg.head_chunk, torch.empty_like(x), []
+        whole = w
         with torch.no_grad():
+            if candidates is not None:
+                w, targets = w.index_select(1, candidates), places_among(targets, candidates)
+                n *= whole.size(1) // w.size(1)  # about as many logits
+                converted.clear()
             if self.backend.fp8:  # with fixed scales, and second factors of products column-major
                 unit = FP8_GRAD * grad_scale
                 units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
@@ -2870,13 +2961,14 @@ class GPT(nn.Module):
                     fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
                     part_losses, dlogits = self.backend.softcap_loss(logits, targets[part], weights, unit)
                     fp8_matmul(dlogits, w8.T, dx_scale, dx[part])
-                    for_hooks = grad.add(xt8[:, part].T, transposed(dlogits).T, scale=dw_scale)
+                    factors = xt8[:, part].T, transposed(dlogits).T
+                    for_hooks = grad.add(*factors, scale=dw_scale, columns=candidates)
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, targets[part], weights)
                     torch.mm(dlogits, w.T, out=dx[part])
-                    for_hooks = grad.add(x[part], dlogits)
+                    for_hooks = grad.add(x[part], dlogits, columns=candidates)
                 losses.append(part_losses)
-        backward_roots = [(x, dx)] if for_hooks is None else [(x, dx), (w, for_hooks)]
+        backward_roots = [(x, dx)] if for_hooks is None else [(x, dx), (whole, for_hooks)]
         return torch.cat(losses).sum(), backward_roots
 
 
@@ -3083,15 +3175,17 @@ def adam(
     2025, arXiv:2510.12402).
     """
     t = state["steps"] = state["steps"] + 1
-    slowdown, lr = plan.slowdown(spec.every), learning_rate(cfg.adam_lr, spec, plan)
+    slowdown, lr = plan.slowdown(spec.every), cfg.adam_lr * plan.lr_mul * spec.lr_mul
     beta1, beta2 = (beta**slowdown for beta in spec.betas)
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
     decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
-    # As vectors, so that code compiled for any length serves every parameter.
-    tensors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
-    dtype = state["exp_avg"].dtype
+    # As vectors, so that code compiled for any length serves every parameter; without a GPU in parts, whose
+    # intermediate results stay in a core's cache.
+    vectors = (x.reshape(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"], grad))
+    dtype, size = state["exp_avg"].dtype, p.numel() if p.is_cuda else 1 << 16
     numbers = 1 - beta1, beta2, scalar(step_size, dtype), scalar(decay, dtype), cfg.adam_eps
-    adam_update(*tensors, grad.flatten(), *numbers)
+    for parts in zip(*(x.split(size) for x in vectors)):
+        adam_update(*parts, *numbers)
 
 
 @compiled
@@ -3163,7 +3257,7 @@ def anvil(
     x = orthogonalize(x, cfg.bank_margin, backend.gram)
     x = normuon_variance_reduction(x, state["second_momentum_buffer"], cfg.bank_beta2)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
-    lr = learning_rate(cfg.bank_lr, spec, plan) * shape_mul
+    lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
     rates = scalar(lr, fast.dtype), scalar(decay, fast.dtype)
     anvil_update(p, state.get("mantissa"), x, slow, state["matrix_lr_mul"], *rates)
@@ -3259,19 +3353,6 @@ OPTIMIZERS = {
 # ============================================================================================================
 
 
-def map_to_gpu(t: Tensor) -> Tensor:
-    """Page-locks a tensor in host memory; returns it as one of the present GPU, whose kernels read and write
-    it in place, over PCIe. (pin_memory=True would round its size up to a power of two.)
-    """
-    check, cuda, where = torch.cuda.check_error, torch.cuda.cudart(), t.data_ptr()
-    check(cuda.cudaHostRegister(where, t.nbytes, 0))
-    weakref.finalize(t, cuda.cudaHostUnregister, where)
-    shape = tuple(t.view(torch.uint8).shape)
-    array = {"version": 3, "typestr": "|u1", "shape": shape, "data": (where, False)}
-    kept = SimpleNamespace(__cuda_array_interface__=array, host=t)  # as long as the result
-    return torch.as_tensor(kept, device="cuda").view(t.dtype)
-
-
 class NgramTable:
     """This rank's rows of the table of n-grams, r % world_size == rank; buffers for what updates touch.
 
@@ -3289,15 +3370,14 @@ class NgramTable:
         self.batch: Batch | None = None  # the first of these steps
         self.routes: RowRoutes | None = None  # of its rows, on the device
         self.pending: Pending | None = None  # their fetch
-        on_host = n.placement == "host" and device.type == "cuda"
-        rows = torch.zeros(block, n.width, dtype=dtype_of(n.dtype), device="cpu" if on_host else device)
-        moments, last = (rows.new_zeros(block, dtype=dtype) for dtype in (acc_dtype(cfg), torch.int32))
+        # Row r lies at r // world_size on rank r % world_size.
+        self.block = self.compact.new_zeros(block, n.width)
+        self.moments = self.block.new_zeros(block, dtype=acc_dtype(cfg))
+        self.last = self.block.new_zeros(block, dtype=torch.int32)
         # Updates so far, and their time: an update after four steps decays as two after two.
         self.clock = torch.zeros(2, dtype=torch.int32)
-        self.stored = [rows, moments, last, self.clock]
-        # Row r lies at r // world_size on rank r % world_size.
-        self.block, self.moments, self.last = map(map_to_gpu, self.stored[:3]) if on_host else self.stored[:3]
-        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(moments.dtype).to(device)
+        self.stored = [self.block, self.moments, self.last, self.clock]
+        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.moments.dtype).to(device)
 
     def begin(self, batch: Batch | None) -> None:
         """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
@@ -3340,7 +3420,7 @@ class NgramTable:
     def zero(self, rows: Tensor) -> None:
         """Sets these rows (n,) of this rank's block, their state and the clock to 0, as at the start."""
         for t in (self.block, self.moments, self.last):
-            t.index_fill_(0, rows.long().to(t.device), 0)
+            t.index_fill_(0, rows.long(), 0)
         self.clock.zero_()
 
     def finish(self) -> None:
@@ -3643,7 +3723,9 @@ def train_step(
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8_mlps)
         head_grad.delay = last and model.cfg.delay_head_grad
         targets = model.loss_targets(micro_batch.targets, plan)
-        loss, backward_roots = model.head_loss_and_grad(x, targets, weights, head_grad, 1 / count, fp8_head)
+        loss, backward_roots = model.head_loss_and_grad(
+            x, targets, weights, head_grad, 1 / count, fp8_head, micro_batch.candidates
+        )
         if last and fp8_mlps:
             maximum = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
             optimizer.in_flight["act_scale"] = maximum._replace(finish=model.set_act_scale)
@@ -3754,10 +3836,10 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     A GPU may use a third of its memory for them: the rest of the record preset needs up to 50 GB. All host
     memory may be used: without this the kernel would grant more, and kill a process later.
     """
-    n, on_gpu = cfg.ngrams, device.type == "cuda" and cfg.ngrams.placement == "sharded"
+    n = cfg.ngrams
     if not n.orders:
         return
-    if on_gpu:
+    if device.type == "cuda":
         have = torch.cuda.mem_get_info(device)[1] // 3
     else:
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
@@ -3780,14 +3862,11 @@ def save_model(path: str, model: GPT, rank: int = 0) -> None:
         weights["signs"] = model.signs.cpu()
         torch.save({"config": config_json(model.cfg), "weights": weights}, path)
     if table:
-        aside = f"{path}.ngrams.partial"  # a process may have mapped an earlier table
-        with open(os.devnull if rank else aside, "wb") as file:
+        with open(os.devnull if rank else f"{path}.ngrams", "wb") as file:
             for start in range(0, table.rows, SAVED_ROWS):
                 ids = torch.arange(start, min(start + SAVED_ROWS, table.rows), dtype=torch.int32)
                 rows = table.fetch(None if rank else ids)
                 file.write(rows.cpu().view(torch.uint8).numpy())
-        if rank == 0:
-            os.replace(aside, f"{path}.ngrams")
 
 
 class NgramFile(NamedTuple):
@@ -3877,13 +3956,17 @@ class Checkpoint(NamedTuple):
     def read(path: Path, rank: int) -> dict:
         return read_saved(path / f"rank{rank}.pt", f"if it is damaged, remove {path.parent}, and start again")
 
-    def load(self, model: GPT, optimizer: Optimizer) -> None:
-        """Restores this rank's shards, and its rows of n-grams. Call optimizer.gather_all() afterwards."""
+    def load(self, model: GPT, optimizer: Optimizer) -> dict:
+        """Restores this rank's shards, and its rows of n-grams. Call optimizer.gather_all() afterwards.
+
+        Returns the rank's own meta, whose position holds the offsets of its candidates.
+        """
         saved = self.read(self.path, optimizer.exchange.rank)
         restore(saved, model, optimizer)
         if optimizer.ngrams:
             for t, value in zip(optimizer.ngrams.stored, saved["ngrams"]):
                 t.copy_(value)
+        return json.loads(saved["meta"])
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
@@ -3894,24 +3977,16 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
     """
     step, rank, table = progress["step"], optimizer.exchange.rank, optimizer.ngrams
     final, state = run / f"step{step:08d}", training_state(model, optimizer)
-    weights, state["meta"] = state["model"], json.dumps(about | progress)
+    state["meta"] = json.dumps(about | progress)
     if table:
         table.finish()
         state["ngrams"] = table.stored  # written from where they lie
-        weights = weights | {"the n-gram table": table.block}
-    for name, value in weights.items():
-        if not value.sum().isfinite():  # isfinite() of all would make as many booleans
-            fix = "lower the learning rate that was raised last"
-            raise UserError(f"{name} is not finite after step {step}, which was not saved; {fix}")
     aside = final.with_suffix(".partial")
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
     # torch.save raises RuntimeError when the disk is full.
     with explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError):
         aside.mkdir(parents=True, exist_ok=True)
-        with open(aside / f"rank{rank}.pt", "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        torch.save(state, aside / f"rank{rank}.pt")
     optimizer.exchange.all_gather_object(None)  # all ranks have written
     if rank == 0:
         aside.rename(final)
@@ -4143,9 +4218,9 @@ def train(
         log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
-        resumed.load(model, optimizer)
+        progress = resumed.load(model, optimizer)
         optimizer.gather_all()
-        first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
+        first, train_ms, position = (progress[key] for key in ("step", "train_ms", "position"))
     saved = first
     losses = AsyncLoss()
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
@@ -4207,8 +4282,7 @@ def train(
             train_ms = 1000 * (stopped - began)
             losses.poll()
             save({"step": n, "train_ms": train_ms, "position": batch.position}, model, optimizer)
-            log.print0(f"checkpoint: after step {n}", console=False)
-            log.print0(f"step {n} is saved: the same command with --resume {log.path} continues", file=False)
+            log.print0(f"checkpoint: after step {n}; the same command with --resume {log.path} continues")
             began += synchronized_time() - stopped
     bar.close()
     if profiler:

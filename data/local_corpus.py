@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Builds a corpus from what every machine has: the source of Python's standard library, and pydoc's topics.
 
-    python data/local_corpus.py [--out data/local]
+    python data/local_corpus.py [--out data/local]                    bytes, for the `cpu` preset
+    python data/local_corpus.py --encoding gpt2 [--out data/words]    GPT-2's tokens, for `words`
     python data/local_corpus.py --headers [--out data/headers]
 
 The text is the library's .py files, without tests, and the pydoc topics, named pydoc_data/topics/NAME; with
 --headers, instead, the C++ headers in the torch package: to check on other text what was found on the first.
 Training uses only the beginning of a document, so files are cut at blank lines into passages of about 1 KiB;
 each passage is a document. The SHA-256 of a file's name chooses between training and validation (one file in
-20). The SHA-256 of name and passage number orders the documents. They are always encoded as bytes, so runs on
-different machines compare. Versions of Python and torch have different text; a run's log names the data's
-fingerprint. Does nothing if complete shards of this version's text exist.
+20). The SHA-256 of name and passage number orders the documents. Versions of Python and torch have different
+text; a run's log names the data's fingerprint. Does nothing if complete shards of this version's text exist.
 """
 
 import argparse
@@ -66,12 +66,13 @@ def corpus(texts: dict[str, bytes]) -> list[Document]:
     return [Document(path=name, line=1, raw=raw, key=name) for name, raw in map(parts.__getitem__, order)]
 
 
-def describe_source(documents: list[Document], name: str, version: str) -> dict:
-    """Returns what identifies the corpus: its origin's version, the number of documents and their hash."""
+def describe_source(documents: list[Document], name: str, version: str, encoding: str) -> dict:
+    """Returns what identifies the shards: the text's origin and version, its documents, and the encoding."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(f"{document.key} {len(document.raw)}\n".encode() + document.raw)
-    return {name: version, "documents": len(documents), "sha256": digest.hexdigest()}
+    identity = {"documents": len(documents), "sha256": digest.hexdigest(), "encoding": encoding}
+    return {name: version, **identity}
 
 
 def is_complete(out: Path, source: dict) -> bool:
@@ -89,7 +90,8 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--headers", action="store_true", help="the headers in torch, not Python's library")
-    parser.add_argument("--out", type=Path, help="folder for the shards (default: data/local, data/headers)")
+    parser.add_argument("--encoding", choices=("bytes", "gpt2"), default="bytes", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="folder (default: data/local, data/words or data/headers)")
     args = parser.parse_args(argv)
     if args.headers:
         if not (torch := importlib.util.find_spec("torch")) or not torch.submodule_search_locations:
@@ -101,14 +103,14 @@ def main(argv: list[str] | None = None) -> None:
         origin, version = "python", platform.python_version()
         texts = stdlib_texts(Path(sysconfig.get_path("stdlib")))
         text = f"the standard library of Python {version}"
-    out = args.out or Path(__file__).resolve().parent / ("headers" if args.headers else "local")
-    documents = corpus(texts)
-    source = describe_source(documents, origin, version)
+    usual = "headers" if args.headers else "words" if args.encoding == "gpt2" else "local"
+    out, documents = args.out or Path(__file__).resolve().parent / usual, corpus(texts)
+    source = describe_source(documents, origin, version, args.encoding)
     if is_complete(out, source):
         print(f"{out.name}: the text of {origin.title()} {version} is there already")
         return
     try:
-        written = write_shards(out, origin, documents, "bytes", val_one_in=VAL_ONE_IN)
+        written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN)
     except (UserError, OSError) as error:
         sys.exit(f"local_corpus.py: {error}")
     tokens = {path.name: read_header(path).tokens for path in sorted(out.glob("*.bin"))}

@@ -1,0 +1,294 @@
+"""Tests the sampled softmax: candidates, loss and gradients against golden numbers and plain programs; runs.
+
+tests/golden/README.md defines the inputs of the golden numbers.
+"""
+
+# ruff: noqa: F811 (fixtures are imported)
+
+import json
+import math
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import test_golden92 as golden92
+import train_gpt as tg
+from golden_inputs import GOLDEN92, distance, fill, golden_prefixes, hash_words
+from test_distributed import assert_close, everything, join, one_rank, same_on_all_ranks, train  # noqa: F401
+from test_kernels import interpreted, rel_err  # noqa: F401 (a fixture)
+from test_resume import ATTEMPTS, assert_same_end, corpus, launch, stopped, uninterrupted  # noqa: F401
+
+SETS, LOSS, MODEL = GOLDEN92["b_sampled"].values()
+
+
+# ------------------------------------------------------------------------------------------------- candidates
+
+
+def golden_targets(case):
+    if "targets" in case:
+        return np.array(case["targets"])
+    targets, at = 50257, np.arange(case["T"])
+    for j in range(case["factors"]):
+        targets = hash_words(at, case["target_stream"] + j) % 50257 * targets // 50257
+    return targets.astype(np.int64)
+
+
+def listed(numbers, like):
+    """Returns numbers as the golden file lists some: all, or two sums, the first and the last."""
+    numbers = numbers.tolist()
+    if isinstance(like, list):
+        return numbers
+    return {
+        "sum": sum(numbers),
+        "position_weighted_sum": sum(place * number for place, number in enumerate(numbers, 1)),
+        "first8": numbers[:8],
+        "last4": numbers[-4:],
+    }
+
+
+@pytest.mark.parametrize("size, V", [("full_size", 50304), ("tiny", 512)])
+def test_golden_candidates(size, V):
+    offsets = {}
+    for case in SETS[size]:
+        rank, targets = case.get("rank", 5), golden_targets(case)
+        offset = offsets.get(rank, V * rank // 8)
+        chosen, offsets[rank] = tg.choose_candidates(targets, case["P"], V, offset)
+        assert (offset, offsets[rank]) == (case["offset_before"], case["offset_after"])
+        places = tg.places_among(torch.from_numpy(targets), chosen)
+        prefix_places = tg.places_among(golden_prefixes(V)[targets], chosen)
+        found = {"candidates": chosen, "target_positions": places, "prefix_positions": prefix_places}
+        for name, numbers in found.items():
+            assert listed(numbers, case[name]) == case[name], name
+
+
+def test_special_candidates():
+    """Checks targets that leave nothing to draw, and an interval that holds too few others."""
+    cases = {"no_negatives": 5 * np.arange(60), "too_few": np.arange(9, 269) * 20011 % 512}
+    for name, targets in cases.items():
+        case = SETS[name]
+        chosen, after = tg.choose_candidates(targets, case["P"], 512, case["offset_before"])
+        assert len(chosen) == case["P"] and after == case["offset_after"]
+        assert {*chosen.tolist()} - {*targets} == {*case.get("negatives", ())}
+
+
+def test_random_candidates():
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        V = int(rng.integers(1, 3000))
+        targets = rng.integers(0, V, rng.integers(1, 400)).astype(np.uint16)
+        count = int(rng.integers(len({*targets}), V + 1))
+        chosen, after = tg.choose_candidates(targets, count, V, int(rng.integers(V)))
+        assert len(chosen) == count and chosen.dtype == torch.int32 and (chosen.diff() > 0).all()
+        assert {*targets} <= {*chosen.tolist()} and 0 <= after < V
+        found = tg.places_among(torch.arange(-1, V), chosen)
+        assert found[chosen + 1].tolist() == [*range(count)] and (found >= 0).sum() == count
+
+
+# --------------------------------------------------------------------------------------------------- the head
+
+
+def run_head(x, w, targets, weights, sets=(None,), chunk=2, backend=tg.TORCH_BACKEND, delay=False):
+    """Runs the head on a micro-batch, once for each of the `sets` of candidates.
+
+    Returns the last loss and gradient of x, and lm_head's gradient, the sum of all.
+    """
+    model = SimpleNamespace(cfg=replace(tg.CPU, head_chunk=chunk), weight=lambda name: w, backend=backend)
+    grad = tg.Gradient("lm_head", w, torch.full_like(w, math.nan))  # NaN: to be overwritten
+    grad.delay, more = delay, (grad, 1.0, [])
+    for candidates in sets:
+        loss, roots = tg.GPT.head_loss_and_grad(model, x, targets, weights, *more, candidates)
+    if hasattr(w, "grad_added_to_main_grad"):
+        root, dummy = roots.pop()
+        assert root is w and dummy.shape == w.shape and w.grad_added_to_main_grad
+    ((_, dx),) = roots
+    return loss, dx, grad.take()
+
+
+def golden_loss(name):
+    """Returns a golden case, and inputs of the head."""
+    case, (T, d, V) = LOSS["cases"][name], (LOSS[key] for key in "TdV")
+    x, w = fill((T, d), 910, 2.0).double(), fill((d, V), 911, 1.5).double()
+    columns = tg.loss_targets(torch.tensor(LOSS["targets"]), len(case["mtp_weights"]), None)
+    targets = torch.cat([columns, torch.tensor(LOSS["prefix_targets"])[:, None]], 1)
+    return case, (x, w, targets, (*case["mtp_weights"], case["prefix_weight"]))
+
+
+CANDIDATES, ALL = torch.tensor(LOSS["candidates"]).int(), torch.arange(LOSS["V"]).int()
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", LOSS["cases"])
+def test_golden_loss(name):
+    """Compares losses and gradients; a prefix that is no candidate counts for nothing."""
+    case, (x, w, targets, weights) = golden_loss(name)
+    places = tg.places_among(targets, CANDIDATES)
+    assert places[:, [0, -1]].T.tolist() == [LOSS["target_positions"], LOSS["prefix_positions"]]
+    losses, _ = tg.softcap_loss(x @ w[:, CANDIDATES], places, weights)
+    assert losses.tolist() == pytest.approx(case["loss"], rel=1e-12)
+    loss, dx, dw = run_head(x, w, targets, weights, [CANDIDATES])
+    assert loss.item() == pytest.approx(case["sum"], rel=1e-12)
+    assert dx.flatten().tolist() == pytest.approx(case["dx"], abs=1e-11 * dx.abs().max().item())
+    assert distance(dw, case["dlm_head"]) < 1e-11
+    assert dw.any(0).nonzero()[:, 0].tolist() == LOSS["candidates"]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("dummy", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+def test_all_columns_as_candidates_change_no_bit(delay, dummy):
+    """Checks two micro-batches of several chunks; and that gradients of different candidates add up."""
+    _, (x, w, *rest) = golden_loss("mtp3_prefix")
+    loss, dx, dw = run_head(x, w, *rest, [None, None])
+    part = run_head(x, w, *rest, [CANDIDATES])[2]
+    if dummy:
+        w.grad_added_to_main_grad = False
+    cases = ([ALL, ALL], dw), ([CANDIDATES, ALL], part + dw / 2), ([ALL, CANDIDATES], part + dw / 2)
+    for sets, want in cases:
+        *found, grad = run_head(x, w, *rest, sets, delay=delay)
+        assert (grad - want).abs().max() < 1e-12 * dw.abs().max()
+        assert sets[1] is CANDIDATES or torch.equal(found[0], loss) and torch.equal(found[1], dx)
+
+
+@pytest.mark.slow
+@pytest.mark.numeric
+def test_golden_model(monkeypatch):
+    """Compares the losses of a model's tokens, and all gradients. Validation has all columns."""
+    candidates, head, found = torch.tensor(MODEL["candidates"]).int(), tg.GPT.head_loss_and_grad, []
+
+    def sampled(self, x, targets, weights, *more):
+        places = tg.places_among(targets, candidates)
+        found.append(tg.softcap_loss(x @ self.lm_head[:, candidates], places, weights)[0])
+        loss, roots = head(self, x, targets, weights, *more, candidates)
+        found.append(roots[0][1])
+        return loss, roots
+
+    monkeypatch.setattr(tg.GPT, "head_loss_and_grad", sampled)
+    loss, grads = golden92.gradients.__wrapped__(MODEL["case"], "fp64")
+    losses, dx = found
+    assert [loss, *losses.tolist()] == pytest.approx([MODEL["sum"], *MODEL["losses"]], rel=1e-12)
+    assert grads["lm_head.weight"].any(0).nonzero()[:, 0].tolist() == MODEL["candidates"]
+    grads["dx"] = dx
+    for name, want in (MODEL["gradients"] | {"dx": MODEL["dx"]}).items():
+        assert distance(grads[name], want) < 1e-11, name
+
+    model, plan = golden92.golden_model(MODEL["case"], "fp64")
+    batch = golden92.golden_batch(MODEL["case"], model.cfg, 0)
+    batch.candidates = candidates
+    mean = model.token_losses(batch, plan.windows).mean().item()
+    assert mean == pytest.approx(golden92.MODEL["cases"][MODEL["case"]]["eval_mean"], rel=1e-12)
+
+
+def plain_fp8(logits, targets, weights):
+    """Rounds as the head in FP8 does: the logits to bf16, their gradient to e5m2."""
+    losses, grad = tg.softcap_loss(logits.bfloat16(), targets, weights, tg.FP8_GRAD)
+    return losses, grad.float() * tg.FP8_GRAD
+
+
+@pytest.mark.slow
+@pytest.mark.numeric
+@pytest.mark.parametrize("fp8, kernel", [(True, False), (False, True), (True, True)])
+def test_other_backends(interpreted, fp8, kernel):
+    """Compares with plain torch in fp32; FP8 with products of what the 8 bits stand for."""
+    g = torch.Generator().manual_seed(3)
+    x, w = tg.norm(torch.randn(64, 32, generator=g)), torch.randn(32, 64, generator=g) / 20
+    targets = torch.randint(-1, 64, (64, 3), generator=g)
+    candidates = torch.randperm(64, generator=g)[:32].sort().values.int()
+    rest = targets, (1.0, 0.5, 0.25), [ALL, candidates], 8
+    backend = tg.TORCH_BACKEND._replace(fp8=fp8)
+    if kernel:
+        backend = backend._replace(softcap_loss=interpreted.triton_softcap_loss)
+    found, plain = run_head(x, w, *rest, backend), tg.TORCH_BACKEND
+    if fp8:
+        plain, e4m3 = plain._replace(softcap_loss=plain_fp8), torch.float8_e4m3fn
+        x, w = (tg.to_fp8(t, u, e4m3).float() * u for t, u in ((x, tg.FP8_X), (w, tg.FP8_W)))
+    for ours, want in zip(found, run_head(x, w, *rest, plain)):
+        assert rel_err(ours, want) < (1e-2 if fp8 else 1e-5)  # a gradient near a tie is rounded either way
+
+
+# ------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def sampled(everything):
+    """Returns a config of eight steps; the first three stages have candidates, one of them two numbers."""
+    counts = ((96,), (96, 64), (64,), (0,))
+    stages = tuple(replace(stage, candidates=n) for stage, n in zip(everything.stages, counts))
+    return replace(everything, padded_vocab=480, stages=stages)
+
+
+def test_ranks_share_the_candidates_of_micro_batches(sampled):
+    """Checks each micro-batch's candidates, and its offset in its rank's position, on 1, 2, 4 and 8 ranks."""
+    V, paths, seen = sampled.padded_vocab, tg.find_shards(sampled.data, "train"), {}
+    for ranks, rank in [(n, rank) for n in (1, 2, 4, 8) for rank in range(n)]:
+        loader = tg.TrainLoader(sampled, paths, rank, ranks)
+        assert loader.position()[2:] == tuple(V * m // 8 for m in range(rank, 8, ranks))
+        for plan in map(tg.plan_step, [sampled] * 5, range(5)):
+            offsets = loader.position()[2:]
+            parts = loader.batch(plan.batch_tokens, plan.max_doc_len, 0, plan.candidates)
+            after = loader.position()[2:]
+            for i, part in enumerate(parts):
+                want = tg.choose_candidates(part.targets.numpy(), plan.candidates, V, offsets[i])
+                found = part.candidates.tolist(), after[i]
+                assert found == (want[0].tolist(), want[1])
+                assert seen.setdefault((plan.step, i * ranks + rank), found) == found
+        assert loader.batch(192, 30)[0].candidates is None and loader.position()[2:] == after
+    assert len({after for _, after in seen.values()}) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_world_size_does_not_matter(workers, sampled, world_size):
+    """Gives the same run up to rounding, as test_distributed.py's test of this name."""
+    want, results = one_rank(sampled), workers(world_size, train, sampled)
+    run = same_on_all_ranks(results)
+    run["losses"] = np.mean([r["losses"] for r in results], axis=0)
+    run["table"] = join([r["table"] for r in results])
+    assert_close(run, want, 1000 * torch.finfo(torch.float64).eps)
+    assert want["losses"][0] < math.log(100) < want["losses"][-1]  # of 96 columns, and of 480
+
+
+RUN = ("padded_vocab=1024", "stages.*.candidates=40", "stages.3.candidates=24,0")
+
+
+@pytest.mark.slow
+def test_a_sampled_run_resumes(launch, uninterrupted, stopped):
+    """Checks two ranks, whose offsets differ."""
+    folder = stopped(2, 4, *RUN)
+    saved = [tg.read_saved(path, "") for path in folder.glob("records/**/rank?.pt")]
+    a, b = (json.loads(each["meta"])["position"] for each in saved)
+    assert a[:2] == b[:2] and a[2] != b[2]
+    with launch(folder, "--resume", ATTEMPTS, "--save", "model.pt", change=RUN, world_size=2) as run:
+        assert run.wait() == [0, 0], run.err
+    assert_same_end(folder, uninterrupted(2, *RUN)[0])
+
+
+@pytest.mark.slow
+def test_too_few_candidates_end_a_run(launch, tmp_path):
+    """Every rank fails; those that see the reason say it in one line."""
+    with launch(tmp_path / "run", change=("stages.1.candidates=3",), world_size=2) as run:
+        assert all(run.wait())
+    said = re.findall(r"^train_gpt.py: error.*", run.err, re.MULTILINE)
+    start = r"train_gpt.py: error on rank \d: a micro-batch has [78] distinct targets, more than its 3 cand"
+    assert said and all(re.match(start, line) for line in said), run.err
+
+
+# ----------------------------------------------------------------------------------------------- the schedule
+
+
+def test_schedule():
+    """Checks golden steps, equal parts of a stage, and that the warm-up rehearses each change."""
+    record, golden = tg.RECORD, GOLDEN92["g_schedule"]
+    counts = [tg.plan_step(record, step).candidates for step in range(record.steps)]
+    changes = [step for step in range(1, len(counts)) if counts[step] != counts[step - 1]]
+    assert changes == golden["candidates_change_at"]
+    assert sum(count or record.padded_vocab for count in counts) == golden["sums"]["candidates"]
+    parts = tg.override(tg.CPU, "stages.3.candidates=30,20,10,5")  # of 20 steps
+    counts = [tg.plan_step(parts, step).candidates for step in range(245, 266)]
+    assert counts == [0] + [30] * 5 + [20] * 5 + [10] * 5 + [5] * 5
+    for cfg, steps in (record, changes), (parts, (246, 251, 256, 261)):
+        rehearsed = {step for steps in tg.warmup_steps(cfg) for step in steps}
+        assert all({step - 1, step, step + 1} <= rehearsed for step in steps)
