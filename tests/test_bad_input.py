@@ -203,7 +203,6 @@ CASES = [
     Case("--set ngrams.orders= --set bigram_vocab_size=322 --set microbatches=4", world_size="4"),
     # numbers that go wrong
     Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2),
-    Case("a weight that is not finite at a checkpoint", f"--set adam_lr=1e38 {EVERY}", steps=2),
     # ranks that do not fit together
     Case("ranks with other options", "", ranks=2, rank_arguments={1: ["--set", "adam_lr=.5"]}),
     Case("ranks with other data", "", other_corpus, ranks=2, rank_arguments={1: ["--data", "other"]}),

@@ -119,7 +119,7 @@ def test_micro_batches(tmp_path, seed):
         position = loaders[5, 8].position()
         loaders[5, 8].close()
         loaders[5, 8] = tg.TrainLoader(cfg, loaders[0, 1].paths, 5, 8, position)
-        assert loaders[5, 8].position() == position == loaders[0, 1].position()
+        assert loaders[5, 8].position() == position and position[:2] == loaders[0, 1].position()[:2]
         for (rank, world_size), loader in loaders.items():
             micro_batches = loader.batch(batch_tokens, max_doc_len)
             assert len(micro_batches) == 8 // world_size
@@ -154,7 +154,7 @@ def test_the_next_shard_is_the_next_by_name(tmp_path):
     write_shard(tmp_path / "x_train_000001.bin", [9] * 8 + document(1, 30), VOCAB, BOS)
     loader = train_loader(cfg)
     assert [loader.batch(20, 100)[0].inputs[-1].item() for _ in range(5)] == [1, 3, 4, 1, 3]
-    assert loader.position() == (5, 1)
+    assert loader.position()[:2] == (5, 1)
     with pytest.raises(tg.UserError, match="no training shard holds"):
         loader.batch(70, 100)
 

@@ -155,7 +155,7 @@ def test_the_screen_has_the_results_and_names_the_log(which, world_size, seed, n
 def test_tracks(preset):
     """A run may change the method and stay in the track, but not the task."""
     cfg = tg.PRESETS[preset]
-    assert cfg.track == ("cpu" if preset == "cpu" else "gpt2-small")
+    assert cfg.track == ("gpt2-small" if preset == "record" else preset)
     for setting in "adam_lr=1 stages.0.steps=7 heads=2".split():
         assert tg.track_of(tg.override(cfg, setting), 2) == cfg.track
     for setting in "data=x val_slices=1 val_slice_tokens=8 microbatches=4 dtype=float64 target=9".split():
@@ -208,15 +208,3 @@ def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys
     assert tg.main(arguments.split()) == bad
     out, err = capsys.readouterr()
     assert ("here: 2\n" in out) != bad and err.count("\n") == bad and not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
-def test_a_killed_torchrun_leaves_nothing_running(folder):
-    """Its ranks hold stdout open: it is closed when they are gone, long before their last step."""
-    options = ["--preset", "cpu", "--data", "corpus", *settings("warmup=false", "stages.0.steps=8")]
-    process = start(folder, *TORCHRUN, tg.__file__, *options)
-    while not process.stdout.readline().startswith("step:3/"):
-        assert process.poll() is None
-    process.kill()
-    assert "log: " not in process.communicate(timeout=WAIT)[0]

@@ -65,7 +65,6 @@ SWITCHES = {
     "sparse value_embeds": (["params.value_embeds.exchange=sparse"], ROUNDING),
     "sparse bigram_embed": (["params.bigram_embed.exchange=sparse"], ROUNDING),
     "sparse embed": (["params.embed.exchange=sparse"], ROUNDING),
-    "ngrams.placement": (["ngrams.placement=host"], EQUAL),
     **{f"kernel {name}": ([f"kernels={name}"], ROUNDING) for name in tg.KERNELS},
     "fp8": (["fp8=true"], FP8),
     "fp8 head": (["fp8=true", "fp8_mlp=false"], FP8),
@@ -142,8 +141,6 @@ def plain():
     "names", [(name,) for name in SWITCHES if name != "compile"] + PAIRS, ids=" and ".join
 )
 def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, names):
-    if "ngrams.placement" in names:
-        cfg = replace(cfg, ngrams=NGRAMS)
     losses, changes, _ = run_interpreted(train_switched, cfg, names)
     want_losses, want_changes, known = plain(cfg)
     loss_bound, bound = max((SWITCHES[name][1] for name in names), key=lambda bounds: bounds[0])

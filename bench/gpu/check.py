@@ -9,8 +9,7 @@
               settings, against plain fp32; steps that may not wait for the GPU
     times     host and device ms of each stage's step; each kernel, and FlashAttention 2 and 3, against plain
               torch and measured ceilings
-    run       train_gpt.py for 12 steps a stage on synthetic tokens, with a trace; again with plain settings,
-              and with n-grams in host memory
+    run       train_gpt.py for 12 steps a stage on synthetic tokens, with a trace; again with plain settings
     nccl      every call of Exchange, and training by other exchanges, on all GPUs (collectives.py); on two or
               more, runs with fp32 sums and with dense tables, against the run before
 
@@ -524,7 +523,6 @@ CHECKS = [
     *(Check("times", f"times of {name}", kernel_times, (name,)) for name in OPERATIONS),
     Check("run", "run", timed_run, ("run", "", 0), limit=900),
     Check("run", "plain run", timed_run, ("plain run", "kernels= fp8=false compile=false", 1), limit=600),
-    Check("run", "host run", timed_run, ("host run", "ngrams.placement=host", 1), limit=600),
     Check("nccl", "exchange", exchanges),
     Check("nccl", "fp32 run", timed_run, ("fp32 run", "params.*.reduction=fp32", 2), limit=600),
     Check("nccl", "dense run", timed_run, ("dense run", DENSE, 2), limit=600),
