@@ -10,7 +10,7 @@ Results
     cpu preset     1.051 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
                    runs of 266 steps, 49 s on two cores of an AMD EPYC, PyTorch 2.13
     record preset  not timed on GPUs yet. It is the configuration of the public record 92, which took 39.9 s
-                   on 8 H100s; README.md says what it lacks
+                   on 8 H100s; docs/settings.md says what it lacks
 
 Sections; each uses only what is above it
     1  This text, imports
@@ -29,7 +29,7 @@ Sections; each uses only what is above it
     14 Saving       what a config must satisfy; memory; saved models; checkpoints
     15 Main         command line, warm-up, the timed loop
 
-The algorithm follows the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt, commit f411b3d3).
+The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
 table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), L the
 layers, V the padded vocabulary.
@@ -2209,7 +2209,7 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
     if cfg.attention != "dense":
         chosen["attention"] = flash_attention
     if cfg.attention == "fa3":
-        fix = "README.md says how to get it; or use --set attention=varlen"
+        fix = "docs/gpus.md says how to get it; or use --set attention=varlen"
         with explain("FlashAttention-3 cannot be used", fix, Exception):
             torch.nn.attention.activate_flash_attention_impl("FA3")
     return Backend(**chosen, fp8=cfg.fp8)
@@ -4006,7 +4006,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
         epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
         "stages.*.windows.long, params.embed.wd_mul. A run with --checkpoint-every, --resume or --profile "
-        "counts for no track.",
+        "belongs to the track `other`.",
         allow_abbrev=False,
     )
     add, preset = parser.add_argument, "record" if torch.cuda.is_available() else "cpu"
@@ -4111,7 +4111,7 @@ def run(args: argparse.Namespace) -> None:
         check_ngram_memory(cfg, args.check, device, args.check)
         if args.data:  # the preset's may not be there yet
             open_dataset(cfg)
-        print(f"processes that could run this here: {args.check}")
+        print(f"this can run here with so many processes: {args.check}")
         return
 
     rank, world_size, device = init_distributed()
