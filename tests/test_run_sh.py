@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -192,7 +193,8 @@ def test_two_machines_train_as_two_processes_on_one(repository):
     arguments = ["--preset", "cpu", "--data", "corpus", *settings("samples=0")]
     real = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
-    shared["MASTER_PORT"] = str(20000 + os.getpid() % 10000)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shared["MASTER_PORT"] = str(free.getsockname()[1])
     with ExitStack() as stack:
         processes = [
             stack.enter_context(started(repository, *arguments, **real | more))
