@@ -2,7 +2,8 @@
 # ./run.sh [SCRIPT.py] [--runs N] [options of the script]
 #
 # Finds or makes a Python environment, gets the data, and trains SCRIPT.py (train_gpt.py). With GPUs that
-# is the preset `record` on 8, 4, 2 or 1 of them, without any `cpu` or, by --preset, `words` in 2 processes.
+# is the preset `record`, on 8, 4, 2 or 1 of them; without any it is `cpu`, or `words` by --preset, in 2
+# processes.
 #
 #   --runs N    N runs, with seeds S..S+N-1 (S: --seed, default 0). With --name NAME a table of them follows
 #   --data DIR  train on the shards in DIR; nothing is downloaded

@@ -296,8 +296,8 @@ class Stage:
     # token begins with is easier, and teaches early (record 88).
     prefix: tuple[float, ...] = ()
     attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
-    # Columns of the head that a micro-batch computes, in equal parts of the stage: those of its targets and
-    # of others in turn (sampled softmax, record 92). None, or 0: all columns.
+    # Sampled softmax (record 92): how many columns of the head a micro-batch computes, in equal parts of the
+    # stage: its targets, filled up with others in turn. Empty, or 0: all. FP8 needs multiples of 16.
     candidates: tuple[int, ...] = ()
 
 
@@ -703,7 +703,7 @@ def untie_step(cfg: Config) -> int:
 
 
 def part_at(t: float, parts: tuple):
-    """Returns the value, of equal parts of 0 .. 1, at t; 0 without parts."""
+    """Returns the value whose equal part of 0 .. 1 holds t; 0 if there are none."""
     return parts[int(t * len(parts))] if parts else 0
 
 
@@ -754,14 +754,13 @@ def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
 
 
 def warmup_steps(cfg: Config) -> list[range]:
-    """Returns steps that do all that a run does: the first two, and two on either side of a change of the
-    stage or of the number of candidates.
+    """Returns steps that do all that a run does: the first two, and two before and after each change of the
+    stage or the number of candidates.
 
     From the last stage's start on four: the first two untie embed, the others update it on its own.
     """
-    kinds = [(plan.stage, plan.candidates) for plan in map(partial(plan_step, cfg), range(cfg.steps))]
-    starts = [step for step, kind in enumerate(kinds) if step == 0 or kind != kinds[step - 1]]
-    last = cfg.stage_starts[-1]
+    plans, last = [plan_step(cfg, step) for step in reversed(range(cfg.steps))], cfg.stage_starts[-1]
+    starts = sorted({(plan.stage, plan.candidates): plan.step for plan in plans}.values())
     return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
 
 
@@ -890,7 +889,7 @@ def describe_environment(device: torch.device, world_size: int) -> list[str]:
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = platform.processor() or platform.machine()
+        hardware = platform.machine()
         with contextlib.suppress(OSError, TypeError):  # not Linux; no such line
             hardware = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
         hardware += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
@@ -936,8 +935,8 @@ def find_shards(folder: str, split: str) -> list[Path]:
     refuse_if(
         not paths,
         f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record), "
-        "data/local_corpus.py (cpu), data/tokenize_text.py (your text) or data/synthetic.py (random tokens), "
-        "or use another --data",
+        "data/local_corpus.py (cpu; with --encoding gpt2: words), data/tokenize_text.py (your text) or "
+        "data/synthetic.py (random tokens), or use another --data",
     )
     return paths
 
@@ -1142,7 +1141,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
     max_doc_len: int  # bound on such a document's length
     index: dict[str, RowIndex] = field(default_factory=dict)  # in training
-    candidates: Tensor | None = None  # (P,) int32, ascending: the only columns of the head in training
+    candidates: Tensor | None = None  # (P,) int32, ascending: the head's columns in training; None: all
     buffer: Tensor | None = None  # uint8: holds all of these, once packed
 
     def pack(self) -> "MicroBatch":
@@ -1227,20 +1226,20 @@ def place_rows(ids: Tensor, index: RowIndex, places: Tensor) -> Tensor:
 
 
 def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
-    """Returns `count` tokens, ascending, int32: all targets, and others in turn; and the next call's offset.
+    """Returns `count` tokens (ascending, int32), all targets and some others, and the next call's offset.
 
     The others are the first that are no targets in an interval, from `offset` on, of a fixed permutation of
     the vocabulary; intervals follow one another. If they are too few, they are spread over all (record 92).
     """
     chosen = np.zeros(vocab, bool)
     chosen[targets] = True
-    missing = count - int(chosen.sum())
+    distinct = int(chosen.sum())
     refuse_if(
-        missing < 0,
-        f"a micro-batch has {count - missing} distinct targets, more than its {count} candidates; raise "
+        not distinct <= count <= vocab,
+        f"a micro-batch with {distinct} distinct targets has {count} candidates of {vocab} columns; change "
         "stages.*.candidates, or use more microbatches",
     )
-    if missing:
+    if missing := count - distinct:
         size = min(vocab, missing * 17 // 10 + 256)
         others = np.arange(offset, offset + size) * 20011 % vocab
         others, offset = others[~chosen[others]], (offset + size) % vocab
@@ -1279,7 +1278,7 @@ class TrainLoader:
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
         self.opened, self.document, *self.offsets = position
-        # Of this rank's micro-batches, for choose_candidates().
+        # For choose_candidates(): the offset of each of this rank's micro-batches.
         own = range(rank, self.microbatches, world_size)
         self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in own]
         self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
@@ -1340,7 +1339,9 @@ class TrainLoader:
     def batch(
         self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0, candidates: int = 0
     ) -> list[MicroBatch]:
-        """Builds this rank's micro-batches of the next batch; with as many candidates, unless 0."""
+        """Builds this rank's micro-batches of the next batch, with `candidates` columns of the head each; 0:
+        all.
+        """
         T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
         ends, micro_batches = self.ends[max_doc_len], []
         max_docs = self.cfg.max_docs or default_max_docs(T)
@@ -1350,8 +1351,9 @@ class TrainLoader:
             doc_ends = ends[first + 1 : last] - ends[first]
             part = make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
             if candidates:
-                drawn = choose_candidates(tokens[1:], candidates, self.cfg.padded_vocab, self.offsets[i])
-                part.candidates, self.offsets[i] = drawn
+                part.candidates, self.offsets[i] = choose_candidates(
+                    tokens[1:], candidates, self.cfg.padded_vocab, self.offsets[i]
+                )
             micro_batches.append(part)
         return micro_batches
 
@@ -1677,8 +1679,7 @@ def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor
 @compiled
 def places_among(ids: Tensor, candidates: Tensor) -> Tensor:
     """Returns the places of `ids` int64 among ascending `candidates` (P,) int32; -1: absent."""
-    ids = ids.int()
-    at = torch.searchsorted(candidates, ids).clamp_max(len(candidates) - 1)
+    at = torch.searchsorted(candidates.long(), ids).clamp_max(len(candidates) - 1)
     return torch.where(candidates[at] == ids, at, -1)
 
 
@@ -1691,12 +1692,13 @@ def softcap_loss(
     logits). The gradient has the logits' dtype; with `scale_inv` it is e5m2 in units of scale_inv,
     saturating.
     """
-    # In place where it can be: memory bounds this on a CPU. z is at most 23, so exp(z) does not overflow.
+    # In place where possible: on a CPU memory traffic is the limit. z is at most 23: exp(z) cannot overflow.
     s = softcap_sigmoid(logits)
     exp_z = (SOFTCAP_SCALE * s).exp_()
     sums = exp_z.sum(dim=-1, keepdim=True)
-    at, found = targets.clamp_min(0), (targets >= 0).to(s.dtype)
-    row_weights = torch.stack([w * column for w, column in zip(weights, found.unbind(1))], dim=1)
+    at, row_weights = targets.clamp_min(0), (targets >= 0).to(s.dtype)
+    for column, weight in zip(row_weights.T, weights):
+        column *= weight
     s_at, total = s.gather(1, at), row_weights.sum(dim=-1, keepdim=True)
     losses = (row_weights * (sums.log() - SOFTCAP_SCALE * s_at)).sum(dim=-1)
     slope = SOFTCAP_SCALE / SOFTCAP_SPAN
@@ -1846,16 +1848,9 @@ def transposed(x: Tensor) -> Tensor:
 
 
 @compiled
-def transpose_add(out: Tensor, x: Tensor, row_ids: Tensor) -> None:
-    """Adds rows `row_ids` (k,) int32, distinct, of x (n, m) to those columns of out (m, n)."""
-    at = row_ids.long()
-    out[:, at] += x[at].T  # no index_add_, which is atomic on a GPU
-
-
-@compiled
 def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
     """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    out[:, columns.long()] += x
+    out[:, columns.long()] += x  # no index_add_, which is atomic on a GPU
 
 
 # ============================================================================================================
@@ -2242,8 +2237,9 @@ def write_grad(
 ) -> None:
     """out = a^T b; += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
 
-    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary. With `columns` (cols,)
-    int32, distinct, the product, rounded, is added to these of `out`, and the others become 0 or stay.
+    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary. With distinct
+    `columns` (cols,) int32, the rounded product is added to these columns of `out`, after `overwrite` has set
+    all of it to 0.
     """
     if columns is not None:
         if overwrite:
@@ -2282,7 +2278,8 @@ class Gradient:
         columns: Tensor | None = None,
     ) -> Tensor | None:
         """main_grad's matrices, one below the other, [start : start + rows, :cols] += a^T b, as write_grad
-        does; the first one since a reset overwrites. With `delay` it is computed by take().
+        does; the first one since a reset overwrites. With `columns`, these instead of the first ones. With
+        `delay` it is computed by take().
 
         Returns what autograd gets. That is None; without main_grad the gradient; or, by TransformerEngine's
         contract (its PR 2871), an uninitialized tensor if the parameter has an attribute
@@ -2448,7 +2445,7 @@ class Rotary:
             freq = freq * (ratio + keep * (1 - ratio))
             scale *= 0.2 * math.log(new / window) + 1
         angles = torch.arange(self.rows, dtype=freq.dtype, device=freq.device)[:, None] * freq
-        cos, sin = (t.to(dtype_of(self.cfg.dtype)) for t in (angles.cos(), angles.sin()))
+        cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
         return RotaryFamily(cos, sin, scale)
 
 
@@ -2954,19 +2951,19 @@ class GPT(nn.Module):
                 if not converted:
                     converted += [w8 := to_fp8(w, FP8_W, torch.float8_e4m3fn), transposed(w8)]
                 w8, wt8 = converted
-            for i in range(0, x.size(0), n):
+            for i in range(0, len(x), n):
                 part = slice(i, i + n)
                 if self.backend.fp8:
                     logits = x.new_empty(len(x[part]), w.size(1), dtype=torch.bfloat16)
                     fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
                     part_losses, dlogits = self.backend.softcap_loss(logits, targets[part], weights, unit)
                     fp8_matmul(dlogits, w8.T, dx_scale, dx[part])
-                    factors = xt8[:, part].T, transposed(dlogits).T
-                    for_hooks = grad.add(*factors, scale=dw_scale, columns=candidates)
+                    factors = xt8[:, part].T, transposed(dlogits).T, 0, dw_scale
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, targets[part], weights)
                     torch.mm(dlogits, w.T, out=dx[part])
-                    for_hooks = grad.add(x[part], dlogits, columns=candidates)
+                    factors = x[part], dlogits
+                for_hooks = grad.add(*factors, columns=candidates)
                 losses.append(part_losses)
         backward_roots = [(x, dx)] if for_hooks is None else [(x, dx), (whole, for_hooks)]
         return torch.cat(losses).sum(), backward_roots
@@ -3179,9 +3176,9 @@ def adam(
     beta1, beta2 = (beta**slowdown for beta in spec.betas)
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
     decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
-    # As vectors, so that code compiled for any length serves every parameter; without a GPU in parts, whose
-    # intermediate results stay in a core's cache.
-    vectors = (x.reshape(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"], grad))
+    # As vectors, so that code compiled for any length serves every parameter. On a CPU they are updated in
+    # blocks, so that intermediate results stay in its cache.
+    vectors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"], grad))
     dtype, size = state["exp_avg"].dtype, p.numel() if p.is_cuda else 1 << 16
     numbers = 1 - beta1, beta2, scalar(step_size, dtype), scalar(decay, dtype), cfg.adam_eps
     for parts in zip(*(x.split(size) for x in vectors)):
@@ -3377,7 +3374,7 @@ class NgramTable:
         # Updates so far, and their time: an update after four steps decays as two after two.
         self.clock = torch.zeros(2, dtype=torch.int32)
         self.stored = [self.block, self.moments, self.last, self.clock]
-        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.moments.dtype).to(device)
+        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.moments)
 
     def begin(self, batch: Batch | None) -> None:
         """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
@@ -3419,8 +3416,8 @@ class NgramTable:
 
     def zero(self, rows: Tensor) -> None:
         """Sets these rows (n,) of this rank's block, their state and the clock to 0, as at the start."""
-        for t in (self.block, self.moments, self.last):
-            t.index_fill_(0, rows.long(), 0)
+        for t in self.stored[:3]:
+            t[rows.long()] = 0  # the ids may be in host memory
         self.clock.zero_()
 
     def finish(self) -> None:
@@ -3572,7 +3569,8 @@ class Optimizer:
 
     def add_tied_grad(self, grad: Tensor, name: str) -> None:
         """Adds the gradient of the table `name`, (n, m), to its target's, (m, n): only touched rows."""
-        transpose_add(grad, self.grads[name].take(), self.rows[name].rows)
+        rows = self.rows[name].rows
+        add_columns(grad, rows, self.grads[name].take()[rows].T)
         self.reset_grad(name)
 
     @section("update")
@@ -3706,6 +3704,7 @@ def train_step(
     model: GPT, optimizer: Optimizer, batch: Batch, following: Callable[[], Batch | None] = lambda: None
 ) -> Tensor:
     """Trains on one batch. Returns this rank's loss, the weighted mean over all targets: 0-d, on the device.
+    With candidates it is the loss over these columns alone, which is lower.
 
     `following()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
@@ -3731,7 +3730,7 @@ def train_step(
             optimizer.in_flight["act_scale"] = maximum._replace(finish=model.set_act_scale)
         section("backward")(torch.autograd.backward)(*zip(*backward_roots))
         optimizer.add_row_grads(leaves, micro_batch.index, model.signs)
-        losses.append(loss / (micro_batch.inputs.size(0) * sum(plan.loss_weights)))
+        losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
     optimizer.step(plan, following)
     return sum(losses[1:], losses[0])
 
@@ -3833,8 +3832,8 @@ def config_json(cfg: Config, **more) -> str:
 def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
     """Raises UserError if the n-gram table and its state do not fit; the message says how many rows do.
 
-    A GPU may use a third of its memory for them: the rest of the record preset needs up to 50 GB. All host
-    memory may be used: without this the kernel would grant more, and kill a process later.
+    A GPU may use a third of its memory for them: the rest of the record preset needs up to 50 GB. Without a
+    GPU, all memory may be used: without this the kernel would grant more, and kill a process later.
     """
     n = cfg.ngrams
     if not n.orders:
@@ -3892,7 +3891,7 @@ def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
         if n.orders:
             rows = np.memmap(f"{path}.ngrams", np.uint8, "r").reshape(len(n.orders) * n.rows, -1)
             model.ngrams = NgramFile(rows, dtype_of(n.dtype), device)
-    model.rotary.use_stage(len(cfg.stages) - 1)
+    model.rotary.use_stage(plan_step(cfg, cfg.steps - 1).stage)
     return model
 
 
@@ -3931,8 +3930,8 @@ def read_saved(path: str | Path, fix: str) -> dict:
 class Checkpoint(NamedTuple):
     """A folder RUN.checkpoint/step00000120 beside the run's log, with each rank's rank0.pt, rank1.pt, ...
 
-    It is renamed to that when all of it is written, so a folder of that name is complete, whatever ended the
-    run.
+    It is renamed to that when all of it is written, so a folder of that name is complete, unless the
+    machine itself failed.
     """
 
     path: Path
@@ -3986,7 +3985,8 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
     # torch.save raises RuntimeError when the disk is full.
     with explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError):
         aside.mkdir(parents=True, exist_ok=True)
-        torch.save(state, aside / f"rank{rank}.pt")
+        with open(aside / f"rank{rank}.pt", "wb") as file:
+            torch.save(state, file)
     optimizer.exchange.all_gather_object(None)  # all ranks have written
     if rank == 0:
         aside.rename(final)
@@ -4111,7 +4111,7 @@ def run(args: argparse.Namespace) -> None:
         check_ngram_memory(cfg, args.check, device, args.check)
         if args.data:  # the preset's may not be there yet
             open_dataset(cfg)
-        print(f"this can run here with so many processes: {args.check}")
+        print(f"{args.check} processes can run this here")
         return
 
     rank, world_size, device = init_distributed()

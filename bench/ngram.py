@@ -173,7 +173,7 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
     last = tg.read_shard(data.train[-1], cfg)
     first = np.searchsorted(last.starts, 0.98 * len(last.tokens))
     trained, position = trained_text(cfg, data.train)
-    if position > (len(data.train) - 1, first):
+    if position[:2] > (len(data.train) - 1, first):
         raise UserError("the run has read the text to fit weights on; add training text")
     fitted = last.tokens[last.starts[first] :]
     train = np.concatenate([read_tokens(path) for path in data.train])[: -len(fitted)]

@@ -9,9 +9,9 @@ What is not UTF-8 is named and left out. A name may also end in .gz. Training us
 document, so documents of more than --passage-bytes are cut into passages: at blank lines if possible, else at
 line ends, else at spaces. A passage never spans two shards, and a BOS token precedes it. Empty documents are
 left out. The SHA-256 of a document's text chooses between training and validation, so all its passages are in
-the same split, whatever else is tokenized with it. With few documents (below ten times --val-one-in) one
-split could be empty, so there the last passages of each document are for validation, one in --val-one-in. The
-same files in the same order give the same shards.
+the same split, whatever else is tokenized with it. With few documents (fewer than ten times --val-one-in)
+one split could be empty, so of each document the last passages are for validation: one in --val-one-in,
+rounded up. The same files in the same order give the same shards.
 
 Format of a shard, NAME_train_000001.bin (training counts from 1, validation from 0), little-endian:
     256 int32   20240520, 1, tokens, vocabulary size, BOS token, bytes of UTF-8 text without BOS, 0, 0, ...

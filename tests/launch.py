@@ -155,10 +155,6 @@ class FaultAtWrite:
             state.append("after")
             return result
 
-        def syncing(original, file):
-            change("os.fsync")
-            original(file)
-
         def saving(original, content, file):
             if not hasattr(file, "write"):
                 return original(content, file)
@@ -170,7 +166,7 @@ class FaultAtWrite:
             change("half of torch.save")
             file.write(data[half:])
 
-        for where, around in ((self.where, marking), ("os.fsync", syncing), ("torch.save", saving)):
+        for where, around in ((self.where, marking), ("torch.save", saving)):
             wrap(where, functools.partial(functools.partial, around))
         sys.addaudithook(audit)
 
