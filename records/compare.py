@@ -793,7 +793,7 @@ def flatten(config, name: str = "") -> list[str]:
 # ============================================================================================================
 
 HERE = Path(__file__).resolve().parent
-TRACKS = ("cpu", "gpt2-small")  # those with records
+TRACKS = ("cpu", "words", "gpt2-small")  # those with records
 DATED = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]_*"
 RECORD_COLUMNS = ["date", "record", "runs", "loss, mean", "p (mean < target)", "time, mean"]
 RECORD_COLUMNS += ["against its baseline", "machine", "commit"]
