@@ -194,3 +194,10 @@ def test_weight_1_is_exactly_the_fast_rail():
         numbers = 0.02, *map(torch.tensor, (0.1, 1.0, 0.9)), torch.float32
         results.append(tg.mix_rails(grad, fast.clone(), slow, *numbers))
     assert torch.equal(*results)
+
+
+def test_each_rank_has_its_own_matrices_rates():
+    """A rank's block may begin at an odd matrix."""
+    (row,) = [row for row in tg.PARAMS if row.name == "mlp_bank"]
+    shards = [tg.anvil_init(torch.zeros(3, 4, 4), row, torch.float32, first) for first in (0, 3)]
+    assert [shard["matrix_lr_mul"].flatten().tolist() for shard in shards] == [[1, 2, 1], [2, 1, 2]]
