@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Estimates a training step's time on 8 H100s, stage by stage, without a GPU.
+"""Estimates a training step's time on 8 H100s, phase by phase of a run, without a GPU.
 
     python bench/projection.py [--what-if "NAME=VALUE ..."] ...
     python bench/projection.py --what-if "layers.*.xsa=false" --what-if "mlp_dim=2560 fp8_mlp=false"
 
 All times are estimates, but for those called published. Each --what-if changes the record preset. A default
-run takes a minute of a free core, each --what-if 15 s more.
+run takes a minute of a free core, each --what-if 20 s more.
 
-It runs steps of rank 0 of 8 in each stage, as bench/launches.py does, on torch's "meta" device, and lists
+A phase is a stage, or a part of one in which the sampled softmax computes as many columns of the head. The
+program runs steps of rank 0 of 8 in each, as bench/launches.py does, on torch's "meta" device, and lists
 what four of them launch: the FLOPs of matmuls and attention, the bytes that are read and written, and those
 that this rank sends. A call of compiled code counts as one kernel, besides its matmuls: it reads its inputs
 and writes its results once, and a backward computes again what it needs of its forward. Tokens are synthetic,
@@ -24,9 +25,9 @@ kernels', of the exchange NCCL's. Slowdown and fixed are fitted to the published
 80 and 92, with launch_us 0. launch_us: what removing CUDA graphs cost record 92, by launch listed. Not
 counted: other waiting for the host.
 
-Stages are in ms of a step. tokens: of each GPU's micro-batch; matmuls, attention, other: the sum over
-launches; exchange: what is not hidden of collectives; launches: what CUDA graphs save; total: seconds of all
-steps, and the published 0.21 s of endings and the fetch of validation's rows.
+Phases are in ms of a step. tokens: of each GPU's micro-batch; columns: of the head; matmuls, attention,
+other: the sum over launches; exchange: what is not hidden of collectives; launches: what CUDA graphs save;
+total: seconds of all steps, and the published 0.21 s of endings and the fetch of validation's rows.
 
 Record 92 is the record preset with the TECHNIQUES, each a factor on counted parts. Not expressed of it: its
 kernels' fusions, FP8 logits' faster sigmoid, conversions to FP8, products that read both layouts. Record 80
@@ -88,6 +89,13 @@ class Op(NamedTuple):
     kind: str = ""  # of its FLOPs, if any count; exchange: a collective
     flops: float = 0.0
     part: str = ""  # of the step
+
+
+class Phase(NamedTuple):
+    stage: int
+    columns: int  # of the head
+    steps: int
+    ops: list[Op]  # of four steps
 
 
 class Access(NamedTuple):
@@ -204,35 +212,30 @@ def scaled(op: Op, share: float) -> Op:
     return op._replace(nbytes=int(share * op.nbytes), flops=share * op.flops)
 
 
-def in_fp8(part: str) -> Callable[[Op, int], Op]:
-    return lambda op, _: op._replace(kind="fp8") if op.kind == "bf16" and op.part == part else op
+def in_fp8(part: str) -> Callable[[Op], Op]:
+    return lambda op: op._replace(kind="fp8") if op.kind == "bf16" and op.part == part else op
 
 
-def sampled_softmax(op: Op, columns: int) -> Op:
-    return scaled(op, columns / tg.RECORD.padded_vocab) if op.part == "head" else op
-
-
-def fp8_logits(op: Op, columns: int) -> Op:
+def fp8_logits(op: Op) -> Op:
     """A logit's bytes are 2 written, 2 read, and 5 of its gradient in FP8; logits in FP8 have half."""
     return op._replace(nbytes=op.nbytes * 7 // 9) if op.part == "head" else op
 
 
-def unpadded(op: Op, columns: int) -> Op:
+def unpadded(op: Op) -> Op:
     """Two of four products of the forward's, three of five of the backward's have the queries' width."""
     if op.part in NARROW_ATTENTION:
         return scaled(op, NARROW_ATTENTION[op.part])
     return op._replace(nbytes=0) if op.name == "constant_pad_nd" else op
 
 
-def pulled_rows(op: Op, columns: int) -> Op:
+def pulled_rows(op: Op) -> Op:
     """A rank's four batches of a cycle have about 0.3 of all tokens."""
     return scaled(op, 0.3) if op.name == "all_gather value_embeds" else op
 
 
 NARROW_ATTENTION = {"narrow attention": 3 / 4, "narrow attention backward": 7 / 10}
-# What record 92 has and this script lacks: how an operation changes with it and so many columns of the head.
+# What record 92 has and this script lacks: how an operation changes with it.
 TECHNIQUES = {
-    "sampled softmax": sampled_softmax,
     "FP8 logits": fp8_logits,
     "FP8 of QKV": in_fp8("QKV"),
     "FP8 in the MLPs' backward": in_fp8("MLP backward"),
@@ -241,20 +244,12 @@ TECHNIQUES = {
 }
 PUBLISHED_GRAPHS, PUBLISHED_ENDINGS = 2.99 + 0.84, 0.21  # s
 PUBLISHED_80 = 31.1, 56.3, 82.0, 82.4  # ms by stage
-# Stage, columns of the head, steps, published ms.
-PHASES_92 = (
-    (0, 10240, 320, 17.0),
-    (1, 10240, 361, 30.3),
-    (2, 14336, 284, 45.0),
-    (2, 24576, 142, 47.9),
-    (3, 50304, 67, 46.7),
-    (4, 50304, 20, 22.6),
-)
+PUBLISHED_PHASES_92 = 17.0, 30.3, 45.0, 47.9, 46.7, 22.6  # ms by phase
 PUBLISHED_92 = 39.914  # s
 
 SETTINGS_80 = """
     mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0 ngrams.orders=
-    bigram_vocab_size=251520 mlp_dim=3072 stages.*.prefix= stages.*.attention_cap=0
+    bigram_vocab_size=251520 mlp_dim=3072 stages.*.prefix= stages.*.attention_cap=0 stages.*.candidates=
     params.value_embeds.exchange=reduce_scatter params.embed.exchange=reduce_scatter
     params.value_embeds.every=2 layers.*.narrow_qk=false layers.*.narrow_v=false layers.*.mlps=1
     layers.*.x0=true layers.*.bigram=true layers.10.connections=false
@@ -303,10 +298,21 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
     return ops
 
 
-def apply(ops: list[Op], columns: int, names: Iterable[str] = TECHNIQUES) -> list[Op]:
-    """Returns what a stage launches with these techniques."""
+def count_all(cfg: tg.Config) -> list[Phase]:
+    """Counts each phase of a run."""
+    plans = (tg.plan_step(cfg, step) for step in range(cfg.steps))
+    steps = Counter((plan.stage, plan.candidates) for plan in plans)
+    phases = []
+    for (stage, columns), n in tqdm(steps.items(), "counting", unit="phase"):
+        ops = count(tg.override(cfg, f"stages.{stage}.candidates={columns}"), stage)
+        phases.append(Phase(stage, columns or cfg.padded_vocab, n, ops))
+    return phases
+
+
+def apply(ops: list[Op], names: Iterable[str] = TECHNIQUES) -> list[Op]:
+    """Returns what a phase launches with these techniques."""
     for name in names:
-        ops = [TECHNIQUES[name](op, columns) for op in ops]
+        ops = [TECHNIQUES[name](op) for op in ops]
     return ops
 
 
@@ -341,13 +347,13 @@ def line(name: Any, *cells: Any) -> None:
     print(f"{name:<28}{text}".rstrip(), flush=True)
 
 
-def seconds_92(stages: list[list[Op]], model: Model, names: Iterable[str] = TECHNIQUES) -> float:
-    """Estimates the seconds of record 92's steps, with these techniques."""
-    ms = (n * step_ms(apply(stages[i], columns, names), model)["ms"] for i, columns, n, _ in PHASES_92)
+def run_seconds(phases: list[Phase], model: Model, names: Iterable[str] = ()) -> float:
+    """Estimates the seconds of a run's steps, with these techniques."""
+    ms = (phase.steps * step_ms(apply(phase.ops, names), model)["ms"] for phase in phases)
     return sum(ms) / 1e3 + PUBLISHED_ENDINGS
 
 
-def fit(stages: list[list[Op]]) -> Model:
+def fit(phases: list[Phase]) -> Model:
     """Fits the model to records 80 and 92, the second from the record preset's launches. Prints it."""
     cfg = config_80()
     points = [
@@ -355,11 +361,12 @@ def fit(stages: list[list[Op]]) -> Model:
         for i, published in enumerate(PUBLISHED_80)
     ]
     points += [
-        (f"92 {i}, {columns}", apply(stages[i], columns), published) for i, columns, _, published in PHASES_92
+        (f"92 {phase.stage}, {phase.columns}", apply(phase.ops), published)
+        for phase, published in zip(phases, PUBLISHED_PHASES_92, strict=True)
     ]
     model = calibrate([ops for _, ops, _ in points], [published for *_, published in points])
-    graphs = seconds_92(stages, model)
-    without = seconds_92(stages, model._replace(launch_us=1.0))
+    graphs = run_seconds(phases, model, TECHNIQUES)
+    without = run_seconds(phases, model._replace(launch_us=1.0), TECHNIQUES)
     launched = model._replace(launch_us=PUBLISHED_GRAPHS / (without - graphs))
     print(launched)
     print("\nto which slowdown and fixed are fitted: ms of a step")
@@ -371,32 +378,24 @@ def fit(stages: list[list[Op]]) -> Model:
     return launched
 
 
-def count_all(cfg: tg.Config) -> list[list[Op]]:
-    stages = tqdm(enumerate(cfg.stages), "counting", len(cfg.stages), unit="stage")
-    return [count(cfg, i) if stage.steps else [] for i, stage in stages]
-
-
-def print_run(title: str, cfg: tg.Config, stages: list[list[Op]], model: Model) -> float:
-    """Prints the parts of a config's stages. Returns the seconds of the run."""
+def print_run(title: str, cfg: tg.Config, phases: list[Phase], model: Model) -> float:
+    """Prints the parts of a run's phases. Returns the seconds of the run."""
     print(f"\n{title}")
-    line("stage", "tokens", *PARTS)
-    seconds = PUBLISHED_ENDINGS
-    for i, (stage, ops) in enumerate(zip(cfg.stages, stages)):
-        if stage.steps:
-            parts = step_ms(ops, model)
-            line(i, stage.batch_tokens // tg.num_microbatches(cfg, RANKS), *parts.values())
-            seconds += stage.steps * parts["ms"] / 1e3
-    return seconds
+    line("stage", "tokens", "columns", *PARTS)
+    for stage, columns, _, ops in phases:
+        tokens = cfg.stages[stage].batch_tokens // tg.num_microbatches(cfg, RANKS)
+        line(stage, tokens, columns, *step_ms(ops, model).values())
+    return run_seconds(phases, model)
 
 
-def print_techniques(base: list[list[Op]], model: Model, seconds: float) -> None:
-    """Prints what record 92's techniques would save the record preset, in record 92's phases."""
+def print_techniques(base: list[Phase], model: Model, seconds: float) -> None:
+    """Prints what record 92's techniques would save the record preset."""
     graphs = model._replace(launch_us=0.0)
     print("\nwith what record 92 has besides: seconds of a run, and the change")
     rows = {name: (model, [name]) for name in TECHNIQUES}
     rows |= {"CUDA graphs": (graphs, []), "all, record 92": (graphs, [*TECHNIQUES])}
     for title, (its_model, names) in rows.items():
-        new = seconds_92(base, its_model, names)
+        new = run_seconds(base, its_model, names)
         line(title, new, f"{new - seconds:+.2f}")
 
 

@@ -228,9 +228,8 @@ def critical_path(traces: list[Trace], step: int) -> list[Span]:
         {lane: [s for s in spans if s.section != "waiting"] for lane, spans in trace.lanes.items()}
         for trace in traces
     ]
-    joint = {
-        call: calls for calls in zip(*(trace.collectives for trace in traces), strict=True) for call in calls
-    }
+    # Not strict: a trace lacks the last collectives if its rank stopped tracing before gloo began them.
+    joint = {call: calls for calls in zip(*(trace.collectives for trace in traces)) for call in calls}
     begins, ends = zip(*(trace.windows(trace.compute)[step] for trace in traces))
     rank, lane, time, path = ends.index(max(ends)), traces[0].compute, max(ends), []
     while time > begins[rank]:

@@ -40,7 +40,7 @@ def test_the_fit_finds_what_made_the_times():
 @pytest.mark.slow
 def test_flops_of_a_step_are_those_of_the_config():
     """Checks against 6 FLOPs a weight and token, and ANVIL's on an eighth of the banks' matrices."""
-    cfg, steps = tg.RECORD, 4
+    cfg, steps, (columns,) = tg.RECORD, 4, tg.RECORD.stages[1].candidates
     ops = projection.count(cfg, 1)
     tokens, d, banks = steps * cfg.stages[1].batch_tokens // 8, cfg.dim, {}
     anvil = 0.0
@@ -52,11 +52,11 @@ def test_flops_of_a_step_are_those_of_the_config():
         banks[name] = np.prod(tg.param_shapes(cfg, 1)[name])
     assert sum(op.flops for op in ops if op.name in ("gram", "baddbmm")) == anvil
     unread = sum(layer.narrow_v for layer in cfg.layers) * d * d  # half of two matrices
-    want = 6.0 * tokens * (sum(banks.values()) - unread + d * cfg.padded_vocab)
+    want = 6.0 * tokens * (sum(banks.values()) - unread + d * columns)
     counted = {kind: sum(op.flops for op in ops if op.kind == kind) for kind in ("bf16", "fp8")}
     # Not in it: small MLPs and gates.
     assert want < counted["bf16"] + counted["fp8"] - anvil < 1.006 * want
-    assert counted["fp8"] == tokens * (2 * banks["mlp_bank"] + 6 * d * cfg.padded_vocab)
+    assert counted["fp8"] == tokens * (2 * banks["mlp_bank"] + 6 * d * columns)
 
 
 @pytest.mark.slow

@@ -112,6 +112,22 @@ def test_the_critical_path_goes_through_the_rank_that_comes_last(two_ranks):
     ]
 
 
+def test_a_rank_may_lack_the_last_collectives(tmp_path):
+    """A rank that stops tracing before gloo begins a collective has no span of it."""
+    last, ran = [event("gather a", 96, 98), op(97)], event("gloo:all_gather", 97, 99, GLOO)
+    ranks = [*on_cpu(late=10), *last, ran], [*on_cpu(end=101), *last]
+    traces = timeline.read_traces(
+        write_trace(tmp_path / f"{rank}.json", events, rank, 2) for rank, events in enumerate(ranks)
+    )
+    assert [len(trace.collectives) for trace in traces] == [2, 1]
+    path = in_ms(timeline.critical_path(traces, 3))
+    assert path[4:8] == [
+        *((0, "main", "exchange", "a", 70, 71), (0, "gloo 0", "waiting", "", 71, 73)),
+        *((1, "gloo 0", "exchange", "a", 73, 79), (1, "main", "waiting", "", 79, 80)),
+    ]
+    assert path[-2:] == [(1, "main", "gather", "a", 96, 98), (1, "main", "other", "", 98, 101)]
+
+
 def on_gpu():
     """Returns two steps of a rank, whose last backward kernel runs during its NCCL kernel."""
     return [

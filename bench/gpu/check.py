@@ -366,7 +366,7 @@ def no_wait(setup: Setup, stage: int, world_size: int) -> Iterator[Row]:
 # ---- times -------------------------------------------------------------------------------------------------
 
 # By stage, one rank of 8 on an H100: bench/projection.py's estimates, without the last stage's.
-DEVICE_MS = (28, 48, 69, 59)
+DEVICE_MS = (24, 39, 58, 59)
 
 
 def ceilings(setup: Setup) -> Iterator[Row]:
