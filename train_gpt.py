@@ -1236,8 +1236,7 @@ def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) 
     distinct = int(chosen.sum())
     refuse_if(
         not distinct <= count <= vocab,
-        f"a micro-batch with {distinct} distinct targets has {count} candidates of {vocab} columns; change "
-        "stages.*.candidates, or use more microbatches",
+        f"{distinct} distinct targets in a micro-batch, {count} candidates of {vocab}: set stages.*.candidates",
     )
     if missing := count - distinct:
         size = min(vocab, missing * 17 // 10 + 256)
@@ -2936,11 +2935,11 @@ class GPT(nn.Module):
         remaining backward, tensors with their gradients: x, and lm_head if its hooks wait for one.
         """
         w, n, dx, losses = self.weight("lm_head"), self.cfg.head_chunk, torch.empty_like(x), []
-        whole = w
+        whole, add = w, partial(grad.add, columns=candidates)
         with torch.no_grad():
             if candidates is not None:
                 w, targets = w.index_select(1, candidates), places_among(targets, candidates)
-                n *= whole.size(1) // w.size(1)  # about as many logits
+                n *= self.cfg.padded_vocab // len(candidates)  # about as many logits
                 converted.clear()
             if self.backend.fp8:  # with fixed scales, and second factors of products column-major
                 unit = FP8_GRAD * grad_scale
@@ -2958,12 +2957,11 @@ class GPT(nn.Module):
                     fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
                     part_losses, dlogits = self.backend.softcap_loss(logits, targets[part], weights, unit)
                     fp8_matmul(dlogits, w8.T, dx_scale, dx[part])
-                    factors = xt8[:, part].T, transposed(dlogits).T, 0, dw_scale
+                    for_hooks = add(xt8[:, part].T, transposed(dlogits).T, scale=dw_scale)
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, targets[part], weights)
                     torch.mm(dlogits, w.T, out=dx[part])
-                    factors = x[part], dlogits
-                for_hooks = grad.add(*factors, columns=candidates)
+                    for_hooks = add(x[part], dlogits)
                 losses.append(part_losses)
         backward_roots = [(x, dx)] if for_hooks is None else [(x, dx), (whole, for_hooks)]
         return torch.cat(losses).sum(), backward_roots

@@ -128,7 +128,7 @@ def test_a_killed_run_ends_as_if_never_stopped(launch_two, saved, tmp_path):
     faults = dict.fromkeys((0, 1), FaultAtCall("AsyncLoss.poll", 12, die))  # in step 7
     with launch_two(tmp_path, *options, change=CHANGE, faults=faults) as run:
         assert -signal.SIGKILL in run.wait(), run.err
-    assert re.findall(r"^checkpoint: after step (\d+)$", one_log(tmp_path), re.MULTILINE) == ["2", "4"]
+    assert re.findall(r"^checkpoint: after step (\d+);", one_log(tmp_path), re.MULTILINE) == ["2", "4"]
     with launch_two(tmp_path, *options, "--resume", ATTEMPTS, change=CHANGE) as run:
         assert run.wait() == [0, 0], run.err
     (log,) = tmp_path.glob(f"{ATTEMPTS}/*.from4_*.txt")

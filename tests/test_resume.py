@@ -211,6 +211,14 @@ def test_killed_at_every_change_to_files(launch, uninterrupted, stopped, tmp_pat
     assert changes == ["os.mkdir", *write_shard, "os.rename", *remove_earlier]
 
 
+@pytest.mark.slow
+def test_checkpoints_wait_for_the_rarest_updates(launch, tmp_path):
+    """From slow_from on some parameters are updated after every fourth step only."""
+    with launch(tmp_path, "--checkpoint-every", 3, change=("slow_from=2",)) as run:
+        assert run.wait() == [0], run.err
+    assert found_in_logs(tmp_path, r"^checkpoint: after step (\d+);") == {"4"}
+
+
 # ---- contents of a checkpoint ------------------------------------------------------------------------------
 
 
@@ -256,7 +264,7 @@ def test_each_rank_saves_its_own_shards(stopped, corpus):
 def test_checkpoint_every(uninterrupted):
     """Rounds up to an even number of steps. After the last step there is no checkpoint."""
     folder = uninterrupted(0)
-    assert found_in_logs(folder, r"^checkpoint: after step (\d+)$") == {"4", "6"}
+    assert found_in_logs(folder, r"^checkpoint: after step (\d+);") == {"4", "6"}
     assert not list(folder.glob("records/**/*.checkpoint"))
 
 
