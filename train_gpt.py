@@ -1236,7 +1236,7 @@ def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) 
     distinct = int(chosen.sum())
     refuse_if(
         not distinct <= count <= vocab,
-        f"{distinct} distinct targets in a micro-batch, {count} candidates of {vocab}: set stages.*.candidates",
+        f"{distinct} distinct targets, {count} candidates of {vocab} tokens: change stages.*.candidates",
     )
     if missing := count - distinct:
         size = min(vocab, missing * 17 // 10 + 256)
