@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # ./run.sh [SCRIPT.py] [--runs N] [options of the script]
 #
-# Finds or makes a Python environment, gets the data, and trains SCRIPT.py (train_gpt.py). With GPUs that
-# is the preset `record`, on 8, 4, 2 or 1 of them; without any it is `cpu`, or `words` by --preset, in 2
-# processes.
+# Finds or makes a Python environment, gets the data, and trains SCRIPT.py (train_gpt.py): the preset `record`
+# on 8, 4, 2 or 1 GPUs; without any, `cpu` or, with --preset words, `words` in 2 processes.
 #
 #   --runs N    N runs, with seeds S..S+N-1 (S: --seed, default 0). With --name NAME a table of them follows
 #   --data DIR  train on the shards in DIR; nothing is downloaded
@@ -86,7 +85,6 @@ find_environment "$gpus"
 processes=${NPROC_PER_NODE:-$processes} nodes=${NNODES:-1} node=${NODE_RANK:-0} launch=(--standalone)
 threads=$(( gpus ? 1 : ($(getconf _NPROCESSORS_ONLN) + processes - 1) / processes ))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads} TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-
 if (( nodes > 1 )); then
     launch=(--nnodes="$nodes" --node_rank="$node"
         --master_addr="${MASTER_ADDR:?}" --master_port="${MASTER_PORT:-29500}")

@@ -232,7 +232,7 @@ class MetaRun:
         self.optimizer = tg.Optimizer(self.cfg, params, exchange, backend)
         self.model.ngrams = self.optimizer.ngrams
         self.folder = tempfile.TemporaryDirectory()
-        paths, _ = synthetic_shard(self.folder.name, self.cfg, range(len(cfg.stages)), 20)
+        paths = synthetic_shard(self.folder.name, self.cfg, range(len(cfg.stages)), 20)
         self.data, self.val = tg.Dataset(paths, paths, 0.0, "", ()), tg.ValLoader(self.cfg, paths)
 
     def warm_up(self):
@@ -436,7 +436,8 @@ def main(out):
     tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
     tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
     MetaRun(BIGRAMS, 8, code.compiler).warm_up()
-    cfg = replace(tg.RECORD, microbatches=1, stages=tg.RECORD.stages[:2])
+    stages = tuple(replace(stage, candidates=()) for stage in tg.RECORD.stages[:2])
+    cfg = replace(tg.RECORD, microbatches=1, stages=stages)
     MetaRun(cfg, 1, compile_of_rows).warm_up()
     kernels = compile_kernels([*code.graphs, *of_rows.graphs])
     report = {"functions": code.functions, "graphs": code.graphs, "kernels": kernels}

@@ -547,6 +547,10 @@ README = f"""# Records
 | 2026-01-03 | [Next]({NEXT}) | 3 | 3.2710 | 0.0020 | 91.0 s | -9.5 %, p 0.0014 | 8 x NVIDIA H100 | \
 12ab; 56cd (modified) |
 
+### `words`
+
+None yet.
+
 ### `gpt2-small`
 
 None yet.

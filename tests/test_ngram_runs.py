@@ -228,7 +228,7 @@ SMALL = (  # matrices and tables of the preset, without what needs a GPU
     *("vocab_size=785", "padded_vocab=792", "bos_id=784", "ngrams.rows=4096", "ngrams.width=96"),
     *("val_slice_tokens=256", "val_slices=8", "val_every=0", "samples=0", "warmup=false"),
     *(f"stages.{i}.batch_tokens={tokens}" for i, tokens in enumerate((256, 512, 768, 640, 256))),
-    *("stages.*.max_doc_len=256", "stages.*.steps=1", "stages.4.steps=2"),
+    *("stages.*.max_doc_len=256", "stages.*.steps=1", "stages.4.steps=2", "stages.*.candidates=128,256"),
     *("kernels=", "attention=dense", "fp8=false", "compile=false"),
 )
 

@@ -70,12 +70,13 @@ def uninterrupted(launch, tmp_path_factory):
 
 @pytest.fixture
 def stopped(launch, tmp_path):
-    """Returns stopped(world_size, step): it makes a folder with a run killed at a checkpoint."""
+    """Returns stopped(world_size, step, *change): it makes a folder with a run killed at a checkpoint."""
 
-    def stopped(world_size, step):
+    def stopped(world_size, step, *change):
         fault, folder = FaultAtCall("train_step", step + 1, die), tmp_path / "stopped"
         faults = dict.fromkeys(range(max(world_size, 1)), fault)
-        with launch(folder, "--checkpoint-every", 2, world_size=world_size, faults=faults) as run:
+        options = {"change": change, "world_size": world_size, "faults": faults}
+        with launch(folder, "--checkpoint-every", 2, **options) as run:
             run.wait()
         checkpoints = [path.name for path in folder.glob("records/**/*.checkpoint/*")]
         assert checkpoints == [f"step{step:08d}"], run.err

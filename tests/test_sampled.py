@@ -96,7 +96,8 @@ def run_head(x, w, targets, weights, sets=(None,), chunk=2, backend=tg.TORCH_BAC
 
     Returns the last loss and gradient of x, and lm_head's gradient, the sum of all.
     """
-    model = SimpleNamespace(cfg=replace(tg.CPU, head_chunk=chunk), weight=lambda name: w, backend=backend)
+    cfg = replace(tg.CPU, head_chunk=chunk, padded_vocab=w.size(1))
+    model = SimpleNamespace(cfg=cfg, weight=lambda name: w, backend=backend)
     grad = tg.Gradient("lm_head", w, torch.full_like(w, math.nan))  # NaN: to be overwritten
     grad.delay, more = delay, (grad, 1.0, [])
     for candidates in sets:
@@ -263,7 +264,7 @@ def test_a_sampled_run_resumes(launch, uninterrupted, stopped):
     assert a[:2] == b[:2] and a[2] != b[2]
     with launch(folder, "--resume", ATTEMPTS, "--save", "model.pt", change=RUN, world_size=2) as run:
         assert run.wait() == [0, 0], run.err
-    assert_same_end(folder, uninterrupted(2, *RUN)[0])
+    assert_same_end(folder, uninterrupted(2, *RUN))
 
 
 @pytest.mark.slow
