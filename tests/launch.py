@@ -29,8 +29,8 @@ import train_gpt as tg
 from golden_inputs import random_documents, write_shard
 
 if "ONEDNN_MAX_CPU_ISA" in os.environ:  # ./test.sh --cpus
-    # For FP8 torch asks the CPU what it has, which oneDNN then may not use: let torch emulate it, as it does on
-    # a CPU without AMX.
+    # For FP8 torch asks the CPU what it has, which oneDNN then may not use. Let torch emulate it, as it does
+    # on a CPU without AMX.
     torch._scaled_mm = torch.backends.mkldnn.flags(enabled=False)(torch._scaled_mm)
 
 # Timeout in seconds of whatever a test waits for: enough for a slow or busy machine.
