@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./test.sh [--fast | --cpus] [pytest options or tests]
 #
-# Without arguments: ruff, mypy and all tests, in some ten minutes on two cores. It uses the environment of
+# Without arguments: ruff, mypy and all tests, in about seven minutes on two cores. It uses the environment of
 # run.sh, and adds what only tests need.
 #
 #   --fast   tests that take less than a second, of every section of the script: about a minute
