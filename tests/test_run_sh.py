@@ -222,4 +222,5 @@ def test_a_signal_ends_all(repository, number, send):
         send(process.pid, number)
         # Returns when all that hold its output are gone: torchrun and the ranks.
         text, _ = process.communicate(timeout=WAIT)
-    assert process.returncode == 130 and "seed 1" not in text
+    # 130, or torchrun's status if the same signal ended it first.
+    assert process.returncode in (1, 130) and "seed 1" not in text
