@@ -2237,9 +2237,9 @@ def write_grad(
 ) -> None:
     """out = a^T b; += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
 
-    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary. With distinct
-    `columns` (cols,) int32, the rounded product is added to these columns of `out`, after `overwrite` has set
-    all of it to 0.
+    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary. With distinct `columns`
+    (cols,) int32, the rounded product is added to these columns of `out`, after `overwrite` has set all of it
+    to 0.
     """
     if columns is not None:
         if overwrite:
