@@ -8,9 +8,10 @@
 The text is the library's .py files, without tests, and the pydoc topics, named pydoc_data/topics/NAME; with
 --headers, instead, the C++ headers in the torch package: to check on other text what was found on the first.
 Training uses only the beginning of a document, so files are cut at blank lines into passages of about 1 KiB;
-each passage is a document. The SHA-256 of a file's name chooses between training and validation (one file in
-20). The SHA-256 of name and passage number orders the documents. Versions of Python and torch have different
-text; a run's log names the data's fingerprint. Does nothing if complete shards of this version's text exist.
+each passage is a document. With --encoding gpt2, those of more than 4 KiB, which are tables of numbers, are
+left out. The SHA-256 of a file's name chooses between training and validation (one file in 20). The SHA-256 of
+name and passage number orders the documents. Versions of Python and torch have different text; a run's log
+names the data's fingerprint. Does nothing if complete shards of this version's text exist.
 """
 
 import argparse
@@ -28,6 +29,9 @@ from tokenize_text import Document, UserError, cut, read_header, write_shards
 
 VAL_ONE_IN = 20
 PASSAGE_BYTES = 1024
+# Passages without a blank line in more bytes are tables of numbers. In GPT-2's tokens they are long: one table
+# was a ninth of the validation text of `words`, and made its loss differ by 0.1 between seeds.
+LONGEST_PASSAGE = {"gpt2": 4096, "bytes": None}
 # Left out: packages, tests, and files that differ between builds of one version.
 LEFT_OUT_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
 LEFT_OUT_FILES = ("test_*.py", "*_test.py", "_sysconfigdata*.py", "sitecustomize.py", "usercustomize.py")
@@ -55,12 +59,16 @@ def header_texts(package: Path) -> dict[str, bytes]:
     return {path.relative_to(package).as_posix(): path.read_bytes() for path in files}
 
 
-def corpus(texts: dict[str, bytes]) -> list[Document]:
-    """Returns the documents, ordered by the hash of name and passage number."""
+def corpus(texts: dict[str, bytes], longest: int | None = None) -> list[Document]:
+    """Returns the documents, ordered by the hash of name and passage number.
+
+    Passages of more than `longest` bytes are left out.
+    """
     parts = {
         f"{name}#{i}": (name, raw)
         for name, text in texts.items()
         for i, raw in enumerate(cut(text, PASSAGE_BYTES))
+        if not longest or len(raw) <= longest
     }
     order = sorted(parts, key=lambda part: hashlib.sha256(part.encode()).digest())
     return [Document(path=name, line=1, raw=raw, key=name) for name, raw in map(parts.__getitem__, order)]
@@ -104,7 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         texts = stdlib_texts(Path(sysconfig.get_path("stdlib")))
         text = f"the standard library of Python {version}"
     usual = "headers" if args.headers else "words" if args.encoding == "gpt2" else "local"
-    out, documents = args.out or Path(__file__).resolve().parent / usual, corpus(texts)
+    out = args.out or Path(__file__).resolve().parent / usual
+    documents = corpus(texts, LONGEST_PASSAGE[args.encoding])
     source = describe_source(documents, origin, version, args.encoding)
     if is_complete(out, source):
         print(f"{out.name}: the text of {origin.title()} {version} is there already")
