@@ -443,12 +443,12 @@ CPU = replace(
 # cache.
 # fmt: off
 WORDS = replace(
-    CPU, preset="words", track="words", data="data/words", target=2.75, val_slice_tokens=2048, val_slices=32,
-    val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256, heads=4, head_dim=48, mlp_dim=768,
-    layers=LAYERS, ngrams=Ngrams((2, 3), 1 << 17, 192, "float32"), mix_groups=12, head_chunk=128,
-    warmup=False,
+    CPU, preset="words", track="words", data="data/words", target=2.9, val_slice_tokens=512, val_slices=128,
+    val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256, heads=4, mlp_dim=1024, layers=LAYERS,
+    ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
+    endings=(replace(CPU.endings[0], keep_norm=False),),
     stages=tuple(
-        replace(stage, batch_tokens=stage.batch_tokens // 2, prefix=prefix)
+        replace(stage, steps=stage.steps * 3 // 4, batch_tokens=stage.batch_tokens // 2, prefix=prefix)
         for stage, prefix in zip(CPU.stages, ((.25,), (.20, .15, .10, .05), (), ()))
     ))
 # fmt: on
@@ -4043,13 +4043,9 @@ def trace_steps(path: Path, first: int) -> torch.profiler.profile:
     global TRACING
     TRACING = True
 
-    def write(profiler) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)  # on another machine than rank 0's
-        profiler.export_chrome_trace(str(path))
-
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
-        on_trace_ready=write,
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
         # The thread that builds batches, too.
         experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
     )
@@ -4057,15 +4053,14 @@ def trace_steps(path: Path, first: int) -> torch.profiler.profile:
 
 def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, prefetch: Exchange) -> None:
     """Runs a step of every kind, so that nothing is new on the clock; then all is as before the first."""
-    before, cfg = training_state(model, optimizer), model.cfg
-    loader = TrainLoader(cfg, data.train, prefetch.rank, prefetch.world_size)
-    one_round = min(cfg.val_slices, prefetch.world_size)
+    before, cfg, world_size = training_state(model, optimizer), model.cfg, prefetch.world_size
+    loader = TrainLoader(cfg, data.train, prefetch.rank, world_size)
     for steps in warmup_steps(cfg):
         plans = [plan_step(cfg, step) for step in steps]
         batches, touched = Prefetcher(loader, plans, prefetch), []
         for plan in plans:
             model.rotary.use_stage(plan.stage)
-            validate(model, val, optimizer.exchange, plan.windows, one_round)
+            validate(model, val, optimizer.exchange, plan.windows, min(cfg.val_slices, world_size))
             batch = batches.next()
             AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
             if batch.ngrams:
@@ -4101,8 +4096,10 @@ def run(args: argparse.Namespace) -> None:
     cfg = reduce(override, args.set, PRESETS[args.preset])
     cfg = replace(cfg, data=args.data or cfg.data)
     check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
-    if args.save and not os.access(Path(args.save).resolve().parent, os.W_OK):
-        raise UserError(f"--save {args.save}: its folder does not exist or cannot be written to")
+    refuse_if(
+        args.save and not os.access(Path(args.save).resolve().parent, os.W_OK),
+        f"--save {args.save}: its folder does not exist or cannot be written to",
+    )
     resumed = None if args.resume is None else Checkpoint.find(args.resume)
     if args.check:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -4135,8 +4132,8 @@ def run(args: argparse.Namespace) -> None:
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     setups = exchange.all_gather_object((about, folder / f"seed{args.seed}_{uuid.uuid4().hex[:12]}"))
     for other, (setup, _) in enumerate(setups):
-        if diff := config_diff(setup, setups[0][0]):
-            raise UserError(f"rank {other} differs from rank 0 (there, here): {diff}; start all ranks alike")
+        diff = config_diff(setup, setups[0][0])
+        refuse_if(diff, f"rank {other} differs from rank 0 (there, here): {diff}; start all ranks alike")
     path, suffix = setups[0][1], ".txt"
     if resumed:
         if diff := config_diff(resumed.meta["task"], task):
@@ -4213,8 +4210,7 @@ def train(
             log.print0("compiling, off the clock: minutes at the first start", file=False)
         began = time.perf_counter()
         warm_up(data, model, optimizer, val, prefetch)
-        steps = " ".join(str(step) for steps in warmup_steps(cfg) for step in steps)
-        log.print0(f"warm-up: steps {steps} took {time.perf_counter() - began:.1f} s and was undone")
+        log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
         progress = resumed.load(model, optimizer)
@@ -4235,9 +4231,12 @@ def train(
     if cfg.predicts_prefixes:
         model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
     epochs = position[0] // len(data.train) + 1
-    every_seconds = 0.1 if sys.stderr.isatty() else 10
     bar = tqdm(
-        total=cfg.steps, initial=first, unit="step", mininterval=every_seconds, disable=log.file is None
+        total=cfg.steps,
+        initial=first,
+        unit="step",
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+        disable=log.file is None,
     )
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
