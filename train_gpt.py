@@ -438,9 +438,8 @@ CPU = replace(
     ))
 # fmt: on
 
-# The record preset's parts, but for its sampled softmax, on GPT-2's tokens at widths for two cores. It shows
-# what depends on the vocabulary. The head takes about half of a step, so its chunks of logits must fit a
-# cache.
+# The record preset's parts on GPT-2's tokens, at widths for two cores. It shows what depends on the
+# vocabulary. With all columns the head takes about half of a step.
 # fmt: off
 WORDS = replace(
     CPU, preset="words", track="words", data="data/words", target=2.9, val_slice_tokens=512, val_slices=128,
@@ -448,8 +447,10 @@ WORDS = replace(
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
     endings=(replace(CPU.endings[0], keep_norm=False),),
     stages=tuple(
-        replace(stage, steps=stage.steps * 3 // 4, batch_tokens=stage.batch_tokens // 2, prefix=prefix)
-        for stage, prefix in zip(CPU.stages, ((.25,), (.20, .15, .10, .05), (), ()))
+        replace(stage, steps=stage.steps * 5 // 6, batch_tokens=stage.batch_tokens // 2, prefix=prefix,
+                candidates=candidates)
+        for stage, prefix, candidates in zip(
+            CPU.stages, ((.25,), (.20, .15, .10, .05), (), ()), ((4096,), (4096,), (4096,), ()))
     ))
 # fmt: on
 
