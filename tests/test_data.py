@@ -249,6 +249,13 @@ def test_corpus_is_the_library_split_by_name(tmp_path):
         assert documents_in(tmp_path, "val" if split else "train") == expected
 
 
+def test_corpus_leaves_out_long_passages():
+    """A table has no blank line to cut it at."""
+    texts = {"a.py": b"a" * 1000 + b"\n\n" + b"0, " * 2000 + b"\n\n" + b"b" * 1000}
+    left = [d.raw[:1] for d in local_corpus.corpus(texts, 4096)]
+    assert sorted(left) == [b"a", b"b"] and len(local_corpus.corpus(texts)) == 3
+
+
 def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
     out, source = tmp_path / "out", tmp_path / "a.py"
     source.write_text("pass")
