@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Counts what a training step launches on a GPU and dispatches on the host, phase by phase, without a GPU.
 
-    python bench/launches.py [--preset record|cpu] [--set NAME=VALUE ...] [--stage 0] [--ranks 8]
+    python bench/launches.py [--preset record|cpu|words] [--set NAME=VALUE ...] [--stage 0] [--ranks 8]
 
 Runs steps of rank 0 at the preset's real shapes on torch's "meta" device, where nothing is computed. Shows
 one that updates the banks alone, and one with all updates. Collectives return at once.

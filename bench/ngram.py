@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Evaluates interpolated Witten-Bell n-gram models on the shards that train_gpt.py trains on.
 
-    python bench/ngram.py [--data data/local] [--val-tokens N] [--orders 5]
+    python bench/ngram.py [--data data/local] [--val-tokens N] [--orders N]
     python bench/ngram.py --model MODEL [--data data/local]
 
 An n-gram model predicts a token w from h, the n-1 tokens before it, by counts in the training shards:
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--model", help="file that --save wrote: measure what counts add to it; no other option but --data")
     add("--data", type=Path, default=ROOT / "data/local", help="folder of the shards (default: data/local)")
     add("--val-tokens", type=int, metavar="N", help="only the first N validation tokens (default: all)")
-    add("--orders", type=int, default=5, metavar="N", help="up to N-grams (default: %(default)s)")
+    add("--orders", type=int, metavar="N", help="up to N-grams (default: 5, or 4 with GPT-2's tokens)")
     args = parser.parse_args(argv)
     paths = {split: sorted(args.data.glob(f"*_{split}_*.bin")) for split in ("train", "val")}
     if not all(paths.values()):
@@ -217,10 +217,11 @@ def main(argv: list[str] | None = None) -> None:
             return evaluate_with_counts(args.model, args.data)
         train, val = (np.concatenate([read_tokens(path) for path in paths[s]]) for s in ("train", "val"))
         headers = [read_header(path) for path in paths["val"]]
-        if not 2 <= (args.val_tokens or len(val)) <= len(val) or args.orders < 1:
-            raise UserError(f"--val-tokens must lie in 2..{len(val)}, and --orders be at least 1")
         vocab_size = headers[0].vocab_size or 50257
-        losses = losses_by_order(train, val[: args.val_tokens], vocab_size, args.orders)
+        orders = args.orders or (5 if vocab_size < 4096 else 4)
+        if not 2 <= (args.val_tokens or len(val)) <= len(val) or orders < 1:
+            raise UserError(f"--val-tokens must lie in 2..{len(val)}, and --orders be at least 1")
+        losses = losses_by_order(train, val[: args.val_tokens], vocab_size, orders)
     except (UserError, tg.UserError) as error:
         sys.exit(f"ngram.py: {error}")
     # Tokens per byte of the whole split, even if only its beginning is evaluated, like train_gpt.py.

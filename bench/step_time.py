@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times a training step, stage by stage; with --against, of several settings in turns.
 
-    python bench/step_time.py [--preset record|cpu] [--set NAME=VALUE ...] [--stages 0,1,2,3]
+    python bench/step_time.py [--preset record|cpu|words] [--set NAME=VALUE ...] [--stages 0,1,2,3]
                               [--steps N] [--against "NAME=VALUE ..."]
 
 Times each stage's steps in one process, synchronizing with the device before and after each, in two setups:

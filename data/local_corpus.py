@@ -9,9 +9,9 @@ The text is the library's .py files, without tests, and the pydoc topics, named 
 --headers, instead, the C++ headers in the torch package: to check on other text what was found on the first.
 Training uses only the beginning of a document, so files are cut at blank lines into passages of about 1 KiB;
 each passage is a document. With --encoding gpt2 those of more than 4 KiB are left out; most are tables of
-numbers. The SHA-256 of a file's name chooses between training and validation (one file in 20). The SHA-256 of
-name and passage number orders the documents. Versions of Python and torch have different text; a run's log
-names the data's fingerprint. Does nothing if complete shards of this version's text exist.
+character codes. The SHA-256 of a file's name chooses between training and validation (one file in 20). The
+SHA-256 of name and passage number orders the documents. Versions of Python and torch have different text; a
+run's log names the data's fingerprint. Does nothing if complete shards of this version's text exist.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from tokenize_text import Document, UserError, cut, read_header, write_shards
 
 VAL_ONE_IN = 20
 PASSAGE_BYTES = 1024
-# Passages without a blank line in more bytes are mostly tables of numbers, which are long in GPT-2's tokens:
-# one was a ninth of the validation text of `words`, and made its loss differ by 0.1 between seeds.
+# Passages without a blank line in more bytes are mostly tables of character codes, which are long in GPT-2's
+# tokens: one was a ninth of the validation text of `words`, and made its loss differ by 0.1 between seeds.
 LONGEST_PASSAGE = {"gpt2": 4096, "bytes": None}
 # Left out: packages, tests, and files that differ between builds of one version.
 LEFT_OUT_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
