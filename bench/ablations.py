@@ -7,8 +7,8 @@
 
 A variant is NAME=VALUE ..., settings as for --set, after a LABEL: if it is to have another name. The preset
 as it is comes first, and is what they are compared with. Every run is one process with one thread, so that
---jobs of them share a machine: its loss is that of more processes up to rounding, its time is no measurement.
-All variants run with the first seed, then all with the next. A run of the `cpu` preset takes two minutes.
+--jobs of them share a machine, and so its time is no measurement. All variants run with the first seed, then
+all with the next. A run of the `cpu` preset takes two minutes, one of `words` four.
 
 A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
 weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference below two
@@ -45,16 +45,20 @@ def parse_variant(text: str) -> tuple[str, list[str]]:
     return label.strip() or settings, settings.split()
 
 
-def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
-    """Trains once; returns the loss and the log's path. Raises UserError with what it printed."""
-    options = [f"--set={setting}" for setting in settings]
-    command = [sys.executable, str(script), "--preset", preset, "--seed", str(seed), *options]
+def start(script: Path, preset: str, settings: list[str], *options: str) -> str:
+    """Runs the script; returns what it printed. Raises UserError with its error."""
+    command = [sys.executable, str(script), "--preset", preset, *options, *(f"--set={s}" for s in settings)]
     run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    log = re.search(r"^log:? +(.+\.txt)$", run.stdout, re.M)
-    if run.returncode or not log:
+    if run.returncode:
         errors = re.findall(r"^.*error.*$", run.stderr, re.M | re.I) or ["no error was printed"]
         raise compare.UserError(f"{' '.join(command)} failed: {errors[-1]}")
-    path = Path(log[1]).resolve()
+    return run.stdout
+
+
+def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
+    """Trains once; returns the loss and the log's path."""
+    (log,) = re.findall(r"^log:? +(.+\.txt)$", start(script, preset, settings, "--seed", str(seed)), re.M)
+    path = Path(log).resolve()
     (result,), _ = compare.read_log(str(path))
     return {"loss": result.val_loss, "log": str(path)}
 
@@ -116,8 +120,12 @@ def main(argv: list[str] | None = None) -> None:
         tqdm.write(f"{done[name]:.4f}  seed {seed}  {label}")
         return done[name]
 
-    runs = f"{len(seeds) * len(variants)} runs, {args.jobs} at once"
-    print(f"{runs}; one of the cpu preset takes about two minutes", flush=True)
+    try:
+        for _, settings in variants:  # a misspelled one ends the program before any run
+            start(args.script.resolve(), args.preset, args.common.split() + settings, "--check", "1")
+    except compare.UserError as error:
+        sys.exit(f"ablations.py: {error}")
+    print(f"{len(seeds) * len(variants)} runs, {args.jobs} at once", flush=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = {(s, label): pool.submit(run, s, label, sets) for s in seeds for label, sets in variants}
         try:

@@ -34,6 +34,7 @@ def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
         return {"loss": 2.0 - seed - (0.25 if "x=2" in settings else 0), "log": "a.txt"}
 
     monkeypatch.setattr(ablations, "train", train)
+    monkeypatch.setattr(ablations, "start", lambda *command: "")  # the checks
     script = tmp_path / "script.py"
     script.write_text("one")
     out = tmp_path / "out.jsonl"
@@ -61,5 +62,7 @@ def test_a_real_run_and_one_that_fails(tmp_path, monkeypatch, capsys):
     entry = json.loads(out.read_text().splitlines()[0])
     assert f"| as it is | {entry['loss']:.4f} |" in capsys.readouterr().out
     assert f"val_loss:{entry['loss']}" in Path(entry["log"]).read_text()
+    out.unlink()
     with pytest.raises(SystemExit, match="failed: train_gpt.py: error: padded_vocab "):
         ablations.main(["padded_vocab=9", *options])
+    assert not out.exists()  # the baseline did not run first
