@@ -297,7 +297,7 @@ class Stage:
     prefix: tuple[float, ...] = ()
     attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
     # Sampled softmax (record 92): how many columns of the head a micro-batch computes, in equal parts of the
-    # stage: its targets, filled up with others in turn. Empty, or 0: all. FP8 needs multiples of 16.
+    # stage: its targets, filled up with others in turn. Empty, or 0: all.
     candidates: tuple[int, ...] = ()
 
 
@@ -389,7 +389,8 @@ class Config:
     # sums the banks'.
     main_grad: bool = True
     delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
-    head_chunk: int = 8192  # tokens whose logits exist at once; the head's gradient is rounded once per chunk
+    # Tokens whose logits exist at once. With candidates these are more, so that there are as many logits.
+    head_chunk: int = 8192
     kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done in Triton
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     attention: Literal["dense", "varlen", "fa3"] = "varlen"
@@ -1044,21 +1045,21 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
     signs = np.empty_like(rows) if sign_rows else None
     for n in range(1, max(ngrams.orders) + 1):
         mixed[n - 1 :] += words[: max(0, T - n + 1)]
-        mixed *= np.uint32(MIX)
+        mixed *= MIX
         if n not in ngrams.orders:
             continue
         i, h = ngrams.orders.index(n), mixed.copy()
         if sign_rows:
-            upper = h * np.uint32(0x27D4EB2F) >> np.uint32(16)  # another odd factor
-            signs[i] = upper * np.uint32(sign_rows) >> np.uint32(16)
-        h ^= h >> np.uint32(16)
-        h *= np.uint32(0x85EBCA6B)
-        h ^= h >> np.uint32(13)
-        h *= np.uint32(0xC2B2AE35)
-        h ^= h >> np.uint32(16)
-        h -= h // np.uint32(size - 1) * np.uint32(size - 1)  # NumPy's % is not vectorized
+            upper = h * 0x27D4EB2F >> 16  # another odd factor
+            signs[i] = upper * sign_rows >> 16
+        h ^= h >> 16
+        h *= 0x85EBCA6B
+        h ^= h >> 13
+        h *= 0xC2B2AE35
+        h ^= h >> 16
+        h -= h // (size - 1) * (size - 1)  # NumPy's % is not vectorized
         h[: n - 1] = size - 1
-        rows[i] = h + np.uint32(i * size)
+        rows[i] = h + i * size
     return rows, signs
 
 
@@ -1163,11 +1164,11 @@ def make_micro_batch(
         pieces = zip(starts, np.append(ends, T))
         starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
         max_doc_len = min(max_doc_len, attention_cap)
-    if len(starts) + 1 > max_docs:
-        raise UserError(
-            f"a micro-batch of {T} tokens has {len(starts)} documents, cu_seqlens room for {max_docs - 1}; "
-            f"use --set max_docs={padded(len(starts) + 1, 128)}"
-        )
+    refuse_if(
+        len(starts) >= max_docs,
+        f"a micro-batch of {T} tokens has {len(starts)} documents, cu_seqlens room for {max_docs - 1}; "
+        f"use --set max_docs={padded(len(starts) + 1, 128)}",
+    )
     inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
     ngrams, signs = hash_ngrams(inputs.numpy(), hashed, cfg.sign_rows)
@@ -1232,14 +1233,12 @@ def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) 
 
     The others are the first that are no targets in an interval, from `offset` on, of a fixed permutation of
     the vocabulary; intervals follow one another. If they are too few, they are spread over all (record 92).
+    20011 is a prime: no multiple of it can be `vocab`.
     """
     chosen = np.zeros(vocab, bool)
     chosen[targets] = True
     distinct = int(chosen.sum())
-    refuse_if(
-        not distinct <= count <= vocab,
-        f"{distinct} distinct targets, {count} candidates of {vocab} tokens: change stages.*.candidates",
-    )
+    refuse_if(distinct > count, f"{distinct} distinct targets, {count} candidates: raise stages.*.candidates")
     if missing := count - distinct:
         size = min(vocab, missing * 17 // 10 + 256)
         others = np.arange(offset, offset + size) * 20011 % vocab
@@ -2922,12 +2921,12 @@ class GPT(nn.Module):
         converted: list[Tensor],
         candidates: Tensor | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Runs the head's forward and backward at once, `head_chunk` tokens at a time.
+        """Runs the head's forward and backward at once, in chunks of tokens.
 
         x (T, d); targets (T, K) int64. Memory holds one chunk's logits and their gradient at a time (a
-        delayed matmul keeps the gradients). lm_head's gradient is added to `grad`. `grad_scale`, which
-        `weights` contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the
-        next call.
+        delayed matmul keeps the gradients). lm_head's gradient is added to `grad`, and rounded once per
+        chunk. `grad_scale`, which `weights` contain already, sets the unit of FP8 gradients. `converted`
+        keeps lm_head in FP8 for the next call, if that has all columns too.
 
         With `candidates` (P,) int32, ascending, only these columns of lm_head are computed, as if the others
         did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record 92).
@@ -3658,17 +3657,19 @@ class Optimizer:
         self.finish_gathers()
         self.tick(self.cfg.steps - 1)
         norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # padding changes no digit
-        norms = {name: norm_of(self.params[name].detach()) for _, name in self.averages}
+        kept = {name for ending in self.cfg.endings if ending.keep_norm for name in ending.params}
+        names = dict.fromkeys(name for _, name in self.averages)
+        norms = {name: norm_of(self.params[name].detach()) for name in names if name in kept}
         for (i, name), average in self.averages.items():
             shard = self.shard_of(name, self.params[name])
             shard.copy_(shard.to(average.dtype).lerp(average, self.cfg.endings[i].blend))
-        for name, before in norms.items():
+        for name in names:
             p = self.params[name].detach()
             if self.specs[name].sharded:
                 self.gather(name).wait()
-            if any(ending.keep_norm and name in ending.params for ending in self.cfg.endings):
+            if name in kept:
                 after = norm_of(p)
-                ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
+                ratio = torch.where(after > 0, norms[name] / after, 1).to(acc_dtype(self.cfg))
                 p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
         for target, name in self.tied_copy.items() if self.is_tied else ():
             transpose_copy(self.params[name], self.params[target])
@@ -3810,6 +3811,8 @@ def check_config(cfg: Config, world_size: int) -> None:
         rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
         refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights")
+        wrong = any(c > cfg.padded_vocab or cfg.fp8 and c % 16 for c in stage.candidates)
+        refuse_if(wrong, f"stages.{i}.candidates: use numbers up to padded_vocab, with FP8 multiples of 16")
     for i, layer in enumerate(cfg.layers):
         unused = (layer.key_shift or layer.xsa) and layer.attention != "plain"
         unused |= layer.key_shift and layer.narrow_qk
@@ -3944,11 +3947,11 @@ class Checkpoint(NamedTuple):
         of_run = path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????")
         steps = sorted([*path.glob("*.checkpoint/step????????"), *of_run])
         runs = {step.parent for step in steps}
-        if len(runs) != 1:
-            raise UserError(
-                f"--resume {where}: checkpoints of {len(runs)} runs are there; give the log of one run with "
-                "--checkpoint-every that did not finish"
-            )
+        refuse_if(
+            len(runs) != 1,
+            f"--resume {where}: checkpoints of {len(runs)} runs are there; give the log of one run with "
+            "--checkpoint-every that did not finish",
+        )
         return cls(steps[-1], json.loads(cls.read(steps[-1], 0)["meta"]))
 
     @staticmethod
@@ -4137,10 +4140,8 @@ def run(args: argparse.Namespace) -> None:
         refuse_if(diff, f"rank {other} differs from rank 0 (there, here): {diff}; start all ranks alike")
     path, suffix = setups[0][1], ".txt"
     if resumed:
-        if diff := config_diff(resumed.meta["task"], task):
-            raise UserError(
-                f"{resumed.path} is of another run (there, here): {diff}; start it as that one was"
-            )
+        diff = config_diff(resumed.meta["task"], task)
+        refuse_if(diff, f"{resumed.path} is of another run (there, here): {diff}; start it as that one was")
         suffix = f".from{resumed.meta['step']}_{path.name[-12:]}.txt"
         path = resumed.path.parent.with_suffix("")
 

@@ -164,6 +164,7 @@ WRONG = """--preset huge
 --set layers.0.attention=piared
 --set kernels=gram,transpse
 --set padded_vocab=100
+--set stages.2.candidates=300
 --set layers.6.gate=true
 --set layers.6.value=0
 --set layers.0.xsa=true

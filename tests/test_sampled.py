@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import test_golden92 as golden92
 import train_gpt as tg
@@ -154,6 +155,35 @@ def test_all_columns_as_candidates_change_no_bit(delay, dummy):
         assert sets[1] is CANDIDATES or torch.equal(found[0], loss) and torch.equal(found[1], dx)
 
 
+class NothingAsLarge(TorchDispatchMode):
+    """Fails if an operation makes a tensor of as many bytes as one of `tensors`, which exist."""
+
+    def __init__(self, *tensors):
+        super().__init__()
+        self.known, self.limit = {t.data_ptr() for t in tensors}, min(t.nbytes for t in tensors)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for t in [result] if isinstance(result, torch.Tensor) else []:
+            storage = t.untyped_storage()
+            assert storage.data_ptr() in self.known or storage.nbytes() < self.limit, function
+        return result
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
+    """Checks two micro-batches: the first gradient overwrites, the second is added."""
+    x, w, targets = torch.randn(32, 16), torch.randn(16, 4096), torch.arange(32)[:, None]
+    grad, backend = tg.Gradient("lm_head", w, torch.zeros_like(w)), tg.TORCH_BACKEND._replace(fp8=fp8)
+    cfg = replace(tg.CPU, head_chunk=1, padded_vocab=4096)
+    model = SimpleNamespace(cfg=cfg, weight=lambda name: w, backend=backend)
+    with NothingAsLarge(w, grad.main_grad):
+        for _ in range(2):
+            candidates = torch.arange(0, 4096, 64, dtype=torch.int32)
+            tg.GPT.head_loss_and_grad(model, x, targets, (1.0,), grad, 1.0, [], candidates)
+    assert grad.main_grad.any(0).sum() == 64
+
+
 @pytest.mark.slow
 @pytest.mark.numeric
 def test_golden_model(monkeypatch):
@@ -273,7 +303,7 @@ def test_too_few_candidates_end_a_run(launch, tmp_path):
     with launch(tmp_path / "run", change=("stages.1.candidates=3",), world_size=2) as run:
         assert all(run.wait())
     said = re.findall(r"^train_gpt.py: error.*", run.err, re.MULTILINE)
-    start = r"train_gpt.py: error on rank \d: [78] distinct targets, 3 candidates of"
+    start = r"train_gpt.py: error on rank \d: [78] distinct targets, 3 candidates: raise"
     assert said and all(re.match(start, line) for line in said), run.err
 
 
