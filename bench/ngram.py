@@ -173,8 +173,8 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
     last = tg.read_shard(data.train[-1], cfg)
     first = np.searchsorted(last.starts, 0.98 * len(last.tokens))
     trained, position = trained_text(cfg, data.train)
-    if position[:2] > (len(data.train) - 1, first):
-        raise UserError("the run has read the text to fit weights on; add training text")
+    if first == len(last.starts) or position[:2] > (len(data.train) - 1, first):
+        raise UserError("no document begins in the text to fit weights on, or the run has read it; add text")
     fitted = last.tokens[last.starts[first] :]
     train = np.concatenate([read_tokens(path) for path in data.train])[: -len(fitted)]
 

@@ -19,9 +19,9 @@ Times each stage's steps in one process, synchronizing with the device before an
     wait      median ms of waiting for the prefetched batch; not in ms
     tokens/s  tokens of this process / ms
     MFLOP     of a token, forward and backward: 6 (qk + vo + mlp + head) + 12 H D (sum of keys over layers).
-              Keys are those that a query sees, in its window and document. Counts weights without a bank's
-              padding, H heads of D, and FP8 FLOPs like others. Does not count embeddings, the optimizer, or
-              recomputation
+              Keys are those that a query sees, in its window and document; the head has the columns that
+              a sampled softmax computes. Counts weights without a bank's padding, H heads of D, and FP8
+              FLOPs like others. Does not count embeddings, the optimizer, or recomputation
     MFU       model FLOP utilization: MFLOP x tokens/s / the matmul ceiling, which is measured first: median
               of large torch.mm on random numbers, bf16 on a GPU, fp32 on a CPU, for any config
     MiB       on a GPU the peak of this variant's tensors in a timed step. On a CPU the process's peak
@@ -31,9 +31,10 @@ Times each stage's steps in one process, synchronizing with the device before an
               decides what is compiled for any length. Further warm-up steps are not timed
     ratio     to the base's pairs: median with quartiles; steps of all variants are interleaved, A B A B
 
-A stage repeats its own steps. From the third stage on embed and lm_head are untied, as after the untie step.
-Each line starts from initial weights. Without shards in the config's folder, tokens are synthetic: those of
-data/synthetic.py, with the frequencies and document lengths of web text.
+A stage repeats its first steps, so of several numbers of candidates it times the first. From the third
+stage on embed and lm_head are untied, as after the untie step. Each line starts from initial weights. Without
+shards in the config's folder, tokens are synthetic: those of data/synthetic.py, with the frequencies and
+document lengths of web text.
 """
 
 import argparse
@@ -82,15 +83,16 @@ def layer_keys(cfg: tg.Config, plan: tg.StepPlan, cu_seqlens: np.ndarray) -> lis
     return [keys[kind] for kind in kinds]
 
 
-def flops_per_token(cfg: tg.Config, keys: Iterable[float]) -> float:
-    """Counts FLOPs forward and backward, from the keys per query of each attention layer.
+def flops_per_token(cfg: tg.Config, keys: Iterable[float], columns: int) -> float:
+    """Counts FLOPs forward and backward, from the keys per query of each attention layer, and from the head's
+    columns.
 
     A paired layer's token has two queries of half the heads, so the same products.
     """
     d, attending = cfg.dim, [layer for layer in cfg.layers if layer.attention]
     widths = [(d // 2 if layer.narrow_qk else d) + (d // 2 if layer.narrow_v else d) for layer in attending]
     mlps = sum(layer.mlps for layer in cfg.layers)
-    weights = d * (cfg.padded_vocab + 2 * mlps * cfg.mlp_dim + 2 * sum(widths))
+    weights = d * (columns + 2 * mlps * cfg.mlp_dim + 2 * sum(widths))
     return 6 * (weights + sum(width * seen for width, seen in zip(widths, keys, strict=True)))
 
 
@@ -179,7 +181,7 @@ class Training:
 
     def reset(self) -> None:
         """Drops all measurements."""
-        self.ms, self.host, self.waits, self.keys, self.losses = [], [], [], [], []
+        self.ms, self.host, self.waits, self.flops, self.losses = [], [], [], [], []
         self.tokens, self.peak = 0, 0
 
     def validate(self) -> None:
@@ -226,7 +228,9 @@ class Training:
         self.losses.append(loss)
         for m in batch.micro_batches:
             self.tokens += len(m.inputs)
-            self.keys.append(layer_keys(self.cfg, batch.plan, m.cu_seqlens.numpy()))
+            keys = layer_keys(self.cfg, batch.plan, m.cu_seqlens.numpy())
+            columns = batch.plan.candidates or self.cfg.padded_vocab
+            self.flops.append(flops_per_token(self.cfg, keys, columns))
 
     def pairs(self) -> np.ndarray:
         """Returns, for every two successive steps, the ms of one."""
@@ -238,7 +242,7 @@ class Training:
             problem = "the loss is not finite, so the times mean nothing; lower the learning rate"
             raise tg.UserError(f"{self.variant.name}: {problem}")
         ms, tokens, peak = float(np.median(self.pairs())), self.tokens // len(self.ms), self.peak
-        flops = flops_per_token(self.cfg, np.mean(self.keys, axis=0))
+        flops = float(np.mean(self.flops))
         if not self.on_gpu:
             unit = 1 if sys.platform == "darwin" else 1024
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -81,5 +81,5 @@ def test_losses_of_a_saved_model(tmp_path, capsys):
     assert "35,200" < counted[3] < "35,500"  # of 36,000
 
     make_corpus(tmp_path / "small", train=(2500,))
-    with pytest.raises(SystemExit, match="the run has read the text"):
+    with pytest.raises(SystemExit, match="no document begins in the text"):
         ngram.main([*options[:3], f"{tmp_path}/small"])

@@ -38,7 +38,7 @@ def test_flops_by_hand():
     cfg = replace(tg.CPU, heads=2, head_dim=6, mlp_dim=20, padded_vocab=32, layers=layers)
     qk, vo, mlps, head = 2 * 12 * 12, 2 * 12 * 12, 2 * (2 * 20 * 12), 12 * 32
     scores = 2 * (2 * 2 * 6 * 7.5)  # q k^T and p v of two heads, with 7.5 keys
-    assert step_time.flops_per_token(cfg, [7.5]) == 6 * (qk + vo + mlps + head) + 3 * scores
+    assert step_time.flops_per_token(cfg, [7.5], 32) == 6 * (qk + vo + mlps + head) + 3 * scores
 
 
 def test_flops_of_the_record_preset_are_those_of_its_banks():
@@ -46,7 +46,7 @@ def test_flops_of_the_record_preset_are_those_of_its_banks():
     names = "qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "lm_head"
     weights = sum(math.prod(shapes[name]) for name in names)
     weights -= 2 * 768 * 768  # of values and outputs, layers 1 and 8 read half
-    assert step_time.flops_per_token(tg.RECORD, [0.0] * 7) == 6 * weights
+    assert step_time.flops_per_token(tg.RECORD, [0.0] * 7, 50304) == 6 * weights
 
 
 @pytest.mark.slow

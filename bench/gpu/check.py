@@ -232,7 +232,7 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
     """
     if not (cfg := setup.cfg).fp8:
         raise Unable("this GPU has no FP8")
-    n, d, V = min(2048, cfg.head_chunk), cfg.dim, cfg.padded_vocab
+    n, d, V = min(2048, cfg.head_chunk), cfg.dim, tg.plan_step(cfg, 0).candidates or cfg.padded_vocab
     x, w = (setup.rand(rows, d).to(torch.float8_e4m3fn) for rows in (n, V))
     grad = setup.rand(n, V).to(torch.float8_e5m2)
     square, proj = (setup.rand(rows, cfg.mlp_dim).to(torch.float8_e4m3fn) for rows in (n, d))

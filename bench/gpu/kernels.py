@@ -57,7 +57,7 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     *_, batch = tg.Prefetcher(loader, [plan], tg.Exchange(0, 1)).next().micro_batches
     loader.close()
     keys = step_time.layer_keys(cfg, plan, batch.cu_seqlens.numpy())
-    T, d, V, F, dtype = len(batch.inputs), cfg.dim, cfg.padded_vocab, cfg.mlp_dim, tg.dtype_of(cfg.dtype)
+    T, d, F, dtype = len(batch.inputs), cfg.dim, cfg.mlp_dim, tg.dtype_of(cfg.dtype)
     batch = batch.to(device)
 
     def rand(*shape: int) -> Tensor:
@@ -77,9 +77,12 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     for operation, args in products.items():
         yield Case(operation, f"{T} x {d} x {F}", args, flops=2 * T * F * d)
 
-    n, K = min(cfg.head_chunk, T), len(plan.loss_weights)
-    prefixes = torch.arange(-1, V - 1, device=device) if plan.prefix else None
+    V, K = plan.candidates or cfg.padded_vocab, len(plan.loss_weights)
+    n = min(cfg.head_chunk * (cfg.padded_vocab // V), T)
+    prefixes = torch.arange(-1, cfg.padded_vocab - 1, device=device) if plan.prefix else None
     logits, targets = rand(n, V), tg.loss_targets(batch.targets, len(plan.mtp), prefixes)[:n]
+    if plan.candidates:
+        targets = tg.places_among(targets, batch.candidates)
     grad_dtypes = {cfg.dtype: (0.0, logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 1)}
     for grad_dtype, (scale_inv, size) in grad_dtypes.items():
         head_args, nbytes = (logits, targets, plan.loss_weights, scale_inv), (2 + size) * logits.numel()
