@@ -101,6 +101,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--encoding", choices=("bytes", "gpt2"), default="bytes", help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder (default: data/local, data/words or data/headers)")
     args = parser.parse_args(argv)
+    if args.headers and args.encoding != "bytes":
+        parser.error("--headers is a second text for the cpu preset, which reads bytes: leave out --encoding")
     if args.headers:
         if not (torch := importlib.util.find_spec("torch")) or not torch.submodule_search_locations:
             sys.exit("local_corpus.py: no torch here, whose headers are the text; use .venv/bin/python")

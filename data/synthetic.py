@@ -30,7 +30,7 @@ from tqdm import tqdm
 from tokenize_text import SHARD_TOKENS, Header, UserError, read_header, shard_header, write_token_bytes
 
 HERE = Path(__file__).resolve().parent
-PRESET_FOLDERS = ("fineweb10B", "local")  # in data/
+PRESET_FOLDERS = ("fineweb10B", "local", "words")  # in data/
 # The record preset's schedule uses up 481M tokens, since it cuts long documents; its validation 10,485,761.
 TRAIN_TOKENS, VAL_TOKENS = 600_000_000, 10_500_000
 VOCAB_SIZE = 50257  # GPT-2's

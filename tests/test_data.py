@@ -249,11 +249,17 @@ def test_corpus_is_the_library_split_by_name(tmp_path):
         assert documents_in(tmp_path, "val" if split else "train") == expected
 
 
-def test_corpus_leaves_out_long_passages():
-    """A table has no blank line to cut it at."""
-    texts = {"a.py": b"a" * 1000 + b"\n\n" + b"0, " * 2000 + b"\n\n" + b"b" * 1000}
-    left = [d.raw[:1] for d in local_corpus.corpus(texts, 4096)]
-    assert sorted(left) == [b"a", b"b"] and len(local_corpus.corpus(texts)) == 3
+def test_the_corpus_of_words_leaves_out_long_passages(tmp_path, monkeypatch):
+    """A table has no blank line to cut it at. The corpus of bytes keeps it."""
+    parts = [b"a" * 1000, b"0, " * 2000, b"b" * 1000]
+    texts = {f"{i}.py": b"\n\n".join(parts) for i in range(40)}  # enough that some validate
+    monkeypatch.setattr(local_corpus, "stdlib_texts", lambda folder: texts)
+    monkeypatch.setattr(local_corpus, "__file__", str(tmp_path / "local_corpus.py"))
+    monkeypatch.setattr(tt, "get_encoding", lambda name: {"gpt2": MERGING, "bytes": BYTES}[name])
+    for folder, encoding, name in (("words", MERGING, "gpt2"), ("local", BYTES, "bytes")):
+        local_corpus.main(["--encoding", name])
+        found = [text for s in ("train", "val") for text in documents_in(tmp_path / folder, s, encoding)]
+        assert {text[:1] for text in found} == {b"a", b"b"} | ({b"0"} if name == "bytes" else set())
 
 
 def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):

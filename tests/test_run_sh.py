@@ -108,6 +108,14 @@ def test_processes_preset_and_data_follow_the_gpus(ready, case):
     ]
 
 
+def test_the_words_preset_gets_its_data(ready):
+    status, commands = run(ready, "--preset words")
+    assert status == 0 and commands[:2] == [
+        "train_gpt.py --preset words --check 2",
+        "data/local_corpus.py --encoding gpt2",
+    ]
+
+
 def test_options_of_the_user_have_priority(ready):
     """Nothing is checked or fetched."""
     options = "old.py --data=mine --seed 7 --set adam_lr=0.1 --preset=record --name 'A b'"

@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -115,6 +116,14 @@ def test_bad_input_is_one_line(tmp_path, options):
     with pytest.raises(SystemExit, match=f"^synthetic.py: .*{options[:8] or 'not a shard'}.*$"):
         synthetic.main(small.split())
     assert contents(tmp_path) == {TRAIN[1]: b"mine"}
+
+
+def test_data_of_presets_is_protected():
+    folders = {Path(preset.data).name for preset in tg.PRESETS.values()}
+    assert folders == {*synthetic.PRESET_FOLDERS}
+    for folder in folders:
+        with pytest.raises(synthetic.UserError, match="preset's own data"):
+            synthetic.write_shards(Path(synthetic.__file__).parent / folder, 10, 10)
 
 
 # ---- Training on it ----------------------------------------------------------------------------------------
