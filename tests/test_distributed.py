@@ -49,7 +49,7 @@ def cfg(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def few_layers(tmp_path_factory):
-    """Returns the same with a layer of each kind, prefixes in two stages, two micro-batches."""
+    """Returns the same with a layer of each kind, prefixes, candidates, and two micro-batches."""
     cfg = make_config(tmp_path_factory.mktemp("shards"))
     layers = (
         tg.Layer("paired", narrow_qk=True, value=0, gate=True, x0=True, bigram=True),
@@ -57,9 +57,10 @@ def few_layers(tmp_path_factory):
         tg.Layer(None, bigram=True, mlps=2),
         tg.Layer("plain", narrow_v=True, value=1, xsa=True, gate=True, connections=True),
     )
-    prefixes = zip(cfg.stages, ((0.25,), (0.25,), (), ()))
-    stages = tuple(replace(stage, prefix=prefix) for stage, prefix in prefixes)
-    return replace(cfg, layers=layers, skip_from=0, back_from=1, skip_to=2, microbatches=2, stages=stages)
+    parts = zip(cfg.stages, ((0.25,), (0.25,), (), ()), ((96, 80), (64,), (), ()))
+    stages = tuple(replace(stage, prefix=prefix, candidates=counts) for stage, prefix, counts in parts)
+    cfg = replace(cfg, layers=layers, skip_from=0, back_from=1, skip_to=2, microbatches=2, stages=stages)
+    return replace(cfg, padded_vocab=128)
 
 
 # Of runs of eight steps. embed is untied after step 5; resid_lambdas are on all ranks.

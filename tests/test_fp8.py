@@ -41,13 +41,14 @@ def watch_steps(rank, world_size, cfg):
 def test_slices_share_a_scale(cfg):
     """All slices use the maximum over those of the step before; the first step's scale is 1."""
     n = sum(layer.mlps for layer in cfg.layers)
-    scales = [1.0] * n
+    scales, second_counts = [1.0] * n, False
     for seen in watch_steps(0, 1, cfg):
         first, second = seen[:n], seen[n:]
         assert [use[0] for use in first] == [use[0] for use in second] == scales
         largest = torch.tensor([[use[2] for use in part] for part in (first, second)]).amax(0)
-        assert (torch.tensor([use[2] for use in first]) != largest).any()  # the second counts too
+        second_counts |= (torch.tensor([use[2] for use in first]) != largest).any().item()
         scales = (largest * (1.8 / 448)).tolist()
+    assert second_counts
 
 
 @pytest.mark.slow
