@@ -6,7 +6,7 @@
 
 Times each stage's steps in one process, synchronizing with the device before and after each, in two setups:
 
-    one GPU        world size 1: all micro-batches of the batch, the whole optimizer
+    whole step     world size 1: all micro-batches of the batch, the whole optimizer
     one rank of 8  rank 0 of 8, alone: its micro-batches, an eighth of the sharded optimizer. Collectives
                    return at once, with this rank's data. Not included: communication, waiting for others,
                    adding the touched rows that they send (7/8 of that work), reading the rows of n-grams
@@ -63,7 +63,7 @@ import train_gpt as tg
 from synthetic import draw_documents
 from tokenize_text import shard_header
 
-SETUPS = {"one GPU": 1, "one rank of 8": 8}  # world sizes
+SETUPS = {"whole step": 1, "one rank of 8": 8}  # world sizes
 COLUMNS = "variant,tokens,ms,quartiles,host,wait,tokens/s,MFLOP,MFU,MiB,first s,ratio,quartiles".split(",")
 LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>6} {:>9} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
 
