@@ -37,6 +37,7 @@ layers, V the padded vocabulary.
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import fnmatch
@@ -66,7 +67,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cache, partial, reduce, wraps
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 try:
     import numpy as np
@@ -116,6 +117,12 @@ def explain(problem: str, fix: str, *kinds: type[Exception]):
 
 Float = Literal["bfloat16", "float32", "float64"]
 Kernel = Literal["gram", "relu_square", "softcap_loss", "segment_sum_rows"]
+# Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
+Positive = Annotated[int, 1, 2**31 - 1]
+Fraction = Annotated[float, 0, 1]
+# What Config.length rescales: steps, and the share by which an average moves at each tick.
+Steps = Annotated[int, 0, 2**31 - 1]
+Rate = Annotated[float, 0, 1, "a tick"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ class Layer:
     narrow_qk: bool = False
     narrow_v: bool = False
     key_shift: bool = False  # half of each key comes from the token before
-    value: int | None = None  # the value embedding table added to this layer's values
+    value: bool = False  # a value embedding, from a table of its own, is added to this layer's values
     xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
     gate: bool = False  # each head's output is gated
     x0: bool = False  # a gated share of x0 is added to the stream
@@ -138,16 +145,16 @@ class Layer:
 
 LAYERS = (
     Layer("paired", narrow_qk=True, x0=True, bigram=True),
-    Layer("plain", narrow_qk=True, narrow_v=True, value=0, xsa=True, x0=True, bigram=True),
-    Layer("paired", narrow_qk=True, value=1, x0=True),
+    Layer("plain", narrow_qk=True, narrow_v=True, value=True, xsa=True, x0=True, bigram=True),
+    Layer("paired", narrow_qk=True, value=True, x0=True),
     Layer("plain", "long", key_shift=True, xsa=True, gate=True),
     Layer(None, x0=True, bigram=True),
     Layer("paired", narrow_qk=True, x0=True, bigram=True),
     Layer(None),
     Layer(None, x0=True, mlps=0),
-    Layer("plain", narrow_qk=True, narrow_v=True, value=2, mlps=2),
+    Layer("plain", narrow_qk=True, narrow_v=True, value=True, mlps=2),
     Layer(None, bigram=True),
-    Layer("plain", "long", key_shift=True, value=3, gate=True, connections=True),
+    Layer("plain", "long", key_shift=True, value=True, gate=True, connections=True),
 )
 
 
@@ -155,8 +162,8 @@ LAYERS = (
 class Windows:
     """Attention windows, in units of Config.window_unit tokens."""
 
-    short: int
-    long: int
+    short: Positive
+    long: Positive
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,7 @@ class Param:
     name: str
     shape: str  # of numbers, and names in sizes(); the parameter does not exist if one is 0
     init: str  # a number, or a distribution of initial_value() with its standard deviation
-    betas: tuple[float, ...] = ()  # Adam's
+    betas: tuple[Fraction, ...] = ()  # Adam's
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     # plain: autograd sums the gradient. matmul: the backward of matmuls does, in main_grad. bank: as matmul,
@@ -220,7 +227,7 @@ PARAMS = (  # gradients are exchanged in this order
     Param("mudd_gate_w1",   "2 g d",    "uniform 0.577",(.90, .99),  0.10,    1),
     Param("mudd_gate_w2",   "2 G g",    "0",            (.90, .99),  0.10,    1),
     Param("mudd_gate_b2",   "2 G",      "biases",       (.90, .99),  0.10,    0),
-    Param("mudd_gate_scale","1",        "0.1",          (.90, .99),  0.10,    0, dtype="float32"),
+    Param("mudd_gate_scale","1G",       "0.1",          (.90, .99),  0.10,    0, dtype="float32"),
     Param("lm_head",        "d V",      "normal 0.005", (.50, .95),  1.00,  150, "matmul",
           "reduce_scatter", work=2),
     Param("bigram_embed",   "B d",      "0",            (.75, .95), 75.00,    5, "bigrams", "sparse", work=1),
@@ -243,14 +250,14 @@ class Ending:
     """
 
     params: tuple[str, ...]  # those that the model lacks are ignored
-    window: int  # the run's last steps that it looks at; 0: none
-    rate: float  # each tick moves the average by this share towards the parameter; the first is a copy
-    blend: float = 1.0  # in the end the parameter moves by this share towards the average
+    window: Steps  # the run's last steps that it looks at; 0: none
+    rate: Rate  # each tick moves the average by this share towards the parameter; the first is a copy
+    blend: Fraction = 1.0  # in the end the parameter moves by this share towards the average
     # A tick follows each step after which `offset`, modulo `every`, steps are left, or one of `also`.
-    every: int = 1
+    every: Positive = 1
     offset: int = 0
-    also: tuple[int, ...] = ()
-    last_rate: float = 0.0  # of the last tick; 0: `rate`
+    also: tuple[Steps, ...] = ()
+    last_rate: Rate = 0.0  # of the last tick; 0: `rate`
     keep_norm: bool = True  # averages are shorter: the parameter is scaled to the norm it had before
 
 
@@ -270,21 +277,21 @@ class Ngrams:
     """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
 
     orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
-    rows: int = 42301440  # of each order
-    width: int = 768  # columns, at most the model's width: rows are added to the stream's first channels
+    rows: Annotated[int, 2, 2**31 - 1] = 42301440  # of each order
+    width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
     dtype: Float = "bfloat16"
     every: Literal[1, 2, 4] = 4  # as Param.every
     lr: float = 0.56
-    beta2: float = 0.95  # decay of a row's second moment at every update of the table
+    beta2: Fraction = 0.95  # decay of a row's second moment at every update of the table
     wd: float = 0.025
 
 
 @dataclass(frozen=True)
 class Stage:
-    steps: int
-    batch_tokens: int  # over all ranks and micro-batches
-    max_doc_len: int  # documents are cut to this many tokens
+    steps: Steps
+    batch_tokens: Positive  # over all ranks and micro-batches
+    max_doc_len: Positive  # documents are cut to this many tokens
     windows: Windows
     lr_mul: float  # the last stage's is what the cooldown ends at
     # Loss weights of the next, second and third next token, interpolated linearly over the stage. Later
@@ -310,19 +317,24 @@ class Config:
     track: str = "gpt2-small"  # folder of records/ for this preset's runs
     data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
     target: float = 3.28  # mean validation loss, nats per token, that a record must reach
-    val_slice_tokens: int = 262144  # one validation forward
-    val_slices: int = 40
+    usual_loss: float = 0.0  # mean of the preset's runs; 0: it has none yet
+    val_slice_tokens: Positive = 262144  # one validation forward
+    val_slices: Positive = 40
     val_every: int = 250  # steps; 0: only at the end
     # the model
-    vocab_size: int = 50257
-    padded_vocab: int = 50304  # rows of embedding tables, columns of the head; padding trains like the rest
+    vocab_size: Positive = 50257
+    padded_vocab: Positive = (
+        50304  # rows of embedding tables, columns of the head; padding trains like the rest
+    )
     bos_id: int = 50256
-    bigram_vocab_size: int = 50304 * 15 // 2
+    bigram_vocab_size: Annotated[int, 2, 2**31 - 1] = 50304 * 15 // 2
     ngrams: Ngrams = Ngrams((2, 3))
-    sign_rows: int = 8192  # of random signs, by which rows of bigrams or n-grams are multiplied; 0: none
-    heads: int = 6
-    head_dim: int = 128
-    mlp_dim: int = 2816
+    sign_rows: Annotated[int, 0, 65536] = (
+        8192  # of random signs, by which rows of bigrams or n-grams are multiplied; 0: none
+    )
+    heads: Positive = 6
+    head_dim: Positive = 128
+    mlp_dim: Positive = 2816
     layers: tuple[Layer, ...] = LAYERS
     # As in a U-net, layer skip_to gets back the stream that left layer skip_from (record 11). From the layer
     # after back_from on, attention reads the stream that left back_from.
@@ -332,16 +344,19 @@ class Config:
     # Gates, and the connections' weights, come from small MLPs of every token; false: learned constants.
     mudd_gates: bool = True
     mudd_connections: bool = True
-    mudd_dim: int = 64  # hidden width of these MLPs
+    mudd_dim: Positive = 64  # hidden width of these MLPs
     mix_groups: int = 12  # parts of the stream's channels that the last mix weighs by themselves
-    window_unit: int = 128
+    window_unit: Positive = 128
     # At the final validation.
     val_windows: Windows = Windows(6, 20)
     # Scales of the softmax before any window grows, of heads with wide and with narrow queries.
     attn_scale: float = 0.085
     narrow_attn_scale: float = 0.13
     dtype: Float = "bfloat16"  # of weights and activations
-    # The schedule. Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
+    # The schedule. `--set length=0.5` halves all of it: it rescales the stages' steps, momentum's and the
+    # endings' steps, slow_from and rails_step as they are at that point of the command line.
+    length: Annotated[float, 1e-3, 1e3] = 1.0
+    # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
     # agree, large ones average out noise later. At the end batches shrink again, and the last stage trains at
     # the rate that the cooldown ends at.
     # fmt: off
@@ -356,33 +371,35 @@ class Config:
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30, (1.0,), (1.0,), attention_cap=2560),
     )
     # fmt: on
-    cooldown_frac: float = 0.80  # last part of the scheduled steps; the rate falls to the last stage's
-    momentum_min: float = 0.85  # at both ends: old gradients mislead while the loss falls fast (record 9)
-    momentum_max: float = 0.93
-    momentum_warmup: int = 240  # steps from min to max
-    momentum_cooldown: int = 50  # last steps, back towards min
-    microbatches: int = 8  # of a global batch, at least one a rank; other numbers pack documents differently
+    cooldown_frac: Fraction = 0.80  # last part of the scheduled steps; the rate falls to the last stage's
+    momentum_min: Fraction = 0.85  # at both ends: old gradients mislead while the loss falls fast (record 9)
+    momentum_max: Fraction = 0.93
+    momentum_warmup: Steps = 240  # steps from min to max
+    momentum_cooldown: Steps = 50  # last steps, back towards min
+    microbatches: Positive = (
+        8  # of a global batch, at least one a rank; other numbers pack documents differently
+    )
     max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
     endings: tuple[Ending, ...] = ENDINGS  # what is done to parameters after the last step, in this order
     # optimizers
     params: tuple[Param, ...] = PARAMS
-    slow_from: int = 336  # the first step at which every=4 means that, not 2
+    slow_from: Steps = 336  # the first step at which every=4 means that, not 2
     adam_lr: float = 0.008
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
     bank_lr: float = 0.023
     bank_wd: float = 2.25
-    bank_beta2: float = 0.9
+    bank_beta2: Fraction = 0.9
     bank_dtype: Float = "bfloat16"  # of the orthogonalization
     # Matrices are orthogonalized from singular values of at most 1 / bank_margin. ANVIL's maps diverge above
     # 1 / 1.05, so record 92's 1.05 leaves no room for the roundings of bf16.
-    bank_margin: float = 1.06
-    slow_rate: float = 0.02  # at which the slow rail follows the gradients
+    bank_margin: Annotated[float, 1.05, 10] = 1.06
+    slow_rate: Fraction = 0.02  # at which the slow rail follows the gradients
     # Before this step there is one rail: plain momentum. From it on the fast rail has this decay, and this
     # weight in the mean of both. With no more steps than that, one rail serves the whole run.
-    rails_step: int = 514
-    fast_beta: float = 0.85
-    fast_weight: float = 0.4385
+    rails_step: Steps = 514
+    fast_beta: Fraction = 0.85
+    fast_weight: Fraction = 0.4385
     # the run
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
@@ -390,7 +407,7 @@ class Config:
     main_grad: bool = True
     delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
     # Tokens whose logits exist at once. With candidates these are more, so that there are as many logits.
-    head_chunk: int = 8192
+    head_chunk: Positive = 8192
     kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done in Triton
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     attention: Literal["dense", "varlen", "fa3"] = "varlen"
@@ -423,8 +440,9 @@ RECORD = Config()
 # micro-batches. Documents of about 1 KiB are cut short, so that a batch has parts of more of them.
 # fmt: off
 CPU = replace(
-    RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, val_slice_tokens=4096, val_slices=128,
-    vocab_size=257, padded_vocab=264, bos_id=256, bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
+    RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, usual_loss=1.051,
+    val_slice_tokens=4096, val_slices=128, vocab_size=257, padded_vocab=264, bos_id=256,
+    bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
     ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, dtype="float32", every=1), mix_groups=4, window_unit=16,
     attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.4, bank_dtype="float32",
@@ -443,8 +461,9 @@ CPU = replace(
 # vocabulary. With all columns the head takes about half of a step.
 # fmt: off
 WORDS = replace(
-    CPU, preset="words", track="words", data="data/words", target=2.9, val_slice_tokens=512, val_slices=128,
-    val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256, heads=4, mlp_dim=1024, layers=LAYERS,
+    CPU, preset="words", track="words", data="data/words", target=2.9, usual_loss=2.799,
+    val_slice_tokens=512, val_slices=128, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
+    heads=4, mlp_dim=1024, layers=LAYERS,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
     endings=(replace(CPU.endings[0], keep_norm=False),),
     stages=tuple(
@@ -523,8 +542,9 @@ def sizes(cfg: Config) -> dict[str, int]:
     """Returns the sizes that Param.shape names; those of a technique that is off are 0."""
     readers = [layer for layer in cfg.layers if layer.attention]
     narrow = sum(layer.narrow_qk for layer in readers)
-    tables = {layer.value: layer.connections for layer in readers if layer.value is not None}
-    mixed = len(MIX_BIASES) + len(tables)
+    tables = sum(layer.value for layer in readers)
+    mixed = len(MIX_BIASES) + tables
+    gates = max(sum(gate.columns for gate in gates) for gates in gate_table(cfg))
     return {
         "d": cfg.dim,
         "D": cfg.head_dim,
@@ -539,16 +559,17 @@ def sizes(cfg: Config) -> dict[str, int]:
         "2A": len(readers) * 2,
         "2mlps": 2 * sum(layer.mlps for layer in cfg.layers),
         # Tables of value embeddings, and those of them with gates.
-        "E": len(tables),
-        "Eg": sum(not connections for connections in tables.values()),
+        "E": tables,
+        "Eg": sum(layer.value and not layer.connections for layer in readers),
         "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
         "gate": GATE_DIM,
         # Biases, outputs and hidden units of the small MLPs, of connections and of gates.
         "M": max(len(CONNECTION_BIASES), mixed),
         "W": max(len(CONNECTION_BIASES), mixed * (1 + cfg.mix_groups)),
         "m": cfg.mudd_dim * cfg.mudd_connections,
-        "G": max(sum(gate.columns for gate in gates) for gates in gate_table(cfg)),
-        "g": cfg.mudd_dim * cfg.mudd_gates,
+        "G": gates,
+        "1G": min(1, gates),
+        "g": cfg.mudd_dim * cfg.mudd_gates * min(1, gates),
     }
 
 
@@ -614,7 +635,7 @@ def config_from_dict(value, hint=Config, path: str = "", change: Callable = lamb
     """
     again, args = partial(config_from_dict, change=change), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
+        hints = typing.get_type_hints(hint, include_extras=True)
         fields = {name: again(value[name], hints[name], f"{path}.{name}") for name in hints | value}
         return hint(**fields)  # type: ignore
     if args and dataclasses.is_dataclass(args[0]):
@@ -638,24 +659,45 @@ def override(cfg: Config, setting: str) -> Config:
         return parse(text, hint, path) if fnmatch.fnmatch(path, name) else value
 
     new = config_from_dict(dataclasses.asdict(cfg), change=change)
-    near = ", ".join(difflib.get_close_matches(name, known))
-    refuse_if(not fnmatch.filter(known, name), f"--set {name}: unknown; use {near or 'a field of Config'}")
-    return new
+    near = ", ".join(difflib.get_close_matches(name, known, cutoff=0.4)) or "a field of Config"
+    refuse_if(not fnmatch.filter(known, name), f"--set {name}: unknown; did you mean {near}?")
+    return new if new.length == cfg.length else rescale(new, new.length / cfg.length)
+
+
+def rescale(cfg: Config, factor: float) -> Config:
+    """Returns `cfg` with all Steps `factor` times as many. Averages reach back as many times further."""
+
+    def change(value, hint, path: str):
+        if hint == Steps:
+            return max(1, round(value * factor)) if value else 0
+        if hint == tuple[Steps, ...]:
+            return tuple(change(steps, Steps, path) for steps in value)
+        return 1 - (1 - value) ** (1 / factor) if hint == Rate else value
+
+    return config_from_dict(dataclasses.asdict(cfg), change=change)
 
 
 def parse(text: str, hint, name: str):
-    """Parses a bool, int, float, str or Literal, a tuple of one of these, or one of these or None."""
-    args = typing.get_args(hint)
+    """Parses a bool, number, str or Literal, a tuple of one of these, or one of these or None."""
+    args, limits = typing.get_args(hint), [0, sys.float_info.max]
+    if hasattr(hint, "__metadata__"):  # Annotated
+        (hint, *limits), args = args[:3], ()
     if typing.get_origin(hint) is tuple:
         return tuple(parse(part, args[0], name) for part in text.split(",") if part)
     if type(None) in args:
         return None if text.lower() == "none" else parse(text, args[0], name)
-    choices = {str(choice).lower(): choice for choice in ((True, False) if hint is bool else args)}
+    choices = {str(choice).lower(): choice for choice in args}
+    if hint is bool:
+        choices = {"true": True, "false": False, "none": False}
     try:
-        return choices[text.lower()] if choices else hint(text)
+        value = choices[text.lower()] if choices else hint(text)
     except (KeyError, ValueError):
         kinds = " or ".join(choices) or hint.__name__
         raise UserError(f"--set {name}={text}: give {kinds}") from None
+    low, high = limits
+    wrong = hint in (int, float) and not low <= value <= high  # NaN is never between
+    refuse_if(wrong, f"--set {name}={text}: give a number from {low:g} to {high:g}")
+    return value
 
 
 # ============================================================================================================
@@ -758,12 +800,13 @@ def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
 
 def warmup_steps(cfg: Config) -> list[range]:
     """Returns steps that do all that a run does: the first two, and two before and after each change of the
-    stage or the number of candidates.
+    stage, of the number of candidates, or of whether prefixes count or updates are slow.
 
     From the last stage's start on four: the first two untie embed, the others update it on its own.
     """
     plans, last = [plan_step(cfg, step) for step in reversed(range(cfg.steps))], cfg.stage_starts[-1]
-    starts = sorted({(plan.stage, plan.candidates): plan.step for plan in plans}.values())
+    kinds = {(plan.stage, plan.candidates, plan.prefix > 0, plan.slow): plan.step for plan in plans}
+    starts = sorted(kinds.values())
     return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
 
 
@@ -876,7 +919,7 @@ class RunLog:
         self.path, self.file = path, None
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "x", buffering=1, encoding="utf-8")
+            self.file = open(path, "x", buffering=1, encoding="utf-8", errors="backslashreplace")
 
     def print0(self, text: str, console: bool = True, file: bool = True) -> None:
         """Prints a line from rank 0 to the screen, to the log file, or to both."""
@@ -887,8 +930,27 @@ class RunLog:
             sys.stdout.flush()
 
 
-def describe_environment(device: torch.device, world_size: int) -> list[str]:
-    """Returns log lines on software, hardware and commit. They hold no absolute path."""
+def describe_commit(script: Path) -> str:
+    """Returns the commit of the script's own repository, and whether that very text is committed there.
+
+    Its own is one that has committed a file of its name, or at its top a train_gpt.py that begins alike.
+    """
+    git: Callable = partial(subprocess.run, cwd=script.parent, capture_output=True)
+    text = script.read_bytes()
+    try:
+        places = f"./{script.name}", "train_gpt.py"
+        committed, original = (git(["git", "show", f"HEAD:{place}"]).stdout for place in places)
+        commit = git(["git", "rev-parse", "HEAD"]).stdout.decode().strip()
+    except OSError:  # git is not installed
+        return "unknown"
+    if not committed and text[:64] != original[:64]:
+        return "unknown"
+    return f"{commit} ({'clean' if text == committed else 'modified'})"
+
+
+def describe_environment(device: torch.device, world_size: int, file: str = __file__) -> list[str]:
+    """Returns log lines on software, hardware, script and commit. They hold no absolute path."""
+    script = Path(file).resolve()
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
@@ -896,15 +958,12 @@ def describe_environment(device: torch.device, world_size: int) -> list[str]:
         with contextlib.suppress(OSError, TypeError):  # not Linux; no such line
             hardware = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
         hardware += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
-    # Prints the commit, if there is one, and what is changed.
-    git, folder = "git rev-parse HEAD && git status --short --untracked-files=no", Path(__file__).parent
-    found = subprocess.run(git, shell=True, capture_output=True, text=True, cwd=folder).stdout.split("\n")
-    commit = f"{found[0]} ({'modified' if found[1] else 'clean'})" if found[0] else "unknown"
     return [
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
         f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {hardware} "
         f"with world_size {world_size}",
-        f"commit: {commit}",
+        f"script: {script.name} (sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:12]})",
+        f"commit: {describe_commit(script)}",
     ]
 
 
@@ -934,12 +993,13 @@ def read_header(path: Path) -> Header:
 
 
 def find_shards(folder: str, split: str) -> list[Path]:
-    paths = sorted(Path(folder).glob(f"[!.]*_{split}_*.bin"))
+    """Returns the shards of a split, train or val: by the end of their names, NAME_train_000001.bin."""
+    name = re.compile(rf"(?!\._).+_{split}_\d+\.bin")  # macOS keeps ._NAME beside NAME
+    paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
     refuse_if(
         not paths,
-        f"no {split} shards (*_{split}_*.bin) in {folder}: make them with data/fineweb.py (record), "
-        "data/local_corpus.py (cpu; with --encoding gpt2: words), data/tokenize_text.py (your text) or "
-        "data/synthetic.py (random tokens), or use another --data",
+        f"no {split} shards (NAME_{split}_000000.bin) in {folder}: ./run.sh without --data gets a preset's; "
+        "data/tokenize_text.py makes them from your text",
     )
     return paths
 
@@ -1228,12 +1288,15 @@ def place_rows(ids: Tensor, index: RowIndex, places: Tensor) -> Tensor:
     return torch.empty_like(ids).scatter_(1, index.perm.view(ids.shape).long(), by_row.view(ids.shape))
 
 
+PERMUTATION = 20011  # a prime
+
+
 def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
     """Returns `count` tokens (ascending, int32), all targets and some others, and the next call's offset.
 
     The others are the first that are no targets in an interval, from `offset` on, of a fixed permutation of
     the vocabulary; intervals follow one another. If they are too few, they are spread over all (record 92).
-    20011 is a prime: no multiple of it can be `vocab`.
+    `vocab` must not be a multiple of the prime PERMUTATION.
     """
     chosen = np.zeros(vocab, bool)
     chosen[targets] = True
@@ -1241,7 +1304,7 @@ def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) 
     refuse_if(distinct > count, f"{distinct} distinct targets, {count} candidates: raise stages.*.candidates")
     if missing := count - distinct:
         size = min(vocab, missing * 17 // 10 + 256)
-        others = np.arange(offset, offset + size) * 20011 % vocab
+        others = np.arange(offset, offset + size) * PERMUTATION % vocab
         others, offset = others[~chosen[others]], (offset + size) % vocab
         if len(others) < missing:
             others = np.flatnonzero(~chosen)
@@ -2175,12 +2238,22 @@ def flash_attention(
     return y[:, :, : widths[1]]  # type: ignore
 
 
+def check_driver() -> None:
+    """Raises UserError, with CUDA's own reason, if there are GPUs that this torch cannot use."""
+    if torch.cuda.device_count() and not torch.cuda.is_available():  # the first asks the driver, not CUDA
+        cuda = torch.version.cuda
+        fix = f"this torch needs a driver for CUDA {cuda}: install one, or a torch for an older CUDA, from "
+        with explain("cannot use the GPUs", f"{fix}download.pytorch.org, and set PYTHON", RuntimeError):
+            torch.cuda.init()
+
+
 def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Backend:
     """Returns the implementations that the config names; there are no silent fallbacks.
 
     Raises UserError with the first reason against them here, and a setting that avoids it. `capability`: by
     default the device's.
     """
+    check_driver()
     on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
     capability = capability or (torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
     too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
@@ -2709,13 +2782,13 @@ class GPT(nn.Module):
         odd_places, count = F.pad(factors.view(-1, 1), (1, 0))[:, 1:], factors.size(1)
         # Repeated for every token, so that one sum over the tokens gives the gradients of all numbers.
         numbers = odd_places.expand(-1, len(embed)).unsqueeze(2).unbind()
-        ve_gates = self.weight("ve_gate_bank").unbind()
+        ve_gates = iter(self.weight("ve_gate_bank") if hasattr(self, "ve_gate_bank") else ())
         x0 = smear_embeddings(embed, smear, self.weight("smear_gate"))
         mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
         # x0 also goes to the gates and the first stream. The bigrams' share of layer 0 is in that stream; the
         # layer with connections reads them too.
         x0s = fan_out(x0, sum(layer.x0 for layer in cfg.layers) + 2)
-        bigrams = fan_out(bigram, sum(layer.bigram or layer.connections for layer in cfg.layers))
+        bigrams = fan_out(bigram, sum(layer.bigram + layer.connections for layer in cfg.layers))
         gates = self.split_gates(0, mudd_gate[0](next(x0s)))
         scales: list[Tensor | None] = [None]
         streams = [next(x0s)]
@@ -2737,10 +2810,10 @@ class GPT(nn.Module):
             scales, mlp_scales, streams = [resid_attention], [resid_mlp] + layer.mlps * [post_mlp], [x]
             if layer.attention:
                 value, ve_gate = None, None
-                if layer.value is not None:
-                    values = values or self.lookup("value_embeds", batch, leaves).unbind(1)
-                    value = values[layer.value]
-                    ve_gate = None if layer.connections else ve_gates[layer.value]
+                if layer.value:
+                    values = values or [*self.lookup("value_embeds", batch, leaves).unbind(1)]
+                    value = values[sum(earlier.value for earlier in cfg.layers[:i])]
+                    ve_gate = None if layer.connections else next(ve_gates)
                 if layer.connections:
                     connected = x
                     for_values, *columns = (rows.T for rows in mudd[0](x).split([8, 1, 1, 1, 1, 1, 1]))
@@ -2763,7 +2836,7 @@ class GPT(nn.Module):
             if layer.connections:
                 scales, streams = [*scales, *columns[2:4]], [*streams, first, next(bigrams)]
             if len(streams) > 1:
-                x, h = mix_streams(scales, streams, layer.mlps > 0)
+                x, h = mix_streams(scales, streams, layer.mlps > 0 or layer.connections)
             if layer.connections:
                 mlp_input = h
             if mlps is None:
@@ -2781,7 +2854,7 @@ class GPT(nn.Module):
                 gates |= self.split_gates(1, mudd_gate[1](x))
             if i == cfg.back_from:
                 back, normed_back = x, h
-        streams = [first, back, connected, skipped, *values, mlp_input, normed_back]
+        streams = [first, back, connected, skipped, *(values or ()), mlp_input, normed_back]
         return final_norm(x, mudd[1](x), streams)
 
     def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
@@ -2790,6 +2863,8 @@ class GPT(nn.Module):
         The last outputs of the second "mudd" have no biases.
         """
         cfg, biases, parts = self.cfg, self.mlp_sizes[name], [f"{name}_{part}" for part in ("w1", "w2")]
+        if not hasattr(self, f"{name}_b2"):  # there are no gates
+            return 2 * [lambda u: u.new_empty(0, 1)]
         by_group = cfg.mix_groups if name == "mudd" and cfg.mudd_connections else 0
         scale = self.weight("mudd_gate_scale").to(dtype_of(cfg.dtype)) if name == "mudd_gate" else None
         # One unbind, as one split in matrices().
@@ -3528,7 +3603,8 @@ class Optimizer:
             kind, table = (
                 (name, self.ngrams) if name == "ngrams" else (self.specs[name].kind, self.grads[name])
             )
-            self.backend.segment_sum_rows(table.main_grad, leaf.grad, index[kind], signs)
+            if leaf.grad is not None:  # of bigrams, if no layer adds them
+                self.backend.segment_sum_rows(table.main_grad, leaf.grad, index[kind], signs)
 
     def reset_grad(self, name: str) -> None:
         """Begins a new sum of a gradient that was used."""
@@ -3736,16 +3812,21 @@ def train_step(
     return sum(losses[1:], losses[0])
 
 
+# On the screen, or in a file, where a line is worth keeping only from time to time.
+progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr.isatty() else 10)
+
+
 def validate(
     model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int], slices: int | None = None
 ) -> float:
     """Returns the mean over slices of their mean losses: the same however slices are spread over ranks.
 
-    slices: how many of the first slices; None: all.
+    slices: how many of the first slices; None: all. Rank 0 draws its progress.
     """
     slices = slices or model.cfg.val_slices
     losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
-    for i in range(exchange.rank, padded(slices, exchange.world_size), exchange.world_size):
+    own = range(exchange.rank, padded(slices, exchange.world_size), exchange.world_size)
+    for i in progress_bar(own, "validation", leave=False, disable=exchange.rank > 0, delay=1):
         if i < slices:
             losses[i] = model.token_losses(loader.batch(i).to(losses.device), windows).mean()
         elif model.ngrams:
@@ -3807,17 +3888,36 @@ def check_config(cfg: Config, world_size: int) -> None:
     for spec in used_params(cfg):
         rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
         refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
+        fits = (
+            spec.kind == "bank" if spec.optimizer == "anvil" else [b < 1 for b in spec.betas] == [True, True]
+        )
+        refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank")
+        apart = any(spec.tied_to == other.name and spec.every != other.every for other in cfg.params)
+        refuse_if(apart, f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value")
     for i, stage in enumerate(cfg.stages):
         rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
+        uneven |= not sum(stage.mtp_start[:1]) * sum(stage.mtp_end[:1])
         refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
-        refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights")
-        wrong = any(c > cfg.padded_vocab or cfg.fp8 and c % 16 for c in stage.candidates)
-        refuse_if(wrong, f"stages.{i}.candidates: use numbers up to padded_vocab, with FP8 multiples of 16")
+        refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights, the first not 0")
+        wrong = any(c > cfg.padded_vocab for c in stage.candidates)
+        wrong |= any(stage.candidates) and cfg.padded_vocab % PERMUTATION == 0
+        refuse_if(
+            wrong, f"stages.{i}.candidates: use numbers up to padded_vocab, no multiple of {PERMUTATION}"
+        )
+        widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
+        refuse_if(
+            cfg.fp8 and math.gcd(16, *widths, *stage.candidates) < 16,
+            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, candidates, head_chunk, "
+            "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
+        )
     for i, layer in enumerate(cfg.layers):
         unused = (layer.key_shift or layer.xsa) and layer.attention != "plain"
         unused |= layer.key_shift and layer.narrow_qk
-        unused |= (layer.gate or layer.value is not None) and not layer.attention
-        refuse_if(unused, f"layers.{i} has what attention={layer.attention} does not use")
+        unused |= (layer.gate or layer.value) and not layer.attention
+        unused |= layer.connections and not layer.value
+        refuse_if(
+            unused, f"layers.{i} has what its attention={layer.attention} or value={layer.value} excludes"
+        )
     for i, ending in enumerate(cfg.endings):
         unknown = ", ".join(sorted({*ending.params} - {spec.name for spec in cfg.params}))
         refuse_if(unknown, f"endings.{i}.params: {unknown}: unknown; use names of parameters")
@@ -3825,6 +3925,16 @@ def check_config(cfg: Config, world_size: int) -> None:
     refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
     refuse_if(len(n.orders) * n.rows >= 2**31, "ngrams: use fewer than 2**31 rows of all orders")
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
+    refuse_if(not cfg.steps, "stages.*.steps are all 0: there is nothing to train")
+    order = cfg.skip_from < cfg.skip_to and cfg.back_from < len(cfg.layers)
+    refuse_if(not order, "skip_from must be below skip_to, and back_from the number of a layer")
+    pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
+    odd = cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % max(1, cfg.mix_groups)
+    refuse_if(
+        odd,
+        f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
+        "paired; head_dim a multiple of 4",
+    )
     refuse_if(n.orders and n.width > cfg.dim, "ngrams.width must not be above the model's width")
 
 
@@ -3835,14 +3945,16 @@ def config_json(cfg: Config, **more) -> str:
 def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
     """Raises UserError if the n-gram table and its state do not fit; the message says how many rows do.
 
-    A GPU may use a third of its memory for them: the rest of the record preset needs up to 50 GB. Without a
-    GPU, all memory may be used: without this the kernel would grant more, and kill a process later.
+    A GPU may use a third of its memory for them. Alone it may use what 64 GB leave: the rest of the record
+    preset needs 56 GB there. Without a GPU, all memory may be used: without this the kernel would grant more,
+    and kill a process later.
     """
     n = cfg.ngrams
     if not n.orders:
         return
     if device.type == "cuda":
-        have = torch.cuda.mem_get_info(device)[1] // 3
+        have = torch.cuda.mem_get_info(device)[1]
+        have = have // 3 if world_size > 1 else max(have - 64 * 10**9, 0)
     else:
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
     fits = have * world_size // (len(n.orders) * (n.width * dtype_of(n.dtype).itemsize + 8))
@@ -3856,19 +3968,30 @@ SAVED_ROWS = 1 << 14  # of n-grams that are gathered at once, to save a model
 def save_model(path: str, model: GPT, rank: int = 0) -> None:
     """Saves full weights without a world size's padding, and the config as JSON.
 
-    All ranks must call it; rank 0 writes, also the n-gram table beside it: its rows in order, nothing else.
+    All ranks must call it; rank 0 writes, also the n-gram table beside it: its rows in order, then 16 bytes
+    that only these two files share. Both are renamed when they are whole: older ones stay until then.
     """
-    shapes, table = param_shapes(model.cfg, 1), model.ngrams
+    shapes, table, tie = param_shapes(model.cfg, 1), model.ngrams, uuid.uuid4().bytes
+    fix = "make room, remove its .partial files, and train again; with --resume, if there is a checkpoint"
+    cannot = partial(explain, f"cannot write {path}", fix, OSError)
     if rank == 0:
         weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
         weights["signs"] = model.signs.cpu()
-        torch.save({"config": config_json(model.cfg), "weights": weights}, path)
-    if table:
-        with open(os.devnull if rank else f"{path}.ngrams", "wb") as file:
-            for start in range(0, table.rows, SAVED_ROWS):
-                ids = torch.arange(start, min(start + SAVED_ROWS, table.rows), dtype=torch.int32)
-                rows = table.fetch(None if rank else ids)
-                file.write(rows.cpu().view(torch.uint8).numpy())
+        with cannot(RuntimeError):  # torch.save raises it when the disk is full
+            torch.save(
+                {"config": config_json(model.cfg), "weights": weights, "tie": tie.hex()}, f"{path}.partial"
+            )
+    with cannot():
+        if table:
+            with open(os.devnull if rank else f"{path}.ngrams.partial", "wb") as file:
+                for start in range(0, table.rows, SAVED_ROWS):
+                    ids = torch.arange(start, min(start + SAVED_ROWS, table.rows), dtype=torch.int32)
+                    rows = table.fetch(None if rank else ids)
+                    file.write(rows.cpu().view(torch.uint8).numpy())
+                file.write(tie)
+        for name in ([f"{path}.ngrams"] if table else []) + [path]:
+            if rank == 0:
+                os.replace(f"{name}.partial", name)
 
 
 class NgramFile(NamedTuple):
@@ -3892,7 +4015,9 @@ def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
         model, n = GPT(cfg, device=device), cfg.ngrams
         model.load_state_dict(saved["weights"])
         if n.orders:
-            rows = np.memmap(f"{path}.ngrams", np.uint8, "r").reshape(len(n.orders) * n.rows, -1)
+            file = np.memmap(f"{path}.ngrams", np.uint8, "r")
+            refuse_if(file[-16:].tobytes().hex() != saved["tie"], f"{path}.ngrams is another model's; {fix}")
+            rows = file[:-16].reshape(len(n.orders) * n.rows, -1)
             model.ngrams = NgramFile(rows, dtype_of(n.dtype), device)
     model.rotary.use_stage(plan_step(cfg, cfg.steps - 1).stage)
     return model
@@ -4002,6 +4127,13 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
 # ============================================================================================================
 
 
+def positive(text: str) -> int:
+    """Parses an option's number from 1 on; argparse reports a ValueError in one line."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "train_gpt.py",
@@ -4016,13 +4148,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--preset", choices=PRESETS, default=preset, help="default here: %(default)s")
     add("--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/")
     add("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting; may be repeated")
+    add(
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change settings, in order",
+    )
     add("--data", help="folder of .bin shards (default: the preset's)")
     add("--save", help="file for the final weights and the config")
-    add("--checkpoint-every", type=int, metavar="N", help="save all state beside the log after every N steps")
+    add("--checkpoint-every", type=positive, metavar="N", help="save all state beside the log every N steps")
     add("--resume", help="log of a run to continue from its last checkpoint, with the same options")
-    add("--profile", type=int, nargs="?", const=8, help="trace four steps from this on (without a number: 8)")
-    add("--check", type=int, help="say whether that many processes could run this here")
+    add("--profile", type=positive, nargs="?", const=8, help="trace four steps from this on (default: 8)")
+    add("--check", type=positive, help="say whether that many processes could run this here")
     return parser.parse_args(argv)
 
 
@@ -4085,24 +4224,24 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 
     All ranks must call it: rows of n-grams may be with any.
     """
-    torch.manual_seed(seed)
+    generator = seeded("samples", seed)
     model.backend, compiled.compiler = TORCH_BACKEND, None  # nothing is compiled for these lengths
     for _ in range(model.cfg.samples if vocabulary else 0):
         tokens = [model.cfg.bos_id]
         while len(tokens) <= 100:
             probs = (model.next_token_logits(tokens).cpu() / 0.8).softmax(0)
-            tokens += probs.multinomial(1).tolist()
+            tokens += probs.multinomial(1, generator=generator).tolist()
         text = b"".join(vocabulary[token] for token in tokens).decode("utf-8", "replace")
         log.print0(f"sample: {text!r}", file=False)
 
 
 def run(args: argparse.Namespace) -> None:
     cfg = reduce(override, args.set, PRESETS[args.preset])
-    cfg = replace(cfg, data=args.data or cfg.data)
+    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data or "."))  # as the preset's, for its track
     check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
     refuse_if(
-        args.save and not os.access(Path(args.save).resolve().parent, os.W_OK),
-        f"--save {args.save}: its folder does not exist or cannot be written to",
+        args.save and (os.path.isdir(args.save) or not os.access(Path(args.save).resolve().parent, os.W_OK)),
+        f"--save {args.save}: give a file, in a folder that exists and can be written to",
     )
     resumed = None if args.resume is None else Checkpoint.find(args.resume)
     if args.check:
@@ -4151,7 +4290,7 @@ def run(args: argparse.Namespace) -> None:
         log.print0(line)
     kernels = ", ".join(cfg.kernels) or "none, plain torch"
     log.print0(f"attention: {cfg.attention}; kernels: {kernels}; fp8: {cfg.fp8}; compiled: {cfg.compile}")
-    logged = config_json(replace(cfg, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed)
+    logged = config_json(replace(cfg, track=track), name=args.name, seed=args.seed)
     log.print0(f"config: {logged}", console=False)
     count, usual = num_microbatches(cfg, world_size), PRESETS[cfg.preset].microbatches
     packing = f", packed in {count} micro-batches a batch, not {usual}: not the track's batches"
@@ -4159,9 +4298,11 @@ def run(args: argparse.Namespace) -> None:
     if resumed:
         log.print0(f"resumed: {path.name} after step {resumed.meta['step']}")
     log.print0("=" * 100, console=False)
+    log.print0(f"log: {log.path}", file=False)
+    log.print0("the clock leaves out this start, the warm-up, validation and checkpoints", file=False)
 
     trace, every = path.with_suffix(f".rank{rank}.trace.json.gz"), args.checkpoint_every
-    profiler = args.profile and trace_steps(trace, min(args.profile, cfg.steps - 4))
+    profiler = args.profile and trace_steps(trace, max(1, min(args.profile, cfg.steps - 4)))
     checkpoints = path.with_suffix(".checkpoint")
     save = partial(save_checkpoint, checkpoints, {"task": task})
     model, summary = train(
@@ -4170,6 +4311,9 @@ def run(args: argparse.Namespace) -> None:
     for key, value in summary.items():
         log.print0(f"{key}: {value}", console="bytes" not in key)
     log.print0("complete: yes", console=False)
+    side = "below" if float(summary["val_loss"]) < cfg.target else "not below"
+    mean = f" (the mean of the preset's runs: {cfg.usual_loss})" if cfg.usual_loss else ""
+    log.print0(f"target {cfg.target}: {side}; one run proves nothing{mean}", file=False)
     if args.save:
         save_model(args.save, model, rank)
     print_samples(model, data.vocabulary, args.seed, log)
@@ -4233,13 +4377,7 @@ def train(
     if cfg.predicts_prefixes:
         model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
     epochs = position[0] // len(data.train) + 1
-    bar = tqdm(
-        total=cfg.steps,
-        initial=first,
-        unit="step",
-        mininterval=0.1 if sys.stderr.isatty() else 10,
-        disable=log.file is None,
-    )
+    bar = progress_bar(total=cfg.steps, initial=first, unit="step", disable=exchange.rank > 0)
     for step in range(first, cfg.steps + 1):
         done = step == cfg.steps
         if done:
@@ -4325,6 +4463,9 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that waits in a collective, too
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when torchrun is killed
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore  # the screen may lack letters of a sample
     status = main()
     with contextlib.suppress(OSError):  # nobody may read the screen any more
         sys.stdout.flush()

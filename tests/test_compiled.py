@@ -27,7 +27,7 @@ def cfg(few_layers):  # noqa: F811
     """Returns a config with two layers of one kind."""
     *layers, last = few_layers.layers
     twins = (replace(last, value=value, connections=False) for value in (1, 2))
-    return replace(few_layers, layers=(*layers, *twins, replace(last, value=3)))
+    return replace(few_layers, layers=(*layers, *twins, replace(last, value=True)))
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
     "stages.3.mtp_start=2,0.5": {"stages.3.mtp_start.0": 2.0, "stages.3.mtp_start.1": 0.5},
     "stages.*.windows.long=9": {f"stages.{i}.windows.long": 9 for i in range(5)},
     "params.lm_head.wd_mul=3": {"params.14.wd_mul": 3.0},
-    "layers.1.value=none": {"layers.1.value": None},
+    "layers.1.value=none": {"layers.1.value": False},
     "layers.1.attention=paired": {"layers.1.attention": "paired"},
 }
 
@@ -312,17 +312,17 @@ value_embeds 0.75 0.95 70 5 4
 """
 # Record 92's layers: attention, window, value table, MLPs, and what else they have
 LAYERS = """
-paired short None 1: x0 bigram narrow_qk
-plain short 0 1: x0 bigram narrow_qk narrow_v xsa
-paired short 1 1: x0 narrow_qk
-plain long None 1: xsa gate key_shift
-None short None 1: x0 bigram
-paired short None 1: x0 bigram narrow_qk
-None short None 1:
-None short None 0: x0
-plain short 2 2: narrow_qk narrow_v
-None short None 1: bigram
-plain long 3 1: gate key_shift connections
+paired short 1: x0 bigram narrow_qk
+plain short 1: x0 bigram narrow_qk narrow_v xsa value
+paired short 1: x0 narrow_qk value
+plain long 1: xsa gate key_shift
+None short 1: x0 bigram
+paired short 1: x0 bigram narrow_qk
+None short 1:
+None short 0: x0
+plain short 2: narrow_qk narrow_v value
+None short 1: bigram
+plain long 1: gate key_shift connections value
 """
 ENDING_ROWS = (  # record 92: the last steps that it looks at, its rate, its share, and every how many steps
     ({"lm_head", "embed"}, 298, 1 - (1 - 2 / 299) ** 2, 0.65, 2),
@@ -342,7 +342,7 @@ MAPS = (  # ANVIL's: a x + b x^3 + c x^5 of singular values (record 92)
 
 
 def test_the_record_has_the_published_constants():
-    cfg, flags = tg.RECORD, "x0 bigram narrow_qk narrow_v xsa gate key_shift connections".split()
+    cfg, flags = tg.RECORD, "x0 bigram narrow_qk narrow_v xsa gate key_shift connections value".split()
     for line in FIELDS.strip().splitlines():
         name, value = line.split(" ", 1)
         assert str(getattr(cfg, name)) == value, name
@@ -356,7 +356,7 @@ def test_the_record_has_the_published_constants():
         assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
     assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
     for layer, expected in zip(cfg.layers, LAYERS.strip().splitlines(), strict=True):
-        row = f"{layer.attention} {layer.window} {layer.value} {layer.mlps}:"
+        row = f"{layer.attention} {layer.window} {layer.mlps}:"
         assert " ".join([row, *(flag for flag in flags if getattr(layer, flag))]) == expected
     endings = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.endings)
     assert endings == ENDING_ROWS

@@ -52,10 +52,10 @@ def few_layers(tmp_path_factory):
     """Returns the same with a layer of each kind, prefixes, candidates, and two micro-batches."""
     cfg = make_config(tmp_path_factory.mktemp("shards"))
     layers = (
-        tg.Layer("paired", narrow_qk=True, value=0, gate=True, x0=True, bigram=True),
+        tg.Layer("paired", narrow_qk=True, value=True, gate=True, x0=True, bigram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True, x0=True),
         tg.Layer(None, bigram=True, mlps=2),
-        tg.Layer("plain", narrow_v=True, value=1, xsa=True, gate=True, connections=True),
+        tg.Layer("plain", narrow_v=True, value=True, xsa=True, gate=True, connections=True),
     )
     parts = zip(cfg.stages, ((0.25,), (0.25,), (), ()), ((96, 80), (64,), (), ()))
     stages = tuple(replace(stage, prefix=prefix, candidates=counts) for stage, prefix, counts in parts)

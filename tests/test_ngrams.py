@@ -14,9 +14,9 @@ import train_gpt as tg
 from golden_inputs import random_documents, write_shard
 
 LAYERS = (
-    tg.Layer("plain", value=0, x0=True, bigram=True),
+    tg.Layer("plain", value=True, x0=True, bigram=True),
     tg.Layer("plain", narrow_qk=True, narrow_v=True, xsa=True, bigram=True),
-    tg.Layer("paired", "long", value=1, gate=True, connections=True),
+    tg.Layer("paired", "long", value=True, gate=True, connections=True),
 )
 WINDOWS = [tg.Windows(n, 2 * n) for n in (1, 2, 3, 3)]
 
