@@ -44,6 +44,7 @@ import fnmatch
 import gc
 import hashlib
 import inspect
+import io
 import json
 import math
 import os
@@ -3965,33 +3966,34 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
 SAVED_ROWS = 1 << 14  # of n-grams that are gathered at once, to save a model
 
 
+def file_hash(path: str) -> bytes:
+    return hashlib.sha256(Path(path).read_bytes()).digest()
+
+
 def save_model(path: str, model: GPT, rank: int = 0) -> None:
     """Saves full weights without a world size's padding, and the config as JSON.
 
-    All ranks must call it; rank 0 writes, also the n-gram table beside it: its rows in order, then 16 bytes
-    that only these two files share. Both are renamed when they are whole: older ones stay until then.
+    All ranks must call it; rank 0 writes, also the n-gram table beside it: its rows in order, then the hash
+    of the other file. Both are renamed when they are whole: older ones stay until then.
     """
-    shapes, table, tie = param_shapes(model.cfg, 1), model.ngrams, uuid.uuid4().bytes
-    fix = "make room, remove its .partial files, and train again; with --resume, if there is a checkpoint"
-    cannot = partial(explain, f"cannot write {path}", fix, OSError)
-    if rank == 0:
-        weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
-        weights["signs"] = model.signs.cpu()
-        with cannot(RuntimeError):  # torch.save raises it when the disk is full
-            torch.save(
-                {"config": config_json(model.cfg), "weights": weights, "tie": tie.hex()}, f"{path}.partial"
-            )
-    with cannot():
+    shapes, table, aside = param_shapes(model.cfg, 1), model.ngrams, os.devnull if rank else f"{path}.partial"
+    fix = f"make room, remove {aside}*, and train again, with --resume if there is a checkpoint"
+    with explain(f"cannot write {path}", fix, OSError):
+        if rank == 0:
+            weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
+            weights["signs"] = model.signs.cpu()
+            # Into memory first: on a full disk torch.save itself would not say why it fails.
+            torch.save({"config": config_json(model.cfg), "weights": weights}, buffer := io.BytesIO())
+            Path(aside).write_bytes(buffer.getbuffer())
         if table:
-            with open(os.devnull if rank else f"{path}.ngrams.partial", "wb") as file:
+            with open(aside + ".ngrams" * (not rank), "wb") as file:
                 for start in range(0, table.rows, SAVED_ROWS):
                     ids = torch.arange(start, min(start + SAVED_ROWS, table.rows), dtype=torch.int32)
                     rows = table.fetch(None if rank else ids)
                     file.write(rows.cpu().view(torch.uint8).numpy())
-                file.write(tie)
-        for name in ([f"{path}.ngrams"] if table else []) + [path]:
-            if rank == 0:
-                os.replace(f"{name}.partial", name)
+                file.write(file_hash(aside))
+        for end in () if rank else ([".ngrams"] if table else []) + [""]:
+            os.replace(aside + end, path + end)
 
 
 class NgramFile(NamedTuple):
@@ -4016,8 +4018,8 @@ def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
         model.load_state_dict(saved["weights"])
         if n.orders:
             file = np.memmap(f"{path}.ngrams", np.uint8, "r")
-            refuse_if(file[-16:].tobytes().hex() != saved["tie"], f"{path}.ngrams is another model's; {fix}")
-            rows = file[:-16].reshape(len(n.orders) * n.rows, -1)
+            refuse_if(file[-32:].tobytes() != file_hash(path), f"{path}.ngrams is another model's; {fix}")
+            rows = file[:-32].reshape(len(n.orders) * n.rows, -1)
             model.ngrams = NgramFile(rows, dtype_of(n.dtype), device)
     model.rotary.use_stage(plan_step(cfg, cfg.steps - 1).stage)
     return model
@@ -4167,7 +4169,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def track_of(cfg: Config, world_size: int) -> str:
     """Returns the preset's track if data, micro-batches, validation, target and dtype are its; else other."""
-    preset = PRESETS[cfg.preset]
+    preset, cfg = PRESETS[cfg.preset], replace(cfg, data=os.path.relpath(cfg.data))
     task = ("data", "val_slice_tokens", "val_slices", "target", "dtype")
     same = all(getattr(cfg, name) == getattr(preset, name) for name in task)
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
@@ -4237,7 +4239,7 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 
 def run(args: argparse.Namespace) -> None:
     cfg = reduce(override, args.set, PRESETS[args.preset])
-    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data or "."))  # as the preset's, for its track
+    cfg = replace(cfg, data=args.data or cfg.data)
     check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
     refuse_if(
         args.save and (os.path.isdir(args.save) or not os.access(Path(args.save).resolve().parent, os.W_OK)),
@@ -4290,7 +4292,9 @@ def run(args: argparse.Namespace) -> None:
         log.print0(line)
     kernels = ", ".join(cfg.kernels) or "none, plain torch"
     log.print0(f"attention: {cfg.attention}; kernels: {kernels}; fp8: {cfg.fp8}; compiled: {cfg.compile}")
-    logged = config_json(replace(cfg, track=track), name=args.name, seed=args.seed)
+    logged = config_json(
+        replace(cfg, track=track, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed
+    )
     log.print0(f"config: {logged}", console=False)
     count, usual = num_microbatches(cfg, world_size), PRESETS[cfg.preset].microbatches
     packing = f", packed in {count} micro-batches a batch, not {usual}: not the track's batches"

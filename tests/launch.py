@@ -49,8 +49,8 @@ stages.0.batch_tokens=192 stages.1.batch_tokens=256 stages.2.batch_tokens=384 st
 
 
 def settings(*more):
-    """Returns the --set options of TINY and `more`."""
-    return [word for setting in (*TINY, *more) for word in ("--set", setting)]
+    """Returns the --set option of TINY and `more`."""
+    return ["--set", *TINY, *more]
 
 
 def make_corpus(folder, train=(6000, 6000), val=1500):
@@ -194,6 +194,11 @@ def lose_reader():
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)
+
+
+def ascii_screen():
+    """Makes standard output a screen that has ASCII letters only."""
+    sys.stdout = open(1, "w", encoding="ascii", closefd=False)
 
 
 def fill_disk(free):

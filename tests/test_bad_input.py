@@ -152,6 +152,9 @@ WRONG = """--preset huge
 --nmae x
 --seed one
 --save no/model.pt
+--save corpus/
+--checkpoint-every -1
+--profile 0
 --set adam_lr
 --set adm_lr=1
 --set track=../elsewhere
@@ -167,6 +170,37 @@ WRONG = """--preset huge
 --set stages.2.candidates=300
 --set layers.6.gate=true
 --set layers.6.value=true
+--set layers.10.value=none
+--set layers.6.connections=true
+--set skip_to=3
+--set back_from=11
+--set heads=3
+--set head_dim=6
+--set mix_groups=3
+--set adam_lr=nan
+--set bank_lr=inf
+--set bank_wd=-1
+--set params.embed.betas=.9,1.5
+--set params.embed.betas=.9
+--set params.embed.optimizer=anvil
+--set params.lm_head.every=4
+--set params.embed.every=1
+--set head_chunk=0
+--set mlp_dim=0
+--set val_slices=0
+--set val_slice_tokens=0
+--set stages.0.batch_tokens=0
+--set windows.long=0
+--set stages.*.windows.long=0
+--set stages.*.steps=0
+--set stages.0.steps=-1
+--set stages.1.mtp_start=0 stages.1.mtp_end=0
+--set ngrams.orders=2 ngrams.rows=1
+--set sign_rows=65537
+--set stages.0.candidates=64 padded_vocab=20011
+--set length=0
+--set length=nan
+--set fp8=true fp8_mlp=false
 --set layers.0.xsa=true
 --set layers.0.key_shift=true
 --set stages.0.mtp_end=1

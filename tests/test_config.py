@@ -190,6 +190,25 @@ def test_any_schedule_has_a_plan_for_every_step(cfg):
     assert {0, 1, *cfg.stage_starts} | own_update <= warmup <= every
 
 
+@pytest.mark.parametrize("preset", tg.PRESETS)
+def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
+    cfg = tg.PRESETS[preset]
+    half, names = tg.override(cfg, "length=0.5"), "lr_mul momentum slow stage prefix candidates".split()
+    assert abs(half.steps - cfg.steps / 2) <= len(cfg.stages) and half.rails_step == round(cfg.rails_step / 2)
+    plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
+    for step in range(half.steps):
+        for name in names:
+            near = [getattr(plan, name) for plan in plans[max(0, 2 * step - 9) : 2 * step + 10]]
+            now = getattr(tg.plan_step(half, step), name)
+            assert min(near) - 0.01 <= now <= max(near) + 0.01, (step, name)
+    for before, after in zip(cfg.endings, half.endings):
+        # What is left of an average's first tick, and how many ticks there are.
+        rates = [[*tg.tick_rates(e, c.steps).values()] for e, c in ((before, cfg), (after, half))]
+        kept = [math.prod(1 - rate for rate in row if rate < 1) for row in rates]
+        assert abs(len(rates[0]) - 2 * len(rates[1])) <= 4 and kept[0] == pytest.approx(kept[1], abs=0.02)
+    assert tg.config_from_dict(json.loads(tg.config_json(half))) == tg.override(half, "length=0.5") == half
+
+
 def test_no_cooldown_and_no_schedule():
     """A cooldown of zero steps drops to the final rate at once; without scheduled steps there is no other."""
     cfg, last = replace(CPU, cooldown_frac=0.0), CPU.stages[-1]

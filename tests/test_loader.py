@@ -30,6 +30,19 @@ def make_shards(folder, rng, counts, split="train", max_doc_len=200):
     return shards
 
 
+def test_a_split_is_the_end_of_a_name(tmp_path):
+    """Names before it, hidden ones too, may be anything; files that are no shards are left out."""
+    train = [".a_val_1_train_000000.bin", "a_val_000000_train_1.bin", "b_train_000001.bin"]
+    val = ["a_train_x_val_000000.bin"]
+    others = ["._b_train_000001.bin", "b_train_.bin", "b_train_2.bin.tmp", "b_train_3_.bin", "train_4.bin"]
+    folder = tmp_path / ".a_val_b_train_0"
+    folder.mkdir()
+    for name in train + val + others:
+        (folder / name).touch()
+    for split, names in ("train", train), ("val", val):
+        assert [path.name for path in tg.find_shards(str(folder), split)] == names
+
+
 def train_loader(cfg, rank=0, world_size=1):
     return tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
 

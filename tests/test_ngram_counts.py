@@ -64,7 +64,7 @@ def test_the_fit_lowers_the_loss(texts):
 
 def test_losses_of_a_saved_model(tmp_path, capsys):
     make_corpus(tmp_path / "corpus", train=(6000, 30000))
-    cfg = functools.reduce(tg.override, settings()[1::2], tg.CPU)
+    cfg = functools.reduce(tg.override, settings()[1:], tg.CPU)
     options = ["--model", f"{tmp_path}/m.pt", "--data", f"{tmp_path}/corpus"]
     tg.save_model(options[1], tg.GPT(cfg))
     ngram.main(options)

@@ -161,7 +161,7 @@ def validation_loss(model, corpus):
 
 @pytest.mark.slow
 def test_a_saved_model_gives_the_runs_loss(saved, corpus, tmp_path):
-    """A table that is missing or too short is refused."""
+    """A table that is missing, too short or another run's is refused."""
     folder = shutil.copytree(saved, tmp_path / "run")
     path = folder / "model.pt.ngrams"
     path.chmod(0o444)
@@ -170,7 +170,18 @@ def test_a_saved_model_gives_the_runs_loss(saved, corpus, tmp_path):
     model.ngrams = model.ngrams._replace(rows=np.zeros_like(model.ngrams.rows))
     assert abs(validation_loss(model, corpus) - loss) > 2e-4  # the rows matter
     path.chmod(0o644)
-    for change in partial(os.truncate, path, path.stat().st_size - 1), path.unlink:
+
+    def save_again():
+        tg.save_model(str(folder / "model.pt"), model)
+
+    def restore_one():
+        shutil.copy(saved / path.name, path)
+
+    model.ngrams = tg.NgramTable(model.cfg, tg.Exchange(0, 1), torch.device("cpu"))
+    model.scalars.data[0] += 1
+    save_again()
+    tg.load_model(str(folder / "model.pt"))
+    for change in restore_one, partial(os.truncate, path, path.stat().st_size - 1), path.unlink:
         change()
         with pytest.raises(tg.UserError):
             tg.load_model(str(folder / "model.pt"))
@@ -190,10 +201,10 @@ def save_table(rank, world_size, folder, cfg):
 
 
 def test_saved_tables_have_rows_in_order(workers, corpus, tmp_path):
-    """From three ranks, whose blocks differ in length; of which the first saves. 16 bytes follow the rows."""
+    """From three ranks, whose blocks differ in length; of which the first saves. A hash follows the rows."""
     cfg = make_config(corpus, *NGRAMS, "microbatches=6", "ngrams.dtype=bfloat16")
     rows, *_ = workers(3, save_table, tmp_path, cfg)
-    assert (tmp_path / "0.pt.ngrams").read_bytes()[:-16] == rows.view(torch.uint8).numpy().tobytes()
+    assert (tmp_path / "0.pt.ngrams").read_bytes()[:-32] == rows.view(torch.uint8).numpy().tobytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "0.pt.ngrams"]
 
 

@@ -320,6 +320,8 @@ def test_schedule():
     parts = tg.override(tg.CPU, "stages.3.candidates=30,20,10,5")  # of 20 steps
     counts = [tg.plan_step(parts, step).candidates for step in range(245, 266)]
     assert counts == [0] + [30] * 5 + [20] * 5 + [10] * 5 + [5] * 5
-    for cfg, steps in (record, changes), (parts, (246, 251, 256, 261)):
+    prefixes, slow = (tg.override(tg.CPU, s) for s in ("stages.3.prefix=.1,.1,0,.1", "slow_from=40"))
+    cases = (record, changes), (parts, (246, 251, 256, 261)), (prefixes, (246, 256)), (slow, (40,))
+    for cfg, steps in cases:
         rehearsed = {step for steps in tg.warmup_steps(cfg) for step in steps}
         assert all({step - 1, step, step + 1} <= rehearsed for step in steps)

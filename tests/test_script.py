@@ -1,12 +1,16 @@
 """Tests the command line with real processes: logs line by line, screen output, options."""
 
 import gzip
+import hashlib
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +19,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from launch import WAIT, Launch, make_corpus, settings
+from launch import WAIT, Launch, ascii_screen, make_corpus, settings
 
 SOURCE = Path(tg.__file__).read_text(encoding="utf-8")
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
@@ -89,6 +93,7 @@ RUNS = pytest.mark.parametrize(
 )
 LOG = rf"""Running Python 3\.\S+ on \w+ \w+
 Running PyTorch {re.escape(torch.__version__)} compiled for CUDA \S+ on .+ with world_size (?P<world_size>\d)
+script: (?P<script>\w+\.py) \(sha256 (?P<hash>[0-9a-f]{{12}})\)
 commit: (?:unknown|[0-9a-f]{{40}} \((?:clean|modified)\))
 attention: dense; kernels: none, plain torch; fp8: False; compiled: False
 config: (?P<config>.*)
@@ -122,6 +127,8 @@ def test_log(which, world_size, seed, name, folder, request):
     config = json.loads(found["config"])
     assert (found["world_size"], found["seed"]) == (str(world_size), str(seed))
     assert (config["seed"], config["name"], config["heads"]) == (seed, name, 2)
+    assert config["track"] == "other" and found["hash"] == hashlib.sha256(SOURCE.encode()).hexdigest()[:12]
+    assert found["script"] == ("my_copy.py" if which == "single" else "train_gpt.py")
     steps, *columns = zip(*(STEP.fullmatch(line).groups() for line in found["steps"].splitlines()))
     vals, times, averages, losses = ([float(x) if x else None for x in column] for column in columns)
     # Validation before steps 0, 3 and 6 and at the end; a line after each step.
@@ -148,7 +155,9 @@ def test_the_screen_has_the_results_and_names_the_log(which, world_size, seed, n
     assert len([line for line in lines if STEP.fullmatch(line)]) == 4
     assert {*re.findall("^(?:val_loss|train_time_ms).*", done.text, re.MULTILINE)} < {*lines}
     place = f"records/other/{f'{date.today()}_{name}' if name else 'attempts'}/seed{seed}_"
-    assert lines[-1].startswith(f"log: {place}")
+    assert lines[-1].startswith(f"log: {place}") and lines[-1] in lines[:-1]
+    side = "below" if float(done.losses[-1]) < tg.CPU.target else "not below"
+    assert re.search(rf"^target 1.07: {side}; .*1\.051", done.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("preset", tg.PRESETS)
@@ -160,6 +169,8 @@ def test_tracks(preset):
         assert tg.track_of(tg.override(cfg, setting), 2) == cfg.track
     for setting in "data=x val_slices=1 val_slice_tokens=8 microbatches=4 dtype=float64 target=9".split():
         assert tg.track_of(tg.override(cfg, setting), 2) == "other"
+    for data in (f"./{cfg.data}/", os.path.abspath(cfg.data)):
+        assert tg.track_of(replace(cfg, data=data), 2) == cfg.track
     # More ranks than micro-batches pack other micro-batches.
     assert [tg.track_of(cfg, n * cfg.microbatches) for n in (1, 2)] == [cfg.track, "other"]
 
@@ -186,6 +197,63 @@ def test_profile(folder):
         end = span["ts"] + span["dur"]
         within = {event["name"] for event in complete if span["ts"] <= event["ts"] < end}
         assert {"aten::mm", "MLP", "MLPBackward"} <= within
+
+
+def test_commit(tmp_path, monkeypatch):
+    """It is clean only with the text that is committed, and unknown in somebody else's repository."""
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "status.branch")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "true")
+
+    def git(*words):
+        names = "-c user.name=x -c user.email=x@x".split()
+        return subprocess.check_output(["git", *names, *words], cwd=tmp_path, text=True)
+
+    script, copies = tmp_path / "train_gpt.py", [tmp_path / "my_idea.py", tmp_path / "ideas/b.py"]
+    assert tg.describe_commit(Path(tg.__file__)) != ""
+    git("init", "-q")
+    (tmp_path / "ideas").mkdir()
+    for path in (script, *copies):
+        path.write_text(SOURCE, encoding="utf-8")
+        assert tg.describe_commit(path) == "unknown"  # nothing is committed
+    (tmp_path / "others.py").write_text("x = 1\n")
+    git("add", "others.py")
+    git("commit", "-qm", "theirs")
+    assert tg.describe_commit(script) == tg.describe_commit(copies[1]) == "unknown"
+    git("add", "train_gpt.py")
+    git("commit", "-qm", "ours")
+    commit = git("rev-parse", "HEAD").strip()
+    assert tg.describe_commit(script) == f"{commit} (clean)"
+    script.write_text(SOURCE + "\n", encoding="utf-8")
+    assert {tg.describe_commit(path) for path in (script, *copies)} == {f"{commit} (modified)"}
+
+
+@pytest.mark.slow
+def test_any_seed_and_any_screen(folder, tmp_path):
+    """A seed may have any number of digits, and a sample letters that the screen lacks."""
+    data = shutil.copytree(folder / "corpus", tmp_path / "run/corpus")
+    (data / "vocabulary.txt").write_text("ff\n" * 257)
+    change = settings("warmup=false", "stages.*.prefix=", "samples=1")
+    arguments = ["--preset", "cpu", "--data", "corpus", *change, "--seed", str(10**20)]
+    with Launch(data.parent, *arguments, faults={0: ascii_screen}) as process:
+        assert process.wait() == [0], process.err
+        assert "sample: '\\ufffd" in process.out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a feature of Linux")
+def test_workers_end_with_torchrun(folder):
+    process = start(
+        folder, *TORCHRUN, tg.__file__, *"--preset cpu --data corpus".split(), *settings("length=99")
+    )
+    assert any(line.startswith("step:3/") for line in process.stdout)  # both ranks train
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + WAIT
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert len(workers) == 2 and time.monotonic() < end
+        time.sleep(0.1)
 
 
 # ---- --check, and a kill -----------------------------------------------------------------------------------

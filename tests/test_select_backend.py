@@ -49,6 +49,21 @@ def test_only_a_table_is_not_autotuned(monkeypatch):
     assert [name for name, value in compiled.items() if not compiler(value.function)] == ["update_rows"]
 
 
+def test_a_driver_that_is_too_old_is_the_reason(set_machine, monkeypatch):
+    """It counts GPUs, but torch can use none; on a machine without GPUs nothing is wrong."""
+
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Update it.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    tg.select_backend(tg.CPU, HOST)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for preset in tg.PRESETS.values():
+        with pytest.raises(tg.UserError, match=r"too old \(found version 12020\)"):
+            tg.select_backend(preset, HOST)
+
+
 UNSUPPORTED = """
 | | (7, 5) | the kernels need | kernels=
 | | None | the kernels need | kernels=
