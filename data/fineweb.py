@@ -41,7 +41,7 @@ def name_setting(error: Exception) -> str:
     if isinstance(error, UnicodeError):
         found = [name for name in names if not os.environ[name].isascii()] or ["the file of your HF token"]
     elif isinstance(error, ImportError):  # of a package that SOCKS needs
-        found = [name for name in names if os.environ[name].startswith("socks")]
+        found = [name for name in names if os.environ[name].lower().startswith("socks")]
     else:
         usual = "SSL" if isinstance(error, OSError) else "HF_ENDPOINT|.*_PROXY"
         found = [name for name in names if repr(os.environ[name]) in str(error)]

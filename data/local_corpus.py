@@ -24,6 +24,7 @@ import sysconfig
 from pathlib import Path
 
 from tokenize_text import (
+    SHARDS,
     VOCABULARY,
     Document,
     UserError,
@@ -106,7 +107,7 @@ def is_complete(out: Path, source: dict) -> bool:
     try:
         (out / VOCABULARY).stat()
         saved = json.loads((out / "source.json").read_text())
-        tokens = {path.name: read_header(path).tokens for path in sorted(out.glob("*.bin"))}
+        tokens = {path.name: read_header(path).tokens for path in sorted(out.glob(SHARDS))}
     except (FileNotFoundError, ValueError, UserError):
         return False
     return saved == source | {"tokens": tokens}
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"{out.name}: the text of {origin.title()} {version} is there already")
         return
     written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN)
-    tokens = {path.name: read_header(path).tokens for path in sorted(out.glob("*.bin"))}
+    tokens = {path.name: read_header(path).tokens for path in sorted(out.glob(SHARDS))}
     write_lines(out / "source.json", [json.dumps(source | {"tokens": tokens}, indent=1)])
     print(
         f"{out.name}: {written.train.tokens:,} training tokens ({written.train.documents:,} documents), "

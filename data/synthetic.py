@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from tokenize_text import (
     SHARD_TOKENS,
+    SHARDS,
     Header,
     UserError,
     make_parser,
@@ -105,7 +106,7 @@ def write_shards(
         for i, begin in enumerate(range(0, total, SHARD_TOKENS), first):
             name = f"synthetic_{split}_{i:06d}.bin"
             headers[name] = Header(min(SHARD_TOKENS, total - begin), vocab_size, vocab_size - 1, 0)
-    for path in sorted(out.glob("*.bin")):
+    for path in sorted(out.glob(SHARDS)):
         if path.name not in headers:
             raise UserError(
                 f"{path}: not a shard that these options give, but training would read it too; remove it, or "

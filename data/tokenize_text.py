@@ -55,6 +55,7 @@ SHARD_TOKENS = 100_000_000
 # About what the presets use of a document: `cpu` 512 tokens, of a byte; `record` 2048, of about 4 bytes.
 PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
 VOCABULARY = "vocabulary.txt"
+SHARDS = "[!.]*_[0-9]*.bin"  # the names of shards: training reads NAME_train_000001.bin, not other files
 FEW = 10  # times --val-one-in: with fewer documents, hashes might leave one split empty
 NAMED = 20  # bad documents; more are only counted
 LINES = (".jsonl", ".ndjson")  # ends of the names of files with a document on each line
@@ -498,7 +499,7 @@ def run(args: argparse.Namespace) -> None:
     passage_bytes = PASSAGE_BYTES[args.encoding] if args.passage_bytes is None else args.passage_bytes
     if 0 < passage_bytes < 4:
         raise UserError("--passage-bytes must be 0 or at least 4, which a character may take")
-    if next(args.out.glob("*.bin"), None):
+    if next(args.out.glob(SHARDS), None):
         raise UserError(
             f"{args.out} already has shards, and training would read those too: choose another folder"
         )
@@ -511,7 +512,7 @@ def run(args: argparse.Namespace) -> None:
 
         written = write_shards(
             args.out,
-            Path(args.name or args.out.resolve()).name.lstrip("."),  # training ignores hidden files
+            Path(args.name or args.out.resolve()).name.lstrip(".") or "text",
             documents(),
             args.encoding,
             shard_tokens=args.shard_tokens,

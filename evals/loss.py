@@ -7,7 +7,7 @@
 Each number comes with its standard error, that of a ratio of sums: passages count as independent draws, which
 neighbours in a text are not quite. Of one passage there is none: nan.
 
-A FILE is text, of any name; of a .jsonl file each line is a document, and a name may end in .gz. As in
+A FILE is text, of any name; of a .jsonl or .ndjson file each line is a document. A name may end in .gz. As in
 data/tokenize_text.py, documents are cut into passages of at most --passage-bytes (default: 512 for bytes,
 8,192 for GPT-2's tokens). Each begins after a BOS token; the next BOS, by which a passage ends, is a token
 too, of no bytes.
