@@ -46,7 +46,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import train_gpt as tg
-from tokenize_text import UserError, read_header, read_tokens
+from tokenize_text import UserError, make_parser, number, read_tokens, run_script
 
 ORDERS = (*range(1, 9), 12, 16, 24, 32)
 
@@ -173,9 +173,9 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
     last = tg.read_shard(data.train[-1], cfg)
     first = np.searchsorted(last.starts, 0.98 * len(last.tokens))
     trained, position = trained_text(cfg, data.train)
-    if first == len(last.starts) or position[:2] > (len(data.train) - 1, first):
-        raise UserError("no document begins in the text to fit weights on, or the run has read it; add text")
-    fitted = last.tokens[last.starts[first] :]
+    fitted = last.tokens[last.starts[first] :] if first < len(last.starts) else []
+    if len(fitted) < cfg.val_slice_tokens or position[:2] > (len(data.train) - 1, first):
+        raise UserError("too few tokens are left to fit weights on, or the run has read them; add text")
     train = np.concatenate([read_tokens(path) for path in data.train])[: -len(fitted)]
 
     loader, losses = tg.ValLoader(cfg, data.val), []
@@ -199,37 +199,33 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
         print(f"the {ORDERS[-1]} tokens before {share:.2%} of validation tokens occur in this text")
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--model", help="file that --save wrote: measure what counts add to it; no other option but --data")
-    add("--data", type=Path, default=ROOT / "data/local", help="folder of the shards (default: data/local)")
-    add("--val-tokens", type=int, metavar="N", help="only the first N validation tokens (default: all)")
-    add("--orders", type=int, metavar="N", help="up to N-grams (default: 5, or 4 with GPT-2's tokens)")
-    args = parser.parse_args(argv)
-    paths = {split: sorted(args.data.glob(f"*_{split}_*.bin")) for split in ("train", "val")}
-    if not all(paths.values()):
-        sys.exit(f"ngram.py: {args.data} lacks training or validation shards: run data/local_corpus.py first")
-    try:
-        if args.model:
-            return evaluate_with_counts(args.model, args.data)
-        train, val = (np.concatenate([read_tokens(path) for path in paths[s]]) for s in ("train", "val"))
-        headers = [read_header(path) for path in paths["val"]]
-        vocab_size = headers[0].vocab_size or 50257
-        orders = args.orders or (5 if vocab_size < 4096 else 4)
-        if not 2 <= (args.val_tokens or len(val)) <= len(val) or orders < 1:
-            raise UserError(f"--val-tokens must lie in 2..{len(val)}, and --orders be at least 1")
-        losses = losses_by_order(train, val[: args.val_tokens], vocab_size, orders)
-    except (UserError, tg.UserError) as error:
-        sys.exit(f"ngram.py: {error}")
+def run(args: argparse.Namespace) -> None:
+    if args.model:
+        return evaluate_with_counts(args.model, args.data)
+    shards = [tg.find_shards(str(args.data), split) for split in ("train", "val")]
+    train, val = (np.concatenate([read_tokens(path) for path in paths]) for paths in shards)
+    headers = [tg.read_header(path) for path in shards[1]]
+    vocab_size = headers[0].vocab_size
+    orders = args.orders or (5 if vocab_size < 4096 else 4)
+    if not 2 <= (args.val_tokens or len(val)) <= len(val):
+        raise UserError(f"--val-tokens must lie in 2..{len(val)}")
+    losses = losses_by_order(train, val[: args.val_tokens], vocab_size, orders)
     # Tokens per byte of the whole split, even if only its beginning is evaluated, like train_gpt.py.
     text_bytes = sum(h.text_bytes for h in headers) if all(h.text_bytes for h in headers) else None
     print(f"{len(train):,} training tokens, {len(losses[0]):,} validation tokens; nats")
     for n, loss in enumerate(losses, 1):
         per_byte = f"  per byte {loss.mean() * len(val) / text_bytes:.4f}" if text_bytes else ""
         print(f"{n}-gram  per token {loss.mean():.4f}{per_byte}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("ngram.py", __doc__)
+    add, count = parser.add_argument, number(int, 1)
+    add("--model", help="file that --save wrote: measure what counts add to it; no other option but --data")
+    add("--data", type=Path, default=ROOT / "data/local", help="folder of the shards (default: data/local)")
+    add("--val-tokens", type=count, metavar="N", help="only the first N validation tokens (default: all)")
+    add("--orders", type=count, metavar="N", help="up to N-grams (default: 5, or 4 with GPT-2's tokens)")
+    run_script(run, parser, argv, tg.UserError)
 
 
 if __name__ == "__main__":

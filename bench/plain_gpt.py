@@ -45,8 +45,8 @@ from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "data")]
-from tokenize_text import UserError, read_header, read_tokens
-from train_gpt import describe_environment
+import train_gpt as tg
+from tokenize_text import UserError, make_parser, number, read_tokens, run_script
 
 WARMUP = 0.05  # of the steps
 FINAL_RATE = 0.1  # of the peak rate
@@ -155,12 +155,10 @@ def validate(model: PlainGPT, tokens: Tensor, context: int) -> float:
 
 
 def read_split(folder: Path, split: str) -> tuple[Tensor, int]:
-    """Reads a split's tokens, int64, and the size of its vocabulary. Raises UserError if it has no shards."""
-    paths = sorted(folder.glob(f"*_{split}_*.bin"))
-    if not paths:
-        raise UserError(f"{folder} lacks training or validation shards: run data/local_corpus.py first")
+    """Reads a split's tokens, int64, and the size of its vocabulary."""
+    paths = tg.find_shards(str(folder), split)
     tokens = np.concatenate([read_tokens(path) for path in paths]).astype(np.int64)
-    return torch.from_numpy(tokens), read_header(paths[0]).vocab_size or 50257
+    return torch.from_numpy(tokens), tg.read_header(paths[0]).vocab_size
 
 
 def check(args: argparse.Namespace, train_count: int, val_count: int) -> None:
@@ -174,7 +172,9 @@ def check(args: argparse.Namespace, train_count: int, val_count: int) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Builds the model, train it against the clock, and write the log."""
+    """Builds the model, trains it against the clock, and write the log."""
+    torch.set_num_threads(os.cpu_count())
+    torch.set_flush_denormal(True)  # or steps become slower and slower: by half, after some hundred
     train_tokens, vocabulary = read_split(args.data, "train")
     val_tokens, _ = read_split(args.data, "val")
     check(args, len(train_tokens), len(val_tokens))
@@ -187,7 +187,7 @@ def train(args: argparse.Namespace) -> None:
 
     log = Log(args.log)
     log.write(Path(__file__).read_text(encoding="utf-8") + "=" * 100, screen=False)
-    environment = describe_environment(torch.device("cpu"), 1)
+    environment = tg.describe_environment(torch.device("cpu"), 1)
     for line in [*environment, f"parameters: {parameters:,}"]:
         log.write(line)
     config = {**vars(args), "data": args.data.name, "log": None, "parameters": parameters, "target": TARGET}
@@ -222,35 +222,26 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("plain_gpt.py", __doc__)
 
-    def add(option: str, default: float, what: str) -> None:
-        help_text = f"{what} (default: %(default)s)"
-        parser.add_argument(option, type=type(default), default=default, metavar="N", help=help_text)
+    def add(option: str, default: float, what: str, least: float = 1) -> None:
+        kind, help_text = number(type(default), least), f"{what} (default: %(default)s)"
+        parser.add_argument(option, type=kind, default=default, metavar="N", help=help_text)
 
     add("--steps", 2600, "updates")
     add("--batch-tokens", 1024, "tokens of an update")
-    add("--lr", 2e-3, "peak learning rate")
+    add("--lr", 2e-3, "peak learning rate", 0)
     add("--layers", 4, "blocks")
     add("--width", 176, "of the stream")
     add("--heads", 4, "of a block's attention")
     add("--context", 64, "tokens of a window")
-    add("--seed", 0, "of the initialization and of the windows")
-    add("--val-every", 0, "validate after so many steps, too; 0: at the end only")
+    add("--seed", 0, "of the initialization and of the windows", 0)
+    add("--val-every", 0, "validate after so many steps, too; 0: at the end only", 0)
     add("--val-tokens", 524288, "validate on the first N targets")
     data = REPOSITORY / "data" / "local"
     parser.add_argument("--data", type=Path, default=data, help="folder of the shards (default: data/local)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="a new file, for records/compare.py")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(os.cpu_count())
-    torch.set_flush_denormal(True)  # or steps become slower and slower: by half, after some hundred
-    try:
-        train(args)
-    except (UserError, OSError) as error:
-        sys.exit(f"plain_gpt.py: {error}")
+    run_script(train, parser, argv, tg.UserError)
 
 
 if __name__ == "__main__":

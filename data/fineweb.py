@@ -13,8 +13,8 @@ out the preset.
 
 import argparse
 import hashlib
-import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -24,23 +24,47 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from tokenize_text import VOCABULARY, UserError, get_encoding, read_tokens, token_bytes, write_token_bytes
+from tokenize_text import (
+    VOCABULARY,
+    UserError,
+    get_encoding,
+    make_parser,
+    read_tokens,
+    token_bytes,
+    write_token_bytes,
+)
 
-try:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import HfHubHTTPError, build_hf_headers, logging
-except ValueError as error:  # huggingface_hub reads its settings when it is imported
-    sys.exit(
-        f"fineweb.py: HF_ENDPOINT={os.environ.get('HF_ENDPOINT')}: not an address ({error}); fix or unset it"
-    )
+
+def name_setting(error: Exception) -> str:
+    """Returns which of the environment's variables an error is about, and the error; if none, raises it."""
+    names = [name for name in os.environ if re.match("HF_|HUGGING|SSL|.*_PROXY$", name, re.IGNORECASE)]
+    if isinstance(error, UnicodeError):
+        found = [name for name in names if not os.environ[name].isascii()] or ["the file of your HF token"]
+    elif isinstance(error, ImportError):  # of a package that SOCKS needs
+        found = [name for name in names if os.environ[name].lower().startswith("socks")]
+    else:
+        usual = "SSL" if isinstance(error, OSError) else "HF_ENDPOINT|.*_PROXY"
+        found = [name for name in names if repr(os.environ[name]) in str(error)]
+        found = found or [name for name in names if re.match(usual, name, re.IGNORECASE)]
+    if not found:
+        raise error
+    return f"{', '.join(found)}: {str(error).rstrip('.')}; fix or unset it"
+
+
+try:  # not from huggingface_hub itself, which would print the error
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.file_download import get_hf_file_metadata, hf_hub_url, http_get
+    from huggingface_hub.utils import HfHubHTTPError, build_hf_headers, get_session, logging
+except ValueError as error:  # the hub reads these settings when it is imported
+    sys.exit(f"fineweb.py: {name_setting(error)}")
 
 DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
 VOCAB_SIZE = 50257
 MAX_PARALLEL = 4
 WITHOUT_NETWORK = (
-    "fineweb.py: without it: 'python data/synthetic.py data/synthetic' makes tokens without meaning, for "
-    "timing and trying out; './run.sh --data data/synthetic' trains on them"
+    "\nfineweb.py: without it: './run.sh --preset cpu' trains on text of this machine "
+    "(data/local_corpus.py); to try out the record preset on GPUs, 'python data/synthetic.py data/synthetic' "
+    "makes 1.2 GB of random tokens, and './run.sh --data data/synthetic' trains on them"
 )
 # The hub's own errors are OSErrors. Those of its HTTP client, which depends on its version, are not.
 ERRORS: tuple[type[BaseException], ...] = (UserError, OSError, *HfHubHTTPError.__bases__)
@@ -59,6 +83,16 @@ def check(path: Path) -> None:
     largest = read_tokens(path).max(initial=0)
     if largest >= VOCAB_SIZE:
         raise UserError(f"{path}: token {largest}, but GPT-2's are below {VOCAB_SIZE}")
+
+
+def check_settings(url: str) -> None:
+    """Raises UserError if the environment's settings do not allow a request to `url`. Needs no network."""
+    try:
+        request = get_session().build_request("HEAD", url, headers=build_hf_headers())
+        if not request.url.scheme.startswith("http"):
+            raise ValueError(f"{ENDPOINT!r} does not begin with https://")
+    except Exception as error:  # nothing but settings can be wrong; of which kind depends on the client
+        raise UserError(name_setting(error)) from error
 
 
 def download(url: str, part: Path, size: int, name: str) -> None:
@@ -96,6 +130,7 @@ def fetch(out: Path, name: str, dataset: str = DATASET, check: Callable[[Path], 
             tqdm.write(f"{name}: removing a broken file ({error})")
             path.unlink()
     url = hf_hub_url(dataset, name, repo_type="dataset")
+    check_settings(url)
     hub = get_hf_file_metadata(url)
     if not hub.etag or not hub.size:
         raise UserError(
@@ -140,18 +175,16 @@ def make_vocabulary(out: Path) -> None:
     tqdm.write(f"{VOCABULARY}: written")
 
 
-def stop(status: int, message: str, *more: str) -> None:
+def stop(status: int, message: str, more: str = "") -> None:
     """Ends the process at once: sys.exit would wait for the other downloads. Partial files stay anyway."""
-    lines = f"fineweb.py: {message} Start it again: it continues where it stopped.", *more
-    tqdm.write("\n".join(lines), file=sys.stderr)
+    message = f"fineweb.py: {message} Start it again: it continues where it stopped.{more}"
+    tqdm.write(message, file=sys.stderr)
     sys.stderr.flush()
     os._exit(status)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("fineweb.py", __doc__)
     parser.add_argument(
         "shards",
         type=shard_count,
@@ -167,8 +200,6 @@ def main(argv: list[str] | None = None) -> None:
         help="folder for the shards (default: data/fineweb10B)",
     )
     args = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # so that a log shows each shard as it arrives
     logging.set_verbosity_error()  # of its retries; the last error is reported below
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1)]
     pool = ThreadPoolExecutor(MAX_PARALLEL)
@@ -182,7 +213,8 @@ def main(argv: list[str] | None = None) -> None:
         stop(130, "interrupted.")
     except ERRORS as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        stop(1, f"cannot get {DATASET}: {reason}.", WITHOUT_NETWORK)
+        more = "" if isinstance(error, UserError) else WITHOUT_NETWORK
+        stop(1, f"cannot get {DATASET}: {reason}.", more)
     print(f"{args.out.name}: validation shard and {args.shards} training shards are there")
 
 

@@ -20,12 +20,21 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
-import sys
 import sysconfig
 from pathlib import Path
-from pydoc_data.topics import topics
 
-from tokenize_text import Document, UserError, cut, read_header, write_shards
+from tokenize_text import (
+    SHARDS,
+    VOCABULARY,
+    Document,
+    UserError,
+    cut,
+    make_parser,
+    read_header,
+    run_script,
+    write_lines,
+    write_shards,
+)
 
 VAL_ONE_IN = 20
 PASSAGE_BYTES = 1024
@@ -39,7 +48,10 @@ HEADER_SUFFIXES = (".h", ".hpp", ".cuh")
 
 
 def stdlib_texts(stdlib: Path) -> dict[str, bytes]:
-    """Returns the library's files and pydoc's topics, bytes as on disk, by name."""
+    """Returns the library's files and pydoc's topics, bytes as on disk, by name.
+
+    Raises UserError for a Python without them: it may have its library compiled, or in an archive.
+    """
 
     def kept(path: Path) -> bool:
         return not (
@@ -50,6 +62,13 @@ def stdlib_texts(stdlib: Path) -> dict[str, bytes]:
 
     names = filter(kept, (path.relative_to(stdlib) for path in stdlib.rglob("*.py")))
     texts = {path.as_posix(): (stdlib / path).read_bytes() for path in names}
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        topics = {}
+    if not (texts and topics):
+        what = "pydoc_data.topics" if texts else f"the source of its library, .py files in {stdlib}"
+        raise UserError(f"this Python lacks {what}; run this script with another Python")
     return texts | {f"pydoc_data/topics/{name}": text.encode() for name, text in topics.items()}
 
 
@@ -84,35 +103,25 @@ def describe_source(documents: list[Document], name: str, version: str, encoding
 
 
 def is_complete(out: Path, source: dict) -> bool:
-    """Tells whether `out` has the shards of this source, with as many tokens as were written."""
+    """Tells whether `out` has a vocabulary, and this source's shards with as many tokens as were written."""
     try:
+        (out / VOCABULARY).stat()
         saved = json.loads((out / "source.json").read_text())
-        tokens = {path.name: read_header(path).tokens for path in sorted(out.glob("*.bin"))}
+        tokens = {path.name: read_header(path).tokens for path in sorted(out.glob(SHARDS))}
     except (FileNotFoundError, ValueError, UserError):
         return False
     return saved == source | {"tokens": tokens}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--headers", action="store_true", help="the headers in torch, not Python's library")
-    parser.add_argument("--encoding", choices=("bytes", "gpt2"), default="bytes", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="folder (default: data/local, data/words or data/headers)")
-    args = parser.parse_args(argv)
-    if args.headers and args.encoding != "bytes":
-        parser.error("--headers is a second text for the cpu preset, which reads bytes: leave out --encoding")
+def run(args: argparse.Namespace) -> None:
     if args.headers:
         if not (torch := importlib.util.find_spec("torch")) or not torch.submodule_search_locations:
-            sys.exit("local_corpus.py: no torch here, whose headers are the text; use .venv/bin/python")
+            raise UserError("no torch here, whose headers are the text; use .venv/bin/python")
         origin, version = "torch", importlib.metadata.version("torch")
         texts = header_texts(Path(torch.submodule_search_locations[0]))
-        text = f"the headers of torch {version}"
     else:
         origin, version = "python", platform.python_version()
         texts = stdlib_texts(Path(sysconfig.get_path("stdlib")))
-        text = f"the standard library of Python {version}"
     usual = "headers" if args.headers else "words" if args.encoding == "gpt2" else "local"
     out = args.out or Path(__file__).resolve().parent / usual
     documents = corpus(texts, LONGEST_PASSAGE[args.encoding])
@@ -120,22 +129,23 @@ def main(argv: list[str] | None = None) -> None:
     if is_complete(out, source):
         print(f"{out.name}: the text of {origin.title()} {version} is there already")
         return
-    try:
-        written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN)
-    except (UserError, OSError) as error:
-        sys.exit(f"local_corpus.py: {error}")
-    tokens = {path.name: read_header(path).tokens for path in sorted(out.glob("*.bin"))}
-    (out / "source.json").write_text(json.dumps(source | {"tokens": tokens}, indent=1) + "\n")
+    written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN)
+    tokens = {path.name: read_header(path).tokens for path in sorted(out.glob(SHARDS))}
+    write_lines(out / "source.json", [json.dumps(source | {"tokens": tokens}, indent=1)])
     print(
         f"{out.name}: {written.train.tokens:,} training tokens ({written.train.documents:,} documents), "
-        f"{written.val.tokens:,} validation tokens ({written.val.documents:,} documents), from {text}; "
-        f"{written.bad} left out that are not UTF-8"
+        f"{written.val.tokens:,} validation tokens ({written.val.documents:,} documents), the text of "
+        f"{origin.title()} {version}; {written.bad} left out that are not UTF-8"
     )
 
 
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("local_corpus.py", __doc__)
+    parser.add_argument("--headers", action="store_true", help="the headers in torch, not Python's library")
+    parser.add_argument("--encoding", choices=("bytes", "gpt2"), default="bytes", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="folder (default: data/local, data/words or data/headers)")
+    run_script(run, parser, argv)
+
+
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("local_corpus.py: interrupted; start it again", file=sys.stderr)
-        sys.exit(130)
+    main()

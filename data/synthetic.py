@@ -19,7 +19,6 @@ import argparse
 import functools
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,17 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from tokenize_text import SHARD_TOKENS, Header, UserError, read_header, shard_header, write_token_bytes
+from tokenize_text import (
+    SHARD_TOKENS,
+    SHARDS,
+    Header,
+    UserError,
+    make_parser,
+    read_header,
+    run_script,
+    shard_header,
+    write_token_bytes,
+)
 
 HERE = Path(__file__).resolve().parent
 PRESET_FOLDERS = ("fineweb10B", "local", "words")  # in data/
@@ -97,7 +106,7 @@ def write_shards(
         for i, begin in enumerate(range(0, total, SHARD_TOKENS), first):
             name = f"synthetic_{split}_{i:06d}.bin"
             headers[name] = Header(min(SHARD_TOKENS, total - begin), vocab_size, vocab_size - 1, 0)
-    for path in sorted(out.glob("*.bin")):
+    for path in sorted(out.glob(SHARDS)):
         if path.name not in headers:
             raise UserError(
                 f"{path}: not a shard that these options give, but training would read it too; remove it, or "
@@ -134,10 +143,14 @@ def write_shards(
     return missing
 
 
+def run(args: argparse.Namespace) -> None:
+    written = write_shards(args.out, args.train_tokens, args.val_tokens, args.vocab_size)
+    counts = f"{args.train_tokens:,} training tokens, {args.val_tokens:,} validation tokens"
+    print(f"{args.out}: {counts}, without meaning; shards written now: {len(written)}")
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("synthetic.py", __doc__)
     parser.add_argument("out", type=Path, metavar="DIR", help="folder for the shards, such as data/synthetic")
     for option, default in (
         ("--train-tokens", TRAIN_TOKENS),
@@ -145,16 +158,7 @@ def main(argv: list[str] | None = None) -> None:
         ("--vocab-size", VOCAB_SIZE),
     ):
         parser.add_argument(option, type=int, default=default, metavar="N", help="default: %(default)s")
-    args = parser.parse_args(argv)
-    try:
-        written = write_shards(args.out, args.train_tokens, args.val_tokens, args.vocab_size)
-    except (UserError, OSError) as error:
-        sys.exit(f"synthetic.py: {error}")
-    except KeyboardInterrupt:
-        print("synthetic.py: interrupted; start it again: complete shards stay", file=sys.stderr)
-        sys.exit(130)
-    counts = f"{args.train_tokens:,} training tokens, {args.val_tokens:,} validation tokens"
-    print(f"{args.out}: {counts}, without meaning; shards written now: {len(written)}")
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":

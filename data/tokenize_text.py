@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Turn text files into the .bin shards that train_gpt.py reads.
+"""Turns text files into the .bin shards that train_gpt.py reads.
 
     python data/tokenize_text.py OUT FILE... --encoding bytes     for the `cpu` preset
     python data/tokenize_text.py OUT FILE...                      for the `record` preset: GPT-2's tokens
 
-Each line of a .jsonl file is a document, with its text under --field. Any other file is one document.
-What is not UTF-8 is named and left out. A name may also end in .gz. Training uses only the beginning of a
-document, so documents of more than --passage-bytes are cut into passages: at blank lines if possible, else at
-line ends, else at spaces. A passage never spans two shards, and a BOS token precedes it. Empty documents are
-left out. The SHA-256 of a document's text chooses between training and validation, so all its passages are in
-the same split, whatever else is tokenized with it. With few documents (fewer than ten times --val-one-in)
-one split could be empty, so of each document the last passages are for validation: one in --val-one-in,
-rounded up. The same files in the same order give the same shards.
+Each line of a .jsonl or .ndjson file is a document, a JSON object with its text under --field. Any other file
+is one document. A name may also end in .gz, and in capitals. Bad documents are named and left out: lines
+without a text, and what is not UTF-8. A file counts as one bad document if there are NUL bytes at its
+beginning, as in UTF-16, or if it is a JSON array (.json, .jsonl, .ndjson). Empty documents are left out, too.
+
+Training uses only the beginning of a document, so documents of more than --passage-bytes are cut into
+passages: at blank lines if possible, else at line ends, else at spaces. A passage never spans two shards, and
+a BOS token precedes it. The SHA-256 of a document's text chooses between training and validation, so all its
+passages are in the same split, whatever else is tokenized with it. With few documents (fewer than ten times
+--val-one-in) one split could be empty, so of each document the last passages are for validation: one in
+--val-one-in, rounded up. The same files in the same order give the same shards.
 
 Format of a shard, NAME_train_000001.bin (training counts from 1, validation from 0), little-endian:
     256 int32   20240520, 1, tokens, vocabulary size, BOS token, bytes of UTF-8 text without BOS, 0, 0, ...
@@ -29,6 +32,7 @@ import codecs
 import functools
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -36,7 +40,7 @@ import re
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -51,11 +55,58 @@ SHARD_TOKENS = 100_000_000
 # About what the presets use of a document: `cpu` 512 tokens, of a byte; `record` 2048, of about 4 bytes.
 PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
 VOCABULARY = "vocabulary.txt"
+SHARDS = "[!.]*_[0-9]*.bin"  # the names of shards: training reads NAME_train_000001.bin, not other files
 FEW = 10  # times --val-one-in: with fewer documents, hashes might leave one split empty
+NAMED = 20  # bad documents; more are only counted
+LINES = (".jsonl", ".ndjson")  # ends of the names of files with a document on each line
 
 
 class UserError(Exception):
     """Reports input that cannot be used. The message is one line: what is wrong, and what to do."""
+
+
+# ---- Command lines, also of other scripts ------------------------------------------------------------------
+
+
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Returns a script's parser, whose help is its docstring.
+
+    From here on stdout shows characters that its encoding lacks as escapes, as stderr always does: texts and
+    names of files may have any.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog, description=description, formatter_class=layout, allow_abbrev=False)
+
+
+def number(kind: type, least: float, most: float = 1e9) -> Callable:
+    """Returns an argparse type: a `kind` from `least` to `most`."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not least <= value <= most:  # so NaN is refused, too
+            raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most:g}")
+        return value
+
+    parse.__name__ = kind.__name__  # for argparse's own messages
+    return parse
+
+
+def run_script(
+    run: Callable, parser: argparse.ArgumentParser, argv: list[str] | None, *errors: type[Exception]
+) -> None:
+    """Calls run(options). Errors that the user can fix, also `errors`, end the script with one line."""
+    expected: tuple[type[Exception], ...] = (OSError, UserError, BadDocument, *errors)
+    try:
+        run(parser.parse_args(argv))
+    except BrokenPipeError:  # whoever read it, as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except expected as error:
+        sys.exit(f"{parser.prog}: {error}")
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 # ---- Shards ------------------------------------------------------------------------------------------------
@@ -158,16 +209,31 @@ class BadDocument(Exception):
     """Reports a document that cannot be read. The message names file and line."""
 
 
+def is_json_array(file: io.BufferedIOBase) -> bool:
+    try:
+        return isinstance(json.loads(file.read()), list)
+    except (ValueError, RecursionError):
+        return False
+    finally:
+        file.seek(0)
+
+
 def read_documents(paths: list[Path], field: str) -> Iterator[Document | BadDocument]:
     """Yields the documents of `paths` in order, without byte order marks.
 
-    Where a .gz file breaks off, a BadDocument replaces its rest.
+    One BadDocument replaces a file that is no UTF-8 text or an array, or what a broken .gz file lacks.
     """
     for path in paths:
-        line = 1
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        name, line = path.name.lower(), 1
+        with (gzip.open if name.endswith(".gz") else open)(path, "rb") as file:
             try:
-                if path.name.removesuffix(".gz").endswith(".jsonl"):
+                name = name.removesuffix(".gz")
+                begin = file.peek(8192).removeprefix(codecs.BOM_UTF8)
+                if b"\0" in begin:
+                    yield BadDocument(f"{path}:1: UTF-16, or no text: it has NUL bytes; convert it to UTF-8")
+                elif begin.lstrip()[:1] == b"[" and name.endswith((".json", *LINES)) and is_json_array(file):
+                    yield BadDocument(f"{path}:1: a JSON array; write a .jsonl file, each object on a line")
+                elif name.endswith(LINES):
                     for raw in file:
                         if line == 1:
                             raw = raw.removeprefix(codecs.BOM_UTF8)
@@ -197,12 +263,13 @@ def decode(document: Document) -> str:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise bad(f"not JSON ({error})") from error
-    value = record.get(document.field) if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        raise bad("no JSON object")
+    if document.field not in record:
+        raise bad(f"no text under {document.field!r}; it has {', '.join(record)}: use --field")
+    value = record[document.field]
     if not isinstance(value, str):
-        if document.line == 1:  # so it is likely to lack in all
-            has = ", ".join(record) if isinstance(record, dict) else "no fields"
-            raise UserError(f"{document.path}:1: no text under {document.field!r}; it has {has}: use --field")
-        raise bad(f"no text under {document.field!r}")
+        raise bad(f"no text under {document.field!r}, but {json.dumps(value)[:40]}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -284,12 +351,17 @@ def get_encoding(name: str, vocabulary: Path | None = None) -> tiktoken.Encoding
         ) from error
 
 
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Writes a text file. It appears complete; until then an earlier one stays."""
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=path.parent) as unfinished:
+        with open(Path(unfinished, path.name), "w", encoding="ascii", newline="\n") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        os.replace(file.name, path)
+
+
 def write_token_bytes(folder: Path, tokens: Iterable[bytes]) -> None:
-    """Writes FOLDER/vocabulary.txt: a line of hexadecimal for each token's bytes. It appears complete."""
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=folder) as unfinished:
-        with open(Path(unfinished, VOCABULARY), "w", encoding="ascii", newline="\n") as file:
-            file.writelines(f"{token.hex()}\n" for token in tokens)
-        os.replace(file.name, folder / VOCABULARY)
+    """Writes FOLDER/vocabulary.txt: a line of hexadecimal for each token's bytes."""
+    write_lines(folder / VOCABULARY, (token.hex() for token in tokens))
 
 
 def token_bytes(encoding: tiktoken.Encoding) -> list[bytes]:
@@ -373,11 +445,13 @@ def write_shards(
             SplitWriter(Path(folder), name, split, encoding, shard_tokens) for split in ("train", "val")
         )
         bad = empty = divided = 0
+        fix = "give more text, or another --val-one-in"
 
         def leave_out(error: BadDocument) -> None:
-            nonlocal bad
-            tqdm.write(f"left out: {error}", file=sys.stderr)
-            bad += 1
+            nonlocal bad, fix
+            bad, fix = bad + 1, f"the last bad one is {error}"
+            if bad <= NAMED:
+                tqdm.write(f"left out: {error}", file=sys.stderr)
 
         documents = iter(documents)
         first = list(itertools.islice(documents, FEW * val_one_in))
@@ -408,7 +482,6 @@ def write_shards(
         for what, split in (("training", train), ("validation", val)):
             if not split.documents:
                 all_documents = train.documents + val.documents
-                fix = "give more text, or another --val-one-in"
                 raise UserError(
                     f"none of {all_documents} documents fell to {what} ({bad} bad and {empty} empty ones "
                     f"left out), and train_gpt.py needs both splits: nothing was written; {fix}"
@@ -419,55 +492,17 @@ def write_shards(
     return Written(train, val, bad, empty)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the shards; it must have none yet")
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument(
-        "--field", default="text", help="key of the text in a .jsonl line (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--encoding",
-        choices=("gpt2", "bytes"),
-        default="gpt2",
-        help="tiktoken's GPT-2 (default), or single bytes",
-    )
-    parser.add_argument("--name", help="prefix of the shards' names (default: the folder's name)")
-    parser.add_argument(
-        "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--val-one-in",
-        type=int,
-        default=10,
-        metavar="N",
-        help="about one document in N is for validation, chosen by its hash (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--passage-bytes",
-        type=int,
-        metavar="N",
-        help="cut longer documents into passages of at most N bytes; 0: never cut "
-        "(default: 8192, about 2,048 of GPT-2's tokens; 512 with --encoding bytes)",
-    )
-    args = parser.parse_args(argv)
-    for path in args.files:
-        if not path.is_file():
-            parser.error(f"{path}: {'a folder: name the files in it' if path.is_dir() else 'no such file'}")
+def run(args: argparse.Namespace) -> None:
+    total = sum(path.stat().st_size for path in args.files)
+    if folders := [str(path) for path in args.files if path.is_dir()]:
+        raise UserError(f"{folders[0]} is a folder: name the files in it")
     passage_bytes = PASSAGE_BYTES[args.encoding] if args.passage_bytes is None else args.passage_bytes
-    if not 0 < args.shard_tokens < 2**31 or 0 < passage_bytes < 4 or passage_bytes < 0 or args.val_one_in < 1:
-        parser.error(
-            "--shard-tokens must be 1..2147483647, --passage-bytes 0 or at least 4, --val-one-in at least 1"
-        )
-    if next(args.out.glob("*.bin"), None):
-        parser.error(
+    if 0 < passage_bytes < 4:
+        raise UserError("--passage-bytes must be 0 or at least 4, which a character may take")
+    if next(args.out.glob(SHARDS), None):
+        raise UserError(
             f"{args.out} already has shards, and training would read those too: choose another folder"
         )
-
-    compressed = any(path.suffix == ".gz" for path in args.files)
-    total = None if compressed else sum(path.stat().st_size for path in args.files)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="tokenizing") as bar:
 
         def documents():
@@ -475,23 +510,15 @@ def main(argv: list[str] | None = None) -> None:
                 bar.update(len(document.raw) if isinstance(document, Document) else 0)
                 yield document
 
-        try:
-            written = write_shards(
-                args.out,
-                args.name or args.out.resolve().name,
-                documents(),
-                args.encoding,
-                shard_tokens=args.shard_tokens,
-                val_one_in=args.val_one_in,
-                passage_bytes=passage_bytes,
-            )
-        except (UserError, OSError) as error:
-            bar.close()
-            sys.exit(f"tokenize_text.py: {error}")
-        except KeyboardInterrupt:
-            bar.close()
-            print("tokenize_text.py: interrupted; nothing was written", file=sys.stderr)
-            sys.exit(130)
+        written = write_shards(
+            args.out,
+            Path(args.name or args.out.resolve()).name.lstrip(".") or "text",
+            documents(),
+            args.encoding,
+            shard_tokens=args.shard_tokens,
+            val_one_in=args.val_one_in,
+            passage_bytes=passage_bytes,
+        )
     for what, split in (("training", written.train), ("validation", written.val)):
         print(
             f"{args.out}: {split.tokens:,} {what} tokens, {split.documents:,} documents"
@@ -500,7 +527,45 @@ def main(argv: list[str] | None = None) -> None:
     if sum(split.passages - split.documents for split in written[:2]):
         print(f"Documents above {passage_bytes:,} bytes were cut into passages; --passage-bytes 0 cuts none.")
     if written.bad or written.empty:
-        print(f"Left out: {written.bad:,} bad documents (named above), {written.empty:,} empty ones.")
+        bad = f"{written.bad:,} bad documents (named above, at most {NAMED})"
+        print(f"Left out: {bad}, {written.empty:,} empty ones.")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("tokenize_text.py", __doc__)
+    add = parser.add_argument
+    add("out", type=Path, metavar="OUT", help="folder for the shards; it must have none yet")
+    add("files", type=Path, nargs="+", metavar="FILE")
+    add("--field", default="text", help="key of the text in a .jsonl line (default: %(default)s)")
+    add(
+        "--encoding",
+        choices=("gpt2", "bytes"),
+        default="gpt2",
+        help="tiktoken's GPT-2 (default), or single bytes",
+    )
+    add("--name", help="prefix of the shards' names (default: the folder's name)")
+    add(
+        "--shard-tokens",
+        type=number(int, 1, 2**31 - 1),
+        default=SHARD_TOKENS,
+        metavar="N",
+        help="default: %(default)s",
+    )
+    add(
+        "--val-one-in",
+        type=number(int, 1),
+        default=10,
+        metavar="N",
+        help="about one document in N is for validation, chosen by its hash (default: %(default)s)",
+    )
+    add(
+        "--passage-bytes",
+        type=number(int, 0),
+        metavar="N",
+        help="cut longer documents into passages of at most N bytes; 0: never cut "
+        "(default: 8192, about 2,048 of GPT-2's tokens; 512 with --encoding bytes)",
+    )
+    run_script(run, parser, argv)
 
 
 if __name__ == "__main__":

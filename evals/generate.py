@@ -16,10 +16,9 @@ has (512 in the `cpu` preset, 2,048 in `record`). Earlier ones are forgotten.
 
 import argparse
 import codecs
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tiktoken
@@ -30,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import tokenize_text
 import train_gpt as tg
+from tokenize_text import number, run_script
 
 
 def load(path: str) -> tuple[tg.GPT, tiktoken.Encoding]:
@@ -81,49 +81,22 @@ def generate(model: tg.GPT, tokens: Sequence[int], count: int, seed: int = 0, **
         yield token
 
 
-def number(kind: type, least: float, most: float = 1e9) -> Callable:
-    """Returns an argparse type: a `kind` from `least` to `most`."""
-
-    def parse(text: str):
-        value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most:g}")
-        return value
-
-    parse.__name__ = kind.__name__  # for argparse's own messages
-    return parse
-
-
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Returns the parser of a script whose first argument is a model."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, formatter_class=layout, allow_abbrev=False
-    )
+    parser = tokenize_text.make_parser(prog, description)
     parser.add_argument("model", metavar="MODEL", help="the file that --save wrote")
     return parser
-
-
-def run_script(run: Callable, parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
-    """Calls run(options). Errors that the user can fix end the script with one line."""
-    try:
-        run(parser.parse_args(argv))
-    except BrokenPipeError:  # whoever read it, as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, tg.UserError, tokenize_text.UserError, tokenize_text.BadDocument) as error:
-        sys.exit(f"{parser.prog}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def run(args: argparse.Namespace) -> None:
     model, encoding = load(args.model)
     token_bytes, prompt = tokenize_text.token_bytes(encoding), args.prompt or ""
-    if args.prompt_file or prompt == "-":
-        raw = args.prompt_file.read_bytes() if args.prompt_file else sys.stdin.buffer.read()
-        name = args.prompt_file or "standard input"
-        with tg.explain(f"{name} is not UTF-8", "convert it", UnicodeDecodeError):
-            prompt = raw.decode()
+    if args.prompt_file:
+        raw = args.prompt_file.read_bytes()
+    else:  # an argument's bytes that are no text here are surrogates
+        raw = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
+    with tg.explain("the prompt is not UTF-8", "convert it", UnicodeDecodeError):
+        prompt = raw.decode()
     tokens, context = [model.cfg.bos_id, *encoding.encode_ordinary(prompt)], max_context(model.cfg)
     if len(tokens) > context:
         print(f"of the prompt's {len(tokens)} tokens the last {context} count", file=sys.stderr)
@@ -153,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--top-p", type=number(float, 1e-9, 1), default=1.0, help="and of these, from that share")
     add("--seed", type=number(int, 0), default=0, help="of the first sample; of others 1, 2, ... more")
     add("--samples", type=number(int, 1), default=1, help="how often (default: %(default)s)")
-    run_script(run, parser, argv)
+    run_script(run, parser, argv, tg.UserError)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ has 0.2955 and 0.2859. lm-evaluation-harness cleans the texts and divides by the
 Items come in a fixed pseudorandom order, and --limit takes the first N. So the accuracy so far, beside the
 progress bar, is that of a random sample. On a GPU if there is one, in plain torch either way.
 
-A line of a FILE is JSON: `ctx`, four `endings`, a `label` from 0 to 3. --dataset names a dataset of the hub
-that has hellaswag_val.jsonl. None is built in: copies come and go, and their licence is yours to judge. What
-arrives must have the SHA-256 of the original, and stays in data/hellaswag.
+A line of a FILE is JSON: `ctx`, four `endings`, a `label` from 0 to 3. Blank lines are skipped. --dataset
+names a dataset of the hub that has hellaswag_val.jsonl. None is built in: copies come and go, and their
+licence is yours to judge. What arrives must have the SHA-256 of the original, and stays in data/hellaswag.
 """
 
 import argparse
@@ -78,11 +78,16 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     """Returns `limit` items, or all, in the fixed order. Raises tg.UserError if any in the file is bad."""
     items, needs = [], "it needs a text `ctx`, four texts `endings`, a `label` from 0 to 3"
     for line, text in enumerate(path.read_bytes().splitlines(), 1):
-        with tg.explain(f"{path}:{line}: not an item", needs, ValueError, KeyError, TypeError):
+        if not text.strip():
+            continue
+        with tg.explain(
+            f"{path}:{line}: not an item", needs, ValueError, LookupError, TypeError, RecursionError
+        ):
             entry = json.loads(text)
-            item = Item(entry["ctx"], entry["endings"], int(entry["label"]))  # Rowan/hellaswag's are texts
-            kinds = [type(part) for part in (item.context, *item.endings)]
-            if kinds != [str] * 5 or item.label not in range(4):
+            label = [*"0123"].index(str(entry["label"]))  # Rowan/hellaswag's are texts
+            item = Item(entry["ctx"], entry["endings"], label)
+            kinds = [type(part) for part in (item.context, item.endings, *item.endings)]
+            if kinds != [str, list, str, str, str, str]:
                 raise ValueError("other types or numbers")
         items.append(item)
     if len(items) < limit if limit else len(items) != ITEMS:
@@ -145,10 +150,6 @@ def score(losses: Sequence[np.ndarray], label: int) -> np.ndarray:
     return np.array([(x.mean(), x.sum()) for x in losses]).argmin(0) == label
 
 
-def standard_error(share: float, n: int) -> float:
-    return math.sqrt(share * (1 - share) / n)
-
-
 def run(args: argparse.Namespace) -> None:
     model, encoding = load(args.model)
     path = args.file or download(args.dataset)
@@ -162,7 +163,7 @@ def run(args: argparse.Namespace) -> None:
             right += score(list(itertools.islice(losses, 4)), item.label)
             bar.set_postfix(acc_norm=f"{right[0] / done:.4f}", refresh=False)
     for name, share in zip(("acc_norm", "acc"), right / len(items)):
-        print(f"{name:8} {share:.4f} +- {standard_error(share, len(items)):.4f}")
+        print(f"{name:8} {share:.4f} +- {math.sqrt(share * (1 - share) / len(items)):.4f}")
     print(f"chance   0.2500; {len(items):,} items of {path}")
 
 
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     source.add_argument("--file", type=Path, metavar="FILE", help="the items")
     source.add_argument("--dataset", metavar="OWNER/NAME", help="of the hub: download them from there")
     parser.add_argument("--limit", type=number(int, 1), metavar="N", help="take N items (default: all)")
-    run_script(run, parser, argv)
+    run_script(run, parser, argv, tg.UserError)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 Each number comes with its standard error, that of a ratio of sums: passages count as independent draws, which
 neighbours in a text are not quite. Of one passage there is none: nan.
 
-A FILE is text, of any name; of a .jsonl file each line is a document, and a name may end in .gz. As in
+A FILE is text, of any name; of a .jsonl or .ndjson file each line is a document. A name may end in .gz. As in
 data/tokenize_text.py, documents are cut into passages of at most --passage-bytes (default: 512 for bytes,
 8,192 for GPT-2's tokens). Each begins after a BOS token; the next BOS, by which a passage ends, is a token
 too, of no bytes.
@@ -45,8 +45,6 @@ def read_text(path: Path, field: str, passage_bytes: int, encoding) -> np.ndarra
         if isinstance(passages, tokenize_text.BadDocument):
             raise passages
         parts += [part for passage in passages for part in ([encoding.eot_token], passage)]
-    if not parts:
-        raise tg.UserError(f"{path} has no text")
     return np.concatenate([*parts, [encoding.eot_token]]).astype(np.uint16)
 
 
@@ -112,7 +110,9 @@ def run(args: argparse.Namespace) -> None:
             tokens = read_text(path, args.field, size, encoding)
             parts = cut_text(tokens, model.cfg.bos_id, model.cfg.val_slice_tokens)
         progress = tqdm(parts, desc=path.name, disable=None, leave=False)
-        found.append(np.hstack([document_losses(model, part, token_bytes) for part in progress]))
+        losses = [document_losses(model, part, token_bytes) for part in progress]
+        tg.refuse_if(not sum(part[2].sum() for part in losses), f"{path} has no text")
+        found.append(np.hstack(losses))
         print(report(found[-1], str(path)), flush=True)
     if len(found) > 1:
         print(report(np.hstack(found), "all"))
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--slices", type=parse_slices, metavar="FIRST:END", help="of shards")
     add("--passage-bytes", type=number(int, 4), metavar="N")
     add("--field", default="text", help="key of the text in a .jsonl line (default: %(default)s)")
-    run_script(run, parser, argv)
+    run_script(run, parser, argv, tg.UserError)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 import gzip
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import random
 import re
+import resource
 import types
 from pathlib import Path
 
@@ -68,8 +70,8 @@ def test_round_trip_split_header_and_vocabulary(tmp_path, encoding, monkeypatch,
         "a.txt": a.encode("utf-8-sig"),
         "b.md": b.encode(),
         "c.py.gz": gzip.compress(c.encode()),
-        "d.jsonl": "\n\n".join(json.dumps({"text": t, "body": "x"}) for t in (d, e)).encode("utf-8-sig"),
-        "e.jsonl.gz": gzip.compress(json.dumps({"text": f}).encode()),
+        "d.JSONL": "\n\n".join(json.dumps({"text": t, "body": "x"}) for t in (d, e)).encode("utf-8-sig"),
+        "e.ndjson.GZ": gzip.compress(json.dumps({"text": f}).encode()),
         "empty.txt": b"",
     }
     for name, content in files.items():
@@ -84,7 +86,7 @@ def test_round_trip_split_header_and_vocabulary(tmp_path, encoding, monkeypatch,
         tokens = sum(len(encoding.encode_ordinary(text.decode())) + 1 for text in documents)
         words = np.frombuffer((out / name).read_bytes()[:1024], "<i4").tolist()
         assert words == [20240520, 1, tokens, bos + 1, bos, sum(map(len, documents)), *[0] * 250]
-    assert "0 bad documents (named above), 1 empty ones" in capsys.readouterr().out
+    assert re.search("^Left out: 0 bad .* 1 empty ones", capsys.readouterr().out, re.MULTILINE)
     assert len([*out.iterdir()]) == 3
     *tokens, end = (out / "vocabulary.txt").read_text().split("\n")
     known = [f"{i:02x}" for i in range(256)]
@@ -148,7 +150,7 @@ def test_cut():
 
 
 def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
-    """Also one that cannot be tokenized: GPT-2's regex fails at a million spaces in a row."""
+    """Also files of another kind, and what GPT-2's regex cannot tokenize: it fails at a million spaces."""
 
     def give_up(texts, **options):
         if any(text.isspace() for text in texts):
@@ -157,24 +159,27 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(tt, "get_encoding", lambda name: MERGING)
     monkeypatch.setattr(MERGING, "encode_batch", give_up)
-    text, lines, cut, spaces = files = [
-        tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl.gz", "d.txt")
+    text, lines, cut, spaces, utf16, array = files = [
+        tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl.gz", "d.txt", "e.jsonl", "f.JSON")
     ]
     text.write_bytes(b"fine\nfine\n\xc3(\n")
     lines.write_bytes(
-        b'{"text": "good"}\n{"text": \n{"other": 1}\n[1]\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
+        b'{"text": null}\n{"text": \n{"other": 1}\n[1]\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
         + b"[" * 100_000
-        + f'\n{{"text": "{TRAIN}"}}\n{{"text": "{VAL}"}}'.encode()
+        + f'\n{{"text": "good"}}\n{{"text": "{TRAIN}"}}\n{{"text": "{VAL}"}}'.encode()
     )
     cut.write_bytes(gzip.compress(b'{"text": "first"}\n' + os.urandom(100_000).hex().encode())[:60_000])
     spaces.write_text("   ")
+    utf16.write_text('{"text": "x"}\n' * 9, encoding="utf-16-le")
+    array.write_text('[\n{"text": "x"},\n{"text": "y"}\n]')
     tokenize(tmp_path / "out", *files)
     found = [text for split in ("train", "val") for text in documents_in(tmp_path / "out", split, MERGING)]
     assert sorted(found) == sorted([b"good", b"first", TRAIN.encode(), VAL.encode()])
     printed = capsys.readouterr()
-    places = ["a.txt:3", *(f"b.jsonl:{i}" for i in range(2, 8)), "c.jsonl.gz:2", "d.txt:1"]
+    places = ["a.txt:3", *(f"b.jsonl:{i}" for i in range(1, 8)), "c.jsonl.gz:2"]
+    places += ["d.txt:1", "e.jsonl:1", "f.JSON:1"]
     named = re.findall(rf"^left out: {tmp_path}/(.*?): ", printed.err, re.MULTILINE)
-    assert sorted(named) == places and "9 bad documents" in printed.out
+    assert sorted(named) == places and "12 bad documents" in printed.out
 
 
 @pytest.mark.parametrize("texts, missing", (((VAL,), "training"), ((TRAIN,), "validation"), ((), "training")))
@@ -192,8 +197,20 @@ def test_the_field_of_a_jsonl_is_an_option(tmp_path):
     file.write_text("\n".join(json.dumps({"text": "no", "body": text}) for text in (VAL, TRAIN)))
     tokenize(tmp_path / "out", file, options="--field body --val-one-in 2")
     assert documents_in(tmp_path / "out", "val") == [VAL.encode()]
-    with pytest.raises(SystemExit, match="^.*text, body.*$"):  # one line, not one for each document
+    with pytest.raises(SystemExit, match="^.*text, body.*$"):
         tokenize(tmp_path / "wrong", file, options="--field bdy")
+
+
+def test_names_are_those_of_the_folder(tmp_path, monkeypatch):
+    """Training ignores hidden files. A screen shows what its encoding lacks as escapes."""
+    screen = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", screen)
+    tokenize(f"{tmp_path}/.\u00e9_val_2/", write_lines(tmp_path / "a.jsonl", TRAIN, VAL))
+    names = sorted(path.name for path in tmp_path.glob(".*/*.bin"))
+    assert names == ["\u00e9_val_2_train_000001.bin", "\u00e9_val_2_val_000000.bin"]
+    with pytest.raises(SystemExit, match="^0$"):
+        ngram.main(["--help"])
+    assert rb".\xe9_val_2: 2 training tokens" in screen.buffer.getvalue()
 
 
 def test_one_document_is_split_by_passages(tmp_path):
@@ -228,7 +245,7 @@ def test_wrong_arguments(tmp_path, arguments):
     out, file, *options = arguments.split()
     with pytest.raises(SystemExit) as error:
         tokenize(tmp_path / out, tmp_path / file, options=" ".join(options))
-    assert error.value.code == 2 and not (tmp_path / "b").exists()
+    assert error.value.code and not (tmp_path / "b").exists()
 
 
 # ---- local_corpus.py ---------------------------------------------------------------------------------------
@@ -271,13 +288,31 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
         local_corpus.main(["--out", str(out)])
         return "there already" not in capsys.readouterr().out
 
-    assert builds() and not builds()
+    assert builds()
+    for name in ("._python_train_000001.bin", "notes.bin"):  # training does not read them
+        (out / name).touch()
+    assert not builds()
     train = out / "python_train_000001.bin"
     complete = train.read_bytes()
     train.write_bytes(complete[:-1])
     assert builds() and train.read_bytes() == complete
+    (out / "vocabulary.txt").unlink()
+    assert builds()
     source.write_text("pass\n")
     assert builds() and not builds()
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    source.write_text("pass\n" * 1000)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, unlimited[1]))  # as a full disk
+    try:
+        with pytest.raises(SystemExit, match="^local_corpus.py: .*large$"):
+            builds()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()} and builds()
+    source.unlink()
+    with pytest.raises(SystemExit, match="^local_corpus.py: this Python lacks .*$"):
+        builds()
 
 
 def test_the_second_corpus_is_a_packages_headers(tmp_path, monkeypatch):

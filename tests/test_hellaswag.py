@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -121,16 +122,16 @@ def test_a_limit_takes_the_beginning_of_one_shuffled_order(tmp_path, monkeypatch
     assert found != items and sorted(found) == sorted(items)
     for limit in (1, 50):
         assert hellaswag.read_items(path, limit) == found[:limit]
-    # The dataset on the hub has labels as text.
-    path.write_text(path.read_text().replace('"label": 2', '"label": "2"'))
+    # The dataset on the hub has labels as text. Blank lines are no items.
+    path.write_text(path.read_text().replace('"label": 2', '"label": "2"').replace("\n", "\n \n\n"))
     assert hellaswag.read_items(path) == found
 
 
 GOOD = b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}'
-DAMAGE = [  # cut, empty, a list, without context, with three endings, a number, other labels, not UTF-8
-    *(GOOD[:-9], b"", b"[1, 2]", GOOD.replace(b"ctx", b"text"), GOOD.replace(b', "e"', b"")),
-    *(GOOD.replace(b'"e"', b"5"), GOOD.replace(b"0", b"4"), GOOD.replace(b"0", b'""')),
-    GOOD.replace(b"a", b"\xff"),
+DAMAGE = [  # cut, a list, without context, other endings, not UTF-8, other labels
+    *(GOOD[:-9], b"[1, 2]", GOOD.replace(b"ctx", b"text"), GOOD.replace(b', "e"', b"")),
+    *(GOOD.replace(b'"e"', b"5"), re.sub(rb"\[.*]", b'"bcde"', GOOD), GOOD.replace(b"a", b"\xff")),
+    *(GOOD.replace(b"0", label) for label in (b"4", b'""', b"1.9", b"1.0", b"true", b"null", b'"12"')),
 ]
 
 

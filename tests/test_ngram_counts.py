@@ -13,6 +13,7 @@ from test_config import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 import ngram
+import plain_gpt
 
 BOS = 256
 
@@ -80,6 +81,13 @@ def test_losses_of_a_saved_model(tmp_path, capsys):
     assert counted[1:3] == (f"{tg.train_tokens(cfg):,}",) * 2
     assert "35,200" < counted[3] < "35,500"  # of 36,000
 
-    make_corpus(tmp_path / "small", train=(2500,))
-    with pytest.raises(SystemExit, match="no document begins in the text"):
-        ngram.main([*options[:3], f"{tmp_path}/small"])
+    for name, train in {"read": (2500,), "small": (6000, 6000)}.items():
+        make_corpus(tmp_path / name, train)
+        with pytest.raises(SystemExit, match="too few tokens are left"):
+            ngram.main([*options[:3], f"{tmp_path}/{name}"])
+
+
+def test_there_is_no_mean_of_nothing():
+    for main, option in (ngram.main, "--orders"), (ngram.main, "--val-tokens"), (plain_gpt.main, "--steps"):
+        with pytest.raises(SystemExit, match="2"):
+            main([option, "0"])
