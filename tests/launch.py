@@ -194,6 +194,7 @@ def lose_reader():
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)
+    sys.stdout = open(1, "w", closefd=False)
 
 
 def ascii_screen():
