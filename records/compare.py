@@ -617,8 +617,6 @@ def record(group: Group, base: Group) -> tuple[bool, str]:
 
 def table(group: Group) -> list[tuple[str, str]]:
     """Returns (name, value) of each line in a group's table. What no log has is left out."""
-    if not group.counted:
-        return [("runs (n)", "0")]
     per_byte, _ = mean_and_sd([r.per_byte for r in group.counted if r.per_byte is not None])
     peaks = group.distinct(lambda r: r.peak_mem_mib)
     peak_range = " to ".join(map(str, peaks[:1] + peaks[1:][-1:]))
@@ -707,9 +705,9 @@ def markdown_table(head: list[str], body: list[list[str]]) -> list[str]:
 
 
 STYLES: dict[str, dict[str, Any]] = {  # of curves: what they are, as the legend says
-    "validation; bars: standard deviation": {"linewidth": 2, "marker": "o", "markersize": 4, "capsize": 3},
+    "validation; bars: standard deviation": {"linewidth": 2, "marker": "o", "markersize": 4},
     "training, smoothed": {"linewidth": 0.8},
-    "training, sampled columns only: lower": {"linewidth": 0.8, "linestyle": ":"},
+    "training, over sampled columns: not comparable": {"linewidth": 0.8, "linestyle": ":"},
 }
 
 
@@ -756,7 +754,8 @@ class Picture(NamedTuple):
                     column = 0 if label == "step" else 1
                     drawn = [(point[column], *point[2:]) for point in points if math.isfinite(point[column])]
                     if drawn:
-                        kinds[kind] = ax.errorbar(*zip(*drawn), color=color, **style)  # x, loss, sd
+                        ax.errorbar(*zip(*drawn), color=color, capsize=3, **style)  # x, loss, sd
+                        kinds[kind] = Line2D([], [], color="0.4", **style)
         for ax, label in zip(axes, self.over):
             ax.set(xlabel=label, xlim=(0, None))
             for _, level in levels:
@@ -770,7 +769,7 @@ class Picture(NamedTuple):
         axes[0].yaxis.set(major_locator=ticks, major_formatter="{x:g}", minor_locator=NullLocator())
         fig.legend(handles=handles, loc="outside upper left")
         fig.legend(kinds.values(), kinds, loc="outside upper right")
-        fig.savefig(path, format="png", dpi=100, metadata={"Source": self.mark})
+        fig.savefig(path, format="png", metadata={"Source": self.mark})
 
 
 def clear(ax) -> None:
@@ -798,7 +797,7 @@ def mean_curve(group: Group) -> list[tuple]:
     points = []
     for step in sorted(set.intersection(*map(set, runs))) if runs else []:
         losses, times = zip(*(run[step] for run in runs))
-        points.append((step, np.mean(times), np.mean(losses), mean_and_sd(losses)[1] or 0.0))
+        points.append((step, np.mean(times), np.mean(losses), mean_and_sd(losses)[1] or math.nan))
     return points
 
 
@@ -959,7 +958,7 @@ class History(NamedTuple):
         ax.set_yticks([0.5, 1, 2, 3, 5, 10, 20, 45])
         ax.yaxis.set(major_formatter="{x:g} min", minor_locator=NullLocator())
         clear(ax)
-        fig.savefig(path, format="png", dpi=100, metadata={"Source": self.mark})
+        fig.savefig(path, format="png", metadata={"Source": self.mark})
 
 
 def read_history() -> History:

@@ -544,7 +544,7 @@ def test_curves_of_what_lacks_something():
     group = group_of([], [])
     group.runs[0].curve = [[0, 9.0, 500.0], [5, 4.0, 1.0], [9, 3.0, 2.0]]  # the clock restarted
     group.runs[1].curve = [[0, 9.0, 0.1], [5, 5.0, 3.0], [7, 3.5, 3.5], [9, 3.0, 4.0]]
-    expected = [(0, math.nan, 9, 0), (5, 2, 4.5, 0.5**0.5), (9, 3, 3, 0)]
+    expected = [(0, math.nan, 9, math.nan), (5, 2, 4.5, 0.5**0.5), (9, 3, 3, math.nan)]
     np.testing.assert_allclose(compare.mean_curve(group), expected)
 
 
