@@ -401,7 +401,7 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
         if steps != base_steps:
             group.notes.append(
                 f"it has {steps} steps and {base.label} {base_steps}: "
-                "its loss is shown by the p (mean < target) of its own runs alone"
+                "only the p (mean < target) of its own runs shows its loss"
             )
     return list(groups.values()), errors
 
@@ -591,8 +591,8 @@ def below(what: str, mean: float | None, limit: float | None, name: str, p: floa
     lower = mean is not None and limit is not None and mean < limit
     shown = lower and p is not None and p < ALPHA
     is_ = "is" if shown else "is not shown to be" if lower else "is not"
-    needs = f"{'no p' if p is None else f'p {show_p(p)}'}, needs < {ALPHA:g}"
-    return shown, f"the mean {what} {is_} below {name} ({needs})"
+    level = f"{'no p' if p is None else f'p {show_p(p)}'}{'' if shown else ', needs'} < {ALPHA:g}"
+    return shown, f"the mean {what} {is_} below {name} ({level})"
 
 
 def below_target(group: Group, target: float) -> tuple[bool, str]:

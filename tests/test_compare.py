@@ -426,7 +426,7 @@ new against old
   time    -0.750 s (-0.78 %)    -15.92     5.6     6.6e-06
   loss    +0.0003               0.40       6.0     0.7006
 record: no, because the mean loss is not shown to be below the target 3.28 (p 0.0423, needs < 0.01); \
-the mean time is below old's (p 6.6e-06, needs < 0.01)
+the mean time is below old's (p 6.6e-06 < 0.01)
 """
 
 
