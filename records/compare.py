@@ -633,11 +633,11 @@ def table(group: Group) -> list[tuple[str, str]]:
         ("torch", group.listed(lambda r: r.header.torch)),
         ("script", group.listed(WITHIN["scripts"])),
         ("p (mean < target)", show_p(p_below(group.losses, group.target))),
-        ("verdict", below_target(group, group.target)[1]),
+        ("verdict", below_target(group, group.target)[1] if group.counted else "-"),
         ("losses", show_all(group.losses, ".4f")),
         ("times, s", show_all(group.times, ".3f")),
     ]
-    return [(name, value) for name, value in rows if value != "-"]
+    return [(name, value) for name, value in rows if value.strip("-, ")]
 
 
 def percentage(delta: float | None, base: Group, digits: int) -> str:
@@ -690,8 +690,8 @@ def begin_readme(folder: Path, paths: list[str], table: str) -> str:
         f"# {name.partition('_')[2] or name}",
         "(What was changed, against which record, and why.)",
     ]
-    if "RUN_COMMAND" in os.environ:
-        parts.append(textwrap.indent(os.environ["RUN_COMMAND"], "    "))
+    if command := os.environ.get("RUN_COMMAND"):
+        parts.append(textwrap.indent(command, "    "))
     parts += [f"What `python records/compare.py {' '.join(paths)}` prints:", textwrap.indent(table, "    ")]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return f"{path} begins with this table; say in it what was changed"
@@ -751,7 +751,7 @@ class Picture(NamedTuple):
                     style = style | {"linestyle": "none"}
                 shown += [point[2] for point in points if point[0] >= STEEP * points[-1][0]]
                 for ax, label in zip(axes, self.over):
-                    column = 0 if label == "step" else 1
+                    column = int(label != "step")
                     drawn = [(point[column], *point[2:]) for point in points if math.isfinite(point[column])]
                     if drawn:
                         ax.errorbar(*zip(*drawn), color=color, capsize=3, **style)  # x, loss, sd
@@ -812,12 +812,13 @@ def training_curve(group: Group) -> list[tuple]:
     if not logged or not all(logged):
         return []
     # On a GPU some losses are not logged, those that arrive together with a later one: they are interpolated.
-    steps = np.arange(max(run[0][0] for run in logged), min(run[-1][0] for run in logged) + 1)
+    last = min(run[-1][0] for run in logged)
+    steps = np.arange(max(run[0][0] for run in logged), last + 1)
     times, losses = np.zeros(len(steps)), np.zeros(len(steps))
     for at, loss, time in map(columns, logged):
         times += np.interp(steps, at, time) / len(logged)
         losses += np.interp(steps, at, loss) / len(logged)
-    w = round(SMOOTHED * steps.max(initial=0) / 2)
+    w = round(SMOOTHED * last / 2)
     smoothed = (float(losses[max(i - w, 0) : i + w + 1].mean()) for i in range(len(steps)))
     return list(zip(steps.tolist(), times.tolist(), smoothed))
 
@@ -982,7 +983,7 @@ def find_pictures(records: dict[Path, list[Group]], errors: list[str]) -> dict[P
     pictures: dict[Path, Picture | History] = {HERE / "history.png": read_history()}
     for folder, (record, *baseline) in records.items():
         pictures[folder / "curves.png"] = Picture([*baseline, record], [])
-    folder = HERE.parent / "bench" / "curves"
+    folder = HERE.parent / "bench/curves"
     for name, (logs, over) in PICTURES.items():
         paths = [f"{label}={folder / log}" for label, log in logs.items()]
         groups, unreadable = read_groups(paths, None)
