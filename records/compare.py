@@ -134,7 +134,8 @@ HEADER = {
     "resumed": r"resumed: (\S+) after step (\d+)(?:;.*)?",
 }
 GPU = r"\n\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off)\s*\|"  # a row of nvidia-smi's table
-SOURCE_END = pattern(r"={20,}\s*\nRunning ")  # other rules of `=` vary in number, and occur in the source too
+# Other rules of `=` vary in number, and occur in the source, too.
+SOURCE_END = pattern(r"={20,}\s*\n(?:Running|script:) ")
 
 
 @dataclass

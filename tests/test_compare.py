@@ -73,7 +73,7 @@ def own_log(
     **options,
 ):
     """Returns a log as train_gpt.py writes it."""
-    settings = {"track": "cpu", "target": 3.28, "seed": next(SEEDS), "val_slices": 128}
+    settings = {"track": "cpu", "target": 3.28, "seed": next(SEEDS), "val_slices": 128, "length": 1.0}
     config = f"config: {json.dumps(settings | dict(config))}\ndata: {data}"
     ending = f"peak memory allocated: 31253 MiB reserved: 46520 MiB\n{closing}"
     return f"{source}\n{RULE}\n{header}\n{config}\n{RULE}\n{steps(loss, seconds, **options)}\n{ending}"
@@ -369,11 +369,11 @@ def test_a_resumed_run_counts_once(run, logs, counts):
         closing = "complete: yes\n" if last == 500 else ""
         Path(f"{name}.txt").write_text(own_log(3.0, seconds, data=data, closing=closing, **part))
     Path("seed2.txt").write_text(own_log(3.1, 95))
-    (group,), errors = compare.read_groups(["."], None)
+    (group,), _ = compare.read_groups(["."], None)
     *kept, other = group.runs
     points = [", ".join(f"{s} {500 * time / s:.0f}" for s, _, time in r.curve if s) for r in kept]
     assert [f"{Path(r.path).stem}: {curve}" for r, curve in zip(kept, points)] == [counts]
-    assert errors == [] and other.val_loss == 3.1
+    assert other.val_loss == 3.1
     (joined,) = (note for note in group.notes if "resumed, one run with" in note)
     assert all(f"{log.split()[0]}.txt" in joined for log in logs.split(","))
 
@@ -394,6 +394,7 @@ def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(run):
 REPORT = """old
   runs (n)           3
   steps              500
+  length             1.0
   loss: mean, sd     3.2782, 0.0007
   loss per byte      0.9000
   time, s: mean, sd  95.957, 0.038
@@ -409,6 +410,7 @@ REPORT = """old
 new
   runs (n)           5
   steps              500
+  length             1.0
   loss: mean, sd     3.2785, 0.0014
   loss per byte      0.9000
   time, s: mean, sd  95.207, 0.093
@@ -556,7 +558,7 @@ def test_diff(run):
     code, out, _ = run("--diff a.txt b.txt")
     changes = re.findall(r"^[-+](?!.*\.txt).*", out, re.MULTILINE)
     assert " ".join(changes) == (
-        '-layers.1.window: "short" -script: "train_gpt.py (sha256 0123)" +layers.1.window: "long" +new: 0.5 '
+        '-layers.1.window: "short" +layers.1.window: "long" -script: "train_gpt.py (sha256 0123)" +new: 0.5 '
         '+script: "train_gpt.py (sha256 0123)4" -y = 2 +y = 3'
     )
     assert run("--diff a.txt a.txt")[1] == "config\n  no difference\nscript\n  no difference\n"
