@@ -8,28 +8,35 @@
 
 A PATH is a log, a quoted pattern of logs, or a folder. A folder means the logs directly in it or, if they
 hold no run, those in its sub-folders; so a record's `baseline/` is a separate group. Each PATH is a group,
-PATHs of one LABEL are one group, and the first is the baseline. Reads the logs of train_gpt.py and every
-format of the public speedrun.
+PATHs of one LABEL are one group, and the first is the baseline. Reads the logs of train_gpt.py, what its runs
+print on the screen, also through a launcher that puts [default0]: before lines, and every format of the
+public speedrun.
 
-A run counts if the last step it logged has a validation; its loss and time are that validation's. One whose
-log says `epochs: 2` or more does not count: it ran out of training data, and read some again. A run that was
-stopped and resumed has several logs, and counts once, as the one that went furthest. A group meets the target
-if a one-sided one-sample t-test rejects, at p < 0.01, that its mean loss is not below the target.
-Groups are compared by Welch's t-test, two-sided. If their machines, data or validation differ, the first line
-warns of it and no percentage is printed, unless --anyway is given. The exit code is 2 if something could not
-be read; all else is still reported.
+A run counts if the last step it logged has a validation; its loss and time are that validation's. A log of
+train_gpt.py must also end with `complete: yes`. One that says `epochs: 2` or more does not count: the run
+had used up its training data, and read some again. A run that was stopped and resumed has several logs, and
+counts once, as the one that went furthest. A mean loss is shown to be below the target if a one-sided
+one-sample t-test rejects, at p < 0.01, that it is not. Groups are compared by Welch's t-test, two-sided. If
+their machines, data or validation differ, the first line warns of it and no percentage is printed, unless
+--anyway is given. The exit code is 2 if something could not be read; all else is still reported.
 
---curves draws losses over steps and over training time. Thick, with a dot at each validation: validation
-loss, mean and standard deviation of a group's runs, at the steps that all validated. A default run validates
-every 250 steps, which is only three times in the `cpu` preset: make the runs of a picture with
---set val_every=20. Thin, if logged: training loss, mean of the runs, smoothed by a centred window of 5 % of
-the steps, shorter at both ends. train_gpt.py logs the first process's, which is higher in stages that also
-predict later tokens. Dashed: the target. The loss axis is logarithmic, and fits the losses after a group's
-first 10 % of steps.
+A group is a record over the baseline if its mean loss is below its track's target and its mean time below
+the baseline's, both with p < 0.01. All logs must name their track, which is not `other`. Within each group
+the steps, scripts, machines, data and validation must be equal, and the seeds different. Machines, data and
+validation must be equal in both groups.
 
---begin prints the table of a new record, and begins its README.md if there is none. --update writes the
-tables of records/README.md, and draws the pictures whose logs or data have changed: a record's curves.png,
-README.md's in bench/curves, records/history.png.
+--curves draws losses over steps and over training time. With dots: validation loss, mean and standard
+deviation of a group's runs, at the steps that all validated; up to four dots are not joined by lines. A
+default run validates every 250 steps, which is only three times in the `cpu` preset: make the runs of a
+picture with --set val_every=20. Thin, if logged: training loss, mean of the runs, smoothed by a centred
+window of 5 % of the steps, shorter at both ends. train_gpt.py logs the first process's, which is higher in
+stages that also predict later tokens. It is dotted if a stage has a sampled softmax, whose loss is lower
+because it leaves out columns. Dashed: the target. The loss axis is logarithmic, and fits the losses after a
+group's first 10 % of steps.
+
+--begin prints the table of a new record, beside that of its `baseline/` if there is one, and begins its
+README.md if there is none. --update writes the tables of records/README.md, and draws the pictures whose logs
+or drawing code have changed: a record's curves.png, README.md's in bench/curves, records/history.png.
 
     Logs                  read_log finds the runs in a file
     Groups                find and read logs, drop repeats, warn
@@ -43,6 +50,7 @@ import csv
 import difflib
 import glob
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -50,7 +58,6 @@ import re
 import signal
 import sys
 import textwrap
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +69,7 @@ SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # of logs in a folder; a file na
 DEFAULT_TARGET = 3.28  # nats per token: the public speedrun's, if no log's config names another
 ALPHA = 0.01  # the public speedrun's level for "the mean loss is below the target"
 SMOOTHED = 0.05  # of the steps: the window that training losses are averaged over
-FEW = 4  # validations, which straight lines join: these are dotted
+FEW = 4  # validations, which make no curve: these are not joined by lines
 STEEP = 0.1  # of the steps: the first, whose losses may lie above the picture
 
 
@@ -75,6 +82,19 @@ class UserError(Exception):
 # anchored at the start of a line and needs numbers. Bytes are searched, without splitting into lines: most of
 # a log is source and training lines.
 # ============================================================================================================
+
+TERMINAL_CODES = re.compile(rb"\x1b(?:\[[ -?]*[@-~]|\][^\x07\n]*\x07|[ -/]*[0-~])")
+# Where a line begins on the screen, also within a line of the file: after a carriage return, as progress bars
+# print, after a launcher's [default0]: or [rank0]:, and with the result of a step.
+LINE_BEGINS = re.compile(
+    rb"\r|\[[\w,]*\d\](?:<\w+>)?: ?|(?<!\n)(?=step:\d+/\d+ (?:val_loss|train_loss|train_time):)"
+)
+
+
+def clean(raw: bytes) -> bytes:
+    """Returns a file's lines without terminal codes, a line break before each. Added breaks are CR LF."""
+    text = TERMINAL_CODES.sub(b"", raw.replace(b"\r\n", b"\n"))
+    return b"\n" + LINE_BEGINS.sub(b"\r\n", text) + b"\n"
 
 
 def pattern(text: str) -> re.Pattern[bytes]:
@@ -96,21 +116,26 @@ TRAINING = pattern(
 LLMC_STEP = pattern(r"s:(INT) (tel|trl):NUM")
 LLMC_VALIDATION = pattern(r"s:(INT) tel:(NUM)[ \t\r]*(?=\n)")
 LLMC_TRAINING = pattern(r"s:(INT) trl:(NUM) ")
+# Lines that hold the loss of a validation, or began to.
+LOSS = re.compile(rb"\n(?:[^\n]*(?:step:\d+/\d+ v|val_loss:[-+]?\d)|s:\d+ tel:)[^\r\n]*")
 CLOSING = (  # lines after the last step, and the fields of Run that they set
     (pattern(r"peak memory (?:consumption|allocated): (INT) MiB"), "peak_mem_mib", int),
     (pattern(r"val_loss_per_byte: (NUM)\s"), "per_byte", float),
     (pattern(r"epochs: (INT)\s"), "epochs", int),
     (pattern(r"complete: (yes)\s"), "closed", bool),
+    (pattern(r"target (NUM): "), "target", float),
 )
-TORCH = pattern(
-    r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (INT))?[ \t\r]*(?=\n)"
-)
-GPU = pattern(r"\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off)\s*\|")  # a row of nvidia-smi's table
-COMMIT = pattern(r"commit: (\S+)( \(modified\))?")
-CONFIG = pattern(r"config: (\{.*\})")
-DATA = pattern(r"data: (.+?)[ \t\r]*(?=\n)")
-RESUMED = pattern(r"resumed: (\S+) after step (INT)[ \t\r;\n]")
-SOURCE_END = pattern(r"={20,}\s*\nRunning ")  # other rules of `=` vary in number, and occur in the source too
+HEADER = {
+    "torch": r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (\d+))?",
+    "commit": r"commit: (\S+(?: \(modified\))?)(?: \(clean\))?",
+    "script": r"script: (.+?)",
+    "config": r"config: (\{.*\})",
+    "data": r"data: (.+?)",
+    "resumed": r"resumed: (\S+) after step (\d+)(?:;.*)?",
+}
+GPU = r"\n\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off)\s*\|"  # a row of nvidia-smi's table
+# Other rules of `=` vary in number, and occur in the source, too.
+SOURCE_END = pattern(r"={20,}\s*\n(?:Running|script:) ")
 
 
 @dataclass
@@ -120,9 +145,11 @@ class Header:
     torch: str | None = None
     hardware: str | None = None
     commit: str | None = None  # the hash, with " (modified)" if the log says so
-    config: dict = field(default_factory=dict)
+    script: str | None = None  # the name, and the hash of its text
     data: str | None = None  # the fingerprint, and what it is of
-    resumed: tuple[str, int] | None = None  # the run that this log continues, and after which step
+    config: dict = field(default_factory=dict)
+    origin: str | None = None  # the run that this log continues, and after which step
+    after: int = 0
 
 
 @dataclass
@@ -140,11 +167,17 @@ class Run:
     per_byte: float | None = None
     epochs: int = 1  # how often training began to read its data
     closed: bool = False  # `complete: yes` was written
+    target: float | None = None  # that the screen names
 
     @property
     def counted(self) -> bool:
-        """Tells whether the last logged step has a validation, and no training data was read twice."""
-        return bool(self.curve) and self.curve[-1][0] == self.final_step and self.epochs == 1
+        """Tells whether the last logged step has a validation, and no training data was read twice.
+
+        A run of ours must have ended, too. Its log says so; its screen lacks that line, and the config.
+        """
+        ended = self.closed if self.header.config else self.final_step == self.total_steps
+        validated = bool(self.curve) and self.curve[-1][0] == self.final_step
+        return validated and self.epochs == 1 and (ended or not (self.header.config or self.header.commit))
 
     @property
     def val_loss(self) -> float | None:
@@ -156,20 +189,13 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Tells whether the run reached its end. Our logs, which have a config line, must be closed too."""
-        return (
-            self.counted and self.final_step == self.total_steps and (self.closed or not self.header.config)
-        )
+        """Tells whether the run reached its end, and counts."""
+        return self.counted and self.final_step == self.total_steps
 
     @property
     def origin(self) -> str:
         """Returns the name of the run's first log, which those that resumed it repeat."""
-        return self.header.resumed[0] if self.header.resumed else Path(self.path).stem
-
-    @property
-    def after(self) -> int:
-        """Returns the step after which its log begins."""
-        return self.header.resumed[1] if self.header.resumed else 0
+        return self.header.origin or Path(self.path).stem
 
     @property
     def identity(self) -> str:
@@ -181,28 +207,37 @@ class Run:
         return self.path if self.index == 0 else f"{self.path} (run {self.index})"
 
 
-def read_log(path: str) -> tuple[list[Run], list[str]]:
-    """Returns a file's runs, and notes on it. Raises OSError; UserError if a config line is not JSON."""
-    text = b"\n" + Path(path).read_bytes() + b"\n"
+def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], list[str]]:
+    """Returns a file's runs, and notes on it. Raises OSError; UserError if a config line is not JSON.
+
+    Adds validations that cannot be read to `errors`, or to the notes if that is not given.
+    """
+    text = clean(Path(path).read_bytes())
     source_end = SOURCE_END.search(text)
     header_start = source_end.start() if source_end else 0
     steps, validations = scan(text, header_start)
+    runs, notes, header, lines_of_runs = [], [], Header(), []
+    read = {position for position, *_ in validations}
+    for m in LOSS.finditer(text, header_start):
+        if m.start() not in read:
+            before = text[: m.start() + 1]
+            number = before.count(b"\n") - before.count(b"\r\n")
+            (notes if errors is None else errors).append(
+                f"{path}:{number}: cannot read this validation: {decode(m[0].strip())[:100]!r}"
+            )
 
     # A run begins where the step falls or the number of steps changes. Times do not show it: some formats
     # restart the clock near step 10.
-    firsts = []
-    for i, (_, step, total) in enumerate(steps):
-        if i == 0 or step < steps[i - 1][1] or total != steps[i - 1][2]:
-            firsts.append(i)
-    runs, notes, header, lines_of_runs = [], [], Header(), []
+    pairs = enumerate(zip(steps, steps[1:]), 1)
+    firsts = [0] * bool(steps) + [i for i, (a, b) in pairs if b[1] < a[1] or b[2] != a[2]]
     for first, next_first in zip(firsts, firsts[1:] + [len(steps)]):
         (start, _, _), (last, final_step, total) = steps[first], steps[next_first - 1]
         end = steps[next_first][0] if next_first < len(steps) else len(text)
-        lines = {line.rstrip() for line in text[start:end].split(b"\n") if line.startswith((b"step:", b"s:"))}
+        lines = set(re.findall(rb"\n(?:step|s):.*\S", text[start:end]))
         if any(lines <= earlier for earlier in lines_of_runs):
             notes.append(f"{path}: a run's lines occur twice; the repetition is left out")
         else:
-            header = read_header(text[header_start : start + 1], path, header)
+            header = read_header(decode(text[header_start : start + 1]), path, header)
             curve = [validation for position, *validation in validations if start <= position < end]
             if total is None and curve and curve[-1][0] == final_step:
                 total = final_step  # llm.c does not log it, but validates the last step
@@ -210,7 +245,9 @@ def read_log(path: str) -> tuple[list[Run], list[str]]:
             runs.append(Run(path, len(runs), header, final_step, total, curve, training))
             lines_of_runs.append(lines)
         # A repetition's too: it may hold closing lines that the run lacks.
-        read_closing(text[last : end + 1], runs[-1])
+        for line, name, kind in CLOSING:
+            for m in line.finditer(text, last, end + 1):
+                setattr(runs[-1], name, kind(m[1]))
         header_start = last
     return runs, notes
 
@@ -241,33 +278,22 @@ def read_training(text: bytes) -> list[tuple[int, float, float | None]]:
     return [(step, loss, times.get(step)) for step, loss in losses.items()]
 
 
-def read_closing(text: bytes, run: Run) -> None:
-    """Reads the lines after a log's last step."""
-    for line, name, kind in CLOSING:
-        for m in line.finditer(text):
-            setattr(run, name, kind(m[1]))
-
-
-def read_header(text: bytes, path: str, before: Header) -> Header:
+def read_header(text: str, path: str, before: Header) -> Header:
     """Reads the lines before a run. Returns `before`, the previous run's header, if there are none."""
-    versions, commits = TORCH.findall(text), COMMIT.findall(text)
-    config, data, resumed = CONFIG.findall(text), DATA.findall(text), RESUMED.findall(text)
-    if not (versions or config or data or resumed):
+    found = {name: re.findall(rf"\n{line}[ \t\r]*(?=\n)", text) for name, line in HEADER.items()}
+    last = {name: matches[-1] for name, matches in found.items() if matches}
+    if not last:
         return before
-    torch, device, world_size = versions[-1] if versions else (b"", b"", b"")
-    devices = Counter({device: int(world_size)}) if device else Counter(dict(GPU.findall(text)).values())
+    torch, device, world_size = last.get("torch", ("", "", ""))
+    devices = Counter({device: int(world_size)}) if device else Counter(dict(re.findall(GPU, text)).values())
     try:
-        settings = json.loads(config[-1]) if config else {}
+        config = json.loads(last.get("config", "{}"))
     except ValueError:
         raise UserError(f"{path}: its config line is not JSON") from None
-    return Header(
-        torch=decode(torch) or None,
-        hardware=" + ".join(f"{n} x {decode(name)}" for name, n in devices.items()) or None,
-        commit=decode(b"".join(commits[-1])) if commits else None,
-        config=settings,
-        data=decode(data[-1]) if data else None,
-        resumed=(decode(resumed[-1][0]), int(resumed[-1][1])) if resumed else None,
-    )
+    origin, after = last.get("resumed", (None, 0))
+    hardware = " + ".join(f"{n} x {name}" for name, n in devices.items())
+    commit, script, data = map(last.get, ("commit", "script", "data"))
+    return Header(torch or None, hardware or None, commit, script, data, config, origin, int(after))
 
 
 def decode(text: bytes) -> str:
@@ -279,26 +305,21 @@ def decode(text: bytes) -> str:
 # ============================================================================================================
 
 
-def validation_of(config: dict) -> str | None:
-    """Returns the config's settings of validation; None if it has none, as of public logs."""
-    settings = {key: config[key] for key in ("target", "val_slices", "val_slice_tokens") if key in config}
-    return str(settings) if settings else None
+Value = Callable[[Run], Any]  # of a run; None if its log has none
 
-
-# {name: a run's value, None if its log has none}. What should be equal in a group and between groups:
-ALIKE: dict[str, Callable[[Run], Any]] = {
+# What should be equal between groups, or else their difference says nothing of the change that was made.
+# After the data's fingerprint a log may say how batches are packed, which is a setting like others.
+ALIKE: dict[str, Value] = {
     "hardware": lambda r: r.header.hardware,
-    "data fingerprints": lambda r: r.header.data,
-    "targets": lambda r: r.header.config.get("target"),
+    "data": lambda r: r.header.data and r.header.data.split()[0],
+    "targets": lambda r: r.header.config.get("target", r.target),
     "val_slices": lambda r: r.header.config.get("val_slices"),
     "val_slice_tokens": lambda r: r.header.config.get("val_slice_tokens"),
 }
-# Without which a difference between groups says nothing of the change that was made. After the fingerprint a
-# log may say how batches are packed, which is a setting like others.
-DECISIVE: dict[str, Callable[[Run], Any]] = {
-    "machines": lambda r: r.header.hardware,
-    "data": lambda r: r.header.data and r.header.data.split()[0],
-    "validation": lambda r: validation_of(r.header.config),
+WITHIN: dict[str, Value] = ALIKE | {  # what should be equal in a group, too
+    "steps": lambda r: r.final_step,
+    "tracks": lambda r: r.header.config.get("track"),
+    "scripts": lambda r: r.header.script,
 }
 
 
@@ -309,6 +330,7 @@ class Group:
     label: str
     runs: list[Run] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # warnings with which there is no record
     target: float = DEFAULT_TARGET
 
     @property
@@ -321,12 +343,19 @@ class Group:
 
     @property
     def times(self) -> list[float]:
-        times = (r.train_time_s for r in self.counted)
-        return [time for time in times if time is not None and math.isfinite(time)]
+        return [time for r in self.counted if (time := finite(r.train_time_s)) is not None]
 
-    def distinct(self, value: Callable[[Run], Any]) -> list:
+    @property
+    def means(self) -> tuple:
+        """Returns mean and standard deviation of the losses, and of the times."""
+        return mean_and_sd(self.losses), mean_and_sd(self.times)
+
+    def distinct(self, value: Value) -> list:
         """Returns the distinct values of value(run) over the counted runs, sorted, without None."""
         return sorted({value(r) for r in self.counted} - {None})
+
+    def listed(self, value: Value) -> str:
+        return "; ".join(map(str, self.distinct(value))) or "-"
 
 
 def find_logs(path: str) -> list[list[Path]]:
@@ -351,8 +380,9 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
             label, equals, path = argument.partition("=")
             if not (label and equals) or Path(argument).exists() or glob.glob(argument):  # a file's own "="
                 label = path = argument
-                if Path(path).exists():
-                    label = Path(path).resolve().name if Path(path).is_dir() else Path(path).stem
+                here = Path(os.path.abspath(path))
+                if here.exists():
+                    label = here.name if here.is_dir() else here.stem
                 label = path if label in groups else label  # two folders of one name are two groups
             read_into(groups.setdefault(label, Group(label)), path, errors)
         except UserError as e:
@@ -363,12 +393,17 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
     for group in groups.values():
         drop_repeats(group)
         join_resumed(group)
-        named = min(group.distinct(ALIKE["targets"]), default=DEFAULT_TARGET)
-        group.target = named if target is None else target
+        group.target = target or min(group.distinct(ALIKE["targets"]), default=DEFAULT_TARGET)
         warn(group)
     base, *others = groups.values()
     for group in others:
-        group.notes += [f"not the same {name} as {base.label}" for name in differences(group, base, ALIKE)]
+        group.faults += [f"it differs from {base.label} in {name}" for name in differences(group, base)]
+        steps, base_steps = (g.listed(WITHIN["steps"]) for g in (group, base))
+        if steps != base_steps:
+            group.notes.append(
+                f"it has {steps} steps and {base.label} {base_steps}: "
+                "only the p (mean < target) of its own runs shows its loss"
+            )
     return list(groups.values()), errors
 
 
@@ -379,7 +414,7 @@ def read_into(group: Group, path: str, errors: list[str]) -> None:
         notes = []
         for file in map(str, files):
             try:
-                runs, of_file = read_log(file)
+                runs, of_file = read_log(file, errors)
                 group.runs += runs
                 notes += of_file if runs else [f"{file}: holds no run"]
             except OSError as e:
@@ -390,13 +425,14 @@ def read_into(group: Group, path: str, errors: list[str]) -> None:
             group.notes += notes
             return
     if len(errors) == had_errors:
-        example = "step:1480/1480 val_loss:3.2785 train_time:95168ms step_avg:64.30ms"
-        errors.append(f"{path}: holds no run: no line such as '{example}'")
+        errors.append(
+            f"{path}: holds no run: no line like 'step:9/9 val_loss:3.28 train_time:9ms step_avg:1ms'"
+        )
 
 
 def drop_repeats(group: Group) -> None:
     kept: dict[str, Run] = {}
-    for run in sorted(group.runs, key=lambda r: r.header.torch is None):  # the screen's copies last
+    for run in sorted(group.runs, key=lambda r: (not r.header.config, not r.header.torch)):  # screens last
         same = kept.setdefault(run.identity, run)
         if same is not run:
             group.notes.append(f"{run.name}: dropped, the same run as {same.name}")
@@ -409,20 +445,18 @@ def join_resumed(group: Group) -> None:
     The others may end in a validation too, and would count as more runs. The curves become the whole run's.
     Loss and time are the whole run's already, since a resumed clock continues.
     """
-    for origin in dict.fromkeys(r.origin for r in group.runs if r.after):
+    for origin in dict.fromkeys(r.origin for r in group.runs if r.header.after):
         logs = [r for r in group.runs if r.origin == origin]
-        kept = max(logs, key=lambda r: (r.final_step, r.counted, r.after))
-        others = [r for r in logs if r is not kept]
-        if others:
-            names = ", ".join(r.name for r in others)
+        logs.sort(key=lambda r: (r.header.after, r.final_step))
+        kept = max(logs, key=lambda r: (r.final_step, r.counted, r.header.after))
+        if len(logs) > 1:
+            names = ", ".join(r.name for r in logs if r is not kept)
             group.notes.append(f"{kept.name}: stopped and resumed, one run with {names}, and taken for it")
-        earlier = sorted((r for r in others if r.after < kept.after), key=lambda r: (r.after, r.final_step))
-        curve: list[list] = []
-        training: list[tuple] = []
-        for run in [*earlier, kept]:
-            curve = [point for point in curve if point[0] < run.after] + run.curve
-            training = [point for point in training if point[0] <= run.after] + run.training
-        kept.curve, kept.training = curve, training
+        after = kept.header.after
+        for run in reversed(logs[: logs.index(kept)]):
+            kept.curve = [point for point in run.curve if point[0] < after] + kept.curve
+            kept.training = [point for point in run.training if point[0] <= after] + kept.training
+            after = run.header.after
         group.runs = [r for r in group.runs if r is kept or r.origin != origin]
 
 
@@ -433,25 +467,23 @@ def warn(group: Group) -> None:
         if run.epochs > 1:
             group.notes.append(f"{run.name}: trained on its data in {run.epochs} epochs, left out")
         elif not run.counted:
-            group.notes.append(f"{run.name}: incomplete, left out: {reached} was logged but not validated")
+            ends = f"ends at {reached}, without a validation or without 'complete: yes'"
+            group.notes.append(f"{run.name}: incomplete, left out: {ends}")
         elif run.final_step != run.total_steps:
             group.notes.append(f"{run.name}: stopped at {reached}, counted")
-        elif not run.complete:
-            group.notes.append(f"{run.name}: has no line 'complete: yes', counted")
-    steps: dict[str, Callable[[Run], Any]] = {"steps": lambda r: r.final_step}
-    for what, value in (steps | ALIKE).items():
-        values = group.distinct(value)
-        if len(values) > 1:
-            group.notes.append(f"mixed {what}: {'; '.join(map(str, values))}")
-    seeds = Counter(r.header.config.get("seed") for r in group.counted)
-    for seed, count in seeds.items():
+    for what, value in WITHIN.items():
+        if group.distinct(value)[1:]:
+            group.faults.append(f"its runs differ in {what} ({group.listed(value)})")
+    for seed, count in Counter(r.header.config.get("seed") for r in group.counted).items():
         if seed is not None and count > 1:
-            group.notes.append(f"{count} runs of seed {seed}, which are not independent")
+            group.faults.append(f"{count} of its runs have seed {seed}, so they are not independent")
+    if "other" in group.distinct(WITHIN["tracks"]):
+        group.faults.append("it has runs of the track `other`, which holds no records")
 
 
-def differences(group: Group, base: Group, values: dict[str, Callable[[Run], Any]]) -> list[str]:
-    """Returns which of `values` both groups have, and not the same."""
-    found = {name: (group.distinct(value), base.distinct(value)) for name, value in values.items()}
+def differences(group: Group, base: Group) -> list[str]:
+    """Returns which values of ALIKE both groups have, and not the same."""
+    found = {name: (group.distinct(value), base.distinct(value)) for name, value in ALIKE.items()}
     return [name for name, (here, there) in found.items() if here and there and here != there]
 
 
@@ -468,9 +500,13 @@ def mean_and_sd(values: Sequence[float]) -> tuple[float | None, float | None]:
     return mean, finite(np.std(values, ddof=1)) if mean is not None and len(values) > 1 else None
 
 
+def varies(values: Sequence[float]) -> bool:
+    return len(values) > 1 and min(values) < max(values)
+
+
 def p_below(values: list[float], target: float) -> float | None:
     """Returns the one-sided p of the one-sample t-test whose alternative is a mean below the target."""
-    if len(values) < 2 or min(values) == max(values):
+    if not varies(values):
         return None
     from scipy.stats import ttest_1samp
 
@@ -481,13 +517,11 @@ def difference(values: list[float], base: list[float]) -> tuple[float | None, ..
     """Returns mean(values) - mean(base) and Welch's t, degrees of freedom and two-sided p."""
     (mean, _), (base_mean, _) = mean_and_sd(values), mean_and_sd(base)
     delta = None if mean is None or base_mean is None else mean - base_mean
-    if min(len(values), len(base)) < 2 or (min(values) == max(values) and min(base) == max(base)):
+    if not (varies(values) and varies(base)):
         return delta, None, None, None
     from scipy.stats import ttest_ind
 
-    with warnings.catch_warnings():  # scipy warns if one of the two does not vary
-        warnings.simplefilter("ignore", RuntimeWarning)
-        result = ttest_ind(values, base, equal_var=False)
+    result = ttest_ind(values, base, equal_var=False)
     return delta, finite(result.statistic), finite(result.df), finite(result.pvalue)
 
 
@@ -499,18 +533,16 @@ def as_json(groups: list[Group]) -> dict:
     """Returns all numbers of the groups and their comparisons."""
     base, *others = groups
     names = [f"{what}_{name}" for what in ("time", "loss") for name in ("delta", "t", "df", "p")]
-    names[0] = "time_delta_s"
-    comparisons = [
-        {"group": group.label, "baseline": base.label}
-        | dict(zip(names, difference(group.times, base.times) + difference(group.losses, base.losses)))
-        for group in others
-    ]
+    names = ["group", "baseline", "time_delta_s", *names[1:], "record", "because"]
+    comparisons = []
+    for group in others:
+        tests = difference(group.times, base.times) + difference(group.losses, base.losses)
+        comparisons.append(dict(zip(names, (group.label, base.label, *tests, *record(group, base)))))
     return {"groups": list(map(group_as_json, groups)), "comparisons": comparisons}
 
 
 def group_as_json(group: Group) -> dict:
-    (loss_mean, loss_std), (time_mean, time_std) = mean_and_sd(group.losses), mean_and_sd(group.times)
-    p = p_below(group.losses, group.target)
+    (loss_mean, loss_std), (time_mean, time_std) = group.means
     return {
         "label": group.label,
         "n": len(group.counted),
@@ -519,8 +551,8 @@ def group_as_json(group: Group) -> dict:
         "loss_std": loss_std,
         "time_mean_s": time_mean,
         "time_std_s": time_std,
-        "p_target": p,
-        "meets_target": p is not None and p < ALPHA,
+        "p_target": p_below(group.losses, group.target),
+        "meets_target": below_target(group, group.target)[0],
         "runs": [
             {
                 "path": r.path,
@@ -551,42 +583,62 @@ def show_p(p: float | None) -> str:
     return "-" if p is None else f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
 
 
-def show_all(values: list, spec: str = "") -> str:
+def show_all(values: list, spec: str) -> str:
     return " ".join(format(v, spec) for v in values) or "-"
 
 
-def verdict(group: Group, mean: float | None, p: float | None) -> str:
-    if p is not None and p < ALPHA:
-        return f"meets the target {group.target:g} (p < {ALPHA:g})"
-    if mean is not None and mean <= group.target:
-        reason = f"the mean does, but p is not < {ALPHA:g}; needs more runs"
-        return f"not shown to meet the target {group.target:g}: {reason}"
-    return f"does not meet the target {group.target:g}"
+def below(what: str, mean: float | None, limit: float | None, name: str, p: float | None) -> tuple[bool, str]:
+    """Tells whether the mean is shown to be below the limit, and says so."""
+    lower = mean is not None and limit is not None and mean < limit
+    shown = lower and p is not None and p < ALPHA
+    is_ = "is" if shown else "is not shown to be" if lower else "is not"
+    level = f"{'no p' if p is None else f'p {show_p(p)}'}{'' if shown else ', needs'} < {ALPHA:g}"
+    return shown, f"the mean {what} {is_} below {name} ({level})"
+
+
+def below_target(group: Group, target: float) -> tuple[bool, str]:
+    p = p_below(group.losses, target)
+    return below("loss", mean_and_sd(group.losses)[0], target, f"the target {target:g}", p)
+
+
+def record(group: Group, base: Group) -> tuple[bool, str]:
+    """Tells whether the group is a record over the baseline, and why."""
+    no = [*group.faults, *(f"of {base.label}: {fault}" for fault in base.faults)]
+    if not all(map(WITHIN["tracks"], group.counted + base.counted)):
+        no.append("not every log names its track")
+    yes, (time, _), (limit, _) = [], mean_and_sd(group.times), mean_and_sd(base.times)
+    target = min(group.distinct(ALIKE["targets"]), default=group.target)  # the track's, not --target's
+    for shown, text in (
+        below_target(group, target),
+        below("time", time, limit, f"{base.label}'s", difference(group.times, base.times)[3]),
+    ):
+        (yes if shown else no).append(text)
+    return not no, "; ".join(" and ".join(clauses) for clauses in (no, yes) if clauses)
 
 
 def table(group: Group) -> list[tuple[str, str]]:
-    """Returns (name, value) of each line in a group's table."""
-    if not group.counted:
-        return [("runs (n)", "0")]
+    """Returns (name, value) of each line in a group's table. What no log has is left out."""
     per_byte, _ = mean_and_sd([r.per_byte for r in group.counted if r.per_byte is not None])
     peaks = group.distinct(lambda r: r.peak_mem_mib)
     peak_range = " to ".join(map(str, peaks[:1] + peaks[1:][-1:]))
-    (mean, sd), (time, time_sd) = mean_and_sd(group.losses), mean_and_sd(group.times)
-    p = p_below(group.losses, group.target)
-    return [
+    (mean, sd), (time, time_sd) = group.means
+    rows = [
         ("runs (n)", str(len(group.counted))),
-        ("steps", show_all(group.distinct(lambda r: r.final_step))),
+        ("steps", group.listed(WITHIN["steps"])),
+        ("length", group.listed(lambda r: r.header.config.get("length"))),
         ("loss: mean, sd", f"{show(mean)}, {show(sd)}"),
-        *([("loss per byte", show(per_byte))] if per_byte is not None else []),
+        ("loss per byte", show(per_byte)),
         ("time, s: mean, sd", f"{show(time, '.3f')}, {show(time_sd, '.3f')}"),
         ("peak memory", f"{peak_range} MiB" if peaks else "-"),
-        ("hardware", "; ".join(group.distinct(lambda r: r.header.hardware)) or "-"),
-        ("torch", "; ".join(group.distinct(lambda r: r.header.torch)) or "-"),
-        ("p (mean < target)", show_p(p)),
-        ("verdict", verdict(group, mean, p)),
+        ("hardware", group.listed(ALIKE["hardware"])),
+        ("torch", group.listed(lambda r: r.header.torch)),
+        ("script", group.listed(WITHIN["scripts"])),
+        ("p (mean < target)", show_p(p_below(group.losses, group.target))),
+        ("verdict", below_target(group, group.target)[1] if group.counted else "-"),
         ("losses", show_all(group.losses, ".4f")),
         ("times, s", show_all(group.times, ".3f")),
     ]
+    return [(name, value) for name, value in rows if value.strip("-, ")]
 
 
 def percentage(delta: float | None, base: Group, digits: int) -> str:
@@ -597,14 +649,14 @@ def percentage(delta: float | None, base: Group, digits: int) -> str:
 
 def text_report(groups: list[Group], anyway: bool) -> str:
     out, (base, *others), line = [], groups, "  {:6}  {:20}  {:9}  {:6}  {}".format
-    unlike = {name: None for group in others for name in differences(group, base, DECISIVE) if not anyway}
+    unlike = {name: None for group in others for name in differences(group, base) if not anyway}
     if unlike:
         out += [f"warning: not the same {' and '.join(unlike)}, so no percentages; --anyway prints them", ""]
     for group in groups:
         out += [
             group.label,
             *(f"  {name:18} {value}" for name, value in table(group)),
-            *(f"  warning: {note}" for note in group.notes),
+            *(f"  warning: {note}" for note in group.notes + group.faults),
             "",
         ]
     for group in others:
@@ -618,26 +670,30 @@ def text_report(groups: list[Group], anyway: bool) -> str:
         ]
         for what, shown, (t, df, p) in (("time", time, time_test), ("loss", show(loss, "+.4f"), loss_test)):
             out.append(line(what, shown, show(t, ".2f"), show(df, ".1f"), show_p(p)))
-        out.append("")
+        yes, because = record(group, base)
+        out += [f"record: {'yes' if yes else 'no'}, because {because}", ""]
     return "\n".join(out).rstrip()
 
 
 def print_warnings(groups: list[Group]) -> None:
     for group in groups:
-        for note in group.notes:
+        for note in group.notes + group.faults:
             print(f"compare.py: warning: {group.label}: {note}", file=sys.stderr)
 
 
-def begin_readme(folder: Path, table: str) -> str:
+def begin_readme(folder: Path, paths: list[str], table: str) -> str:
     """Begins a record's README.md with the command of its runs and their table. Returns what was done."""
     path = folder / "README.md"
     if path.exists():
         return f"{path} was there, and is left as it is"
-    parts = [f"# {folder.name.partition('_')[2] or folder.name}"]
-    parts.append("(What was changed, against which record, and why.)")
-    if "RUN_COMMAND" in os.environ:
-        parts.append(textwrap.indent(os.environ["RUN_COMMAND"], "    "))
-    parts += [f"What `python records/compare.py {folder}` prints:", textwrap.indent(table, "    ")]
+    name = folder.resolve().name
+    parts = [
+        f"# {name.partition('_')[2] or name}",
+        "(What was changed, against which record, and why.)",
+    ]
+    if command := os.environ.get("RUN_COMMAND"):
+        parts.append(textwrap.indent(command, "    "))
+    parts += [f"What `python records/compare.py {' '.join(paths)}` prints:", textwrap.indent(table, "    ")]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return f"{path} begins with this table; say in it what was changed"
 
@@ -649,21 +705,29 @@ def markdown_table(head: list[str], body: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in cells] + [""]
 
 
-Line = tuple[str, float]  # a constant to draw: label, loss
+STYLES: dict[str, dict[str, Any]] = {  # of curves: what they are, as the legend says
+    "validation; bars: standard deviation": {"linewidth": 2, "marker": "o", "markersize": 4},
+    "training, smoothed": {"linewidth": 0.8},
+    "training, over sampled columns: not comparable": {"linewidth": 0.8, "linestyle": ":"},
+}
+
+
+def digest(drawn_by: type, *inputs: Any) -> str:
+    """Returns a hash of what is drawn, and of the code. (A picture's bytes vary with matplotlib.)"""
+    return hashlib.sha256(repr((inspect.getsource(drawn_by), inputs)).encode()).hexdigest()[:16]
 
 
 class Picture(NamedTuple):
     """Draws losses of groups, and constants, over steps and over training time."""
 
     groups: list[Group]
-    lines: list[Line]
+    lines: list[tuple[str, float]]  # constants to draw: label, loss
     over: tuple[str, ...] = ("step", "training time, s")
 
     @property
     def mark(self) -> str:
-        """Returns a hash of what is drawn. (A picture's bytes vary with matplotlib's version.)"""
         inputs = [(g.label, g.target, [(r.curve, r.training) for r in g.counted]) for g in self.groups]
-        return "curves " + hashlib.sha256(repr((inputs, self.lines)).encode()).hexdigest()[:16]
+        return digest(Picture, inputs, self[1:], STYLES)
 
     def draw(self, path: str | Path) -> None:
         """Writes a PNG with its mark."""
@@ -674,25 +738,25 @@ class Picture(NamedTuple):
         fig = Figure(figsize=(6 + 2 * len(self.over), 4.6), layout="constrained")
         axes = fig.subplots(1, len(self.over), sharey=True, squeeze=False)[0]
         levels = [("target", target) for target in sorted({g.target for g in self.groups})] + self.lines
-        thick: dict[str, Any] = {"linewidth": 2, "marker": "o", "markersize": 4}
-        thin: dict[str, Any] = {"linewidth": 0.8}
-        shown, handles = [level for _, level in levels], []
+        shown, handles, kinds = [level for _, level in levels], [], {}
         for number, group in enumerate(self.groups):
-            color, (loss, _), (time, _) = f"C{number}", mean_and_sd(group.losses), mean_and_sd(group.times)
-            name = f"{group.label} (n={len(group.counted)}): {show(loss)}" + (
-                f" after {time:.1f} s" if time else ""
-            )
-            handles.append(Line2D([], [], color=color, linewidth=2, label=name))
-            for curve, style in ((mean_curve(group), thick), (training_curve(group), thin)):
-                points = [point for point in curve if math.isfinite(point[2])]
+            color, ((loss, _), (time, _)) = f"C{number}", group.means
+            label = f"{group.label} (n={len(group.counted)}): {show(loss)} after {show(time, '.1f')} s"
+            handles.append(Line2D([], [], color=color, linewidth=2, label=label))
+            stages = [stage for run in group.counted for stage in run.header.config.get("stages", [])]
+            validation, *trainings = STYLES
+            training = trainings[any(stage.get("candidates") for stage in stages)]
+            for curve, kind in ((mean_curve(group), validation), (training_curve(group), training)):
+                points, style = [point for point in curve if math.isfinite(point[2])], STYLES[kind]
                 if len(points) <= FEW:
-                    style = style | {"linestyle": ":"}
+                    style = style | {"linestyle": "none"}
                 shown += [point[2] for point in points if point[0] >= STEEP * points[-1][0]]
                 for ax, label in zip(axes, self.over):
-                    column = 0 if label == "step" else 1
+                    column = int(label != "step")
                     drawn = [(point[column], *point[2:]) for point in points if math.isfinite(point[column])]
                     if drawn:
-                        ax.errorbar(*zip(*drawn), color=color, **style)  # x, loss, sd of validations
+                        ax.errorbar(*zip(*drawn), color=color, capsize=3, **style)  # x, loss, sd
+                        kinds[kind] = Line2D([], [], color="0.4", **style)
         for ax, label in zip(axes, self.over):
             ax.set(xlabel=label, xlim=(0, None))
             for _, level in levels:
@@ -700,16 +764,13 @@ class Picture(NamedTuple):
             clear(ax)
         for name, level in levels:
             axes[-1].text(1.01, level, f"{name} {level:g}", transform=ax.get_yaxis_transform(), va="center")
-        axes[0].set(ylabel="loss, nats per token", yscale="log", ylim=(0.98 * min(shown), 1.02 * max(shown)))
+        axes[0].set(yscale="log", ylim=(0.98 * min(shown), 1.02 * max(shown)))
+        axes[0].set_ylabel("loss, nats per token (logarithmic)")
         ticks = MaxNLocator(8, steps=[1, 2, 2.5, 5, 10])
         axes[0].yaxis.set(major_locator=ticks, major_formatter="{x:g}", minor_locator=NullLocator())
         fig.legend(handles=handles, loc="outside upper left")
-        kinds = [
-            Line2D([], [], color="0.4", label="validation", **thick),
-            Line2D([], [], color="0.4", label="training, smoothed, if logged", **thin),
-        ]
-        fig.legend(handles=kinds, loc="outside upper right")
-        fig.savefig(path, format="png", dpi=100, metadata={"Source": self.mark})
+        fig.legend(kinds.values(), kinds, loc="outside upper right")
+        fig.savefig(path, format="png", metadata={"Source": self.mark})
 
 
 def clear(ax) -> None:
@@ -726,21 +787,22 @@ def columns(points: list) -> Any:
     return steps, losses, times
 
 
-def mean_curve(group: Group) -> list[tuple[int, float, float, float]]:
+def mean_curve(group: Group) -> list[tuple]:
     """Returns (step, mean time in s, mean loss, sd of the loss) at the steps that every run validated.
 
     A mean over some of the runs would jump where one drops out. The time is nan where a run has none.
     """
+    import numpy as np
+
     runs = [{int(step): values for step, *values in zip(*columns(r.curve))} for r in group.counted]
     points = []
     for step in sorted(set.intersection(*map(set, runs))) if runs else []:
         losses, times = zip(*(run[step] for run in runs))
-        mean_time, mean_loss = sum(times) / len(times), sum(losses) / len(losses)
-        points.append((step, mean_time, mean_loss, mean_and_sd(losses)[1] or 0.0))
+        points.append((step, np.mean(times), np.mean(losses), mean_and_sd(losses)[1] or math.nan))
     return points
 
 
-def training_curve(group: Group) -> list[tuple[int, float, float]]:
+def training_curve(group: Group) -> list[tuple]:
     """Returns (step, mean time in s, mean training loss, smoothed) at each step that all runs' logs cover.
 
     Smoothed: the mean of the covered steps from step - w to step + w, where 2 w is SMOOTHED of the last step.
@@ -751,15 +813,15 @@ def training_curve(group: Group) -> list[tuple[int, float, float]]:
     if not logged or not all(logged):
         return []
     # On a GPU some losses are not logged, those that arrive together with a later one: they are interpolated.
-    steps = np.arange(max(run[0][0] for run in logged), min(run[-1][0] for run in logged) + 1)
+    last = min(run[-1][0] for run in logged)
+    steps = np.arange(max(run[0][0] for run in logged), last + 1)
     times, losses = np.zeros(len(steps)), np.zeros(len(steps))
     for at, loss, time in map(columns, logged):
         times += np.interp(steps, at, time) / len(logged)
         losses += np.interp(steps, at, loss) / len(logged)
-    w, i = round(SMOOTHED * steps.max(initial=0) / 2), np.arange(len(steps))
-    first, end = np.maximum(i - w, 0), np.minimum(i + w + 1, len(steps))
-    sums = np.concatenate([[0], losses.cumsum()])
-    return list(zip(steps.tolist(), times.tolist(), ((sums[end] - sums[first]) / (end - first)).tolist()))
+    w = round(SMOOTHED * last / 2)
+    smoothed = (float(losses[max(i - w, 0) : i + w + 1].mean()) for i in range(len(steps)))
+    return list(zip(steps.tolist(), times.tolist(), smoothed))
 
 
 def diff_report(path_a: str, path_b: str) -> str:
@@ -771,7 +833,8 @@ def diff_report(path_a: str, path_b: str) -> str:
         if source_end is None:
             raise UserError(f"{path}: holds no source: no line of = after it")
         sources.append(decode(text[1 : source_end.start() + 1]).splitlines())
-        configs.append(sorted(flatten(read_header(text[source_end.start() :], path, Header()).config)))
+        header = read_header(decode(text[source_end.start() :]), path, Header())
+        configs.append(sorted(flatten(header.config | {"script": header.script})))
     out = []
     for what, (a, b), context in (("config", configs, 0), ("script", sources, 3)):
         changes = difflib.unified_diff(a, b, path_a, path_b, lineterm="", n=context)
@@ -789,7 +852,7 @@ def flatten(config, name: str = "") -> list[str]:
 
 # ============================================================================================================
 # What --update makes: what is between the lines <!-- NAME --> and <!-- end of NAME --> of records/README.md,
-# and pictures, which keep a mark of what was drawn, so that they are drawn again only if that changes.
+# and pictures, which keep a mark of what was drawn and how, and are drawn again only if that changes.
 # ============================================================================================================
 
 HERE = Path(__file__).resolve().parent
@@ -806,7 +869,7 @@ PICTURES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ("step", "training time, s"),
     ),
 }
-PICTURES_TARGET, PICTURES_LINES = 1.07, [("4-gram", 1.469), ("5-gram", 1.350)]
+PICTURES_LINES = [("4-gram", 1.469), ("5-gram", 1.350)]
 # Public records that history.png names, and the name's place: points right of and above the mark.
 NAMED = {
     1: ("llm.c", 8, -3),
@@ -814,7 +877,7 @@ NAMED = {
     12: ("FlexAttention", 8, 2),
     21: ("timed by other rules from here on", 4, 12),
     53: ("several next tokens", 8, 2),
-    92: ("sampled softmax, ANVIL", -8, -4),
+    92: ("sampled softmax, ANVIL", -150, -4),
 }
 
 
@@ -822,10 +885,10 @@ def read_records(errors: list[str]) -> dict[Path, list[Group]]:
     """Returns each record's group, and its baseline's, by folder. Adds what could not be read to `errors`."""
     records = {}
     for folder in sorted(p for track in TRACKS for p in HERE.glob(f"{track}/{DATED}")):
-        baseline = [f"baseline={folder / 'baseline'}"] if (folder / "baseline").is_dir() else []
+        baseline = [f"baseline={path}" for path in folder.glob("baseline")]
         groups, unreadable = read_groups([str(folder), *baseline], None)
         errors += unreadable
-        print_warnings(groups)
+        print_warnings(groups[:1])  # the baseline's would compare it with the record
         if groups[0].counted:
             records[folder] = groups
         else:
@@ -846,25 +909,23 @@ def record_tables(records: dict[Path, list[Group]]) -> str:
 def record_row(folder: Path, groups: list[Group]) -> list[str]:
     """Returns the cells of a record, groups[0], compared with its baseline, groups[1], if it has one."""
     day, name = folder.name.split("_", 1)
-    record, *baseline = groups
-    (loss, _), (time, _), change = mean_and_sd(record.losses), mean_and_sd(record.times), "-"
+    group, *baseline = groups
+    ((loss, _), (time, _)), change = group.means, "-"
     for base in baseline:
-        delta, _, _, p = difference(record.times, base.times)
+        delta, _, _, p = difference(group.times, base.times)
         percent = percentage(delta, base, 1)
-        if percent and not differences(record, base, DECISIVE):
+        if percent and not differences(group, base):
             change = f"{percent}, p {show_p(p)}"
-    machines = (re.sub(r" \(.*?\)", "", machine) for machine in record.distinct(lambda r: r.header.hardware))
-    commits = record.distinct(lambda r: r.header.commit)
     return [
         day,
         f"[{name}]({folder.parent.name}/{folder.name})",
-        str(len(record.counted)),
+        str(len(group.counted)),
         show(loss),
-        show_p(p_below(record.losses, record.target)),
+        show_p(p_below(group.losses, group.target)),
         show(time, ".1f") + " s",
         change,
-        "; ".join(machines) or "-",
-        "; ".join(commits) or "-",
+        re.sub(r" \(.*?\)", "", group.listed(ALIKE["hardware"])),
+        group.listed(lambda r: r.header.commit),
     ]
 
 
@@ -875,15 +936,15 @@ class History(NamedTuple):
 
     @property
     def mark(self) -> str:
-        return "history " + hashlib.sha256(repr((self.rows, NAMED)).encode()).hexdigest()[:16]
+        return digest(History, self.rows, NAMED)
 
     def draw(self, path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import NullLocator
 
         fig = Figure(figsize=(9, 5), layout="constrained")
-        ax = fig.subplots()
-        days: list[Any] = [date.fromisoformat(row[2]) for row in self.rows]
+        ax: Any = fig.subplots()
+        days = [date.fromisoformat(row[2]) for row in self.rows]
         times = [float(row[1]) for row in self.rows]
         ax.step(days, times, "C0", where="post", linewidth=1)
         drawn = set()
@@ -891,16 +952,15 @@ class History(NamedTuple):
             ax.plot(day, time, "C0o", markersize=4, markerfacecolor="white" if number in drawn else "C0")
             if int(number) in NAMED and number not in drawn:
                 name, right, above = NAMED[int(number)]
-                place: dict[str, Any] = {"xytext": (right, above), "textcoords": "offset points"}
-                align = "right" if right < 0 else "left"
-                ax.annotate(f"{number}: {name}", (day, time), fontsize=9, horizontalalignment=align, **place)
+                offset = {"xytext": (right, above), "textcoords": "offset points"}
+                ax.annotate(f"{number}: {name}", (day, time), fontsize=9, **offset)
             drawn.add(number)
         title = "Public NanoGPT speedrun: time to a validation loss of 3.28 on 8 H100s"
-        ax.set(yscale="log", ylim=(0.5, 60), title=title)
+        ax.set(yscale="log", ylim=(0.5, 60), ylabel="time (logarithmic)", title=title)
         ax.set_yticks([0.5, 1, 2, 3, 5, 10, 20, 45])
         ax.yaxis.set(major_formatter="{x:g} min", minor_locator=NullLocator())
         clear(ax)
-        fig.savefig(path, format="png", dpi=100, metadata={"Source": self.mark})
+        fig.savefig(path, format="png", metadata={"Source": self.mark})
 
 
 def read_history() -> History:
@@ -924,10 +984,10 @@ def find_pictures(records: dict[Path, list[Group]], errors: list[str]) -> dict[P
     pictures: dict[Path, Picture | History] = {HERE / "history.png": read_history()}
     for folder, (record, *baseline) in records.items():
         pictures[folder / "curves.png"] = Picture([*baseline, record], [])
-    folder = HERE.parent / "bench" / "curves"
+    folder = HERE.parent / "bench/curves"
     for name, (logs, over) in PICTURES.items():
         paths = [f"{label}={folder / log}" for label, log in logs.items()]
-        groups, unreadable = read_groups(paths, PICTURES_TARGET)
+        groups, unreadable = read_groups(paths, None)
         errors += unreadable
         pictures[folder / name] = Picture(groups, PICTURES_LINES, over)
     return pictures
@@ -943,8 +1003,9 @@ def update() -> list[str]:
     path = HERE / "README.md"
     text = path.read_text(encoding="utf-8")
     for name, part in readme_parts(records).items():
-        begin = text.index(f"<!-- {name} -->\n") + len(f"<!-- {name} -->\n")
-        text = text[:begin] + part + text[text.index(f"<!-- end of {name} -->\n", begin) :]
+        before, rest = text.split(f"<!-- {name} -->\n")
+        _, after = rest.split(f"<!-- end of {name} -->\n")
+        text = f"{before}<!-- {name} -->\n{part}<!-- end of {name} -->\n{after}"
     path.write_text(text, encoding="utf-8")
     for path, picture in pictures.items():
         if not is_current(path, picture.mark):
@@ -960,18 +1021,14 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    paths_help = "log, folder or pattern; the first is the baseline"
-    add("paths", nargs="*", metavar="[LABEL=]PATH", help=paths_help)
-    target_help = f"mean loss to reach (default: the logs' config, else {DEFAULT_TARGET})"
-    add("--target", type=float, help=target_help)
+    add("paths", nargs="*", metavar="[LABEL=]PATH", help="log, folder or pattern; the first is the baseline")
+    add("--target", type=float, help=f"loss to reach (default: the logs', else {DEFAULT_TARGET})")
     add("--json", action="store_true", help="print one JSON object; warnings go to stderr")
     add("--anyway", action="store_true", help="print percentages though machines, data or validation differ")
     add("--curves", metavar="FILE.png", help="draw losses over steps and over training time")
-    diff_help = "what changed in script and config from log A to log B"
-    add("--diff", nargs=2, metavar=("A", "B"), help=diff_help)
+    add("--diff", nargs=2, metavar=("A", "B"), help="what changed in script and config from log A to log B")
     add("--begin", metavar="FOLDER", help="print the table of a new record, and begin its README.md")
-    update_help = "write records/README.md's tables, and draw the pictures of records and of README.md"
-    add("--update", action="store_true", help=update_help)
+    add("--update", action="store_true", help="write the tables and pictures of the records and README.md")
     args = parser.parse_intermixed_args(argv)
     if sum(map(bool, (args.paths, args.diff, args.begin, args.update))) != 1:
         parser.error("give logs to compare, or one of --diff, --begin and --update")
@@ -989,9 +1046,10 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as e:
         errors = [f"{e.filename}: {e.strerror}"]
     except ModuleNotFoundError as e:
-        if e.name.split(".")[0] not in ("numpy", "scipy", "matplotlib"):
+        package = e.name.split(".")[0]
+        if package not in ("numpy", "scipy", "matplotlib"):
             raise
-        errors = [f"needs {e.name.split('.')[0]}, which this Python lacks: pip install -r requirements.txt"]
+        errors = [f"needs {package}, which this Python lacks: pip install -r requirements.txt"]
     for error in errors:
         print(f"compare.py: {error}", file=sys.stderr)
     return 2 if errors else 0
@@ -999,7 +1057,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def report(args: argparse.Namespace) -> list[str]:
     """Prints what the logs say; begins a record, draws curves. Returns what could not be read."""
-    groups, errors = read_groups(args.paths or [args.begin], args.target)
+    if args.begin:
+        folder = Path(os.path.relpath(args.begin))
+        args.paths = [f"{path}" for path in [*folder.glob("baseline"), folder]]
+    groups, errors = read_groups(args.paths, args.target)
     if args.json:
         print(json.dumps(as_json(groups), indent=1, allow_nan=False))
         print_warnings(groups)
@@ -1007,12 +1068,9 @@ def report(args: argparse.Namespace) -> list[str]:
         text = text_report(groups, args.anyway)
         print(text)
         if args.begin and not errors:
-            print("\n" + begin_readme(Path(args.begin), text))
+            print("\n" + begin_readme(folder, args.paths, text))
     if args.curves:
         Picture(groups, []).draw(args.curves)
-        if any(len(mean_curve(g)) <= FEW for g in groups):
-            few = "has few validations: runs with --set val_every=20 have more"
-            print(f"compare.py: {args.curves} {few}", file=sys.stderr)
     return errors
 
 
