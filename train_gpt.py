@@ -3917,7 +3917,7 @@ def check_config(cfg: Config, world_size: int) -> None:
         unused |= (layer.gate or layer.value) and not layer.attention
         unused |= layer.connections and not layer.value
         refuse_if(
-            unused, f"layers.{i} has what its attention={layer.attention} or value={layer.value} excludes"
+            unused, f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts"
         )
     for i, ending in enumerate(cfg.endings):
         unknown = ", ".join(sorted({*ending.params} - {spec.name for spec in cfg.params}))

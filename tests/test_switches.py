@@ -170,3 +170,44 @@ def test_a_part_of_the_model_can_be_left_out(cfg, plain, part, ngrams):
     assert all(0 < abs(a - b) < 0.5 for a, b in zip(losses[-2:], less_losses[-2:]))
     still = {name for name, change in less_changes.items() if not change.any()}
     assert still <= {name for name, change in changes.items() if not change.any()}
+
+
+def random_layer(rng):
+    """Draws a row of the table; three of four rows have only what their attention uses."""
+    flags = {name: rng.random() < 0.3 for name in "narrow_qk narrow_v x0 bigram gate".split()}
+    more = {name: rng.random() < 0.3 for name in "key_shift xsa value connections".split()}
+    attention, fits = rng.choice(["plain", "paired", None]), rng.random() < 0.9
+    if fits:
+        plain = attention == "plain"
+        more["xsa"] &= plain
+        more["key_shift"] &= plain and not flags["narrow_qk"]
+        more["value"] = bool(attention) and (more["value"] or more["connections"])
+        more["connections"] &= bool(attention)
+        flags["gate"] &= bool(attention)
+    window, mlps = rng.choice(["short", "long"]), rng.choice([0, 1, 1, 2])
+    return tg.Layer(attention, window, mlps=mlps, **flags, **more)
+
+
+def test_any_layers_train_or_are_refused(cfg):
+    """Draws tables of layers, and switches of what serves them all."""
+    refused, count = 0, 40
+    for seed in range(count):
+        rng = random.Random(seed)
+        layers = tuple(random_layer(rng) for _ in range(rng.choice([1, 2, 4])))
+        if rng.random() < 0.4:  # none of a kind
+            none = rng.choice([{"mlps": 0}, {"bigram": False}, {"value": False, "connections": False}])
+            layers = tuple(replace(layer, **none) for layer in layers)
+        first, last = rng.randrange(len(layers)), rng.randrange(1, 5)
+        drawn = replace(
+            cfg, layers=layers, skip_from=first, skip_to=last, back_from=rng.randrange(len(layers))
+        )
+        drawn = replace(drawn, ngrams=rng.choice([cfg.ngrams, NGRAMS]), main_grad=rng.random() < 0.5)
+        drawn = replace(drawn, mudd_gates=rng.random() < 0.5, mix_groups=rng.choice([0, 4]))
+        try:
+            tg.check_config(drawn, 1)
+        except tg.UserError:
+            refused += 1
+            continue
+        losses, _, _ = train(drawn, tg.TORCH_BACKEND)
+        assert torch.tensor(losses).isfinite().all(), seed
+    assert 0 < refused < 0.75 * count
