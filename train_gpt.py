@@ -652,12 +652,17 @@ def override(cfg: Config, setting: str) -> Config:
     """
     name, eq, text = setting.partition("=")
     refuse_if(not eq, f"--set {setting}: write name=value")
-    refuse_if(name in ("preset", "track"), f"--set {name}: it follows from --preset")
     known: list[str] = []
 
     def change(value, hint, path: str):
         known.append(path)
-        return parse(text, hint, path) if fnmatch.fnmatch(path, name) else value
+        if not fnmatch.fnmatch(path, name):
+            return value
+        fixed = path.split(".")[-1] in ("preset", "track", "name", "shape", "kind", "tied_to")
+        refuse_if(
+            fixed, f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script"
+        )
+        return parse(text, hint, path)
 
     new = config_from_dict(dataclasses.asdict(cfg), change=change)
     near = ", ".join(difflib.get_close_matches(name, known, cutoff=0.4)) or "a field of Config"
@@ -3892,7 +3897,8 @@ def check_config(cfg: Config, world_size: int) -> None:
         fits = (
             spec.kind == "bank" if spec.optimizer == "anvil" else [b < 1 for b in spec.betas] == [True, True]
         )
-        refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank")
+        fits &= spec.is_table or spec.exchange != "sparse"
+        refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank, sparse a table")
         apart = any(spec.tied_to == other.name and spec.every != other.every for other in cfg.params)
         refuse_if(apart, f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value")
     for i, stage in enumerate(cfg.stages):
