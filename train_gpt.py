@@ -4302,9 +4302,7 @@ def run(args: argparse.Namespace) -> None:
         replace(cfg, track=track, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed
     )
     log.print0(f"config: {logged}", console=False)
-    count, usual = num_microbatches(cfg, world_size), PRESETS[cfg.preset].microbatches
-    packing = f", packed in {count} micro-batches a batch, not {usual}: not the track's batches"
-    log.print0(f"data: {data.fingerprint}{'' if count == usual else packing}")
+    log.print0(f"data: {data.fingerprint}")
     if resumed:
         log.print0(f"resumed: {path.name} after step {resumed.meta['step']}")
     log.print0("=" * 100, console=False)

@@ -187,7 +187,7 @@ def train(args: argparse.Namespace) -> None:
 
     log = Log(args.log)
     log.write(Path(__file__).read_text(encoding="utf-8") + "=" * 100, screen=False)
-    environment = tg.describe_environment(torch.device("cpu"), 1)
+    environment = tg.describe_environment(torch.device("cpu"), 1, __file__)
     for line in [*environment, f"parameters: {parameters:,}"]:
         log.write(line)
     config = {**vars(args), "data": args.data.name, "log": None, "parameters": parameters, "target": TARGET}

@@ -97,7 +97,7 @@ script: (?P<script>\w+\.py) \(sha256 (?P<hash>[0-9a-f]{{12}})\)
 commit: (?:unknown|[0-9a-f]{{40}} \((?:clean|modified)\))
 attention: dense; kernels: none, plain torch; fp8: False; compiled: False
 config: (?P<config>.*)
-data: [0-9a-f]{{16}} \(12000 training tokens in 2 shards, 1500 for validation\), packed in 8 .*
+data: [0-9a-f]{{16}} \(12000 training tokens in 2 shards, 1500 for validation\)
 ={{100}}
 warm-up: .*
 (?P<steps>(?:step:.*\n)*)peak memory allocated: \d+ MiB
