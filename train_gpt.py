@@ -4473,7 +4473,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that waits in a collective, too
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when torchrun is killed
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore  # the screen may lack letters of a sample
+    # The screen may lack letters of a sample.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore
     status = main()
     with contextlib.suppress(OSError):  # nobody may read the screen any more
         sys.stdout.flush()
