@@ -1154,12 +1154,10 @@ class RowRoutes(NamedTuple):
 
     send_counts: list[int]  # of rows, by owner
     recv_counts: list[int]
-    # (sum(recv_counts),) int32: the rows of its block that an owner receives; of n-grams, places in `owned`.
-    arriving: Tensor
+    arriving: Tensor  # (sum(recv_counts),) int32: the rows of its block that an owner receives
+    row_index: RowIndex  # of these: which of them are the same row
     # (sum(send_counts),) int32: the rows of main_grad that are sent. Those of n-grams lie in this order.
     rows: Tensor | None = None
-    # Of n-grams. (n,) int32: the rows of its block that any rank touches, ascending.
-    owned: Tensor | None = None
 
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -1516,7 +1514,7 @@ class Prefetcher:
         order = np.argsort(owner.astype(np.uint16), kind="stable")
         send_counts = np.bincount(owner, minlength=ranks).tolist()
         arriving, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
-        return order, RowRoutes(send_counts, recv_counts, int32(arriving))
+        return order, RowRoutes(send_counts, recv_counts, int32(arriving), index_rows(arriving))
 
     def _finish(self, together: list[Batch]) -> Iterator[Batch]:
         """Packs batches that read the same rows of n-grams; the first has the rows' routes."""
@@ -1536,15 +1534,13 @@ class Prefetcher:
         read = merge_rows(*(part.index["ngrams"].row_ids.numpy() for part in micro_batches))
         ranks = self.exchange.world_size
         order, routes = self._route("ngrams", read % ranks, read // ranks, ranks)
-        places, asked = inverse(order), routes.arriving.numpy()
+        places = inverse(order)
         for part in micro_batches:
             index = part.index["ngrams"]
             own = int32(places[np.searchsorted(read, index.row_ids.numpy())])
             part.hashed_rows = place_rows(part.hashed_rows, index, own)
             part.index["ngrams"] = index._replace(row_ids=own)
-        owned = merge_rows(asked)
-        arriving = int32(np.searchsorted(owned, asked))
-        return pack({"ngrams": routes._replace(arriving=arriving, owned=int32(owned))})
+        return pack({"ngrams": routes})
 
 
 class ValLoader:
@@ -2401,7 +2397,7 @@ class TableGradient(Gradient):
 
     def reset(self, rows: RowRoutes | None = None) -> None:
         """Begins a new sum. rows: the only ones of this rank's main_grad and mean that are not 0."""
-        for t, ids in (self.main_grad, rows and rows.rows), (self.mean, rows and rows.arriving):
+        for t, ids in (self.main_grad, rows and rows.rows), (self.mean, rows and rows.row_index.row_ids):
             if t is not None:
                 t.zero_() if ids is None else t.index_fill_(0, ids.long(), 0)
 
@@ -3059,7 +3055,7 @@ class GPT(nn.Module):
 #                      send_ids                tells every owner which of its rows are touched
 #    each backward     add_row_grads           adds the positions' gradients to their rows of main_grad
 #    scatter           send_rows               the touched rows of main_grad, as they are
-#    work              mean_rows               the owner sums in fp32, in rank order; then Adam; then zeroing
+#    work              Exchange.mean_rows      the owner sums in fp32, in rank order; then Adam; then zeroing
 #
 #        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
@@ -3102,18 +3098,6 @@ def rank_order_mean(parts: Tensor) -> Tensor:
     return total.div_(len(parts))
 
 
-def mean_rows(out: Tensor, row_grads: Tensor, routes: RowRoutes) -> Tensor:
-    """Adds row_grads (sum(recv_counts), ...) to rows of `out`, 0 before; divides by the ranks. Returns `out`.
-
-    They are added in rank order, in `out`'s dtype, at least fp32, to the bits of rank_order_mean. A sender's
-    rows are distinct, so no two additions collide.
-    """
-    counts, row_grads = routes.recv_counts, row_grads.to(out.dtype)
-    for rows, part in zip(routes.arriving.split(counts), row_grads.split(counts)):
-        out.index_add_(0, rows, part)
-    return out.div_(len(counts))
-
-
 class Exchange:
     """Collectives of one process group; with one rank they do nothing.
 
@@ -3127,9 +3111,11 @@ class Exchange:
         world_size: int,
         group: dist.ProcessGroup | None = None,
         device: torch.device = torch.device("cpu"),
+        sum_rows: Callable = segment_sum_rows,
     ):
         self.rank, self.world_size, self.group, self.sent = rank, world_size, group, defaultdict(int)
         self.device = device  # where the group's tensors must be
+        self.sum_rows = sum_rows  # the backend's segment_sum_rows
         self.options: dict = {"group": group, "async_op": True}
 
     def shard(self, t: Tensor) -> Tensor:
@@ -3195,6 +3181,14 @@ class Exchange:
         out = rows.new_empty((sum(recv_counts), *rows.shape[1:])) if out is None else out
         self.sent[f"{kind} {name}"] += rows.nbytes - rows.split(send_counts)[self.rank].nbytes
         return Pending(out, dist.all_to_all_single(out, rows, recv_counts, send_counts, **self.options))
+
+    def mean_rows(self, out: Tensor, index: RowIndex, row_grads: Tensor) -> Tensor:
+        """Adds row_grads (sum(recv_counts), ...) to rows of `out`, 0 before; divides by the ranks.
+
+        They arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
+        """
+        self.sum_rows(out, row_grads, index)
+        return out.div_(self.world_size)
 
     @section("gather {1}")
     def gather(self, name: str, t: Tensor) -> Pending:
@@ -3461,7 +3455,7 @@ class NgramTable:
         if batch and batch.ngrams and batch is not self.batch:
             self.batch, routes = batch, move(batch.ngrams, self.device)["ngrams"]
             self.routes, counts = routes, (routes.recv_counts, routes.send_counts)
-            rows = self.block.index_select(0, routes.owned[routes.arriving])
+            rows = self.block.index_select(0, routes.arriving)
             out = self.compact[: sum(routes.send_counts)]
             self.pending = self.exchange.send_rows("rows", "ngrams", rows, *counts, out)
 
@@ -3473,16 +3467,17 @@ class NgramTable:
         return self.compact
 
     def send_grads(self) -> Pending:
-        """Starts the return of the gradient rows; the result is their mean, in the order of `owned`."""
-        routes, counts = self.routes, (self.routes.send_counts, self.routes.recv_counts)
-        rows = self.main_grad[: sum(routes.send_counts)]
-        sums = rows.new_zeros((len(routes.owned), rows.size(1)), dtype=self.moments.dtype)
-        pending = self.exchange.send_rows("gradient rows", "ngrams", rows, *counts)
-        return pending._replace(finish=lambda rows: mean_rows(sums, rows, routes))
+        """Starts the return of the gradient rows; the result is their mean, for each row of the index."""
+        counts, index = (self.routes.send_counts, self.routes.recv_counts), self.routes.row_index
+        rows, n = self.main_grad[: sum(counts[0])], len(index.row_ids)
+        sums = rows.new_zeros((n, rows.size(1)), dtype=self.moments.dtype)
+        index = index._replace(row_ids=torch.arange(n, dtype=torch.int32, device=self.device))
+        mean = partial(self.exchange.mean_rows, sums, index)
+        return self.exchange.send_rows("gradient rows", "ngrams", rows, *counts)._replace(finish=mean)
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads(). Begins a new sum."""
-        n, dtype, rows = self.cfg, grads.dtype, self.routes.owned
+        n, dtype, rows = self.cfg, grads.dtype, self.routes.row_index.row_ids
         slowdown = plan.slowdown(n.every)
         self.clock += torch.tensor([1, slowdown])
         count, time = self.clock.tolist()
@@ -3642,7 +3637,9 @@ class Optimizer:
                 rows = self.rows[name]
                 counts = rows.send_counts, rows.recv_counts
                 arriving = self.exchange.send_rows("rows", name, grad[rows.rows], *counts)
-                pending[name] = arriving._replace(finish=partial(mean_rows, mean, routes=rows))
+                pending[name] = arriving._replace(
+                    finish=partial(self.exchange.mean_rows, mean, rows.row_index)
+                )
             else:
                 buffer = self.recv_buffers.get(name)
                 pending[name] = self.exchange.reduce(name, spec.exchange, grad, buffer)
@@ -4215,7 +4212,7 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
             batch = batches.next()
             AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
             if batch.ngrams:
-                touched.append(batch.ngrams["ngrams"].owned)
+                touched.append(batch.ngrams["ngrams"].row_index.row_ids)
         for rows in touched:
             optimizer.ngrams.zero(rows)
         optimizer.drop_grads()
@@ -4264,7 +4261,7 @@ def run(args: argparse.Namespace) -> None:
     rank, world_size, device = init_distributed()
     backend = select_backend(cfg, device)
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
-    exchange = Exchange(rank, world_size, device=device)
+    exchange = Exchange(rank, world_size, device=device, sum_rows=backend.segment_sum_rows)
     prefetch = Exchange(rank, world_size, group)
     check_ngram_memory(cfg, world_size, device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     data = open_dataset(cfg)

@@ -112,7 +112,8 @@ def test_golden_untying():
     cfg = replace(cfg, ngrams=tg.Ngrams())
     params = {"lm_head": fill((3, 5), 58900, 0.2).double()}
     params["embed"] = params["lm_head"].T.contiguous()
-    all_rows = tg.RowRoutes([5], [5], *torch.arange(5, dtype=torch.int32).expand(2, -1))
+    five = torch.arange(5, dtype=torch.int32)
+    all_rows = tg.RowRoutes([5], [5], five, tg.index_rows(five.numpy()), five)
     optimizer, events = tg.Optimizer(cfg, params, tg.Exchange(0, 1)), iter(golden["fp64_after_adam_steps"])
     for step in golden["steps"]:
         for name, k in (("lm_head", 58000), ("embed", 58100)):
@@ -182,7 +183,7 @@ def table_events(dtype):
             tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.index["ngrams"], signs)
         assert plan.updates(cfg.ngrams.every) == (plan.step in rates)
         if plan.step in rates:
-            owned, grads = table.routes.owned, table.send_grads().wait().clone()
+            owned, grads = table.routes.row_index.row_ids, table.send_grads().wait().clone()
             table.update(grads, plan)
             assert not table.main_grad.any()
             yield next(events), owned.tolist(), grads, table

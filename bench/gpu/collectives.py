@@ -53,12 +53,12 @@ def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
         places, recv_counts = exchange.send_ids("tokens", (row_ids % 2).numpy(), send_counts)
         owners = touches[:, 2 * rank : 2 * rank + 2].nonzero()[:, 1]
         yield f"row ids with {name}, {case}", torch.from_numpy(places), owners.int()
-        routes = tg.RowRoutes(send_counts, recv_counts, torch.from_numpy(places).to(grad.device))
         out = grad.new_empty((sum(recv_counts), *grad.shape[1:])) if case == "uneven" else None
         rows = grad[row_ids.to(grad.device)]
         arrived = exchange.send_rows("rows", "p", rows, send_counts, recv_counts, out).wait()
         mean = (every.float() * touches.to(every.device)[:, :, None, None]).mean(0)
-        result = tg.mean_rows(torch.zeros_like(exchange.shard(mean)), arrived, routes)
+        index = tg.RowIndex(*(t.to(grad.device) for t in tg.index_rows(places)[:3]))
+        result = exchange.mean_rows(torch.zeros_like(exchange.shard(mean)), index, arrived)
         yield f"sparse {name}, {case}", result, exchange.shard(mean)
 
 
