@@ -1,11 +1,11 @@
 """Tests bench/step_time.py: what it counts and prints. Asserts no times."""
 
-import math
 import sys
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,20 +33,20 @@ def test_mean_keys_are_those_of_the_reference_attention():
 
 
 def test_flops_by_hand():
-    """Counts for two layers of width 12, one of them without attention."""
-    layers = tg.Layer("plain"), tg.Layer(None)
+    """Counts for two layers of width 12: one with narrow queries and keys, one with two MLPs alone."""
+    layers = tg.Layer("plain", narrow_qk=True), tg.Layer(None, mlps=2)
     cfg = replace(tg.CPU, heads=2, head_dim=6, mlp_dim=20, padded_vocab=32, layers=layers)
-    qk, vo, mlps, head = 2 * 12 * 12, 2 * 12 * 12, 2 * (2 * 20 * 12), 12 * 32
-    scores = 2 * (2 * 2 * 6 * 7.5)  # q k^T and p v of two heads, with 7.5 keys
+    qk, vo, mlps, head = 2 * 12 * 6, 2 * 12 * 12, 3 * (2 * 20 * 12), 12 * 32
+    scores = 2 * (2 * (3 + 6) * 7.5)  # q k^T and p v of two heads, with 7.5 keys
     assert step_time.flops_per_token(cfg, [7.5], 32) == 6 * (qk + vo + mlps + head) + 3 * scores
 
 
-def test_flops_of_the_record_preset_are_those_of_its_banks():
-    shapes = tg.param_shapes(tg.RECORD, 1)
-    names = "qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "lm_head"
-    weights = sum(math.prod(shapes[name]) for name in names)
-    weights -= 2 * 768 * 768  # of values and outputs, layers 1 and 8 read half
-    assert step_time.flops_per_token(tg.RECORD, [0.0] * 7, 50304) == 6 * weights
+def test_every_rank_sends_as_many_rows():
+    ids, counts = np.array([1, 4, 6, 2, 0], np.int32), [3, 1, 1]
+    received, recv_counts = step_time.SingleRankExchange(0, 3).send_ids("tokens", ids, counts)
+    first, *others = np.split(received, 3)
+    assert recv_counts == [3, 3, 3] and first.tolist() == [1, 4, 6]
+    assert all(len({*part}) == 3 and {*part} != {*first} and max(part) <= 6 for part in others)
 
 
 @pytest.mark.slow
