@@ -154,6 +154,14 @@ def test_kernels_are_in_the_section_that_launched_them(tmp_path):
     assert windows == {1: (10, 110), 2: (110, 125)}
 
 
+def test_steps_that_a_trace_lacks(tmp_path):
+    with pytest.raises(SystemExit, match="a.json has no step"):
+        timeline.main([str(write_trace(tmp_path / "a.json", [event("forward", 0, 1)]))])
+    late = event("ProfilerStep#3", 130, 140)  # without kernels
+    trace = timeline.read_trace(write_trace(tmp_path / "b.json", [*on_gpu(), late]))
+    assert len({*trace.windows("stream")[3]}) == 1
+
+
 # ---- a run of two gloo processes ---------------------------------------------------------------------------
 
 
