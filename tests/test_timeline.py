@@ -121,10 +121,6 @@ def test_a_rank_may_lack_the_last_collectives(tmp_path):
     )
     assert [len(trace.collectives) for trace in traces] == [2, 1]
     path = in_ms(timeline.critical_path(traces, 3))
-    assert path[4:8] == [
-        *((0, "main", "exchange", "a", 70, 71), (0, "gloo 0", "waiting", "", 71, 73)),
-        *((1, "gloo 0", "exchange", "a", 73, 79), (1, "main", "waiting", "", 79, 80)),
-    ]
     assert path[-2:] == [(1, "main", "gather", "a", 96, 98), (1, "main", "other", "", 98, 101)]
 
 

@@ -320,12 +320,10 @@ def loss_and_errors(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, floa
 def gradients(setup: Setup, form: str) -> Iterator[Row]:
     """Compares a form's loss and gradients with plain fp32's; plain bf16's errors are the yardstick."""
     cfg, what = with_settings(setup.cfg, form), f"gradients: {FORMS[form]}"
-    for twin, name in FORMS.items():
-        if twin == form:
-            break
-        if with_settings(setup.cfg, twin) == cfg:
-            yield Row(what, seen=f"here the same as {name}")
-            return
+    twin = next(twin for twin in FORMS if with_settings(setup.cfg, twin) == cfg)
+    if twin != form:
+        yield Row(what, seen=f"here the same as {FORMS[twin]}")
+        return
     (exact_loss, exact), (_, plain) = setup.exact, setup.plain
     loss, errors = setup.plain if form == PLAIN else loss_and_errors(setup, cfg)
     slack = (MLP_SLACK if cfg.fp8_mlp else HEAD_SLACK) if cfg.fp8 else PLAIN_SLACK
@@ -573,8 +571,9 @@ def closing(rows: Sequence[Row]) -> list[str]:
     unknown = [feature for feature in (*tg.KERNELS, "attention", "fp8") if feature not in judged]
     unknown += [] if forms else ["whole steps"]
     lines = [f"not judged: {', '.join(unknown)}"] if unknown else []
-    slower = {name: ratio for (_, name), ratio in time_ratios(rows).items() if ratio > NOISE}
-    lines += [f"slower than plain torch: {name}, {ratio:.2f} of its time" for name, ratio in slower.items()]
+    for (_, operation), ratio in time_ratios(rows).items():
+        if ratio > NOISE:
+            lines.append(f"slower than plain torch: {operation}, {ratio:.2f} of its time")
     if forms and not any(forms):
         return [*lines, "settings for this card: none: whole steps are wrong with all that were tried"]
     chosen = " ".join(f"--set {name}={value}" for name, value in choose_settings(rows).items())
