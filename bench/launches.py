@@ -407,7 +407,7 @@ def main(argv: list[str] | None = None) -> None:
         tg.refuse_if(args.stage not in with_steps, f"--stage: those with steps are {with_steps}")
         tg.refuse_if(args.ranks < 1, "--ranks: give 1 or more")
         check(cfg, args.ranks)
-        print("generates code: takes two to four minutes", flush=True)
+        print("generates code: takes one to four minutes", flush=True)
         steps, peak = count_steps(cfg, args.stage, args.ranks)
     except tg.UserError as error:
         sys.exit(f"launches.py: error: {error}")

@@ -290,6 +290,7 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
     # A step's attention is that of its layers, then their backwards.
     layers = [layer for layer in cfg.layers if layer.attention]
     names = ["narrow attention" * (layer.narrow_qk and not layer.narrow_v) for layer in layers]
+    names *= cfg.attention != "dense"  # it is of matmuls
     names += [name and f"{name} backward" for name in reversed(names)]
     ops = sum(steps, [])
     attention = [i for i, op in enumerate(ops) if op.kind == "attention"]

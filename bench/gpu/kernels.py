@@ -101,8 +101,8 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
             yield Case("segment_sum_rows", what, table_args, nbytes=nbytes)
 
     # Each kind of layer once: FlashAttention pads narrow queries and keys where values are wide.
-    kinds = [(a.attention, a.window, a.narrow_qk, a.narrow_v) for a in cfg.layers if a.attention]
-    for (kind, name, *narrow), seen_keys in dict(zip(kinds, keys)).items():
+    attending = [(a.attention, a.window, a.narrow_qk, a.narrow_v) for a in cfg.layers if a.attention]
+    for (kind, name, *narrow), seen_keys in dict(zip(attending, keys)).items():
         rows, window = 2 if kind == "paired" else 1, plan.windows[name]
         qk, v = (cfg.head_dim // (1 + half) for half in narrow)
         qkv = (tg.norm(rand(T * rows, cfg.heads // rows, width)) for width in (qk, qk, v))
