@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Trains variants of a preset with paired seeds, and prints how their losses differ from the preset's.
 
-    python bench/ablations.py --jobs 2 "mudd_gates=false"
-    python bench/ablations.py --jobs 2 --common "stages.*.steps=40 val_slices=48" \\
-        "bigrams: ngrams.orders=" "rate 0.5: ngrams.lr=0.5 ngrams.every=2"
+    python bench/ablations.py "mudd_gates=false" --jobs 2
+    python bench/ablations.py "bigrams: ngrams.orders=" "rate 0.5: ngrams.lr=0.5 ngrams.every=2" --jobs 2 \\
+        --set length=0.5 val_slices=48
 
-A variant is NAME=VALUE ..., settings as for --set, after a LABEL: if it is to have another name. The preset
-as it is comes first, and is what they are compared with. Every run is one process with one thread, so that
---jobs of them share a machine, and so its time is no measurement. All variants run with the first seed, then
-all with the next. A run of the `cpu` preset takes two minutes, one of `words` four.
+A variant is NAME=VALUE ..., in quotes, after a LABEL: if it is to have another name. The preset as it is
+comes first, and is what they are compared with. --set has settings of all, and comes after the variants; with
+length=0.5 the whole schedule is half as long. Every run is one process with one thread, so that --jobs of
+them share a machine, and so its time is no measurement. All variants run with the first seed, then all with
+the next. A run of the `cpu` preset takes two minutes, one of `words` four.
 
 A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
 weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference below two
@@ -29,6 +30,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from statistics import mean, stdev
 
 from tqdm import tqdm
 
@@ -57,10 +59,15 @@ def start(script: Path, preset: str, settings: list[str], *options: str) -> str:
 
 def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
     """Trains once; returns the loss and the log's path."""
-    (log,) = re.findall(r"^log:? +(.+\.txt)$", start(script, preset, settings, "--seed", str(seed)), re.M)
-    path = Path(log).resolve()
-    (result,), _ = compare.read_log(str(path))
-    return {"loss": result.val_loss, "log": str(path)}
+    printed = start(script, preset, settings, "--seed", str(seed))
+    logs = re.findall(r"^log:? +(.+\.txt)$", printed, re.M)
+    # Relative to the script's folder; that of older scripts to this one.
+    paths = [path for log in logs for path in (script.parent / log, Path(log)) if path.exists()]
+    if not paths:
+        raise compare.UserError(f"{script} has not printed the path of its log")
+    path = str(paths[-1].resolve())
+    (result,), _ = compare.read_log(path)
+    return {"loss": result.val_loss, "log": path}
 
 
 def paired(losses: list[float], base: list[float]) -> tuple[float, float, float]:
@@ -68,22 +75,21 @@ def paired(losses: list[float], base: list[float]) -> tuple[float, float, float]
     from scipy.stats import ttest_rel
 
     differences = [a - b for a, b in zip(losses, base, strict=True)]
-    mean, n = sum(differences) / len(differences), len(differences)
-    if n < 2 or not math.isfinite(mean) or len(set(differences)) == 1:
-        return mean, math.nan, math.nan
-    error = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1) / n)
-    return mean, error, float(ttest_rel(losses, base).pvalue)
+    if len(set(differences)) == 1:  # one pair, or pairs without spread
+        return differences[0], math.nan, math.nan
+    error = stdev(differences) / math.sqrt(len(differences))
+    return mean(differences), error, float(ttest_rel(losses, base).pvalue)
 
 
 def table(losses: dict[str, list[float]]) -> str:
     """Returns a markdown table of means and differences; the first variant is the baseline."""
     base, *others = losses
-    rows = [[base, f"{sum(losses[base]) / len(losses[base]):.4f}", "", "", ""]]
+    rows = [[base, f"{mean(losses[base]):.4f}", "", "", ""]]
     for label in others:
         difference, error, p = paired(losses[label], losses[base])
         verdict = "resolved" if abs(difference) >= 2 * error else "not resolved"
-        mean = sum(losses[label]) / len(losses[label])
-        rows.append([label, f"{mean:.4f}", f"{difference:+.4f} +- {error:.4f}", f"{p:.3f}", verdict])
+        numbers = f"{mean(losses[label]):.4f}", f"{difference:+.4f} +- {error:.4f}", f"{p:.3f}"
+        rows.append([label, *numbers, verdict])
     return "\n".join(compare.markdown_table(["variant", "loss", "difference", "p", ""], rows))
 
 
@@ -94,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("variants", nargs="+", type=parse_variant, metavar="[LABEL:] NAME=VALUE ...")
     parser.add_argument("--script", type=Path, default=REPOSITORY / "train_gpt.py")
     parser.add_argument("--preset", default="cpu")
-    parser.add_argument("--common", default="", metavar="NAME=VALUE ...", help="settings of all variants")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="common")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
@@ -103,41 +109,49 @@ def main(argv: list[str] | None = None) -> None:
     variants = [("as it is", []), *args.variants]
     if len(dict(variants)) < len(variants):
         parser.error("two variants have the same label")
+    if min(args.seeds, args.jobs) < 1:
+        parser.error("--seeds and --jobs must be at least 1")
+    try:
+        print(f"\n{table(train_all(args, variants))}")
+    except (compare.UserError, OSError) as error:
+        sys.exit(f"ablations.py: {error}")
 
-    script = hashlib.sha256(args.script.read_bytes()).hexdigest()[:12]
+
+def train_all(args: argparse.Namespace, variants: list[tuple[str, list[str]]]) -> dict[str, list[float]]:
+    """Trains all variants with all seeds; returns their losses by label."""
+    script, text = args.script.resolve(), args.script.read_bytes()
+    digest = hashlib.sha256(text).hexdigest()[:12]
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    lines = args.out.read_text().splitlines() if args.out.exists() else []
-    done = {tuple(entry["run"]): entry["loss"] for entry in map(json.loads, lines)}
+    # Before any run; early records have no such option.
+    for _, settings in variants if b'"--check"' in text else ():
+        start(script, args.preset, args.common + settings, "--check", "1")
+    with open(args.out, "a+") as file:
+        file.seek(0)
+        done = {tuple(entry["run"]): entry["loss"] for entry in map(json.loads, file)}
 
     def run(seed: int, label: str, settings: list[str]) -> float:
-        settings = args.common.split() + settings
-        name = script, args.preset, " ".join(settings), seed
+        settings = args.common + settings
+        name = digest, args.preset, " ".join(settings), seed
         if name not in done:
-            result = train(args.script.resolve(), args.preset, settings, seed)
+            result = train(script, args.preset, settings, seed)
             with open(args.out, "a") as file:
                 file.write(json.dumps({"run": name, "label": label} | result) + "\n")
             done[name] = result["loss"]
+        if not math.isfinite(done[name]):
+            raise compare.UserError(f"seed {seed}, {label}: the loss is {done[name]}")
         tqdm.write(f"{done[name]:.4f}  seed {seed}  {label}")
         return done[name]
 
-    try:
-        for _, settings in variants:  # a misspelled one ends the program before any run
-            start(args.script.resolve(), args.preset, args.common.split() + settings, "--check", "1")
-    except compare.UserError as error:
-        sys.exit(f"ablations.py: {error}")
     print(f"{len(seeds) * len(variants)} runs, {args.jobs} at once", flush=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = {(s, label): pool.submit(run, s, label, sets) for s in seeds for label, sets in variants}
         try:
             for future in tqdm(as_completed(futures.values()), total=len(futures), unit="run"):
                 future.result()
-        except BaseException as error:  # an interrupt, too, ends the runs that wait
+        except BaseException:  # an interrupt, too, ends the runs that wait
             pool.shutdown(cancel_futures=True)
-            if isinstance(error, compare.UserError):
-                sys.exit(f"ablations.py: {error}")
             raise
-    losses = {label: [futures[s, label].result() for s in seeds] for label, _ in variants}
-    print(f"\n{table(losses)}")
+    return {label: [futures[s, label].result() for s in seeds] for label, _ in variants}
 
 
 if __name__ == "__main__":

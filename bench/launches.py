@@ -19,8 +19,9 @@ one that updates the banks alone, and one with all updates. Collectives return a
 The phase "n-grams" fetches their rows, sends their gradients and updates them.
 
 The last line has the most bytes that the rank's tensors take at once, in its steps and the validation of a
-slice. It counts what autograd keeps of uncompiled code; compiled, it keeps less. Stage 2 has the largest
-micro-batches.
+slice. It counts what autograd keeps of uncompiled code; compiled, it keeps less. Temporaries inside compiled
+code are left out; with compile=false they count, and launches and dispatches are those of uncompiled code.
+Stage 2 has the largest micro-batches.
 
 These counts are no measurement: a library's operation may launch more than one kernel, and use a workspace;
 an allocator, a process's context and NCCL's buffers come on top of the tensors.
@@ -80,11 +81,14 @@ def patched(owner: Any, **changes) -> Iterator[None]:
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of the tensors on "meta" that are alive, and the most that ever were."""
+    """Counts the bytes of the tensors on "meta" that are alive, and the most that ever were.
 
-    def __init__(self):
+    Temporaries of compiled code, and of a kernel's plain form, are left out.
+    """
+
+    def __init__(self, counts: "Counts"):
         super().__init__()
-        self.live, self.peak, self.known = 0, 0, set()
+        self.live, self.peak, self.known, self.counts = 0, 0, set(), counts
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -94,8 +98,9 @@ class Memory(TorchDispatchMode):
             if key not in self.known:
                 self.known.add(key)
                 self.live += nbytes
-                self.peak = max(self.peak, self.live)
                 weakref.finalize(storage, self.free, key, nbytes)
+        if not self.counts.is_paused:
+            self.peak = max(self.peak, self.live)
         return out
 
     def free(self, key: int, nbytes: int) -> None:
@@ -207,12 +212,14 @@ class CompiledCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        wanted = [x for x in ctx.inputs if isinstance(x, Tensor) and x.requires_grad]
+        inputs, outs = ctx.inputs, ctx.outs
+        del ctx.inputs, ctx.outs  # as autograd frees what it has kept
+        wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         with ctx.counts.inside(f"{ctx.name} backward") as results:
-            outs, grads = zip(*((x, g) for x, g in zip(ctx.outs, grads) if g is not None))
+            outs, grads = zip(*((x, g) for x, g in zip(outs, grads) if g is not None))
             results.append(torch.autograd.grad(outs, wanted, grads, allow_unused=True))
         found = iter(results[0])
-        grads = (next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in ctx.inputs)
+        grads = (next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs)
         return None, None, None, *grads
 
 
@@ -316,9 +323,7 @@ def run_steps(
 
         patch(tg.GPT, initialize=lambda self, seed: None)
         patch(tg.NgramTable, fetch=gpu_code.fetch_nothing)
-        patch(
-            tg, baddbmm_fp32=lambda add, x, y, beta, alpha: torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
-        )
+        patch(torch.Tensor, is_cuda=gpu_code.IS_CUDA)
         patch(tg.compiled, compiler=counts.as_compiled if cfg.compile else None)
         patch(torch, _scaled_mm=gpu_code.scaled_mm)
         for owner, name, phase in PHASE_OF:
@@ -363,8 +368,8 @@ def segment_sum_rows(out: Tensor, grad: Tensor, index: tg.RowIndex, signs: Tenso
 
 def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Counter], int]:
     """Counts a step that updates the banks, and one with all updates; also returns the most bytes."""
-    counts, memory = Counts(), Memory()
-    with memory:
+    counts = Counts()
+    with (memory := Memory(counts)):
         steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)[2:]
     if cfg.compile:
         generated = GeneratedCounts()
@@ -380,9 +385,10 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Count
 
 
 def check(cfg: tg.Config, world_size: int) -> None:
-    """Raises UserError for a config whose steps cannot be counted."""
+    """Raises UserError for a config that no H100 runs, or whose steps cannot be counted."""
     tg.refuse_if(tg.triton is None, "this needs the package triton, without a GPU too: ./test.sh installs it")
     tg.check_config(cfg, world_size)
+    tg.select_backend(cfg, torch.device("cuda", 0), (9, 0))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -397,11 +403,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         cfg = reduce(tg.override, args.settings, tg.PRESETS[args.preset])
+        with_steps = [i for i, stage in enumerate(cfg.stages) if stage.steps]
+        tg.refuse_if(args.stage not in with_steps, f"--stage: those with steps are {with_steps}")
+        tg.refuse_if(args.ranks < 1, "--ranks: give 1 or more")
         check(cfg, args.ranks)
+        print("generates code: takes one to four minutes", flush=True)
+        steps, peak = count_steps(cfg, args.stage, args.ranks)
     except tg.UserError as error:
         sys.exit(f"launches.py: error: {error}")
-    print("generates code: takes two to four minutes", flush=True)
-    steps, peak = count_steps(cfg, args.stage, args.ranks)
     for name, step in zip(("banks only", "all updates"), steps):
         print(LINE(name, *COLUMNS))
         for phase in (*PHASES, "all"):

@@ -290,6 +290,7 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
     # A step's attention is that of its layers, then their backwards.
     layers = [layer for layer in cfg.layers if layer.attention]
     names = ["narrow attention" * (layer.narrow_qk and not layer.narrow_v) for layer in layers]
+    names *= cfg.attention != "dense"  # it is of matmuls
     names += [name and f"{name} backward" for name in reversed(names)]
     ops = sum(steps, [])
     attention = [i for i, op in enumerate(ops) if op.kind == "attention"]
@@ -399,18 +400,8 @@ def print_techniques(base: list[Phase], model: Model, seconds: float) -> None:
         line(title, new, f"{new - seconds:+.2f}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
-    parser.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
-    args = parser.parse_args(argv)
-    try:
-        changed = {changes: reduce(tg.override, changes.split(), tg.RECORD) for changes in args.what_if}
-        for cfg in (tg.RECORD, *changed.values()):
-            launches.check(cfg, RANKS)
-            tg.select_backend(replace(cfg, attention="varlen"), torch.device("cuda", 0), (9, 0))
-    except tg.UserError as error:
-        sys.exit(f"projection.py: error: {error}")
+def print_estimates(changed: dict[str, tg.Config]) -> None:
+    """Prints all tables, and of each changed config the run's."""
     print("estimates for 8 H100s: what is not called published was never measured")
     print("takes some minutes, each what-if more\n", flush=True)
     of_record = count_all(tg.RECORD)
@@ -421,6 +412,20 @@ def main(argv: list[str] | None = None) -> None:
     for changes, cfg in changed.items():
         new = print_run(changes, cfg, count_all(cfg), model)
         print(f"total {new:.2f} s, change {new - seconds:+.2f} s")
+
+
+def main(argv: list[str] | None = None) -> None:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
+    parser.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
+    args = parser.parse_args(argv)
+    try:
+        changed = {changes: reduce(tg.override, changes.split(), tg.RECORD) for changes in args.what_if}
+        for cfg in (tg.RECORD, *changed.values()):
+            launches.check(cfg, RANKS)
+        print_estimates(changed)
+    except tg.UserError as error:
+        sys.exit(f"projection.py: error: {error}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ Times each stage's steps in one process, synchronizing with the device before an
 
     whole step     world size 1: all micro-batches of the batch, the whole optimizer
     one rank of 8  rank 0 of 8, alone: its micro-batches, an eighth of the sharded optimizer. Collectives
-                   return at once, with this rank's data. Not included: communication, waiting for others,
-                   adding the touched rows that they send (7/8 of that work), reading the rows of n-grams
-                   that they ask for, copies into reduced shards
+                   return at once, with this rank's data; of this rank's rows of a table the others touch as
+                   many each as it does itself. Not included: communication, waiting for others, copies into
+                   reduced shards
 
     pair      two successive steps, an Adam period: ANVIL updates after both, Adam after the second
     ms        half a pair: median over pairs, with quartiles
@@ -106,10 +106,10 @@ class SingleRankExchange(tg.Exchange):
         return tg.Pending(recv_buffer.copy_(part), None, tg.rank_order_mean)
 
     def send_ids(self, kind: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
-        """Returns what this rank sends itself: others ask for nothing."""
-        recv_counts = [n if rank == self.rank else 0 for rank, n in enumerate(send_counts)]
-        start = sum(send_counts[: self.rank])
-        return ids[start : start + send_counts[self.rank]], recv_counts
+        """Returns what this rank sends itself; every other rank sends as many, of rows next to these."""
+        own = np.split(ids, np.cumsum(send_counts)[:-1])[self.rank]
+        ranks = np.arange(len(send_counts), dtype=own.dtype)[:, None]
+        return ((own + ranks - self.rank) % (own.max(initial=0) + 1)).ravel(), [len(own)] * len(ranks)
 
     def send_rows(
         self,
@@ -349,11 +349,11 @@ def run(args: argparse.Namespace) -> None:
     for variant_cfg in configs:
         tg.check_config(variant_cfg, max(SETUPS.values()))
     variants = [Variant(chr(64 + i) if i else "base", each, device) for i, each in enumerate(configs)]
-    with_steps = [i for i in range(len(cfg.stages)) if all(each.stages[i].steps for each in configs)]
-    stages = [int(i) for i in args.stages.split(",")] if args.stages else with_steps
-    tg.refuse_if(
-        not set(stages) <= set(with_steps), f"--stages {args.stages}: those with steps are {with_steps}"
-    )
+    with_steps = [str(i) for i in range(len(cfg.stages)) if all(each.stages[i].steps for each in configs)]
+    wanted = args.stages.split(",") if args.stages else with_steps
+    known = ",".join(with_steps) or "none"
+    tg.refuse_if(not wanted or set(wanted) - set(with_steps), f"--stages: those with steps are {known}")
+    stages = [*map(int, wanted)]
     tg.refuse_if(
         args.steps < 2 or args.steps % 2, "--steps: give an even number: Adam updates every second step"
     )

@@ -114,8 +114,9 @@ class Trace:
         if lane != "stream":
             return self.steps
         spans = self.lanes[lane]
-        firsts = [next(s.start for s in spans if s.launch >= start) for start, _ in self.steps.values()]
-        return dict(zip(self.steps, itertools.pairwise([*firsts, spans[-1].end])))
+        end = spans[-1].end
+        firsts = [next((s.start for s in spans if s.launch >= at), end) for at, _ in self.steps.values()]
+        return dict(zip(self.steps, itertools.pairwise([*firsts, end])))
 
 
 def exclusive(labels: Iterable[Label]) -> list[Label]:
@@ -154,6 +155,8 @@ def read_trace(path: Path) -> Trace:
             kernels.append((start, end, name, args["stream"], args["correlation"]))
         elif kind in ("cuda_runtime", "cuda_driver"):
             launches[args["correlation"]] = thread, start
+    if not steps:
+        raise ValueError(f"{path} has no step")
     taken = [start for start, *_, section, name in labels[main] if (section, name) == ("waiting", "batch")]
     for step, (start, end) in steps.items():
         steps[step] = min((at for at in taken if start <= at < end), default=start), end
@@ -316,8 +319,8 @@ def main(argv: list[str] | None = None) -> None:
         tables = [table(traces, lane) for lane in ("main", "stream", "builder") if lane in traces[0].lanes]
         if args.picture:
             draw(traces, args.picture)
-    except (OSError, EOFError, ValueError, LookupError) as error:
-        sys.exit(f"timeline.py: these are not all traces of one run: {type(error).__name__}: {error}")
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
+        sys.exit(f"timeline.py: these are not the traces of a run: {type(error).__name__}: {error}")
     steps = list(traces[0].steps)
     print(f"steps {steps[0]} to {steps[-1]}, {len(traces)} ranks; milliseconds a step")
     for lines in tables:

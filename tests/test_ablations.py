@@ -1,8 +1,9 @@
-"""Tests bench/ablations.py: pairs by seed, standard errors, and what is not run again."""
+"""Tests bench/ablations.py: pairs by seed, standard errors, what is not run again, and what ends it."""
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,21 +35,34 @@ def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
         return {"loss": 2.0 - seed - (0.25 if "x=2" in settings else 0), "log": "a.txt"}
 
     monkeypatch.setattr(ablations, "train", train)
-    monkeypatch.setattr(ablations, "start", lambda *command: "")  # the checks
     script = tmp_path / "script.py"
     script.write_text("one")
     out = tmp_path / "out.jsonl"
-    options = f"--script {script} --out {out} --common c=1 --seeds".split()
+    options = f"--script {script} --out {out} --set c=1 d=2 --set e=3 --seeds".split()
     ablations.main(["more: x=2 y=3", *options, "2"])
-    want = ["0 c=1", "0 c=1 x=2 y=3", "1 c=1", "1 c=1 x=2 y=3"]
+    common = "c=1 d=2 e=3"
+    want = [f"{seed} {common}{more}" for seed in (0, 1) for more in ("", " x=2 y=3")]
     assert runs == want
     assert "| more | 1.2500 | -0.2500 +- nan | nan | not resolved |" in capsys.readouterr().out
     ablations.main(["more: x=2 y=3", *options, "3"])
-    want += ["2 c=1", "2 c=1 x=2 y=3"]
+    want += [f"2 {common}", f"2 {common} x=2 y=3"]
     assert runs == want and len(out.read_text().splitlines()) == 6
     script.write_text("two")
     ablations.main(["x=2", *options, "1"])
-    assert runs == [*want, "0 c=1", "0 c=1 x=2"]
+    assert runs == [*want, f"0 {common}", f"0 {common} x=2"]
+    monkeypatch.setattr(ablations, "train", lambda *args: {"loss": math.nan})
+    for change, count in ("x=3", "1"), ("x=2", "0"):  # a loss that is no number; nothing to average
+        with pytest.raises(SystemExit):
+            ablations.main([change, *options, count])
+
+
+def test_a_script_prints_its_log_twice_and_beside_itself(tmp_path, monkeypatch):
+    """Runs a script without --check, as early records are."""
+    monkeypatch.setattr(ablations.compare, "read_log", lambda path: ([SimpleNamespace(val_loss=path)], 0))
+    script, log = tmp_path / "script.py", tmp_path / "a.txt"
+    script.write_text("print('log: a.txt\\nlog: a.txt')")
+    log.touch()
+    assert ablations.train(script, "cpu", [], 0)["loss"] == str(log)
 
 
 @pytest.mark.slow
@@ -56,8 +70,8 @@ def test_a_real_run_and_one_that_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_corpus(tmp_path / "corpus")
     out = tmp_path / "out.jsonl"
-    common = " ".join([*TINY, "warmup=false", f"data={tmp_path}/corpus"])
-    options = ["--script", tg.__file__, "--seeds", "1", "--out", str(out), "--common", common]
+    common = *TINY, "warmup=false", f"data={tmp_path}/corpus"
+    options = ["--script", tg.__file__, "--seeds", "1", "--out", str(out), "--set", *common]
     ablations.main(["adam_lr=0.1", *options])
     entry = json.loads(out.read_text().splitlines()[0])
     assert f"| as it is | {entry['loss']:.4f} |" in capsys.readouterr().out

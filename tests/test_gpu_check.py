@@ -37,23 +37,18 @@ def setup(tmp_path, monkeypatch):
     return check.Setup(tmp_path, tmp_path)
 
 
-def rows_in(folder):
-    _, *lines = map(json.loads, (folder / "rows.jsonl").read_text().splitlines())
-    return [Row(**{name: value for name, value in line.items() if name != "at"}) for line in lines]
-
-
 @pytest.mark.slow
 def test_everything_runs_without_a_gpu(tmp_path):
     command = [sys.executable, str(BENCH / "gpu/check.py"), "--out", "answers"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=5 * WAIT)
-    rows = rows_in(tmp_path / "answers")
-    assert done.returncode == 0, [row.line() for row in rows if row.ok is False]
+    _, *rows = map(json.loads, (tmp_path / "answers/rows.jsonl").read_text().splitlines())
+    assert done.returncode == 0, [row for row in rows if row["ok"] is False]
     assert "no GPU" in done.stdout.splitlines()[0]
-    assert {row.step for row in rows} == {each.step for each in check.CHECKS}
-    compared = {row.what.split()[0] for row in rows if row.step == "kernels"}
+    assert {row["step"] for row in rows} == {each.step for each in check.CHECKS}
+    compared = {row["what"].split()[0] for row in rows if row["step"] == "kernels"}
     operations = {operation for kernel in tg.KERNELS.values() for operation in kernel}
     assert compared == operations | {"attention", "fp8"}
-    errors = [row.numbers["errors"] for row in rows if row.form is not None]
+    errors = [row["numbers"]["errors"] for row in rows if row["form"] is not None]
     assert len(errors) == 3 and all({"ngrams", "mlp_bank"} < found.keys() for found in errors)
     assert (tmp_path / "answers/run.txt").read_text().endswith("complete: yes\n")
 
@@ -127,11 +122,17 @@ def row(feature="", ok=None, ms=(), **more):
     return Row("x", feature=feature, ok=ok, ms=ms, **more)
 
 
+GRAD_LOSES = row("relu_square", ms=(1.2, 1.0), operation="relu_square_grad")
+FP8_WINS = row("relu_square", ms=(0.1, 1.4), operation="relu_square_fp8")
+
+
 @pytest.mark.parametrize(
     "rows, want",
     [
         ([row(name, ok=True, ms=(1.0, 2.0)) for name in (*tg.KERNELS, "fp8", "attention")], ""),
         ([row("gram", ok=True), row("gram", ok=False)], "kernels=relu_square,softcap_loss,segment_sum_rows"),
+        ([FP8_WINS, GRAD_LOSES], ""),
+        ([GRAD_LOSES], "kernels=gram,softcap_loss,segment_sum_rows fp8_mlp=false"),
         # Times of several shapes add up; 3% are noise.
         ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.1, 2.0))], ""),
         ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.2, 1.9))], "attention=dense"),
@@ -148,6 +149,22 @@ def row(feature="", ok=None, ms=(), **more):
 def test_chosen_settings(rows, want):
     chosen = check.choose_settings(rows)
     assert " ".join(f"{name}={value}" for name, value in chosen.items()) == want
+
+
+def test_an_operation_that_loses_is_named():
+    lines = check.closing([row(numbers={"gpus": 1}), FP8_WINS, GRAD_LOSES])
+    assert "relu_square_grad, 1.20 of" in lines[1] and "relu_square_fp8" not in " ".join(lines)
+
+
+def test_neither_an_old_driver_nor_no_time_is_success(tmp_path, monkeypatch):
+    exists, options = Path.exists, ["--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="--minutes"):
+        check.main([*options, "--minutes", "nan"], checks=())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0" or exists(path))
+    with pytest.raises(SystemExit, match="driver"):
+        check.main(options, checks=())
 
 
 # ------------------------------------------------------------------------------ what the checks must notice
@@ -168,10 +185,13 @@ def other_row(out, *args):
 def test_compare_accepts_plain_torch_and_notices_mutants(setup):
     """A result that is 5 % too large is noticed, and one wrong number."""
     cfg = replace(setup.cfg, kernels=tuple(tg.KERNELS), attention="varlen")
-    mutants = {"softcap_loss": nan_in_grad, "segment_sum_rows": other_row}
+    mutants, widths = {"softcap_loss": nan_in_grad, "segment_sum_rows": other_row}, set()
     for case in kernels.kernel_cases(cfg, [0], setup.paths, setup.device):
         error, bound = kernels.compare(case, tg.TORCH_BACKEND)
         assert error <= bound, case[:2]
+        if case.operation == "attention":
+            q, _, v, *_ = case.args
+            widths.add((*q.shape[1:], v.size(2)))
         plain = getattr(tg.TORCH_BACKEND, case.operation)
 
         def larger(*args, plain=plain):
@@ -181,6 +201,8 @@ def test_compare_accepts_plain_torch_and_notices_mutants(setup):
         backend = tg.TORCH_BACKEND._replace(**{case.operation: mutants.get(case.operation, larger)})
         error, bound = kernels.compare(case, backend)
         assert not error <= bound, case[:2]
+    # Paired heads, whose queries are narrow; narrow ones; wide ones.
+    assert widths == {(1, 8, 16), (2, 8, 8), (2, 16, 16)}
 
 
 def test_gradients_notice_a_wrong_form(setup, monkeypatch):

@@ -3,13 +3,13 @@
 
     python bench/gpu/check.py [--minutes 25] [--only STEP,...] [--out gpu_check]
 
-    start     what is here; train_gpt.py for two steps a stage
+    start     what is here; train_gpt.py for a twentieth of its run
     kernels   each Triton kernel, FlashAttention and the FP8 products against fp64
     steps     compiled graphs after the warm-up; loss and every gradient of a full-width step, with several
               settings, against plain fp32; steps that may not wait for the GPU
     times     host and device ms of each stage's step; each kernel, and FlashAttention 2 and 3, against plain
               torch and measured ceilings
-    run       train_gpt.py for 12 steps a stage on synthetic tokens, with a trace; again with plain settings
+    run       a twentieth of train_gpt.py's run on synthetic tokens, with a trace; again with plain settings
     nccl      every call of Exchange, and training by other exchanges, on all GPUs (collectives.py); on two or
               more, runs with fp32 sums and with dense tables, against the run before
 
@@ -185,7 +185,7 @@ def environment(setup: Setup) -> Iterator[Row]:
     (setup.out / "environment.txt").write_text("\n".join([*lines, machine, software]))
     yield Row("machine", seen=machine, numbers={"gpus": setup.gpus})
     yield Row("software", seen=software)
-    yield Row("commit", seen=lines[2].removeprefix("commit: "))
+    yield Row("code", seen="; ".join(lines[2:]))
     yield from setup.missing
 
 
@@ -238,13 +238,10 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
     square, proj = (setup.rand(rows, cfg.mlp_dim).to(torch.float8_e4m3fn) for rows in (n, d))
     scales = torch.tensor([0.0, 0.37, 0.5], device=setup.device)
 
-    def transposed(t: Tensor) -> Tensor:
-        return t.view(torch.uint8).T.contiguous().view(t.dtype)
-
     products = {
         "logits": (x, w.T, torch.bfloat16, True),
-        "gradient of x": (grad, transposed(w).T, torch.bfloat16, False),
-        "gradient of w": (transposed(x), transposed(grad).T, torch.float32, False),
+        "gradient of x": (grad, tg.transposed(w).T, torch.bfloat16, False),
+        "gradient of w": (tg.transposed(x), tg.transposed(grad).T, torch.float32, False),
         "MLP": (square, proj.T, torch.bfloat16, True),
     }
     for name, (a, b, dtype, fast) in products.items():
@@ -272,7 +269,9 @@ def graphs(setup: Setup) -> Iterator[Row]:
     """Counts graphs while train_gpt.py's own loop trains two steps a stage, with warm-up and validation."""
     from torch._dynamo.utils import counters  # slow
 
-    cfg = with_settings(setup.cfg, f"stages.*.steps=2 val_slices=1 val_every=0 {FEW_ROWS}")
+    # Steps of all kinds: with one rail and with two, with updates of tables often and rarely.
+    few = f"stages.*.steps=2 slow_from=2 rails_step=4 val_slices=1 val_every=0 {FEW_ROWS}"
+    cfg = with_settings(setup.cfg, few)
     data, backend = tg.Dataset(setup.paths, setup.paths, 0.0, "", []), tg.select_backend(cfg, setup.device)
     exchanges, counts = (tg.Exchange(0, 1, device=setup.device), tg.Exchange(0, 1)), []
 
@@ -321,12 +320,10 @@ def loss_and_errors(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, floa
 def gradients(setup: Setup, form: str) -> Iterator[Row]:
     """Compares a form's loss and gradients with plain fp32's; plain bf16's errors are the yardstick."""
     cfg, what = with_settings(setup.cfg, form), f"gradients: {FORMS[form]}"
-    for twin, name in FORMS.items():
-        if twin == form:
-            break
-        if with_settings(setup.cfg, twin) == cfg:
-            yield Row(what, seen=f"here the same as {name}")
-            return
+    twin = next(twin for twin in FORMS if with_settings(setup.cfg, twin) == cfg)
+    if twin != form:
+        yield Row(what, seen=f"here the same as {FORMS[twin]}")
+        return
     (exact_loss, exact), (_, plain) = setup.exact, setup.plain
     loss, errors = setup.plain if form == PLAIN else loss_and_errors(setup, cfg)
     slack = (MLP_SLACK if cfg.fp8_mlp else HEAD_SLACK) if cfg.fp8 else PLAIN_SLACK
@@ -364,9 +361,6 @@ def no_wait(setup: Setup, stage: int, world_size: int) -> Iterator[Row]:
 
 
 # ---- times -------------------------------------------------------------------------------------------------
-
-# By stage, one rank of 8 on an H100: bench/projection.py's estimates, without the last stage's.
-DEVICE_MS = (24, 39, 58, 59)
 
 
 def ceilings(setup: Setup) -> Iterator[Row]:
@@ -407,8 +401,7 @@ def stage_times(setup: Setup, stage: int, name: str) -> Iterator[Row]:
         numbers = training.measured(setup.matmul_rate) | {"device": device_ms(training)}
     seen = "{ms:.1f} ms, host {host:.1f} ms, device {device:.1f} ms, {tokens/s:.0f} tokens/s, MFU {MFU:.2f}, "
     seen += "{MiB:.0f} MiB"
-    expected = f"H100: about {DEVICE_MS[stage]} ms" if setup.on_gpu and world_size > 1 else ""
-    yield Row(f"stage {stage}, {name}", expected, seen.format(**numbers), numbers=numbers)
+    yield Row(f"stage {stage}, {name}", seen=seen.format(**numbers), numbers=numbers)
 
 
 def kernel_times(setup: Setup, feature: str) -> Iterator[Row]:
@@ -424,24 +417,27 @@ def kernel_times(setup: Setup, feature: str) -> Iterator[Row]:
         seen = f"{ms:.3f} ms, torch {torch_ms:.3f} ms ({ms / torch_ms:.2f}); "
         seen += f"{rate}, {1000 * share / ms:.0%} of the ceiling"
         what = f"{case.operation} {case.shapes}"
-        yield Row(what, "faster than torch", seen, feature=feature, ms=(ms, torch_ms))
+        yield Row(
+            what, "faster than torch", seen, feature=feature, operation=case.operation, ms=(ms, torch_ms)
+        )
 
 
 # ---- run ---------------------------------------------------------------------------------------------------
 
 
-def timed_run(setup: Setup, name: str, settings: str, gpus: int, like_run: bool = True) -> Iterator[Row]:
+def timed_run(setup: Setup, name: str, settings: str, gpus: int) -> Iterator[Row]:
     """Trains by train_gpt.py, on all GPUs, on synthetic tokens. Keeps the log, and the traces of "run".
 
-    like_run: it must end near the validation loss of "run".
+    It must end near the validation loss of "run", if that came before.
     """
     if setup.gpus < gpus:
         raise Unable(f"it needs {gpus} GPU{'s' * (gpus > 1)}")
-    steps = "stages.*.steps=12" if setup.on_gpu else ""
-    settings = f"{setup.settings} val_slices=2 val_every=0 {steps} {settings}"
-    cfg = with_settings(tg.PRESETS[setup.preset], settings)
+    settings = f"{setup.settings} val_slices=2 val_every=0 {settings}"
+    cfg, length = with_settings(tg.PRESETS[setup.preset], settings), 0.05 if setup.on_gpu else 1.0
+    settings += f" length={length}" * setup.on_gpu
     # A document has 700 tokens on average, of which a batch takes at most max_doc_len.
     tokens = tg.train_tokens(cfg) * (2 + 3000 // min(stage.max_doc_len for stage in cfg.stages))
+    tokens = int(tokens * length)
     data, cwd = setup.scratch / f"data_{tokens}", setup.out / name.replace(" ", "_")
     write_shards(data, tokens, cfg.val_slices * cfg.val_slice_tokens + 1, cfg.vocab_size)
     command: list[Any] = [ROOT / "train_gpt.py", "--preset", setup.preset, "--data", data]
@@ -458,27 +454,29 @@ def timed_run(setup: Setup, name: str, settings: str, gpus: int, like_run: bool 
     if done.returncode:
         printed = done.stdout.strip().splitlines() or ["nothing"]
         raise RuntimeError("\n".join([f"status {done.returncode}: {printed[-1]}", *printed]))
-    (log,) = cwd.rglob("seed*.txt")
-    text = log.read_text()
-    for path in [log, *cwd.rglob("*.trace.json.gz")]:
-        path.rename(setup.out / (cwd.name + path.name[path.name.index(".") :]))
+    log = re.findall(r"^log: (.+)$", done.stdout, re.M)[-1]  # relative to the script's folder
+    path = next(path for path in (ROOT / log, cwd / log) if path.exists())
+    text = path.read_text()
+    for file in path.parent.glob(f"{path.stem}.*"):  # traces, too
+        shutil.move(file, setup.out / file.name.replace(path.stem, cwd.name))
     shutil.rmtree(cwd)
 
     def last(pattern: str) -> float:
         return float(re.findall(pattern, text, re.M)[-1])
 
-    val_loss, ms = last(r"^val_loss: (.+)$"), last(r"^train_time_ms: (.+)$") / cfg.steps
+    val_loss, steps = last(r"^val_loss: (.+)$"), int(last(r"^steps: (.+)$"))
+    ms = last(r"^train_time_ms: (.+)$") / steps
     kept, uniform = setup.scratch / "run_val_loss.txt", math.log(cfg.vocab_size)
     expected, ok = f"val_loss < {uniform:.2f}, of a uniform guess", val_loss < uniform
     if name == "run":
         kept.write_text(str(val_loss))
-    elif like_run and kept.exists():
+    elif kept.exists():
         # After few steps: other roundings move it by some thousandths, a wrong update by far more.
         before = float(kept.read_text())
         expected, ok = f"val_loss {before:.4f} +- 0.02", abs(val_loss - before) <= 0.02
     mib, warm_up = last(r"^peak memory allocated: (\d+)"), last(r"took (.+) s and was")
     seen = f"val_loss {val_loss:.4f}, {ms:.1f} ms a step, {mib:.0f} MiB, warm-up {warm_up:.0f} s"
-    what = f"{name}: {cfg.steps} steps, {setup.ranks} process(es)"
+    what = f"{name}: {steps} steps, {setup.ranks} process(es)"
     yield Row(what, expected, seen, ok, numbers={"val_loss": val_loss, "ms": ms})
 
 
@@ -506,13 +504,12 @@ def exchanges(setup: Setup) -> Iterator[Row]:
 # ---- all checks --------------------------------------------------------------------------------------------
 
 OPERATIONS = (*tg.KERNELS, "attention", "fa3")
+NOISE = 1.03  # of a ratio of times
 DENSE = " ".join(f"params.{spec.name}.exchange=reduce_scatter" for spec in tg.PARAMS if spec.is_table)
 STAGES = [(s, name) for name in sorted(st.SETUPS, key=lambda name: -st.SETUPS[name]) for s in range(4)]
 CHECKS = [
     Check("start", "environment", environment),
-    Check(
-        "start", "short run", timed_run, ("short run", "stages.*.steps=2 val_slices=8", 1, False), limit=900
-    ),
+    Check("start", "short run", timed_run, ("short run", "val_slices=8", 1), limit=900),
     *(Check("kernels", f"accuracy of {name}", accuracy, (name,), {"feature": name}) for name in OPERATIONS),
     Check("kernels", "fp8 products", fp8_products, (), {"feature": "fp8"}),
     Check("steps", "compiled graphs", graphs, (), {"feature": "compile"}, 900),
@@ -529,24 +526,38 @@ CHECKS = [
 ]
 
 
+def time_ratios(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """Returns, by feature and operation, the time of all its shapes over plain torch's."""
+    times = {}
+    for row in rows:
+        if row.ms:
+            key = row.feature, row.operation
+            times[key] = np.add(times.get(key, 0), row.ms)
+    return {key: own / plain for key, (own, plain) in times.items()}
+
+
 def choose_settings(rows: Sequence[Row]) -> dict[str, str]:
-    """Returns the settings for this card: without what failed, what is slower, what cannot run."""
-    off, times = [row.off for row in rows if row.off], {}
+    """Returns the settings for this card: without what failed, what is slower, what cannot run.
+
+    A kernel of several operations is slower if all of them are: the plain form of one may be one that no run
+    would use, so their times do not add up.
+    """
+    off, ratios = [row.off for row in rows if row.off], time_ratios(rows)
     forms = {row.form: row.ok for row in rows if row.form is not None}
     if forms.get("") is False:  # then the passing settings that change the least
         passing = (form for form, ok in forms.items() if ok)
         off.append(min(passing, key=lambda form: len(form.split()), default=""))
-    for row in rows:
-        if row.ms:
-            times[row.feature] = np.add(times.get(row.feature, 0), row.ms)
-    bad = {row.feature for row in rows if row.ok is False}
-    bad |= {feature for feature, (own, plain) in times.items() if own > 1.03 * plain}
+    bad = {feature for feature, _ in ratios}
+    bad -= {feature for (feature, _), ratio in ratios.items() if ratio <= NOISE}
+    bad |= {row.feature for row in rows if row.ok is False}
     off += [setting for feature, setting in OFF.items() if feature in bad]
     chosen = dict(setting.split("=") for setting in " ".join(off).split())
     if bad & set(tg.KERNELS):
         chosen.setdefault("kernels", ",".join(kernel for kernel in tg.KERNELS if kernel not in bad))
-    fa3, varlen = (times.get(feature, [math.inf])[0] for feature in ("fa3", "attention"))
-    if "fa3" not in bad and fa3 < varlen:
+    if "relu_square" in bad:  # without its kernel FP8 is slower
+        chosen.setdefault("fp8_mlp", "false")
+    attention = {feature: ratio for (feature, _), ratio in ratios.items()}
+    if "fa3" not in bad and attention.get("fa3", math.inf) < attention.get("attention", math.inf):
         chosen.setdefault("attention", "fa3")
     return chosen
 
@@ -560,6 +571,9 @@ def closing(rows: Sequence[Row]) -> list[str]:
     unknown = [feature for feature in (*tg.KERNELS, "attention", "fp8") if feature not in judged]
     unknown += [] if forms else ["whole steps"]
     lines = [f"not judged: {', '.join(unknown)}"] if unknown else []
+    for (_, operation), ratio in time_ratios(rows).items():
+        if ratio > NOISE:
+            lines.append(f"slower than plain torch: {operation}, {ratio:.2f} of its time")
     if forms and not any(forms):
         return [*lines, "settings for this card: none: whole steps are wrong with all that were tried"]
     chosen = " ".join(f"--set {name}={value}" for name, value in choose_settings(rows).items())
@@ -579,6 +593,7 @@ def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int
     if not set(only) <= set(steps):
         parser.error(f"--only {args.only}: name steps of {','.join(steps)}")
     try:
+        tg.refuse_if(not args.minutes > 0, "--minutes: give more than 0")  # nan is no more than that
         tg.select_backend(tg.CPU, torch.device("cpu"))  # raises if there are GPUs that torch cannot use
         if torch.cuda.is_available():
             minutes = f"up to {args.minutes:g} minutes"
@@ -588,6 +603,8 @@ def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int
         report = Report(args.out.resolve())
     except tg.UserError as e:
         sys.exit(f"check.py: error: {e}")
+    if sys.platform == "linux":  # a container's name may lead nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for number in (signal.SIGTERM, signal.SIGHUP):  # the last lines come whatever ends it
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:

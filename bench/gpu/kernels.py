@@ -100,13 +100,16 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
             what, table_args = f"{name}: {positions} to {count} rows", (out, grad, index, signs.sign())
             yield Case("segment_sum_rows", what, table_args, nbytes=nbytes)
 
-    attending = [(layer.attention, layer.window) for layer in cfg.layers if layer.attention]
-    for (kind, name), seen_keys in dict(zip(attending, keys)).items():
+    # Each kind of layer once: FlashAttention pads narrow queries and keys where values are wide.
+    attending = [(a.attention, a.window, a.narrow_qk, a.narrow_v) for a in cfg.layers if a.attention]
+    for (kind, name, *narrow), seen_keys in dict(zip(attending, keys)).items():
         rows, window = 2 if kind == "paired" else 1, plan.windows[name]
-        qkv = (tg.norm(rand(T * rows, cfg.heads // rows, cfg.head_dim)) for _ in range(3))
-        attention_args = *qkv, batch.cu_seqlens * rows, plan.max_doc_len * rows, window, cfg.attn_scale
-        what = f"stage {stage}, {kind} {name}: {T * rows}, window {window}"
-        yield Case("attention", what, attention_args, flops=12 * d * seen_keys * T)
+        qk, v = (cfg.head_dim // (1 + half) for half in narrow)
+        qkv = (tg.norm(rand(T * rows, cfg.heads // rows, width)) for width in (qk, qk, v))
+        scale = cfg.narrow_attn_scale if narrow[0] else cfg.attn_scale
+        attention_args = *qkv, batch.cu_seqlens * rows, batch.max_doc_len * rows, window, scale
+        what = f"stage {stage}, {kind} {name}, {qk} and {v} wide: {T * rows}, window {window}"
+        yield Case("attention", what, attention_args, flops=6 * cfg.heads * (qk + v) * seen_keys * T)
 
 
 def kernel_cases(

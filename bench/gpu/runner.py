@@ -40,6 +40,7 @@ class Row:
     seen: str = ""
     ok: bool | None = None  # None: only measured, or not checked
     feature: str = ""  # which feature of the config this judges
+    operation: str = ""  # of the feature, which `ms` times
     ms: tuple[float, ...] = ()  # with the feature, without it
     form: str | None = None  # the settings of a whole step
     off: str = ""  # the setting that this machine needs, because it lacks a feature
