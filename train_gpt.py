@@ -36,6 +36,7 @@ layers, V the padded vocabulary.
 """
 
 import argparse
+import bisect
 import contextlib
 import ctypes
 import dataclasses
@@ -3946,24 +3947,36 @@ def config_json(cfg: Config, **more) -> str:
     return json.dumps(dataclasses.asdict(cfg) | more)
 
 
-def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
-    """Raises UserError if the n-gram table and its state do not fit; the message says how many rows do.
+def estimate_memory(cfg: Config, world_size: int, rows: int) -> float:
+    """Returns the bytes that a rank needs with so many rows of n-grams, at or above what launches.py counts.
 
-    A GPU may use a third of its memory for them. Alone it may use what 64 GB leave: the rest of the record
-    preset needs 56 GB there. Without a GPU, all memory may be used: without this the kernel would grant more,
-    and kill a process later.
+    The table and its buffers; parameters and their state; and the larger of a forward's activations and what
+    a plain update of touched rows makes.
     """
-    n = cfg.ngrams
-    if not n.orders:
-        return
+    cfg = replace(cfg, ngrams=replace(cfg.ngrams, rows=rows))
+    touched, block = ngram_bounds(cfg, world_size)
+    width, size = cfg.ngrams.width, dtype_of(cfg.ngrams.dtype).itemsize
+    tokens = max(stage.batch_tokens for stage in cfg.stages) // num_microbatches(cfg, world_size)
+    activations = max(26 * tokens, 2 * cfg.val_slice_tokens) * len(cfg.layers) * cfg.dim * size
+    update = touched * width * (8 if cfg.compile else 20)
+    numbers = sum(map(math.prod, param_shapes(cfg, world_size).values()))
+    return block * (width * size + 8) + 2 * touched * width * size + max(activations, update) + 24 * numbers
+
+
+def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
+    """Raises UserError if the n-gram table does not fit beside all else; the message says how many rows do.
+
+    Without a GPU the kernel would grant more, and kill a process later.
+    """
     if device.type == "cuda":
         have = torch.cuda.mem_get_info(device)[1]
-        have = have // 3 if world_size > 1 else max(have - 64 * 10**9, 0)
     else:
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
-    fits = have * world_size // (len(n.orders) * (n.width * dtype_of(n.dtype).itemsize + 8))
-    message = f"the n-gram table does not fit in memory: use --set ngrams.rows={fits}, or fewer"
-    refuse_if(n.rows > fits, f"{message}, or more processes on as many GPUs")
+    rows, need = cfg.ngrams.rows, partial(estimate_memory, cfg, world_size)
+    fits = bisect.bisect(range(rows + 1), 0.9 * have, key=need) - 1
+    fix = f"ngrams.rows={fits}" if fits > 1 else f"microbatches={2 * cfg.microbatches}"
+    message = f"the n-gram table does not fit in memory: use --set {fix}, or more processes on as many GPUs"
+    refuse_if(cfg.ngrams.orders and fits < rows, message)
 
 
 SAVED_ROWS = 1 << 14  # of n-grams that are gathered at once, to save a model

@@ -254,7 +254,7 @@ SETTINGS_80 = """
     params.value_embeds.every=2 layers.*.narrow_qk=false layers.*.narrow_v=false layers.*.mlps=1
     layers.*.x0=true layers.*.bigram=true layers.10.connections=false
     layers.4.attention=plain layers.7.attention=plain layers.9.attention=paired
-    layers.9.value=3 layers.10.value=4 layers.*.gate=true layers.6.gate=false
+    layers.9.value=true layers.*.gate=true layers.6.gate=false
     stages.2.max_doc_len=2048"""
 
 

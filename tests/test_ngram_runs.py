@@ -5,6 +5,7 @@ Each rank has a thread that makes collectives of its own. Whatever ends a rank m
 
 # ruff: noqa: F811 (fixtures are imported)
 
+import math
 import os
 import re
 import shutil
@@ -224,12 +225,24 @@ def test_a_wrong_setting_is_refused(corpus, setting):
 
 
 def test_a_table_that_does_not_fit_is_refused(corpus, monkeypatch):
-    """Just as much as is needed fits, however many processes share it."""
-    cfg, need = make_config(corpus, *NGRAMS), 602 * (12 * 4 + 8)
-    monkeypatch.setattr(tg.os, "sysconf", {"SC_PHYS_PAGES": need, "SC_PAGE_SIZE": 1}.__getitem__)
-    tg.check_ngram_memory(cfg, 2, torch.device("cpu"), 2)
-    with pytest.raises(tg.UserError, match="301"):
-        tg.check_ngram_memory(tg.override(cfg, "ngrams.rows=302"), 2, torch.device("cpu"), 2)
+    """The message names the largest number of rows that fits, or more micro-batches if none does."""
+    need = tg.estimate_memory(make_config(corpus, *NGRAMS), 2, 301)
+    have = {"SC_PHYS_PAGES": 2 * math.ceil(need / 0.9), "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr(tg.os, "sysconf", have.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, round(79.1 * 2**30)))
+    record, more = tg.RECORD, tg.override(make_config(corpus, *NGRAMS), "ngrams.rows=302")
+    for cfg, *machine in (more, 2, "cpu", 2), (record, 1, "cuda", 1), (record, 2, "cuda", 2):
+        check = partial(tg.check_ngram_memory, world_size=machine[0], local_ranks=machine[2])
+        with pytest.raises(tg.UserError) as error:
+            check(cfg, device=torch.device(machine[1]))
+        fits = int(re.search(r"ngrams.rows=(\d+)", str(error.value))[1])
+        check(tg.override(cfg, f"ngrams.rows={fits}"), device=torch.device(machine[1]))
+        with pytest.raises(tg.UserError):
+            check(tg.override(cfg, f"ngrams.rows={fits + 1}"), device=torch.device(machine[1]))
+    tg.check_ngram_memory(record, 8, torch.device("cuda"), 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 24 * 2**30))
+    with pytest.raises(tg.UserError, match="microbatches=16"):
+        tg.check_ngram_memory(record, 1, torch.device("cuda"), 1)
 
 
 # ---- the preset --------------------------------------------------------------------------------------------
