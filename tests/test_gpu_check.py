@@ -157,12 +157,15 @@ def test_an_operation_that_loses_is_named():
 
 
 def test_neither_an_old_driver_nor_no_time_is_success(tmp_path, monkeypatch):
-    exists, options = Path.exists, ["--out", str(tmp_path)]
+    options = ["--out", str(tmp_path)]
+
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
     with pytest.raises(SystemExit, match="--minutes"):
         check.main([*options, "--minutes", "nan"], checks=())
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0" or exists(path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(SystemExit, match="driver"):
         check.main(options, checks=())
 
