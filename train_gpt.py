@@ -724,9 +724,10 @@ class StepPlan(NamedTuple):
     prefix: float  # of the loss on the next token's prefix; 0: none
     candidates: int  # columns of the head that are computed; 0: all
     slow: bool  # from Config.slow_from on
-    # After this step's update embed and lm_head are untied: one matrix learns faster from both ends, two fit
+    # Up to this step's update embed is lm_head's transpose: one matrix learns faster from both ends, two fit
     # better later (PRs 175, 178).
-    untie: bool
+    tied: bool
+    untie: bool  # after this step's update they are untied
 
     @property
     def loss_weights(self) -> tuple[float, ...]:
@@ -786,6 +787,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         prefix=part_at(t, stage.prefix),
         candidates=part_at(t, stage.candidates),
         slow=step >= cfg.slow_from,
+        tied=step <= untie_step(cfg),
         untie=step == untie_step(cfg),
     )
 
@@ -3548,7 +3550,6 @@ class Optimizer:
         self.device = next(iter(params.values())).device
         self.specs = {spec.name: spec for spec in used_params(cfg)}
         self.tied_copy = {spec.tied_to: name for name, spec in self.specs.items() if spec.tied_to}
-        self.is_tied = True
         # By parameter name:
         self.grads: dict[str, Gradient] = {}
         self.recv_buffers = {}  # with fp32 reduction: what each rank sends for this shard
@@ -3584,7 +3585,7 @@ class Optimizer:
     def is_due(self, name: str, plan: StepPlan) -> bool:
         """True if this step updates the parameter; a tied one is copied instead."""
         spec = self.specs[name]
-        return plan.updates(spec.every) and not (self.is_tied and spec.tied_to)
+        return plan.updates(spec.every) and not (plan.tied and spec.tied_to)
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
@@ -3620,7 +3621,7 @@ class Optimizer:
         """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update."""
         self.work(plan, self.scatter(plan), following)
         self.rows = {}
-        if plan.untie and self.is_tied:
+        if plan.untie:
             self.untie()
 
     def scatter(self, plan: StepPlan) -> dict[str, Pending]:
@@ -3631,7 +3632,7 @@ class Optimizer:
             grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
             if not self.is_due(name, plan):
                 continue
-            if self.is_tied and name in self.tied_copy:
+            if plan.tied and name in self.tied_copy:
                 self.add_tied_grad(grad, self.tied_copy[name])
             if (mean := self.grads[name].mean) is not None:
                 rows = self.rows[name]
@@ -3676,7 +3677,7 @@ class Optimizer:
             self.reset_grad(name)
             if spec.sharded:
                 self.in_flight[name] = self.gather(name)
-        if self.is_tied:
+        if plan.tied:
             for target, name in self.tied_copy.items():
                 if target in pending:
                     # The copy is made when somebody waits for it, after the target's gather.
@@ -3714,7 +3715,6 @@ class Optimizer:
                         whole = self.exchange.gather(f"{target}.{key}", whole).wait()
                     value = self.state[name][key].copy_(self.shard_of(name, whole.T))
                 self.state[name][key] = value
-        self.is_tied = False
 
     def tick(self, step: int) -> None:
         """Moves those averages that tick after `step` towards their parameters.
@@ -3750,21 +3750,8 @@ class Optimizer:
                 after = norm_of(p)
                 ratio = torch.where(after > 0, norms[name] / after, 1).to(acc_dtype(self.cfg))
                 p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
-        for target, name in self.tied_copy.items() if self.is_tied else ():
+        for target, name in self.tied_copy.items() if untie_step(self.cfg) >= self.cfg.steps else ():
             transpose_copy(self.params[name], self.params[target])
-
-    def state_dict(self) -> dict:
-        """Returns all that training changes here, but the table of n-grams: live tensors and numbers."""
-        return {**self.state, "averages": self.averages, "is_tied": self.is_tied}
-
-    def load_state_dict(self, saved: dict) -> None:
-        for name, state in self.state.items():
-            for key, value in state.items():
-                new = saved[name][key]
-                state[key] = value.copy_(new) if isinstance(value, Tensor) else new
-        for row, average in self.averages.items():
-            average.copy_(saved["averages"][row])
-        self.is_tied = saved["is_tied"]
 
     @torch.no_grad()
     def drop_grads(self) -> None:
@@ -4028,26 +4015,37 @@ def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
     return model
 
 
-OTHER_STATE = "signs", "act_scale", "proj_scale"  # of the model; no parameters
+def live_state(model: GPT, optimizer: Optimizer) -> dict:
+    """Returns this rank's share of all that training changes, but gradients and the table of n-grams."""
+    optimizer.finish_gathers()
+    return {
+        "model": {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()},
+        "others": {name: getattr(model, name) for name in ("signs", "act_scale", "proj_scale")},
+        "optimizer": optimizer.state,
+        "averages": optimizer.averages,
+    }
 
 
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Copies this rank's share of all that training changes but gradients, to host memory."""
-    optimizer.finish_gathers()
-    shards = {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()}
-    others = {name: getattr(model, name) for name in OTHER_STATE}
-    state = {"model": shards, "optimizer": optimizer.state_dict(), "others": others}
-    return map_tensors(lambda t: t.to("cpu", copy=True), state)
+    """Copies live_state() to host memory."""
+    return map_tensors(lambda t: t.to("cpu", copy=True), live_state(model, optimizer))
+
+
+def copy_into(live: dict, saved: dict) -> None:
+    """Copies a nest of tensors and numbers into another."""
+    for key, value in saved.items():
+        if isinstance(value, dict):
+            copy_into(live[key], value)
+        elif isinstance(value, Tensor):
+            live[key].copy_(value)
+        else:
+            live[key] = value
 
 
 @torch.no_grad()
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     """Restores this rank's share, without gradients. Call optimizer.gather_all() afterwards."""
-    for name, p in model.named_parameters():
-        optimizer.shard_of(name, p).copy_(state["model"][name])
-    for name in OTHER_STATE:
-        getattr(model, name).copy_(state["others"][name])
-    optimizer.load_state_dict(state["optimizer"])
+    copy_into(live_state(model, optimizer), state)
     optimizer.drop_grads()
 
 
@@ -4094,11 +4092,11 @@ class Checkpoint(NamedTuple):
         Returns the rank's own meta, whose position holds the offsets of its candidates.
         """
         saved = self.read(self.path, optimizer.exchange.rank)
+        meta, rows = saved.pop("meta"), saved.pop("ngrams", ())
         restore(saved, model, optimizer)
-        if optimizer.ngrams:
-            for t, value in zip(optimizer.ngrams.stored, saved["ngrams"]):
-                t.copy_(value)
-        return json.loads(saved["meta"])
+        for t, value in zip(optimizer.ngrams.stored if rows else (), rows):
+            t.copy_(value)
+        return json.loads(meta)
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:

@@ -327,14 +327,14 @@ def run_steps(
         exchange = CountingExchange(world_size, counts)
         optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
         start, model.ngrams = cfg.stage_starts[stage], optimizer.ngrams
-        optimizer.is_tied = start <= tg.untie_step(cfg)
+        tied = start <= tg.untie_step(cfg)
         paths = synthetic_shard(folder, cfg, [stage], 17)
         loader = tg.TrainLoader(cfg, paths, 0, world_size)
         stack.callback(loader.close)
         first = tg.padded(start, 4)  # no gradient awaits its update then
         plan = tg.plan_step(cfg, start + cfg.stages[stage].steps // 2)
         # Rows are fetched for steps after those that run.
-        plans = [plan._replace(step=first + i, untie=False) for i in range(16)]
+        plans = [plan._replace(step=first + i, tied=tied, untie=False) for i in range(16)]
         batches = tg.Prefetcher(loader, plans, SingleRankExchange(0, world_size))
         if validated:
             val = tg.ValLoader(dataclasses.replace(cfg, val_slices=1), paths)

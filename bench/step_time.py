@@ -161,11 +161,12 @@ class Training:
         self.optimizer = tg.Optimizer(
             self.cfg, dict(self.model.named_parameters()), exchange, variant.backend
         )
-        self.optimizer.is_tied = stage < 2  # untie() would also copy the moments, which are still 0
         start, count = self.cfg.stage_starts[stage], self.cfg.stages[stage].steps
         first = tg.padded(start, 4)  # no gradient awaits its update then
         plans = [tg.plan_step(self.cfg, start + i % count) for i in range(steps)]
-        plans = [plan._replace(step=first + i, untie=False) for i, plan in enumerate(plans)]
+        # Nothing is untied: that would also copy the moments, which are still 0.
+        tied = stage < 2
+        plans = [plan._replace(step=first + i, tied=tied, untie=False) for i, plan in enumerate(plans)]
         self.loader = tg.TrainLoader(self.cfg, paths, 0, world_size)
         self.batches = tg.Prefetcher(self.loader, plans, type(exchange)(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps
