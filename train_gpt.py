@@ -3125,30 +3125,29 @@ class Exchange:
         return t.chunk(self.world_size)[self.rank]
 
     @section("exchange {1}")
-    def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> Pending:
+    def reduce(self, name: str, how: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
         """Averages `grad` over ranks: all of it (all_reduce), or this rank's block (otherwise).
 
-        The backend sums in grad's dtype, rounding at every hop, and may reuse `grad`. With `recv_buffer`
-        (world_size, rows of the result, ...), of grad's dtype, ranks send their gradients as they are, the
-        same number of bytes for a block, and the sum is fp32, in rank order. Returns grad's dtype; with
-        `recv_buffer` at least fp32.
+        The backend sums in grad's dtype, rounding at every hop, and may reuse `grad`. With `in_rank_order`
+        ranks send their gradients as they are, the same number of bytes for a block, and the sum is fp32, in
+        rank order. Returns grad's dtype, or at least fp32.
         """
         if self.world_size == 1:
             return Pending(grad)
         whole, others = how == "all_reduce", self.world_size - 1
         nbytes = grad.nbytes * others // self.world_size
-        if recv_buffer is not None:
+        out = grad if whole else torch.empty_like(self.shard(grad))
+        if in_rank_order:
             kind, collective = (
                 ("all_gather", _all_gather) if whole else ("all_to_all", dist.all_to_all_single)
             )
             self.sent[f"{kind} {name}"] += grad.nbytes * others if whole else nbytes
-            work = collective(recv_buffer.flatten(0, 1), grad, **self.options)
-            return Pending(recv_buffer, work, rank_order_mean)
+            parts = out.new_empty((self.world_size, *out.shape))
+            return Pending(parts, collective(parts.flatten(0, 1), grad, **self.options), rank_order_mean)
         if whole:
             self.sent[f"all_reduce {name}"] += 2 * nbytes
-            return Pending(grad, dist.all_reduce(grad, dist.ReduceOp.AVG, **self.options))
+            return Pending(out, dist.all_reduce(out, dist.ReduceOp.AVG, **self.options))
         self.sent[f"reduce_scatter {name}"] += nbytes
-        out = torch.empty_like(self.shard(grad))
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
     def send_ids(self, name: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
@@ -3552,7 +3551,6 @@ class Optimizer:
         self.tied_copy = {spec.tied_to: name for name, spec in self.specs.items() if spec.tied_to}
         # By parameter name:
         self.grads: dict[str, Gradient] = {}
-        self.recv_buffers = {}  # with fp32 reduction: what each rank sends for this shard
         self.state = {}  # the update rule's state of this rank's shard
         self.in_flight: dict[str, Pending] = {}  # gathers under way; also the all-reduce of act_scale
         self.rows: dict[str, RowRoutes] = {}  # of the tables that this step updates
@@ -3564,8 +3562,6 @@ class Optimizer:
             p.requires_grad_(main_grad is None)
             if exchange.world_size > 1 and spec.exchange == "sparse":
                 self.grads[name].mean = torch.zeros_like(shard, dtype=acc_dtype(cfg))
-            elif exchange.world_size > 1 and spec.reduction == "fp32":
-                self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
             first = exchange.rank * len(shard) if spec.sharded else 0
             self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
         self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
@@ -3642,8 +3638,8 @@ class Optimizer:
                     finish=partial(self.exchange.mean_rows, mean, rows.row_index)
                 )
             else:
-                buffer = self.recv_buffers.get(name)
-                pending[name] = self.exchange.reduce(name, spec.exchange, grad, buffer)
+                in_rank_order = spec.reduction == "fp32"
+                pending[name] = self.exchange.reduce(name, spec.exchange, grad, in_rank_order)
         return pending
 
     def add_tied_grad(self, grad: Tensor, name: str) -> None:

@@ -227,11 +227,11 @@ class CountingExchange(SingleRankExchange):
         """Counts a collective of so many bytes, of which this rank keeps its own share."""
         self.counts.add_collective(kind, name, nbytes * (self.world_size - 1) // self.world_size)
 
-    def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> tg.Pending:
+    def reduce(self, name: str, how: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
         # To each rank its part; in a ring also the parts' means; or all to each rank.
-        times = 1 if how != "all_reduce" else 2 if recv_buffer is None else self.world_size
+        times = 1 if how != "all_reduce" else self.world_size if in_rank_order else 2
         self.count(how, name, times * grad.nbytes)
-        return super().reduce(name, how, grad, recv_buffer)
+        return super().reduce(name, how, grad, in_rank_order)
 
     def send_rows(self, *args) -> tg.Pending:
         kind, name, rows, send_counts, *_ = args

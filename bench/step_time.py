@@ -99,11 +99,12 @@ def flops_per_token(cfg: tg.Config, keys: Iterable[float], columns: int) -> floa
 class SingleRankExchange(tg.Exchange):
     """Exchanges as one rank of several, without the others: collectives return at once, with its own data."""
 
-    def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> tg.Pending:
+    def reduce(self, name: str, how: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
         part = grad if how == "all_reduce" else self.shard(grad)
-        if recv_buffer is None:
+        if not in_rank_order:
             return tg.Pending(part)
-        return tg.Pending(recv_buffer.copy_(part), None, tg.rank_order_mean)
+        parts = part.new_empty((self.world_size, *part.shape))
+        return tg.Pending(parts.copy_(part), None, tg.rank_order_mean)
 
     def send_ids(self, kind: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
         """Returns what this rank sends itself: others ask for nothing."""
