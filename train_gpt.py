@@ -3076,11 +3076,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@section("waiting")
-def wait_for(work: dist.Work) -> None:
-    work.wait()
-
-
 class Pending(NamedTuple):
     result: Tensor
     work: dist.Work | None = None
@@ -3088,7 +3083,7 @@ class Pending(NamedTuple):
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            wait_for(self.work)
+            section("waiting")(self.work.wait)()
         return self.result if self.finish is None else self.finish(self.result)
 
 
@@ -3490,12 +3485,6 @@ class NgramTable:
         rule(self.block, *state, rows, grads, self.decays, scalar(time, torch.int32), *scalars)
         self.main_grad[: sum(self.routes.send_counts)].zero_()
 
-    def zero(self, rows: Tensor) -> None:
-        """Sets these rows (n,) of this rank's block, their state and the clock to 0, as at the start."""
-        for t in self.stored[:3]:
-            t[rows.long()] = 0  # the ids may be in host memory
-        self.clock.zero_()
-
     def finish(self) -> None:
         """Ends what is under way, so that `stored` holds every row's present values."""
         self.arrived()
@@ -3567,7 +3556,7 @@ class Optimizer:
         self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
         # Averages of own shards, by row of cfg.endings and parameter; when each row ticks, and how far.
         self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
-        self.averages: dict[tuple[int, str], Tensor] = {
+        self.averages = {
             (i, name): torch.zeros_like(self.shard_of(name, params[name]), dtype=acc_dtype(cfg))
             for i, ending in enumerate(cfg.endings)
             for name in ending.params
@@ -3671,24 +3660,20 @@ class Optimizer:
             shard, update = self.shard_of(name, self.params[name]), OPTIMIZERS[spec.optimizer].update
             update(shard, grad, self.state[name], spec, plan, self.cfg, self.backend)
             self.reset_grad(name)
-            if spec.sharded:
-                self.in_flight[name] = self.gather(name)
-        if plan.tied:
-            for target, name in self.tied_copy.items():
-                if target in pending:
-                    # The copy is made when somebody waits for it, after the target's gather.
-                    source = self.in_flight.get(target) or Pending(self.params[target].detach())
-                    copy = partial(transpose_copy, self.params[name])
-                    self.in_flight[name] = source._replace(finish=copy)
+            gathered = self.in_flight[name] = self.gather(name)
+            if plan.tied and name in self.tied_copy:
+                # The copy is made when somebody waits for it, after the target's gather.
+                copy = self.tied_copy[name]
+                self.in_flight[copy] = gathered._replace(finish=partial(transpose_copy, self.params[copy]))
 
     def gather(self, name: str) -> Pending:
-        return self.exchange.gather(name, self.params[name].detach())
+        """Starts to complete a parameter, if it is sharded, from the ranks' own shards."""
+        p = self.params[name].detach()
+        return self.exchange.gather(name, p) if self.specs[name].sharded else Pending(p)
 
     def gather_all(self) -> None:
-        """Completes every sharded parameter from the ranks' own shards, and waits."""
-        for name, spec in self.specs.items():
-            if spec.sharded:
-                self.gather(name).wait()
+        for name in self.specs:
+            self.gather(name).wait()
 
     @torch.no_grad()
     def wait_for(self, name: str) -> None:
@@ -3740,8 +3725,7 @@ class Optimizer:
             shard.copy_(shard.to(average.dtype).lerp(average, self.cfg.endings[i].blend))
         for name in names:
             p = self.params[name].detach()
-            if self.specs[name].sharded:
-                self.gather(name).wait()
+            self.gather(name).wait()
             if name in kept:
                 after = norm_of(p)
                 ratio = torch.where(after > 0, norms[name] / after, 1).to(acc_dtype(self.cfg))
@@ -4199,20 +4183,17 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     loader = TrainLoader(cfg, data.train, prefetch.rank, world_size)
     for steps in warmup_steps(cfg):
         plans = [plan_step(cfg, step) for step in steps]
-        batches, touched = Prefetcher(loader, plans, prefetch), []
+        batches = Prefetcher(loader, plans, prefetch)
         for plan in plans:
             model.rotary.use_stage(plan.stage)
             validate(model, val, optimizer.exchange, plan.windows, min(cfg.val_slices, world_size))
-            batch = batches.next()
-            AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
-            if batch.ngrams:
-                touched.append(batch.ngrams["ngrams"].row_index.row_ids)
-        for rows in touched:
-            optimizer.ngrams.zero(rows)
+            AsyncLoss().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
         optimizer.drop_grads()
     loader.close()
     optimizer.apply_endings()
     restore(before, model, optimizer)
+    for t in optimizer.ngrams.stored if optimizer.ngrams else ():
+        t.zero_()
     optimizer.gather_all()
     optimizer.exchange.sent.clear()
     prefetch.sent.clear()
