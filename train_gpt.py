@@ -1499,24 +1499,11 @@ class Prefetcher:
             if plan.updates(spec.every):
                 ranks = self.exchange.world_size if spec.exchange == "sparse" else 1
                 owner, place = np.divmod(rows, self.table_rows[spec.kind] // ranks)
-                order, arriving = self._route(spec.name, owner, place, ranks)
+                order, arriving = self.exchange.route(spec.name, owner, place, ranks)
                 routes[spec.name] = arriving._replace(rows=int32(rows[order]))
             else:
                 self.touched[spec.name] = rows
         return Batch(plan, micro_batches, self.loader.position(), pack(routes), {})
-
-    def _route(
-        self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
-    ) -> tuple[np.ndarray, RowRoutes]:
-        """Tells the owners of a table's rows, by their places in the owner's block, that this rank touches
-        them.
-
-        Returns the order of the rows by owner, and their routes.
-        """
-        order = np.argsort(owner.astype(np.uint16), kind="stable")
-        send_counts = np.bincount(owner, minlength=ranks).tolist()
-        arriving, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
-        return order, RowRoutes(send_counts, recv_counts, int32(arriving), index_rows(arriving))
 
     def _finish(self, together: list[Batch]) -> Iterator[Batch]:
         """Packs batches that read the same rows of n-grams; the first has the rows' routes."""
@@ -1535,7 +1522,7 @@ class Prefetcher:
         micro_batches = [part for batch in together for part in batch.micro_batches]
         read = merge_rows(*(part.index["ngrams"].row_ids.numpy() for part in micro_batches))
         ranks = self.exchange.world_size
-        order, routes = self._route("ngrams", read % ranks, read // ranks, ranks)
+        order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
         places = inverse(order)
         for part in micro_batches:
             index = part.index["ngrams"]
@@ -3095,6 +3082,7 @@ def rank_order_mean(parts: Tensor) -> Tensor:
     return total.div_(len(parts))
 
 
+@dataclass
 class Exchange:
     """Collectives of one process group; with one rank they do nothing.
 
@@ -3102,18 +3090,15 @@ class Exchange:
     kind and parameter, assuming rings for the backend's reductions and gathers.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device = torch.device("cpu"),
-        sum_rows: Callable = segment_sum_rows,
-    ):
-        self.rank, self.world_size, self.group, self.sent = rank, world_size, group, defaultdict(int)
-        self.device = device  # where the group's tensors must be
-        self.sum_rows = sum_rows  # the backend's segment_sum_rows
-        self.options: dict = {"group": group, "async_op": True}
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")  # where the group's tensors must be
+    sum_rows: Callable = segment_sum_rows  # the backend's
+
+    def __post_init__(self):
+        self.sent = defaultdict(int)
+        self.options = {"group": self.group, "async_op": True}
 
     def shard(self, t: Tensor) -> Tensor:
         """Returns this rank's block of t's first axis, a view."""
@@ -3160,6 +3145,19 @@ class Exchange:
         ones = [1] * self.world_size
         recv_counts = send("counts", np.array(send_counts), ones, ones).tolist()
         return send("row ids", ids, send_counts, recv_counts), recv_counts
+
+    def route(
+        self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
+    ) -> tuple[np.ndarray, RowRoutes]:
+        """Tells the owners of a table's rows, by their places in the owner's block, that this rank touches
+        them.
+
+        Returns the order of the rows by owner, and their routes.
+        """
+        order = np.argsort(owner.astype(np.uint16), kind="stable")
+        send_counts = np.bincount(owner, minlength=ranks).tolist()
+        arriving, recv_counts = self.send_ids(name, place[order], send_counts)
+        return order, RowRoutes(send_counts, recv_counts, int32(arriving), index_rows(arriving))
 
     @section("rows {2}")
     def send_rows(
@@ -3505,11 +3503,9 @@ class NgramTable:
         """
         self.finish()
         ids, n = NO_ROWS if row_ids is None else row_ids.cpu().numpy(), self.exchange.world_size
-        order = np.argsort(ids % n, kind="stable")
-        counts = np.bincount(ids % n, minlength=n).tolist()
-        asked, ask_counts = self.exchange.send_ids("ngrams", (ids // n)[order], counts)
-        rows, kind = self.block[torch.from_numpy(asked)], "rows outside training"
-        received = self.exchange.send_rows(kind, "ngrams", rows, ask_counts, counts).wait()
+        order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
+        rows, counts = self.block[routes.arriving], (routes.recv_counts, routes.send_counts)
+        received = self.exchange.send_rows("rows outside training", "ngrams", rows, *counts).wait()
         return received[torch.from_numpy(inverse(order))]
 
 
