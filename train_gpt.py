@@ -502,25 +502,18 @@ class Gate(NamedTuple):
     bias: float  # initial, in units of the gates' scale
 
 
-def gate_table(cfg: Config) -> list[list[Gate]]:
+def gate_table(cfg: Config) -> tuple[list[Gate], ...]:
     """Returns the gates that each of the two gate MLPs outputs, in order.
 
     The first reads x0 and serves layers 0 .. skip_from; the second reads the stream that leaves skip_from.
     """
-    layers, H, split = list(enumerate(cfg.layers)), cfg.heads, cfg.skip_from + 1
-    tables = []
-    for part in (layers[:split], layers[split:]):
-        tables.append(
-            [Gate("xsa", i, H, 0.0) for i, layer in part if layer.xsa]
-            + [Gate("output", i, H, 2.5) for i, layer in part if layer.gate]
-            + [
-                Gate(kind, i, 1, bias)
-                for i, layer in part
-                for kind, bias in (("x0", 0.0), ("bigram", 0.5))
-                if getattr(layer, kind)
-            ]
-            + [Gate("skip", i, 1, 5.0) for i, _ in part if i == cfg.skip_to]
-        )
+    H, tables = cfg.heads, ([], [])
+    # Each row lists the gates of one layer after the other.
+    x0, bigram = ("x0", 1, 0.0), ("bigram", 1, 0.5)
+    for row in [("xsa", H, 0.0)], [("output", H, 2.5)], [x0, bigram], [("skip", 1, 5.0)]:
+        for i, layer in enumerate(cfg.layers):
+            has = vars(layer) | {"output": layer.gate, "skip": i == cfg.skip_to}
+            tables[i > cfg.skip_from].extend(Gate(kind, i, n, bias) for kind, n, bias in row if has[kind])
     return tables
 
 
