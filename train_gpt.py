@@ -4177,12 +4177,12 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
             model.rotary.use_stage(plan.stage)
             validate(model, val, optimizer.exchange, plan.windows, min(cfg.val_slices, world_size))
             AsyncLoss().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
+        for t in optimizer.ngrams.stored if optimizer.ngrams else ():
+            t.zero_()
         optimizer.drop_grads()
     loader.close()
     optimizer.apply_endings()
     restore(before, model, optimizer)
-    for t in optimizer.ngrams.stored if optimizer.ngrams else ():
-        t.zero_()
     optimizer.gather_all()
     optimizer.exchange.sent.clear()
     prefetch.sent.clear()
