@@ -4013,9 +4013,10 @@ def copy_into(live: dict, saved: dict) -> None:
 
 @torch.no_grad()
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Restores this rank's share, without gradients. Call optimizer.gather_all() afterwards."""
+    """Restores the model from all ranks' shares, without gradients."""
     copy_into(live_state(model, optimizer), state)
     optimizer.drop_grads()
+    optimizer.gather_all()
 
 
 def read_saved(path: str | Path, fix: str) -> dict:
@@ -4035,11 +4036,12 @@ class Checkpoint(NamedTuple):
     """
 
     path: Path
-    meta: dict  # step, train_ms, the loader's position; task: what must be equal to resume
+    saved: dict  # this rank's share
+    meta: dict  # step, train_ms, this rank's position in the data; task: what must be equal to resume
 
     @classmethod
-    def find(cls, where: str) -> "Checkpoint":
-        """Finds the newest of a run, by its log, its .checkpoint folder, or the folder of a single such."""
+    def find(cls, where: str, rank: int = 0) -> "Checkpoint":
+        """Reads the newest of a run, by its log, its .checkpoint folder, or the folder of a single such."""
         path = Path(where)
         of_run = path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????")
         steps = sorted([*path.glob("*.checkpoint/step????????"), *of_run])
@@ -4049,23 +4051,16 @@ class Checkpoint(NamedTuple):
             f"--resume {where}: checkpoints of {len(runs)} runs are there; give the log of one run with "
             "--checkpoint-every that did not finish",
         )
-        return cls(steps[-1], json.loads(cls.read(steps[-1], 0)["meta"]))
+        fix = f"use as many processes as before; if it is damaged, remove {steps[-1]}, and start again"
+        saved = read_saved(steps[-1] / f"rank{rank}.pt", fix)
+        return cls(steps[-1], saved, json.loads(saved["meta"]))
 
-    @staticmethod
-    def read(path: Path, rank: int) -> dict:
-        return read_saved(path / f"rank{rank}.pt", f"if it is damaged, remove {path.parent}, and start again")
-
-    def load(self, model: GPT, optimizer: Optimizer) -> dict:
-        """Restores this rank's shards, and its rows of n-grams. Call optimizer.gather_all() afterwards.
-
-        Returns the rank's own meta, whose position holds the offsets of its candidates.
-        """
-        saved = self.read(self.path, optimizer.exchange.rank)
-        meta, rows = saved.pop("meta"), saved.pop("ngrams", ())
-        restore(saved, model, optimizer)
-        for t, value in zip(optimizer.ngrams.stored if rows else (), rows):
-            t.copy_(value)
-        return json.loads(meta)
+    def load(self, model: GPT, optimizer: Optimizer) -> None:
+        """Restores this rank's shards, and its rows of n-grams."""
+        restore(self.saved, model, optimizer)
+        if optimizer.ngrams:
+            for t, value in zip(optimizer.ngrams.stored, self.saved["ngrams"]):
+                t.copy_(value)
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
@@ -4183,7 +4178,6 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     loader.close()
     optimizer.apply_endings()
     restore(before, model, optimizer)
-    optimizer.gather_all()
     optimizer.exchange.sent.clear()
     prefetch.sent.clear()
 
@@ -4207,28 +4201,26 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 def run(args: argparse.Namespace) -> None:
     cfg = reduce(override, args.set, PRESETS[args.preset])
     cfg = replace(cfg, data=args.data or cfg.data)
-    check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
+    processes = args.check or int(os.environ.get("WORLD_SIZE", 1))
+    check_config(cfg, processes)
     refuse_if(
         args.save and (os.path.isdir(args.save) or not os.access(Path(args.save).resolve().parent, os.W_OK)),
         f"--save {args.save}: give a file, in a folder that exists and can be written to",
     )
-    resumed = None if args.resume is None else Checkpoint.find(args.resume)
-    if args.check:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        select_backend(cfg, device)
-        check_ngram_memory(cfg, args.check, device, args.check)
-        if args.data:  # the preset's may not be there yet
-            open_dataset(cfg)
-        print(f"{args.check} processes can run this here")
-        return
 
     rank, world_size, device = init_distributed()
     backend = select_backend(cfg, device)
+    check_ngram_memory(cfg, processes, device, args.check or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    resumed = None if args.resume is None else Checkpoint.find(args.resume, rank)
+    if args.data or not args.check:  # the preset's may not be there yet
+        data = open_dataset(cfg)
+    if args.check:
+        print(f"{args.check} processes can run this here")
+        return
+
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, sum_rows=backend.segment_sum_rows)
     prefetch = Exchange(rank, world_size, group)
-    check_ngram_memory(cfg, world_size, device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    data = open_dataset(cfg)
 
     # All ranks must have been started alike. Rank 0 names the run.
     script = Path(__file__).read_text(encoding="utf-8")
@@ -4328,9 +4320,8 @@ def train(
         log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
-        progress = resumed.load(model, optimizer)
-        optimizer.gather_all()
-        first, train_ms, position = (progress[key] for key in ("step", "train_ms", "position"))
+        resumed.load(model, optimizer)
+        first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
     saved = first
     losses = AsyncLoss()
     gc.collect()  # what building and warm-up left behind is not collected on the clock,

@@ -291,7 +291,7 @@ def resume_each(rank, world_size, cfg, folder):
         run = folder / f"{step}.checkpoint"
         tg.save_checkpoint(run, {}, {"step": step, "position": position}, model, optimizer)
         exchange.all_gather_object(None)  # rank 0 has renamed it
-        found[step] = tg.Checkpoint.find(str(run))
+        found[step] = tg.Checkpoint.find(str(run), rank)
 
     want, same = go_on(model, optimizer, save=save), {}
     for step, checkpoint in found.items():
@@ -305,7 +305,6 @@ def resume_each(rank, world_size, cfg, folder):
         for average in optimizer.averages.values():
             average.fill_(7)
         checkpoint.load(model, optimizer)
-        optimizer.gather_all()
         same[step] = same_bits(go_on(model, optimizer, checkpoint.meta["position"], step), want)
     return same
 
