@@ -1055,8 +1055,8 @@ def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
     ids = {token: i for i, token in enumerate(vocabulary) if token}
     table = [-1] * rows
     for token, i in ids.items():
-        prefixes = (token[:n] for n in range(len(token) - 1, 0, -1))
-        table[i] = next((ids[prefix] for prefix in prefixes if prefix in ids), -1)
+        for n in range(1, len(token)):
+            table[i] = ids.get(token[:n], table[i])
     return torch.tensor(table)
 
 
