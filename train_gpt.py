@@ -3707,17 +3707,15 @@ class Optimizer:
         self.tick(self.cfg.steps - 1)
         norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # padding changes no digit
         kept = {name for ending in self.cfg.endings if ending.keep_norm for name in ending.params}
-        names = dict.fromkeys(name for _, name in self.averages)
-        norms = {name: norm_of(self.params[name].detach()) for name in names if name in kept}
+        norms = {name: norm_of(self.params[name].detach()) for _, name in self.averages}
         for (i, name), average in self.averages.items():
             shard = self.shard_of(name, self.params[name])
             shard.copy_(shard.to(average.dtype).lerp(average, self.cfg.endings[i].blend))
-        for name in names:
-            p = self.params[name].detach()
-            self.gather(name).wait()
+        for name, before in norms.items():
+            p = self.gather(name).wait()
             if name in kept:
                 after = norm_of(p)
-                ratio = torch.where(after > 0, norms[name] / after, 1).to(acc_dtype(self.cfg))
+                ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
                 p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
         for target, name in self.tied_copy.items() if untie_step(self.cfg) >= self.cfg.steps else ():
             transpose_copy(self.params[name], self.params[target])
