@@ -3556,11 +3556,6 @@ class Optimizer:
         """Returns the part of `t` that this rank updates."""
         return self.exchange.shard(t.detach()) if self.specs[name].sharded else t.detach()
 
-    def is_due(self, name: str, plan: StepPlan) -> bool:
-        """True if this step updates the parameter; a tied one is copied instead."""
-        spec = self.specs[name]
-        return plan.updates(spec.every) and not (plan.tied and spec.tied_to)
-
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
         """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
@@ -3604,7 +3599,7 @@ class Optimizer:
         pending = {"ngrams": self.ngrams.send_grads()} if due else {}
         for name, spec in self.specs.items():
             grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
-            if not self.is_due(name, plan):
+            if not plan.updates(spec.every) or plan.tied and spec.tied_to:  # a tied one is copied instead
                 continue
             if plan.tied and name in self.tied_copy:
                 self.add_tied_grad(grad, self.tied_copy[name])
@@ -3631,7 +3626,7 @@ class Optimizer:
         self,
         plan: StepPlan,
         pending: dict[str, Pending],
-        following: Callable[[], Batch | None] = lambda: None,
+        following: Callable[[], Batch | None],
     ) -> None:
         """Updates what has a scattered gradient: rows of n-grams, then parameters, each with its gather.
 
