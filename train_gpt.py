@@ -1155,14 +1155,6 @@ class RowRoutes(NamedTuple):
     rows: Tensor | None = None
 
 
-def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
-    n, count = cfg.ngrams, num_microbatches(cfg, world_size)
-    tokens = max(stage.batch_tokens for stage in cfg.stages) // count * (count // world_size)
-    touched = len(n.orders) * min(n.every * tokens, n.rows)
-    return touched, padded(len(n.orders) * n.rows, world_size) // world_size
-
-
 map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
 
 
@@ -3419,8 +3411,10 @@ class NgramTable:
 
     def __init__(self, cfg: Config, exchange: Exchange, device: torch.device):
         n = self.cfg = cfg.ngrams
-        self.exchange, self.device = exchange, device
-        self.rows, (touched, block) = len(n.orders) * n.rows, ngram_bounds(cfg, exchange.world_size)
+        self.exchange, self.device, self.rows = exchange, device, len(n.orders) * n.rows
+        # The most rows that a rank touches between updates: each of its tokens has one of each order.
+        tokens = max(stage.batch_tokens for stage in cfg.stages) // exchange.world_size
+        touched = len(n.orders) * min(n.every * tokens, n.rows)
         # The rows that steps read until the next update, by owner; their gradients.
         self.compact, self.main_grad = torch.zeros(
             2, touched, n.width, dtype=dtype_of(n.dtype), device=device
@@ -3429,6 +3423,7 @@ class NgramTable:
         self.routes: RowRoutes | None = None  # of its rows, on the device
         self.pending: Pending | None = None  # their fetch
         # Row r lies at r // world_size on rank r % world_size.
+        block = -(-self.rows // exchange.world_size)
         self.block = self.compact.new_zeros(block, n.width)
         self.moments = self.block.new_zeros(block, dtype=acc_dtype(cfg))
         self.last = self.block.new_zeros(block, dtype=torch.int32)
