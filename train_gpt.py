@@ -279,7 +279,7 @@ class Ngrams:
     """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
 
     orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
-    rows: Annotated[int, 2, 2**31 - 1] = 42301440  # of each order
+    rows: Annotated[int, 2, 2**28] = 42301440  # of each order
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
     dtype: Float = "bfloat16"
@@ -503,25 +503,18 @@ class Gate(NamedTuple):
     bias: float  # initial, in units of the gates' scale
 
 
-def gate_table(cfg: Config) -> list[list[Gate]]:
+def gate_table(cfg: Config) -> tuple[list[Gate], ...]:
     """Returns the gates that each of the two gate MLPs outputs, in order.
 
     The first reads x0 and serves layers 0 .. skip_from; the second reads the stream that leaves skip_from.
     """
-    layers, H, split = list(enumerate(cfg.layers)), cfg.heads, cfg.skip_from + 1
-    tables = []
-    for part in (layers[:split], layers[split:]):
-        tables.append(
-            [Gate("xsa", i, H, 0.0) for i, layer in part if layer.xsa]
-            + [Gate("output", i, H, 2.5) for i, layer in part if layer.gate]
-            + [
-                Gate(kind, i, 1, bias)
-                for i, layer in part
-                for kind, bias in (("x0", 0.0), ("bigram", 0.5))
-                if getattr(layer, kind)
-            ]
-            + [Gate("skip", i, 1, 5.0) for i, _ in part if i == cfg.skip_to]
-        )
+    H, tables = cfg.heads, ([], [])
+    # Each row lists the gates of one layer after the other.
+    x0, bigram = ("x0", 1, 0.0), ("bigram", 1, 0.5)
+    for row in [("xsa", H, 0.0)], [("output", H, 2.5)], [x0, bigram], [("skip", 1, 5.0)]:
+        for i, layer in enumerate(cfg.layers):
+            has = vars(layer) | {"output": layer.gate, "skip": i == cfg.skip_to}
+            tables[i > cfg.skip_from].extend(Gate(kind, i, n, bias) for kind, n, bias in row if has[kind])
     return tables
 
 
@@ -725,9 +718,10 @@ class StepPlan(NamedTuple):
     prefix: float  # of the loss on the next token's prefix; 0: none
     candidates: int  # columns of the head that are computed; 0: all
     slow: bool  # from Config.slow_from on
-    # After this step's update embed and lm_head are untied: one matrix learns faster from both ends, two fit
+    # Up to this step's update embed is lm_head's transpose: one matrix learns faster from both ends, two fit
     # better later (PRs 175, 178).
-    untie: bool
+    tied: bool
+    untie: bool  # after this step's update they are untied
 
     @property
     def loss_weights(self) -> tuple[float, ...]:
@@ -787,6 +781,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         prefix=part_at(t, stage.prefix),
         candidates=part_at(t, stage.candidates),
         slow=step >= cfg.slow_from,
+        tied=step <= untie_step(cfg),
         untie=step == untie_step(cfg),
     )
 
@@ -1061,8 +1056,8 @@ def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
     ids = {token: i for i, token in enumerate(vocabulary) if token}
     table = [-1] * rows
     for token, i in ids.items():
-        prefixes = (token[:n] for n in range(len(token) - 1, 0, -1))
-        table[i] = next((ids[prefix] for prefix in prefixes if prefix in ids), -1)
+        for n in range(1, len(token)):
+            table[i] = ids.get(token[:n], table[i])
     return torch.tensor(table)
 
 
@@ -1159,14 +1154,6 @@ class RowRoutes(NamedTuple):
     row_index: RowIndex  # of these: which of them are the same row
     # (sum(send_counts),) int32: the rows of main_grad that are sent. Those of n-grams lie in this order.
     rows: Tensor | None = None
-
-
-def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
-    n, count = cfg.ngrams, num_microbatches(cfg, world_size)
-    tokens = max(stage.batch_tokens for stage in cfg.stages) // count * (count // world_size)
-    touched = len(n.orders) * min(n.every * tokens, n.rows)
-    return touched, padded(len(n.orders) * n.rows, world_size) // world_size
 
 
 map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
@@ -1498,24 +1485,11 @@ class Prefetcher:
             if plan.updates(spec.every):
                 ranks = self.exchange.world_size if spec.exchange == "sparse" else 1
                 owner, place = np.divmod(rows, self.table_rows[spec.kind] // ranks)
-                order, arriving = self._route(spec.name, owner, place, ranks)
+                order, arriving = self.exchange.route(spec.name, owner, place, ranks)
                 routes[spec.name] = arriving._replace(rows=int32(rows[order]))
             else:
                 self.touched[spec.name] = rows
         return Batch(plan, micro_batches, self.loader.position(), pack(routes), {})
-
-    def _route(
-        self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
-    ) -> tuple[np.ndarray, RowRoutes]:
-        """Tells the owners of a table's rows, by their places in the owner's block, that this rank touches
-        them.
-
-        Returns the order of the rows by owner, and their routes.
-        """
-        order = np.argsort(owner.astype(np.uint16), kind="stable")
-        send_counts = np.bincount(owner, minlength=ranks).tolist()
-        arriving, recv_counts = self.exchange.send_ids(name, place[order], send_counts)
-        return order, RowRoutes(send_counts, recv_counts, int32(arriving), index_rows(arriving))
 
     def _finish(self, together: list[Batch]) -> Iterator[Batch]:
         """Packs batches that read the same rows of n-grams; the first has the rows' routes."""
@@ -1534,7 +1508,7 @@ class Prefetcher:
         micro_batches = [part for batch in together for part in batch.micro_batches]
         read = merge_rows(*(part.index["ngrams"].row_ids.numpy() for part in micro_batches))
         ranks = self.exchange.world_size
-        order, routes = self._route("ngrams", read % ranks, read // ranks, ranks)
+        order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
         places = inverse(order)
         for part in micro_batches:
             index = part.index["ngrams"]
@@ -3075,11 +3049,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@section("waiting")
-def wait_for(work: dist.Work) -> None:
-    work.wait()
-
-
 class Pending(NamedTuple):
     result: Tensor
     work: dist.Work | None = None
@@ -3087,7 +3056,7 @@ class Pending(NamedTuple):
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            wait_for(self.work)
+            section("waiting")(self.work.wait)()
         return self.result if self.finish is None else self.finish(self.result)
 
 
@@ -3099,6 +3068,7 @@ def rank_order_mean(parts: Tensor) -> Tensor:
     return total.div_(len(parts))
 
 
+@dataclass
 class Exchange:
     """Collectives of one process group; with one rank they do nothing.
 
@@ -3106,48 +3076,44 @@ class Exchange:
     kind and parameter, assuming rings for the backend's reductions and gathers.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device = torch.device("cpu"),
-        sum_rows: Callable = segment_sum_rows,
-    ):
-        self.rank, self.world_size, self.group, self.sent = rank, world_size, group, defaultdict(int)
-        self.device = device  # where the group's tensors must be
-        self.sum_rows = sum_rows  # the backend's segment_sum_rows
-        self.options: dict = {"group": group, "async_op": True}
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")  # where the group's tensors must be
+    sum_rows: Callable = segment_sum_rows  # the backend's
+
+    def __post_init__(self):
+        self.sent = defaultdict(int)
+        self.options = {"group": self.group, "async_op": True}
 
     def shard(self, t: Tensor) -> Tensor:
         """Returns this rank's block of t's first axis, a view."""
         return t.chunk(self.world_size)[self.rank]
 
     @section("exchange {1}")
-    def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> Pending:
+    def reduce(self, name: str, how: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
         """Averages `grad` over ranks: all of it (all_reduce), or this rank's block (otherwise).
 
-        The backend sums in grad's dtype, rounding at every hop, and may reuse `grad`. With `recv_buffer`
-        (world_size, rows of the result, ...), of grad's dtype, ranks send their gradients as they are, the
-        same number of bytes for a block, and the sum is fp32, in rank order. Returns grad's dtype; with
-        `recv_buffer` at least fp32.
+        The backend sums in grad's dtype, rounding at every hop, and may reuse `grad`. With `in_rank_order`
+        ranks send their gradients as they are, the same number of bytes for a block, and the sum is fp32, in
+        rank order. Returns grad's dtype, or at least fp32.
         """
         if self.world_size == 1:
             return Pending(grad)
         whole, others = how == "all_reduce", self.world_size - 1
         nbytes = grad.nbytes * others // self.world_size
-        if recv_buffer is not None:
+        out = grad if whole else torch.empty_like(self.shard(grad))
+        if in_rank_order:
             kind, collective = (
                 ("all_gather", _all_gather) if whole else ("all_to_all", dist.all_to_all_single)
             )
             self.sent[f"{kind} {name}"] += grad.nbytes * others if whole else nbytes
-            work = collective(recv_buffer.flatten(0, 1), grad, **self.options)
-            return Pending(recv_buffer, work, rank_order_mean)
+            parts = out.new_empty((self.world_size, *out.shape))
+            return Pending(parts, collective(parts.flatten(0, 1), grad, **self.options), rank_order_mean)
         if whole:
             self.sent[f"all_reduce {name}"] += 2 * nbytes
-            return Pending(grad, dist.all_reduce(grad, dist.ReduceOp.AVG, **self.options))
+            return Pending(out, dist.all_reduce(out, dist.ReduceOp.AVG, **self.options))
         self.sent[f"reduce_scatter {name}"] += nbytes
-        out = torch.empty_like(self.shard(grad))
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
     def send_ids(self, name: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
@@ -3165,6 +3131,19 @@ class Exchange:
         ones = [1] * self.world_size
         recv_counts = send("counts", np.array(send_counts), ones, ones).tolist()
         return send("row ids", ids, send_counts, recv_counts), recv_counts
+
+    def route(
+        self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
+    ) -> tuple[np.ndarray, RowRoutes]:
+        """Tells the owners of a table's rows, by their places in the owner's block, that this rank touches
+        them.
+
+        Returns the order of the rows by owner, and their routes.
+        """
+        order = np.argsort(owner.astype(np.uint16), kind="stable")
+        send_counts = np.bincount(owner, minlength=ranks).tolist()
+        arriving, recv_counts = self.send_ids(name, place[order], send_counts)
+        return order, RowRoutes(send_counts, recv_counts, int32(arriving), index_rows(arriving))
 
     @section("rows {2}")
     def send_rows(
@@ -3433,8 +3412,10 @@ class NgramTable:
 
     def __init__(self, cfg: Config, exchange: Exchange, device: torch.device):
         n = self.cfg = cfg.ngrams
-        self.exchange, self.device = exchange, device
-        self.rows, (touched, block) = len(n.orders) * n.rows, ngram_bounds(cfg, exchange.world_size)
+        self.exchange, self.device, self.rows = exchange, device, len(n.orders) * n.rows
+        # The most rows that a rank touches between updates: each of its tokens has one of each order.
+        tokens = max(stage.batch_tokens for stage in cfg.stages) // exchange.world_size
+        touched = len(n.orders) * min(n.every * tokens, n.rows)
         # The rows that steps read until the next update, by owner; their gradients.
         self.compact, self.main_grad = torch.zeros(
             2, touched, n.width, dtype=dtype_of(n.dtype), device=device
@@ -3443,6 +3424,7 @@ class NgramTable:
         self.routes: RowRoutes | None = None  # of its rows, on the device
         self.pending: Pending | None = None  # their fetch
         # Row r lies at r // world_size on rank r % world_size.
+        block = -(-self.rows // exchange.world_size)
         self.block = self.compact.new_zeros(block, n.width)
         self.moments = self.block.new_zeros(block, dtype=acc_dtype(cfg))
         self.last = self.block.new_zeros(block, dtype=torch.int32)
@@ -3490,12 +3472,6 @@ class NgramTable:
         rule(self.block, *state, rows, grads, self.decays, scalar(time, torch.int32), *scalars)
         self.main_grad[: sum(self.routes.send_counts)].zero_()
 
-    def zero(self, rows: Tensor) -> None:
-        """Sets these rows (n,) of this rank's block, their state and the clock to 0, as at the start."""
-        for t in self.stored[:3]:
-            t[rows.long()] = 0  # the ids may be in host memory
-        self.clock.zero_()
-
     def finish(self) -> None:
         """Ends what is under way, so that `stored` holds every row's present values."""
         self.arrived()
@@ -3516,11 +3492,9 @@ class NgramTable:
         """
         self.finish()
         ids, n = NO_ROWS if row_ids is None else row_ids.cpu().numpy(), self.exchange.world_size
-        order = np.argsort(ids % n, kind="stable")
-        counts = np.bincount(ids % n, minlength=n).tolist()
-        asked, ask_counts = self.exchange.send_ids("ngrams", (ids // n)[order], counts)
-        rows, kind = self.block[torch.from_numpy(asked)], "rows outside training"
-        received = self.exchange.send_rows(kind, "ngrams", rows, ask_counts, counts).wait()
+        order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
+        rows, counts = self.block[routes.arriving], (routes.recv_counts, routes.send_counts)
+        received = self.exchange.send_rows("rows outside training", "ngrams", rows, *counts).wait()
         return received[torch.from_numpy(inverse(order))]
 
 
@@ -3549,10 +3523,8 @@ class Optimizer:
         self.device = next(iter(params.values())).device
         self.specs = {spec.name: spec for spec in used_params(cfg)}
         self.tied_copy = {spec.tied_to: name for name, spec in self.specs.items() if spec.tied_to}
-        self.is_tied = True
         # By parameter name:
         self.grads: dict[str, Gradient] = {}
-        self.recv_buffers = {}  # with fp32 reduction: what each rank sends for this shard
         self.state = {}  # the update rule's state of this rank's shard
         self.in_flight: dict[str, Pending] = {}  # gathers under way; also the all-reduce of act_scale
         self.rows: dict[str, RowRoutes] = {}  # of the tables that this step updates
@@ -3564,14 +3536,12 @@ class Optimizer:
             p.requires_grad_(main_grad is None)
             if exchange.world_size > 1 and spec.exchange == "sparse":
                 self.grads[name].mean = torch.zeros_like(shard, dtype=acc_dtype(cfg))
-            elif exchange.world_size > 1 and spec.reduction == "fp32":
-                self.recv_buffers[name] = shard.new_empty((exchange.world_size, *shard.shape))
             first = exchange.rank * len(shard) if spec.sharded else 0
             self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
         self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
         # Averages of own shards, by row of cfg.endings and parameter; when each row ticks, and how far.
         self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
-        self.averages: dict[tuple[int, str], Tensor] = {
+        self.averages = {
             (i, name): torch.zeros_like(self.shard_of(name, params[name]), dtype=acc_dtype(cfg))
             for i, ending in enumerate(cfg.endings)
             for name in ending.params
@@ -3581,11 +3551,6 @@ class Optimizer:
     def shard_of(self, name: str, t: Tensor) -> Tensor:
         """Returns the part of `t` that this rank updates."""
         return self.exchange.shard(t.detach()) if self.specs[name].sharded else t.detach()
-
-    def is_due(self, name: str, plan: StepPlan) -> bool:
-        """True if this step updates the parameter; a tied one is copied instead."""
-        spec = self.specs[name]
-        return plan.updates(spec.every) and not (self.is_tied and spec.tied_to)
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
@@ -3621,7 +3586,7 @@ class Optimizer:
         """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update."""
         self.work(plan, self.scatter(plan), following)
         self.rows = {}
-        if plan.untie and self.is_tied:
+        if plan.untie:
             self.untie()
 
     def scatter(self, plan: StepPlan) -> dict[str, Pending]:
@@ -3630,9 +3595,9 @@ class Optimizer:
         pending = {"ngrams": self.ngrams.send_grads()} if due else {}
         for name, spec in self.specs.items():
             grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
-            if not self.is_due(name, plan):
+            if not plan.updates(spec.every) or plan.tied and spec.tied_to:  # a tied one is copied instead
                 continue
-            if self.is_tied and name in self.tied_copy:
+            if plan.tied and name in self.tied_copy:
                 self.add_tied_grad(grad, self.tied_copy[name])
             if (mean := self.grads[name].mean) is not None:
                 rows = self.rows[name]
@@ -3642,8 +3607,8 @@ class Optimizer:
                     finish=partial(self.exchange.mean_rows, mean, rows.row_index)
                 )
             else:
-                buffer = self.recv_buffers.get(name)
-                pending[name] = self.exchange.reduce(name, spec.exchange, grad, buffer)
+                in_rank_order = spec.reduction == "fp32"
+                pending[name] = self.exchange.reduce(name, spec.exchange, grad, in_rank_order)
         return pending
 
     def add_tied_grad(self, grad: Tensor, name: str) -> None:
@@ -3657,7 +3622,7 @@ class Optimizer:
         self,
         plan: StepPlan,
         pending: dict[str, Pending],
-        following: Callable[[], Batch | None] = lambda: None,
+        following: Callable[[], Batch | None],
     ) -> None:
         """Updates what has a scattered gradient: rows of n-grams, then parameters, each with its gather.
 
@@ -3675,24 +3640,20 @@ class Optimizer:
             shard, update = self.shard_of(name, self.params[name]), OPTIMIZERS[spec.optimizer].update
             update(shard, grad, self.state[name], spec, plan, self.cfg, self.backend)
             self.reset_grad(name)
-            if spec.sharded:
-                self.in_flight[name] = self.gather(name)
-        if self.is_tied:
-            for target, name in self.tied_copy.items():
-                if target in pending:
-                    # The copy is made when somebody waits for it, after the target's gather.
-                    source = self.in_flight.get(target) or Pending(self.params[target].detach())
-                    copy = partial(transpose_copy, self.params[name])
-                    self.in_flight[name] = source._replace(finish=copy)
+            gathered = self.in_flight[name] = self.gather(name)
+            if plan.tied and name in self.tied_copy:
+                # The copy is made when somebody waits for it, after the target's gather.
+                copy = self.tied_copy[name]
+                self.in_flight[copy] = gathered._replace(finish=partial(transpose_copy, self.params[copy]))
 
     def gather(self, name: str) -> Pending:
-        return self.exchange.gather(name, self.params[name].detach())
+        """Starts to complete a parameter, if it is sharded, from the ranks' own shards."""
+        p = self.params[name].detach()
+        return self.exchange.gather(name, p) if self.specs[name].sharded else Pending(p)
 
     def gather_all(self) -> None:
-        """Completes every sharded parameter from the ranks' own shards, and waits."""
-        for name, spec in self.specs.items():
-            if spec.sharded:
-                self.gather(name).wait()
+        for name in self.specs:
+            self.gather(name).wait()
 
     @torch.no_grad()
     def wait_for(self, name: str) -> None:
@@ -3715,7 +3676,6 @@ class Optimizer:
                         whole = self.exchange.gather(f"{target}.{key}", whole).wait()
                     value = self.state[name][key].copy_(self.shard_of(name, whole.T))
                 self.state[name][key] = value
-        self.is_tied = False
 
     def tick(self, step: int) -> None:
         """Moves those averages that tick after `step` towards their parameters.
@@ -3738,34 +3698,18 @@ class Optimizer:
         self.tick(self.cfg.steps - 1)
         norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # padding changes no digit
         kept = {name for ending in self.cfg.endings if ending.keep_norm for name in ending.params}
-        names = dict.fromkeys(name for _, name in self.averages)
-        norms = {name: norm_of(self.params[name].detach()) for name in names if name in kept}
+        norms = {name: norm_of(self.params[name].detach()) for _, name in self.averages}
         for (i, name), average in self.averages.items():
             shard = self.shard_of(name, self.params[name])
             shard.copy_(shard.to(average.dtype).lerp(average, self.cfg.endings[i].blend))
-        for name in names:
-            p = self.params[name].detach()
-            if self.specs[name].sharded:
-                self.gather(name).wait()
+        for name, before in norms.items():
+            p = self.gather(name).wait()
             if name in kept:
                 after = norm_of(p)
-                ratio = torch.where(after > 0, norms[name] / after, 1).to(acc_dtype(self.cfg))
+                ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
                 p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
-        for target, name in self.tied_copy.items() if self.is_tied else ():
+        for target, name in self.tied_copy.items() if untie_step(self.cfg) >= self.cfg.steps else ():
             transpose_copy(self.params[name], self.params[target])
-
-    def state_dict(self) -> dict:
-        """Returns all that training changes here, but the table of n-grams: live tensors and numbers."""
-        return {**self.state, "averages": self.averages, "is_tied": self.is_tied}
-
-    def load_state_dict(self, saved: dict) -> None:
-        for name, state in self.state.items():
-            for key, value in state.items():
-                new = saved[name][key]
-                state[key] = value.copy_(new) if isinstance(value, Tensor) else new
-        for row, average in self.averages.items():
-            average.copy_(saved["averages"][row])
-        self.is_tied = saved["is_tied"]
 
     @torch.no_grad()
     def drop_grads(self) -> None:
@@ -3890,7 +3834,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     cannot_share = f"{world_size} processes cannot share"
     refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
-        rest = spec.sharded and spec.kind != "bank" and shapes[spec.name][0] % world_size
+        rest = spec.sharded and shapes[spec.name][0] % world_size
         refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
         fits = (
             spec.kind == "bank" if spec.optimizer == "anvil" else [b < 1 for b in spec.betas] == [True, True]
@@ -3924,11 +3868,10 @@ def check_config(cfg: Config, world_size: int) -> None:
             unused, f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts"
         )
     for i, ending in enumerate(cfg.endings):
-        unknown = ", ".join(sorted({*ending.params} - {spec.name for spec in cfg.params}))
+        unknown = {*ending.params} - {spec.name for spec in cfg.params}
         refuse_if(unknown, f"endings.{i}.params: {unknown}: unknown; use names of parameters")
     repeated = sorted({*n.orders} - {0, 1}) != sorted(n.orders)
     refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
-    refuse_if(len(n.orders) * n.rows >= 2**31, "ngrams: use fewer than 2**31 rows of all orders")
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
     refuse_if(not cfg.steps, "stages.*.steps are all 0: there is nothing to train")
     order = cfg.skip_from < cfg.skip_to and cfg.back_from < len(cfg.layers)
@@ -4041,27 +3984,39 @@ def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
     return model
 
 
-OTHER_STATE = "signs", "act_scale", "proj_scale"  # of the model; no parameters
+def live_state(model: GPT, optimizer: Optimizer) -> dict:
+    """Returns this rank's share of all that training changes, but gradients and the table of n-grams."""
+    optimizer.finish_gathers()
+    return {
+        "model": {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()},
+        "others": {name: getattr(model, name) for name in ("signs", "act_scale", "proj_scale")},
+        "optimizer": optimizer.state,
+        "averages": optimizer.averages,
+    }
 
 
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Copies this rank's share of all that training changes but gradients, to host memory."""
-    optimizer.finish_gathers()
-    shards = {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()}
-    others = {name: getattr(model, name) for name in OTHER_STATE}
-    state = {"model": shards, "optimizer": optimizer.state_dict(), "others": others}
-    return map_tensors(lambda t: t.to("cpu", copy=True), state)
+    """Copies live_state() to host memory."""
+    return map_tensors(lambda t: t.to("cpu", copy=True), live_state(model, optimizer))
+
+
+def copy_into(live: dict, saved: dict) -> None:
+    """Copies a nest of tensors and numbers into another."""
+    for key, value in saved.items():
+        if isinstance(value, dict):
+            copy_into(live[key], value)
+        elif isinstance(value, Tensor):
+            live[key].copy_(value)
+        else:
+            live[key] = value
 
 
 @torch.no_grad()
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Restores this rank's share, without gradients. Call optimizer.gather_all() afterwards."""
-    for name, p in model.named_parameters():
-        optimizer.shard_of(name, p).copy_(state["model"][name])
-    for name in OTHER_STATE:
-        getattr(model, name).copy_(state["others"][name])
-    optimizer.load_state_dict(state["optimizer"])
+    """Restores the model from all ranks' shares, without gradients."""
+    copy_into(live_state(model, optimizer), state)
     optimizer.drop_grads()
+    optimizer.gather_all()
 
 
 def read_saved(path: str | Path, fix: str) -> dict:
@@ -4081,11 +4036,12 @@ class Checkpoint(NamedTuple):
     """
 
     path: Path
-    meta: dict  # step, train_ms, the loader's position; task: what must be equal to resume
+    saved: dict  # this rank's share
+    meta: dict  # step, train_ms, this rank's position in the data; task: what must be equal to resume
 
     @classmethod
-    def find(cls, where: str) -> "Checkpoint":
-        """Finds the newest of a run, by its log, its .checkpoint folder, or the folder of a single such."""
+    def find(cls, where: str, rank: int = 0) -> "Checkpoint":
+        """Reads the newest of a run, by its log, its .checkpoint folder, or the folder of a single such."""
         path = Path(where)
         of_run = path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????")
         steps = sorted([*path.glob("*.checkpoint/step????????"), *of_run])
@@ -4095,23 +4051,16 @@ class Checkpoint(NamedTuple):
             f"--resume {where}: checkpoints of {len(runs)} runs are there; give the log of one run with "
             "--checkpoint-every that did not finish",
         )
-        return cls(steps[-1], json.loads(cls.read(steps[-1], 0)["meta"]))
+        fix = f"use as many processes as before; if it is damaged, remove {steps[-1]}, and start again"
+        saved = read_saved(steps[-1] / f"rank{rank}.pt", fix)
+        return cls(steps[-1], saved, json.loads(saved["meta"]))
 
-    @staticmethod
-    def read(path: Path, rank: int) -> dict:
-        return read_saved(path / f"rank{rank}.pt", f"if it is damaged, remove {path.parent}, and start again")
-
-    def load(self, model: GPT, optimizer: Optimizer) -> dict:
-        """Restores this rank's shards, and its rows of n-grams. Call optimizer.gather_all() afterwards.
-
-        Returns the rank's own meta, whose position holds the offsets of its candidates.
-        """
-        saved = self.read(self.path, optimizer.exchange.rank)
-        restore(saved, model, optimizer)
+    def load(self, model: GPT, optimizer: Optimizer) -> None:
+        """Restores this rank's shards, and its rows of n-grams."""
+        restore(self.saved, model, optimizer)
         if optimizer.ngrams:
-            for t, value in zip(optimizer.ngrams.stored, saved["ngrams"]):
+            for t, value in zip(optimizer.ngrams.stored, self.saved["ngrams"]):
                 t.copy_(value)
-        return json.loads(saved["meta"])
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
@@ -4218,21 +4167,17 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     loader = TrainLoader(cfg, data.train, prefetch.rank, world_size)
     for steps in warmup_steps(cfg):
         plans = [plan_step(cfg, step) for step in steps]
-        batches, touched = Prefetcher(loader, plans, prefetch), []
+        batches = Prefetcher(loader, plans, prefetch)
         for plan in plans:
             model.rotary.use_stage(plan.stage)
             validate(model, val, optimizer.exchange, plan.windows, min(cfg.val_slices, world_size))
-            batch = batches.next()
-            AsyncLoss().push(plan.step, train_step(model, optimizer, batch, batches.peek))
-            if batch.ngrams:
-                touched.append(batch.ngrams["ngrams"].row_index.row_ids)
-        for rows in touched:
-            optimizer.ngrams.zero(rows)
+            AsyncLoss().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
+        for t in optimizer.ngrams.stored if optimizer.ngrams else ():
+            t.zero_()
         optimizer.drop_grads()
     loader.close()
     optimizer.apply_endings()
     restore(before, model, optimizer)
-    optimizer.gather_all()
     optimizer.exchange.sent.clear()
     prefetch.sent.clear()
 
@@ -4256,28 +4201,26 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 def run(args: argparse.Namespace) -> None:
     cfg = reduce(override, args.set, PRESETS[args.preset])
     cfg = replace(cfg, data=args.data or cfg.data)
-    check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
+    processes = args.check or int(os.environ.get("WORLD_SIZE", 1))
+    check_config(cfg, processes)
     refuse_if(
         args.save and (os.path.isdir(args.save) or not os.access(Path(args.save).resolve().parent, os.W_OK)),
         f"--save {args.save}: give a file, in a folder that exists and can be written to",
     )
-    resumed = None if args.resume is None else Checkpoint.find(args.resume)
-    if args.check:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        select_backend(cfg, device)
-        check_ngram_memory(cfg, args.check, device, args.check)
-        if args.data:  # the preset's may not be there yet
-            open_dataset(cfg)
-        print(f"{args.check} processes can run this here")
-        return
 
     rank, world_size, device = init_distributed()
     backend = select_backend(cfg, device)
+    check_ngram_memory(cfg, processes, device, args.check or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    resumed = None if args.resume is None else Checkpoint.find(args.resume, rank)
+    if args.data or not args.check:  # the preset's may not be there yet
+        data = open_dataset(cfg)
+    if args.check:
+        print(f"{args.check} processes can run this here")
+        return
+
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, sum_rows=backend.segment_sum_rows)
     prefetch = Exchange(rank, world_size, group)
-    check_ngram_memory(cfg, world_size, device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    data = open_dataset(cfg)
 
     # All ranks must have been started alike. Rank 0 names the run.
     script = Path(__file__).read_text(encoding="utf-8")
@@ -4377,9 +4320,8 @@ def train(
         log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
-        progress = resumed.load(model, optimizer)
-        optimizer.gather_all()
-        first, train_ms, position = (progress[key] for key in ("step", "train_ms", "position"))
+        resumed.load(model, optimizer)
+        first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
     saved = first
     losses = AsyncLoss()
     gc.collect()  # what building and warm-up left behind is not collected on the clock,

@@ -234,11 +234,11 @@ class CountingExchange(SingleRankExchange):
         """Counts a collective of so many bytes, of which this rank keeps its own share."""
         self.counts.add_collective(kind, name, nbytes * (self.world_size - 1) // self.world_size)
 
-    def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> tg.Pending:
+    def reduce(self, name: str, how: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
         # To each rank its part; in a ring also the parts' means; or all to each rank.
-        times = 1 if how != "all_reduce" else 2 if recv_buffer is None else self.world_size
+        times = 1 if how != "all_reduce" else self.world_size if in_rank_order else 2
         self.count(how, name, times * grad.nbytes)
-        return super().reduce(name, how, grad, recv_buffer)
+        return super().reduce(name, how, grad, in_rank_order)
 
     def send_rows(self, *args) -> tg.Pending:
         kind, name, rows, send_counts, *_ = args
@@ -300,10 +300,7 @@ PHASE_OF = [
     (torch.autograd, "backward", "backward"),
     (tg.Optimizer, "add_row_grads", "rows"),
     (tg.Optimizer, "step", "optimizer"),
-    *(
-        (tg.NgramTable, name, "n-grams")
-        for name in ("begin", "send_grads", "update", "zero", "finish", "fetch")
-    ),
+    *((tg.NgramTable, name, "n-grams") for name in ("begin", "send_grads", "update", "finish", "fetch")),
 ]
 
 
@@ -332,14 +329,14 @@ def run_steps(
         exchange = CountingExchange(world_size, counts)
         optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
         start, model.ngrams = cfg.stage_starts[stage], optimizer.ngrams
-        optimizer.is_tied = start <= tg.untie_step(cfg)
+        tied = start <= tg.untie_step(cfg)
         paths = synthetic_shard(folder, cfg, [stage], 17)
         loader = tg.TrainLoader(cfg, paths, 0, world_size)
         stack.callback(loader.close)
         first = tg.padded(start, 4)  # no gradient awaits its update then
         plan = tg.plan_step(cfg, start + cfg.stages[stage].steps // 2)
         # Rows are fetched for steps after those that run.
-        plans = [plan._replace(step=first + i, untie=False) for i in range(16)]
+        plans = [plan._replace(step=first + i, tied=tied, untie=False) for i in range(16)]
         batches = tg.Prefetcher(loader, plans, SingleRankExchange(0, world_size))
         if validated:
             val = tg.ValLoader(dataclasses.replace(cfg, val_slices=1), paths)

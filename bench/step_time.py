@@ -99,11 +99,12 @@ def flops_per_token(cfg: tg.Config, keys: Iterable[float], columns: int) -> floa
 class SingleRankExchange(tg.Exchange):
     """Exchanges as one rank of several, without the others: collectives return at once, with its own data."""
 
-    def reduce(self, name: str, how: str, grad: Tensor, recv_buffer: Tensor | None = None) -> tg.Pending:
+    def reduce(self, name: str, how: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
         part = grad if how == "all_reduce" else self.shard(grad)
-        if recv_buffer is None:
+        if not in_rank_order:
             return tg.Pending(part)
-        return tg.Pending(recv_buffer.copy_(part), None, tg.rank_order_mean)
+        parts = part.new_empty((self.world_size, *part.shape))
+        return tg.Pending(parts.copy_(part), None, tg.rank_order_mean)
 
     def send_ids(self, kind: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
         """Returns what this rank sends itself; every other rank sends as many, of rows next to these."""
@@ -161,11 +162,12 @@ class Training:
         self.optimizer = tg.Optimizer(
             self.cfg, dict(self.model.named_parameters()), exchange, variant.backend
         )
-        self.optimizer.is_tied = stage < 2  # untie() would also copy the moments, which are still 0
         start, count = self.cfg.stage_starts[stage], self.cfg.stages[stage].steps
         first = tg.padded(start, 4)  # no gradient awaits its update then
         plans = [tg.plan_step(self.cfg, start + i % count) for i in range(steps)]
-        plans = [plan._replace(step=first + i, untie=False) for i, plan in enumerate(plans)]
+        # Nothing is untied: that would also copy the moments, which are still 0.
+        tied = stage < 2
+        plans = [plan._replace(step=first + i, tied=tied, untie=False) for i, plan in enumerate(plans)]
         self.loader = tg.TrainLoader(self.cfg, paths, 0, world_size)
         self.batches = tg.Prefetcher(self.loader, plans, type(exchange)(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps

@@ -261,7 +261,7 @@ CASES = [
     Case("a checkpoint with a flipped bit", RESUME, flip_bit),
     Case("a checkpoint that would run code", RESUME, add_code),
     Case("one rank's part is truncated", RESUME, truncate(f"{FILES}/rank1.pt", 999),
-         fixture="stopped_pair", ranks=2, steps=0),
+         fixture="stopped_pair", ranks=2),
     # Ctrl-C
     *[Case(f"Ctrl-C in ranks {ranks} of {world_size}", "", said=False, ranks=world_size, steps=4,
            faults=dict.fromkeys(ranks, FaultAtCall("train_step", 5, interrupt)),

@@ -411,8 +411,8 @@ def first_gradients(rank, world_size, cfg):
     grads = {}
     for row in cfg.params:
         grad = optimizer.grads[row.name].take()
-        recv_buffer = optimizer.recv_buffers.get(row.name)
-        grads[row.name] = row.exchange, exchange.reduce(row.name, row.exchange, grad, recv_buffer).wait()
+        in_order = row.reduction == "fp32"
+        grads[row.name] = row.exchange, exchange.reduce(row.name, row.exchange, grad, in_order).wait()
     return grads
 
 
@@ -492,9 +492,9 @@ def wide_range(rank):
 
 def run_exchanges(rank, world_size):
     exchange, t, pending = tg.Exchange(rank, world_size), wide_range(rank), []
-    for how, rows in (("all_reduce", 64), ("reduce_scatter", 64 // world_size)):
-        for recv_buffer in None, t.new_empty(world_size, rows, 5):
-            pending.append(exchange.reduce("x", how, t.clone(), recv_buffer))
+    for how in "all_reduce", "reduce_scatter":
+        for in_rank_order in False, True:
+            pending.append(exchange.reduce("x", how, t.clone(), in_rank_order))
     pending.append(exchange.all_reduce(t.clone()))
     owner = torch.arange(64)[:, None] // (64 // world_size)
     pending.append(exchange.gather("x", torch.where(owner == rank, t, -1)))

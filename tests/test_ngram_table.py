@@ -39,7 +39,7 @@ class WholeTable:
         self.moments = torch.zeros(len(self.table), dtype=self.acc_dtype)
         self.last, self.clock = torch.zeros(len(self.table), dtype=torch.int32), [0, 0]
         self.stored = self.table, self.moments, self.last
-        self.main_grad = torch.zeros(tg.ngram_bounds(cfg, exchange.world_size)[0], n.width)  # never read
+        self.main_grad = tg.NgramTable(cfg, exchange, device).main_grad  # never read
         self.looked_up = []  # since the last update
 
     def begin(self, batch):
@@ -139,24 +139,6 @@ def test_the_table_is_the_reference(workers, cfg, world_size, microbatches, dtyp
         assert torch.equal(ours[: len(t)], t) and not ours[len(t) :].any()
     changed = (want["table"][0] != start_values(cfg)[0]).any(-1)
     assert want["table"][0].dtype == tg.dtype_of(table_dtype) and 300 < changed.sum() < len(changed)
-
-
-def test_zero_forgets_rows(cfg):
-    """Of these rows also the state; other rows stay."""
-    table, rows = (
-        tg.NgramTable(cfg, tg.Exchange(0, 1), torch.device("cpu")),
-        torch.tensor([0, 5], dtype=torch.int32),
-    )
-    for t in table.stored:
-        t.fill_(3)
-    table.zero(rows)
-    *stored, clock = table.stored
-    kept = [t for t in range(len(table.block)) if t not in (0, 5)]
-    assert (
-        not clock.any()
-        and not any(t[[0, 5]].any() for t in stored)
-        and all((t[kept] == 3).all() for t in stored)
-    )
 
 
 # ----------------------------------------------------------------------------------------------------- memory

@@ -21,8 +21,7 @@ def dense_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
     mean, grad, whole = every.float().mean(0), every[exchange.rank], every[0]
     for how, wanted in (("all_reduce", mean), ("reduce_scatter", exchange.shard(mean))):
         yield f"{how} {name}", exchange.reduce("p", how, grad.clone()).wait(), wanted.to(every.dtype)
-        buffer = grad.new_empty((len(every), *wanted.shape))
-        result = exchange.reduce("p", how, grad.clone(), buffer).wait()
+        result = exchange.reduce("p", how, grad.clone(), in_rank_order=True).wait()
         yield f"{how} {name}, summed in fp32", result.float(), wanted
     own = torch.full_like(whole, -1.0)
     exchange.shard(own).copy_(exchange.shard(whole))
