@@ -3404,6 +3404,12 @@ OPTIMIZERS = {
 # ============================================================================================================
 
 
+def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
+    n, tokens = cfg.ngrams, max(stage.batch_tokens for stage in cfg.stages) // world_size
+    return len(n.orders) * min(n.every * tokens, n.rows), -(-len(n.orders) * n.rows // world_size)
+
+
 class NgramTable:
     """This rank's rows of the table of n-grams, r % world_size == rank; buffers for what updates touch.
 
@@ -3413,9 +3419,7 @@ class NgramTable:
     def __init__(self, cfg: Config, exchange: Exchange, device: torch.device):
         n = self.cfg = cfg.ngrams
         self.exchange, self.device, self.rows = exchange, device, len(n.orders) * n.rows
-        # The most rows that a rank touches between updates: each of its tokens has one of each order.
-        tokens = max(stage.batch_tokens for stage in cfg.stages) // exchange.world_size
-        touched = len(n.orders) * min(n.every * tokens, n.rows)
+        touched, block = ngram_bounds(cfg, exchange.world_size)
         # The rows that steps read until the next update, by owner; their gradients.
         self.compact, self.main_grad = torch.zeros(
             2, touched, n.width, dtype=dtype_of(n.dtype), device=device
@@ -3424,7 +3428,6 @@ class NgramTable:
         self.routes: RowRoutes | None = None  # of its rows, on the device
         self.pending: Pending | None = None  # their fetch
         # Row r lies at r // world_size on rank r % world_size.
-        block = -(-self.rows // exchange.world_size)
         self.block = self.compact.new_zeros(block, n.width)
         self.moments = self.block.new_zeros(block, dtype=acc_dtype(cfg))
         self.last = self.block.new_zeros(block, dtype=torch.int32)
