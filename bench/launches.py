@@ -134,7 +134,7 @@ class Counts(TorchDispatchMode):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Counts nothing, not even calls of compiled code, while the returned context is open."""
-        with patched(self, is_paused=True), patched(tg.compiled, compiler=None):
+        with patched(self, is_paused=True), patched(tg, COMPILER=None):
             yield
 
     def in_phase(self, phase: str, function: Callable) -> Callable:
@@ -319,7 +319,7 @@ def run_steps(
         patch(
             tg, baddbmm_fp32=lambda add, x, y, beta, alpha: torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
         )
-        patch(tg.compiled, compiler=counts.as_compiled if cfg.compile else None)
+        patch(tg, COMPILER=counts.as_compiled if cfg.compile else None)
         patch(torch, _scaled_mm=gpu_code.scaled_mm)
         for owner, name, phase in PHASE_OF:
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})

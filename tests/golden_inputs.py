@@ -239,8 +239,8 @@ def backward(model, batch, plan, leaves=None):
     x, w = model.hidden_states(batch, plan.windows, None, leaves), model.lm_head
     head_grad = tg.Gradient("lm_head", w, torch.zeros_like(w))
     targets = model.loss_targets(batch.targets, plan)
-    loss, backward_roots = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
-    torch.autograd.backward(*zip(*backward_roots))
+    loss, dx = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
+    x.backward(dx)
     w.grad = head_grad.take()
     return loss
 
