@@ -2352,40 +2352,39 @@ class Weight(NamedTuple):
         """Gives the weight its gradient a^T b: writes it to main_grad, or returns it to autograd."""
         if self.main_grad is None:
             return a.T @ b
-        add_product(self.main_grad, a, b, self.written)
+        (add_product_op if torch.compiler.is_compiling() else add_product)(self.main_grad, a, b, self.written)
         return None
 
 
-# As an operation of torch's, a compiled backward can hold it.
-@torch.library.custom_op("train_gpt::add_product", mutates_args={"main_grad"})
 def add_product(main_grad: Tensor, a: Tensor, b: Tensor, written: Tensor) -> None:
     """Writes a^T b (rows, cols) to main_grad[:rows, :cols], or adds it if `written`."""
     write_grad(main_grad[: a.size(1), : b.size(1)], a, b, None, not written)
 
 
-@add_product.register_fake
-def _(main_grad, a, b, written):
-    pass
+# As an operation of torch's, so that a compiled backward can hold it.
+add_product_op = torch.library.custom_op("train_gpt::add_product", add_product, mutates_args={"main_grad"})
+add_product_op.register_fake(lambda *_: None)
 
 
 class Linear(torch.autograd.Function):
-    """x w^T, for x (T, cols)."""
+    @staticmethod
+    def forward(ctx, x, weights, *matrices):
+        ctx.weights = weights
+        ctx.save_for_backward(x, *matrices)
+        return tuple(F.linear(x, w) for w in matrices)
 
     @staticmethod
-    def forward(ctx, x, w, weight):
-        ctx.weight = weight
-        ctx.save_for_backward(x, w)
-        return F.linear(x, w)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        return dy @ w, ctx.weight.gradient(dy, x), None
+    def backward(ctx, *dys):
+        x, *matrices = ctx.saved_tensors
+        dx = dys[0] @ matrices[0]
+        for dy, w in zip(dys[1:], matrices[1:]):
+            dx.addmm_(dy, w)
+        return dx, None, *(weight.gradient(dy, x) for weight, dy in zip(ctx.weights, dys))
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    """Returns x w^T, for x (T, cols)."""
-    return Linear.apply(x, weight.w, weight)
+def linear(x: Tensor, *weights: Weight) -> tuple[Tensor, ...]:
+    """Returns x w^T for each of the weights (rows, cols), for x (T, cols)."""
+    return Linear.apply(x, weights, *(weight.w for weight in weights))
 
 
 class MLP(torch.autograd.Function):
@@ -2397,7 +2396,8 @@ class MLP(torch.autograd.Function):
             out = square @ proj
         else:
             square, square8 = backend.relu_square_fp8(*amax_to_fp8(h), fp8, h.dtype)
-            scales = fp8.act_scale, fp8.proj_scale
+            # Inductor takes a 0-d view of a vector for all of the vector.
+            scales = fp8.act_scale.view(1, 1), fp8.proj_scale.view(1, 1)
             out = torch._scaled_mm(square8, fp8.proj.T, *scales, out_dtype=h.dtype, use_fast_accum=True)
         ctx.save_for_backward(h, square, fc, proj)
         return out
@@ -2731,7 +2731,8 @@ class GPT(nn.Module):
                     v, out = v._replace(w=v.w[: d // 2]), out._replace(w=out.w[:, : d // 2])
                 weights = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"]), v
                 y = self.attention(i, h, weights, qkv_scale, sequence, windows, gates, value, ve_gate)
-                terms.append((post_attention, linear(y.flatten(1), out)))
+                (y,) = linear(y.flatten(1), out)
+                terms.append((post_attention, y))
             if layer.x0:
                 terms.append((gates["x0", i], x0))
             if layer.bigram and i > 0:
@@ -2816,7 +2817,7 @@ class GPT(nn.Module):
         rotary, count = self.rotary.narrow if layer.narrow_qk else self.rotary.wide, 1
         if layer.attention == "paired":
             count = 2  # rows a token
-        qk, v = (linear(h, weight) for weight in weights)
+        qk, v = linear(h, *weights)
         q, k, v_heads = qkv_to_heads(h, qk, v, scale, value, ve_gate, rotary, layer, heads)
         cu_seqlens, max_doc_len = sequence
         window = windows[layer.window]
