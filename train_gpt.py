@@ -681,7 +681,7 @@ class StepPlan(NamedTuple):
 
     @property
     def loss_weights(self) -> tuple[float, ...]:
-        """Returns the weights of GPT.loss_targets' columns."""
+        """Returns the weights of loss_targets' columns."""
         return (*self.mtp, self.prefix) if self.prefix else self.mtp
 
     def slowdown(self, every: int) -> int:
@@ -854,8 +854,11 @@ def compiler_of(cfg: Config) -> Callable | None:
         # Autotuning first copies what a kernel changes: of update_rows the whole table, 26 GB on one GPU.
         # Guards and AOTAutograd check sizes, so generated code need not.
         autotune = function.__name__ != "update_rows"
-        options: dict = {"size_asserts": False, "triton.autotune_pointwise": autotune}
-        return torch.compile(function, fullgraph=True, options=options)
+        return torch.compile(
+            function,
+            fullgraph=True,
+            options={"size_asserts": False, "triton.autotune_pointwise": autotune},
+        )
 
     return compiler
 
@@ -2163,12 +2166,11 @@ def flash_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
-    widths = q.size(-1), v.size(-1)
-    # It takes one width. Padding by nothing would copy too.
-    q, k, v = (F.pad(t, (0, n)) if (n := max(widths) - t.size(-1)) else t for t in (q, k, v))
-    options = {"scale": scale, "window_size": (window, 0)}
+    width, options = v.size(-1), {"scale": scale, "window_size": (window, 0)}
+    # It takes one width.
+    q, k, v = (F.pad(t, (0, max(q.size(-1), width) - t.size(-1))) for t in (q, k, v))
     y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
-    return y[:, :, : widths[1]]  # type: ignore
+    return y[:, :, :width]  # type: ignore
 
 
 def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Backend:
@@ -2343,10 +2345,9 @@ class Weight(NamedTuple):
         # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
         # gradient as large as the bank.
         parts = self.w.flatten(0, -2).split(rows)
-        if self.main_grad is None:
-            return iter([Weight(w) for w in parts])
-        main_grads = self.main_grad.flatten(0, -2).split(rows)
-        return iter([Weight(w, main_grad, self.written) for w, main_grad in zip(parts, main_grads)])
+        whole = self.main_grad
+        main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
+        return map(partial(Weight, written=self.written), parts, main_grads)
 
     def gradient(self, a: Tensor, b: Tensor) -> Tensor | None:
         """Gives the weight its gradient a^T b: writes it to main_grad, or returns it to autograd."""
@@ -2367,29 +2368,28 @@ add_product_op.register_fake(lambda *_: None)
 
 
 class Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weights, *matrices):
-        ctx.weights = weights
-        ctx.save_for_backward(x, *matrices)
-        return tuple(F.linear(x, w) for w in matrices)
+    """x w^T, for x (T, cols); w is the weight's matrix."""
 
     @staticmethod
-    def backward(ctx, *dys):
-        x, *matrices = ctx.saved_tensors
-        dx = dys[0] @ matrices[0]
-        for dy, w in zip(dys[1:], matrices[1:]):
-            dx.addmm_(dy, w)
-        return dx, None, *(weight.gradient(dy, x) for weight, dy in zip(ctx.weights, dys))
+    def forward(ctx, x, weight, w):
+        ctx.weight = weight
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
 
-
-def linear(x: Tensor, *weights: Weight) -> tuple[Tensor, ...]:
-    """Returns x w^T for each of the weights (rows, cols), for x (T, cols)."""
-    return Linear.apply(x, weights, *(weight.w for weight in weights))
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w, None, ctx.weight.gradient(dy, x)
 
 
 class MLP(torch.autograd.Function):
+    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
+
+    With `fp8`, the weights in FP8, the forward is FP8's; the gradients are those of the products without.
+    """
+
     @staticmethod
-    def forward(ctx, h, fc, proj, weights, backend, fp8):
+    def forward(ctx, h, weights, fc, proj, backend, fp8):
         ctx.weights, ctx.backend = weights, backend
         if fp8 is None:
             square = backend.relu_square(h, fc)
@@ -2407,17 +2407,7 @@ class MLP(torch.autograd.Function):
         h, square, fc, proj = ctx.saved_tensors
         to_fc, to_proj = ctx.weights
         da = ctx.backend.relu_square_grad(dy, proj, square)
-        return da @ fc, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None, None
-
-
-def mlp(
-    h: Tensor, fc: Weight, proj: Weight, backend: Backend = TORCH_BACKEND, fp8: FP8MLP | None = None
-) -> Tensor:
-    """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
-
-    With `fp8`, the weights in FP8, the forward is FP8's; the gradients are those of the products without.
-    """
-    return MLP.apply(h, fc.w, proj.w, (fc, proj), backend, fp8)
+        return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
 
 
 # ============================================================================================================
@@ -2465,40 +2455,10 @@ class Rotary:
             scale *= 0.2 * math.log(new / window) + 1
         angles = torch.arange(self.rows, dtype=freq.dtype, device=freq.device)[:, None] * freq
         cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
-        return RotaryFamily(cos, sin, torch.full((), scale, dtype=freq.dtype, device=freq.device))
+        return RotaryFamily(cos, sin, freq.new_full((), scale))
 
 
 # What GPT.run_layers calls.
-
-
-def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor:
-    """Returns x0, the normed rows of `embed` (T, d), each with a gated share of the one before.
-
-    It costs next to nothing; attention would spend a head (PR 130).
-    """
-    gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], smear_gate))
-    return norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
-
-
-def token_weights(
-    u: Tensor,
-    w1: Tensor | None,
-    w2: Tensor | None,
-    b2: Tensor,
-    scale: Tensor | float,
-    count: int,
-    more: int = 0,
-) -> Tensor:
-    """Returns the first outputs (count, T) of a small MLP of every row of u (T, d), times `scale`; then as
-    many `more`, without biases.
-
-    w1 (hidden, d), w2 (k, hidden), b2 (k,); without w1 and w2 the outputs are constants, (count, 1). MUDD:
-    Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
-    """
-    out = F.pad(b2[:count], (0, more))[:, None]
-    if w1 is not None and w2 is not None:
-        out = torch.addmm(out, w2[: count + more], F.gelu(F.linear(u, w1)).T)
-    return scale * out
 
 
 def mix(*terms: tuple[Tensor | None, Tensor]) -> Tensor:
@@ -2512,74 +2472,16 @@ def mix(*terms: tuple[Tensor | None, Tensor]) -> Tensor:
     return sum(scaled[1:], scaled[0])
 
 
-def connect(
-    x: Tensor, first: Tensor, back: Tensor, value: Tensor, w: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Returns what is added to the values, and the stream, of the layer with connections (record 81).
-
-    x, first, back: streams (T, d); value (T, d), of value_embeds; w: CONNECTION_BIASES' weights, (T, 1).
-    """
-    halves = torch.cat([w[6] * value[:, : value.size(1) // 2], w[7] * value[:, value.size(1) // 2 :]], dim=1)
-    values = halves + (w[0] * first + w[1] * back + w[2] * x)
-    return values, (1 + w[5]) * x + w[3] * first + w[4] * back
-
-
 def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Returns the head's input: the norm of x (T, d) and `streams`, like it, times their weights.
 
-    weights (n + n * groups, T), or (n, 1): one for each of the n streams; then for each stream one for each
-    group of channels, which is added to that.
+    weights (n + n * groups, T or 1): one for each of the n streams; then for each stream one for each group
+    of channels, which is added to that.
     """
     n = len(streams)
-    own, by_group = weights.split([n, len(weights) - n])
-    parts = own[:, None]
-    if len(by_group):
-        parts = parts + by_group.unflatten(0, (n, -1))
-    x, *streams = (t.unflatten(1, (parts.size(1), -1)) for t in (x, *streams))
-    return norm(mix((None, x), *zip((part.T[:, :, None] for part in parts), streams)).flatten(1))
-
-
-def qkv_to_heads(
-    h: Tensor,
-    qk: Tensor,
-    v: Tensor,
-    scale: Tensor,
-    value: Tensor | None,
-    ve_gate: Tensor | None,
-    rotary: RotaryFamily,
-    layer: Layer,
-    heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes a layer's queries, keys and values of scale (T, 1) times products with its input h (T, d).
-
-    qk (T, 2 H Dq); v (T, H Dv). Returns q, times the softmax's scale, and k (T, H, Dq) and v (T, H, Dv), for
-    paired heads (2T, H/2, ...). The first Dv numbers of each head of `value` (T, d) are added to v, times the
-    head's gate by ve_gate, if that is given.
-    """
-    T, D, cos, sin = len(h), h.size(1) // heads, rotary.cos, rotary.sin
-    # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). With widths
-    # by arguments, not -1, compiled code knows them.
-    q, k = norm((scale * qk).to(qk.dtype).view(T, 2, heads, D // (1 + layer.narrow_qk))).unbind(1)
-    v = (scale * v).to(v.dtype).view(T, heads, D // (1 + layer.narrow_v))
-    if value is not None:
-        # Value embeddings: another embedding of the token, added to the values, which the early layers'
-        # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897), gated
-        # by few channels (PR 186).
-        added, half = value.view(T, heads, D)[:, :, : v.size(2)], GATE_DIM // 2
-        if ve_gate is not None:
-            gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
-            added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
-        v = v + added
-    if layer.attention == "paired":
-        # Paired heads: two heads share one stream of twice the length, so each query sees both heads' keys
-        # and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of
-        # H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2); the window
-        # counts rows.
-        cos, sin = (t[: 2 * T].view(T, 1, 2, -1) for t in (cos, sin))
-        q, k = (rotate(t.unflatten(1, (-1, 2)), cos, sin).view(2 * T, heads // 2, -1) for t in (q, k))
-        return rotary.scale * q, k, v.reshape(2 * T, heads // 2, -1)
-    q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
-    return rotary.scale * q, shift_keys(k) if layer.key_shift else k, v
+    scales = (weights[:n, None] + weights[n:].unflatten(0, (n, -1))).mT[..., None]
+    x, *streams = (t.unflatten(1, (scales.size(2), -1)) for t in (x, *streams))
+    return norm(mix((None, x), *zip(scales, streams)).flatten(1))
 
 
 def finish_heads(y: Tensor, v: Tensor, xsa: Tensor | None, gate: Tensor | None) -> Tensor:
@@ -2628,7 +2530,14 @@ class GPT(nn.Module):
         count = num_microbatches(cfg, world_size)
         length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
-        self.banks = [spec.name for spec in used_params(cfg) if spec.kind == "bank"]
+        # Rows of a bank's matrices.
+        rows = {
+            "qk_bank": 2 * cfg.dim,
+            "narrow_qk_bank": cfg.dim,
+            "vo_bank": cfg.dim,
+            "mlp_bank": cfg.mlp_dim,
+        }
+        self.banks = {name: n for name, n in rows.items() if name in shapes}
         self.gate_table = gate_table(cfg)
         self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
@@ -2678,8 +2587,8 @@ class GPT(nn.Module):
         for name, _ in self.named_parameters():
             if name != "lm_head":
                 self.wait_for(name)
-        sequence = batch.cu_seqlens, batch.max_doc_len
         banks = {name: grads[name].weight() if grads else Weight(getattr(self, name)) for name in self.banks}
+        sequence = batch.cu_seqlens, batch.max_doc_len
         return compiled(GPT.run_layers)(self, embed, bigram, values, sequence, windows, banks, fp8)
 
     def run_layers(
@@ -2696,25 +2605,25 @@ class GPT(nn.Module):
 
         embed (T, d); bigram (T, width); values (T, tables, d); sequence: cu_seqlens, longest document.
         """
-        cfg, (T, d), L = self.cfg, embed.shape, len(self.cfg.layers)
+        cfg, (T, d) = self.cfg, embed.shape
         bigram, tables = F.pad(bigram, (0, d - bigram.size(1))), values.unbind(1)
-        products, (smear, skip) = self.scalars.split([2 * L, 2])
-        qkv_scales, out_scales = products.view(L, 2).split(1, dim=1)
-        post = self.post_lambdas * F.pad(out_scales, (0, 1), value=1.0)
-        factors = torch.cat([qkv_scales, self.resid_lambdas, post], dim=1)
+        products, (smear, skip) = self.scalars.split([2 * len(cfg.layers), 2])
+        factors = torch.cat([products.view(-1, 2), self.resid_lambdas, self.post_lambdas], dim=1)
         # Repeated for every token, so that one sum over the tokens gives the gradients of all numbers.
         numbers = factors.view(-1, 1, 1).expand(-1, T, 1).unbind()
-        mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
-        rows = {"qk_bank": 2 * d, "narrow_qk_bank": d, "vo_bank": d, "mlp_bank": cfg.mlp_dim}
-        matrices = {name: bank.split(rows[name]) for name, bank in banks.items()}
+        matrices = {name: bank.split(self.banks[name]) for name, bank in banks.items()}
         mlps_fp8 = iter(map(FP8MLP, *fp8) if fp8 else ())
         ve_gates = self.ve_gate_bank.unbind()
-        x0 = smear_embeddings(embed, smear, self.smear_gate)
-        gates = self.split_gates(0, mudd_gate[0](x0))
+        # A gated share of the token before is added to each: attention would spend a head on it (PR 130).
+        gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], self.smear_gate))
+        x0 = norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
+        gates = self.gates(0, x0)
         x = mix((None, x0), (gates["bigram", 0], bigram)) if cfg.layers[0].bigram else x0
         first = skipped = back = normed_back = connected = mlp_input = x  # later layers read some of them
         for i, layer in enumerate(cfg.layers):
-            qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[5 * i : 5 * i + 5]
+            qkv_scale, out_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
+                6 * i : 6 * i + 6
+            ]
             if i == cfg.skip_to:
                 x = mix((None, x), (torch.sigmoid(skip) * gates["skip", i], skipped))
             terms = []  # what is added to the stream before the MLPs: scales and streams
@@ -2723,20 +2632,25 @@ class GPT(nn.Module):
                 value = None if layer.value is None else tables[layer.value]
                 ve_gate = None if value is None or layer.connections else ve_gates[layer.value]
                 if layer.connections:
-                    connected, w = x, mudd[0](x)[:, :, None].unbind()
-                    value, x = connect(x, first, back, value, w)
-                    resid_attention, post_attention = w[8], w[9] * out_scales[i]
+                    connected, w = x, self.token_weights("mudd", 0, x)[:, :, None].unbind()
+                    left, right = value.chunk(2, 1)
+                    value = torch.cat([w[6] * left, w[7] * right], 1) + mix(
+                        (w[0], first), (w[1], back), (w[2], x)
+                    )
+                    x = mix((1 + w[5], x), (w[3], first), (w[4], back))
+                    resid_attention, post_attention = w[8:10]
                 v, out = next(matrices["vo_bank"]), next(matrices["vo_bank"])
                 if layer.narrow_v:  # reads half of both
                     v, out = v._replace(w=v.w[: d // 2]), out._replace(w=out.w[:, : d // 2])
                 weights = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"]), v
-                y = self.attention(i, h, weights, qkv_scale, sequence, windows, gates, value, ve_gate)
-                (y,) = linear(y.flatten(1), out)
-                terms.append((post_attention, y))
+                y = self.attention(
+                    i, h, weights, qkv_scale, (*sequence, windows[layer.window]), gates, value, ve_gate
+                )
+                terms += [(out_scale * post_attention, Linear.apply(y.flatten(1), out, out.w))]
             if layer.x0:
-                terms.append((gates["x0", i], x0))
+                terms += [(gates["x0", i], x0)]
             if layer.bigram and i > 0:
-                terms.append((gates["bigram", i], bigram))
+                terms += [(gates["bigram", i], bigram)]
             if layer.connections:
                 terms += [(w[10], first), (w[11], bigram)]
                 resid_mlp, post_mlp = w[12:]
@@ -2748,37 +2662,37 @@ class GPT(nn.Module):
             terms = []
             for _ in range(layer.mlps):
                 fc, proj = next(matrices["mlp_bank"]), next(matrices["mlp_bank"])
-                terms.append((post_mlp, mlp(h, fc, proj, self.backend, next(mlps_fp8, None))))
+                how = self.backend, next(mlps_fp8, None)
+                terms += [(post_mlp, MLP.apply(h, (fc, proj), fc.w, proj.w, *how))]
             x = mix((resid_mlp, x), *terms)
             if i == cfg.skip_from:
                 skipped = x
-                gates |= self.split_gates(1, mudd_gate[1](x))
+                gates |= self.gates(1, x)
             if i == cfg.back_from:
                 back, normed_back = x, norm(x)
         streams = [first, back, connected, skipped, *tables, mlp_input, normed_back]
-        return final_norm(x, mudd[1](x), streams)
+        return final_norm(x, self.token_weights("mudd", 1, x), streams)
 
-    def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
-        """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T).
+    def token_weights(self, name: str, i: int, u: Tensor) -> Tensor:
+        """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
 
-        The last outputs of the second "mudd" have no biases.
+        Without weights they are constants, (k, 1). The last of the second "mudd" have no biases. MUDD:
+        Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
         """
-        cfg, counts, parts = self.cfg, self.mlp_sizes[name], [f"{name}_{part}" for part in ("w1", "w2")]
-        by_group = cfg.mix_groups if name == "mudd" and cfg.mudd_connections else 0
-        scale = self.mudd_gate_scale.to(dtype_of(cfg.dtype)) if name == "mudd_gate" else MUDD_SCALE
-        # One unbind, as one split of a bank.
-        weights = (getattr(self, part).unbind() if hasattr(self, part) else (None, None) for part in parts)
-        rows = zip(*weights, getattr(self, f"{name}_b2").unbind(), counts, (0, by_group * counts[1]))
-        return [
-            partial(token_weights, w1=w1, w2=w2, b2=b2, scale=scale, count=count, more=more)
-            for w1, w2, b2, count, more in rows
-        ]
+        count = self.mlp_sizes[name][i]
+        scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
+        more = self.cfg.mix_groups * count if (name, i) == ("mudd", 1) else 0
+        out = F.pad(getattr(self, f"{name}_b2")[i, :count], (0, more))[:, None]
+        if hasattr(self, f"{name}_w1"):
+            w1, w2 = (getattr(self, f"{name}_{part}")[i] for part in ("w1", "w2"))
+            out = torch.addmm(out, w2[: len(out)], F.gelu(F.linear(u, w1)).T)
+        return scale * out
 
-    def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
-        """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs (k, T)."""
+    def gates(self, block: int, u: Tensor) -> dict[tuple[str, int], Tensor]:
+        """Returns gates (T, columns), by kind and layer, from one of the two gate MLPs of u (T, d)."""
         table = self.gate_table[block]
-        parts = outputs.split([gate.columns for gate in table])
-        return {(gate.kind, gate.layer): part.T for gate, part in zip(table, parts)}
+        parts = self.token_weights("mudd_gate", block, u).T.split([gate.columns for gate in table], 1)
+        return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
 
     @torch.no_grad()
     def fp8_mlps(self, step: int) -> FP8MLP:
@@ -2802,8 +2716,7 @@ class GPT(nn.Module):
         h: Tensor,
         weights: tuple[Weight, Weight],
         scale: Tensor,
-        sequence: tuple[Tensor, int],
-        windows: dict[str, int],
+        sequence: tuple[Tensor, int, int],
         gates: dict[tuple[str, int], Tensor],
         value: Tensor | None,
         ve_gate: Tensor | None,
@@ -2811,18 +2724,40 @@ class GPT(nn.Module):
         """Runs layer i's attention on h (T, d). Returns its heads (T, H, Dv).
 
         weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products scale (T, 1)
-        multiplies. sequence: cu_seqlens, longest document; value (T, d); ve_gate (H, GATE_DIM).
+        multiplies. sequence: cu_seqlens, longest document, window. The first Dv numbers of each head of
+        `value` (T, d) are added to the values, times the head's gate by ve_gate (H, GATE_DIM), if given.
         """
-        T, layer, heads = len(h), self.cfg.layers[i], self.cfg.heads
-        rotary, count = self.rotary.narrow if layer.narrow_qk else self.rotary.wide, 1
+        T, layer, heads, D = len(h), self.cfg.layers[i], self.cfg.heads, self.cfg.head_dim
+        cos, sin, softmax_scale = self.rotary.narrow if layer.narrow_qk else self.rotary.wide
+        cu_seqlens, max_doc_len, window = sequence
+        qk, v = (Linear.apply(h, weight, weight.w) for weight in weights)
+        # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). With
+        # widths by settings, not -1, compiled code knows them.
+        q, k = norm((scale * qk).to(qk.dtype).view(T, 2, heads, D // (1 + layer.narrow_qk))).unbind(1)
+        v = (scale * v).to(v.dtype).view(T, heads, D // (1 + layer.narrow_v))
+        if value is not None:
+            # Value embeddings: another embedding of the token, added to the values, which the early layers'
+            # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897),
+            # gated by few channels (PR 186).
+            added, half = value.view(T, heads, D)[:, :, : v.size(2)], GATE_DIM // 2
+            if ve_gate is not None:
+                gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
+                added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
+            v = v + added
         if layer.attention == "paired":
-            count = 2  # rows a token
-        qk, v = linear(h, *weights)
-        q, k, v_heads = qkv_to_heads(h, qk, v, scale, value, ve_gate, rotary, layer, heads)
-        cu_seqlens, max_doc_len = sequence
-        window = windows[layer.window]
-        y = self.backend.attention(q, k, v_heads, count * cu_seqlens, count * max_doc_len, window, 1.0)
-        return finish_heads(y.reshape(T, heads, -1), v_heads, gates.get(("xsa", i)), gates.get(("output", i)))
+            # Paired heads: two heads share one stream of twice the length, so each query sees both heads'
+            # keys and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T
+            # rows of H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2);
+            # the window counts rows.
+            cos, sin = (t[: 2 * T].view(T, 1, 2, -1) for t in (cos, sin))
+            q, k = (rotate(t.unflatten(1, (-1, 2)), cos, sin).view(2 * T, heads // 2, -1) for t in (q, k))
+            v, cu_seqlens, max_doc_len = v.reshape(2 * T, heads // 2, -1), 2 * cu_seqlens, 2 * max_doc_len
+        else:
+            q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
+        if layer.key_shift:
+            k = shift_keys(k)
+        y = self.backend.attention(softmax_scale * q, k, v, cu_seqlens, max_doc_len, window, 1.0)
+        return finish_heads(y.reshape(T, heads, -1), v, gates.get(("xsa", i)), gates.get(("output", i)))
 
     def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None) -> Tensor:
         """Returns a table's rows at a micro-batch's tokens, (T, d), of value_embeds (T, tables, d).
@@ -2855,13 +2790,6 @@ class GPT(nn.Module):
         if leaves is not None:
             found = leaves[name] = found.detach().requires_grad_()
         return found
-
-    def loss_targets(self, targets: Tensor, plan: StepPlan) -> Tensor:
-        """Returns what plan.loss_weights weigh: the targets (T, K) int64 of each position."""
-        if len(plan.loss_weights) == 1:
-            return targets[:, None]
-        prefixes = self.prefixes if plan.prefix else None
-        return loss_targets(targets, len(plan.mtp), prefixes)
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
@@ -3691,7 +3619,8 @@ def train_step(
         micro_batch, last, leaves = micro_batch.to(model.device), i == count - 1, {}
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8)
         head_grad.delay = last and model.cfg.delay_head_grad
-        targets = model.loss_targets(micro_batch.targets, plan)
+        prefixes = model.prefixes if plan.prefix else None
+        targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
         loss, dx = model.head_loss_and_grad(
             x, targets, weights, head_grad, 1 / count, fp8_head, micro_batch.candidates
         )

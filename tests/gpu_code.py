@@ -309,7 +309,7 @@ class GeneratedCode:
     def __init__(self):
         self.functions, self.graphs, self.phase = [], [], "none"
         self.compiler = functools.cache(self.compile)
-        torch._dynamo.config.recompile_limit = 64  # as in a run
+        tg.compiler_of(tg.RECORD)  # torch's settings, as in a run
 
     def compile(self, function):
         self.functions.append(function.__name__)

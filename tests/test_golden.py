@@ -269,8 +269,8 @@ def test_small_mlp_in_fp8():
     square, square8 = tg.relu_square_fp8(h8, amax, layer, torch.bfloat16)
     assert square.flatten().tolist() == torch.tensor(golden["p_bf16"]).bfloat16().tolist()
     assert layer.act_amax.item() == golden["amax_p"] and codes(square8) == golden["p8_codes"]
-    weights = map(tg.Weight, (fc, proj))
-    out = tg.mlp(h, *weights, fp8=layer._replace(proj=proj8, act_amax=torch.zeros(())))
+    layer = layer._replace(proj=proj8, act_amax=torch.zeros(()))
+    out = tg.MLP.apply(h, (tg.Weight(fc), tg.Weight(proj)), fc, proj, tg.TORCH_BACKEND, layer)
     want = torch.tensor(golden["out_fp64"], dtype=torch.float64).view(4, 16)
     assert (out.double() - want).abs().max() <= 2**-8 * want.abs().max() and out.dtype == torch.bfloat16
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
+from golden_inputs import targets_of
 from test_distributed import batches_of, build, cfg, first_batch, run_steps, with_dtype  # noqa: F401 (a fixture)
 
 NEAR = dict(rtol=1e-12, atol=1e-13)
@@ -47,17 +48,21 @@ def plain_head(x, w):
     (loss - 0.25 * logp[rows, prefixes][prefixes >= 0].sum()).backward()
 
 
+def mlp(x, fc, proj):
+    return tg.MLP.apply(x, (fc, proj), fc.w, proj.w, tg.TORCH_BACKEND, None)
+
+
 OTHER = randn(8, 6, seed=1)
 TARGETS, PREFIXES = torch.tensor([3, 0, 7, 7, 2]), torch.tensor([-1, 0, 0, 1, -1, 3, 2, 6])
 OPERATIONS = {
-    "linear": (lambda x, weight: tg.linear(x, weight)[0], lambda x, w: x @ w.T, (8, 6)),
+    "linear": (lambda x, weight: tg.Linear.apply(x, weight, weight.w), lambda x, w: x @ w.T, (8, 6)),
     "fc": (
-        lambda x, weight: tg.mlp(x, weight, tg.Weight(OTHER)),
+        lambda x, weight: mlp(x, weight, tg.Weight(OTHER)),
         lambda x, w: (x @ w.T).relu().square() @ OTHER,
         (8, 6),
     ),
     "proj": (
-        lambda x, weight: tg.mlp(x, tg.Weight(OTHER), weight),
+        lambda x, weight: mlp(x, tg.Weight(OTHER), weight),
         lambda x, w: (x @ OTHER.T).relu().square() @ w,
         (8, 6),
     ),
@@ -165,7 +170,7 @@ def autograds_gradients(cfg):
     for micro_batch in batch.micro_batches:
         logits = model.hidden_states(micro_batch, batch.plan.windows) @ model.lm_head
         logp = (23 * torch.sigmoid((logits + 5) / 7.5)).log_softmax(-1)
-        targets = model.loss_targets(micro_batch.targets, batch.plan)
+        targets = targets_of(model, micro_batch, batch.plan)
         for weight, column in zip(batch.plan.loss_weights, targets.T):
             rows = (column >= 0).nonzero()[:, 0]
             (-weight / cfg.microbatches * logp[rows, column[rows]].sum()).backward(retain_graph=True)
