@@ -44,7 +44,6 @@ import difflib
 import fnmatch
 import gc
 import hashlib
-import inspect
 import io
 import json
 import math
@@ -347,7 +346,7 @@ class Config:
     mudd_gates: bool = True
     mudd_connections: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
-    mix_groups: int = 12  # parts of the stream's channels that the last mix weighs by themselves
+    mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     window_unit: Positive = 128
     # At the final validation.
     val_windows: Windows = Windows(6, 20)
@@ -725,7 +724,7 @@ class StepPlan(NamedTuple):
 
     @property
     def loss_weights(self) -> tuple[float, ...]:
-        """Returns the weights of GPT.loss_targets' columns."""
+        """Returns the weights of loss_targets' columns."""
         return (*self.mtp, self.prefix) if self.prefix else self.mtp
 
     def slowdown(self, every: int) -> int:
@@ -866,40 +865,45 @@ def init_distributed() -> tuple[int, int, torch.device]:
     return rank, world_size, device
 
 
-class compiled:
-    """Decorates a function that torch.compile compiles in runs with Config.compile, and that runs as written
-    in others.
+COMPILER: Callable | None = None  # makes a function's compiled form; None: functions run as written
 
-    compiler: the one switch, for all functions: None, or what makes a function's compiled form.
-    """
 
-    compiler: Callable | None = None
+def compiled(function: Callable) -> Callable:
+    """Decorates a function that use_compiler's choice compiles, or leaves as it is written."""
 
-    def __init__(self, function: Callable):
-        self.function = function
+    @wraps(function)
+    def call(*args, **kwargs):
+        if torch.compiler.is_compiling() or COMPILER is None:
+            return function(*args, **kwargs)
+        return COMPILER(function)(*args, **kwargs)
 
-    def __call__(self, *args, **kwargs):
-        if compiled.compiler is None or torch.compiler.is_compiling():
-            return self.function(*args, **kwargs)
-        return compiled.compiler(self.function)(*args, **kwargs)
+    return call
+
+
+def use_compiler(compiler: Callable | None) -> None:
+    """Sets what compiles all functions from now on; None: nothing does."""
+    global COMPILER
+    COMPILER = compiler
 
 
 def compiler_of(cfg: Config) -> Callable | None:
-    """Returns what `compiled.compiler` must be in a run of `cfg`."""
+    """Returns what compiles the functions of a run of `cfg`."""
     if not cfg.compile:
         return None
-    # A function has 8 graphs by default, but one serves all kinds of layers. From torch 2.12 on a setting
-    # holds in its own thread, so autograd's threads, which run a GPU's backward, would keep the default:
-    # there the limit is an argument. Guards and AOTAutograd check sizes, so generated code need not.
-    torch._dynamo.config.recompile_limit = 64
-    has_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
-    limit: dict = {"recompile_limit": 64} if has_limit else {}
+    torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
+    # One graph of GPT.run_layers serves all lengths and windows. Dense attention has one for each window.
+    torch.compiler.config.dynamic_sources = r"L\['(embed|bigram|values|sequence|windows)'\].*"
 
     @cache
-    def compiler(function):
-        autotune = getattr(function, "autotune", True)
-        options = {"size_asserts": False, "triton.autotune_pointwise": autotune}
-        return torch.compile(function, fullgraph=True, options=options, **limit)
+    def compiler(function: Callable) -> Callable:
+        # Autotuning first copies what a kernel changes: of update_rows the whole table, 26 GB on one GPU.
+        # Guards and AOTAutograd check sizes, so generated code need not.
+        autotune = function.__name__ != "update_rows"
+        return torch.compile(
+            function,
+            fullgraph=True,
+            options={"size_asserts": False, "triton.autotune_pointwise": autotune},
+        )
 
     return compiler
 
@@ -1563,7 +1567,7 @@ def attention(
     positions before it: T * (window + block) scores instead of T * T.
     """
     T = len(q)
-    q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, max_seqlen - 1, T - 1))
+    q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, T - 1))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return y.transpose(1, 2).flatten(0, 1)[:T]
 
@@ -1664,7 +1668,6 @@ def relu_square_fp8(h8: Tensor, h_amax: Tensor, weights: FP8MLP, dtype: torch.dt
     return square, square8.to(torch.float8_e4m3fn)
 
 
-@compiled
 def amax_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns 448 / amax * x in e4m3, and amax, x's largest absolute entry, 0-d fp32."""
     amax = x.abs().amax().float().clamp_min(FP8_LEAST)
@@ -1817,10 +1820,6 @@ def update_rows(
     old, update = table[at].to(grads.dtype), lr * grads / (new.sqrt() + ROW_EPS)[:, None]
     update += decay * old * (update * old > 0)
     table.index_copy_(0, at, (old - update).to(table.dtype))
-
-
-# Inductor's autotuning first copies what a kernel changes. That is the whole table: 26 GB on one GPU.
-update_rows.function.autotune = False  # type: ignore
 
 
 # ANVIL's maps of singular values, x -> a x + b x^3 + c x^5 (record 92, PR 360). Together they bring those
@@ -2207,12 +2206,11 @@ def flash_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
-    widths = q.size(-1), v.size(-1)
-    # It takes one width. Padding by nothing would copy too.
-    q, k, v = (F.pad(t, (0, n)) if (n := max(widths) - t.size(-1)) else t for t in (q, k, v))
-    options = {"scale": scale, "window_size": (window, 0)}
+    width, options = v.size(-1), {"scale": scale, "window_size": (window, 0)}
+    # It takes one width.
+    q, k, v = (F.pad(t, (0, max(q.size(-1), width) - t.size(-1))) for t in (q, k, v))
     y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
-    return y[:, :, : widths[1]]  # type: ignore
+    return y[:, :, :width]  # type: ignore
 
 
 def check_driver() -> None:
@@ -2240,6 +2238,10 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
         "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
         "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
     )
+    refuse_if(
+        interpreted and cfg.compile and "relu_square" in cfg.kernels,
+        "Triton's interpreter cannot run inside compiled code; use --set compile=false",
+    )
     lacks_flash = too_old or cfg.dtype != "bfloat16"
     refuse_if(
         cfg.attention != "dense" and lacks_flash,
@@ -2260,15 +2262,10 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
     return Backend(**chosen, fp8=cfg.fp8)
 
 
-def fp8_matmul(
-    a: Tensor, b: Tensor, scale: Tensor, out: Tensor, fast: bool = False, b_scale: Tensor | None = None
-) -> Tensor:
-    """Writes scale b_scale a b to `out`, for fp8 a (n, k), row-major, b (k, m), column-major.
-
-    The scales are 0-d fp32; b_scale is 1 by default.
-    """
-    b_scale = constant(1.0, a.device) if b_scale is None else b_scale
-    return torch._scaled_mm(a, b, scale, b_scale, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, out: Tensor, fast: bool = False) -> Tensor:
+    """Writes scale a b to `out`, for fp8 a (n, k), row-major, b (k, m), column-major; scale 0-d fp32."""
+    one = constant(1.0, a.device)
+    return torch._scaled_mm(a, b, scale, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
 
 
 @cache
@@ -2308,47 +2305,49 @@ def write_grad(
 class Gradient:
     """One parameter's gradient, summed over micro-batches from one update to the next.
 
-    main_grad: a persistent buffer with the parameter's shape and dtype. Matmuls' backwards write to it
-    directly, by `add`; rows of tables are added to it. Without it autograd sums the gradient in p.grad.
+    main_grad: a persistent buffer with the parameter's shape and dtype. Backwards of matrix products write to
+    it directly; rows of tables are added to it. Without it autograd sums the gradient in p.grad.
+    written: 0-d, on the CPU: whether main_grad has a gradient already, to which the next one is added. It is
+    a tensor so that one graph serves both cases.
     mean: for tables with sparse exchange, this rank's block of the mean over ranks, at least fp32.
     """
 
-    def __init__(self, name: str = "", p: Tensor | None = None, main_grad: Tensor | None = None):
+    def __init__(self, name: str, p: Tensor, main_grad: Tensor | None = None):
         self.name, self.p, self.main_grad = name, p, main_grad
         self.mean: Tensor | None = None
-        self.written: set[int] = set()  # parts, by their first row, that were added since the last reset
+        self.written = torch.tensor(False)
         self.delay, self.delayed = False, []
 
-    def add(
-        self,
-        a: Tensor,
-        b: Tensor,
-        start: int = 0,
-        scale: Tensor | None = None,
-        columns: Tensor | None = None,
-    ) -> Tensor | None:
-        """main_grad's matrices, one below the other, [start : start + rows, :cols] += a^T b, as write_grad
-        does; the first one since a reset overwrites. With `columns`, these instead of the first ones. With
-        `delay` it is computed by take().
+    def add(self, a: Tensor, b: Tensor, scale: Tensor | None = None, columns: Tensor | None = None) -> None:
+        """main_grad += a^T b, as write_grad does; the first one since a reset overwrites.
 
-        Returns what autograd gets. That is None; without main_grad the gradient; or, by TransformerEngine's
-        contract (its PR 2871), an uninitialized tensor if the parameter has an attribute
-        grad_added_to_main_grad, which becomes True: hooks that wait for a gradient then run, and drop it.
+        With `delay` it is computed by take().
         """
-        if self.main_grad is None:
-            return a.T @ b
-        out = self.main_grad.flatten(0, -2)[start : start + a.size(1)]
-        out = out[:, : b.size(1)] if columns is None else out
-        product = partial(write_grad, out, a, b, scale, start not in self.written, columns)
-        self.written.add(start)
+        product = partial(write_grad, self.main_grad, a, b, scale, not self.written, columns)
+        self.written = torch.tensor(True)
         if self.delay:
             self.delayed.append(product)
         else:
             product()
-        if not hasattr(self.p, "grad_added_to_main_grad"):
-            return None
-        self.p.grad_added_to_main_grad = True
-        return torch.empty_like(out)
+
+    def weight(self) -> "Weight":
+        """Returns the parameter as matrix products take it."""
+        if self.main_grad is None:
+            return Weight(self.p)
+        return Weight(self.p.detach(), self.main_grad, self.written)
+
+    def end_backward(self) -> None:
+        """Ends a micro-batch's backward: what follows is added to its gradient.
+
+        By TransformerEngine's contract (its PR 2871), a parameter's attribute grad_added_to_main_grad, if
+        there is one, becomes True, and autograd gets an uninitialized gradient: hooks that wait for one then
+        run, and drop it. This is here, and not in the backward of each product, because a compiled backward
+        gives all its results at its end.
+        """
+        self.written = torch.tensor(True)
+        if hasattr(self.p, "grad_added_to_main_grad"):
+            self.p.grad_added_to_main_grad = True
+            torch.autograd.backward(self.p, torch.empty_like(self.p))
 
     @torch.no_grad()
     def take(self) -> Tensor:
@@ -2363,7 +2362,7 @@ class Gradient:
     def reset(self) -> None:
         """Begins a new sum."""
         self.p.grad = None
-        self.written.clear()
+        self.written = torch.tensor(False)
         self.delayed.clear()
 
 
@@ -2372,83 +2371,93 @@ class TableGradient(Gradient):
 
     def reset(self, rows: RowRoutes | None = None) -> None:
         """Begins a new sum. rows: the only ones of this rank's main_grad and mean that are not 0."""
+        super().reset()
         for t, ids in (self.main_grad, rows and rows.rows), (self.mean, rows and rows.row_index.row_ids):
             if t is not None:
                 t.zero_() if ids is None else t.index_fill_(0, ids.long(), 0)
 
-
-NO_MAIN_GRAD = Gradient()
 
 # The head's FP8 scales (records 19, 51), fixed, so that no step searches for a maximum: e4m3's largest number
 # stands for x = 100 and w = 1.6. Gradients are e5m2, for its range, in units of FP8_GRAD times their scale.
 FP8_X, FP8_W, FP8_GRAD = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX
 
 
-class WeightSlice(NamedTuple):
-    """A matrix of a bank."""
+class Weight(NamedTuple):
+    """A matrix of a bank, or the bank."""
 
     w: Tensor  # (rows, cols)
-    start: int = 0  # its first row, in the bank as one matrix (.., cols)
-    grad: Gradient = NO_MAIN_GRAD
+    # Its part of main_grad, and Gradient.written. None: its gradient is autograd's.
+    main_grad: Tensor | None = None
+    written: Tensor | None = None
+
+    def split(self, rows: int) -> Iterator["Weight"]:
+        """Returns a bank's matrices, of so many rows each, in their order."""
+        # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
+        # gradient as large as the bank.
+        parts = self.w.flatten(0, -2).split(rows)
+        whole = self.main_grad
+        main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
+        return map(partial(Weight, written=self.written), parts, main_grads)
+
+    def gradient(self, a: Tensor, b: Tensor) -> Tensor | None:
+        """Gives the weight its gradient a^T b: writes it to main_grad, or returns it to autograd."""
+        if self.main_grad is None:
+            return a.T @ b
+        (add_product_op if torch.compiler.is_compiling() else add_product)(self.main_grad, a, b, self.written)
+        return None
+
+
+def add_product(main_grad: Tensor, a: Tensor, b: Tensor, written: Tensor) -> None:
+    """Writes a^T b (rows, cols) to main_grad[:rows, :cols], or adds it if `written`."""
+    write_grad(main_grad[: a.size(1), : b.size(1)], a, b, None, not written)
+
+
+# As an operation of torch's, so that a compiled backward can hold it.
+add_product_op = torch.library.custom_op("train_gpt::add_product", add_product, mutates_args={"main_grad"})
+add_product_op.register_fake(lambda *_: None)
 
 
 class Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weights, *matrices):
-        ctx.weights = weights
-        ctx.save_for_backward(x, *matrices)
-        return tuple(F.linear(x, w) for w in matrices)
+    """x w^T, for x (T, cols); w is the weight's matrix."""
 
     @staticmethod
-    def backward(ctx, *dys):
-        x, *matrices = ctx.saved_tensors
-        dx = dys[0] @ matrices[0]
-        for dy, w in zip(dys[1:], matrices[1:]):
-            dx.addmm_(dy, w)
-        grads = (weight.grad.add(dy, x, weight.start) for weight, dy in zip(ctx.weights, dys))
-        return dx, None, *grads
+    def forward(ctx, x, weight, w):
+        ctx.weight = weight
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
 
-
-def linear(x: Tensor, *weights: WeightSlice) -> tuple[Tensor, ...]:
-    """Returns x w^T for each of the weights (rows, cols), for x (T, cols)."""
-    return Linear.apply(x, weights, *(weight.w for weight in weights))
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w, None, ctx.weight.gradient(dy, x)
 
 
 class MLP(torch.autograd.Function):
+    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
+
+    With `fp8`, the weights in FP8, the forward is FP8's; the gradients are those of the products without.
+    """
+
     @staticmethod
-    def forward(ctx, h, slices, backend, fp8, fc, proj):
-        ctx.slices, ctx.backend = slices, backend
+    def forward(ctx, h, weights, fc, proj, backend, fp8):
+        ctx.weights, ctx.backend = weights, backend
         if fp8 is None:
             square = backend.relu_square(h, fc)
             out = square @ proj
         else:
             square, square8 = backend.relu_square_fp8(*amax_to_fp8(h), fp8, h.dtype)
-            factors = square8, fp8.proj.T, fp8.act_scale, torch.empty_like(h)
-            out = fp8_matmul(*factors, fast=True, b_scale=fp8.proj_scale)
+            # Inductor takes a 0-d view of a vector for all of the vector.
+            scales = fp8.act_scale.view(1, 1), fp8.proj_scale.view(1, 1)
+            out = torch._scaled_mm(square8, fp8.proj.T, *scales, out_dtype=h.dtype, use_fast_accum=True)
         ctx.save_for_backward(h, square, fc, proj)
         return out
 
     @staticmethod
     def backward(ctx, dy):
         h, square, fc, proj = ctx.saved_tensors
-        to_fc, to_proj = ctx.slices
+        to_fc, to_proj = ctx.weights
         da = ctx.backend.relu_square_grad(dy, proj, square)
-        dproj = to_proj.grad.add(square, dy, to_proj.start)
-        return da @ fc, None, None, None, to_fc.grad.add(da, h, to_fc.start), dproj
-
-
-def mlp(
-    h: Tensor,
-    fc: WeightSlice,
-    proj: WeightSlice,
-    fp8: FP8MLP | None = None,
-    backend: Backend = TORCH_BACKEND,
-) -> Tensor:
-    """Returns relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d).
-
-    With `fp8`, the weights in FP8, the forward is FP8's; the gradients are those of the products without.
-    """
-    return MLP.apply(h, (fc, proj), backend, fp8, fc.w, proj.w)
+        return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
 
 
 # ============================================================================================================
@@ -2461,7 +2470,7 @@ YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stre
 class RotaryFamily(NamedTuple):
     cos: Tensor  # (rows, head_dim / 4)
     sin: Tensor
-    scale: float  # of the softmax
+    scale: Tensor  # of the softmax, 0-d: another number needs no other graph
 
 
 class Rotary:
@@ -2496,160 +2505,35 @@ class Rotary:
             scale *= 0.2 * math.log(new / window) + 1
         angles = torch.arange(self.rows, dtype=freq.dtype, device=freq.device)[:, None] * freq
         cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
-        return RotaryFamily(cos, sin, scale)
+        return RotaryFamily(cos, sin, freq.new_full((), scale))
 
 
-# The code between kernels: pure functions, each compiled by itself. They differ only by a layer's kind, so
-# all layers together take few compilations. MLPs, FlashAttention and kernels are called uncompiled.
+# What GPT.run_layers calls.
 
 
-@compiled
-def smear_embeddings(embed: Tensor, smear: Tensor, smear_gate: Tensor) -> Tensor:
-    """Returns x0, the normed rows of `embed` (T, d), each with a gated share of the one before.
-
-    It costs next to nothing; attention would spend a head (PR 130).
-    """
-    gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], smear_gate))
-    return norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
-
-
-@compiled
-def token_weights(
-    u: Tensor,
-    w1: Tensor | None,
-    w2: Tensor | None,
-    b2: Tensor,
-    scale: Tensor | None,
-    count: int,
-    more: int = 0,
-) -> Tensor:
-    """Returns the first outputs (count, T) of a small MLP of every row of u (T, d), times `scale`; then as
-    many `more`, without biases.
-
-    None: MUDD_SCALE. w1 (hidden, d), w2 (k, hidden), b2 (k,); without w1 and w2 the outputs are constants,
-    (count, 1). An output's numbers lie together: compiled code copies inputs that are not aligned to 16
-    bytes. MUDD: Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
-    """
-    out = (F.pad(b2[:count], (0, more)) if more else b2[:count])[:, None]
-    if w1 is not None and w2 is not None:
-        out = torch.addmm(out, w2[: count + more], F.gelu(F.linear(u, w1)).T)
-    return (MUDD_SCALE if scale is None else scale) * out
-
-
-@compiled
-def mix_streams(
-    scales: Sequence[Tensor | None], streams: Sequence[Tensor], normed: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Sums scales times streams (T, d), left to right. Returns the sum and, if `normed`, its norm.
+def mix(*terms: tuple[Tensor | None, Tensor]) -> Tensor:
+    """Sums scales times streams (T, d), from left to right.
 
     A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come as groups of channels
     (T, groups, D), with a scale each. With scales of the stream, a layer's output, x0 and the bigrams, each
     layer can lean on the input again (record 9).
     """
-    scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in zip(scales, streams)]
-    total = sum(scaled[1:], scaled[0])
-    return total, norm(total.flatten(1)) if normed else None
-
-
-def fan_out(x: Tensor, count: int) -> Iterator[Tensor]:
-    """Yields x, for `count` readers. Their gradients are added up at once, not in pairs, a launch each."""
-    return iter(x.expand(count, *x.shape).unbind())
-
-
-@compiled
-def connect(
-    x: Tensor,
-    first: Tensor,
-    back: Tensor,
-    value: Tensor,
-    weights: Tensor,
-    output_weight: Tensor,
-    out_scale: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what is added to the values, and the stream, of the layer with connections (record 81); and the
-    weight (T, 1) of attention's output times out_scale, 0-d.
-
-    x, first, back: streams (T, d); value (T, d), of value_embeds; weights (T, 8).
-    """
-    w = weights.split(1, dim=1)
-    halves = weights[:, 6:8, None] * value.view(len(value), 2, -1)
-    values = halves.flatten(1) + (w[0] * first + w[1] * back + w[2] * x)
-    return values, (1 + w[5]) * x + w[3] * first + w[4] * back, output_weight * out_scale
+    scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
+    return sum(scaled[1:], scaled[0])
 
 
 def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Returns the head's input: the norm of x (T, d) and `streams`, like it, times their weights.
 
-    weights (n + n * groups, T), or (n, 1): one for each of the n streams; then for each stream one for each
-    group of channels, which is added to that.
+    weights (n + n * groups, T or 1): one for each of the n streams; then for each stream one for each group
+    of channels, which is added to that.
     """
-    n, half = len(streams), len(streams) // 2
-    own, by_group = weights.split([n, len(weights) - n])
-    parts = own[:, None]
-    if len(by_group):
-        parts = parts + by_group.unflatten(0, (n, -1))
-    x, *streams = (t.unflatten(1, (parts.size(1), -1)) for t in (x, *streams))
-    scales = [part.T[:, :, None] for part in parts]
-    # In two calls: code for all streams would need more registers than a GPU has.
-    x, _ = mix_groups([None, *scales[:half]], [x, *streams[:half]], False)
-    return mix_groups([None, *scales[half:]], [x, *streams[half:]], True)[1]
+    n = len(streams)
+    scales = (weights[:n, None] + weights[n:].unflatten(0, (n, -1))).mT[..., None]
+    x, *streams = (t.unflatten(1, (scales.size(2), -1)) for t in (x, *streams))
+    return norm(mix((None, x), *zip(scales, streams)).flatten(1))
 
 
-@compiled
-def mix_groups(*args):
-    """Does mix_streams: code compiled for both ranks of streams would know no width."""
-    return mix_streams(*args)
-
-
-@compiled
-def qkv_to_heads(
-    h: Tensor,
-    qk: Tensor,
-    v: Tensor,
-    scale: Tensor,
-    value: Tensor | None,
-    ve_gate: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    paired: bool,
-    key_shift: bool,
-    narrow_qk: bool,
-    narrow_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes a layer's queries, keys and values of scale (T, 1) times products with its input h (T, d).
-
-    qk (T, 2 H Dq); v (T, H Dv). Returns q, k (T, H, Dq) and v (T, H, Dv), for paired heads (2T, H/2, ...);
-    cos, sin (2T, n). The first Dv numbers of each head of `value` (T, d) are added to v, times the head's
-    gate by ve_gate, if that is given.
-    """
-    T, D = len(h), h.size(1) // heads
-    # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). With widths
-    # by arguments, not -1, compiled code knows them.
-    q, k = norm((scale * qk).to(qk.dtype).view(T, 2, heads, D // (1 + narrow_qk))).unbind(1)
-    v = (scale * v).to(v.dtype).view(T, heads, D // (1 + narrow_v))
-    if value is not None:
-        # Value embeddings: another embedding of the token, added to the values, which the early layers'
-        # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897), gated
-        # by few channels (PR 186).
-        added, half = value.view(T, heads, D)[:, :, : v.size(2)], GATE_DIM // 2
-        if ve_gate is not None:
-            gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
-            added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
-        v = v + added
-    if paired:
-        # Paired heads: two heads share one stream of twice the length, so each query sees both heads' keys
-        # and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T rows of
-        # H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2); the window
-        # counts rows.
-        cos, sin = (t.view(T, 1, 2, -1) for t in (cos, sin))
-        q, k = (rotate(t.unflatten(1, (-1, 2)), cos, sin).view(2 * T, heads // 2, -1) for t in (q, k))
-        return q, k, v.reshape(2 * T, heads // 2, -1)
-    q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
-    return q, shift_keys(k) if key_shift else k, v
-
-
-@compiled
 def finish_heads(y: Tensor, v: Tensor, xsa: Tensor | None, gate: Tensor | None) -> Tensor:
     """Takes part of what lies along its own token's value v off each head's output y; multiplies by a gate.
 
@@ -2666,6 +2550,14 @@ def finish_heads(y: Tensor, v: Tensor, xsa: Tensor | None, gate: Tensor | None) 
 
 class GPT(nn.Module):
     """The language model. Parameters have the shapes of `param_shapes` and are drawn from `seed`."""
+
+    # Parameters that are named below.
+    scalars: Tensor
+    smear_gate: Tensor
+    ve_gate_bank: Tensor
+    mudd_gate_scale: Tensor
+    post_lambdas: Tensor
+    resid_lambdas: Tensor
 
     def __init__(
         self,
@@ -2688,6 +2580,14 @@ class GPT(nn.Module):
         count = num_microbatches(cfg, world_size)
         length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
+        # Rows of a bank's matrices.
+        rows = {
+            "qk_bank": 2 * cfg.dim,
+            "narrow_qk_bank": cfg.dim,
+            "vo_bank": cfg.dim,
+            "mlp_bank": cfg.mlp_dim,
+        }
+        self.banks = {name: n for name, n in rows.items() if name in shapes}
         self.gate_table = gate_table(cfg)
         self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
@@ -2697,7 +2597,7 @@ class GPT(nn.Module):
         self.register_buffer("signs", torch.zeros(shape, dtype=dtype_of(cfg.dtype), device=device))
         # Of the MLPs in FP8: maxima of this step's activations, their scales, scales of proj.
         mlps = sum(layer.mlps for layer in cfg.layers)
-        self.act_amax, self.act_scale, self.proj_scale = torch.ones(3, mlps, device=device)
+        self.act_amax, self.act_scale, self.proj_scale = (torch.ones(mlps, device=device) for _ in range(3))
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         self.initialize(seed)
@@ -2716,15 +2616,6 @@ class GPT(nn.Module):
         self.wait_for(name)
         return getattr(self, name)
 
-    def matrices(self, name: str, rows: int, grads: dict[str, Gradient]) -> list[WeightSlice]:
-        """Returns a bank's matrices (rows, d), in their order; none of a bank that no layer needs."""
-        if not hasattr(self, name):
-            return []
-        # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
-        # gradient as large as the bank.
-        matrices, grad = self.weight(name).flatten(0, -2).split(rows), grads.get(name, NO_MAIN_GRAD)
-        return [WeightSlice(w, i * rows, grad) for i, w in enumerate(matrices)]
-
     @section("forward")
     def hidden_states(
         self,
@@ -2732,142 +2623,142 @@ class GPT(nn.Module):
         windows: dict[str, int],
         grads: dict[str, Gradient] | None = None,
         leaves: dict[str, Tensor] | None = None,
-        fp8_mlps: Callable[[], list[FP8MLP]] | None = None,
+        fp8: FP8MLP | None = None,
     ) -> Tensor:
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
-        windows: tokens, by name. The backward gives the banks' gradients to `grads`, or to autograd where it
-        has no entry. In training, rows that are looked up in tables are put into `leaves`, by name, where
-        autograd leaves their gradients; outside it, rows of n-grams are fetched first. With `fp8_mlps`, which
-        gives GPT.fp8_mlps' result, MLPs are in FP8.
+        windows: tokens, by name. The backward gives the banks' gradients to `grads`, or without it to
+        autograd. In training, rows that are looked up in tables are put into `leaves`, by name, where
+        autograd leaves their gradients; outside it, rows of n-grams are fetched first. With `fp8`, the result
+        of GPT.fp8_mlps, MLPs are in FP8.
         """
-        # Tables are looked up where they are first used, so that their gathers are waited for late.
-        bigram = self.lookup_sums(batch, leaves)
-        grads, embed = grads or {}, self.lookup("embed", batch, leaves)
-        sequences = {
-            "plain": (batch.cu_seqlens, batch.max_doc_len),
-            "paired": (2 * batch.cu_seqlens, 2 * batch.max_doc_len),  # two rows a token
-        }
-        cfg, d, L = self.cfg, self.cfg.dim, len(self.cfg.layers)
-        products, others = self.weight("scalars").split([2 * L, 2])
-        smear, skip = others
-        qkv_scales, out_scales = products.view(L, 2).split(1, dim=1)
-        post = self.weight("post_lambdas") * F.pad(out_scales, (0, 1), value=1.0)
-        factors = torch.cat([qkv_scales, self.weight("resid_lambdas"), post], dim=1)
-        # Code that was compiled for a number at a multiple of 16 bytes copies numbers that are elsewhere. At
-        # odd places none is at such a multiple, so one compilation serves all.
-        odd_places, count = F.pad(factors.view(-1, 1), (1, 0))[:, 1:], factors.size(1)
+        bigram, embed = self.lookup_sums(batch, leaves), self.lookup("embed", batch, leaves)
+        values = embed[:, None][:, :0]  # of no table
+        if hasattr(self, "value_embeds"):
+            values = self.lookup("value_embeds", batch, leaves)
+        for name, _ in self.named_parameters():
+            if name != "lm_head":
+                self.wait_for(name)
+        banks = {name: grads[name].weight() if grads else Weight(getattr(self, name)) for name in self.banks}
+        sequence = batch.cu_seqlens, batch.max_doc_len
+        return compiled(GPT.run_layers)(self, embed, bigram, values, sequence, windows, banks, fp8)
+
+    def run_layers(
+        self,
+        embed: Tensor,
+        bigram: Tensor,
+        values: Tensor,
+        sequence: tuple[Tensor, int],
+        windows: dict[str, int],
+        banks: dict[str, Weight],
+        fp8: FP8MLP | None,
+    ) -> Tensor:
+        """Does hidden_states after the lookups: one graph, if it is compiled, and so is its backward.
+
+        embed (T, d); bigram (T, width); values (T, tables, d); sequence: cu_seqlens, longest document.
+        """
+        cfg, (T, d) = self.cfg, embed.shape
+        bigram, tables = F.pad(bigram, (0, d - bigram.size(1))), values.unbind(1)
+        products, (smear, skip) = self.scalars.split([2 * len(cfg.layers), 2])
+        factors = torch.cat([products.view(-1, 2), self.resid_lambdas, self.post_lambdas], dim=1)
         # Repeated for every token, so that one sum over the tokens gives the gradients of all numbers.
-        numbers = odd_places.expand(-1, len(embed)).unsqueeze(2).unbind()
-        ve_gates = iter(self.weight("ve_gate_bank") if hasattr(self, "ve_gate_bank") else ())
-        x0 = smear_embeddings(embed, smear, self.weight("smear_gate"))
-        mudd, mudd_gate = self.token_mlps("mudd"), self.token_mlps("mudd_gate")
-        # x0 also goes to the gates and the first stream. The bigrams' share of layer 0 is in that stream; the
-        # layer with connections reads them too.
-        x0s = fan_out(x0, sum(layer.x0 for layer in cfg.layers) + 2)
-        bigrams = fan_out(bigram, sum(layer.bigram + layer.connections for layer in cfg.layers))
-        gates = self.split_gates(0, mudd_gate[0](next(x0s)))
-        scales: list[Tensor | None] = [None]
-        streams = [next(x0s)]
-        if cfg.layers[0].bigram:
-            scales, streams = [None, gates["bigram", 0]], [*streams, next(bigrams)]
-        x, h = mix_streams(scales, streams, True)
-        qk, narrow_qk = (
-            iter(self.matrices(name, rows, grads))
-            for name, rows in (("qk_bank", 2 * d), ("narrow_qk_bank", d))
-        )
-        vo, mlps, values = iter(self.matrices("vo_bank", d, grads)), None, None
+        numbers = factors.view(-1, 1, 1).expand(-1, T, 1).unbind()
+        matrices = {name: bank.split(self.banks[name]) for name, bank in banks.items()}
+        mlps_fp8 = iter(map(FP8MLP, *fp8) if fp8 else ())
+        value_tables = iter(tables)
+        ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else tables)
+        # A gated share of the token before is added to each: attention would spend a head on it (PR 130).
+        gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], self.smear_gate))
+        x0 = norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
+        gates = self.gates(0, x0)
+        x = mix((None, x0), (gates["bigram", 0], bigram)) if cfg.layers[0].bigram else x0
         first = skipped = back = normed_back = connected = mlp_input = x  # later layers read some of them
         for i, layer in enumerate(cfg.layers):
-            if i == cfg.skip_to:
-                x, h = mix_streams([None, torch.sigmoid(skip) * gates["skip", i]], [x, skipped], True)
-            qkv_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
-                count * i : count * (i + 1)
+            qkv_scale, out_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
+                6 * i : 6 * i + 6
             ]
-            scales, mlp_scales, streams = [resid_attention], [resid_mlp] + layer.mlps * [post_mlp], [x]
+            if i == cfg.skip_to:
+                x = mix((None, x), (torch.sigmoid(skip) * gates["skip", i], skipped))
+            terms = []  # what is added to the stream before the MLPs: scales and streams
             if layer.attention:
-                value, ve_gate = None, None
-                if layer.value:
-                    values = values or [*self.lookup("value_embeds", batch, leaves).unbind(1)]
-                    value = values[sum(earlier.value for earlier in cfg.layers[:i])]
-                    ve_gate = None if layer.connections else next(ve_gates)
+                h = norm(x) if i <= cfg.back_from else normed_back
+                value = next(value_tables) if layer.value else None
+                ve_gate = next(ve_gates) if layer.value and not layer.connections else None
                 if layer.connections:
-                    connected = x
-                    for_values, *columns = (rows.T for rows in mudd[0](x).split([8, 1, 1, 1, 1, 1, 1]))
-                    value, x, post_attention = connect(
-                        x, first, back, value, for_values, columns[1], out_scales[i, 0]
+                    connected, w = x, self.token_weights("mudd", 0, x)[:, :, None].unbind()
+                    left, right = value.chunk(2, 1)
+                    value = torch.cat([w[6] * left, w[7] * right], 1) + mix(
+                        (w[0], first), (w[1], back), (w[2], x)
                     )
-                    scales, mlp_scales, streams = columns[:1], columns[4:], [x]
-                v, out = next(vo), next(vo)
+                    x = mix((1 + w[5], x), (w[3], first), (w[4], back))
+                    resid_attention, post_attention = w[8:10]
+                v, out = next(matrices["vo_bank"]), next(matrices["vo_bank"])
                 if layer.narrow_v:  # reads half of both
                     v, out = v._replace(w=v.w[: d // 2]), out._replace(w=out.w[:, : d // 2])
-                weights = next(narrow_qk if layer.narrow_qk else qk), v
-                seq = (*sequences[layer.attention], windows[layer.window])
-                attention_input = h if i <= cfg.back_from else normed_back
-                y = self.attention(i, attention_input, weights, qkv_scale, seq, gates, value, ve_gate)
-                scales, streams = [*scales, post_attention], [*streams, *linear(y.flatten(1), out)]
+                weights = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"]), v
+                y = self.attention(
+                    i, h, weights, qkv_scale, (*sequence, windows[layer.window]), gates, value, ve_gate
+                )
+                terms += [(out_scale * post_attention, Linear.apply(y.flatten(1), out, out.w))]
             if layer.x0:
-                scales, streams = [*scales, gates["x0", i]], [*streams, next(x0s)]
+                terms += [(gates["x0", i], x0)]
             if layer.bigram and i > 0:
-                scales, streams = [*scales, gates["bigram", i]], [*streams, next(bigrams)]
+                terms += [(gates["bigram", i], bigram)]
             if layer.connections:
-                scales, streams = [*scales, *columns[2:4]], [*streams, first, next(bigrams)]
-            if len(streams) > 1:
-                x, h = mix_streams(scales, streams, layer.mlps > 0 or layer.connections)
+                terms += [(w[10], first), (w[11], bigram)]
+                resid_mlp, post_mlp = w[12:]
+            if terms:
+                x = mix((resid_attention, x), *terms)
+            h = norm(x) if layer.mlps or layer.connections else None
             if layer.connections:
                 mlp_input = h
-            if mlps is None:
-                # The MLPs' weights are among the last to be gathered, so they are waited for only here.
-                matrices = self.matrices("mlp_bank", cfg.mlp_dim, grads)
-                mlps = zip(matrices[::2], matrices[1::2], fp8_mlps() if fp8_mlps else len(matrices) * [None])
-            if layer.mlps and h is None:
-                h = norm(x)
-            outputs = [mlp(h, *next(mlps), self.backend) for _ in range(layer.mlps)]
-            # The next attention reads the norm; from the layer after back_from on it reads back's.
-            normed = i == cfg.back_from or i < cfg.back_from and bool(cfg.layers[i + 1].attention)
-            x, h = mix_streams(mlp_scales, [x, *outputs], normed)
+            terms = []
+            for _ in range(layer.mlps):
+                fc, proj = next(matrices["mlp_bank"]), next(matrices["mlp_bank"])
+                how = self.backend, next(mlps_fp8, None)
+                terms += [(post_mlp, MLP.apply(h, (fc, proj), fc.w, proj.w, *how))]
+            x = mix((resid_mlp, x), *terms)
             if i == cfg.skip_from:
                 skipped = x
-                gates |= self.split_gates(1, mudd_gate[1](x))
+                gates |= self.gates(1, x)
             if i == cfg.back_from:
-                back, normed_back = x, h
-        streams = [first, back, connected, skipped, *(values or ()), mlp_input, normed_back]
-        return final_norm(x, mudd[1](x), streams)
+                back, normed_back = x, norm(x)
+        streams = [first, back, connected, skipped, *tables, mlp_input, normed_back]
+        return final_norm(x, self.token_weights("mudd", 1, x), streams)
 
-    def token_mlps(self, name: str) -> list[Callable[[Tensor], Tensor]]:
-        """Returns the two small MLPs "mudd" or "mudd_gate": functions of u (T, d), to outputs (k, T).
+    def token_weights(self, name: str, i: int, u: Tensor) -> Tensor:
+        """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
 
-        The last outputs of the second "mudd" have no biases.
+        Without weights they are constants, (k, 1). The last of the second "mudd" have no biases. MUDD:
+        Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
         """
-        cfg, biases, parts = self.cfg, self.mlp_sizes[name], [f"{name}_{part}" for part in ("w1", "w2")]
-        if not hasattr(self, f"{name}_b2"):  # there are no gates
-            return 2 * [lambda u: u.new_empty(0, 1)]
-        by_group = cfg.mix_groups if name == "mudd" and cfg.mudd_connections else 0
-        scale = self.weight("mudd_gate_scale").to(dtype_of(cfg.dtype)) if name == "mudd_gate" else None
-        # One unbind, as one split in matrices().
-        weights = (self.weight(part).unbind() if hasattr(self, part) else (None, None) for part in parts)
-        b2 = self.weight(f"{name}_b2")
-        b2s, more = F.pad(b2, (0, -b2.size(1) % 8)).unbind(), (0, by_group * biases[1])
-        run, rows = partial(token_weights, scale=scale), zip(*weights, b2s, biases, more)
-        return [partial(run, w1=w1, w2=w2, b2=b2, count=n, more=m) for w1, w2, b2, n, m in rows]
+        count = self.mlp_sizes[name][i]
+        scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
+        more = self.cfg.mix_groups * count if (name, i) == ("mudd", 1) else 0
+        out = F.pad(getattr(self, f"{name}_b2")[i, :count], (0, more))[:, None]
+        if hasattr(self, f"{name}_w1"):
+            w1, w2 = (getattr(self, f"{name}_{part}")[i] for part in ("w1", "w2"))
+            out = torch.addmm(out, w2[: len(out)], F.gelu(F.linear(u, w1)).T)
+        return scale * out
 
-    def split_gates(self, block: int, outputs: Tensor) -> dict[tuple[str, int], Tensor]:
-        """Returns gates (T, columns), by kind and layer, from a gate MLP's outputs (k, T)."""
-        table = self.gate_table[block]
-        parts = outputs.split([gate.columns for gate in table])
-        return {(gate.kind, gate.layer): part.T for gate, part in zip(table, parts)}
+    def gates(self, block: int, u: Tensor) -> dict[tuple[str, int], Tensor]:
+        """Returns gates (T, columns), by kind and layer, from one of the two gate MLPs of u (T, d)."""
+        if not (table := self.gate_table[block]):
+            return {}
+        parts = self.token_weights("mudd_gate", block, u).T.split([gate.columns for gate in table], 1)
+        return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
 
     @torch.no_grad()
-    def fp8_mlps(self, step: int) -> list[FP8MLP]:
-        """Converts the MLPs' weights to FP8, for all forwards of a step.
+    def fp8_mlps(self, step: int) -> FP8MLP:
+        """Converts the MLPs' weights to FP8, for all forwards of a step. Returns them stacked.
 
         All forwards of a step use the maxima of the step before, over all ranks: this step's are not known
         yet, and so the scales do not depend on how micro-batches are spread.
         """
         bank, scale = self.weight("mlp_bank")[: 2 * len(self.act_amax)], self.proj_scale
         scale = torch.zeros_like(scale) if step < FP8_EXACT_STEPS else scale
-        *weights, self.proj_scale = fp8_mlp_weights(bank, scale)
-        return [FP8MLP(*row) for row in zip(*weights, self.act_scale, self.act_amax.zero_())]
+        fc, proj, fc_scale, scale, self.proj_scale = fp8_mlp_weights(bank, scale)
+        return FP8MLP(fc, proj, fc_scale, scale, self.act_scale, self.act_amax.zero_())
 
     def set_act_scale(self, amax: Tensor) -> None:
         """Sets the scales of the next step's activations in FP8 from this one's maxima (L,)."""
@@ -2877,9 +2768,9 @@ class GPT(nn.Module):
         self,
         i: int,
         h: Tensor,
-        weights: tuple[WeightSlice, WeightSlice],
+        weights: tuple[Weight, Weight],
         scale: Tensor,
-        seq: tuple[Tensor, int, int],
+        sequence: tuple[Tensor, int, int],
         gates: dict[tuple[str, int], Tensor],
         value: Tensor | None,
         ve_gate: Tensor | None,
@@ -2887,20 +2778,40 @@ class GPT(nn.Module):
         """Runs layer i's attention on h (T, d). Returns its heads (T, H, Dv).
 
         weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products scale (T, 1)
-        multiplies. seq: cu_seqlens, longest document, window; value (T, d); ve_gate (H, GATE_DIM).
+        multiplies. sequence: cu_seqlens, longest document, window. The first Dv numbers of each head of
+        `value` (T, d) are added to the values, times the head's gate by ve_gate (H, GATE_DIM), if given.
         """
-        T, layer, heads = len(h), self.cfg.layers[i], self.cfg.heads
-        paired, rotary = (
-            layer.attention == "paired",
-            self.rotary.narrow if layer.narrow_qk else self.rotary.wide,
-        )
-        cos, sin = rotary.cos[: 2 * T], rotary.sin[: 2 * T]
-        qk, v = linear(h, *weights)
-        kind = paired, layer.key_shift, layer.narrow_qk, layer.narrow_v
-        q, k, v = qkv_to_heads(h, qk, v, scale, value, ve_gate, cos, sin, heads, *kind)
-        y = self.backend.attention(q, k, v, *seq, rotary.scale).reshape(T, heads, -1)
-        xsa, gate = gates.get(("xsa", i)), gates.get(("output", i))
-        return y if xsa is gate is None else finish_heads(y, v, xsa, gate)
+        T, layer, heads, D = len(h), self.cfg.layers[i], self.cfg.heads, self.cfg.head_dim
+        cos, sin, softmax_scale = self.rotary.narrow if layer.narrow_qk else self.rotary.wide
+        cu_seqlens, max_doc_len, window = sequence
+        qk, v = (Linear.apply(h, weight, weight.w) for weight in weights)
+        # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). With
+        # widths by settings, not -1, compiled code knows them.
+        q, k = norm((scale * qk).to(qk.dtype).view(T, 2, heads, D // (1 + layer.narrow_qk))).unbind(1)
+        v = (scale * v).to(v.dtype).view(T, heads, D // (1 + layer.narrow_v))
+        if value is not None:
+            # Value embeddings: another embedding of the token, added to the values, which the early layers'
+            # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897),
+            # gated by few channels (PR 186).
+            added, half = value.view(T, heads, D)[:, :, : v.size(2)], GATE_DIM // 2
+            if ve_gate is not None:
+                gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
+                added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
+            v = v + added
+        if layer.attention == "paired":
+            # Paired heads: two heads share one stream of twice the length, so each query sees both heads'
+            # keys and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T
+            # rows of H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2);
+            # the window counts rows.
+            cos, sin = (t[: 2 * T].view(T, 1, 2, -1) for t in (cos, sin))
+            q, k = (rotate(t.unflatten(1, (-1, 2)), cos, sin).view(2 * T, heads // 2, -1) for t in (q, k))
+            v, cu_seqlens, max_doc_len = v.reshape(2 * T, heads // 2, -1), 2 * cu_seqlens, 2 * max_doc_len
+        else:
+            q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
+        if layer.key_shift:
+            k = shift_keys(k)
+        y = self.backend.attention(softmax_scale * q, k, v, cu_seqlens, max_doc_len, window, 1.0)
+        return finish_heads(y.reshape(T, heads, -1), v, gates.get(("xsa", i)), gates.get(("output", i)))
 
     def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None) -> Tensor:
         """Returns a table's rows at a micro-batch's tokens, (T, d), of value_embeds (T, tables, d).
@@ -2917,8 +2828,8 @@ class GPT(nn.Module):
         """Returns the rows of bigram_embed, or the sums of n-grams' rows, at a micro-batch's positions.
 
         An embedding of this token and those before, so that no layer need recognize frequent ones (PR 201).
-        Rows are multiplied by their signs; the result is (T, d), padded with zeros. In training the sums are
-        autograd leaves, and added to `leaves`; outside it the rows of n-grams are fetched first.
+        Rows are multiplied by their signs; the result is (T, width). In training the sums are autograd
+        leaves, and added to `leaves`; outside it the rows of n-grams are fetched first.
         """
         name, ids = "ngrams" if self.cfg.ngrams.orders else "bigram_embed", batch.hashed_rows
         if name != "ngrams":
@@ -2932,15 +2843,7 @@ class GPT(nn.Module):
         gather_rows(found, rows, ids.int(), self.signs, batch.signs)
         if leaves is not None:
             found = leaves[name] = found.detach().requires_grad_()
-        missing = self.cfg.dim - rows.size(1)
-        return F.pad(found, (0, missing)) if missing else found
-
-    def loss_targets(self, targets: Tensor, plan: StepPlan) -> Tensor:
-        """Returns what plan.loss_weights weigh: the targets (T, K) int64 of each position."""
-        if len(plan.loss_weights) == 1:
-            return targets[:, None]
-        prefixes = self.prefixes if plan.prefix else None
-        return loss_targets(targets, len(plan.mtp), prefixes)
+        return found
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
@@ -2972,7 +2875,7 @@ class GPT(nn.Module):
         grad_scale: float,
         converted: list[Tensor],
         candidates: Tensor | None = None,
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, Tensor]:
         """Runs the head's forward and backward at once, in chunks of tokens.
 
         x (T, d); targets (T, K) int64. Memory holds one chunk's logits and their gradient at a time (a
@@ -2984,11 +2887,10 @@ class GPT(nn.Module):
         did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record 92).
         Targets that are none of them do not count.
 
-        Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the roots of the
-        remaining backward, tensors with their gradients: x, and lm_head if its hooks wait for one.
+        Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
+        x, where the remaining backward begins.
         """
         w, n, dx, losses = self.weight("lm_head"), self.cfg.head_chunk, torch.empty_like(x), []
-        whole, add = w, partial(grad.add, columns=candidates)
         with torch.no_grad():
             if candidates is not None:
                 w, targets = w.index_select(1, candidates), places_among(targets, candidates)
@@ -3010,14 +2912,13 @@ class GPT(nn.Module):
                     fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
                     part_losses, dlogits = self.backend.softcap_loss(logits, targets[part], weights, unit)
                     fp8_matmul(dlogits, w8.T, dx_scale, dx[part])
-                    for_hooks = add(xt8[:, part].T, transposed(dlogits).T, scale=dw_scale)
+                    grad.add(xt8[:, part].T, transposed(dlogits).T, dw_scale, candidates)
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, targets[part], weights)
                     torch.mm(dlogits, w.T, out=dx[part])
-                    for_hooks = add(x[part], dlogits)
+                    grad.add(x[part], dlogits, None, candidates)
                 losses.append(part_losses)
-        backward_roots = [(x, dx)] if for_hooks is None else [(x, dx), (whole, for_hooks)]
-        return torch.cat(losses).sum(), backward_roots
+        return torch.cat(losses).sum(), dx
 
 
 # ============================================================================================================
@@ -3470,7 +3371,7 @@ class NgramTable:
         beta2, lr = n.beta2**slowdown, n.lr * plan.lr_mul
         numbers = 1 - beta2, lr * math.sqrt(1 - beta2**count), lr * lr * n.wd * slowdown
         # Compiled code takes none and one as constants.
-        rule = update_rows if len(rows) > 1 else update_rows.function
+        rule = update_rows if len(rows) > 1 else update_rows.__wrapped__  # type: ignore
         state, scalars = (self.moments, self.last), [scalar(number, dtype) for number in numbers]
         rule(self.block, *state, rows, grads, self.decays, scalar(time, torch.int32), *scalars)
         self.main_grad[: sum(self.routes.send_counts)].zero_()
@@ -3742,21 +3643,22 @@ def train_step(
     optimizer.begin(batch)
     weights, losses = tuple(weight / count for weight in plan.loss_weights), []
     grads, head_grad, fp8_head = optimizer.grads, optimizer.grads["lm_head"], []
-    # Converted at the first use, after the bank's gather.
-    in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp
-    fp8_mlps = cache(partial(model.fp8_mlps, plan.step)) if in_fp8 else None
+    fp8 = model.fp8_mlps(plan.step) if model.backend.fp8 and model.cfg.fp8_mlp else None
     for i, micro_batch in enumerate(micro_batches):
         micro_batch, last, leaves = micro_batch.to(model.device), i == count - 1, {}
-        x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8_mlps)
+        x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8)
         head_grad.delay = last and model.cfg.delay_head_grad
-        targets = model.loss_targets(micro_batch.targets, plan)
-        loss, backward_roots = model.head_loss_and_grad(
+        prefixes = model.prefixes if plan.prefix else None
+        targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
+        loss, dx = model.head_loss_and_grad(
             x, targets, weights, head_grad, 1 / count, fp8_head, micro_batch.candidates
         )
-        if last and fp8_mlps:
+        if last and fp8:
             maximum = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
             optimizer.in_flight["act_scale"] = maximum._replace(finish=model.set_act_scale)
-        section("backward")(torch.autograd.backward)(*zip(*backward_roots))
+        section("backward")(torch.autograd.backward)(x, dx)
+        for grad in grads.values():
+            grad.end_backward()
         optimizer.add_row_grads(leaves, micro_batch.index, model.signs)
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
     optimizer.step(plan, following)
@@ -3880,7 +3782,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     order = cfg.skip_from < cfg.skip_to and cfg.back_from < len(cfg.layers)
     refuse_if(not order, "skip_from must be below skip_to, and back_from the number of a layer")
     pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
-    odd = cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % max(1, cfg.mix_groups)
+    odd = cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % cfg.mix_groups
     refuse_if(
         odd,
         f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
@@ -4191,7 +4093,8 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
     All ranks must call it: rows of n-grams may be with any.
     """
     generator = seeded("samples", seed)
-    model.backend, compiled.compiler = TORCH_BACKEND, None  # nothing is compiled for these lengths
+    use_compiler(None)  # nothing is compiled for these lengths
+    model.backend = TORCH_BACKEND
     for _ in range(model.cfg.samples if vocabulary else 0):
         tokens = [model.cfg.bos_id]
         while len(tokens) <= 100:
@@ -4307,7 +4210,7 @@ def train(
     after every `every` steps, if that is given, once no gradient awaits its update; `resumed` is one to go on
     from. `profiler` is started after the warm-up.
     """
-    compiled.compiler = compiler_of(cfg)
+    use_compiler(compiler_of(cfg))
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits

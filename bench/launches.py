@@ -139,7 +139,7 @@ class Counts(TorchDispatchMode):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Counts nothing, not even calls of compiled code, while the returned context is open."""
-        with patched(self, is_paused=True), patched(tg.compiled, compiler=None):
+        with patched(self, is_paused=True), patched(tg, COMPILER=None):
             yield
 
     def in_phase(self, phase: str, function: Callable) -> Callable:
@@ -321,7 +321,7 @@ def run_steps(
         patch(tg.GPT, initialize=lambda self, seed: None)
         patch(tg.NgramTable, fetch=gpu_code.fetch_nothing)
         patch(torch.Tensor, is_cuda=gpu_code.IS_CUDA)
-        patch(tg.compiled, compiler=counts.as_compiled if cfg.compile else None)
+        patch(tg, COMPILER=counts.as_compiled if cfg.compile else None)
         patch(torch, _scaled_mm=gpu_code.scaled_mm)
         for owner, name, phase in PHASE_OF:
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})

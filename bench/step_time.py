@@ -143,7 +143,8 @@ class Variant:
 
     def activate(self) -> None:
         """Makes the script's functions this variant's: a process has one compiler and one FlashAttention."""
-        tg.compiled.compiler, attention = self.compiler, torch.nn.attention
+        tg.use_compiler(self.compiler)
+        attention = torch.nn.attention
         wanted = "FA3" if self.cfg.attention == "fa3" else None
         if wanted and attention.current_flash_attention_impl() != wanted:
             attention.activate_flash_attention_impl(wanted)

@@ -234,13 +234,17 @@ def tiny_batch():
     return tg.make_micro_batch(tokens.astype(np.uint16), np.array([4, 57]), 64, 8, cfg)
 
 
+def targets_of(model, batch, plan):
+    return tg.loss_targets(batch.targets, len(plan.mtp), model.prefixes if plan.prefix else None)
+
+
 def backward(model, batch, plan, leaves=None):
     """Runs a micro-batch forward and backward; returns its loss, summed over tokens. Fills .grad."""
     x, w = model.hidden_states(batch, plan.windows, None, leaves), model.lm_head
     head_grad = tg.Gradient("lm_head", w, torch.zeros_like(w))
-    targets = model.loss_targets(batch.targets, plan)
-    loss, backward_roots = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
-    torch.autograd.backward(*zip(*backward_roots))
+    targets = targets_of(model, batch, plan)
+    loss, dx = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
+    x.backward(dx)
     w.grad = head_grad.take()
     return loss
 

@@ -221,7 +221,7 @@ class MetaRun:
         tg.training_state = lambda *args: None  # nothing to keep: there are no values
         tg.restore, tg.validate = lambda *args: None, validate
         tg.NgramTable.fetch = fetch_nothing
-        tg.compiled.compiler = compiler
+        tg.use_compiler(compiler)
         tg.AsyncLoss = lambda: types.SimpleNamespace(push=lambda *args: None)
         self.cfg, self.world_size = replace(cfg, val_slices=1), world_size
         backend = tg.select_backend(self.cfg, CUDA, (9, 0))
@@ -310,7 +310,7 @@ class GeneratedCode:
     def __init__(self):
         self.functions, self.graphs, self.phase = [], [], "none"
         self.compiler = functools.cache(self.compile)
-        torch._dynamo.config.recompile_limit = 64  # as in a run
+        tg.compiler_of(tg.RECORD)  # torch's settings, as in a run
 
     def compile(self, function):
         self.functions.append(function.__name__)
@@ -433,7 +433,7 @@ def main(out):
         return call
 
     def compile_of_rows(function):
-        of_a_row = tg.gather_rows.function, tg.update_rows.function
+        of_a_row = tg.gather_rows.__wrapped__, tg.update_rows.__wrapped__
         return of_rows.compiler(function) if function in of_a_row else function
 
     tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")

@@ -1,15 +1,17 @@
-"""Compares compiled training with plain: the code between products, and the updates.
+"""Compares compiled training with plain.
 
-Each kind of layer and of update compiles once, and nothing compiles after the warm-up.
+The layers are one graph in training and one in validation; nothing compiles after the warm-up.
 """
 
 import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -19,15 +21,37 @@ from test_distributed import build, few_layers, run_steps  # noqa: F401 (a fixtu
 
 pytestmark = pytest.mark.slow
 
-WINDOWS = {"short": 9, "long": 33}
+
+def masked_attention(q, k, v, cu_seqlens, max_seqlen, window, scale):
+    """Attends as tg.attention; but one graph takes any window, as with FlashAttention."""
+    document, position = tg.document_numbers(cu_seqlens, len(q)), torch.arange(len(q))
+    distance = position[:, None] - position
+    mask = (document[:, None] == document) & (distance >= 0) & (distance <= window)
+    mask &= distance < max_seqlen
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(0, 1)
 
 
-@pytest.fixture(scope="module")
-def cfg(few_layers):  # noqa: F811
-    """Returns a config with two layers of one kind."""
-    *layers, last = few_layers.layers
-    twins = (replace(last, value=value, connections=False) for value in (1, 2))
-    return replace(few_layers, layers=(*layers, *twins, replace(last, value=True)))
+MASKED = tg.TORCH_BACKEND._replace(attention=masked_attention)
+
+
+class Graphs:
+    """Compiles functions as a run does, and counts the graphs of each."""
+
+    def __init__(self, monkeypatch, backend):
+        self.counts, self.backend, self.torch_compile = Counter(), backend, torch.compile
+        monkeypatch.setattr(torch, "compile", self.compile)
+
+    def compile(self, function, options, **more):
+        compiled, stats = self.torch_compile(function, backend=self.backend, **more), counters["stats"]
+
+        def call(*args):
+            before = stats["unique_graphs"]
+            result = compiled(*args)
+            self.counts[function.__name__] += stats["unique_graphs"] - before
+            return result
+
+        return call
 
 
 @pytest.fixture
@@ -43,9 +67,9 @@ def compile(monkeypatch):
 
     def compile(**arguments):
         compiler = cache(partial(torch.compile, fullgraph=True, **arguments))
-        monkeypatch.setattr(tg.compiled, "compiler", compiler)
+        monkeypatch.setattr(tg, "COMPILER", compiler)
 
-    monkeypatch.setattr(tg.compiled, "compiler", None)
+    monkeypatch.setattr(tg, "COMPILER", None)
     with torch._dynamo.config.patch(recompile_limit=64):
         torch._dynamo.reset()
         counters.clear()
@@ -53,56 +77,53 @@ def compile(monkeypatch):
         torch._dynamo.reset()
 
 
-def train(cfg):
-    """Trains a run; returns losses, the number of compiled graphs after each step, the model's tensors."""
-    exchange, model, optimizer = build(0, 1, cfg)
+def train(cfg, backend):
+    """Trains a run, with a validation after every step; returns losses and the model's tensors."""
+    exchange, model, optimizer = build(0, 1, cfg, backend=backend)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
-    losses, graphs = [], []
-    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
-    for _, loss in run_steps(model, optimizer):
-        losses += [loss.item(), tg.validate(model, val, exchange, WINDOWS)]
-        graphs.append(counters["stats"]["unique_graphs"])
-    return losses, graphs, model.state_dict()
+    losses, val = [], tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+    for batch, loss in run_steps(model, optimizer):
+        losses += [loss.item(), tg.validate(model, val, exchange, batch.plan.windows)]
+    return losses, model.state_dict()
 
 
-def test_a_compiled_run_is_the_plain_run(cfg, compile):
-    """Trains through all stages and untying: torch.compile traces and differentiates, generates no code.
-
-    Shapes change with the stages. Rates, windows and momentum change with every step and compile nothing.
+@pytest.mark.parametrize("changes", [{}, {"main_grad": False}], ids=str)
+def test_a_compiled_run_is_the_plain_run(few_layers, compile, monkeypatch, changes):  # noqa: F811
+    """Trains through all stages and untying, with two micro-batches: traces and differentiates, generates no
+    code. Lengths, windows, longest documents and scales of the softmax change with the stages.
     """
-    want, no_graphs, tensors = train(cfg)
-    compile(backend="aot_eager")
-    losses, graphs, compiled_tensors = train(cfg)
-    assert no_graphs == [0] * cfg.steps
+    cfg = replace(few_layers, compile=True, **changes)
+    want, tensors = train(cfg, MASKED)
+    assert not counters["stats"]
+    graphs = Graphs(monkeypatch, "aot_eager")
+    tg.use_compiler(tg.compiler_of(cfg))
+    losses, compiled_tensors = train(cfg, MASKED)
     assert losses == pytest.approx(want, rel=1e-12)
     for name, t in tensors.items():
         torch.testing.assert_close(compiled_tensors[name], t, rtol=1e-11, atol=1e-12, msg=name)
-    # Steps 0 and 1 update banks and Adam's parameters for the first time. Step 2 has another length; from
-    # then on lengths are dynamic. embed's own update in step 7 has the shape of another table's.
-    assert 0 < graphs[0] < graphs[1] < graphs[2] == graphs[-1] < 115
+    assert graphs.counts["run_layers"] == 2, graphs.counts
 
 
-def test_nothing_is_traced_after_the_warm_up(cfg, compile, monkeypatch):
+def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch):  # noqa: F811
     """Trains as rank 0 of 8: warm-up, training, validation. As on a GPU, the backward has a thread."""
-    torch_compile, backward, warm_up, warm = torch.compile, torch.autograd.backward, tg.warm_up, []
-    cfg = replace(cfg, compile=True, microbatches=8, val_every=3, val_slices=8, val_slice_tokens=48)
-
-    def compile_without_code(function, options, **more):
-        return torch_compile(function, backend="aot_eager", **more)
+    backward, warm_up, warm = torch.autograd.backward, tg.warm_up, []
+    layers = few_layers.layers[0], replace(few_layers.layers[3], value=1)
+    cfg = replace(few_layers, layers=layers, skip_from=0, skip_to=1, back_from=0, compile=True)
+    cfg = replace(cfg, microbatches=8, val_every=3, val_slices=8, val_slice_tokens=48)
 
     def counting_warm_up(*args):
         warm_up(*args)
-        warm.append(counters["stats"]["unique_graphs"])
+        warm.append(dict(graphs.counts))
 
-    monkeypatch.setattr(torch, "compile", compile_without_code)
+    graphs = Graphs(monkeypatch, "aot_eager")
     monkeypatch.setattr(tg, "warm_up", counting_warm_up)
     ranks = [SingleRankExchange(0, 8) for _ in range(2)]
     with ThreadPoolExecutor(1) as thread:
         monkeypatch.setattr(
             torch.autograd, "backward", lambda *roots: thread.submit(backward, *roots).result()
         )
-        tg.train(cfg, tg.TORCH_BACKEND, *ranks, tg.open_dataset(cfg), 0, tg.RunLog())
-    assert warm == [counters["stats"]["unique_graphs"]] and warm[0] > 9
+        tg.train(cfg, MASKED, *ranks, tg.open_dataset(cfg), 0, tg.RunLog())
+    assert warm == [graphs.counts] and warm[0]["run_layers"] == 2
 
 
 def test_updates_in_generated_code(compile):

@@ -456,8 +456,8 @@ class LateGather:
 def test_gathers_are_waited_for_where_they_are_first_needed(everything, monkeypatch):
     """Makes a parameter NaN until its gather is waited for.
 
-    No gather is waited for in the step that starts it. The next step needs the table of tokens first (embed
-    is lm_head's copy until it is untied), then layer 0's matrices.
+    No gather is waited for in the step that starts it. The next step needs the tables of tokens first (embed
+    is lm_head's copy until it is untied), then the layers all that they read.
     """
     want, waited, orders = one_rank(everything), [], []
 
@@ -474,7 +474,7 @@ def test_gathers_are_waited_for_where_they_are_first_needed(everything, monkeypa
     assert same_bits(run["final"], want["final"])
     banks = ["qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"]
     every, moments = (
-        ["lm_head", *banks[:3], "value_embeds", "mlp_bank"],
+        ["lm_head", "value_embeds", *banks],
         ["lm_head.exp_avg", "lm_head.exp_avg_sq"],
     )
     # Untying, after step 5, gathers moments. In step 5 value_embeds is not updated.

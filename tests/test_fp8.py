@@ -124,7 +124,7 @@ def test_gradients_are_those_of_the_rounded_forward():
     layer = tg.FP8MLP(fc[0], proj[0], fc_scale[0], proj_scale[0], largest / 448, torch.zeros(()))
     weights = [w.clone().requires_grad_() for w in bank[0]]
     h.requires_grad_()
-    tg.mlp(h, *map(tg.WeightSlice, weights), fp8=layer).backward(dy)
+    tg.MLP.apply(h, tuple(map(tg.Weight, weights)), *weights, FP8, layer).backward(dy)
     square, _ = tg.relu_square_fp8(*tg.amax_to_fp8(h.detach()), layer, h.dtype)
     da = tg.relu_square_grad(dy, bank[0, 1], square)
     for grad, want in zip((h.grad, *(w.grad for w in weights)), (da @ bank[0, 0], da.T @ h, square.T @ dy)):

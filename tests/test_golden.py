@@ -205,12 +205,16 @@ def fp8_model(world_size=WORLD):
     return tg.GPT(tiny_config("bfloat16", mlp_dim=768), world_size)
 
 
+def fp8_layers(model, step):
+    return [*map(tg.FP8MLP, *model.fp8_mlps(step))]
+
+
 def test_fp8_scales_of_steps():
     """Follows the scales of layers 0, 1, 2 over 21 steps, each with one forward."""
     model, sequences = fp8_model(), FP8["scale_sequences"]
     with torch.no_grad():
         model.mlp_bank.zero_()
-    layers = model.fp8_mlps(0)
+    layers = fp8_layers(model, 0)
     for step, golden in enumerate(FP8["steps"]):
         for key in ("act_scale", "proj_scale"):
             found = [getattr(layer, key).item() for layer in layers[:3]]
@@ -224,7 +228,7 @@ def test_fp8_scales_of_steps():
             proj = fill((768, 192), 700 + i, sequences["a_after_step"][str(i)][step])
             model.mlp_bank.data[2 * i + 1] = proj.bfloat16()
             assert model.mlp_bank[2 * i + 1].abs().max().item() == golden["amax_proj_after"][i]
-        layers = model.fp8_mlps(step + 1)
+        layers = fp8_layers(model, step + 1)
         assert model.proj_scale[:3].tolist() == np.float32(golden["proj_next_after"][:3]).tolist(), step
         for i, count in enumerate(golden["entries_beyond_448"][:3]):
             units = model.mlp_bank[2 * i + 1].float() / layers[i].proj_scale
@@ -236,7 +240,7 @@ def test_fc_in_fp8():
     model, golden = fp8_model(), FP8["fc_of_the_tiny_model"]
     model.mlp_bank.data.copy_(fill(model.mlp_bank.shape, 11, 0.05))
     model.mlp_bank.data[4, 0, 0] = 1 / 16
-    layers = model.fp8_mlps(0)
+    layers = fp8_layers(model, 0)
     assert [layer.fc_scale.item() for layer in layers] == np.float32(golden["fc_scale"][:11]).tolist()
     assert codes(layers[2].fc)[:16] == golden["first16_codes_layer2"]
     for i, want in golden["dequantised"].items():
@@ -265,8 +269,8 @@ def test_small_mlp_in_fp8():
     square, square8 = tg.relu_square_fp8(h8, amax, layer, torch.bfloat16)
     assert square.flatten().tolist() == torch.tensor(golden["p_bf16"]).bfloat16().tolist()
     assert layer.act_amax.item() == golden["amax_p"] and codes(square8) == golden["p8_codes"]
-    weights = map(tg.WeightSlice, (fc, proj))
-    out = tg.mlp(h, *weights, fp8=layer._replace(proj=proj8, act_amax=torch.zeros(())))
+    layer = layer._replace(proj=proj8, act_amax=torch.zeros(()))
+    out = tg.MLP.apply(h, (tg.Weight(fc), tg.Weight(proj)), fc, proj, tg.TORCH_BACKEND, layer)
     want = torch.tensor(golden["out_fp64"], dtype=torch.float64).view(4, 16)
     assert (out.double() - want).abs().max() <= 2**-8 * want.abs().max() and out.dtype == torch.bfloat16
 

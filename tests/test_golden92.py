@@ -16,6 +16,7 @@ from golden_inputs import (
     fill,
     fill_model,
     golden_layout,
+    targets_of,
     tiny_config,
 )
 
@@ -73,7 +74,7 @@ def training_losses(case, kind, cap):
     batch = golden_batch(case, model.cfg, cap)
     with torch.no_grad():
         logits = model.hidden_states(batch, plan.windows) @ model.lm_head
-        return tg.softcap_loss(logits, model.loss_targets(batch.targets, plan), plan.loss_weights)[0]
+        return tg.softcap_loss(logits, targets_of(model, batch, plan), plan.loss_weights)[0]
 
 
 @pytest.mark.parametrize("kind", DTYPES)

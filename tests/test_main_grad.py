@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
+from golden_inputs import targets_of
 from test_distributed import batches_of, build, cfg, first_batch, run_steps, with_dtype  # noqa: F401 (a fixture)
 
 NEAR = dict(rtol=1e-12, atol=1e-13)
@@ -33,8 +35,8 @@ def run_head(x, w, grad):
     model.cfg, model.lm_head = replace(tg.CPU, head_chunk=3, dtype="float64"), w
     model.wait_for, model.backend = lambda name: None, tg.TORCH_BACKEND
     targets = tg.loss_targets(TARGETS, 2, PREFIXES)
-    _, backward_roots = model.head_loss_and_grad(x, targets, (1.0, 0.5, 0.25), grad, 1.0, [])
-    torch.autograd.backward(*zip(*backward_roots))
+    _, dx = model.head_loss_and_grad(x, targets, (1.0, 0.5, 0.25), grad, 1.0, [])
+    x.backward(dx)
 
 
 def plain_head(x, w):
@@ -46,21 +48,21 @@ def plain_head(x, w):
     (loss - 0.25 * logp[rows, prefixes][prefixes >= 0].sum()).backward()
 
 
+def mlp(x, fc, proj):
+    return tg.MLP.apply(x, (fc, proj), fc.w, proj.w, tg.TORCH_BACKEND, None)
+
+
 OTHER = randn(8, 6, seed=1)
 TARGETS, PREFIXES = torch.tensor([3, 0, 7, 7, 2]), torch.tensor([-1, 0, 0, 1, -1, 3, 2, 6])
 OPERATIONS = {
-    "linear": (
-        lambda x, w, grad: tg.linear(x, tg.WeightSlice(w, grad=grad))[0],
-        lambda x, w: x @ w.T,
-        (8, 6),
-    ),
+    "linear": (lambda x, weight: tg.Linear.apply(x, weight, weight.w), lambda x, w: x @ w.T, (8, 6)),
     "fc": (
-        lambda x, w, grad: tg.mlp(x, tg.WeightSlice(w, grad=grad), tg.WeightSlice(OTHER)),
+        lambda x, weight: mlp(x, weight, tg.Weight(OTHER)),
         lambda x, w: (x @ w.T).relu().square() @ OTHER,
         (8, 6),
     ),
     "proj": (
-        lambda x, w, grad: tg.mlp(x, tg.WeightSlice(OTHER), tg.WeightSlice(w, grad=grad)),
+        lambda x, weight: mlp(x, tg.Weight(OTHER), weight),
         lambda x, w: (x @ OTHER.T).relu().square() @ w,
         (8, 6),
     ),
@@ -69,46 +71,41 @@ OPERATIONS = {
 # fmt: off
 CASES = {  # main_grad, delayed, weight has grad_added_to_main_grad
     "plain":                         (False, False, False),
-    "in place, delayed":             (True,  True,  False),
+    "in place":                      (True,  False, False),
     "in place, with dummy":          (True,  False, True),
+    "in place, delayed":             (True,  True,  False),
     "in place, delayed, with dummy": (True,  True,  True),
 }
 # fmt: on
+FORMS, MATMULS = {"eager": None, "in a graph": "aot_eager"}, ("linear", "fc", "proj")
 
 
-class RecordingGradient(tg.Gradient):
-    """Keeps the address of what it returns to autograd; a reference would make autograd copy it."""
-
-    returned = None
-
-    def add(self, *args, **kwargs):
-        grad = super().add(*args, **kwargs)
-        self.returned = None if grad is None else grad.data_ptr()
-        return grad
-
-
-# The head's gradient is never autograd's: its backward runs in the forward.
+# The head's gradient is never autograd's: its backward runs in the forward. Only it can be delayed.
 @pytest.mark.parametrize(
-    "case, operation",
-    [(case, name) for case in CASES for name in OPERATIONS if (case, name) != ("plain", "head")],
+    "form, case, operation",
+    [(form, case, name) for case in CASES if "delayed" not in case for name in MATMULS for form in FORMS]
+    + [("eager", case, "head") for case in CASES if case != "plain"],
 )
-def test_contract(case, operation):
+def test_contract(form, case, operation):
     """Checks two optimizer steps: the gradient is autograd's, in the one place that the case names.
 
-    A dummy has memory of its own: autograd would add a view of main_grad to it once more.
+    Hooks run once for each micro-batch, when its gradient is in place, unless that is delayed.
     """
     (in_place, delayed, dummy), (run, plain, shape) = CASES[case], OPERATIONS[operation]
     w = randn(*shape, seed=2).requires_grad_(not in_place or dummy)
     main_grad = torch.full(shape, torch.nan, dtype=w.dtype) if in_place else None  # NaN: to be overwritten
-    grad, fired = RecordingGradient("w", w, main_grad), []
-    grad.delay = delayed
+    grad, fired = tg.Gradient("w", w, main_grad), []
+    grad.delay, graphs = delayed, counters["stats"]["unique_graphs"]
+    if FORMS[form]:
+        torch._dynamo.reset()
+        run = torch.compile(run, backend=FORMS[form], fullgraph=True)
     if dummy:
         w.grad_added_to_main_grad = False
 
-        def hook(p):  # drops the dummy, which autograd has kept without a copy, if not as a root's gradient
+        def hook(p):
             assert p.grad_added_to_main_grad and p.grad.shape == p.shape
-            assert p.grad.data_ptr() == grad.returned or operation == "head"
             assert p.grad.untyped_storage().data_ptr() != main_grad.untyped_storage().data_ptr()
+            assert delayed or torch.allclose(main_grad, twin.grad, **NEAR)
             p.grad, p.grad_added_to_main_grad = None, False
             fired.append(len(fired))
 
@@ -117,15 +114,19 @@ def test_contract(case, operation):
     for step in range(2):
         twin = w.detach().clone().requires_grad_()
         for i in range(3):
-            x = randn(5, 6, seed=10 * step + i)
-            outputs = plain(x, twin), run(x.requires_grad_(), w, grad)
-            for y in outputs if operation != "head" else ():
-                y.square().sum().backward()
-            assert (grad.returned is not None) == (dummy or case == "plain")
+            x, y = randn(5, 6, seed=10 * step + i), randn(5, 6, seed=10 * step + i)
+            want, args = (
+                plain(x.requires_grad_(), twin),
+                (w, grad) if operation == "head" else (grad.weight(),),
+            )
+            found = run(y.requires_grad_(), *args)
+            for output in (want, found) if operation != "head" else ():
+                output.square().sum().backward()
+            torch.testing.assert_close(y.grad, x.grad, **NEAR)
+            grad.end_backward()
         assert len(fired) == (step + 1) * 3 * dummy
         if delayed:
-            products = 2 if operation == "head" else 1  # its chunks
-            assert len(grad.delayed) == 3 * products and w.grad is None
+            assert len(grad.delayed) == 3 * 2 and w.grad is None  # its chunks
             assert step > 0 or main_grad.isnan().all()
         found = grad.take()
         assert not grad.delayed and grad.take() is found  # again: there is nothing left to compute
@@ -133,18 +134,19 @@ def test_contract(case, operation):
         torch.testing.assert_close(found, twin.grad, **NEAR)
         grad.reset()  # the optimizer's step
         assert w.grad is None
+    # One graph overwrites and adds.
+    assert counters["stats"]["unique_graphs"] == graphs + (FORMS[form] is not None)
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_write_grad(overwrite):
-    """Writes a product to some rows, or adds it: rounded once."""
-    shapes = (70, 5), (70, 4), (18, 4)
+@pytest.mark.parametrize("written", [True, False])
+def test_add_product(written):
+    """Writes a product to the first rows and columns, or adds it: rounded once."""
+    shapes = (70, 5), (70, 4), (18, 6)
     a, b, old = (randn(*shape, seed=seed).bfloat16() for seed, shape in enumerate(shapes))
-    grad, want = tg.Gradient("old", old, old.clone().view(3, 6, 4)), old.double()
-    grad.written = {0, 12} if overwrite else {7}
-    assert grad.add(a, b, 7) is None
-    want[7:12] = a.double().T @ b.double() + (0 if overwrite else want[7:12])
-    torch.testing.assert_close(grad.main_grad.view(18, 4).double(), want, rtol=2**-8, atol=1e-4)
+    main_grad, want = old.clone(), old.double()
+    tg.add_product(main_grad, a, b, torch.tensor(written))
+    want[:5, :4] = a.double().T @ b.double() + (want[:5, :4] if written else 0)
+    torch.testing.assert_close(main_grad.double(), want, rtol=2**-8, atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------- whole models
@@ -168,7 +170,7 @@ def autograds_gradients(cfg):
     for micro_batch in batch.micro_batches:
         logits = model.hidden_states(micro_batch, batch.plan.windows) @ model.lm_head
         logp = (23 * torch.sigmoid((logits + 5) / 7.5)).log_softmax(-1)
-        targets = model.loss_targets(micro_batch.targets, batch.plan)
+        targets = targets_of(model, micro_batch, batch.plan)
         for weight, column in zip(batch.plan.loss_weights, targets.T):
             rows = (column >= 0).nonzero()[:, 0]
             (-weight / cfg.microbatches * logp[rows, column[rows]].sum()).backward(retain_graph=True)
