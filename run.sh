@@ -11,7 +11,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 export RUN_COMMAND=$(printf '%q\n' "${0/#run.sh/./run.sh}" "$@" | paste -sd ' ' -)   # for compare.py, too
-script=train_gpt.py preset='' runs=1 seed=0 table='' args=()
+script=train_gpt.py preset='' runs=1 seed=0 args=()
 if [[ ${1-} == *.py ]]; then script=$(from_caller "$1"); shift; fi
 [[ -f $script ]] || die "there is no $script"
 while (( $# )); do
@@ -22,7 +22,7 @@ while (( $# )); do
     case $1 in
         -h|--help) sed -n '2,/^$/s/^# \{0,1\}//p' run.sh; exit ;;
         --check|--check=*) die "only python $script takes --check" ;;
-        --runs=*) runs=${1#*=} table=yes ;;
+        --runs=*) runs=${1#*=} ;;
         --seed=*) seed=${1#*=} ;;
         --preset=*) preset=${1#*=} ;;
         --data=*|--save=*|--resume=*) args+=("${1%%=*}=$(from_caller "${1#*=}")") ;;
@@ -60,16 +60,16 @@ train() {   # a background job, so that signals reach the shell, which waits for
     declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
     if [[ " ${args[*]}" != *" --data="* ]]; then "$python" data/${sources[$preset]:-fineweb.py}; fi
     for (( ; runs; runs--, seed++ )); do
-        say "$script, preset $preset, seed $seed, $processes processes on node $node, started by $python"
+        say "$script, preset $preset, seed $seed, $processes processes${NNODES:+, node $node}, python $python"
         mkdir "$folder/ranks"   # where every process enters its id before it begins
-        rank=(sh -c ': 2>/dev/null >"$0/$$" && exec "$@"' "$folder/ranks" "$python" -u "$script")
+        rank=(sh -c ': 2>/dev/null >"$0/$$" && exec "$@"' "$folder/ranks" "$python" "$script")
         rank+=(--seed="$seed" "${args[@]}")
         "$python" -c "$module" torch.distributed.run "${launch[@]}" --nproc_per_node="$processes" \
             --no-python "${rank[@]//\$/\$\$}"   # torchrun makes one $ of two
         rm -r "$folder/ranks"
     done
 }
-logs() { sed -nE "s/^$(basename "$0"): .*//p; s/^log:? +//p" "$folder/output"; }   # '' where a run begins
+logs() { sed -nE "s/^$(basename "$0"): .*//p; s/^log:? +(.*\.txt)$/\1/p" "$folder/output"; }   # '' where one begins
 from_script() { if [[ -e $1 ]]; then echo "$1"; else echo "$(dirname "$script")/$1"; fi; }   # a path
 stop() {   # STATUS: ends what still runs, and says how to continue
     trap '' HUP INT QUIT TERM
@@ -79,7 +79,7 @@ stop() {   # STATUS: ends what still runs, and says how to continue
     for id in $groups; do kill -KILL -- "-$id" "$id" 2>/dev/null || true; done
     exec 3>&- >&2
     wait ${screen-} || true   # it ends when none of them can write to it
-    log=$(logs | tail -n 1 | grep .) || exit "$1"
+    log=$(logs | tail -n 1 | grep .) && [[ -d $folder/ended ]] || exit "$1"   # none is named, or under way
     log=$(from_script "$log") run=${log##*/}
     [[ $caller -ef . || $log == /* ]] || log=$PWD/$log
     checkpoint=$(ls "${log%/*}/${run%%.*}.checkpoint" 2>/dev/null | grep -x 'step[0-9]*' | tail -n 1) || true
@@ -102,8 +102,8 @@ wait $! || stop $?
 exec 3>&-
 wait "$screen"
 trap - HUP INT QUIT TERM
-folders=$(logs | sed -n 's|/[^/]*$||p' | sort -u)
-case ${table:+$folders} in
+(( runs == 1 )) || folders=$(logs | sed -n 's|/[^/]*$||p' | sort -u)
+case ${folders-} in
     ''|*/attempts) ;;
     *$'\n'*) say "midnight passed: for a table, give compare.py one folder with all logs of" $folders ;;
     *) "$(<"$folder/python")" records/compare.py --begin "$(from_script "$folders")" ;;
