@@ -36,7 +36,8 @@ find_environment() {   # sets `python` to one that can train here; makes .venv i
     python=$(from_caller "$python")
     if suitable; then return; fi
     if ! cmp -s requirements.txt "$stamp"; then
-        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "$python is older than 3.10"
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+            die "$python is older than Python 3.10"
         say "making .venv, which takes minutes, because $python cannot train here: $problem"
         "$python" -c "$module" venv --clear .venv
         python=.venv/bin/python

@@ -55,7 +55,7 @@ train() {   # a background job, so that signals reach the shell, which waits for
     fi
     if (( gpus )) && [[ $preset == record ]]; then
         works 'import triton; triton.runtime.driver.active.get_current_device()' ||
-            die "Triton needs a C compiler and Python.h (Debian: gcc python3-dev): $problem"
+            die "Triton: $problem; it needs a C compiler and Python.h (Debian: gcc python3-dev)"
     fi
     declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
     if [[ " ${args[*]}" != *" --data="* ]]; then "$python" data/${sources[$preset]:-fineweb.py}; fi
@@ -69,7 +69,7 @@ train() {   # a background job, so that signals reach the shell, which waits for
         rm -r "$folder/ranks"
     done
 }
-logs() { sed -nE "s/^$(basename "$0"): .*//p; s/^log:? +(.*\.txt)$/\1/p" "$folder/output"; }   # '' where one begins
+logs() { sed -nE "s/^$(basename "$0"): .*//p; s/^log:? +(.*\.txt)$/\1/p" "$folder/output"; }   # '': one begins
 from_script() { if [[ -e $1 ]]; then echo "$1"; else echo "$(dirname "$script")/$1"; fi; }   # a path
 stop() {   # STATUS: ends what still runs, and says how to continue
     trap '' HUP INT QUIT TERM
