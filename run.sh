@@ -69,7 +69,8 @@ train() {   # a background job, so that signals reach the shell, which waits for
         rm -r "$folder/ranks"
     done
 }
-logs() { sed -nE "s/^$(basename "$0"): .*//p; s/^log:? +(.*\.txt)$/\1/p" "$folder/output"; }   # '': one begins
+# The names of the runs' logs, and an empty line where a run begins
+logs() { sed -nE "s/^$(basename "$0"): .*//p; s/^log:? +(.*\.txt)$/\1/p" "$folder/output"; }
 from_script() { if [[ -e $1 ]]; then echo "$1"; else echo "$(dirname "$script")/$1"; fi; }   # a path
 stop() {   # STATUS: ends what still runs, and says how to continue
     trap '' HUP INT QUIT TERM
@@ -101,7 +102,6 @@ set +m
 wait $! || stop $?
 exec 3>&-
 wait "$screen"
-trap - HUP INT QUIT TERM
 (( runs == 1 )) || folders=$(logs | sed -n 's|/[^/]*$||p' | sort -u)
 case ${folders-} in
     ''|*/attempts) ;;
