@@ -18,51 +18,59 @@ from launch import WAIT, make_corpus, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A Python without packages, but for those that pip installed. It logs its commands.
+# A Python without packages, but for those that pip installed. It logs its commands: modules as with -m, of
+# torchrun's what each process runs.
 PYTHON = """#!/usr/bin/env bash
 venv=$(dirname "$(dirname "$0")")
 case "$*" in
-    "-c import sys, hugging"*) [[ -e $venv/complete && ( ${*: -1} == 0 || ${HAS_CUDA-} ) ]]; exit ;;
-    "-c import sys; "*) exit "${TOO_OLD:-0}" ;;
-    "-c import pytest, "*) exit ;;
+    *runpy*) shift 2; set -- -m "$@" ;;
+    *hugging*) echo no CUDA; [[ -e $venv/complete && ( $2 == *"or 0 and"* || ${HAS_CUDA-} ) ]]; exit ;;
+    *version_info*) exit "${TOO_OLD:-0}" ;;
+    *pinned*|*"import triton"*) echo no compiler; exit "${LACKS:-0}" ;;
+    "-c "*) exit ;;
 esac
-echo "$*" >>"$LOG"
-echo "threads: $OMP_NUM_THREADS; vectors: ${ATEN_CPU_CAPABILITY-}"
+command=$*
+echo "${command/--no-python *python /}" >>"$LOG"
+echo "threads: $OMP_NUM_THREADS; vectors: ${ATEN_CPU_CAPABILITY-}; interface: ${GLOO_SOCKET_IFNAME-}"
 case "$*" in
     "-m venv"*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
-    *"-r requirements.txt") [[ ! ${INTERRUPT-} ]] && touch "$venv/complete" ;;
     *"${FAILS-no command}"*) exit 3 ;;
-    *"--name Idea"*) mkdir -p records/cpu/2026-11-21_Idea ;;
+    *"${HANGS-no command}"*) touch hangs; sleep 3600 & sleep 3600 ;;
+    *"-r requirements.txt") touch "$venv/complete" ;;
+    *--seed=*) seed=${command##*--seed=}; eval "echo ${PRINTS-}" ;;
 esac
 """
 
 
 @pytest.fixture
 def repository(tmp_path):
-    for name in ("run.sh", "test.sh", "requirements.txt"):
+    tmp_path /= "a b"
+    tmp_path.mkdir()
+    for name in ("run.sh", "environment.sh", "test.sh", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "train_gpt.py").write_text('add("--check")')
     (tmp_path / "old.py").write_text("")
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/bare").write_text(PYTHON)
+    (tmp_path / "bin/bare-python").write_text(PYTHON)
     return tmp_path
 
 
 @contextmanager
-def started(repository, *arguments, script="run.sh", gpus=0, **environment):
+def started(repository, *arguments, script="run.sh", gpus=0, cwd=None, **environment):
     """Starts a script in a process group of its own, with an nvidia-smi that lists `gpus`."""
     smi = repository / "bin/nvidia-smi"
     smi.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H100'\n" for i in range(gpus)))
     for program in repository.glob("bin/*"):
         program.chmod(0o755)
-    removed = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+    removed = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "PYTHONPATH")
     inherited = {name: value for name, value in os.environ.items() if name not in removed}
-    inherited |= {"PYTHON": "bare", "PATH": f"{repository / 'bin'}:{os.environ['PATH']}"}
+    inherited |= {"PYTHON": "bare-python", "PATH": f"{repository / 'bin'}:{os.environ['PATH']}"}
     process = subprocess.Popen(
         [repository / script, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        cwd=cwd or repository,
         env=inherited | environment,
         start_new_session=True,
     )
@@ -90,7 +98,7 @@ def ready(repository):
     return repository
 
 
-STANDALONE = "-m torch.distributed.run --standalone --nproc_per_node="
+STANDALONE = "-m torch.distributed.run --standalone --local_addr=localhost --nproc_per_node="
 
 
 @pytest.mark.parametrize("case", "0 all 2;1 all 1;3 all 2;7 all 4;16 all 8;8 0,1 2;8 -1 2".split(";"))
@@ -102,54 +110,82 @@ def test_processes_preset_and_data_follow_the_gpus(ready, case):
     preset, fetched = ("record", "fineweb") if on_gpu else ("cpu", "local_corpus")
     status, commands = run(ready, gpus=int(gpus), HAS_CUDA="1", **environment)
     assert status == 0 and commands == [
-        f"train_gpt.py --preset {preset} --check {processes}",
+        f"train_gpt.py --preset={preset} --check {processes}",
         f"data/{fetched}.py",
-        f"{STANDALONE}{processes} train_gpt.py --seed 0 --preset {preset}",
+        f"{STANDALONE}{processes} train_gpt.py --seed=0 --preset={preset}",
     ]
 
 
 def test_the_words_preset_gets_its_data(ready):
     status, commands = run(ready, "--preset words")
     assert status == 0 and commands[:2] == [
-        "train_gpt.py --preset words --check 2",
+        "train_gpt.py --preset=words --check 2",
         "data/local_corpus.py --encoding gpt2",
     ]
+    assert ("interface: lo\n" in run.text) == (sys.platform == "linux")
 
 
 def test_options_of_the_user_have_priority(ready):
     """Nothing is checked or fetched."""
-    options = "old.py --data=mine --seed 7 --set adam_lr=0.1 --preset=record --name 'A b'"
+    options = "old.py --data mine --seed=010 --set a=1 b=2 --preset=record --name '$A b' --checkpoint-every 9"
     status, commands = run(ready, options, NPROC_PER_NODE="3", OMP_NUM_THREADS="5")
     assert status == 0 and "threads: 5" in run.text
-    want = "3 old.py --seed 7 --data mine --set adam_lr=0.1 --name A b --preset record"
-    assert commands == [STANDALONE + want]
+    want = "3 old.py --seed=10 --data=mine --set a=1 b=2 --name $$A b --checkpoint-every 9 --preset=record"
+    assert commands == [STANDALONE + want]  # torchrun makes one $ of two
 
 
 def test_several_machines(ready):
     """The number of all processes is checked. Nodes other than the first say what they are."""
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
     status, commands = run(ready, "--name Idea --runs 1", **nodes)
-    assert status == 0 and commands[0].endswith("--check 4") and "node 1 of 2" in run.text
+    assert status == 0 and commands[0].endswith("--check 4") and "interface: lo" not in run.text
     how = "--nnodes=2 --node_rank=1 --master_addr=10.0.0.1 --master_port=1234 --nproc_per_node=2"
-    assert commands[-1].startswith(f"-m torch.distributed.run {how} train_gpt.py --seed 0")  # no table
+    assert commands[-1].startswith(f"-m torch.distributed.run {how} train_gpt.py --seed=0")  # no table
     assert run(ready, NNODES="2")[0] != 0  # MASTER_ADDR is missing
 
 
-def test_named_runs_count_seeds_up_and_end_with_their_table(ready):
-    status, commands = run(ready, "--runs 3 --seed 8 --name Idea")
-    assert status == 0 and re.findall(r"run .*--seed (\d+)", "\n".join(commands)) == ["8", "9", "10"]
-    assert commands[-1] == "records/compare.py --begin records/cpu/2026-11-21_Idea"
+@pytest.mark.parametrize(
+    "prints, table",
+    (
+        ("log: records/b/21_Idea/seed$seed", True),
+        ("'log      ideas/records/b/21_Idea/'seed", True),  # of an early record, relative to the repository
+        ("log: records/b/attempts/seed", False),
+        ("log: records/b/2${seed%% *}_Idea/seed", False),
+    ),
+)
+def test_seeds_count_up_and_a_table_of_the_folder_that_the_runs_name_follows(ready, prints, table):
+    """Runs without a name have none, nor runs in folders of two days."""
+    (ready / "ideas/records/b/21_Idea").mkdir(parents=True)
+    (ready / "ideas/new.py").touch()
+    status, commands = run(ready, "ideas/new.py --runs 2 --seed 8 --data .", PRINTS=f"{prints}.txt")
+    assert status == 0 and re.findall(r"run .*--seed=(\d+)", "\n".join(commands)) == ["8", "9"]
+    assert commands[2:] == ["records/compare.py --begin ideas/records/b/21_Idea"] * table
+    assert ("28_Idea records/b/29_Idea" in run.text) == ("seed%" in prints)
 
 
 def test_failures_end_the_rest(ready):
-    """One of several runs; what the script refuses, which is not fetched; wrong options; but not --help."""
-    status, commands = run(ready, "--runs 3 --name Idea", FAILS="--seed 1 ")
-    assert status == 3 and "--seed 1 " in commands[-1]
-    refused = ["train_gpt.py --set x=1 --preset cpu --check 2"]
+    """One of several runs; what the script refuses, which is not fetched; kernels without a compiler."""
+    status, commands = run(ready, "--runs 3 --name Idea", FAILS="--seed=1 ")
+    assert status == 3 and "--seed=1 " in commands[-1]
+    refused = ["train_gpt.py --set x=1 --preset=cpu --check 2"]
     assert run(ready, "--set x=1", FAILS="--check ") == (3, refused)
-    for arguments in ("--runs 0", "--runs x", "--seed -1", "--name", "none.py"):
-        assert run(ready, arguments) == (1, []) and len(run.text.splitlines()) == 1
-    assert run(ready, "-h") == (0, []) and "--runs N" in run.text
+    status, commands = run(ready, gpus=1, HAS_CUDA="1", LACKS="1")
+    assert status == 1 and len(commands) == 1 and "no compiler" in run.text
+
+
+WRONG = f"""--runs=0 --runs=x --runs= --seed --seed=-1 --seed={2**63 - 1} --seed={2**64 + 1} --check
+--seed=0x1 none.py NPROC_PER_NODE=auto NPROC_PER_NODE=0 NNODES=1:2 NODE_RANK=1 PYTHON=none TOO_OLD=1"""
+
+
+@pytest.mark.parametrize("wrong", WRONG.split())
+def test_one_line_says_what_is_wrong(repository, wrong):
+    name, _, value = wrong.partition("=")
+    result = run(repository, wrong) if wrong[0] in "-n" else run(repository, **{name: value})
+    assert result == (1, []) and len(run.text.splitlines()) == 1
+
+
+def test_help_is_no_run(repository):
+    assert run(repository, "-h") == (0, []) and "--runs N" in run.text
 
 
 CPU_TORCH = "--timeout 5 --retries 0 --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0"
@@ -159,19 +195,19 @@ INSTALLED = ["-m venv --clear .venv"] + [
 
 
 def test_environment_is_made_once(repository):
-    assert run(repository, INTERRUPT="1")[0] == 1  # and begins again
+    """An interrupted installation begins again. A complete one that cannot train is left, and says why."""
+    with started(repository, LOG="/dev/null", HANGS="-r requirements.txt") as process:
+        wait_for(process, repository / "hangs")
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=WAIT)  # what pip has started is gone, too
+    assert process.returncode == 143
     assert run(repository)[1][:3] == INSTALLED
     status, commands = run(repository)
     assert status == 0 and len(commands) == 3 and ".venv/bin/python" in run.text
+    assert run(repository, gpus=1) == (1, []) and "no CUDA" in run.text
     with open(repository / "requirements.txt", "a") as file:
         file.write("another\n")
     assert run(repository)[1][:3] == INSTALLED
-    assert run(repository, gpus=1)[0] == 1 and "lacks CUDA" in run.text  # what was installed, too
-
-
-def test_unusable_pythons(repository):
-    for environment in ({"TOO_OLD": "1"}, {"PYTHON": "no-such-python"}):
-        assert run(repository, **environment) == (1, []) and len(run.text.splitlines()) == 1
 
 
 def test_test_sh(ready):
@@ -183,11 +219,12 @@ def test_test_sh(ready):
 
     checks = ["-m ruff format --check .", "-m ruff check .", "-m mypy"]
     assert run_tests() == (0, [*checks, "-m pytest -n"])
-    assert run_tests(FAILS="mypy") == (3, checks)
+    assert run_tests(FAILS="ruff check") == (3, checks[:2])
     assert run_tests("--fast -x", FAILS="pytest") == (3, ["-m pytest -n -m not slow -x"])
     assert run_tests("tests/test_a.py -x") == (0, ["-m pytest tests/test_a.py -x"])
     assert run_tests("--cpus") == (0, ["-m pytest -n -q -m numeric"] * 2)
-    assert re.findall("vectors: (.*)", run.text) == ["avx2", "default"]
+    assert re.findall("vectors: (.*);", run.text) == ["avx2", "default"]
+    assert "triton==3.7.1" in run_tests(LACKS="1")[1][0]
 
 
 # ---- With the real Python and torchrun ---------------------------------------------------------------------
@@ -214,21 +251,45 @@ def test_two_machines_train_as_two_processes_on_one(repository):
     assert losses[0] == losses[1] and len(losses[0]) > 1, (first, second)
 
 
+def wait_for(process, *paths):
+    until = time.monotonic() + WAIT
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.1)
+
+
+IDEA = """import os, sys, time
+from pathlib import Path
+run = Path("records/cpu/1_A b/seed0_a")
+run.with_suffix(".checkpoint").joinpath("step00000020").mkdir(parents=True, exist_ok=True)
+run.with_suffix(".txt").touch()
+if os.environ["RANK"] == "0": print(f"log: {run}.txt", flush=True)
+Path("up" + os.environ["RANK"]).touch()
+while "--resume=" not in " ".join(sys.argv): time.sleep(1)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number, send", ((signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill)))
-def test_a_signal_ends_all(repository, number, send):
-    """A terminal sends to run.sh's process group, which the ranks are not in; `kill` to run.sh alone."""
-    (repository / "train_gpt.py").write_text(
-        "import os, time\nopen('up' + os.environ['RANK'], 'w')\ntime.sleep(3600)"
-    )
-    arguments = ("--runs", "2", "--preset", "cpu", "--data", ".")
-    with started(repository, *arguments, PYTHON=sys.executable) as process:
-        until = time.monotonic() + WAIT
-        while not all((repository / f"up{rank}").exists() for rank in (0, 1)):
-            assert time.monotonic() < until and process.poll() is None
-            time.sleep(0.1)
-        send(process.pid, number)
+@pytest.mark.parametrize("name, send", (("INT", os.killpg), ("TERM", os.kill), ("HUP", os.killpg)))
+def test_a_signal_ends_all_and_the_last_line_resumes(repository, name, send):
+    """A terminal sends to run.sh's process group, which the ranks are not in; `kill` to run.sh alone.
+
+    The script is the caller's, and in run.sh's folder lie files named like modules.
+    """
+    (repository / "my").mkdir()
+    (repository / "my/idea.py").write_text(IDEA)
+    for module in ("random", "types", "copy", "tempfile"):
+        (repository / f"{module}.py").write_text("raise SystemExit('not the library')")
+    real = {"PYTHON": sys.executable, "cwd": repository / "my"}
+    with started(repository, "idea.py", "--runs", "2", "--data", ".", **real) as process:
+        wait_for(process, repository / "up0", repository / "up1")
+        send(process.pid, getattr(signal, f"SIG{name}"))
         # Returns when all that hold its output are gone: torchrun and the ranks.
         text, _ = process.communicate(timeout=WAIT)
-    # 130, or torchrun's status if the same signal ended it first.
-    assert process.returncode in (1, 130) and "seed 1" not in text
+    assert process.returncode == 128 + getattr(signal, f"SIG{name}")
+    assert not re.search("Traceback|Killed|seed 1", text)
+    command = shlex.split(text.splitlines()[-1])
+    assert command[-1] == str(repository / "records/cpu/1_A b/seed0_a.txt")
+    if name == "TERM":
+        with started(repository, *command[1:], **real) as process:
+            assert process.wait(WAIT) == 0
