@@ -1361,25 +1361,18 @@ class TrainLoader:
         self.builder.shutdown()  # not cancelled: other ranks may be building the same batch with this one
         self.reader.shutdown(cancel_futures=True)
 
-    def _cut(self, T: int, max_doc_len: int) -> list[tuple[int, int]] | None:
-        """Returns each micro-batch's first document and the one after its last; None at a shard's end."""
-        if max_doc_len not in self.ends:
-            lengths = np.diff(self.shard.starts, append=len(self.shard.tokens))
-            self.ends[max_doc_len] = np.append(0, np.cumsum(np.minimum(lengths, max_doc_len)))
-        ends, cuts, first = self.ends[max_doc_len], [], self.document
-        for _ in range(self.microbatches):
-            last = int(np.searchsorted(ends, ends[first] + T + 1))
-            if last == len(ends):
-                return None
-            cuts.append((first, last))
-            first = last
-        return cuts
-
-    def advance(self, batch_tokens: int, max_doc_len: int) -> list[tuple[int, int]]:
-        """Skips a batch. Returns each micro-batch's first document and the one after its last."""
+    def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
+        """Skips a batch. Returns each micro-batch's first document, and the one after the last."""
         for _ in range(len(self.paths) + 2):  # the rest of this shard, its tokens as yet unread, every shard
-            if cuts := self._cut(batch_tokens // self.microbatches, max_doc_len):
-                self.document = cuts[-1][1]
+            if max_doc_len not in self.ends:
+                lengths = np.diff(self.shard.starts, append=len(self.shard.tokens))
+                self.ends[max_doc_len] = np.append(0, np.cumsum(np.minimum(lengths, max_doc_len)))
+            ends, cuts = self.ends[max_doc_len], [self.document]
+            while len(cuts) <= self.microbatches and cuts[-1] < len(ends):
+                end = ends[cuts[-1]] + batch_tokens // self.microbatches + 1
+                cuts.append(int(np.searchsorted(ends, end)))
+            if cuts[-1] < len(ends):
+                self.document = cuts[-1]
                 return cuts
             if not self.is_partial:
                 self.opened, self.document = self.opened + 1, 0
@@ -1399,7 +1392,7 @@ class TrainLoader:
         T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
         ends, micro_batches = self.ends[max_doc_len], []
         max_docs = self.cfg.max_docs or default_max_docs(T)
-        for i, (first, last) in enumerate(cuts[self.rank :: self.world_size]):
+        for i, (first, last) in enumerate([*zip(cuts, cuts[1:])][self.rank :: self.world_size]):
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
             doc_ends = ends[first + 1 : last] - ends[first]
