@@ -4021,10 +4021,10 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def find(cls, where: str, rank: int = 0) -> "Checkpoint":
-        """Reads the newest of a run, by its log, its .checkpoint folder, or the folder of a single such."""
+        """Reads the newest of a run, given its log, or its log's folder if no other run is there."""
         path = Path(where)
-        of_run = path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????")
-        steps = sorted([*path.glob("*.checkpoint/step????????"), *of_run])
+        folder, run = (path, "*") if path.is_dir() else (path.parent, path.name.split(".")[0])
+        steps = sorted(folder.glob(f"{run}.checkpoint/step????????"))
         runs = {step.parent for step in steps}
         refuse_if(
             len(runs) != 1,
