@@ -3593,8 +3593,9 @@ class Optimizer:
                 self.add_tied_grad(grad, self.tied_copy[name])
             if (mean := self.grads[name].mean) is not None:
                 rows = self.rows[name]
-                counts = rows.send_counts, rows.recv_counts
-                arriving = self.exchange.send_rows("rows", name, grad[rows.rows], *counts)
+                arriving = self.exchange.send_rows(
+                    "rows", name, grad[rows.rows], rows.send_counts, rows.recv_counts
+                )
                 pending[name] = arriving._replace(
                     finish=partial(self.exchange.mean_rows, mean, rows.row_index)
                 )
@@ -4351,8 +4352,9 @@ def train(
         train_ms = 1000 * (time.perf_counter() - began)
         line = f"step:{n}/{cfg.steps} train_time:{train_ms:.0f}ms step_avg:{train_ms / n:.2f}ms"
         at, loss = losses.latest
-        log.print0(line + (f" train_loss:{loss:.4f}@{at}" if at else ""), console=False)
-        bar.set_postfix_str(f"loss {loss:.3f}" if at else "", refresh=False)
+        seen = f" train_loss:{loss:.4f}@{at}" if at else ""
+        log.print0(line + seen, console=False)
+        bar.set_postfix_str(seen, refresh=False)
         bar.update()
         # After the slowest updates no gradient awaits one.
         if every and n // every > saved // every and batch.plan.updates(4) and n < cfg.steps:
