@@ -3827,8 +3827,10 @@ def check_config(cfg: Config, world_size: int) -> None:
     cannot_share = f"{world_size} processes cannot share"
     refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
-        rest = spec.sharded and shapes[spec.name][0] % world_size
-        refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
+        refuse_if(
+            spec.sharded and shapes[spec.name][0] % world_size,
+            f"{cannot_share} the rows of {spec.name}; change one of these numbers",
+        )
         fits = (
             spec.kind == "bank" if spec.optimizer == "anvil" else [b < 1 for b in spec.betas] == [True, True]
         )
@@ -3837,14 +3839,18 @@ def check_config(cfg: Config, world_size: int) -> None:
         apart = any(spec.tied_to == other.name and spec.every != other.every for other in cfg.params)
         refuse_if(apart, f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value")
     for i, stage in enumerate(cfg.stages):
-        rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
-        uneven |= not sum(stage.mtp_start[:1]) * sum(stage.mtp_end[:1])
-        refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
-        refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights, the first not 0")
-        wrong = any(c > cfg.padded_vocab for c in stage.candidates)
-        wrong |= any(stage.candidates) and cfg.padded_vocab % PERMUTATION == 0
+        start, end = stage.mtp_start, stage.mtp_end
         refuse_if(
-            wrong, f"stages.{i}.candidates: use numbers up to padded_vocab, no multiple of {PERMUTATION}"
+            stage.batch_tokens % count,
+            f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
+        )
+        refuse_if(
+            len(start) != len(end) or not (start and start[0] * end[0]),
+            f"stages.{i}: mtp_start and mtp_end must have as many weights, the first not 0",
+        )
+        refuse_if(
+            any(c > cfg.padded_vocab or cfg.padded_vocab % PERMUTATION == 0 for c in stage.candidates if c),
+            f"stages.{i}.candidates: use numbers up to padded_vocab, no multiple of {PERMUTATION}",
         )
         widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
         refuse_if(
@@ -3863,16 +3869,18 @@ def check_config(cfg: Config, world_size: int) -> None:
     for i, ending in enumerate(cfg.endings):
         unknown = {*ending.params} - {spec.name for spec in cfg.params}
         refuse_if(unknown, f"endings.{i}.params: {unknown}: unknown; use names of parameters")
-    repeated = sorted({*n.orders} - {0, 1}) != sorted(n.orders)
-    refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
+    refuse_if(
+        sorted({*n.orders} - {0, 1}) != sorted(n.orders), "ngrams.orders: use different numbers from 2 on"
+    )
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
     refuse_if(not cfg.steps, "stages.*.steps are all 0: there is nothing to train")
-    order = cfg.skip_from < cfg.skip_to and cfg.back_from < len(cfg.layers)
-    refuse_if(not order, "skip_from must be below skip_to, and back_from the number of a layer")
-    pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
-    odd = cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % max(1, cfg.mix_groups)
     refuse_if(
-        odd,
+        cfg.skip_from >= cfg.skip_to or cfg.back_from >= len(cfg.layers),
+        "skip_from must be below skip_to, and back_from the number of a layer",
+    )
+    pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
+    refuse_if(
+        cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % max(1, cfg.mix_groups),
         f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
         "paired; head_dim a multiple of 4",
     )
