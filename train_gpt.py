@@ -1424,7 +1424,7 @@ class Prefetcher:
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
         self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
-        self.table_rows = {"tokens": self.cfg.padded_vocab, "bigrams": self.cfg.bigram_vocab_size}
+        self.shapes = param_shapes(self.cfg, 1)
         self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update, ascending
         # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
         self.batches = self._batches(plans)
@@ -1476,7 +1476,7 @@ class Prefetcher:
             )
             if plan.updates(spec.every):
                 ranks = self.exchange.world_size if spec.exchange == "sparse" else 1
-                owner, place = np.divmod(rows, self.table_rows[spec.kind] // ranks)
+                owner, place = np.divmod(rows, self.shapes[spec.name][0] // ranks)
                 order, arriving = self.exchange.route(spec.name, owner, place, ranks)
                 routes[spec.name] = arriving._replace(rows=int32(rows[order]))
             else:
@@ -4002,9 +4002,12 @@ def copy_into(live: dict, saved: dict) -> None:
 
 @torch.no_grad()
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Restores the model from all ranks' shares, without gradients."""
+    """Restores the model from all ranks' shares, without gradients; n-grams' rows if they are there."""
     copy_into(live_state(model, optimizer), state)
     optimizer.drop_grads()
+    if "ngrams" in state:
+        for live, saved in zip(optimizer.ngrams.stored, state["ngrams"]):
+            live.copy_(saved)
     optimizer.gather_all()
 
 
@@ -4025,7 +4028,7 @@ class Checkpoint(NamedTuple):
     """
 
     path: Path
-    saved: dict  # this rank's share
+    saved: dict  # this rank's share, for restore()
     meta: dict  # step, train_ms, this rank's position in the data; task: what must be equal to resume
 
     @classmethod
@@ -4043,13 +4046,6 @@ class Checkpoint(NamedTuple):
         fix = f"use as many processes as before; if it is damaged, remove {steps[-1]}, and start again"
         saved = read_saved(steps[-1] / f"rank{rank}.pt", fix)
         return cls(steps[-1], saved, json.loads(saved["meta"]))
-
-    def load(self, model: GPT, optimizer: Optimizer) -> None:
-        """Restores this rank's shards, and its rows of n-grams."""
-        restore(self.saved, model, optimizer)
-        if optimizer.ngrams:
-            for t, value in zip(optimizer.ngrams.stored, self.saved["ngrams"]):
-                t.copy_(value)
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
@@ -4309,7 +4305,7 @@ def train(
         log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
-        resumed.load(model, optimizer)
+        restore(resumed.saved, model, optimizer)
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
     saved = first
     losses = AsyncLoss()

@@ -304,7 +304,7 @@ def resume_each(rank, world_size, cfg, folder):
         spoil_grads(optimizer, torch.nan)
         for average in optimizer.averages.values():
             average.fill_(7)
-        checkpoint.load(model, optimizer)
+        tg.restore(checkpoint.saved, model, optimizer)
         same[step] = same_bits(go_on(model, optimizer, checkpoint.meta["position"], step), want)
     return same
 

@@ -39,7 +39,8 @@ class WholeTable:
         self.moments = torch.zeros(len(self.table), dtype=self.acc_dtype)
         self.last, self.clock = torch.zeros(len(self.table), dtype=torch.int32), [0, 0]
         self.stored = self.table, self.moments, self.last
-        self.main_grad = tg.NgramTable(cfg, exchange, device).main_grad  # never read
+        tokens = n.every * max(stage.batch_tokens for stage in cfg.stages)
+        self.main_grad = torch.zeros(len(n.orders) * tokens, n.width)  # never read
         self.looked_up = []  # since the last update
 
     def begin(self, batch):
