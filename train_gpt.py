@@ -3589,8 +3589,10 @@ class Optimizer:
             grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
             if not plan.updates(spec.every) or plan.tied and spec.tied_to:  # a tied one is copied instead
                 continue
-            if plan.tied and name in self.tied_copy:
-                self.add_tied_grad(grad, self.tied_copy[name])
+            if plan.tied and (copy := self.tied_copy.get(name)):  # a table, of which only touched rows count
+                touched = self.rows[copy].rows
+                add_columns(grad, touched, self.grads[copy].take()[touched].T)
+                self.reset_grad(copy)
             if (mean := self.grads[name].mean) is not None:
                 rows = self.rows[name]
                 arriving = self.exchange.send_rows(
@@ -3603,12 +3605,6 @@ class Optimizer:
                 in_rank_order = spec.reduction == "fp32"
                 pending[name] = self.exchange.reduce(name, spec.exchange, grad, in_rank_order)
         return pending
-
-    def add_tied_grad(self, grad: Tensor, name: str) -> None:
-        """Adds the gradient of the table `name`, (n, m), to its target's, (m, n): only touched rows."""
-        rows = self.rows[name].rows
-        add_columns(grad, rows, self.grads[name].take()[rows].T)
-        self.reset_grad(name)
 
     @section("update")
     def work(
@@ -3634,9 +3630,8 @@ class Optimizer:
             update(shard, grad, self.state[name], spec, plan, self.cfg, self.backend)
             self.reset_grad(name)
             gathered = self.in_flight[name] = self.gather(name)
-            if plan.tied and name in self.tied_copy:
+            if plan.tied and (copy := self.tied_copy.get(name)):
                 # The copy is made when somebody waits for it, after the target's gather.
-                copy = self.tied_copy[name]
                 self.in_flight[copy] = gathered._replace(finish=partial(transpose_copy, self.params[copy]))
 
     def gather(self, name: str) -> Pending:
