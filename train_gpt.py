@@ -3428,11 +3428,11 @@ class NgramTable:
     def begin(self, batch: Batch | None) -> None:
         """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
         if batch and batch.ngrams and batch is not self.batch:
-            self.batch, routes = batch, move(batch.ngrams, self.device)["ngrams"]
-            self.routes, counts = routes, (routes.recv_counts, routes.send_counts)
-            rows = self.block.index_select(0, routes.arriving)
-            out = self.compact[: sum(routes.send_counts)]
-            self.pending = self.exchange.send_rows("rows", "ngrams", rows, *counts, out)
+            self.batch = batch
+            self.routes = routes = move(batch.ngrams, self.device)["ngrams"]
+            rows, counts = self.block.index_select(0, routes.arriving), routes.send_counts
+            out = self.compact[: sum(counts)]
+            self.pending = self.exchange.send_rows("rows", "ngrams", rows, routes.recv_counts, counts, out)
 
     def arrived(self) -> Tensor:
         """Returns the rows that the present step reads, after their arrival."""
@@ -3443,12 +3443,13 @@ class NgramTable:
 
     def send_grads(self) -> Pending:
         """Starts the return of the gradient rows; the result is their mean, for each row of the index."""
-        counts, index = (self.routes.send_counts, self.routes.recv_counts), self.routes.row_index
-        rows, n = self.main_grad[: sum(counts[0])], len(index.row_ids)
+        send_counts, recv_counts, _, index, _ = self.routes
+        rows, n = self.main_grad[: sum(send_counts)], len(index.row_ids)
         sums = rows.new_zeros((n, rows.size(1)), dtype=self.moments.dtype)
         index = index._replace(row_ids=torch.arange(n, dtype=torch.int32, device=self.device))
         mean = partial(self.exchange.mean_rows, sums, index)
-        return self.exchange.send_rows("gradient rows", "ngrams", rows, *counts)._replace(finish=mean)
+        arriving = self.exchange.send_rows("gradient rows", "ngrams", rows, send_counts, recv_counts)
+        return arriving._replace(finish=mean)
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads(). Begins a new sum."""
