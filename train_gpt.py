@@ -860,8 +860,8 @@ def init_distributed() -> tuple[int, int, torch.device]:
         # Split-K matmuls, too, sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if world_size > 1:
-        backend, own_gpu = ("nccl", device) if on_gpu else ("gloo", None)
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=own_gpu)
+        backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
     return rank, world_size, device
 
 
@@ -3974,7 +3974,7 @@ def live_state(model: GPT, optimizer: Optimizer) -> dict:
     optimizer.finish_gathers()
     return {
         "model": {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()},
-        "others": {name: getattr(model, name) for name in ("signs", "act_scale", "proj_scale")},
+        "others": {"signs": model.signs, "act_scale": model.act_scale, "proj_scale": model.proj_scale},
         "optimizer": optimizer.state,
         "averages": optimizer.averages,
     }
@@ -4228,8 +4228,7 @@ def run(args: argparse.Namespace) -> None:
 
     log = RunLog(None if rank else path.with_suffix(suffix))
     log.print0(f"{script}\n{'=' * 100}", console=False)
-    for line in describe_environment(device, world_size):
-        log.print0(line)
+    log.print0("\n".join(describe_environment(device, world_size)))
     kernels = ", ".join(cfg.kernels) or "none, plain torch"
     log.print0(f"attention: {cfg.attention}; kernels: {kernels}; fp8: {cfg.fp8}; compiled: {cfg.compile}")
     logged = config_json(
