@@ -651,9 +651,9 @@ def override(cfg: Config, setting: str) -> Config:
         known.append(path)
         if not fnmatch.fnmatch(path, name):
             return value
-        fixed = path.split(".")[-1] in ("preset", "track", "name", "shape", "kind", "tied_to")
         refuse_if(
-            fixed, f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script"
+            path.split(".")[-1] in ("preset", "track", "name", "shape", "kind", "tied_to"),
+            f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
         return parse(text, hint, path)
 
@@ -694,8 +694,10 @@ def parse(text: str, hint, name: str):
         kinds = " or ".join(choices) or hint.__name__
         raise UserError(f"--set {name}={text}: give {kinds}") from None
     low, high = limits
-    wrong = hint in (int, float) and not low <= value <= high  # NaN is never between
-    refuse_if(wrong, f"--set {name}={text}: give a number from {low:g} to {high:g}")
+    refuse_if(
+        hint in (int, float) and not low <= value <= high,  # NaN is never between
+        f"--set {name}={text}: give a number from {low:g} to {high:g}",
+    )
     return value
 
 
