@@ -3392,9 +3392,9 @@ OPTIMIZERS = {
 #                                                            update: owners' mean in rank order, and the rule
 #                                                            rows of the next steps: to askers
 #
-#    No other work or memory has the table's size. Sharded rows, and ids that are known ahead, so that no row
-#    is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of
-#    n-grams that large in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+#    In training no other work or memory has the table's size. Sharded rows, and ids that are known ahead, so
+#    that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429);
+#    tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
 # ============================================================================================================
 
 
