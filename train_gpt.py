@@ -651,9 +651,9 @@ def override(cfg: Config, setting: str) -> Config:
         known.append(path)
         if not fnmatch.fnmatch(path, name):
             return value
-        fixed = path.split(".")[-1] in ("preset", "track", "name", "shape", "kind", "tied_to")
         refuse_if(
-            fixed, f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script"
+            path.split(".")[-1] in ("preset", "track", "name", "shape", "kind", "tied_to"),
+            f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
         return parse(text, hint, path)
 
@@ -694,8 +694,10 @@ def parse(text: str, hint, name: str):
         kinds = " or ".join(choices) or hint.__name__
         raise UserError(f"--set {name}={text}: give {kinds}") from None
     low, high = limits
-    wrong = hint in (int, float) and not low <= value <= high  # NaN is never between
-    refuse_if(wrong, f"--set {name}={text}: give a number from {low:g} to {high:g}")
+    refuse_if(
+        hint in (int, float) and not low <= value <= high,  # NaN is never between
+        f"--set {name}={text}: give a number from {low:g} to {high:g}",
+    )
     return value
 
 
@@ -860,8 +862,8 @@ def init_distributed() -> tuple[int, int, torch.device]:
         # Split-K matmuls, too, sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if world_size > 1:
-        backend, own_gpu = ("nccl", device) if on_gpu else ("gloo", None)
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=own_gpu)
+        backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
     return rank, world_size, device
 
 
@@ -1366,25 +1368,18 @@ class TrainLoader:
         self.builder.shutdown()  # not cancelled: other ranks may be building the same batch with this one
         self.reader.shutdown(cancel_futures=True)
 
-    def _cut(self, T: int, max_doc_len: int) -> list[tuple[int, int]] | None:
-        """Returns each micro-batch's first document and the one after its last; None at a shard's end."""
-        if max_doc_len not in self.ends:
-            lengths = np.diff(self.shard.starts, append=len(self.shard.tokens))
-            self.ends[max_doc_len] = np.append(0, np.cumsum(np.minimum(lengths, max_doc_len)))
-        ends, cuts, first = self.ends[max_doc_len], [], self.document
-        for _ in range(self.microbatches):
-            last = int(np.searchsorted(ends, ends[first] + T + 1))
-            if last == len(ends):
-                return None
-            cuts.append((first, last))
-            first = last
-        return cuts
-
-    def advance(self, batch_tokens: int, max_doc_len: int) -> list[tuple[int, int]]:
-        """Skips a batch. Returns each micro-batch's first document and the one after its last."""
+    def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
+        """Skips a batch. Returns each micro-batch's first document, and the one after the last."""
         for _ in range(len(self.paths) + 2):  # the rest of this shard, its tokens as yet unread, every shard
-            if cuts := self._cut(batch_tokens // self.microbatches, max_doc_len):
-                self.document = cuts[-1][1]
+            if max_doc_len not in self.ends:
+                lengths = np.diff(self.shard.starts, append=len(self.shard.tokens))
+                self.ends[max_doc_len] = np.append(0, np.cumsum(np.minimum(lengths, max_doc_len)))
+            ends, cuts = self.ends[max_doc_len], [self.document]
+            while len(cuts) <= self.microbatches and cuts[-1] < len(ends):
+                end = ends[cuts[-1]] + batch_tokens // self.microbatches + 1
+                cuts.append(int(np.searchsorted(ends, end)))
+            if cuts[-1] < len(ends):
+                self.document = cuts[-1]
                 return cuts
             if not self.is_partial:
                 self.opened, self.document = self.opened + 1, 0
@@ -1404,7 +1399,7 @@ class TrainLoader:
         T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
         ends, micro_batches = self.ends[max_doc_len], []
         max_docs = self.cfg.max_docs or default_max_docs(T)
-        for i, (first, last) in enumerate(cuts[self.rank :: self.world_size]):
+        for i, (first, last) in enumerate([*zip(cuts, cuts[1:])][self.rank :: self.world_size]):
             begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
             doc_ends = ends[first + 1 : last] - ends[first]
@@ -1436,7 +1431,7 @@ class Prefetcher:
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
         self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
-        self.table_rows = {"tokens": self.cfg.padded_vocab, "bigrams": self.cfg.bigram_vocab_size}
+        self.shapes = param_shapes(self.cfg, 1)
         self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update, ascending
         # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
         self.batches = self._batches(plans)
@@ -1488,7 +1483,7 @@ class Prefetcher:
             )
             if plan.updates(spec.every):
                 ranks = self.exchange.world_size if spec.exchange == "sparse" else 1
-                owner, place = np.divmod(rows, self.table_rows[spec.kind] // ranks)
+                owner, place = np.divmod(rows, self.shapes[spec.name][0] // ranks)
                 order, arriving = self.exchange.route(spec.name, owner, place, ranks)
                 routes[spec.name] = arriving._replace(rows=int32(rows[order]))
             else:
@@ -3299,9 +3294,9 @@ OPTIMIZERS = {
 #                                                            update: owners' mean in rank order, and the rule
 #                                                            rows of the next steps: to askers
 #
-#    No other work or memory has the table's size. Sharded rows, and ids that are known ahead, so that no row
-#    is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429); tables of
-#    n-grams that large in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+#    In training no other work or memory has the table's size. Sharded rows, and ids that are known ahead, so
+#    that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429);
+#    tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
 # ============================================================================================================
 
 
@@ -3340,11 +3335,11 @@ class NgramTable:
     def begin(self, batch: Batch | None) -> None:
         """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
         if batch and batch.ngrams and batch is not self.batch:
-            self.batch, routes = batch, move(batch.ngrams, self.device)["ngrams"]
-            self.routes, counts = routes, (routes.recv_counts, routes.send_counts)
-            rows = self.block.index_select(0, routes.arriving)
-            out = self.compact[: sum(routes.send_counts)]
-            self.pending = self.exchange.send_rows("rows", "ngrams", rows, *counts, out)
+            self.batch = batch
+            self.routes = routes = move(batch.ngrams, self.device)["ngrams"]
+            rows, counts = self.block.index_select(0, routes.arriving), routes.send_counts
+            out = self.compact[: sum(counts)]
+            self.pending = self.exchange.send_rows("rows", "ngrams", rows, routes.recv_counts, counts, out)
 
     def arrived(self) -> Tensor:
         """Returns the rows that the present step reads, after their arrival."""
@@ -3355,12 +3350,13 @@ class NgramTable:
 
     def send_grads(self) -> Pending:
         """Starts the return of the gradient rows; the result is their mean, for each row of the index."""
-        counts, index = (self.routes.send_counts, self.routes.recv_counts), self.routes.row_index
-        rows, n = self.main_grad[: sum(counts[0])], len(index.row_ids)
+        send_counts, recv_counts, _, index, _ = self.routes
+        rows, n = self.main_grad[: sum(send_counts)], len(index.row_ids)
         sums = rows.new_zeros((n, rows.size(1)), dtype=self.moments.dtype)
         index = index._replace(row_ids=torch.arange(n, dtype=torch.int32, device=self.device))
         mean = partial(self.exchange.mean_rows, sums, index)
-        return self.exchange.send_rows("gradient rows", "ngrams", rows, *counts)._replace(finish=mean)
+        arriving = self.exchange.send_rows("gradient rows", "ngrams", rows, send_counts, recv_counts)
+        return arriving._replace(finish=mean)
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads(). Begins a new sum."""
@@ -3501,12 +3497,15 @@ class Optimizer:
             grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
             if not plan.updates(spec.every) or plan.tied and spec.tied_to:  # a tied one is copied instead
                 continue
-            if plan.tied and name in self.tied_copy:
-                self.add_tied_grad(grad, self.tied_copy[name])
+            if plan.tied and (copy := self.tied_copy.get(name)):  # a table, of which only touched rows count
+                touched = self.rows[copy].rows
+                add_columns(grad, touched, self.grads[copy].take()[touched].T)
+                self.reset_grad(copy)
             if (mean := self.grads[name].mean) is not None:
                 rows = self.rows[name]
-                counts = rows.send_counts, rows.recv_counts
-                arriving = self.exchange.send_rows("rows", name, grad[rows.rows], *counts)
+                arriving = self.exchange.send_rows(
+                    "rows", name, grad[rows.rows], rows.send_counts, rows.recv_counts
+                )
                 pending[name] = arriving._replace(
                     finish=partial(self.exchange.mean_rows, mean, rows.row_index)
                 )
@@ -3514,12 +3513,6 @@ class Optimizer:
                 in_rank_order = spec.reduction == "fp32"
                 pending[name] = self.exchange.reduce(name, spec.exchange, grad, in_rank_order)
         return pending
-
-    def add_tied_grad(self, grad: Tensor, name: str) -> None:
-        """Adds the gradient of the table `name`, (n, m), to its target's, (m, n): only touched rows."""
-        rows = self.rows[name].rows
-        add_columns(grad, rows, self.grads[name].take()[rows].T)
-        self.reset_grad(name)
 
     @section("update")
     def work(
@@ -3545,9 +3538,8 @@ class Optimizer:
             update(shard, grad, self.state[name], spec, plan, self.cfg, self.backend)
             self.reset_grad(name)
             gathered = self.in_flight[name] = self.gather(name)
-            if plan.tied and name in self.tied_copy:
+            if plan.tied and (copy := self.tied_copy.get(name)):
                 # The copy is made when somebody waits for it, after the target's gather.
-                copy = self.tied_copy[name]
                 self.in_flight[copy] = gathered._replace(finish=partial(transpose_copy, self.params[copy]))
 
     def gather(self, name: str) -> Pending:
@@ -3739,8 +3731,10 @@ def check_config(cfg: Config, world_size: int) -> None:
     cannot_share = f"{world_size} processes cannot share"
     refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
-        rest = spec.sharded and shapes[spec.name][0] % world_size
-        refuse_if(rest, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
+        refuse_if(
+            spec.sharded and shapes[spec.name][0] % world_size,
+            f"{cannot_share} the rows of {spec.name}; change one of these numbers",
+        )
         fits = (
             spec.kind == "bank" if spec.optimizer == "anvil" else [b < 1 for b in spec.betas] == [True, True]
         )
@@ -3749,14 +3743,18 @@ def check_config(cfg: Config, world_size: int) -> None:
         apart = any(spec.tied_to == other.name and spec.every != other.every for other in cfg.params)
         refuse_if(apart, f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value")
     for i, stage in enumerate(cfg.stages):
-        rest, uneven = stage.batch_tokens % count, len(stage.mtp_start) != len(stage.mtp_end)
-        uneven |= not sum(stage.mtp_start[:1]) * sum(stage.mtp_end[:1])
-        refuse_if(rest, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
-        refuse_if(uneven, f"stages.{i}: mtp_start and mtp_end must have as many weights, the first not 0")
-        wrong = any(c > cfg.padded_vocab for c in stage.candidates)
-        wrong |= any(stage.candidates) and cfg.padded_vocab % PERMUTATION == 0
+        start, end = stage.mtp_start, stage.mtp_end
         refuse_if(
-            wrong, f"stages.{i}.candidates: use numbers up to padded_vocab, no multiple of {PERMUTATION}"
+            stage.batch_tokens % count,
+            f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
+        )
+        refuse_if(
+            len(start) != len(end) or not (start and start[0] * end[0]),
+            f"stages.{i}: mtp_start and mtp_end must have as many weights, the first not 0",
+        )
+        refuse_if(
+            any(c > cfg.padded_vocab or cfg.padded_vocab % PERMUTATION == 0 for c in stage.candidates if c),
+            f"stages.{i}.candidates: use numbers up to padded_vocab, no multiple of {PERMUTATION}",
         )
         widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
         refuse_if(
@@ -3775,16 +3773,18 @@ def check_config(cfg: Config, world_size: int) -> None:
     for i, ending in enumerate(cfg.endings):
         unknown = {*ending.params} - {spec.name for spec in cfg.params}
         refuse_if(unknown, f"endings.{i}.params: {unknown}: unknown; use names of parameters")
-    repeated = sorted({*n.orders} - {0, 1}) != sorted(n.orders)
-    refuse_if(repeated, "ngrams.orders: use different numbers from 2 on")
+    refuse_if(
+        sorted({*n.orders} - {0, 1}) != sorted(n.orders), "ngrams.orders: use different numbers from 2 on"
+    )
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
     refuse_if(not cfg.steps, "stages.*.steps are all 0: there is nothing to train")
-    order = cfg.skip_from < cfg.skip_to and cfg.back_from < len(cfg.layers)
-    refuse_if(not order, "skip_from must be below skip_to, and back_from the number of a layer")
-    pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
-    odd = cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % cfg.mix_groups
     refuse_if(
-        odd,
+        cfg.skip_from >= cfg.skip_to or cfg.back_from >= len(cfg.layers),
+        "skip_from must be below skip_to, and back_from the number of a layer",
+    )
+    pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
+    refuse_if(
+        cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % cfg.mix_groups,
         f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
         "paired; head_dim a multiple of 4",
     )
@@ -3894,7 +3894,7 @@ def live_state(model: GPT, optimizer: Optimizer) -> dict:
     optimizer.finish_gathers()
     return {
         "model": {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()},
-        "others": {name: getattr(model, name) for name in ("signs", "act_scale", "proj_scale")},
+        "others": {"signs": model.signs, "act_scale": model.act_scale, "proj_scale": model.proj_scale},
         "optimizer": optimizer.state,
         "averages": optimizer.averages,
     }
@@ -3918,9 +3918,12 @@ def copy_into(live: dict, saved: dict) -> None:
 
 @torch.no_grad()
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Restores the model from all ranks' shares, without gradients."""
+    """Restores the model from all ranks' shares, without gradients; n-grams' rows if they are there."""
     copy_into(live_state(model, optimizer), state)
     optimizer.drop_grads()
+    if "ngrams" in state:
+        for live, saved in zip(optimizer.ngrams.stored, state["ngrams"]):
+            live.copy_(saved)
     optimizer.gather_all()
 
 
@@ -3941,15 +3944,15 @@ class Checkpoint(NamedTuple):
     """
 
     path: Path
-    saved: dict  # this rank's share
+    saved: dict  # this rank's share, for restore()
     meta: dict  # step, train_ms, this rank's position in the data; task: what must be equal to resume
 
     @classmethod
     def find(cls, where: str, rank: int = 0) -> "Checkpoint":
-        """Reads the newest of a run, by its log, its .checkpoint folder, or the folder of a single such."""
+        """Reads the newest of a run, given its log, or its log's folder if no other run is there."""
         path = Path(where)
-        of_run = path.parent.glob(path.name.split(".")[0] + ".checkpoint/step????????")
-        steps = sorted([*path.glob("*.checkpoint/step????????"), *of_run])
+        folder, run = (path, "*") if path.is_dir() else (path.parent, path.name.split(".")[0])
+        steps = sorted(folder.glob(f"{run}.checkpoint/step????????"))
         runs = {step.parent for step in steps}
         refuse_if(
             len(runs) != 1,
@@ -3959,13 +3962,6 @@ class Checkpoint(NamedTuple):
         fix = f"use as many processes as before; if it is damaged, remove {steps[-1]}, and start again"
         saved = read_saved(steps[-1] / f"rank{rank}.pt", fix)
         return cls(steps[-1], saved, json.loads(saved["meta"]))
-
-    def load(self, model: GPT, optimizer: Optimizer) -> None:
-        """Restores this rank's shards, and its rows of n-grams."""
-        restore(self.saved, model, optimizer)
-        if optimizer.ngrams:
-            for t, value in zip(optimizer.ngrams.stored, self.saved["ngrams"]):
-                t.copy_(value)
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
@@ -4153,8 +4149,7 @@ def run(args: argparse.Namespace) -> None:
 
     log = RunLog(None if rank else path.with_suffix(suffix))
     log.print0(f"{script}\n{'=' * 100}", console=False)
-    for line in describe_environment(device, world_size):
-        log.print0(line)
+    log.print0("\n".join(describe_environment(device, world_size)))
     kernels = ", ".join(cfg.kernels) or "none, plain torch"
     log.print0(f"attention: {cfg.attention}; kernels: {kernels}; fp8: {cfg.fp8}; compiled: {cfg.compile}")
     logged = config_json(
@@ -4226,7 +4221,7 @@ def train(
         log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
-        resumed.load(model, optimizer)
+        restore(resumed.saved, model, optimizer)
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
     saved = first
     losses = AsyncLoss()
@@ -4277,8 +4272,9 @@ def train(
         train_ms = 1000 * (time.perf_counter() - began)
         line = f"step:{n}/{cfg.steps} train_time:{train_ms:.0f}ms step_avg:{train_ms / n:.2f}ms"
         at, loss = losses.latest
-        log.print0(line + (f" train_loss:{loss:.4f}@{at}" if at else ""), console=False)
-        bar.set_postfix_str(f"loss {loss:.3f}" if at else "", refresh=False)
+        seen = f" train_loss:{loss:.4f}@{at}" if at else ""
+        log.print0(line + seen, console=False)
+        bar.set_postfix_str(seen, refresh=False)
         bar.update()
         # After the slowest updates no gradient awaits one.
         if every and n // every > saved // every and batch.plan.updates(4) and n < cfg.steps:
