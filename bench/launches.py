@@ -9,8 +9,9 @@ one that updates the banks alone, and one with all updates. Collectives return a
     launches     kernels, copies and fills on the GPU: the next three columns
     eager        of operations of torch, called one by one. FlashAttention's forward counts 2 (it fills its
                  random state), its backward 3; baddbmm 2 (it copies what it adds to)
-    triton       of the script's own kernels
-    inductor     of compiled code, as torch.compile generates it for an H100; with its matmuls
+    triton       of the script's own kernels, called one by one
+    inductor     of compiled code, as torch.compile generates it for an H100; with its matmuls, FlashAttention
+                 and kernels
     calls        of compiled code, forward or backward
     dispatches   operations of torch on the host, views too, without those inside compiled code
     collectives  that the step starts; their own kernels are not among the launches. What the prefetch thread
@@ -58,6 +59,14 @@ NO_LAUNCH = set(
     "transpose unbind unsqueeze view".split()
 )
 LAUNCHES = {"_varlen_attn": 2, "_varlen_attn_backward": 3, "baddbmm": 2}
+
+
+def launches_of(graph: dict) -> int:
+    """Returns the launches of one run of a graph of gpu_code."""
+    others = ((name.split(".")[-2], n) for name, n in graph["others"].items())
+    return sum(graph["kernels"].values()) + sum(n * LAUNCHES.get(name, 1) for name, n in others)
+
+
 PHASES = "copies", "forward", "head", "backward", "rows", "n-grams", "optimizer", "other"
 COLUMNS = "launches", "eager", "triton", "inductor", "calls", "dispatches", "collectives"
 LINE = ("{:<12}" + "{:>12}" * len(COLUMNS)).format
@@ -180,6 +189,11 @@ class Counts(TorchDispatchMode):
     def as_compiled(self, function: Callable) -> Callable:
         """Makes a function's compiled form, as torch.compile would: one call forward, one backward."""
 
+        def layers(*args):
+            with self.inside("layers") as results:
+                results.append(function(*args))
+            return results[0]
+
         def call(*args, **kwargs):
             leaves, spec = tree_flatten((args, kwargs))
             if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in leaves):
@@ -187,6 +201,15 @@ class Counts(TorchDispatchMode):
             with self.inside(function.__name__) as results:
                 results.append(function(*args, **kwargs))
             return results[0]
+
+        return layers if function is tg.GPT.run_layers else call
+
+    def as_compiled_backward(self, backward: Callable) -> Callable:
+        """Makes the compiled form of the layers' backward, which autograd derives from plain code."""
+
+        def call(*args):
+            with self.inside("layers backward"):
+                backward(*args)
 
         return call
 
@@ -276,6 +299,9 @@ class GeneratedCounts(Counts):
     def as_compiled(self, function: Callable) -> Callable:
         return self.code.compiler(function)
 
+    def as_compiled_backward(self, backward: Callable) -> Callable:
+        return backward
+
     def add(self, column: str, n: int = 1) -> None:
         pass
 
@@ -287,9 +313,8 @@ class GeneratedCounts(Counts):
             graph["runs"].clear()
         yield
         for graph in self.code.graphs:
-            launches = sum(graph["kernels"].values()) + sum(graph["others"].values())
             for phase, runs in graph["runs"].items():
-                self.found[phase, "inductor"] += runs * launches
+                self.found[phase, "inductor"] += runs * launches_of(graph)
 
 
 PHASE_OF = [
@@ -322,6 +347,8 @@ def run_steps(
         patch(tg.NgramTable, fetch=gpu_code.fetch_nothing)
         patch(torch.Tensor, is_cuda=gpu_code.IS_CUDA)
         patch(tg, COMPILER=counts.as_compiled if cfg.compile else None)
+        if cfg.compile:
+            patch(torch.autograd, backward=counts.as_compiled_backward(torch.autograd.backward))
         patch(torch, _scaled_mm=gpu_code.scaled_mm)
         for owner, name, phase in PHASE_OF:
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
@@ -370,7 +397,7 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Count
         steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)[2:]
     if cfg.compile:
         generated = GeneratedCounts()
-        backend = make_backend(cfg, generated)
+        backend = tg.select_backend(cfg, gpu_code.CUDA, (9, 0))  # compiled code has the kernels themselves
         for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)[2:]):
             step.update(inside)
     for step in steps:

@@ -38,6 +38,7 @@ iterations and one rail instead of ANVIL's six and two.
 
 import argparse
 import contextlib
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -143,7 +144,7 @@ class Traffic(launches.Counts):
         reads, writes = ({access(t, most) for t in on_meta(tree)} for tree in ((args, kwargs), out))
         if name in WRITE_ONLY or "out" in kwargs:
             reads -= writes
-        if self.in_compiled and name not in MATMULS:
+        if self.in_compiled and name not in MATMULS and not name.startswith("_varlen_attn"):
             self.fuse(reads, writes, schema.is_mutable)
             return out
         self.write(reads)  # a matmul's factors must be in memory
@@ -182,11 +183,15 @@ class Traffic(launches.Counts):
                 self.writes.add(a)
 
     @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        with patched(self, in_compiled=False), super().paused():
+            yield
+
+    @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[list]:
-        self.in_compiled, self.reads, self.writes = True, set(), set()
-        with super().inside(name) as results:
+        self.reads, self.writes = set(), set()
+        with super().inside(name) as results, patched(self, in_compiled=True):
             yield results
-        self.in_compiled = False
         self.write(map(access, on_meta(results)))
         for a in self.writes:
             self.sources.pop(a.storage, None)
@@ -195,6 +200,8 @@ class Traffic(launches.Counts):
 
     def add_kernel(self, name: str, tensors: Any) -> None:
         found, kind, flops = on_meta(tensors), "", 0.0
+        if self.in_compiled:  # its arguments must be in memory
+            self.write(map(access, found))
         nbytes = total(map(access, found))
         if name == "segment_sum_rows":
             (table, grad, index, _), _ = tensors
@@ -267,7 +274,6 @@ def config_80() -> tg.Config:
     )
 
 
-@tg.compiled
 def norm_of_two(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     """Does final_norm() as before record 81: takes "back" off."""
     return tg.norm(x + weights[1:2].T * streams[1])
@@ -277,12 +283,15 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
     """Lists what four successive steps launch, with functions of the script replaced."""
     traffic = Traffic()
 
-    def in_part(function: Callable) -> Callable:
-        # The products of queries, keys and values are two of one input; attention's output has one.
-        inner = traffic.in_phase("QKV", function)
-        return lambda ctx, *args: (inner if len(args) % 2 == 0 else function)(ctx, *args)
+    def in_part(function: Callable, *which: bool) -> Callable:
+        inner, turns = traffic.in_phase("QKV", function), itertools.cycle(which)
+        return staticmethod(lambda ctx, *args: (inner if next(turns) else function)(ctx, *args))
 
-    linear = {name: staticmethod(in_part(getattr(tg.Linear, name))) for name in ("forward", "backward")}
+    # A layer's products are of queries and keys, of values, and of attention's output.
+    linear = {
+        "forward": in_part(tg.Linear.forward, True, True, False),
+        "backward": in_part(tg.Linear.backward, False, True, True),
+    }
     backward = staticmethod(traffic.in_phase("MLP backward", tg.MLP.backward))
     with patched(tg, **changes), patched(tg.Linear, **linear), patched(tg.MLP, backward=backward):
         backend = launches.make_backend(cfg, traffic)
