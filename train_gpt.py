@@ -3635,7 +3635,8 @@ def train_step(
     optimizer.begin(batch)
     weights, losses = tuple(weight / count for weight in plan.loss_weights), []
     grads, head_grad, fp8_head = optimizer.grads, optimizer.grads["lm_head"], []
-    fp8 = model.fp8_mlps(plan.step) if model.backend.fp8 and model.cfg.fp8_mlp else None
+    in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks
+    fp8 = model.fp8_mlps(plan.step) if in_fp8 else None
     for i, micro_batch in enumerate(micro_batches):
         micro_batch, last, leaves = micro_batch.to(model.device), i == count - 1, {}
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8)
