@@ -849,10 +849,10 @@ def section(label: str) -> Callable:
     return decorate
 
 
-def init_distributed() -> tuple[int, int, torch.device]:
+def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
     """Joins the process group of torchrun's environment. Returns rank, world size and this rank's device.
 
-    Without torchrun there is one rank, and no group.
+    Without torchrun there is one rank, and no group. join=False: finds out only.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device, on_gpu = torch.device("cpu"), torch.cuda.is_available()
@@ -861,7 +861,7 @@ def init_distributed() -> tuple[int, int, torch.device]:
         torch.cuda.set_device(device)
         # Split-K matmuls, too, sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if world_size > 1:
+    if join and world_size > 1:
         backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
     return rank, world_size, device
@@ -3741,8 +3741,11 @@ def check_config(cfg: Config, world_size: int) -> None:
         )
         fits &= spec.is_table or spec.exchange != "sparse"
         refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank, sparse a table")
-        apart = any(spec.tied_to == other.name and spec.every != other.every for other in cfg.params)
-        refuse_if(apart, f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value")
+        tied = [spec.every, *(other.every for other in cfg.params if other.name == spec.tied_to)]
+        refuse_if(
+            spec.tied_to and tied not in ([1, 1], [2, 2]),
+            f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value, 1 or 2",
+        )
     for i, stage in enumerate(cfg.stages):
         start, end = stage.mtp_start, stage.mtp_end
         refuse_if(
@@ -4111,9 +4114,9 @@ def run(args: argparse.Namespace) -> None:
         f"--save {args.save}: give a file, in a folder that exists and can be written to",
     )
 
-    rank, world_size, device = init_distributed()
+    rank, world_size, device = init_distributed(join=not args.check)
     backend = select_backend(cfg, device)
-    check_ngram_memory(cfg, processes, device, args.check or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    check_ngram_memory(cfg, processes, device, int(os.environ.get("LOCAL_WORLD_SIZE", args.check or 1)))
     resumed = None if args.resume is None else Checkpoint.find(args.resume, rank)
     if args.data or not args.check:  # the preset's may not be there yet
         data = open_dataset(cfg)
@@ -4165,7 +4168,8 @@ def run(args: argparse.Namespace) -> None:
     log.print0("the clock leaves out this start, the warm-up, validation and checkpoints", file=False)
 
     trace, every = path.with_suffix(f".rank{rank}.trace.json.gz"), args.checkpoint_every
-    profiler = args.profile and trace_steps(trace, max(1, min(args.profile, cfg.steps - 4)))
+    done = resumed.meta["step"] if resumed else 0
+    profiler = args.profile and trace_steps(trace, max(1, min(args.profile, cfg.steps - 4) - done))
     checkpoints = path.with_suffix(".checkpoint")
     save = partial(save_checkpoint, checkpoints, {"task": task})
     model, summary = train(
@@ -4223,6 +4227,7 @@ def train(
     first, train_ms, position = 0, 0.0, (0, 0)
     if resumed:
         restore(resumed.saved, model, optimizer)
+        resumed.saved.clear()  # or its files, which are mapped, could not be removed over a network
         first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
     saved = first
     losses = AsyncLoss()

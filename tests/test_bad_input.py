@@ -186,6 +186,7 @@ WRONG = """--preset huge
 --set params.scalars.exchange=sparse
 --set params.embed.kind=bank
 --set params.lm_head.every=4
+--set params.*.every=4
 --set params.embed.every=1
 --set head_chunk=0
 --set mlp_dim=0
