@@ -2407,8 +2407,10 @@ def add_product(main_grad: Tensor, a: Tensor, b: Tensor, written: Tensor) -> Non
     write_grad(main_grad[: a.size(1), : b.size(1)], a, b, None, not written)
 
 
-# As an operation of torch's, so that a compiled backward can hold it.
-add_product_op = torch.library.custom_op("train_gpt::add_product", add_product, mutates_args={"main_grad"})
+# As an operation of torch's, so that a compiled backward can hold it. Each copy of this script that a process
+# imports has its own: a second operation of one name would remove the first.
+OPERATION = f"{__name__.replace('.', '_')}::add_product"
+add_product_op = torch.library.custom_op(OPERATION, add_product, mutates_args={"main_grad"})
 add_product_op.register_fake(lambda *_: None)
 
 

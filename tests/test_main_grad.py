@@ -2,7 +2,10 @@
 
 # ruff: noqa: F811 (fixtures are imported)
 
+import gc
+import importlib.util
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -136,6 +139,20 @@ def test_contract(form, case, operation):
         assert w.grad is None
     # One graph overwrites and adds.
     assert counters["stats"]["unique_graphs"] == graphs + (FORMS[form] is not None)
+
+
+def test_a_copy_of_the_script_leaves_its_operation():
+    """A process may import two copies, and forget one."""
+    spec = importlib.util.spec_from_file_location("my.copy", tg.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = copy  # dataclasses look there
+    spec.loader.exec_module(copy)
+    args = torch.zeros(2, 2), torch.ones(1, 2), torch.ones(1, 2), torch.tensor(False)
+    copy.add_product_op(*args)
+    del sys.modules[spec.name], copy
+    gc.collect()
+    tg.add_product_op(*args)
+    assert args[0].eq(1).all()
 
 
 @pytest.mark.parametrize("written", [True, False])

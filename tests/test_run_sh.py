@@ -73,6 +73,8 @@ def started(repository, *arguments, script="run.sh", gpus=0, cwd=None, **environ
         cwd=cwd or repository,
         env=inherited | environment,
         start_new_session=True,
+        # A shell without job control ignores it in what it starts in the background, these tests too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield process
