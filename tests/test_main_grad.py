@@ -2,7 +2,6 @@
 
 # ruff: noqa: F811 (fixtures are imported)
 
-import gc
 import importlib.util
 import math
 import sys
@@ -142,17 +141,12 @@ def test_contract(form, case, operation):
 
 
 def test_a_copy_of_the_script_leaves_its_operation():
-    """A process may import two copies, and forget one."""
+    """A process may import two copies: torch would replace an operation of the same name."""
     spec = importlib.util.spec_from_file_location("my.copy", tg.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = copy  # dataclasses look there
+    sys.modules[spec.name] = copy = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(copy)
-    args = torch.zeros(2, 2), torch.ones(1, 2), torch.ones(1, 2), torch.tensor(False)
-    copy.add_product_op(*args)
-    del sys.modules[spec.name], copy
-    gc.collect()
-    tg.add_product_op(*args)
-    assert args[0].eq(1).all()
+    del sys.modules[spec.name]
+    assert torch.ops.train_gpt.add_product.default is tg.add_product_op._opoverload
 
 
 @pytest.mark.parametrize("written", [True, False])
