@@ -121,7 +121,8 @@ Kernel = Literal["gram", "relu_square", "softcap_loss", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
-# What Config.length rescales: steps, and the share by which an average moves at each tick.
+# What Config.length rescales: steps, and the share by which an average moves at each tick. Its text tells a
+# Rate from a Fraction.
 Steps = Annotated[int, 0, 2**31 - 1]
 Rate = Annotated[float, 0, 1, "a tick"]
 
@@ -414,7 +415,7 @@ class Config:
     attention: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with it, the forward matmuls of the MLPs too
-    compile: bool = True  # torch.compile the code between kernels, and the updates
+    compile: bool = True  # torch.compile the layers, forward and backward, and the updates
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
 
     @property
@@ -2947,6 +2948,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+@section("waiting")
+def wait_for(work: dist.Work) -> None:
+    work.wait()
+
+
 class Pending(NamedTuple):
     result: Tensor
     work: dist.Work | None = None
@@ -2954,7 +2960,7 @@ class Pending(NamedTuple):
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            section("waiting")(self.work.wait)()
+            wait_for(self.work)
         return self.result if self.finish is None else self.finish(self.result)
 
 
