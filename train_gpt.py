@@ -12,31 +12,37 @@ Results
     record preset  not timed on GPUs yet. It is the configuration of the public record 92, which took 39.9 s
                    on 8 H100s; docs/settings.md says what it lacks
 
-Sections; each uses only what is above it
+The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
+
+Sections; each uses only what is above it, but the Prefetcher (5) is given an Exchange (9), and the model (8)
+an NgramTable (11)
     1  This text, imports
-    2  Config       layer, parameter and stage tables; presets; --set name=value
+    2  Config       layer, parameter and stage tables; presets; --set name=value; what a config must satisfy
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
-    6  Reference    operations in plain torch, of kernels and others; attention; ANVIL's maps
-    7  Kernels      some of these in Triton; the backend of a run; matmuls that write gradients into main_grad
+    6  Reference    operations in plain torch, for which section 7 has kernels; attention
+    7  Kernels      four of these in Triton; the backend of a run; matmuls that write gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
-    10 Update rules Adam and ANVIL on one shard
+    10 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
     11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
     12 Optimizer    scatter, work, gather, in explicit orders; the endings
     13 Step         train_step, validate, losses that leave the device asynchronously
-    14 Saving       what a config must satisfy; memory; saved models; checkpoints
+    14 Saving       saved models, checkpoints
     15 Main         command line, warm-up, the timed loop
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
 table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), L the
 layers, V the padded vocabulary.
+
+The stream is the residual stream. A bank is a stack of equal matrices, whose updates are spread over ranks. A
+rail is a running average of gradients. A parameter may have an average too: a tick moves it. The touched rows
+of a table are those that a batch looks up.
 """
 
 import argparse
-import bisect
 import contextlib
 import ctypes
 import dataclasses
@@ -61,12 +67,13 @@ import typing
 import uuid
 import zipfile
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, namedtuple
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from functools import cache, partial, reduce, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -76,7 +83,7 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
-    from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
     from tqdm import tqdm
 except ModuleNotFoundError as error:
     raise SystemExit(f"train_gpt.py needs {error.name}; start it with ./run.sh, which installs it") from None
@@ -121,15 +128,18 @@ Kernel = Literal["gram", "relu_square", "softcap_loss", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
-# What Config.length rescales: steps, and the share by which an average moves at each tick. Its text tells a
-# Rate from a Fraction.
+# Config.length rescales every field of these two types. A Rate is the fraction by which a running average
+# moves at each tick. The text only makes Rate another type than Fraction.
 Steps = Annotated[int, 0, 2**31 - 1]
 Rate = Annotated[float, 0, 1, "a tick"]
+# A pair: steps between two updates before Config.second_cadence_from, and from that step on. Gradients are
+# summed in between.
+Cadence = tuple[Literal[1, 2, 4], ...]
 
 
 @dataclass(frozen=True)
 class Layer:
-    # paired: two heads share one stream of twice the length. None: no attention
+    # paired: two heads share one stream of twice the length. None: this layer does not attend.
     attention: Literal["plain", "paired"] | None = "plain"
     window: Literal["short", "long"] = "short"  # a field of Windows
     # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
@@ -140,9 +150,11 @@ class Layer:
     xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
     gate: bool = False  # each head's output is gated
     x0: bool = False  # a gated share of x0 is added to the stream
-    bigram: bool = False  # the same of the bigrams; in layer 0 before its attention reads the stream
-    mlps: int = 1  # that read the same input
-    connections: bool = False  # values and residual stream take in saved streams, by MUDD's weights
+    bigram: bool = False  # so is one of the bigrams; in layer 0 before attention reads the stream
+    mlps: int = 1  # how many; all read the same input
+    # MUDD: a small MLP computes weights for each token. Earlier streams, times these weights, are added to
+    # this layer's values and to its stream.
+    connections: bool = False
 
 
 LAYERS = (
@@ -173,34 +185,30 @@ class Param:
     """The only declaration of a parameter: a row of PARAMS."""
 
     name: str
-    shape: str  # of numbers, and names in sizes(); the parameter does not exist if one is 0
+    shape: str  # expressions of names in named_sizes(); the parameter does not exist if one is 0
     init: str  # a number, or a distribution of initial_value() with its standard deviation
-    betas: tuple[Fraction, ...] = ()  # Adam's
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    # plain: autograd sums the gradient. matmul: the backward of matmuls does, in main_grad. bank: as matmul,
-    # a stack of matrices, padded so that each rank owns equally many. tokens, bigrams: a table, whose rows
-    # these select.
-    kind: Literal["plain", "matmul", "bank", "tokens", "bigrams"] = "plain"
-    # all_reduce: every rank updates all of it. Otherwise each rank updates one block, whose gradient arrives
-    # by reduce_scatter or, sparse, as the touched rows.
-    exchange: Literal["all_reduce", "reduce_scatter", "sparse"] = "all_reduce"
-    # Parameters are updated and gathered in the order of this number: roughly as the next forward reads them,
-    # but lm_head before embed, its copy.
+    # small: autograd sums the gradient. Small parameters with equal betas, dtype, cadence and reduction are
+    #     exchanged and updated as one vector.
+    # matmul: the backwards of matrix products sum the gradient in main_grad.
+    # bank: the same for a stack of matrices, padded so that each rank owns equally many.
+    # tokens, bigrams: a table, of which a token or a bigram selects rows.
+    kind: Literal["small", "matmul", "bank", "tokens", "bigrams"] = "small"
+    # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
+    exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
+    # Parameters are updated and gathered in ascending order of this number, which is roughly the order in
+    # which the next forward reads them. lm_head comes before embed, which is a copy of it at first.
     work: int = 0
     optimizer: Literal["adam", "anvil"] = "adam"
-    # It is updated after so many steps, from the sum of their gradients. 4: after 2 until Config.slow_from.
-    every: Literal[1, 2, 4] = 2
+    betas: tuple[Fraction, ...] = (0.90, 0.99)  # Adam's
+    every: Cadence = (2, 2)
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
     tied_to: str = ""  # until the untie step this is the transpose of that parameter
-    # backend: NCCL or gloo sums in the gradient's dtype. fp32: all-to-all, then an fp32 sum in rank order
-    # (sparse always does this).
-    reduction: Literal["backend", "fp32"] = "backend"
+    # How ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: by
+    # all-to-all, then in fp32 and in rank order (sparse always does this).
+    reduction: Literal["collective", "fp32"] = "collective"
     matrix_lr_mul: tuple[float, ...] = ()  # ANVIL: factors of successive matrices, repeating
-
-    @property
-    def sharded(self) -> bool:
-        return self.exchange != "all_reduce"
 
     @property
     def is_table(self) -> bool:
@@ -210,35 +218,33 @@ class Param:
 GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 
 # fmt: off
+Bank = partial(Param, kind="bank", work=4, optimizer="anvil", every=(1, 1))
+
 PARAMS = (  # gradients are exchanged in this order
-    #     name              shape       init            betas      lr_mul wd_mul
-    Param("qk_bank",        "wide*H 2D d","uniform 0.5",kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="anvil", every=1),
-    Param("narrow_qk_bank", "narrow*H D d","uniform 0.5",kind="bank",exchange="reduce_scatter", work=4,
-          optimizer="anvil", every=1),
-    Param("vo_bank",        "2A d d",   "uniform 0.5",  kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="anvil", every=1),
-    Param("mlp_bank",       "2mlps F d",  "fc 0.5",      kind="bank", exchange="reduce_scatter", work=4,
-          optimizer="anvil", every=1, matrix_lr_mul=(1.0, 2.0)),
-    Param("scalars",        "2L+2",     "scalars",      (.90, .99),  5.00,    0, dtype="float32"),
-    Param("smear_gate",     "1 gate",   "0",            (.90, .99),  0.01,    0),
-    Param("ve_gate_bank",   "Eg H gate","0",            (.90, .99),  1.00,    1),
-    Param("mudd_w1",        "2 m d",    "uniform 0.577",(.90, .99),  0.25,    1),
-    Param("mudd_w2",        "2 W m",    "0",            (.90, .99),  0.25,    1),
-    Param("mudd_b2",        "2 M",      "biases",       (.90, .99),  0.25,    0),
-    Param("mudd_gate_w1",   "2 g d",    "uniform 0.577",(.90, .99),  0.10,    1),
-    Param("mudd_gate_w2",   "2 G g",    "0",            (.90, .99),  0.10,    1),
-    Param("mudd_gate_b2",   "2 G",      "biases",       (.90, .99),  0.10,    0),
-    Param("mudd_gate_scale","1G",       "0.1",          (.90, .99),  0.10,    0, dtype="float32"),
-    Param("lm_head",        "d V",      "normal 0.005", (.50, .95),  1.00,  150, "matmul",
-          "reduce_scatter", work=2),
-    Param("bigram_embed",   "B d",      "0",            (.75, .95), 75.00,    5, "bigrams", "sparse", work=1),
-    Param("post_lambdas",   "L 2",      "1",            (.90, .95),  1.00,    0, dtype="float32"),
-    Param("resid_lambdas",  "L 2",      "1.0488",       (.90, .95),  5.00,    0, dtype="float32"),
-    Param("value_embeds",   "V E d",    "normal 0.01",  (.75, .95), 70.00,    5, "tokens", "sparse", work=5,
-          every=4),
-    Param("embed",          "V d",      "0",            (.50, .95),  1.00,  150, "tokens", "sparse", work=3,
-          tied_to="lm_head"),
+    #     name              shape          init           lr_mul wd_mul kind
+    Bank("qk_bank",         "wide*H 2*D d", "uniform 0.5"),
+    Bank("narrow_qk_bank",  "narrow*H D d", "uniform 0.5"),
+    Bank("vo_bank",         "2*A d d",      "uniform 0.5"),
+    Bank("mlp_bank",        "2*mlps F d",   "fc 0.5", matrix_lr_mul=(1.0, 2.0)),
+    Param("scalars",        "2*L+2",        "scalars",      5.00,   0, dtype="float32"),
+    Param("smear_gate",     "1 gate",       "0",            0.01,   0),
+    Param("ve_gate_bank",   "Eg H gate",    "0",            1.00,   1),
+    Param("mudd_w1",        "2 m d",        "uniform 0.577",0.25,   1),
+    Param("mudd_w2",        "2 W m",        "0",            0.25,   1),
+    Param("mudd_b2",        "2 M",          "biases",       0.25,   0),
+    Param("mudd_gate_w1",   "2 g d",        "uniform 0.577",0.10,   1),
+    Param("mudd_gate_w2",   "2 G g",        "0",            0.10,   1),
+    Param("mudd_gate_b2",   "2 G",          "biases",       0.10,   0),
+    Param("mudd_gate_scale","min(1,G)",     "0.1",          0.10,   0, dtype="float32"),
+    Param("post_lambdas",   "L 2",          "1",            1.00,   0, dtype="float32", betas=(.90, .95)),
+    Param("resid_lambdas",  "L 2",          "1.0488",       5.00,   0, dtype="float32", betas=(.90, .95)),
+    Param("lm_head",        "d V",          "normal 0.005", 1.00, 150, "matmul", work=2, betas=(.50, .95)),
+    Param("bigram_embed",   "B d",          "0",           75.00,   5, "bigrams", "sparse", work=1,
+          betas=(.75, .95)),
+    Param("value_embeds",   "V E d",        "normal 0.01", 70.00,   5, "tokens", "sparse", work=5,
+          betas=(.75, .95), every=(2, 4)),
+    Param("embed",          "V d",          "0",            1.00, 150, "tokens", "sparse", work=3,
+          betas=(.50, .95), tied_to="lm_head"),
 )
 # fmt: on
 
@@ -251,11 +257,12 @@ class Ending:
     part of a cooldown (record 92, PR 360). Rows of n-grams have none.
     """
 
-    params: tuple[str, ...]  # those that the model lacks are ignored
+    params: tuple[str, ...]  # names that the model lacks are ignored
     window: Steps  # the run's last steps that it looks at; 0: none
     rate: Rate  # each tick moves the average by this share towards the parameter; the first is a copy
     blend: Fraction = 1.0  # in the end the parameter moves by this share towards the average
-    # A tick follows each step after which `offset`, modulo `every`, steps are left, or one of `also`.
+    # The average ticks after a step if the number of steps left, modulo `every`, is `offset`, or if that
+    # number is in `also`.
     every: Positive = 1
     offset: int = 0
     also: tuple[Steps, ...] = ()
@@ -263,8 +270,9 @@ class Ending:
     keep_norm: bool = True  # averages are shorter: the parameter is scaled to the norm it had before
 
 
-# Record 92's. Where two rows have a parameter, the second starts from what the first one wrote. The first
-# rate is that of two ticks at 2 / 299, but for its last tick.
+# Record 92's. Some parameters have two rows: the second row starts from what the first one wrote. The record
+# ticks lm_head's average after every step, at 2 / 299. As lm_head changes after every second step only, two
+# of these ticks are one here; the last stays single.
 ENDINGS = (
     Ending(("lm_head", "embed"), 298, 1 - (1 - 2 / 299) ** 2, 0.65, every=2, also=(297,), last_rate=2 / 299),
     Ending(("vo_bank", "mlp_bank"), 250, 4 / 53, every=4),
@@ -279,11 +287,11 @@ class Ngrams:
     """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
 
     orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
-    rows: Annotated[int, 2, 2**28] = 42301440  # of each order
+    rows_per_order: Annotated[int, 2, 2**28] = 42301440
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
     dtype: Float = "bfloat16"
-    every: Literal[1, 2, 4] = 4  # as Param.every
+    every: Cadence = (2, 4)
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment at every update of the table
     wd: float = 0.025
@@ -301,8 +309,8 @@ class Stage:
     # al. 2024, arXiv:2404.19737).
     mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]
-    # Loss weights, in equal parts of the stage, of the next token's longest prefix that is a token: what a
-    # token begins with is easier, and teaches early (record 88).
+    # Weights of another loss, in equal parts of the stage: on the longest token that the next token begins
+    # with. It is easier to predict, and so teaches early (record 88).
     prefix: tuple[float, ...] = ()
     attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
     # Sampled softmax (record 92): how many columns of the head a micro-batch computes, in equal parts of the
@@ -314,49 +322,46 @@ class Stage:
 class Config:
     """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1194-step record preset."""
 
-    # the task
+    # data and goal
     preset: str = "record"
     track: str = "gpt2-small"  # folder of records/ for this preset's runs
     data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
     target: float = 3.28  # mean validation loss, nats per token, that a record must reach
-    usual_loss: float = 0.0  # mean of the preset's runs; 0: it has none yet
     val_slice_tokens: Positive = 262144  # one validation forward
     val_slices: Positive = 40
     val_every: int = 250  # steps; 0: only at the end
     # the model
     vocab_size: Positive = 50257
-    padded_vocab: Positive = (
-        50304  # rows of embedding tables, columns of the head; padding trains like the rest
-    )
+    # Rows of embedding tables and columns of the head; those of padding train like the rest.
+    padded_vocab: Positive = 50304
     bos_id: int = 50256
     bigram_vocab_size: Annotated[int, 2, 2**31 - 1] = 50304 * 15 // 2
     ngrams: Ngrams = Ngrams((2, 3))
-    sign_rows: Annotated[int, 0, 65536] = (
-        8192  # of random signs, by which rows of bigrams or n-grams are multiplied; 0: none
-    )
+    # Rows of random signs, by which rows of bigrams or n-grams are multiplied; 0: none.
+    sign_rows: Annotated[int, 0, 65536] = 8192
     heads: Positive = 6
     head_dim: Positive = 128
     mlp_dim: Positive = 2816
     layers: tuple[Layer, ...] = LAYERS
-    # As in a U-net, layer skip_to gets back the stream that left layer skip_from (record 11). From the layer
-    # after back_from on, attention reads the stream that left back_from.
+    # As in a U-net, layer skip_to gets back the stream that left layer skip_from (record 11). In layers after
+    # backout_from, attention reads the stream that left backout_from.
     skip_from: int = 3
     skip_to: int = 6
-    back_from: int = 7
+    backout_from: int = 7
     # Gates, and the connections' weights, come from small MLPs of every token; false: learned constants.
     mudd_gates: bool = True
     mudd_connections: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     window_unit: Positive = 128
-    # At the final validation.
+    # The attention windows of the final validation.
     val_windows: Windows = Windows(6, 20)
-    # Scales of the softmax before any window grows, of heads with wide and with narrow queries.
+    # The softmax scales of heads with wide and with narrow queries, before any window grows.
     attn_scale: float = 0.085
     narrow_attn_scale: float = 0.13
     dtype: Float = "bfloat16"  # of weights and activations
-    # The schedule. `--set length=0.5` halves all of it: it rescales the stages' steps, momentum's and the
-    # endings' steps, slow_from and rails_step as they are at that point of the command line.
+    # The schedule. `--set length=0.5` halves all of it: the steps of stages, momentum and endings,
+    # second_cadence_from and rails_step. It takes them as the settings before it left them.
     length: Annotated[float, 1e-3, 1e3] = 1.0
     # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
     # agree, large ones average out noise later. At the end batches shrink again, and the last stage trains at
@@ -373,32 +378,32 @@ class Config:
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30, (1.0,), (1.0,), attention_cap=2560),
     )
     # fmt: on
-    cooldown_frac: Fraction = 0.80  # last part of the scheduled steps; the rate falls to the last stage's
+    # The last part of the steps before the last stage, in which the rate falls to the last stage's.
+    cooldown_frac: Fraction = 0.80
     momentum_min: Fraction = 0.85  # at both ends: old gradients mislead while the loss falls fast (record 9)
     momentum_max: Fraction = 0.93
     momentum_warmup: Steps = 240  # steps from min to max
     momentum_cooldown: Steps = 50  # last steps, back towards min
-    microbatches: Positive = (
-        8  # of a global batch, at least one a rank; other numbers pack documents differently
-    )
+    # In a global batch, at least one for each rank. Other numbers pack documents differently.
+    microbatches: Positive = 8
     max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
     endings: tuple[Ending, ...] = ENDINGS  # what is done to parameters after the last step, in this order
     # optimizers
     params: tuple[Param, ...] = PARAMS
-    slow_from: Steps = 336  # the first step at which every=4 means that, not 2
-    adam_lr: float = 0.008
+    second_cadence_from: Steps = 336  # the first step with the second cadence of Param.every and Ngrams.every
+    adam_lr: float = 0.008  # times Param.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
     bank_dtype: Float = "bfloat16"  # of the orthogonalization
-    # Matrices are orthogonalized from singular values of at most 1 / bank_margin. ANVIL's maps diverge above
-    # 1 / 1.05, so record 92's 1.05 leaves no room for the roundings of bf16.
+    # A matrix is first divided by bank_margin times its norm, so that no singular value is above
+    # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
-    slow_rate: Fraction = 0.02  # at which the slow rail follows the gradients
-    # Before this step there is one rail: plain momentum. From it on the fast rail has this decay, and this
-    # weight in the mean of both. With no more steps than that, one rail serves the whole run.
+    slow_rate: Fraction = 0.02  # the share by which a step moves the slow rail towards its gradient
+    # A rail is a running average of the gradients. Up to this step there is one: plain momentum. From it on
+    # momentum is the mean of a fast rail, with this decay and this weight, and of a slow one.
     rails_step: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
@@ -408,11 +413,12 @@ class Config:
     # sums the banks'.
     main_grad: bool = True
     delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
-    # Tokens whose logits exist at once. With candidates these are more, so that there are as many logits.
+    # The head takes so many tokens at once. With candidates, which are fewer columns, it takes more tokens,
+    # so that it makes about as many logits.
     head_chunk: Positive = 8192
     kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done in Triton
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
-    attention: Literal["dense", "varlen", "fa3"] = "varlen"
+    attention_impl: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with it, the forward matmuls of the MLPs too
     compile: bool = True  # torch.compile the layers, forward and backward, and the updates
@@ -442,14 +448,15 @@ RECORD = Config()
 # micro-batches. Documents of about 1 KiB are cut short, so that a batch has parts of more of them.
 # fmt: off
 CPU = replace(
-    RECORD, preset="cpu", track="cpu", data="data/local", target=1.07, usual_loss=1.051,
+    RECORD, preset="cpu", track="cpu", data="data/local", target=1.07,
     val_slice_tokens=4096, val_slices=128, vocab_size=257, padded_vocab=264, bos_id=256,
     bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
-    ngrams=Ngrams((2, 3, 4, 5), rows=65536, width=64, dtype="float32", every=1), mix_groups=4, window_unit=16,
-    attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32", cooldown_frac=0.4, bank_dtype="float32",
-    slow_from=75, momentum_warmup=115, momentum_cooldown=20, rails_step=115, kernels=(), attention="dense",
-    fp8=False, compile=False, microbatches=2,
+    ngrams=Ngrams((2, 3, 4, 5), rows_per_order=65536, width=64, dtype="float32", every=(1, 1)),
+    mix_groups=4, window_unit=16, attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32",
+    bank_dtype="float32", cooldown_frac=0.4, second_cadence_from=75, momentum_warmup=115,
+    momentum_cooldown=20, rails_step=115, kernels=(), attention_impl="dense", fp8=False, compile=False,
+    microbatches=2,
     endings=(Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 96, 2 / 49, 0.5),),
     stages=(
         Stage( 82, 2048, 256, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
@@ -463,7 +470,7 @@ CPU = replace(
 # vocabulary. With all columns the head takes about half of a step.
 # fmt: off
 WORDS = replace(
-    CPU, preset="words", track="words", data="data/words", target=2.9, usual_loss=2.799,
+    CPU, preset="words", track="words", data="data/words", target=2.9,
     val_slice_tokens=512, val_slices=128, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
     heads=4, mlp_dim=1024, layers=LAYERS,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
@@ -518,22 +525,48 @@ def gate_table(cfg: Config) -> tuple[list[Gate], ...]:
     return tables
 
 
+# A layer's numbers in GPT.scalars, resid_lambdas and post_lambdas: factors of its products, of the stream
+# where outputs are added, and of these outputs.
+LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
+
+
+def used_scalars(cfg: Config) -> list[LayerScalars]:
+    """Returns which of its scalars each layer uses."""
+    used = []
+    for i, layer in enumerate(cfg.layers):
+        attends, own = bool(layer.attention), not layer.connections  # these compute four for each token
+        adds = attends or layer.x0 or layer.bigram and i > 0
+        resid_mlp, post_mlp = own, own and layer.mlps > 0
+        used += [LayerScalars(attends, attends, own and adds, resid_mlp, own and attends, post_mlp)]
+    return used
+
+
 MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# Initial biases of their outputs, in units of that, by columns. The layer with connections:
-#   0-2    the first stream, "back" and the layer's input, into its values
-#   3-5    the same, into the stream
-#   6-7    the value embedding of the first and of the second half of the heads
-#   8-9    the stream and attention's output
-#   10-11  the first stream and the bigrams, into the stream
-#   12-13  the stream and the MLP's output
-CONNECTION_BIASES = (0, 0, 0, 0, 0, 0, 20, 20, RESID_BIAS, 10, 0, 0.5, RESID_BIAS, 10)
-# Before the head, the streams that GPT.hidden_states lists: "back" is taken off, for it served only middle
-# layers (PR 140), and one bias for each of the others.
+# The outputs of the connections' MLP, and their initial biases divided by MUDD_SCALE. Each is one token's
+# weight of one stream; x is the layer's own.
+CONNECTIONS = {
+    "first to value": 0,
+    "backout to value": 0,
+    "x to value": 0,
+    "first": 0,
+    "backout": 0,
+    "x": 0,
+    "left value": 20,  # the value embedding of the first half of the heads
+    "right value": 20,
+    "resid_attention": RESID_BIAS,  # these four in place of LayerScalars'
+    "post_attention": 10,
+    "first after": 0,  # added with attention's output
+    "bigram after": 0.5,
+    "resid_mlp": RESID_BIAS,
+    "post_mlp": 10,
+}
+# The same of the mix before the head, of the streams that GPT.run_layers lists; those left out have 0. The
+# second, "backout", is taken off: it served only middle layers (PR 140).
 MIX_BIASES = (0, -5, 0, 0, 0, 0)
 
 
-def sizes(cfg: Config) -> dict[str, int]:
+def named_sizes(cfg: Config) -> dict[str, int]:
     """Returns the sizes that Param.shape names; those of a technique that is off are 0."""
     readers = [layer for layer in cfg.layers if layer.attention]
     narrow = sum(layer.narrow_qk for layer in readers)
@@ -543,36 +576,33 @@ def sizes(cfg: Config) -> dict[str, int]:
     return {
         "d": cfg.dim,
         "D": cfg.head_dim,
-        "2D": 2 * cfg.head_dim,
         "H": cfg.heads,
         "V": cfg.padded_vocab,
         "F": cfg.mlp_dim,
         "L": len(cfg.layers),
-        "2L+2": 2 * len(cfg.layers) + 2,
-        "wide*H": (len(readers) - narrow) * cfg.heads,
-        "narrow*H": narrow * cfg.heads,
-        "2A": len(readers) * 2,
-        "2mlps": 2 * sum(layer.mlps for layer in cfg.layers),
+        "wide": len(readers) - narrow,
+        "narrow": narrow,
+        "A": len(readers),
+        "mlps": sum(layer.mlps for layer in cfg.layers),
         # Tables of value embeddings, and those of them with gates.
         "E": tables,
         "Eg": sum(layer.value and not layer.connections for layer in readers),
         "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
         "gate": GATE_DIM,
         # Biases, outputs and hidden units of the small MLPs, of connections and of gates.
-        "M": max(len(CONNECTION_BIASES), mixed),
-        "W": max(len(CONNECTION_BIASES), mixed * (1 + cfg.mix_groups)),
+        "M": max(len(CONNECTIONS), mixed),
+        "W": max(len(CONNECTIONS), mixed * (1 + cfg.mix_groups)),
         "m": cfg.mudd_dim * cfg.mudd_connections,
         "G": gates,
-        "1G": min(1, gates),
         "g": cfg.mudd_dim * cfg.mudd_gates * min(1, gates),
     }
 
 
 def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter that this model has; banks are padded for `world_size` ranks."""
-    named, shapes = sizes(cfg), {}
+    named, shapes = named_sizes(cfg), {}
     for spec in cfg.params:
-        first, *rest = (int(named.get(size, size)) for size in spec.shape.split())
+        first, *rest = (eval(size, {}, named) for size in spec.shape.split())
         if spec.kind == "bank":
             first = padded(first, world_size)
         if first and all(rest):
@@ -589,8 +619,8 @@ def used_params(cfg: Config) -> list[Param]:
 def mlp_biases(cfg: Config) -> dict[str, Sequence[Sequence[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
     gates = [[gate.bias for gate in gates for _ in range(gate.columns)] for gates in gate_table(cfg)]
-    mix = MIX_BIASES + sizes(cfg)["E"] * (0,)
-    return {"mudd": (CONNECTION_BIASES, mix), "mudd_gate": gates}
+    mix = MIX_BIASES + named_sizes(cfg)["E"] * (0,)
+    return {"mudd": (tuple(CONNECTIONS.values()), mix), "mudd_gate": gates}
 
 
 def seeded(name: str, seed: int) -> torch.Generator:
@@ -623,12 +653,13 @@ def initial_value(spec: Param, cfg: Config, seed: int) -> Tensor:
     return torch.full(shape, float(kind))
 
 
-def config_from_dict(value, hint=Config, path: str = "", change: Callable = lambda value, *_: value):
-    """Inverts dataclasses.asdict, after JSON too. Raises KeyError if a field is unknown or missing.
+def map_settings(change: Callable, value, hint=Config, path: str = ""):
+    """Builds a Config from a dict of all its fields, as dataclasses.asdict and JSON give it.
 
-    Every setting becomes change(setting, its type, its name in --set); by default it stays.
+    Every setting becomes change(setting, its type, its name in --set). Raises KeyError if a field is unknown
+    or missing.
     """
-    again, args = partial(config_from_dict, change=change), typing.get_args(hint)
+    again, args = partial(map_settings, change), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint, include_extras=True)
         fields = {name: again(value[name], hints[name], f"{path}.{name}") for name in hints | value}
@@ -636,6 +667,9 @@ def config_from_dict(value, hint=Config, path: str = "", change: Callable = lamb
     if args and dataclasses.is_dataclass(args[0]):
         return tuple(again(row, args[0], f"{path}.{row.get('name', i)}") for i, row in enumerate(value))
     return change(tuple(value) if isinstance(value, list) else value, hint, path[1:])
+
+
+config_from_dict = partial(map_settings, lambda value, *_: value)
 
 
 def override(cfg: Config, setting: str) -> Config:
@@ -658,7 +692,7 @@ def override(cfg: Config, setting: str) -> Config:
         )
         return parse(text, hint, path)
 
-    new = config_from_dict(dataclasses.asdict(cfg), change=change)
+    new = map_settings(change, dataclasses.asdict(cfg))
     near = ", ".join(difflib.get_close_matches(name, known, cutoff=0.4)) or "a field of Config"
     refuse_if(not fnmatch.filter(known, name), f"--set {name}: unknown; did you mean {near}?")
     return new if new.length == cfg.length else rescale(new, new.length / cfg.length)
@@ -674,7 +708,7 @@ def rescale(cfg: Config, factor: float) -> Config:
             return tuple(change(steps, Steps, path) for steps in value)
         return 1 - (1 - value) ** (1 / factor) if hint == Rate else value
 
-    return config_from_dict(dataclasses.asdict(cfg), change=change)
+    return map_settings(change, dataclasses.asdict(cfg))
 
 
 def parse(text: str, hint, name: str):
@@ -702,6 +736,88 @@ def parse(text: str, hint, name: str):
     return value
 
 
+# Candidates are taken from a vocabulary in steps of this prime.
+CANDIDATE_STRIDE = 20011
+
+
+def check_config(cfg: Config, world_size: int) -> None:
+    """Raises UserError for settings that would silently train something else, or fail unclearly."""
+    count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
+    cannot_share = f"{world_size} processes cannot share"
+    refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
+    for spec in used_params(cfg):
+        refuse_if(
+            spec.kind != "small" and shapes[spec.name][0] % world_size,
+            f"{cannot_share} the rows of {spec.name}; change one of these numbers",
+        )
+        fits = (
+            spec.kind == "bank" if spec.optimizer == "anvil" else [b < 1 for b in spec.betas] == [True, True]
+        )
+        fits &= spec.is_table or spec.exchange != "sparse"
+        refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank, sparse a table")
+        tied = [spec.every, *(other.every for other in cfg.params if other.name == spec.tied_to)]
+        refuse_if(
+            spec.tied_to and tied not in ([(1, 1)] * 2, [(2, 2)] * 2),
+            f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value, 1,1 or 2,2",
+        )
+    for i, stage in enumerate(cfg.stages):
+        start, end = stage.mtp_start, stage.mtp_end
+        refuse_if(
+            stage.batch_tokens % count,
+            f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
+        )
+        refuse_if(
+            len(start) != len(end) or not (start and start[0] * end[0]),
+            f"stages.{i}: mtp_start and mtp_end must have as many weights, the first not 0",
+        )
+        refuse_if(
+            any(
+                c > cfg.padded_vocab or cfg.padded_vocab % CANDIDATE_STRIDE == 0
+                for c in stage.candidates
+                if c
+            ),
+            f"stages.{i}.candidates: use numbers up to padded_vocab, no multiple of {CANDIDATE_STRIDE}",
+        )
+        widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
+        refuse_if(
+            cfg.fp8 and math.gcd(16, *widths, *stage.candidates) < 16,
+            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, candidates, head_chunk, "
+            "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
+        )
+    for i, layer in enumerate(cfg.layers):
+        unused = (layer.key_shift or layer.xsa) and layer.attention != "plain"
+        unused |= layer.key_shift and layer.narrow_qk
+        unused |= (layer.gate or layer.value) and not layer.attention
+        unused |= layer.connections and not layer.value
+        refuse_if(
+            unused, f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts"
+        )
+    for i, ending in enumerate(cfg.endings):
+        unknown = {*ending.params} - {spec.name for spec in cfg.params if spec.kind != "small"}
+        refuse_if(unknown, f"endings.{i}.params: {unknown}: use names of banks, tables and lm_head")
+    for name, every in [(spec.name, spec.every) for spec in cfg.params] + [("ngrams", n.every)]:
+        refuse_if(
+            len(every) != 2 or every[0] > every[1],
+            f"{name}.every: give two numbers, the second not below the first",
+        )
+    refuse_if(
+        sorted({*n.orders} - {0, 1}) != sorted(n.orders), "ngrams.orders: use different numbers from 2 on"
+    )
+    refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
+    refuse_if(not cfg.steps, "stages.*.steps are all 0: there is nothing to train")
+    refuse_if(
+        cfg.skip_from >= cfg.skip_to or cfg.backout_from >= len(cfg.layers),
+        "skip_from must be below skip_to, and backout_from the number of a layer",
+    )
+    pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
+    refuse_if(
+        cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % cfg.mix_groups,
+        f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
+        "paired; head_dim a multiple of 4",
+    )
+    refuse_if(n.orders and n.width > cfg.dim, "ngrams.width must not be above the model's width")
+
+
 # ============================================================================================================
 # 3  Schedule. Pure functions of the config and the step.
 # ============================================================================================================
@@ -719,9 +835,9 @@ class StepPlan(NamedTuple):
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
     candidates: int  # columns of the head that are computed; 0: all
-    slow: bool  # from Config.slow_from on
-    # Up to this step's update embed is lm_head's transpose: one matrix learns faster from both ends, two fit
-    # better later (PRs 175, 178).
+    second_cadence: bool  # from Config.second_cadence_from on
+    # Up to the untie step's update embed is the transpose of lm_head: at first one matrix learns faster from
+    # both ends, later two fit better (PRs 175, 178).
     tied: bool
     untie: bool  # after this step's update they are untied
 
@@ -730,19 +846,21 @@ class StepPlan(NamedTuple):
         """Returns the weights of loss_targets' columns."""
         return (*self.mtp, self.prefix) if self.prefix else self.mtp
 
-    def slowdown(self, every: int) -> int:
-        """Returns by how much rarer updates are than at first: betas have this power, decay this factor."""
-        return max(1, every // 2) if self.slow else 1
+    def cadence_ratio(self, every: Cadence) -> int:
+        """Returns how many times rarer updates are than at first.
 
-    def updates(self, every: int) -> bool:
-        """True if what has this `every` is updated after this step, from all gradients since its last update.
+        Adam raises its betas to this power and multiplies weight decay by it: a step still counts the same.
+        """
+        return every[self.second_cadence] // every[0]
+
+    def updates(self, every: Cadence) -> bool:
+        """True if what has this cadence is updated after this step, from all gradients since its last update.
 
         Adam's parameters need it only after every second step, at next to no cost in loss (PR 136): half the
-        traffic of the tables. The largest, from Config.slow_from on, need it after every fourth (PR 360). The
-        gradients of last steps that no update follows are lost.
+        traffic of the tables. The largest, from Config.second_cadence_from on, need it after every fourth
+        (PR 360). The gradients of last steps that no update follows are lost.
         """
-        period = min(every, 2) * self.slowdown(every)
-        return self.step % period == period - 1
+        return (self.step + 1) % every[self.second_cadence] == 0
 
 
 def untie_step(cfg: Config) -> int:
@@ -764,11 +882,9 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     if step > cool:
         t = min(1.0, (step - cool) / max(1, scheduled - cool))
         lr_mul = lr_mul * (1 - t) + cfg.stages[-1].lr_mul * t
-    momentum_span = cfg.momentum_max - cfg.momentum_min
-    momentum = cfg.momentum_min + momentum_span * min(1.0, step / max(1, cfg.momentum_warmup))
-    cool = cfg.steps - cfg.momentum_cooldown
-    if step > cool:
-        momentum = cfg.momentum_max - momentum_span * (step - cool) / cfg.momentum_cooldown
+    start, end = cfg.momentum_warmup - step, step - cfg.steps + cfg.momentum_cooldown
+    decline = max(0, start / max(1, cfg.momentum_warmup), end / max(1, cfg.momentum_cooldown))
+    momentum = cfg.momentum_max - (cfg.momentum_max - cfg.momentum_min) * decline
     t = (step - starts[index]) / stage.steps
     return StepPlan(
         step=step,
@@ -782,7 +898,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
         prefix=part_at(t, stage.prefix),
         candidates=part_at(t, stage.candidates),
-        slow=step >= cfg.slow_from,
+        second_cadence=step >= cfg.second_cadence_from,
         tied=step <= untie_step(cfg),
         untie=step == untie_step(cfg),
     )
@@ -809,7 +925,7 @@ def warmup_steps(cfg: Config) -> list[range]:
     From the last stage's start on four: the first two untie embed, the others update it on its own.
     """
     plans, last = [plan_step(cfg, step) for step in reversed(range(cfg.steps))], cfg.stage_starts[-1]
-    kinds = {(plan.stage, plan.candidates, plan.prefix > 0, plan.slow): plan.step for plan in plans}
+    kinds = {(plan.stage, plan.candidates, plan.prefix > 0, plan.second_cadence): plan.step for plan in plans}
     starts = sorted(kinds.values())
     return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
 
@@ -831,23 +947,13 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 TRACING = False  # set by --profile: record_function takes 10 us even if nothing is profiled
 
 
-def section(label: str) -> Callable:
-    """Returns a decorator that labels a function's calls in traces; in `label`, {1} is their argument 1.
-
-    A label is a section of the step, then the parameter's name. Compiled functions cannot be labelled.
+@contextlib.contextmanager
+def traced(label: str):
+    """Labels in traces what runs inside, or as a decorator a function's calls: a section of the step, then a
+    parameter's name. Compiled functions cannot be labelled.
     """
-
-    def decorate(function):
-        @wraps(function)
-        def labelled(*args, **kwargs):
-            if not TRACING:
-                return function(*args, **kwargs)
-            with torch.profiler.record_function(label.format(*args)):
-                return function(*args, **kwargs)
-
-        return labelled
-
-    return decorate
+    with torch.profiler.record_function(label) if TRACING else contextlib.nullcontext():
+        yield
 
 
 def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
@@ -860,7 +966,7 @@ def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
     if on_gpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        # Split-K matmuls, too, sum in fp32.
+        # Otherwise split-K matmuls would not sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if join and world_size > 1:
         backend = "nccl" if on_gpu else "gloo"
@@ -894,13 +1000,13 @@ def compiler_of(cfg: Config) -> Callable | None:
     if not cfg.compile:
         return None
     torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
-    # One graph of GPT.run_layers serves all lengths and windows. Dense attention has one for each window.
+    # These vary without a new graph of GPT.run_layers; only dense attention needs one for each window.
     torch.compiler.config.dynamic_sources = r"L\['(embed|bigram|values|sequence|windows)'\].*"
 
     @cache
     def compiler(function: Callable) -> Callable:
-        # Autotuning first copies what a kernel changes: of update_rows the whole table, 26 GB on one GPU.
-        # Guards and AOTAutograd check sizes, so generated code need not.
+        # Autotuning first copies what a kernel changes. For update_rows that is the whole table, 26 GB on one
+        # GPU. Guards and AOTAutograd check sizes, so generated code need not.
         autotune = function.__name__ != "update_rows"
         return torch.compile(
             function,
@@ -911,11 +1017,28 @@ def compiler_of(cfg: Config) -> Callable | None:
     return compiler
 
 
-def synchronized_time() -> float:
-    """Returns the time in seconds, after all that the device was given is done."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+class Clock:
+    """Counts milliseconds of training, from `ms` on, except in `with clock.paused()`."""
+
+    def __init__(self, ms: float = 0.0):
+        self.began = self.synchronized() - ms / 1000
+
+    def synchronized(self) -> float:
+        """Returns the time in seconds, after all that the device was given is done."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def ms(self) -> float:
+        """Returns the milliseconds, without waiting for the device."""
+        return 1000 * (time.perf_counter() - self.began)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Stops the clock when the device is done; gives the milliseconds that it then has."""
+        stopped = self.synchronized()
+        yield 1000 * (stopped - self.began)
+        self.began += self.synchronized() - stopped
 
 
 class RunLog:
@@ -940,21 +1063,16 @@ class RunLog:
 
 
 def describe_commit(script: Path) -> str:
-    """Returns the commit of the script's own repository, and whether that very text is committed there.
-
-    Its own is one that has committed a file of its name, or at its top a train_gpt.py that begins alike.
+    """Returns the commit of the folder's repository, and how the script differs from it, by git's letters:
+    M modified, ?? not committed, !! ignored.
     """
-    git: Callable = partial(subprocess.run, cwd=script.parent, capture_output=True)
-    text = script.read_bytes()
+    git: Callable = partial(subprocess.check_output, cwd=script.parent, stderr=subprocess.DEVNULL, text=True)
     try:
-        places = f"./{script.name}", "train_gpt.py"
-        committed, original = (git(["git", "show", f"HEAD:{place}"]).stdout for place in places)
-        commit = git(["git", "rev-parse", "HEAD"]).stdout.decode().strip()
-    except OSError:  # git is not installed
+        commit = git(["git", "rev-parse", "HEAD"]).strip()
+        state = git(["git", "status", "--porcelain", "--ignored", "--", script.name])
+    except (OSError, subprocess.CalledProcessError):  # git is not installed; there is no commit
         return "unknown"
-    if not committed and text[:64] != original[:64]:
-        return "unknown"
-    return f"{commit} ({'clean' if text == committed else 'modified'})"
+    return f"{commit} ({state[:2].strip() or 'clean'})"
 
 
 def describe_environment(device: torch.device, world_size: int, file: str = __file__) -> list[str]:
@@ -1097,30 +1215,30 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
     return Shard(tokens, np.flatnonzero(tokens == cfg.bos_id))
 
 
-MIX = 0x9E3779B1  # odd: 2^32 over the golden ratio
+HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
 def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, by ranges; and the
-    rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0.
+    """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, a range of rows for
+    each order; and the rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0.
 
-    A range belongs to one order. Its last row serves the first n - 1 positions. The hash is a
-    polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It
-    crosses document starts: masking them was slower and no better.
+    The first n - 1 positions end no whole n-gram: they share a range's last row. The hash is a polynomial of
+    the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It crosses document
+    starts: masking them was slower and no better.
     """
-    T, size = len(tokens), ngrams.rows
+    T, size = len(tokens), ngrams.rows_per_order
     words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
     rows = np.empty((len(ngrams.orders), T), np.int32)
-    signs = np.empty_like(rows) if sign_rows else None
+    sign_ids = np.empty_like(rows) if sign_rows else None
     for n in range(1, max(ngrams.orders) + 1):
         mixed[n - 1 :] += words[: max(0, T - n + 1)]
-        mixed *= MIX
+        mixed *= HASH_MULTIPLIER
         if n not in ngrams.orders:
             continue
         i, h = ngrams.orders.index(n), mixed.copy()
         if sign_rows:
             upper = h * 0x27D4EB2F >> 16  # another odd factor
-            signs[i] = upper * sign_rows >> 16
+            sign_ids[i] = upper * sign_rows >> 16
         h ^= h >> 16
         h *= 0x85EBCA6B
         h ^= h >> 13
@@ -1129,7 +1247,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
         h -= h // (size - 1) * (size - 1)  # NumPy's % is not vectorized
         h[: n - 1] = size - 1
         rows[i] = h + i * size
-    return rows, signs
+    return rows, sign_ids
 
 
 def default_max_docs(tokens: int) -> int:
@@ -1138,19 +1256,19 @@ def default_max_docs(tokens: int) -> int:
 
 
 class RowIndex(NamedTuple):
-    """The n distinct rows of a table that a micro-batch touches, and its positions sorted by row.
+    """The n distinct rows that a micro-batch touches, and its positions sorted by row.
 
     In an n-gram table a position has a row of each order, and occurs once for each.
     """
 
-    row_ids: Tensor  # (n,) int32, ascending; of n-grams, in training, their places in NgramTable.compact
+    row_ids: Tensor  # (n,) int32, ascending; for NgramTable.compact in the order of the table's rows
     perm: Tensor  # (T,) int32: positions by row, those of one row in the text's order
     offsets: Tensor  # (n + 1,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of row_ids[i]
-    signs: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
+    sign_ids: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
 
 
 class RowRoutes(NamedTuple):
-    """Who sends the gradients of which rows of a table to whom (diagram: section 9).
+    """Which rows' gradients this rank sends to each owner, and which it receives (diagram: section 9).
 
     The rows are those that ranks touch between two updates of the table.
     """
@@ -1160,58 +1278,51 @@ class RowRoutes(NamedTuple):
     arriving: Tensor  # (sum(recv_counts),) int32: the rows of its block that an owner receives
     row_index: RowIndex  # of these: which of them are the same row
     # (sum(send_counts),) int32: the rows of main_grad that are sent. Those of n-grams lie in this order.
-    rows: Tensor | None = None
+    rows_to_send: Tensor | None = None
+
+
+class MicroBatch(NamedTuple):
+    inputs: Tensor  # (T,) int32
+    targets: Tensor  # (T,) int64
+    # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table; None if there are compact_rows
+    hashed_rows: Tensor | None
+    sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
+    cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
+    max_doc_len: int  # bound on such a document's length
+    # In training:
+    compact_rows: Tensor | None = None  # (K, T) int32: where the rows of n-grams lie in NgramTable.compact
+    indices: dict[str, RowIndex] = {}  # of the rows that tokens and bigrams select, and of compact_rows
+    candidates: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
 
 
 map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
 
 
-def pack(nest: dict) -> dict:
-    """Copies all tensors of a nest into one host buffer, its entry "buffer".
+def pack(nest):
+    """Copies all tensors of a nest into one host buffer, so that one copy takes them to a GPU.
 
-    One copy then takes it to a GPU. If the process uses one, the buffer is page-locked; torch reuses such
-    memory when no tensor holds it and the asynchronous copies from it are done.
+    If the process uses one, the buffer is page-locked; torch reuses such memory when no tensor holds it and
+    the asynchronous copies from it are done.
     """
     sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
     parts = iter(buffer.split(sizes))
-    packed = map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
-    return packed | {"buffer": buffer}
+    return map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
 
 
-def move(packed: dict, device: torch.device) -> dict:
+def move(packed, device: torch.device):
     """Returns a packed nest on `device`, by one asynchronous copy to a GPU."""
-    if device.type == "cpu":
+    tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
+    if device.type == "cpu" or not tensors:
         return packed
-    buffer = packed["buffer"].to(device, non_blocking=True)
+    buffer = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
+    buffer = buffer.to(device, non_blocking=True)
 
     def moved(t: Tensor) -> Tensor:
         start = t.storage_offset() * t.element_size()
         return buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
 
     return map_tensors(moved, packed)
-
-
-@dataclass
-class MicroBatch:
-    inputs: Tensor  # (T,) int32
-    targets: Tensor  # (T,) int64
-    # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table; in training these are replaced by
-    # their places in NgramTable.compact, where the rows are that a few steps read.
-    hashed_rows: Tensor
-    signs: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
-    cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
-    max_doc_len: int  # bound on such a document's length
-    index: dict[str, RowIndex] = field(default_factory=dict)  # in training
-    candidates: Tensor | None = None  # (P,) int32, ascending: the head's columns in training; None: all
-    buffer: Tensor | None = None  # uint8: holds all of these, once packed
-
-    def pack(self) -> "MicroBatch":
-        return MicroBatch(**pack(vars(self)))
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """Returns it on `device`; it must be packed."""
-        return MicroBatch(**move(vars(self), device))
 
 
 def make_micro_batch(
@@ -1230,31 +1341,21 @@ def make_micro_batch(
     )
     inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
-    ngrams, signs = hash_ngrams(inputs.numpy(), hashed, cfg.sign_rows)
+    hashes = hash_ngrams(inputs.numpy(), hashed, cfg.sign_rows)
+    rows, sign_ids = (None if ids is None else int32(ids) for ids in hashes)
     cu_seqlens.numpy()[: len(starts)] = starts
-    targets, sign_ids = int32(tokens[1:]).long(), None if signs is None else int32(signs)
-    return MicroBatch(inputs, targets, int32(ngrams), sign_ids, cu_seqlens, max_doc_len)
+    return MicroBatch(inputs, int32(tokens[1:]).long(), rows, sign_ids, cu_seqlens, max_doc_len)
 
 
 def int32(numbers: np.ndarray) -> Tensor:
     return torch.from_numpy(numbers.astype(np.int32, copy=False))
 
 
-def sort_by_row(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns RowIndex's row_ids, perm and offsets of row `ids` (T,) int32."""
-    # Sorts 16 bits at a time: numpy then uses a radix sort, in a third of the time.
-    perm = np.argsort(ids.astype(np.uint16), kind="stable")
-    if len(ids) and ids.max() >= 1 << 16:
-        perm = perm[np.argsort((ids >> 16).astype(np.uint16)[perm], kind="stable")]
-    sorted_ids = ids[perm]
-    first = np.flatnonzero(np.diff(sorted_ids, prepend=np.int32(-1)))
-    return sorted_ids[first], perm.astype(np.int32), np.append(first, len(ids)).astype(np.int32)
-
-
-def merge_rows(*lists: np.ndarray) -> np.ndarray:
-    """Returns the distinct numbers of ascending lists, ascending."""
-    merged = np.sort(np.concatenate(lists), kind="stable")  # timsort: it merges ascending runs
-    return merged[np.diff(merged, prepend=np.int32(-1)) != 0]
+def distinct_rows(micro_batches: list[MicroBatch], kind: str, *others: np.ndarray) -> np.ndarray:
+    """Returns the distinct rows of their indices of this kind, and of other lists, ascending."""
+    return np.unique(
+        np.concatenate([part.indices[kind].row_ids.numpy() for part in micro_batches] + [*others])
+    )
 
 
 def inverse(permutation: np.ndarray) -> np.ndarray:
@@ -1266,36 +1367,28 @@ def inverse(permutation: np.ndarray) -> np.ndarray:
 NO_ROWS = np.empty(0, np.int32)
 
 
-def index_rows(ids: np.ndarray, signs: np.ndarray | None = None) -> RowIndex:
-    """Sorts a micro-batch's positions by row `ids`, (T,) or, with ranges that ascend, (K, T) int32.
-
-    signs: (K, T) int32, rows of signs.
-    """
-    ranges = np.atleast_2d(ids)
-    row_ids, perm, offsets = zip(*map(sort_by_row, ranges))
-    starts = [part[:-1] + k * ranges.shape[1] for k, part in enumerate(offsets)]
-    rows, ends = np.concatenate(row_ids), np.append(np.concatenate(starts), ids.size).astype(np.int32)
-    parts = [rows, np.concatenate(perm), ends]
-    if signs is not None:
-        parts.append(np.concatenate([row[order] for row, order in zip(signs, perm)]))
-    return RowIndex(*map(torch.from_numpy, parts))
-
-
-def place_rows(ids: Tensor, index: RowIndex, places: Tensor) -> Tensor:
-    """Returns `ids` (K, T) with places[i] for index.row_ids[i]."""
-    by_row = places.repeat_interleave(index.offsets.diff())
-    return torch.empty_like(ids).scatter_(1, index.perm.view(ids.shape).long(), by_row.view(ids.shape))
-
-
-PERMUTATION = 20011  # a prime
+def index_rows(ids: np.ndarray, sign_ids: np.ndarray | None = None) -> RowIndex:
+    """Sorts a micro-batch's positions by row `ids`, int32, (T,) or (K, T) with a range of rows for each k."""
+    flat = ids.ravel()
+    # Sorts 16 bits at a time: numpy then uses a radix sort, in a third of the time.
+    perm = np.argsort(flat.astype(np.uint16), kind="stable")
+    if flat.max(initial=0) >= 1 << 16:
+        perm = perm[np.argsort((flat >> 16).astype(np.uint16)[perm], kind="stable")]
+    by_row = flat[perm]
+    first = np.flatnonzero(np.diff(by_row, prepend=np.int32(-1)))
+    parts = [by_row[first], perm % max(1, ids.shape[-1]), np.append(first, len(flat))]
+    if sign_ids is not None:
+        parts.append(sign_ids.ravel()[perm])
+    return RowIndex(*map(int32, parts))
 
 
 def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
     """Returns `count` tokens (ascending, int32), all targets and some others, and the next call's offset.
 
-    The others are the first that are no targets in an interval, from `offset` on, of a fixed permutation of
-    the vocabulary; intervals follow one another. If they are too few, they are spread over all (record 92).
-    `vocab` must not be a multiple of the prime PERMUTATION.
+    The others come from a walk through a fixed permutation of the vocabulary, from `offset` on: the first
+    that are no targets. The next call goes on behind this walk's interval. If the interval has too few, they
+    are spread over all (record 92).
+    `vocab` must not be a multiple of the prime CANDIDATE_STRIDE.
     """
     chosen = np.zeros(vocab, bool)
     chosen[targets] = True
@@ -1303,7 +1396,7 @@ def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) 
     refuse_if(distinct > count, f"{distinct} distinct targets, {count} candidates: raise stages.*.candidates")
     if missing := count - distinct:
         size = min(vocab, missing * 17 // 10 + 256)
-        others = np.arange(offset, offset + size) * PERMUTATION % vocab
+        others = np.arange(offset, offset + size) * CANDIDATE_STRIDE % vocab
         others, offset = others[~chosen[others]], (offset + size) % vocab
         if len(others) < missing:
             others = np.flatnonzero(~chosen)
@@ -1334,8 +1427,8 @@ class TrainLoader:
     ):
         self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
         self.microbatches = num_microbatches(cfg, world_size)
-        # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0:
-        # page-locking memory there would make every rank a context on it.
+        # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0: if
+        # it page-locked memory, every rank would make a context there.
         on_gpu = torch.cuda.is_initialized()
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
@@ -1346,8 +1439,8 @@ class TrainLoader:
         self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
         self.is_partial = not any(position[:2])
         if self.is_partial:
-            # A run starts on the clock. A batch that needs more of the last document takes it from the whole
-            # shard.
+            # The clock runs already, so the first batches only wait for the shard's first tokens. A batch
+            # that needs more of the last of these documents is taken from the whole shard.
             self.shard = read_shard(self.paths[0], cfg, FIRST_READ)
         else:
             self._open()
@@ -1366,7 +1459,7 @@ class TrainLoader:
         self.shard, self.upcoming, self.ends = self.upcoming.result(), self._read(self.opened + 1), {}
 
     def close(self) -> None:
-        self.builder.shutdown()  # not cancelled: other ranks may be building the same batch with this one
+        self.builder.shutdown()  # not cancelled: other ranks may wait for this one to build the same batch
         self.reader.shutdown(cancel_futures=True)
 
     def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
@@ -1391,7 +1484,7 @@ class TrainLoader:
             "add larger shards, or lower batch_tokens"
         )
 
-    def batch(
+    def micro_batches(
         self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0, candidates: int = 0
     ) -> list[MicroBatch]:
         """Builds this rank's micro-batches of the next batch, with `candidates` columns of the head each; 0:
@@ -1406,9 +1499,10 @@ class TrainLoader:
             doc_ends = ends[first + 1 : last] - ends[first]
             part = make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
             if candidates:
-                part.candidates, self.offsets[i] = choose_candidates(
+                chosen, self.offsets[i] = choose_candidates(
                     tokens[1:], candidates, self.cfg.padded_vocab, self.offsets[i]
                 )
+                part = part._replace(candidates=chosen)
             micro_batches.append(part)
         return micro_batches
 
@@ -1417,26 +1511,27 @@ class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
     position: tuple[int, ...]  # of the loader, after it
-    rows: dict  # packed: RowRoutes of the tables that this step updates, by name
-    # Packed: {"ngrams": the RowRoutes of n-grams}, of all steps from this one to the update of their table,
-    # which read the same rows; {} in the others of these steps.
-    ngrams: dict
+    routes: dict[str, RowRoutes]  # packed: of the tables that this step updates
+    # Packed: of the rows of n-grams that are read from this step up to the next update of their table. The
+    # other steps up to there have None.
+    ngram_routes: RowRoutes | None = None
 
 
 class Prefetcher:
     """Builds the planned steps' batches on a thread, some ahead of the one in use.
 
-    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. No gradient may
-    await its update when the first of the planned steps begins.
+    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. The first of
+    the planned steps must follow an update of every table: rows touched before are not known here.
     """
 
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
         self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
         self.shapes = param_shapes(self.cfg, 1)
         self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update, ascending
-        # A generator ends with its first error: no later batch's exchange meets one that other ranks wait in.
+        # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
+        # failed batch's exchange on other ranks.
         self.batches = self._batches(plans)
-        self.queue = [self._submit() for _ in range(max(2, self.cfg.ngrams.every))]
+        self.queue = [self._submit() for _ in range(max(2, *self.cfg.ngrams.every))]
 
     def _submit(self) -> Future:
         return self.loader.builder.submit(next, self.batches, None)
@@ -1448,7 +1543,7 @@ class Prefetcher:
         self.queue.append(self._submit())
         return batch
 
-    @section("waiting batch")
+    @traced("waiting batch")
     def peek(self) -> Batch | None:
         """Returns the batch that next() will return."""
         return self.queue[0].result()
@@ -1463,59 +1558,67 @@ class Prefetcher:
                 together = []
         yield from self._finish(together)
 
-    @section("index")
+    @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
         """Builds a batch, but for the routes of n-grams; not packed yet."""
-        micro_batches = self.loader.batch(
-            plan.batch_tokens, plan.max_doc_len, plan.attention_cap, plan.candidates
-        )
-        hashed_kind = "ngrams" if self.cfg.ngrams.orders else "bigrams"
-        for part in micro_batches:
-            signs = None if part.signs is None else part.signs.numpy()
-            part.index["tokens"] = index_rows(part.inputs.numpy())
-            part.index[hashed_kind] = index_rows(part.hashed_rows.numpy(), signs)
+        micro_batches, hashed_kind = [], "ngrams" if self.cfg.ngrams.orders else "bigrams"
+        shape = plan.batch_tokens, plan.max_doc_len, plan.attention_cap, plan.candidates
+        for part in self.loader.micro_batches(*shape):
+            sign_ids = None if part.sign_ids is None else part.sign_ids.numpy()
+            indices = {
+                "tokens": index_rows(part.inputs.numpy()),
+                hashed_kind: index_rows(part.hashed_rows.numpy(), sign_ids),
+            }
+            micro_batches.append(part._replace(indices=indices))
         routes = {}
         for spec in used_params(self.cfg):
             if not spec.is_table:
                 continue
-            rows = merge_rows(
-                self.touched.pop(spec.name, NO_ROWS),
-                *(part.index[spec.kind].row_ids.numpy() for part in micro_batches),
-            )
+            rows = distinct_rows(micro_batches, spec.kind, self.touched.pop(spec.name, NO_ROWS))
             if plan.updates(spec.every):
                 ranks = self.exchange.world_size if spec.exchange == "sparse" else 1
                 owner, place = np.divmod(rows, self.shapes[spec.name][0] // ranks)
                 order, arriving = self.exchange.route(spec.name, owner, place, ranks)
-                routes[spec.name] = arriving._replace(rows=int32(rows[order]))
+                routes[spec.name] = arriving._replace(rows_to_send=int32(rows[order]))
             else:
                 self.touched[spec.name] = rows
-        return Batch(plan, micro_batches, self.loader.position(), pack(routes), {})
+        return Batch(plan, micro_batches, self.loader.position(), pack(routes))
 
     def _finish(self, together: list[Batch]) -> Iterator[Batch]:
         """Packs batches that read the same rows of n-grams; the first has the rows' routes."""
-        routes = self._route_ngrams(together) if self.cfg.ngrams.orders and together else {}
+        routes, replacements = None, iter([])
+        if self.cfg.ngrams.orders and together:
+            routes, replacements = self._route_ngrams(
+                [part for batch in together for part in batch.micro_batches]
+            )
         for batch in together:
-            packed = [part.pack() for part in batch.micro_batches]
-            yield batch._replace(micro_batches=packed, ngrams=routes)
-            routes = {}
+            parts = [part._replace(**next(replacements, {})) for part in batch.micro_batches]
+            yield batch._replace(micro_batches=[*map(pack, parts)], ngram_routes=routes)
+            routes = None
 
-    @section("index")
-    def _route_ngrams(self, together: list[Batch]) -> dict:
-        """Plans the fetch of the n-grams' rows that steps read, and the return of their gradients.
+    @traced("index")
+    def _route_ngrams(self, micro_batches: list[MicroBatch]) -> tuple[RowRoutes, Iterator[dict]]:
+        """Routes the fetch of the n-grams' rows that these read, and the return of their gradients.
 
-        In the micro-batches, hashed_rows and the index get the rows' places in NgramTable.compact.
+        Also returns, for each, the fields that depend on the rows' places in NgramTable.compact.
         """
-        micro_batches = [part for batch in together for part in batch.micro_batches]
-        read = merge_rows(*(part.index["ngrams"].row_ids.numpy() for part in micro_batches))
-        ranks = self.exchange.world_size
+        read, ranks = distinct_rows(micro_batches, "ngrams"), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
-        places = inverse(order)
-        for part in micro_batches:
-            index = part.index["ngrams"]
-            own = int32(places[np.searchsorted(read, index.row_ids.numpy())])
-            part.hashed_rows = place_rows(part.hashed_rows, index, own)
-            part.index["ngrams"] = index._replace(row_ids=own)
-        return pack({"ngrams": routes})
+        place_of_row = inverse(order)
+
+        def placed(part: MicroBatch) -> dict:
+            index = part.indices["ngrams"]
+            own = int32(place_of_row[np.searchsorted(read, index.row_ids.numpy())])
+            by_row = own.repeat_interleave(index.offsets.diff()).view(part.hashed_rows.shape)
+            perm = index.perm.view(by_row.shape).long()
+            compact = index._replace(row_ids=own)
+            return {
+                "hashed_rows": None,
+                "compact_rows": torch.empty_like(by_row).scatter_(1, perm, by_row),
+                "indices": {"tokens": part.indices["tokens"], "compact": compact},
+            }
+
+        return pack(routes), map(placed, micro_batches)
 
 
 class ValLoader:
@@ -1526,18 +1629,18 @@ class ValLoader:
         self.tokens = np.concatenate([read_shard(path, cfg, need).tokens for path in paths])[:need]
         self.max_docs = max(cfg.max_docs, default_max_docs(cfg.val_slice_tokens))
 
-    def batch(self, i: int) -> MicroBatch:
+    def slice(self, i: int) -> MicroBatch:
         """Builds slice i, packed."""
         T = self.cfg.val_slice_tokens
         tokens = self.tokens[i * T : (i + 1) * T + 1]
         starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
         max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-        return make_micro_batch(tokens, starts, max_doc_len, self.max_docs, self.cfg).pack()
+        return pack(make_micro_batch(tokens, starts, max_doc_len, self.max_docs, self.cfg))
 
 
 # ============================================================================================================
-# 6  Reference. Operations in plain torch. Section 7 has kernels for some: this is what these must equal, and
-#    what runs without them. Others are compiled where they are called.
+# 6  Reference. Operations in plain torch, for which section 7 has others: what these must equal, and what
+#    runs without them.
 # ============================================================================================================
 
 NORM_EPS = 2.0**-23  # for every dtype
@@ -1553,18 +1656,20 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int, scale: float
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
 ) -> Tensor:
     """Attends causally within documents: position i sees j of its document with 0 <= i - j <= window.
 
-    q, k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen bounds a document's
-    length. Returns (T, H, Dv). Queries go in blocks, each against the keys of its block and of `window`
-    positions before it: T * (window + block) scores instead of T * T.
+    q, already scaled, and k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen
+    bounds a document's length. Returns (T, H, Dv).
+
+    Queries go in blocks, each against the keys of its block and of `window` positions before it:
+    T * (window + block) scores instead of T * T.
     """
     T = len(q)
     q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, T - 1))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     return y.transpose(1, 2).flatten(0, 1)[:T]
 
 
@@ -1594,24 +1699,6 @@ def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
     """Returns which document each of T positions belongs to, (T,) int64, from 1 on."""
     pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, pos, right=True)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n)."""
-    rotated, passthrough = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
-    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
-    return torch.cat([rotated, passthrough], dim=-1)
-
-
-def shift_keys(k: Tensor) -> Tensor:
-    """Takes the second half of each key (T, H, D) from the token before; token 0 keeps its own.
-
-    This makes an induction head of one layer instead of two: a query finds what followed an earlier copy of
-    its token (PR 169). The half is the one that is not rotated: it matches content, not distance.
-    """
-    rotated, passthrough = k.chunk(2, dim=-1)
-    return torch.cat([rotated, torch.cat([passthrough[:1], passthrough[:-1]])], dim=-1)
 
 
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
@@ -1670,24 +1757,6 @@ def amax_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() * (E4M3_MAX / amax)).to(torch.float8_e4m3fn), amax
 
 
-@compiled
-def fp8_mlp_weights(bank: Tensor, proj_scale: Tensor) -> tuple[Tensor, ...]:
-    """Converts a bank (2L, F, d) of fc and proj matrices in turn for FP8 products (records 84, 89).
-
-    Returns fc (L, F, d), proj^T (L, d, F), their scales (L,) fp32, and the next step's proj_scale (L,). The
-    scales of fc are its exact maxima, rounded to the bank's dtype (compiled code may skip that rounding).
-    Those of proj come from the step before, with room for growth; where proj_scale is 0 they are exact too.
-    """
-    fc, proj = bank[::2], bank[1::2]
-    amax = bank.abs().amax((1, 2)).view(-1, 2)
-    fc_scale, exact = (amax.clamp_min(FP8_LEAST) / E4M3_MAX).unbind(1)
-    proj_scale = torch.where(proj_scale > 0, proj_scale, exact.float())
-    fc8 = (fc / fc_scale[:, None, None]).to(torch.float8_e4m3fn)
-    proj8 = to_fp8(proj.mT, proj_scale[:, None, None], torch.float8_e4m3fn)
-    following = amax[:, 1].float().clamp_min(FP8_LEAST) * (FP8_PROJ_ROOM / E4M3_MAX)
-    return fc8, proj8, fc_scale.float(), proj_scale, following
-
-
 # Logits are capped, so that none runs away and gradients stay small (record 9; Gemma 2, arXiv:2408.00118).
 # The cap is asymmetric, 0 to 23: most tokens are never right, and their logits lie far below the few that may
 # be (PR 181).
@@ -1699,37 +1768,14 @@ def softcap_sigmoid(logits: Tensor) -> Tensor:
     return (upcast(logits) + SOFTCAP_SHIFT).div_(SOFTCAP_SPAN).sigmoid_()
 
 
-@compiled
-def next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the cross-entropies (n,) of logits (n, V) after the softcap, in at least fp32."""
-    return F.cross_entropy(SOFTCAP_SCALE * softcap_sigmoid(logits), targets, reduction="none")
-
-
-@compiled
-def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
-    """Returns the next `count` tokens of each position, (T, count) int64, from the next one, `targets` (T,).
-
-    With `prefixes` (V,), a last column has the next token's prefix. -1: none.
-    """
-    columns = [F.pad(targets[k:], (0, min(k, len(targets))), value=-1) for k in range(count)]
-    return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=1)
-
-
-@compiled
-def places_among(ids: Tensor, candidates: Tensor) -> Tensor:
-    """Returns the places of `ids` int64 among ascending `candidates` (P,) int32; -1: absent."""
-    at = torch.searchsorted(candidates.long(), ids).clamp_max(len(candidates) - 1)
-    return torch.where(candidates[at] == ids, at, -1)
-
-
 def softcap_loss(
-    logits: Tensor, targets: Tensor, weights: tuple[float, ...], scale_inv: float = 0.0
+    logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns the cross-entropies of softcapped logits with several targets, and their sum's gradient.
+    """Returns each row's weighted sum of the cross-entropies of its targets, after the softcap, and the
+    gradient of their sum.
 
     logits (n, V); targets (n, K) int64, contiguous, -1: none; K weights. Losses (n,) are fp32 (fp64 for fp64
-    logits). The gradient has the logits' dtype; with `scale_inv` it is e5m2 in units of scale_inv,
-    saturating.
+    logits). The gradient has the logits' dtype; with `unit` it is e5m2 in such units, saturating.
     """
     # In place where possible: on a CPU memory traffic is the limit. z is at most 23: exp(z) cannot overflow.
     s = softcap_sigmoid(logits)
@@ -1743,91 +1789,30 @@ def softcap_loss(
     slope = SOFTCAP_SCALE / SOFTCAP_SPAN
     grad = (1 - s).mul_(s).mul_(exp_z).mul_(slope * total / sums)
     grad.scatter_add_(1, at, -slope * row_weights * s_at * (1 - s_at))
-    return losses, to_fp8(grad, scale_inv, torch.float8_e5m2) if scale_inv else grad.to(logits.dtype)
+    return losses, to_fp8(grad, unit, torch.float8_e5m2) if unit else grad.to(logits.dtype)
 
 
 @compiled
-def to_fp8(x: Tensor, scale_inv: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x / scale_inv, rounded to nearest, saturating, contiguous."""
+def to_fp8(x: Tensor, unit: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x / unit, rounded to nearest, saturating, contiguous."""
     fp8_max = torch.finfo(dtype).max
-    x = (x.float() / scale_inv).clamp(-fp8_max, fp8_max)
+    x = (x.float() / unit).clamp(-fp8_max, fp8_max)
     return x.to(dtype, memory_format=torch.contiguous_format)
 
 
 def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     """Adds each touched row's position gradients to that row of `out` (N, ...).
 
-    grad (T, ...), multiplied by rows index.signs of `signs`, if there are any. A row's gradients are summed
-    in at least fp32, in the text's order, and rounded once.
+    grad (T, ...), multiplied by rows index.sign_ids of `signs`, if there are any. A row's gradients are
+    summed in at least fp32, in the text's order, and rounded once.
     """
     out, ids, lengths = out.flatten(1), index.row_ids.long(), index.offsets.diff().long()
     dtype = torch.promote_types(out.dtype, torch.float32)
     by_row = grad.flatten(1)[index.perm].to(dtype)
-    if signs is not None and index.signs is not None:
-        by_row *= signs[index.signs]
+    if signs is not None and index.sign_ids is not None:
+        by_row *= signs[index.sign_ids]
     sums = torch.segment_reduce(by_row, "sum", lengths=lengths, unsafe=True)
     out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
-
-
-@compiled
-def gather_rows(
-    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
-) -> None:
-    """Writes the sums of rows ids[:, i] of `table` (N, w), for ids (K, n) int32, to out[i], (n, w).
-
-    They are multiplied by rows sign_ids (K, n) of `signs`, if given; summed in order, in at least fp32, and
-    rounded once.
-    """
-    parts = [upcast(table[rows]) for rows in ids]
-    if signs is not None and sign_ids is not None:
-        parts = [part * signs[rows] for part, rows in zip(parts, sign_ids)]
-    out.copy_(sum(parts[1:], parts[0]))
-
-
-ROW_EPS = 1e-10
-
-
-@compiled
-def update_rows(
-    table: Tensor,
-    moments: Tensor,
-    last: Tensor,
-    rows: Tensor,
-    grads: Tensor,
-    decays: Tensor,
-    time: int | Tensor,
-    weight: float | Tensor,
-    lr: float | Tensor,
-    decay: float | Tensor,
-) -> None:
-    """Updates distinct `rows` (n,) int32 of `table` (N, w) from grads (n, w), scaled by rows' second moments.
-
-    moments (N,), at least fp32, like the arithmetic, are Adam's of the mean squares of a row's gradients: by
-    row, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi et al. 2011,
-    jmlr.org/papers/v12/duchi11a.html). They decay at every update of the table, made up for at a row's next:
-    decays[k] is of k units of time, of which `last` (N,) int32 keeps the row's update before. There is no
-    first moment, and bias correction is the table's, in `lr`: a row's first step is 1 / sqrt(weight) times as
-    long as one of a row that is always touched (PR 360). `decay`, lr^2 wd, acts as in adam().
-    """
-    at = rows.long()
-    new = decays[time - last[at]] * moments[at] + weight * grads.square().mean(-1)
-    moments.index_copy_(0, at, new)
-    last.index_copy_(0, at, torch.zeros_like(rows) + time)
-    old, update = table[at].to(grads.dtype), lr * grads / (new.sqrt() + ROW_EPS)[:, None]
-    update += decay * old * (update * old > 0)
-    table.index_copy_(0, at, (old - update).to(table.dtype))
-
-
-# ANVIL's maps of singular values, x -> a x + b x^3 + c x^5 (record 92, PR 360). Together they bring those
-# from 0.003 to 1 / 1.05 within 0.5 % of 1; larger ones diverge.
-ANVIL_MAPS = (
-    (3.923798038567, -6.095026865488, 3.905234618423),
-    (3.278126713798, -3.328923386476, 0.989127286973),
-    (3.505298394150, -5.137358782410, 1.968325560615),
-    (2.815058591845, -3.685181239622, 1.417196497642),
-    (2.245503932403, -2.443826979899, 0.963091710461),
-    (2.256537145403, -2.166840097229, 0.929501253245),
-)
 
 
 def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
@@ -1840,52 +1825,6 @@ def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -
 def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
     """Returns alpha x x^T + beta add, (n, M, M), rounded once, for x (n, M, K) and symmetric `add`."""
     return baddbmm_fp32(x.new_zeros(()) if add is None else add, x, x.mT, beta, alpha)
-
-
-@compiled
-def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]:
-    """Returns matrices x (n, rows, cols) divided by `margin` times their norms, and the new Gram matrices.
-
-    A: the Gram matrices of x. Their traces are the squared norms, so no pass over x computes those.
-    """
-    trace = upcast(A.diagonal(dim1=-2, dim2=-1)).sum(-1)[:, None, None]
-    norm = margin * trace.sqrt() + 1e-6
-    return (x / norm).to(x.dtype), (A / norm.square()).to(A.dtype)
-
-
-def orthogonalize(x: Tensor, margin: float, gram: Callable = gram) -> Tensor:
-    """Approximates the orthogonal polar factor of each matrix of x (n, rows, cols), in its dtype.
-
-    In bf16 every product is summed in fp32 and rounded once.
-    """
-    tall = x.size(-2) > x.size(-1)
-    for i, (a, b, c) in enumerate(ANVIL_MAPS):
-        A = gram(x.mT if tall else x)
-        if i == 0:
-            x, A = divide_by_norm(x, A, margin)
-        B = gram(A, A, b, c)  # A is symmetric
-        x = baddbmm_fp32(x, x, B, a, 1.0) if tall else baddbmm_fp32(x, B, x, a, 1.0)
-    return x
-
-
-@compiled
-def transpose_copy(out: Tensor, x: Tensor) -> None:
-    """Writes x^T, for x (m, n), to out (n, m). FP8 moves as bytes, of which generated code rounds none."""
-    if x.element_size() == 1:
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    out.copy_(x.T)
-
-
-def transposed(x: Tensor) -> Tensor:
-    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    transpose_copy(out := x.new_empty(x.size(1), x.size(0)), x)
-    return out
-
-
-@compiled
-def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
-    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    out[:, columns.long()] += x  # no index_add_, which is atomic on a GPU
 
 
 # ============================================================================================================
@@ -1925,7 +1864,6 @@ if triton is not None:
         x_k,
         beta,
         alpha,
-        ADD: tl.constexpr,
         BLOCK: tl.constexpr,
         BLOCK_K: tl.constexpr,
     ):
@@ -1945,7 +1883,7 @@ if triton is not None:
         total = alpha * tile_matmul(left, right, K, x_k, x_k, BLOCK, BLOCK, BLOCK_K)
         out_offs = n * M * M + rows[:, None] * M + cols[None, :]
         mask = (rows[:, None] < M) & (cols[None, :] < M)
-        if ADD:
+        if add is not None:
             total += beta * tl.load(add + out_offs, mask=mask, other=0.0).to(tl.float32)
         if i == j:
             total = tl.where(rows[:, None] <= cols[None, :], total, tl.trans(total))
@@ -1955,7 +1893,7 @@ if triton is not None:
             mirror_offs = n * M * M + cols[:, None] * M + rows[None, :]
             tl.store(out + mirror_offs, tl.trans(tile), mask=(cols[:, None] < M) & (rows[None, :] < M))
 
-    # The FP8 scales are numbers of arrays, aligned or not: one compilation serves both.
+    # The FP8 scales are elements of arrays, whose addresses may be aligned: one compilation serves all.
     @triton.jit(do_not_specialize_on_alignment=["h_amax", "fc_scale", "act_scale", "act_amax"])
     def relu_square_kernel(
         a,
@@ -2065,11 +2003,10 @@ if triton is not None:
         row_ids,
         perm,
         offsets,
-        signs,
         sign_ids,
+        signs,
         columns,
         grad_stride,
-        SIGNED: tl.constexpr,
         BLOCK: tl.constexpr,
         UNROLL: tl.constexpr,
     ):
@@ -2082,7 +2019,7 @@ if triton is not None:
                 pos = tl.load(perm + start + k, mask=start + k < last, other=0).to(tl.int64)
                 width = tl.where(start + k < last, columns, 0)
                 part = tl.load(grad + pos * grad_stride + cols, mask=cols < width, other=0.0).to(tl.float32)
-                if SIGNED:
+                if sign_ids is not None:
                     row = tl.load(sign_ids + start + k, mask=start + k < last, other=0).to(tl.int64)
                     part *= tl.load(signs + row * columns + cols, mask=cols < width, other=0.0).to(tl.float32)
                 total += part
@@ -2109,10 +2046,8 @@ def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: 
     out, half = x.new_empty(n, M, M), n * math.ceil(M / 128) ** 2 // 2
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else math.inf
     size = 128 if half >= sms else 64
-    blocks = triton.cdiv(M, size)
-    addend = out if add is None else add.contiguous()
-    options = {"ADD": add is not None, **GRAM_TILES[size]}
-    gram_kernel[(blocks, blocks, n)](x, addend, out, M, K, *x.stride(), beta, alpha, **options)
+    blocks, addend = triton.cdiv(M, size), add if add is None else add.contiguous()
+    gram_kernel[(blocks, blocks, n)](x, addend, out, M, K, *x.stride(), beta, alpha, **GRAM_TILES[size])
     return out
 
 
@@ -2144,36 +2079,32 @@ def triton_relu_square_fp8(
 
 
 def triton_softcap_loss(
-    logits: Tensor, targets: Tensor, weights: tuple[float, ...], scale_inv: float = 0.0
+    logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     n, V = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     grad = torch.empty_like(
-        logits, dtype=torch.float8_e5m2 if scale_inv else None, memory_format=torch.contiguous_format
+        logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format
     )
     tensors, sizes = (logits, targets, weights, losses, grad), (V, logits.stride(0))
-    dz_scale = SOFTCAP_SCALE / SOFTCAP_SPAN / (scale_inv or 1.0)
+    dz_scale = SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0)
     constants = (SOFTCAP_SCALE, SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, torch.finfo(grad.dtype).max, dz_scale)
     softcap_loss_kernel[(n,)](*tensors, *sizes, *constants, **LOSS_TILES)
     return losses, grad
 
 
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
-    if not len(index.row_ids):
-        return
-    out, grad = out.view(out.size(0), -1), grad.flatten(1)
-    grid = (len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"]))
-    signed = index.signs is not None
-    tensors = (out, grad, index.row_ids, index.perm, index.offsets)
-    operands = (signs, index.signs) if signed else (out, out)
-    strides = (out.size(1), grad.stride(0))
-    segment_sum_rows_kernel[grid](*tensors, *operands, *strides, SIGNED=signed, **SEGMENT_SUM_TILES)
+    if len(index.row_ids):
+        out, grad = out.view(out.size(0), -1), grad.flatten(1)
+        grid = len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"])
+        sizes = out.size(1), grad.stride(0)
+        segment_sum_rows_kernel[grid](out, grad, *index, signs, *sizes, **SEGMENT_SUM_TILES)
 
 
 class Backend(NamedTuple):
     """A run's implementations of operations of section 6."""
 
-    attention: Callable = attention
+    attention: Callable = dense_attention
     gram: Callable = gram
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
@@ -2198,11 +2129,11 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
-    width, options = v.size(-1), {"scale": scale, "window_size": (window, 0)}
+    width, options = v.size(-1), {"scale": 1.0, "window_size": (window, 0)}
     # It takes one width.
     q, k, v = (F.pad(t, (0, max(q.size(-1), width) - t.size(-1))) for t in (q, k, v))
     y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
@@ -2240,32 +2171,52 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
     )
     lacks_flash = too_old or cfg.dtype != "bfloat16"
     refuse_if(
-        cfg.attention != "dense" and lacks_flash,
+        cfg.attention_impl != "dense" and lacks_flash,
         "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
-        "bfloat16; use --set attention=dense",
+        "bfloat16; use --set attention_impl=dense",
     )
     refuse_if(
         cfg.fp8 and on_gpu and capability < (8, 9),
         "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
     )
     chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}
-    if cfg.attention != "dense":
+    if cfg.attention_impl != "dense":
         chosen["attention"] = flash_attention
-    if cfg.attention == "fa3":
-        fix = "docs/gpus.md says how to get it; or use --set attention=varlen"
+    if cfg.attention_impl == "fa3":
+        fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
         with explain("FlashAttention-3 cannot be used", fix, Exception):
             torch.nn.attention.activate_flash_attention_impl("FA3")
     return Backend(**chosen, fp8=cfg.fp8)
 
 
+@compiled
+def transpose_copy(out: Tensor, x: Tensor) -> None:
+    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
+    if x.element_size() == 1:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    out.copy_(x.T)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
+    transpose_copy(out := x.new_empty(x.size(1), x.size(0)), x)
+    return out
+
+
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
+    out[:, columns.long()] += x  # no index_add_, which is atomic on a GPU
+
+
 def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, out: Tensor, fast: bool = False) -> Tensor:
     """Writes scale a b to `out`, for fp8 a (n, k), row-major, b (k, m), column-major; scale 0-d fp32."""
-    one = constant(1.0, a.device)
+    one = device_scalar(1.0, a.device)
     return torch._scaled_mm(a, b, scale, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
 
 
 @cache
-def constant(value: float, device: torch.device) -> Tensor:
+def device_scalar(value: float, device: torch.device) -> Tensor:
     """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
     return torch.full((), value, device=device)
 
@@ -2299,18 +2250,16 @@ def write_grad(
 
 
 class Gradient:
-    """One parameter's gradient, summed over micro-batches from one update to the next.
+    """A parameter's gradient, summed over micro-batches from one update to the next.
 
     main_grad: a persistent buffer with the parameter's shape and dtype. Backwards of matrix products write to
     it directly; rows of tables are added to it. Without it autograd sums the gradient in p.grad.
-    written: 0-d, on the CPU: whether main_grad has a gradient already, to which the next one is added. It is
-    a tensor so that one graph serves both cases.
-    mean: for tables with sparse exchange, this rank's block of the mean over ranks, at least fp32.
+    written: whether main_grad holds a gradient of this sum already, to which the next one is added. It is a
+    0-d CPU tensor, as a bool would make torch.compile build two graphs.
     """
 
-    def __init__(self, name: str, p: Tensor, main_grad: Tensor | None = None):
-        self.name, self.p, self.main_grad = name, p, main_grad
-        self.mean: Tensor | None = None
+    def __init__(self, p: Tensor, main_grad: Tensor | None = None):
+        self.p, self.main_grad = p, main_grad
         self.written = torch.tensor(False)
         self.delay, self.delayed = False, []
 
@@ -2341,7 +2290,7 @@ class Gradient:
         gives all its results at its end.
         """
         self.written = torch.tensor(True)
-        if hasattr(self.p, "grad_added_to_main_grad"):
+        if self.main_grad is not None and hasattr(self.p, "grad_added_to_main_grad"):
             self.p.grad_added_to_main_grad = True
             torch.autograd.backward(self.p, torch.empty_like(self.p))
 
@@ -2350,10 +2299,7 @@ class Gradient:
         """Returns the sum, after computing what was delayed."""
         while self.delayed:
             self.delayed.pop(0)()
-        grad = self.p.grad if self.main_grad is None else self.main_grad
-        if grad is None:
-            raise RuntimeError(f"{self.name} has no gradient: nothing that the loss depends on reads it")
-        return grad
+        return self.p.grad if self.main_grad is None else self.main_grad
 
     def reset(self) -> None:
         """Begins a new sum."""
@@ -2362,15 +2308,17 @@ class Gradient:
         self.delayed.clear()
 
 
-class TableGradient(Gradient):
-    """A table's gradient: main_grad is 0 but for rows that were looked up since the last reset."""
+class AddedGradient(Gradient):
+    """A gradient that is only added to: main_grad begins every sum with 0."""
 
-    def reset(self, rows: RowRoutes | None = None) -> None:
-        """Begins a new sum. rows: the only ones of this rank's main_grad and mean that are not 0."""
-        super().reset()
-        for t, ids in (self.main_grad, rows and rows.rows), (self.mean, rows and rows.row_index.row_ids):
-            if t is not None:
-                t.zero_() if ids is None else t.index_fill_(0, ids.long(), 0)
+    def take_rows(self, ids: Tensor) -> Tensor:
+        """Returns rows of main_grad, which begin a new sum."""
+        rows = self.main_grad[ids]
+        self.main_grad.index_fill_(0, ids.long(), 0)
+        return rows
+
+    def reset(self) -> None:
+        self.main_grad.zero_()
 
 
 # The head's FP8 scales (records 19, 51), fixed, so that no step searches for a maximum: e4m3's largest number
@@ -2408,8 +2356,8 @@ def add_product(main_grad: Tensor, a: Tensor, b: Tensor, written: Tensor) -> Non
     write_grad(main_grad[: a.size(1), : b.size(1)], a, b, None, not written)
 
 
-# As an operation of torch's, so that a compiled backward can hold it. Each copy of this script that a process
-# imports has its own: a second operation of one name would remove the first.
+# As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
+# copies of this script can be imported: a second operation of one name would remove the first.
 OPERATION = f"{__name__.replace('.', '_')}::add_product"
 add_product_op = torch.library.custom_op(OPERATION, add_product, mutates_args={"main_grad"})
 add_product_op.register_fake(lambda *_: None)
@@ -2444,7 +2392,7 @@ class MLP(torch.autograd.Function):
             out = square @ proj
         else:
             square, square8 = backend.relu_square_fp8(*amax_to_fp8(h), fp8, h.dtype)
-            # Inductor takes a 0-d view of a vector for all of the vector.
+            # Inductor would take a 0-d view of a vector for the whole vector.
             scales = fp8.act_scale.view(1, 1), fp8.proj_scale.view(1, 1)
             out = torch._scaled_mm(square8, fp8.proj.T, *scales, out_dtype=h.dtype, use_fast_accum=True)
         ctx.save_for_backward(h, square, fc, proj)
@@ -2466,47 +2414,49 @@ YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stre
 
 
 class RotaryFamily(NamedTuple):
-    cos: Tensor  # (rows, head_dim / 4)
+    cos: Tensor  # (positions, head_dim / 4)
     sin: Tensor
     scale: Tensor  # of the softmax, 0-d: another number needs no other graph
 
 
-class Rotary:
-    """Tables of cos and sin for `rows` positions, and the softmax scale, which change with the stage (YaRN).
+def rotary_family(
+    cfg: Config, stage: int, window: str, scale: float, positions: int, device: torch.device
+) -> RotaryFamily:
+    """Computes cos and sin for `positions`, and the softmax scale, adapted to a window of every stage so far.
 
     Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
-    content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a row.
-    Plain heads use rows t, paired heads rows 2t and 2t + 1. YaRN keeps what was learnt in short windows right
-    in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071): wide heads follow the long windows, narrow
-    ones the short.
+    content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
+    position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
+    windows right in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
     """
-
-    def __init__(self, cfg: Config, rows: int, device: torch.device):
-        self.cfg, self.rows, self.device, self.stage = cfg, rows, device, -1
-        self.use_stage(0)
-
-    def use_stage(self, stage: int) -> None:
-        """Computes a stage's tables and scales, adapted to the window of each stage before it."""
-        if stage != self.stage:
-            self.stage = stage
-            self.wide = self.adapted("long", self.cfg.attn_scale)
-            self.narrow = self.adapted("short", self.cfg.narrow_attn_scale)
-
-    def adapted(self, name: str, scale: float) -> RotaryFamily:
-        cfg, stages = self.cfg, self.cfg.stages[: self.stage + 1]
-        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=self.device)
-        freq, windows = (1 / 1024) ** steps, [window_tokens(cfg, stage.windows)[name] for stage in stages]
-        for window, new in zip(windows, windows[1:]):
-            turns, ratio = window * freq / (2 * math.pi), window / new
-            keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
-            freq = freq * (ratio + keep * (1 - ratio))
-            scale *= 0.2 * math.log(new / window) + 1
-        angles = torch.arange(self.rows, dtype=freq.dtype, device=freq.device)[:, None] * freq
-        cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
-        return RotaryFamily(cos, sin, freq.new_full((), scale))
+    steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
+    freq, windows = (1 / 1024) ** steps, [window_tokens(cfg, s.windows)[window] for s in cfg.stages]
+    for old, new in zip(windows[:stage], windows[1:]):
+        turns, ratio = old * freq / (2 * math.pi), old / new
+        keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
+        freq = freq * (ratio + keep * (1 - ratio))
+        scale *= 0.2 * math.log(new / old) + 1
+    angles = torch.arange(positions, dtype=freq.dtype, device=device)[:, None] * freq
+    cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
+    return RotaryFamily(cos, sin, freq.new_full((), scale))
 
 
-# What GPT.run_layers calls.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n)."""
+    rotated, passthrough = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
+    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
+    return torch.cat([rotated, passthrough], dim=-1)
+
+
+def shift_keys(k: Tensor) -> Tensor:
+    """Takes the second half of each key (T, H, D) from the token before; token 0 keeps its own.
+
+    This makes an induction head of one layer instead of two: a query finds what followed an earlier copy of
+    its token (PR 169). The half is the one that is not rotated: it matches content, not distance.
+    """
+    rotated, passthrough = k.chunk(2, dim=-1)
+    return torch.cat([rotated, torch.cat([passthrough[:1], passthrough[:-1]])], dim=-1)
 
 
 def mix(*terms: tuple[Tensor | None, Tensor]) -> Tensor:
@@ -2533,17 +2483,74 @@ def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
 
 
 def finish_heads(y: Tensor, v: Tensor, xsa: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Takes part of what lies along its own token's value v off each head's output y; multiplies by a gate.
+    """Removes from each head's output y the share tanh(xsa) of its component along the token's own value v;
+    then multiplies by the head's gate.
 
-    y, v (T, H, D); xsa and gate (T, H), or (1, H). A part of tanh(xsa): exclusive self-attention (record 82):
-    the residual stream has the token's own content anyway. A head with nothing to say can shut by its gate,
-    instead of attending to a first token as a sink (PR 117).
+    y, v (T, H, D); xsa and gate (T, H), or (1, H). Exclusive self-attention (record 82): the residual stream
+    has the token's own content anyway. A head with nothing to say can shut by its gate, instead of attending
+    to a first token as a sink (PR 117).
     """
     if xsa is not None:
         y32, v32 = upcast(y), upcast(v)
         along = (y32 * v32).sum(-1, keepdim=True) / v32.square().sum(-1, keepdim=True).clamp_min(1e-8)
         y = (y32 - xsa.tanh()[:, :, None] * along * v32).to(y.dtype)
     return y if gate is None else y * gate[:, :, None]
+
+
+@compiled
+def gather_rows(
+    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
+) -> None:
+    """out[i] = the sum over k of table[ids[k, i]]: table (N, w), ids (K, n) int32, out (n, w).
+
+    They are multiplied by rows sign_ids (K, n) of `signs`, if given; summed in order, in at least fp32, and
+    rounded once.
+    """
+    parts = [upcast(table[rows]) for rows in ids]
+    if signs is not None and sign_ids is not None:
+        parts = [part * signs[rows] for part, rows in zip(parts, sign_ids)]
+    out.copy_(sum(parts[1:], parts[0]))
+
+
+@compiled
+def fp8_mlp_weights(bank: Tensor, proj_scale: Tensor) -> tuple[Tensor, ...]:
+    """Converts a bank (2L, F, d) of fc and proj matrices in turn for FP8 products (records 84, 89).
+
+    Returns fc (L, F, d), proj^T (L, d, F), their scales (L,) fp32, and the next step's proj_scale (L,). The
+    scales of fc are its exact maxima, rounded to the bank's dtype (compiled code may skip that rounding).
+    Those of proj come from the step before, with room for growth; where proj_scale is 0 they are exact too.
+    """
+    fc, proj = bank[::2], bank[1::2]
+    amax = bank.abs().amax((1, 2)).view(-1, 2)
+    fc_scale, exact = (amax.clamp_min(FP8_LEAST) / E4M3_MAX).unbind(1)
+    proj_scale = torch.where(proj_scale > 0, proj_scale, exact.float())
+    fc8 = (fc / fc_scale[:, None, None]).to(torch.float8_e4m3fn)
+    proj8 = to_fp8(proj.mT, proj_scale[:, None, None], torch.float8_e4m3fn)
+    following = amax[:, 1].float().clamp_min(FP8_LEAST) * (FP8_PROJ_ROOM / E4M3_MAX)
+    return fc8, proj8, fc_scale.float(), proj_scale, following
+
+
+@compiled
+def next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the cross-entropies (n,) of logits (n, V) after the softcap, in at least fp32."""
+    return F.cross_entropy(SOFTCAP_SCALE * softcap_sigmoid(logits), targets, reduction="none")
+
+
+@compiled
+def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
+    """Returns the next `count` tokens of each position, (T, count) int64, from the next one, `targets` (T,).
+
+    With `prefixes` (V,), a last column has the next token's prefix. -1: none.
+    """
+    columns = [F.pad(targets[k:], (0, min(k, len(targets))), value=-1) for k in range(count)]
+    return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=1)
+
+
+@compiled
+def places_among(ids: Tensor, candidates: Tensor) -> Tensor:
+    """Returns the places of `ids` int64 among ascending `candidates` (P,) int32; -1: absent."""
+    at = torch.searchsorted(candidates.long(), ids).clamp_max(len(candidates) - 1)
+    return torch.where(candidates[at] == ids, at, -1)
 
 
 class GPT(nn.Module):
@@ -2568,7 +2575,9 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
         self.wait_for: Callable[[str], None] = lambda name: None  # the optimizer's: ends a tensor's gather
-        self.ngrams: typing.Any = None  # an NgramTable or NgramFile: where rows of n-grams come from
+        self.ngrams: typing.Any = (
+            None  # an NgramTable, or what has its fetch(): where rows of n-grams come from
+        )
         shapes = param_shapes(cfg, world_size)
         for spec in used_params(cfg):
             dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
@@ -2576,8 +2585,9 @@ class GPT(nn.Module):
                 spec.name, nn.Parameter(torch.zeros(shapes[spec.name], dtype=dtype, device=device))
             )
         count = num_microbatches(cfg, world_size)
-        length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
-        self.rotary = Rotary(cfg, 2 * length, self.device)  # paired heads have two rows a token
+        self.length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
+        self.stage = -1
+        self.use_stage(0)
         # Rows of a bank's matrices.
         rows = {
             "qk_bank": 2 * cfg.dim,
@@ -2586,7 +2596,9 @@ class GPT(nn.Module):
             "mlp_bank": cfg.mlp_dim,
         }
         self.banks = {name: n for name, n in rows.items() if name in shapes}
-        self.gate_table = gate_table(cfg)
+        self.gate_table, self.used_scalars = gate_table(cfg), used_scalars(cfg)
+        places = [i for i, is_used in enumerate(chain(*self.used_scalars)) if is_used]
+        self.scalar_places = torch.tensor(places, device=device)
         self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
@@ -2609,15 +2621,23 @@ class GPT(nn.Module):
         signs = torch.randint(2, self.signs.shape, generator=seeded("signs", seed)) * 2 - 1
         self.signs.copy_(signs)
 
+    def use_stage(self, stage: int) -> None:
+        """Takes a stage's rotary tables: wide heads follow the long windows, narrow ones the short."""
+        if stage != self.stage:
+            cfg, size = self.cfg, (2 * self.length, self.device)  # paired heads have two positions a token
+            self.stage = stage
+            self.wide = rotary_family(cfg, stage, "long", cfg.attn_scale, *size)
+            self.narrow = rotary_family(cfg, stage, "short", cfg.narrow_attn_scale, *size)
+
     def weight(self, name: str) -> Tensor:
         """Returns a parameter, after its gather."""
         self.wait_for(name)
         return getattr(self, name)
 
-    @section("forward")
+    @traced("forward")
     def hidden_states(
         self,
-        batch: MicroBatch,
+        micro_batch: MicroBatch,
         windows: dict[str, int],
         grads: dict[str, Gradient] | None = None,
         leaves: dict[str, Tensor] | None = None,
@@ -2626,20 +2646,22 @@ class GPT(nn.Module):
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
         windows: tokens, by name. The backward gives the banks' gradients to `grads`, or without it to
-        autograd. In training, rows that are looked up in tables are put into `leaves`, by name, where
-        autograd leaves their gradients; outside it, rows of n-grams are fetched first. With `fp8`, the result
-        of GPT.fp8_mlps, MLPs are in FP8.
+        autograd. In training, what is looked up in tables is put into `leaves`, by name, where autograd
+        leaves its gradients; outside it, rows of n-grams are fetched first. With `fp8`, the result of
+        GPT.fp8_mlps, MLPs are in FP8.
         """
-        bigram, embed = self.lookup_sums(batch, leaves), self.lookup("embed", batch, leaves)
-        values = embed[:, None][:, :0]  # of no table
-        if hasattr(self, "value_embeds"):
-            values = self.lookup("value_embeds", batch, leaves)
+        found = self.lookups(micro_batch, leaves is not None)
+        if leaves is not None:
+            leaves |= {name: t.detach().requires_grad_() for name, t in found.items()}
+            found = leaves
+        embed, bigram, *values = found.values()
         for name, _ in self.named_parameters():
             if name != "lm_head":
                 self.wait_for(name)
         banks = {name: grads[name].weight() if grads else Weight(getattr(self, name)) for name in self.banks}
-        sequence = batch.cu_seqlens, batch.max_doc_len
-        return compiled(GPT.run_layers)(self, embed, bigram, values, sequence, windows, banks, fp8)
+        looked_up = embed, bigram, values[0] if values else embed[:, None][:, :0]
+        sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
+        return compiled(GPT.run_layers)(self, *looked_up, sequence, windows, banks, fp8)
 
     def run_layers(
         self,
@@ -2657,56 +2679,53 @@ class GPT(nn.Module):
         """
         cfg, (T, d) = self.cfg, embed.shape
         bigram, tables = F.pad(bigram, (0, d - bigram.size(1))), values.unbind(1)
-        products, (smear, skip) = self.scalars.split([2 * len(cfg.layers), 2])
-        factors = torch.cat([products.view(-1, 2), self.resid_lambdas, self.post_lambdas], dim=1)
-        # Repeated for every token, so that one sum over the tokens gives the gradients of all numbers.
-        numbers = factors.view(-1, 1, 1).expand(-1, T, 1).unbind()
         matrices = {name: bank.split(self.banks[name]) for name, bank in banks.items()}
         mlps_fp8 = iter(map(FP8MLP, *fp8) if fp8 else ())
         value_tables = iter(tables)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else tables)
+        smear, skip = self.scalars[-2:].unbind()
         # A gated share of the token before is added to each: attention would spend a head on it (PR 130).
         gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], self.smear_gate))
         x0 = norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
         gates = self.gates(0, x0)
         x = mix((None, x0), (gates["bigram", 0], bigram)) if cfg.layers[0].bigram else x0
-        first = skipped = back = normed_back = connected = mlp_input = x  # later layers read some of them
-        for i, layer in enumerate(cfg.layers):
-            qkv_scale, out_scale, resid_attention, resid_mlp, post_attention, post_mlp = numbers[
-                6 * i : 6 * i + 6
-            ]
+        first = skipped = backout = normed_backout = connected = mlp_input = (
+            x  # later layers read some of them
+        )
+        for i, (layer, scalars) in enumerate(zip(cfg.layers, self.layer_scalars(T))):
             if i == cfg.skip_to:
                 x = mix((None, x), (torch.sigmoid(skip) * gates["skip", i], skipped))
             terms = []  # what is added to the stream before the MLPs: scales and streams
             if layer.attention:
-                h = norm(x) if i <= cfg.back_from else normed_back
+                h = norm(x) if i <= cfg.backout_from else normed_backout
                 value = next(value_tables) if layer.value else None
                 ve_gate = next(ve_gates) if layer.value and not layer.connections else None
                 if layer.connections:
-                    connected, w = x, self.token_weights("mudd", 0, x)[:, :, None].unbind()
+                    connected = x
+                    w = dict(zip(CONNECTIONS, self.token_weights("mudd", 0, x)[:, :, None].unbind()))
                     left, right = value.chunk(2, 1)
-                    value = torch.cat([w[6] * left, w[7] * right], 1) + mix(
-                        (w[0], first), (w[1], back), (w[2], x)
+                    value = torch.cat([w["left value"] * left, w["right value"] * right], 1) + mix(
+                        (w["first to value"], first), (w["backout to value"], backout), (w["x to value"], x)
                     )
-                    x = mix((1 + w[5], x), (w[3], first), (w[4], back))
-                    resid_attention, post_attention = w[8:10]
+                    x = mix((1 + w["x"], x), (w["first"], first), (w["backout"], backout))
+                    terms += [(w["first after"], first), (w["bigram after"], bigram)]
+                    scalars = scalars._replace(**{name: w[name] for name in LayerScalars._fields[2:]})
                 v, out = next(matrices["vo_bank"]), next(matrices["vo_bank"])
-                if layer.narrow_v:  # reads half of both
+                if layer.narrow_v:  # half of both matrices is used
                     v, out = v._replace(w=v.w[: d // 2]), out._replace(w=out.w[:, : d // 2])
                 weights = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"]), v
-                y = self.attention(
-                    i, h, weights, qkv_scale, (*sequence, windows[layer.window]), gates, value, ve_gate
-                )
-                terms += [(out_scale * post_attention, Linear.apply(y.flatten(1), out, out.w))]
+                span = *sequence, windows[layer.window]
+                y = self.attend(i, h, weights, scalars.qkv, span, gates, value, ve_gate)
+                terms = [
+                    (scalars.out * scalars.post_attention, Linear.apply(y.flatten(1), out, out.w)),
+                    *terms,
+                ]
             if layer.x0:
                 terms += [(gates["x0", i], x0)]
             if layer.bigram and i > 0:
                 terms += [(gates["bigram", i], bigram)]
-            if layer.connections:
-                terms += [(w[10], first), (w[11], bigram)]
-                resid_mlp, post_mlp = w[12:]
             if terms:
-                x = mix((resid_attention, x), *terms)
+                x = mix((scalars.resid_attention, x), *terms)
             h = norm(x) if layer.mlps or layer.connections else None
             if layer.connections:
                 mlp_input = h
@@ -2714,20 +2733,33 @@ class GPT(nn.Module):
             for _ in range(layer.mlps):
                 fc, proj = next(matrices["mlp_bank"]), next(matrices["mlp_bank"])
                 how = self.backend, next(mlps_fp8, None)
-                terms += [(post_mlp, MLP.apply(h, (fc, proj), fc.w, proj.w, *how))]
-            x = mix((resid_mlp, x), *terms)
+                terms += [(scalars.post_mlp, MLP.apply(h, (fc, proj), fc.w, proj.w, *how))]
+            x = mix((scalars.resid_mlp, x), *terms)
             if i == cfg.skip_from:
                 skipped = x
                 gates |= self.gates(1, x)
-            if i == cfg.back_from:
-                back, normed_back = x, norm(x)
-        streams = [first, back, connected, skipped, *tables, mlp_input, normed_back]
+            if i == cfg.backout_from:
+                backout, normed_backout = x, norm(x)
+        streams = [first, backout, connected, skipped, *tables, mlp_input, normed_backout]
         return final_norm(x, self.token_weights("mudd", 1, x), streams)
+
+    def layer_scalars(self, T: int) -> Iterator[LayerScalars]:
+        """Returns the layers' scalars, (T, 1) each; None where a layer does not use that scalar.
+
+        They are repeated for every token, so that one sum over the tokens gives the gradients of all. They
+        are taken by one index: slices would be copied one by one in compiled code.
+        """
+        scalars = torch.cat([self.scalars[:-2].view(-1, 2), self.resid_lambdas, self.post_lambdas], dim=1)
+        used = scalars.flatten()[self.scalar_places]
+        repeated = iter(used.view(-1, 1, 1).expand(-1, T, 1).unbind())
+        for layer in self.used_scalars:
+            yield LayerScalars(*(next(repeated) if is_used else None for is_used in layer))
 
     def token_weights(self, name: str, i: int, u: Tensor) -> Tensor:
         """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
 
-        Without weights they are constants, (k, 1). The last of the second "mudd" have no biases. MUDD:
+        Without weights they are constants, (k, 1). In the second "mudd" only the first have biases: the
+        weights by groups of channels have none. MUDD:
         Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
         """
         count = self.mlp_sizes[name][i]
@@ -2739,11 +2771,11 @@ class GPT(nn.Module):
             out = torch.addmm(out, w2[: len(out)], F.gelu(F.linear(u, w1)).T)
         return scale * out
 
-    def gates(self, block: int, u: Tensor) -> dict[tuple[str, int], Tensor]:
+    def gates(self, which: int, u: Tensor) -> dict[tuple[str, int], Tensor]:
         """Returns gates (T, columns), by kind and layer, from one of the two gate MLPs of u (T, d)."""
-        if not (table := self.gate_table[block]):
+        if not (table := self.gate_table[which]):
             return {}
-        parts = self.token_weights("mudd_gate", block, u).T.split([gate.columns for gate in table], 1)
+        parts = self.token_weights("mudd_gate", which, u).T.split([gate.columns for gate in table], 1)
         return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
 
     @torch.no_grad()
@@ -2762,12 +2794,12 @@ class GPT(nn.Module):
         """Sets the scales of the next step's activations in FP8 from this one's maxima (L,)."""
         self.act_scale = amax.clamp_min(FP8_LEAST) * (FP8_ACT_ROOM / E4M3_MAX)
 
-    def attention(
+    def attend(
         self,
         i: int,
         h: Tensor,
         weights: tuple[Weight, Weight],
-        scale: Tensor,
+        factor: Tensor,
         sequence: tuple[Tensor, int, int],
         gates: dict[tuple[str, int], Tensor],
         value: Tensor | None,
@@ -2775,18 +2807,18 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Runs layer i's attention on h (T, d). Returns its heads (T, H, Dv).
 
-        weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products scale (T, 1)
+        weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products `factor` (T, 1)
         multiplies. sequence: cu_seqlens, longest document, window. The first Dv numbers of each head of
         `value` (T, d) are added to the values, times the head's gate by ve_gate (H, GATE_DIM), if given.
         """
         T, layer, heads, D = len(h), self.cfg.layers[i], self.cfg.heads, self.cfg.head_dim
-        cos, sin, softmax_scale = self.rotary.narrow if layer.narrow_qk else self.rotary.wide
+        cos, sin, softmax_scale = self.narrow if layer.narrow_qk else self.wide
         cu_seqlens, max_doc_len, window = sequence
         qk, v = (Linear.apply(h, weight, weight.w) for weight in weights)
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). With
         # widths by settings, not -1, compiled code knows them.
-        q, k = norm((scale * qk).to(qk.dtype).view(T, 2, heads, D // (1 + layer.narrow_qk))).unbind(1)
-        v = (scale * v).to(v.dtype).view(T, heads, D // (1 + layer.narrow_v))
+        q, k = norm((factor * qk).to(qk.dtype).view(T, 2, heads, D // (1 + layer.narrow_qk))).unbind(1)
+        v = (factor * v).to(v.dtype).view(T, heads, D // (1 + layer.narrow_v))
         if value is not None:
             # Value embeddings: another embedding of the token, added to the values, which the early layers'
             # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897),
@@ -2808,39 +2840,31 @@ class GPT(nn.Module):
             q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
         if layer.key_shift:
             k = shift_keys(k)
-        y = self.backend.attention(softmax_scale * q, k, v, cu_seqlens, max_doc_len, window, 1.0)
+        y = self.backend.attention(softmax_scale * q, k, v, cu_seqlens, max_doc_len, window)
         return finish_heads(y.reshape(T, heads, -1), v, gates.get(("xsa", i)), gates.get(("output", i)))
 
-    def lookup(self, name: str, batch: MicroBatch, leaves: dict[str, Tensor] | None) -> Tensor:
-        """Returns a table's rows at a micro-batch's tokens, (T, d), of value_embeds (T, tables, d).
+    def lookups(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
+        """Returns what a micro-batch's positions look up, by table: rows of embed, (T, d), sums of rows of
+        bigrams or n-grams, (T, width), and rows of value_embeds, (T, tables, d).
 
-        In training they are autograd leaves, and added to `leaves`.
+        Hashed n-grams are an embedding of this token and those before, so that no layer need recognize
+        frequent ones (PR 201). Their rows are multiplied by signs.
         """
-        table = self.weight(name)
-        found = F.embedding(batch.inputs, table.flatten(1)).unflatten(1, table.shape[1:])
-        if leaves is not None:
-            found = leaves[name] = found.detach().requires_grad_()
-        return found
-
-    def lookup_sums(self, batch: MicroBatch, leaves: dict[str, Tensor] | None) -> Tensor:
-        """Returns the rows of bigram_embed, or the sums of n-grams' rows, at a micro-batch's positions.
-
-        An embedding of this token and those before, so that no layer need recognize frequent ones (PR 201).
-        Rows are multiplied by their signs; the result is (T, width). In training the sums are autograd
-        leaves, and added to `leaves`; outside it the rows of n-grams are fetched first.
-        """
-        name, ids = "ngrams" if self.cfg.ngrams.orders else "bigram_embed", batch.hashed_rows
-        if name != "ngrams":
-            rows = self.weight(name)
-        elif leaves is not None:
-            rows = self.ngrams.arrived()
-        else:
+        ids, rows = micro_batch.hashed_rows, getattr(self, "bigram_embed", None)
+        name = "bigram_embed" if rows is not None else "ngrams"
+        self.wait_for(name)
+        if rows is None and training:
+            ids, rows = micro_batch.compact_rows, self.ngrams.arrived()
+        elif rows is None:
             row_ids, ids = ids.unique(return_inverse=True)
             rows = self.ngrams.fetch(row_ids)
-        found = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
-        gather_rows(found, rows, ids.int(), self.signs, batch.signs)
-        if leaves is not None:
-            found = leaves[name] = found.detach().requires_grad_()
+        sums = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
+        gather_rows(sums, rows, ids.int(), self.signs, micro_batch.sign_ids)
+        found = {"embed": F.embedding(micro_batch.inputs, self.weight("embed")), name: sums}
+        if hasattr(self, "value_embeds"):
+            table = self.weight("value_embeds")
+            rows = F.embedding(micro_batch.inputs, table.flatten(1))
+            found["value_embeds"] = rows.unflatten(1, table.shape[1:])
         return found
 
     def logits(self, x: Tensor) -> Tensor:
@@ -2851,19 +2875,18 @@ class GPT(nn.Module):
     def next_token_logits(self, tokens: Sequence[int]) -> Tensor:
         """Returns the logits (vocab_size,) of the token after `tokens`, all of which are computed again."""
         text = np.array([*tokens, 0])  # there is no target yet
-        batch = make_micro_batch(text, NO_ROWS, len(tokens), 2, self.cfg).pack().to(self.device)
-        x = self.hidden_states(batch, window_tokens(self.cfg, self.cfg.val_windows))
+        micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), 2, self.cfg)), self.device)
+        x = self.hidden_states(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
         return self.logits(x[-1:])[0, : self.cfg.vocab_size]
 
     @torch.no_grad()
-    def token_losses(self, batch: MicroBatch, windows: dict[str, int]) -> Tensor:
+    def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
-        x, w, losses = self.hidden_states(batch, windows), self.weight("lm_head"), []
-        for x_part, targets in zip(x.split(self.cfg.head_chunk), batch.targets.split(self.cfg.head_chunk)):
-            losses.append(next_token_losses(x_part @ w, targets))
-        return torch.cat(losses)
+        x, w, n = self.hidden_states(micro_batch, windows), self.weight("lm_head"), self.cfg.head_chunk
+        parts = zip(x.split(n), micro_batch.targets.split(n))
+        return torch.cat([next_token_losses(x_part @ w, targets) for x_part, targets in parts])
 
-    @section("head")
+    @traced("head")
     def head_loss_and_grad(
         self,
         x: Tensor,
@@ -2897,7 +2920,7 @@ class GPT(nn.Module):
             if self.backend.fp8:  # with fixed scales, and second factors of products column-major
                 unit = FP8_GRAD * grad_scale
                 units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
-                forward_scale, dx_scale, dw_scale = (constant(u, x.device) for u in units)
+                forward_scale, dx_scale, dw_scale = (device_scalar(u, x.device) for u in units)
                 x8 = to_fp8(x, FP8_X, torch.float8_e4m3fn)
                 xt8 = transposed(x8)
                 if not converted:
@@ -2925,11 +2948,12 @@ class GPT(nn.Module):
 #
 #    How a table row's gradient travels, for example bigram_embed's:
 #
-#    prefetch thread   index_rows              which rows each micro-batch touches, and at which positions
-#                      send_ids                tells every owner which of its rows are touched
+#    thread that       index_rows              which rows each micro-batch touches, and at which positions
+#    builds batches    Exchange.route          tells every owner which of its rows are touched
 #    each backward     add_row_grads           adds the positions' gradients to their rows of main_grad
 #    scatter           send_rows               the touched rows of main_grad, as they are
-#    work              Exchange.mean_rows      the owner sums in fp32, in rank order; then Adam; then zeroing
+#    work              Exchange.mean_rows      the owner sums in fp32, in rank order, into its block of
+#                                              main_grad; then Adam; then zeroing
 #
 #        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
@@ -2939,8 +2963,8 @@ class GPT(nn.Module):
 #        mean               row 0 = g0[0] / 2           row 2 = 0
 #                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
 #
-#    These are the bits of the dense exchange with reduction=fp32, at any number of ranks. Section 11 says
-#    what is added for the rows of n-grams, of which no rank has them all.
+#    These are the bits of the dense exchange with reduction=fp32, rounded to main_grad's dtype, at any number
+#    of ranks. Section 11 says what is added for the rows of n-grams, of which no rank has them all.
 # ============================================================================================================
 
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
@@ -2948,19 +2972,15 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@section("waiting")
-def wait_for(work: dist.Work) -> None:
-    work.wait()
-
-
 class Pending(NamedTuple):
     result: Tensor
-    work: dist.Work | None = None
+    handle: dist.Work | None = None
     finish: Callable[[Tensor], Tensor] | None = None  # completes the result after its arrival
 
     def wait(self) -> Tensor:
-        if self.work is not None:
-            wait_for(self.work)
+        if self.handle is not None:
+            with traced("waiting"):
+                self.handle.wait()
         return self.result if self.finish is None else self.finish(self.result)
 
 
@@ -2976,8 +2996,8 @@ def rank_order_mean(parts: Tensor) -> Tensor:
 class Exchange:
     """Collectives of one process group; with one rank they do nothing.
 
-    Every rank must make the same calls in the same order, from one thread. sent: bytes this rank has sent, by
-    kind and parameter, assuming rings for the backend's reductions and gathers.
+    Every rank must make the same calls in the same order, from one thread. bytes_sent: by this rank, for each
+    kind and parameter, if reductions and gathers go in rings.
     """
 
     rank: int
@@ -2987,69 +3007,49 @@ class Exchange:
     sum_rows: Callable = segment_sum_rows  # the backend's
 
     def __post_init__(self):
-        self.sent = defaultdict(int)
+        self.bytes_sent = defaultdict(int)
         self.options = {"group": self.group, "async_op": True}
 
-    def shard(self, t: Tensor) -> Tensor:
+    def block(self, t: Tensor) -> Tensor:
         """Returns this rank's block of t's first axis, a view."""
         return t.chunk(self.world_size)[self.rank]
 
-    @section("exchange {1}")
-    def reduce(self, name: str, how: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
-        """Averages `grad` over ranks: all of it (all_reduce), or this rank's block (otherwise).
+    def reduce(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
+        """Averages `grad` over ranks; each gets its own block.
 
-        The backend sums in grad's dtype, rounding at every hop, and may reuse `grad`. With `in_rank_order`
-        ranks send their gradients as they are, the same number of bytes for a block, and the sum is fp32, in
-        rank order. Returns grad's dtype, or at least fp32.
+        The backend sums in grad's dtype, rounding at every hop. With `in_rank_order` ranks send their
+        gradients as they are, as many bytes, and the sum is fp32, in rank order. Returns grad's dtype, or at
+        least fp32.
         """
         if self.world_size == 1:
             return Pending(grad)
-        whole, others = how == "all_reduce", self.world_size - 1
-        nbytes = grad.nbytes * others // self.world_size
-        out = grad if whole else torch.empty_like(self.shard(grad))
+        out = torch.empty_like(self.block(grad))
+        kind = "all_to_all" if in_rank_order else "reduce_scatter"
+        self.bytes_sent[f"{kind} {name}"] += out.nbytes * (self.world_size - 1)
         if in_rank_order:
-            kind, collective = (
-                ("all_gather", _all_gather) if whole else ("all_to_all", dist.all_to_all_single)
-            )
-            self.sent[f"{kind} {name}"] += grad.nbytes * others if whole else nbytes
             parts = out.new_empty((self.world_size, *out.shape))
-            return Pending(parts, collective(parts.flatten(0, 1), grad, **self.options), rank_order_mean)
-        if whole:
-            self.sent[f"all_reduce {name}"] += 2 * nbytes
-            return Pending(out, dist.all_reduce(out, dist.ReduceOp.AVG, **self.options))
-        self.sent[f"reduce_scatter {name}"] += nbytes
+            work = dist.all_to_all_single(parts.flatten(0, 1), grad, **self.options)
+            return Pending(parts, work, rank_order_mean)
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
-
-    def send_ids(self, name: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
-        """Sends row ids (n,) int32, by receiver; returns those sent here, by sender, with their counts.
-
-        Blocks. With a single receiver, each rank keeps its own.
-        """
-
-        def send(kind: str, numbers: np.ndarray, *counts: list[int]) -> np.ndarray:
-            t = torch.from_numpy(numbers).to(self.device)
-            return self.send_rows(kind, name, t, *counts).wait().cpu().numpy()
-
-        if len(send_counts) == 1:
-            return ids, send_counts
-        ones = [1] * self.world_size
-        recv_counts = send("counts", np.array(send_counts), ones, ones).tolist()
-        return send("row ids", ids, send_counts, recv_counts), recv_counts
 
     def route(
         self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
     ) -> tuple[np.ndarray, RowRoutes]:
-        """Tells the owners of a table's rows, by their places in the owner's block, that this rank touches
-        them.
+        """Tells each row's owner that this rank touches the row. Blocks.
 
-        Returns the order of the rows by owner, and their routes.
+        owner[i] and place[i]: the rank that has row i, and where in its block. ranks: of the owners; with 1
+        every rank owns the whole table. Returns the order of the rows by owner, and their routes.
         """
         order = np.argsort(owner.astype(np.uint16), kind="stable")
-        send_counts = np.bincount(owner, minlength=ranks).tolist()
-        arriving, recv_counts = self.send_ids(name, place[order], send_counts)
-        return order, RowRoutes(send_counts, recv_counts, int32(arriving), index_rows(arriving))
+        send_counts = recv_counts = np.bincount(owner, minlength=ranks).tolist()
+        arriving = int32(place[order]).to(self.device)
+        if ranks > 1:
+            ones, counts = [1] * ranks, torch.tensor(send_counts, device=self.device)
+            recv_counts = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
+            arriving = self.send_rows("row ids", name, arriving, send_counts, recv_counts).wait()
+        arriving = arriving.cpu()
+        return order, RowRoutes(send_counts, recv_counts, arriving, index_rows(arriving.numpy()))
 
-    @section("rows {2}")
     def send_rows(
         self,
         kind: str,
@@ -3063,64 +3063,68 @@ class Exchange:
         if self.world_size == 1:
             return Pending(rows if out is None else out.copy_(rows))
         out = rows.new_empty((sum(recv_counts), *rows.shape[1:])) if out is None else out
-        self.sent[f"{kind} {name}"] += rows.nbytes - rows.split(send_counts)[self.rank].nbytes
+        self.bytes_sent[f"{kind} {name}"] += rows.nbytes - rows.split(send_counts)[self.rank].nbytes
         return Pending(out, dist.all_to_all_single(out, rows, recv_counts, send_counts, **self.options))
 
     def mean_rows(self, out: Tensor, index: RowIndex, row_grads: Tensor) -> Tensor:
-        """Adds row_grads (sum(recv_counts), ...) to rows of `out`, 0 before; divides by the ranks.
+        """Sums row_grads (sum(recv_counts), ...), which arrived, in `out`, 0 before; divides by the ranks.
 
         They arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
         """
         self.sum_rows(out, row_grads, index)
         return out.div_(self.world_size)
 
-    @section("gather {1}")
     def gather(self, name: str, t: Tensor) -> Pending:
         """Fills t, of which each rank has updated its own block, from all ranks."""
         if self.world_size == 1:
             return Pending(t)
-        self.sent[f"all_gather {name}"] += t.nbytes * (self.world_size - 1) // self.world_size
-        return Pending(t, _all_gather(t, self.shard(t), **self.options))
+        self.bytes_sent[f"all_gather {name}"] += t.nbytes * (self.world_size - 1) // self.world_size
+        return Pending(t, _all_gather(t, self.block(t), **self.options))
 
     def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> Pending:
         return Pending(t, None if self.world_size == 1 else dist.all_reduce(t, op, **self.options))
 
-    def all_gather_object(self, value) -> list:
-        """Returns every rank's small value, in rank order. Blocks: not for the timed loop."""
-        values = [value] * self.world_size
+    def from_rank_0(self, value):
+        """Returns rank 0's small value, when all ranks have called it. Blocks: not for the timed loop."""
+        values = [None] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, self.group)
-        return values
+        return values[0] if self.world_size > 1 else value
 
 
 # ============================================================================================================
-# 10  Update rules. In place, on one shard, in at least fp32. A third rule is init, update, and an entry of
+# 10  Update rules. In place, on one block, in at least fp32. Another rule is init, update, and an entry of
 #     OPTIMIZERS.
 # ============================================================================================================
 
 
 class UpdateRule(NamedTuple):
-    """How an optimizer updates one shard. A bf16 shard needs a mantissa in its state."""
+    """How an optimizer updates one block of a parameter.
 
-    init: Callable  # (shard, its Param, dtype of moments, index of its first row) -> state
-    # (shard, grad, state, its Param, plan, cfg, backend): updates shard and state in place.
+    The gradient is the mean over micro-batches and ranks of the loss's, which is a sum over tokens; it is
+    summed over the steps since the last update. Where a bf16 block would lose small updates, the rule keeps
+    the lower halves of fp32 numbers in its state (split_mantissa). A rule for parameters also needs its name
+    in Param.optimizer, and what it needs in check_config.
+    """
+
+    init: Callable  # (block, its Param, dtype of moments, index of its first row) -> state
+    # (block, gradient, state, its Param, plan, cfg, backend): updates block and state in place.
     update: Callable
 
 
-def scalar(value: float, dtype: torch.dtype) -> Tensor:
+def host_scalar(value: float, dtype: torch.dtype) -> Tensor:
     """Returns a 0-d tensor on the CPU of what changes by step, so that compiled code does not recompile."""
     return torch.tensor(value, dtype=dtype)
 
 
 def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     return {
-        "steps": 0,
+        "steps": torch.zeros((), dtype=torch.int32),
         "exp_avg": torch.zeros_like(p, dtype=dtype),
         "exp_avg_sq": torch.zeros_like(p, dtype=dtype),
     }
 
 
-@section("update {3.name}")
 def adam(
     p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
 ) -> None:
@@ -3129,38 +3133,40 @@ def adam(
     Weight decay, lr^2 wd p, acts only where it points the way the update goes (cautious decay: Chen et al.
     2025, arXiv:2510.12402).
     """
-    t = state["steps"] = state["steps"] + 1
-    slowdown, lr = plan.slowdown(spec.every), cfg.adam_lr * plan.lr_mul * spec.lr_mul
+    t = state["steps"].add_(1).item()
+    slowdown, lr = plan.cadence_ratio(spec.every), cfg.adam_lr * plan.lr_mul * spec.lr_mul
     beta1, beta2 = (beta**slowdown for beta in spec.betas)
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
     decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
     # As vectors, so that code compiled for any length serves every parameter. On a CPU they are updated in
     # blocks, so that intermediate results stay in its cache.
-    vectors = (x.view(-1) for x in (p, state["exp_avg"], state["exp_avg_sq"], grad))
+    tensors = p, state["exp_avg"], state["exp_avg_sq"], grad, *state.get("rates", ())
     dtype, size = state["exp_avg"].dtype, p.numel() if p.is_cuda else 1 << 16
-    numbers = 1 - beta1, beta2, scalar(step_size, dtype), scalar(decay, dtype), cfg.adam_eps
-    for parts in zip(*(x.split(size) for x in vectors)):
-        adam_update(*parts, *numbers)
+    hyper = 1 - beta1, beta2, host_scalar(step_size, dtype), host_scalar(decay, dtype), cfg.adam_eps
+    for parts in zip(*(x.view(-1).split(size) for x in tensors)):
+        adam_update(*hyper, *parts)
 
 
 @compiled
 def adam_update(
-    p: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
     weight1: float,
     beta2: float,
     step_size: float | Tensor,
     decay: float | Tensor,
     eps: float,
+    p: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    lr_mul: float | Tensor = 1.0,
+    decay_mul: float | Tensor = 1.0,
 ) -> None:
     grad = grad.to(exp_avg.dtype)
     exp_avg.lerp_(grad, weight1)
     exp_avg_sq.mul_(beta2).addcmul_((1 - beta2) * grad, grad)
-    update = step_size * exp_avg / (exp_avg_sq.sqrt() + eps)
+    update = step_size * lr_mul * exp_avg / (exp_avg_sq.sqrt() + eps)
     p32 = p.to(exp_avg.dtype)
-    p.copy_(p32 - update - decay * p32 * (update * p32 > 0))
+    p.copy_(p32 - update - decay * decay_mul * p32 * (update * p32 > 0))
 
 
 # bf16 weights would lose most updates: their least change is one in 256. The optimizer keeps the 16 bits
@@ -3180,6 +3186,44 @@ def split_mantissa(x: Tensor, high: Tensor, low: Tensor) -> None:
     low.view(torch.int16).copy_(bits)  # keeps the lower half
 
 
+# ANVIL's maps of singular values, x -> a x + b x^3 + c x^5 (record 92, PR 360). Together they bring those
+# from 0.003 to 1 / 1.05 within 0.5 % of 1; larger ones diverge.
+ANVIL_MAPS = (
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+)
+
+
+@compiled
+def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+    """Returns matrices x (n, rows, cols) divided by `margin` times their norms, and the new Gram matrices.
+
+    A: the Gram matrices of x. Their traces are the squared norms, so no pass over x computes those.
+    """
+    trace = upcast(A.diagonal(dim1=-2, dim2=-1)).sum(-1)[:, None, None]
+    norm = margin * trace.sqrt() + 1e-6
+    return (x / norm).to(x.dtype), (A / norm.square()).to(A.dtype)
+
+
+def orthogonalize(x: Tensor, margin: float, gram_of: Callable = gram) -> Tensor:
+    """Approximates the orthogonal polar factor of each matrix of x (n, rows, cols), in its dtype.
+
+    In bf16 every product is summed in fp32 and rounded once.
+    """
+    tall = x.size(-2) > x.size(-1)
+    for i, (a, b, c) in enumerate(ANVIL_MAPS):
+        A = gram_of(x.mT if tall else x)
+        if i == 0:
+            x, A = divide_by_norm(x, A, margin)
+        B = gram_of(A, A, b, c)  # A is symmetric
+        x = baddbmm_fp32(x, x, B, a, 1.0) if tall else baddbmm_fp32(x, B, x, a, 1.0)
+    return x
+
+
 def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     n, rows, cols = p.shape
     cycle = spec.matrix_lr_mul or (1.0,)
@@ -3196,7 +3240,6 @@ def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     return state
 
 
-@section("update {3.name}")
 def anvil(
     p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
 ) -> None:
@@ -3207,14 +3250,14 @@ def anvil(
     fast, slow = state["fast_rail"], state["slow_rail"]
     one_rail = plan.step < cfg.rails_step
     beta, weight = (plan.momentum, 1.0) if one_rail else (cfg.fast_beta, cfg.fast_weight)
-    numbers = (scalar(number, fast.dtype) for number in (1 - beta, weight, plan.momentum))
+    numbers = (host_scalar(number, fast.dtype) for number in (1 - beta, weight, plan.momentum))
     x = mix_rails(grad, fast, slow, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
     x = orthogonalize(x, cfg.bank_margin, backend.gram)
     x = normuon_variance_reduction(x, state["second_momentum_buffer"], cfg.bank_beta2)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
-    rates = scalar(lr, fast.dtype), scalar(decay, fast.dtype)
+    rates = host_scalar(lr, fast.dtype), host_scalar(decay, fast.dtype)
     anvil_update(p, state.get("mantissa"), x, slow, state["matrix_lr_mul"], *rates)
 
 
@@ -3235,7 +3278,7 @@ def mix_rails(
     of the long run. Moves the rails towards grad by their rates.
     """
     grad = grad.to(fast_rail.dtype)
-    # No lerp, no 1 - fast_weight: compiled, these would compute on the host, and GPU code with the results.
+    # No lerp and no 1 - fast_weight: generated code would compute these numbers by a kernel on the host.
     fast_rail.add_(fast_rate * (grad - fast_rail))
     slow_rail.add_(slow_rate * (grad - slow_rail))
     # With fast_weight 1 this is exactly the fast rail.
@@ -3283,9 +3326,78 @@ def anvil_update(
         split_mantissa(new, p, mantissa)
 
 
+ROW_EPS = 1e-10
+
+
+def row_adam_init(table: Tensor, ngrams: Ngrams, dtype: torch.dtype, first: int) -> dict:
+    """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
+    updates, and their time. A unit of time is as many steps as the first cadence has.
+    """
+    return {
+        "moments": table.new_zeros(len(table), dtype=dtype),
+        "last": table.new_zeros(len(table), dtype=torch.int32),
+        "clock": torch.zeros(2, dtype=torch.int32),
+    }
+
+
+def row_adam(
+    table: Tensor,
+    grads: tuple[Tensor, Tensor],
+    state: dict,
+    ngrams: Ngrams,
+    plan: StepPlan,
+    cfg: Config,
+    backend: Backend,
+) -> None:
+    """Updates distinct rows, grads[0] (n,) int32, of a table (N, w) by their gradients grads[1] (n, w).
+
+    Gradients are divided by the root of a second moment of their row, Adam's of their mean squares, as DLRM
+    (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi et al. 2011, jmlr.org/papers/v12/duchi11a.html). There
+    is no first moment, and bias correction is the table's: a row's first step is 1 / sqrt(1 - beta2) times as
+    long as one of a row that is always touched (PR 360). Decay acts as in adam().
+    """
+    slowdown, dtype = plan.cadence_ratio(ngrams.every), state["moments"].dtype
+    state["clock"] += torch.tensor([1, slowdown])
+    count, time = state["clock"].tolist()
+    beta2, lr = ngrams.beta2**slowdown, ngrams.lr * plan.lr_mul
+    numbers = 1 - beta2, lr * math.sqrt(1 - beta2**count), lr * lr * ngrams.wd * slowdown
+    scalars = host_scalar(time, torch.int32), *(host_scalar(number, dtype) for number in numbers)
+    # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
+    update = update_rows if len(grads[0]) > 1 else update_rows.__wrapped__  # type: ignore
+    update(table, state["moments"], state["last"], *grads, state["decays"], *scalars)
+
+
+@compiled
+def update_rows(
+    table: Tensor,
+    moments: Tensor,
+    last: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    decays: Tensor,
+    time: int | Tensor,
+    weight: float | Tensor,
+    lr: float | Tensor,
+    decay: float | Tensor,
+) -> None:
+    """Does row_adam's arithmetic, in at least fp32, the dtype of moments (N,).
+
+    A row's moment decays by decays[k], beta2^k, for the k units of time since `last` (N,) int32, its update
+    before.
+    """
+    at = rows.long()
+    new = decays[time - last[at]] * moments[at] + weight * grads.square().mean(-1)
+    moments.index_copy_(0, at, new)
+    last.index_copy_(0, at, torch.zeros_like(rows) + time)
+    old, update = table[at].to(grads.dtype), lr * grads / (new.sqrt() + ROW_EPS)[:, None]
+    update += decay * old * (update * old > 0)
+    table.index_copy_(0, at, (old - update).to(table.dtype))
+
+
 OPTIMIZERS = {
     "adam": UpdateRule(adam_init, adam),
     "anvil": UpdateRule(anvil_init, anvil),
+    "row_adam": UpdateRule(row_adam_init, row_adam),  # of n-gram tables
 }
 
 
@@ -3294,24 +3406,57 @@ OPTIMIZERS = {
 #
 #    The table is updated after every step, or after 2 or 4 (Ngrams.every). Until then no row changes, so the
 #    rows that these steps read are fetched once, and their gradients return once. On the left what the
-#    prefetch thread does, while earlier steps train; on the right the main thread, from top to bottom:
+#    batch-building thread does, while earlier steps train; on the right the main thread, from top to bottom:
 #
-#    index  hash_ngrams, index_rows          each forward    lookup_sums sums rows of `compact`
-#    ids    send_ids: asker -> owner,        each backward   add_row_grads, to main_grad, at the same places
+#    index  hash_ngrams, index_rows          each forward    lookups sum rows of `compact`
+#    ids    route: asker -> owner,           each backward   add_row_grads, to main_grad, at the same places
 #           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
 #                                                            update: owners' mean in rank order, and the rule
 #                                                            rows of the next steps: to askers
 #
-#    In training no other work or memory has the table's size. Sharded rows, and ids that are known ahead, so
-#    that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe, arXiv:2202.12429);
-#    tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366 and nanochat PR 854.
+#    No step takes time or memory in proportion to the table's rows. Sharded rows, and ids that are known
+#    ahead, so that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe,
+#    arXiv:2202.12429); tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366
+#    and nanochat PR 854.
 # ============================================================================================================
 
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
     """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
     n, tokens = cfg.ngrams, max(stage.batch_tokens for stage in cfg.stages) // world_size
-    return len(n.orders) * min(n.every * tokens, n.rows), -(-len(n.orders) * n.rows // world_size)
+    orders, size = len(n.orders), n.rows_per_order
+    return orders * min(max(n.every) * tokens, size), -(-orders * size // world_size)
+
+
+def estimate_memory(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Returns the bytes of a rank's rows of n-grams and of all else: a bound of what bench/launches.py sees.
+
+    Else: the table's buffers; parameters and their state; and the larger of a forward's activations and what
+    a plain update of touched rows makes.
+    """
+    touched, block = ngram_bounds(cfg, world_size)
+    width, size = cfg.ngrams.width, dtype_of(cfg.ngrams.dtype).itemsize
+    tokens = max(stage.batch_tokens for stage in cfg.stages) // num_microbatches(cfg, world_size)
+    activations = max(26 * tokens, 2 * cfg.val_slice_tokens) * len(cfg.layers) * cfg.dim * size
+    update = touched * width * (8 if cfg.compile else 20)
+    elements = sum(map(math.prod, param_shapes(cfg, world_size).values()))
+    return block * (width * size + 8), 2 * touched * width * size + max(activations, update) + 24 * elements
+
+
+def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
+    """Raises UserError if the n-gram table does not fit beside all else; the message says how many rows do.
+
+    Without a GPU the kernel would grant more, and kill a process later.
+    """
+    if device.type == "cuda":
+        have = torch.cuda.mem_get_info(device)[1]
+    else:
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
+    table, rest = estimate_memory(cfg, world_size)
+    fits = int((0.9 * have - rest) / max(1, table) * cfg.ngrams.rows_per_order)
+    fix = f"ngrams.rows_per_order={fits}" if fits > 1 else f"microbatches={2 * cfg.microbatches}"
+    message = f"the n-gram table does not fit in memory: use --set {fix}, or more processes on as many GPUs"
+    refuse_if(table and fits < cfg.ngrams.rows_per_order, message)
 
 
 class NgramTable:
@@ -3322,29 +3467,28 @@ class NgramTable:
 
     def __init__(self, cfg: Config, exchange: Exchange, device: torch.device):
         n = self.cfg = cfg.ngrams
-        self.exchange, self.device, self.rows = exchange, device, len(n.orders) * n.rows
+        self.exchange, self.device, self.total_rows = exchange, device, len(n.orders) * n.rows_per_order
         touched, block = ngram_bounds(cfg, exchange.world_size)
         # The rows that steps read until the next update, by owner; their gradients.
-        self.compact, self.main_grad = torch.zeros(
-            2, touched, n.width, dtype=dtype_of(n.dtype), device=device
-        )
+        zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=device)
+        self.compact, self.main_grad = zeros(2, touched, n.width)
         self.batch: Batch | None = None  # the first of these steps
         self.routes: RowRoutes | None = None  # of its rows, on the device
         self.pending: Pending | None = None  # their fetch
         # Row r lies at r // world_size on rank r % world_size.
-        self.block = self.compact.new_zeros(block, n.width)
-        self.moments = self.block.new_zeros(block, dtype=acc_dtype(cfg))
-        self.last = self.block.new_zeros(block, dtype=torch.int32)
-        # Updates so far, and their time: an update after four steps decays as two after two.
-        self.clock = torch.zeros(2, dtype=torch.int32)
-        self.stored = [self.block, self.moments, self.last, self.clock]
-        self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.moments)
+        self.block = zeros(block, n.width)
+        self.rule = OPTIMIZERS["row_adam"]
+        self.state = self.rule.init(self.block, n, acc_dtype(cfg), 0)
+        self.stored = [self.block, *self.state.values()]
+        # As a table: on CPUs the last bit of pow() depends on a number's place in its vector.
+        self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
 
+    @traced("rows ngrams")
     def begin(self, batch: Batch | None) -> None:
         """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
-        if batch and batch.ngrams and batch is not self.batch:
+        if batch and batch.ngram_routes and batch is not self.batch:
             self.batch = batch
-            self.routes = routes = move(batch.ngrams, self.device)["ngrams"]
+            self.routes = routes = move(batch.ngram_routes, self.device)
             rows, counts = self.block.index_select(0, routes.arriving), routes.send_counts
             out = self.compact[: sum(counts)]
             self.pending = self.exchange.send_rows("rows", "ngrams", rows, routes.recv_counts, counts, out)
@@ -3356,11 +3500,12 @@ class NgramTable:
             self.pending = None
         return self.compact
 
+    @traced("rows ngrams")
     def send_grads(self) -> Pending:
         """Starts the return of the gradient rows; the result is their mean, for each row of the index."""
         send_counts, recv_counts, _, index, _ = self.routes
         rows, n = self.main_grad[: sum(send_counts)], len(index.row_ids)
-        sums = rows.new_zeros((n, rows.size(1)), dtype=self.moments.dtype)
+        sums = rows.new_zeros((n, rows.size(1)), dtype=self.state["moments"].dtype)
         index = index._replace(row_ids=torch.arange(n, dtype=torch.int32, device=self.device))
         mean = partial(self.exchange.mean_rows, sums, index)
         arriving = self.exchange.send_rows("gradient rows", "ngrams", rows, send_counts, recv_counts)
@@ -3368,16 +3513,8 @@ class NgramTable:
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads(). Begins a new sum."""
-        n, dtype, rows = self.cfg, grads.dtype, self.routes.row_index.row_ids
-        slowdown = plan.slowdown(n.every)
-        self.clock += torch.tensor([1, slowdown])
-        count, time = self.clock.tolist()
-        beta2, lr = n.beta2**slowdown, n.lr * plan.lr_mul
-        numbers = 1 - beta2, lr * math.sqrt(1 - beta2**count), lr * lr * n.wd * slowdown
-        # Compiled code takes none and one as constants.
-        rule = update_rows if len(rows) > 1 else update_rows.__wrapped__  # type: ignore
-        state, scalars = (self.moments, self.last), [scalar(number, dtype) for number in numbers]
-        rule(self.block, *state, rows, grads, self.decays, scalar(time, torch.int32), *scalars)
+        touched = self.routes.row_index.row_ids, grads
+        self.rule.update(self.block, touched, self.state, self.cfg, plan, None, None)
         self.main_grad[: sum(self.routes.send_counts)].zero_()
 
     def finish(self) -> None:
@@ -3396,13 +3533,13 @@ class NgramTable:
     def fetch(self, row_ids: Tensor | None) -> Tensor:
         """Returns rows (n,), ascending, of the table, outside training; None: no rows. Waits for the device.
 
-        All ranks must call it as often.
+        Every rank must call it the same number of times: it communicates.
         """
         self.finish()
         ids, n = NO_ROWS if row_ids is None else row_ids.cpu().numpy(), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
-        rows, counts = self.block[routes.arriving], (routes.recv_counts, routes.send_counts)
-        received = self.exchange.send_rows("rows outside training", "ngrams", rows, *counts).wait()
+        rows, to, back = self.block[routes.arriving], routes.recv_counts, routes.send_counts
+        received = self.exchange.send_rows("rows outside training", "ngrams", rows, to, back).wait()
         return received[torch.from_numpy(inverse(order))]
 
 
@@ -3412,88 +3549,104 @@ class NgramTable:
 
 
 class Optimizer:
-    """Shards updates over ranks: scatters gradients, updates own shards (work), gathers parameters.
+    """Spreads updates over ranks: scatters gradients, updates its blocks (work), gathers parameters.
 
-    Gradients are exchanged in the order of cfg.params, updates done by Param.work; n-grams come before
-    all others. A gradient is summed from one update to the next, over micro-batches and steps, in its
-    parameter's dtype, by its Gradient in `grads`. Until the untie step, a tied parameter, another's
-    transpose, adds its gradient to that one's and copies its values.
+    Gradients are exchanged in the order of cfg.params, small parameters' last; updates are done by
+    Param.work; n-grams come before all others. A gradient is summed from one update to the next, over
+    micro-batches and steps, in its parameter's dtype, by its Gradient in `grads`. Until the untie step, a
+    tied parameter, another's transpose, adds its gradient to that one's and copies its values.
 
-    Neither order changes the result: an update reads only its own gradient and state; the sum over ranks has
-    an order of its own; a tied gradient is added before its target's sum, a tied copy made after its target's
-    gather.
+    Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
+    has an order of its own. A tied gradient is added before its target is exchanged, and a tied copy is made
+    after its target is gathered.
     """
 
     def __init__(
         self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, backend: Backend = TORCH_BACKEND
     ):
-        self.cfg, self.params, self.exchange, self.backend = cfg, params, exchange, backend
+        self.cfg, self.exchange, self.backend = cfg, exchange, backend
         self.device = next(iter(params.values())).device
-        self.specs = {spec.name: spec for spec in used_params(cfg)}
+        # By name of a parameter, or of the vector that small ones are parts of:
+        self.specs: dict[str, Param] = {}
+        self.params: dict[str, Tensor] = {}
+        self.grads: dict[str, typing.Any] = {}  # its Gradient
+        self.state = {}  # the update rule's state of this rank's block
+        self.in_flight: dict[str, Pending] = {}  # gathers under way
+        self.routes: dict[str, RowRoutes] = {}  # of the tables that this step updates
+        self.vector_of: dict[str, str] = {}  # by small parameter
+        groups = defaultdict(list)
+        for spec in used_params(cfg):
+            if spec.kind == "small":
+                groups[spec.optimizer, spec.dtype, spec.betas, spec.every, spec.reduction].append(spec)
+                continue
+            p, has_main_grad = params[spec.name], spec.kind != "bank" or cfg.main_grad
+            p.requires_grad_(not has_main_grad)
+            grad = (AddedGradient if spec.is_table else Gradient)(
+                p, torch.zeros_like(p) if has_main_grad else None
+            )
+            self.add(spec, p, grad)
+        for i, group in enumerate(groups.values()):
+            group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
+            self.add_vector(f"small_{i}", group, [params[spec.name] for spec in group])
         self.tied_copy = {spec.tied_to: name for name, spec in self.specs.items() if spec.tied_to}
-        # By parameter name:
-        self.grads: dict[str, Gradient] = {}
-        self.state = {}  # the update rule's state of this rank's shard
-        self.in_flight: dict[str, Pending] = {}  # gathers under way; also the all-reduce of act_scale
-        self.rows: dict[str, RowRoutes] = {}  # of the tables that this step updates
-        for name, p in params.items():
-            spec, shard = self.specs[name], self.shard_of(name, p)
-            has_main_grad = spec.kind != "plain" and (spec.kind != "bank" or cfg.main_grad)
-            main_grad = torch.zeros_like(p, requires_grad=False) if has_main_grad else None
-            self.grads[name] = (TableGradient if spec.is_table else Gradient)(name, p, main_grad)
-            p.requires_grad_(main_grad is None)
-            if exchange.world_size > 1 and spec.exchange == "sparse":
-                self.grads[name].mean = torch.zeros_like(shard, dtype=acc_dtype(cfg))
-            first = exchange.rank * len(shard) if spec.sharded else 0
-            self.state[name] = OPTIMIZERS[spec.optimizer].init(shard, spec, acc_dtype(cfg), first)
         self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
-        # Averages of own shards, by row of cfg.endings and parameter; when each row ticks, and how far.
+        # Averages of own blocks, by row of cfg.endings and parameter; when each row ticks, and how far.
         self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
         self.averages = {
-            (i, name): torch.zeros_like(self.shard_of(name, params[name]), dtype=acc_dtype(cfg))
+            (i, name): torch.zeros_like(self.block_of(name), dtype=acc_dtype(cfg))
             for i, ending in enumerate(cfg.endings)
             for name in ending.params
-            if name in params and self.tick_rates[i]
+            if name in self.params and self.tick_rates[i]
         }
 
-    def shard_of(self, name: str, t: Tensor) -> Tensor:
-        """Returns the part of `t` that this rank updates."""
-        return self.exchange.shard(t.detach()) if self.specs[name].sharded else t.detach()
+    def add(self, spec: Param, p: Tensor, grad: Gradient) -> None:
+        name, block = spec.name, self.exchange.block(p.detach())
+        self.specs[name], self.params[name], self.grads[name] = spec, p, grad
+        first = self.exchange.rank * len(block)
+        self.state[name] = OPTIMIZERS[spec.optimizer].init(block, spec, acc_dtype(self.cfg), first)
+
+    def add_vector(self, name: str, specs: list[Param], params: list[Tensor]) -> None:
+        """Makes small parameters parts of one vector, which is exchanged and updated in their place."""
+        # Parts, and ranks' blocks, begin at multiples of 16 bytes, as fast kernels want.
+        sizes = [padded(p.numel(), 8) for p in params]
+        sizes.append(-sum(sizes) % (8 * self.exchange.world_size))
+        vector, grad = params[0].new_zeros(2, sum(sizes))
+        for spec, p, *parts in zip(specs, params, vector.split(sizes), grad.split(sizes)):
+            self.vector_of[spec.name] = name
+            value, part_grad = (part[: p.numel()].view_as(p) for part in parts)
+            p.data, p.grad = value.copy_(p.detach()), part_grad
+        self.add(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, AddedGradient(vector, grad))
+        muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
+        rates = torch.tensor(muls, dtype=acc_dtype(self.cfg)).repeat_interleave(torch.tensor(sizes), 0)
+        self.state[name]["rates"] = self.exchange.block(rates).T.contiguous().to(self.device)
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
         """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
         if self.ngrams:
             self.ngrams.begin(batch)
-        self.rows = move(batch.rows, self.device)
+        self.routes = move(batch.routes, self.device)
 
-    @section("rows")
+    @traced("rows")
     @torch.no_grad()
-    def add_row_grads(self, leaves: dict[str, Tensor], index: dict[str, RowIndex], signs: Tensor) -> None:
+    def add_row_grads(self, leaves: dict[str, Tensor], indices: dict[str, RowIndex], signs: Tensor) -> None:
         """Adds the gradients of a micro-batch's looked-up rows to the tables' main_grad.
 
         signs: the model's, by which bigrams' and n-grams' rows were multiplied.
         """
         for name, leaf in leaves.items():
-            kind, table = (
-                (name, self.ngrams) if name == "ngrams" else (self.specs[name].kind, self.grads[name])
-            )
+            if name == "ngrams":
+                main_grad, index = self.ngrams.main_grad, indices["compact"]
+            else:
+                main_grad, index = self.grads[name].main_grad, indices[self.specs[name].kind]
             if leaf.grad is not None:  # of bigrams, if no layer adds them
-                self.backend.segment_sum_rows(table.main_grad, leaf.grad, index[kind], signs)
-
-    def reset_grad(self, name: str) -> None:
-        """Begins a new sum of a gradient that was used."""
-        grad = self.grads[name]
-        if isinstance(grad, TableGradient) and (grad.mean is not None or self.exchange.world_size == 1):
-            grad.reset(self.rows[name])
-        else:  # an exchange of whole gradients may leave other ranks' rows in main_grad
-            grad.reset()
+                self.backend.segment_sum_rows(main_grad, leaf.grad, index, signs)
 
     @torch.no_grad()
     def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
         """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update."""
         self.work(plan, self.scatter(plan), following)
-        self.rows = {}
+        self.routes = {}
         if plan.untie:
             self.untie()
 
@@ -3506,23 +3659,25 @@ class Optimizer:
             if not plan.updates(spec.every) or plan.tied and spec.tied_to:  # a tied one is copied instead
                 continue
             if plan.tied and (copy := self.tied_copy.get(name)):  # a table, of which only touched rows count
-                touched = self.rows[copy].rows
-                add_columns(grad, touched, self.grads[copy].take()[touched].T)
-                self.reset_grad(copy)
-            if (mean := self.grads[name].mean) is not None:
-                rows = self.rows[name]
-                arriving = self.exchange.send_rows(
-                    "rows", name, grad[rows.rows], rows.send_counts, rows.recv_counts
-                )
-                pending[name] = arriving._replace(
-                    finish=partial(self.exchange.mean_rows, mean, rows.row_index)
-                )
-            else:
-                in_rank_order = spec.reduction == "fp32"
-                pending[name] = self.exchange.reduce(name, spec.exchange, grad, in_rank_order)
+                touched = self.routes[copy].rows_to_send
+                add_columns(grad, touched, self.grads[copy].take_rows(touched).T)
+            with traced(f"exchange {name}"):
+                if spec.exchange == "sparse":
+                    pending[name] = self.send_row_grads(name, grad)
+                else:
+                    pending[name] = self.exchange.reduce(name, grad, spec.reduction == "fp32")
         return pending
 
-    @section("update")
+    def send_row_grads(self, name: str, grad: Tensor) -> Pending:
+        """Sends the touched rows of a table's main_grad. The result is its block of main_grad, where it has
+        the mean of those that arrive.
+        """
+        send_counts, recv_counts, _, index, sent = self.routes[name]
+        rows = self.grads[name].take_rows(sent)
+        arriving = self.exchange.send_rows("rows", name, rows, send_counts, recv_counts)
+        return arriving._replace(finish=partial(self.exchange.mean_rows, self.exchange.block(grad), index))
+
+    @traced("update")
     def work(
         self,
         plan: StepPlan,
@@ -3541,19 +3696,27 @@ class Optimizer:
         for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
             if name not in pending:
                 continue
-            grad = pending[name].wait()
-            shard, update = self.shard_of(name, self.params[name]), OPTIMIZERS[spec.optimizer].update
-            update(shard, grad, self.state[name], spec, plan, self.cfg, self.backend)
-            self.reset_grad(name)
+            grad, block = pending[name].wait(), self.block_of(name)
+            with traced(f"update {name}"):
+                rule = OPTIMIZERS[spec.optimizer]
+                rule.update(block, grad, self.state[name], spec, plan, self.cfg, self.backend)
+            if spec.exchange == "sparse":  # only these rows of it are not 0
+                grad.index_fill_(0, self.routes[name].row_index.row_ids.long(), 0)
+            else:
+                self.grads[name].reset()
             gathered = self.in_flight[name] = self.gather(name)
             if plan.tied and (copy := self.tied_copy.get(name)):
                 # The copy is made when somebody waits for it, after the target's gather.
                 self.in_flight[copy] = gathered._replace(finish=partial(transpose_copy, self.params[copy]))
 
+    def block_of(self, name: str) -> Tensor:
+        """Returns the part of a parameter that this rank updates."""
+        return self.exchange.block(self.params[name].detach())
+
     def gather(self, name: str) -> Pending:
-        """Starts to complete a parameter, if it is sharded, from the ranks' own shards."""
-        p = self.params[name].detach()
-        return self.exchange.gather(name, p) if self.specs[name].sharded else Pending(p)
+        """Starts to complete a parameter from the ranks' own blocks."""
+        with traced(f"gather {name}"):
+            return self.exchange.gather(name, self.params[name].detach())
 
     def gather_all(self) -> None:
         for name in self.specs:
@@ -3562,6 +3725,7 @@ class Optimizer:
     @torch.no_grad()
     def wait_for(self, name: str) -> None:
         """Ends a parameter's gather, if one is in flight."""
+        name = self.vector_of.get(name, name)
         if name in self.in_flight:
             self.in_flight.pop(name).wait()
 
@@ -3571,15 +3735,14 @@ class Optimizer:
 
     def untie(self) -> None:
         """Lets tied parameters train on their own, from their target's state, transposed and resharded."""
+        block = self.exchange.block
         for target, name in self.tied_copy.items():
             for key, value in self.state[target].items():
-                if isinstance(value, Tensor):
+                if value.dim():
                     whole = torch.empty_like(self.params[target], dtype=value.dtype)
-                    self.shard_of(target, whole).copy_(value)
-                    if self.specs[target].sharded:
-                        whole = self.exchange.gather(f"{target}.{key}", whole).wait()
-                    value = self.state[name][key].copy_(self.shard_of(name, whole.T))
-                self.state[name][key] = value
+                    block(whole).copy_(value)
+                    value = block(self.exchange.gather(f"{target}.{key}", whole).wait().T)
+                self.state[name][key].copy_(value)
 
     def tick(self, step: int) -> None:
         """Moves those averages that tick after `step` towards their parameters.
@@ -3589,9 +3752,9 @@ class Optimizer:
         """
         for (i, name), average in self.averages.items():
             if rate := self.tick_rates[i].get(step):
-                average.mul_(1 - rate).add_(self.shard_of(name, self.params[name]), alpha=rate)
+                average.mul_(1 - rate).add_(self.block_of(name), alpha=rate)
 
-    @section("endings")
+    @traced("endings")
     @torch.no_grad()
     def apply_endings(self) -> None:
         """Moves parameters to their averages, after the last step, and restores their norms.
@@ -3600,12 +3763,12 @@ class Optimizer:
         """
         self.finish_gathers()
         self.tick(self.cfg.steps - 1)
-        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # padding changes no digit
+        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # so that padding changes no digit
         kept = {name for ending in self.cfg.endings if ending.keep_norm for name in ending.params}
         norms = {name: norm_of(self.params[name].detach()) for _, name in self.averages}
         for (i, name), average in self.averages.items():
-            shard = self.shard_of(name, self.params[name])
-            shard.copy_(shard.to(average.dtype).lerp(average, self.cfg.endings[i].blend))
+            block = self.block_of(name)
+            block.copy_(block.to(average.dtype).lerp(average, self.cfg.endings[i].blend))
         for name, before in norms.items():
             p = self.gather(name).wait()
             if name in kept:
@@ -3638,7 +3801,7 @@ def train_step(
     `following()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
     plan, micro_batches, count = batch.plan, batch.micro_batches, len(batch.micro_batches)
-    model.rotary.use_stage(plan.stage)
+    model.use_stage(plan.stage)
     model.wait_for, model.ngrams = optimizer.wait_for, optimizer.ngrams
     optimizer.begin(batch)
     weights, losses = tuple(weight / count for weight in plan.loss_weights), []
@@ -3646,7 +3809,7 @@ def train_step(
     in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks
     fp8 = model.fp8_mlps(plan.step) if in_fp8 else None
     for i, micro_batch in enumerate(micro_batches):
-        micro_batch, last, leaves = micro_batch.to(model.device), i == count - 1, {}
+        micro_batch, last, leaves = move(micro_batch, model.device), i == count - 1, {}
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8)
         head_grad.delay = last and model.cfg.delay_head_grad
         prefixes = model.prefixes if plan.prefix else None
@@ -3655,18 +3818,20 @@ def train_step(
             x, targets, weights, head_grad, 1 / count, fp8_head, micro_batch.candidates
         )
         if last and fp8:
-            maximum = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
-            optimizer.in_flight["act_scale"] = maximum._replace(finish=model.set_act_scale)
-        section("backward")(torch.autograd.backward)(x, dx)
+            amax = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
+        with traced("backward"):
+            x.backward(dx)
         for grad in grads.values():
             grad.end_backward()
-        optimizer.add_row_grads(leaves, micro_batch.index, model.signs)
+        optimizer.add_row_grads(leaves, micro_batch.indices, model.signs)
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
     optimizer.step(plan, following)
+    if fp8:
+        model.set_act_scale(amax.wait())
     return sum(losses[1:], losses[0])
 
 
-# On the screen, or in a file, where a line is worth keeping only from time to time.
+# A screen is drawn often; a file would keep every line.
 progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr.isatty() else 10)
 
 
@@ -3682,7 +3847,7 @@ def validate(
     own = range(exchange.rank, padded(slices, exchange.world_size), exchange.world_size)
     for i in progress_bar(own, "validation", leave=False, disable=exchange.rank > 0, delay=1):
         if i < slices:
-            losses[i] = model.token_losses(loader.batch(i).to(losses.device), windows).mean()
+            losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
             model.ngrams.fetch(None)
     return exchange.all_reduce(losses).wait().mean().item()
@@ -3710,21 +3875,17 @@ class AsyncLoss:
         while self.queue and (self.queue[0][2] is None or self.queue[0][2].query()):
             step, loss, _ = self.queue.pop(0)
             self.latest = step, loss.item()
-            if not loss.isfinite():
-                raise UserError(f"train_loss is {loss} at step {step}; lower the learning rates")
+            refuse_if(not loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
 
 
 # ============================================================================================================
-# 14  Saving. What a config must satisfy; saved models; checkpoints.
+# 14  Saving. Comparing configs; saved models; checkpoints.
 # ============================================================================================================
 
 
-def flatten(value, path: str = "") -> dict[str, object]:
-    """Flattens nested dicts, lists and tuples to {"layers.3.window": "long", ...}."""
-    if not isinstance(value, (dict, list, tuple)):
-        return {path: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return {k: v for key, child in items for k, v in flatten(child, f"{path}.{key}".lstrip(".")).items()}
+def flatten(nest) -> dict[str, object]:
+    """Flattens a nest of dicts, lists and tuples to {"['layers'][3]['window']": "long", ...}."""
+    return {keystr(path): value for path, value in tree_leaves_with_path(nest)}
 
 
 def config_diff(a: dict, b: dict) -> str:
@@ -3734,178 +3895,44 @@ def config_diff(a: dict, b: dict) -> str:
     return "; ".join(f"{key} ({a.get(key)}, {b.get(key)})" for key in changed[:3])
 
 
-def check_config(cfg: Config, world_size: int) -> None:
-    """Raises UserError for settings that would silently train something else, or fail unclearly."""
-    count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
-    cannot_share = f"{world_size} processes cannot share"
-    refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
-    for spec in used_params(cfg):
-        refuse_if(
-            spec.sharded and shapes[spec.name][0] % world_size,
-            f"{cannot_share} the rows of {spec.name}; change one of these numbers",
-        )
-        fits = (
-            spec.kind == "bank" if spec.optimizer == "anvil" else [b < 1 for b in spec.betas] == [True, True]
-        )
-        fits &= spec.is_table or spec.exchange != "sparse"
-        refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank, sparse a table")
-        tied = [spec.every, *(other.every for other in cfg.params if other.name == spec.tied_to)]
-        refuse_if(
-            spec.tied_to and tied not in ([1, 1], [2, 2]),
-            f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value, 1 or 2",
-        )
-    for i, stage in enumerate(cfg.stages):
-        start, end = stage.mtp_start, stage.mtp_end
-        refuse_if(
-            stage.batch_tokens % count,
-            f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
-        )
-        refuse_if(
-            len(start) != len(end) or not (start and start[0] * end[0]),
-            f"stages.{i}: mtp_start and mtp_end must have as many weights, the first not 0",
-        )
-        refuse_if(
-            any(c > cfg.padded_vocab or cfg.padded_vocab % PERMUTATION == 0 for c in stage.candidates if c),
-            f"stages.{i}.candidates: use numbers up to padded_vocab, no multiple of {PERMUTATION}",
-        )
-        widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
-        refuse_if(
-            cfg.fp8 and math.gcd(16, *widths, *stage.candidates) < 16,
-            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, candidates, head_chunk, "
-            "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
-        )
-    for i, layer in enumerate(cfg.layers):
-        unused = (layer.key_shift or layer.xsa) and layer.attention != "plain"
-        unused |= layer.key_shift and layer.narrow_qk
-        unused |= (layer.gate or layer.value) and not layer.attention
-        unused |= layer.connections and not layer.value
-        refuse_if(
-            unused, f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts"
-        )
-    for i, ending in enumerate(cfg.endings):
-        unknown = {*ending.params} - {spec.name for spec in cfg.params}
-        refuse_if(unknown, f"endings.{i}.params: {unknown}: unknown; use names of parameters")
-    refuse_if(
-        sorted({*n.orders} - {0, 1}) != sorted(n.orders), "ngrams.orders: use different numbers from 2 on"
-    )
-    refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
-    refuse_if(not cfg.steps, "stages.*.steps are all 0: there is nothing to train")
-    refuse_if(
-        cfg.skip_from >= cfg.skip_to or cfg.back_from >= len(cfg.layers),
-        "skip_from must be below skip_to, and back_from the number of a layer",
-    )
-    pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
-    refuse_if(
-        cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % cfg.mix_groups,
-        f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
-        "paired; head_dim a multiple of 4",
-    )
-    refuse_if(n.orders and n.width > cfg.dim, "ngrams.width must not be above the model's width")
-
-
 def config_json(cfg: Config, **more) -> str:
     return json.dumps(dataclasses.asdict(cfg) | more)
 
 
-def estimate_memory(cfg: Config, world_size: int, rows: int) -> float:
-    """Returns the bytes that a rank needs with so many rows of n-grams, at or above what launches.py counts.
+def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
+    """Saves full weights without a world size's padding, and the config as JSON; beside it every rank its
+    rows of n-grams, in PATH.ngrams0, PATH.ngrams1, ..., each ending with the run's id.
 
-    The table and its buffers; parameters and their state; and the larger of a forward's activations and what
-    a plain update of touched rows makes.
+    All ranks must call it. Files are renamed when all are whole: older ones stay until then.
     """
-    cfg = replace(cfg, ngrams=replace(cfg.ngrams, rows=rows))
-    touched, block = ngram_bounds(cfg, world_size)
-    width, size = cfg.ngrams.width, dtype_of(cfg.ngrams.dtype).itemsize
-    tokens = max(stage.batch_tokens for stage in cfg.stages) // num_microbatches(cfg, world_size)
-    activations = max(26 * tokens, 2 * cfg.val_slice_tokens) * len(cfg.layers) * cfg.dim * size
-    update = touched * width * (8 if cfg.compile else 20)
-    numbers = sum(map(math.prod, param_shapes(cfg, world_size).values()))
-    return block * (width * size + 8) + 2 * touched * width * size + max(activations, update) + 24 * numbers
-
-
-def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
-    """Raises UserError if the n-gram table does not fit beside all else; the message says how many rows do.
-
-    Without a GPU the kernel would grant more, and kill a process later.
-    """
-    if device.type == "cuda":
-        have = torch.cuda.mem_get_info(device)[1]
-    else:
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
-    rows, need = cfg.ngrams.rows, partial(estimate_memory, cfg, world_size)
-    fits = bisect.bisect(range(rows + 1), 0.9 * have, key=need) - 1
-    fix = f"ngrams.rows={fits}" if fits > 1 else f"microbatches={2 * cfg.microbatches}"
-    message = f"the n-gram table does not fit in memory: use --set {fix}, or more processes on as many GPUs"
-    refuse_if(cfg.ngrams.orders and fits < rows, message)
-
-
-SAVED_ROWS = 1 << 14  # of n-grams that are gathered at once, to save a model
-
-
-def file_hash(path: str) -> bytes:
-    return hashlib.sha256(Path(path).read_bytes()).digest()
-
-
-def save_model(path: str, model: GPT, rank: int = 0) -> None:
-    """Saves full weights without a world size's padding, and the config as JSON.
-
-    All ranks must call it; rank 0 writes, also the n-gram table beside it: its rows in order, then the hash
-    of the other file. Both are renamed when they are whole: older ones stay until then.
-    """
-    shapes, table, aside = param_shapes(model.cfg, 1), model.ngrams, os.devnull if rank else f"{path}.partial"
-    fix = f"make room, remove {aside}*, and train again, with --resume if there is a checkpoint"
+    files: dict[str, Iterable] = {}
+    table = model.ngrams
+    if exchange.rank == 0:
+        shapes = param_shapes(model.cfg, 1)
+        weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
+        about = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
+        # Into memory first: on a full disk torch.save itself would not say why it fails.
+        torch.save(about | {"weights": weights | {"signs": model.signs.cpu()}}, buffer := io.BytesIO())
+        files[path] = [buffer.getbuffer()]
+    if table:
+        table.finish()
+        rows = (part.cpu().view(torch.uint8).numpy() for part in table.block.split(1 << 14))
+        files[f"{path}.ngrams{exchange.rank}"] = chain(rows, [run_id.encode()])
+    fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
     with explain(f"cannot write {path}", fix, OSError):
-        if rank == 0:
-            weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
-            weights["signs"] = model.signs.cpu()
-            # Into memory first: on a full disk torch.save itself would not say why it fails.
-            torch.save({"config": config_json(model.cfg), "weights": weights}, buffer := io.BytesIO())
-            Path(aside).write_bytes(buffer.getbuffer())
-        if table:
-            with open(aside + ".ngrams" * (not rank), "wb") as file:
-                for start in range(0, table.rows, SAVED_ROWS):
-                    ids = torch.arange(start, min(start + SAVED_ROWS, table.rows), dtype=torch.int32)
-                    rows = table.fetch(None if rank else ids)
-                    file.write(rows.cpu().view(torch.uint8).numpy())
-                file.write(file_hash(aside))
-        for end in () if rank else ([".ngrams"] if table else []) + [""]:
-            os.replace(aside + end, path + end)
-
-
-class NgramFile(NamedTuple):
-    """The n-gram table of a saved model: a fetch reads no other rows."""
-
-    rows: np.ndarray  # (N, bytes of a row) uint8, mapped from the file
-    dtype: torch.dtype
-    device: torch.device | str
-
-    def fetch(self, row_ids: Tensor) -> Tensor:
-        """Returns rows (n,) of the table, (n, width)."""
-        return torch.from_numpy(self.rows[row_ids.cpu().numpy()]).view(self.dtype).to(self.device)
-
-
-def load_model(path: str, device: torch.device | str = "cpu") -> GPT:
-    """Loads the model that `--save` wrote; it gives the same validation loss."""
-    fix = "give a file that --save of this script wrote, and keep its .ngrams beside it"
-    saved = read_saved(path, fix)
-    with explain(f"cannot load {path}", fix, Exception):  # which one depends on the script that wrote it
-        cfg = config_from_dict(json.loads(saved["config"]))
-        model, n = GPT(cfg, device=device), cfg.ngrams
-        model.load_state_dict(saved["weights"])
-        if n.orders:
-            file = np.memmap(f"{path}.ngrams", np.uint8, "r")
-            refuse_if(file[-32:].tobytes() != file_hash(path), f"{path}.ngrams is another model's; {fix}")
-            rows = file[:-32].reshape(len(n.orders) * n.rows, -1)
-            model.ngrams = NgramFile(rows, dtype_of(n.dtype), device)
-    model.rotary.use_stage(plan_step(cfg, cfg.steps - 1).stage)
-    return model
+        for name, parts in files.items():
+            with open(f"{name}.partial", "wb") as file:
+                file.writelines(parts)
+        exchange.from_rank_0(None)  # a barrier: all are written
+        for name in files:
+            os.replace(f"{name}.partial", name)
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
     """Returns this rank's share of all that training changes, but gradients and the table of n-grams."""
     optimizer.finish_gathers()
     return {
-        "model": {name: optimizer.shard_of(name, p) for name, p in model.named_parameters()},
+        "params": {name: optimizer.block_of(name) for name in optimizer.params},
         "others": {"signs": model.signs, "act_scale": model.act_scale, "proj_scale": model.proj_scale},
         "optimizer": optimizer.state,
         "averages": optimizer.averages,
@@ -3917,25 +3944,15 @@ def training_state(model: GPT, optimizer: Optimizer) -> dict:
     return map_tensors(lambda t: t.to("cpu", copy=True), live_state(model, optimizer))
 
 
-def copy_into(live: dict, saved: dict) -> None:
-    """Copies a nest of tensors and numbers into another."""
-    for key, value in saved.items():
-        if isinstance(value, dict):
-            copy_into(live[key], value)
-        elif isinstance(value, Tensor):
-            live[key].copy_(value)
-        else:
-            live[key] = value
-
-
 @torch.no_grad()
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     """Restores the model from all ranks' shares, without gradients; n-grams' rows if they are there."""
-    copy_into(live_state(model, optimizer), state)
+    live = live_state(model, optimizer)
     optimizer.drop_grads()
     if "ngrams" in state:
-        for live, saved in zip(optimizer.ngrams.stored, state["ngrams"]):
-            live.copy_(saved)
+        live["ngrams"] = optimizer.ngrams.stored
+    for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live})):
+        t.copy_(saved)
     optimizer.gather_all()
 
 
@@ -3960,27 +3977,28 @@ class Checkpoint(NamedTuple):
     meta: dict  # step, train_ms, this rank's position in the data; task: what must be equal to resume
 
     @classmethod
-    def find(cls, where: str, rank: int = 0) -> "Checkpoint":
-        """Reads the newest of a run, given its log, or its log's folder if no other run is there."""
-        path = Path(where)
-        folder, run = (path, "*") if path.is_dir() else (path.parent, path.name.split(".")[0])
-        steps = sorted(folder.glob(f"{run}.checkpoint/step????????"))
-        runs = {step.parent for step in steps}
-        refuse_if(
-            len(runs) != 1,
-            f"--resume {where}: checkpoints of {len(runs)} runs are there; give the log of one run with "
-            "--checkpoint-every that did not finish",
-        )
+    def find(cls, log: str, rank: int = 0) -> "Checkpoint":
+        """Reads the newest of a run, given its log."""
+        run = Path(log).name.split(".")[0]
+        steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/step????????"))
+        message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
+        refuse_if(not steps, f"--resume {log}: {message}")
         fix = f"use as many processes as before; if it is damaged, remove {steps[-1]}, and start again"
         saved = read_saved(steps[-1] / f"rank{rank}.pt", fix)
         return cls(steps[-1], saved, json.loads(saved["meta"]))
+
+    def resume(self, model: GPT, optimizer: Optimizer) -> tuple[int, float, tuple[int, ...]]:
+        """Restores all state; returns the step, training milliseconds and position to go on from."""
+        restore(self.saved, model, optimizer)
+        self.saved.clear()  # or its files, which are mapped, could not be removed over a network
+        return self.meta["step"], self.meta["train_ms"], self.meta["position"]
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
     """Writes the checkpoint after progress["step"] steps into `run`, from all ranks; removes the one before.
 
-    about, progress: its meta, of the run and of this moment. A rank that fails does not reach the meeting, so
-    that the one before stays the last.
+    about, progress: its meta, of the run and of this moment. A rank that fails never reaches the barrier
+    below, so the checkpoint before is not removed.
     """
     step, rank, table = progress["step"], optimizer.exchange.rank, optimizer.ngrams
     final, state = run / f"step{step:08d}", training_state(model, optimizer)
@@ -3995,7 +4013,7 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
         aside.mkdir(parents=True, exist_ok=True)
         with open(aside / f"rank{rank}.pt", "wb") as file:
             torch.save(state, file)
-    optimizer.exchange.all_gather_object(None)  # all ranks have written
+    optimizer.exchange.from_rank_0(None)  # a barrier: all ranks have written
     if rank == 0:
         aside.rename(final)
         for other in set(run.iterdir()) - {final}:
@@ -4065,7 +4083,6 @@ def trace_steps(path: Path, first: int) -> torch.profiler.profile:
     """Returns a profiler of steps first .. first + 3 that writes to `path`; it counts calls of step()."""
     global TRACING
     TRACING = True
-
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
@@ -4074,15 +4091,25 @@ def trace_steps(path: Path, first: int) -> torch.profiler.profile:
     )
 
 
-def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, prefetch: Exchange) -> None:
+def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, "Optimizer"]:
+    """Returns the model and its optimizer, the same on all ranks."""
+    use_compiler(compiler_of(cfg))
+    model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
+    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+    optimizer.gather_all()  # what other machines drew may differ in the last bits
+    model.ngrams = optimizer.ngrams
+    return model, optimizer
+
+
+def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, ids_exchange: Exchange) -> None:
     """Runs a step of every kind, so that nothing is new on the clock; then all is as before the first."""
-    before, cfg, world_size = training_state(model, optimizer), model.cfg, prefetch.world_size
-    loader = TrainLoader(cfg, data.train, prefetch.rank, world_size)
+    before, cfg, world_size = training_state(model, optimizer), model.cfg, ids_exchange.world_size
+    loader = TrainLoader(cfg, data.train, ids_exchange.rank, world_size)
     for steps in warmup_steps(cfg):
         plans = [plan_step(cfg, step) for step in steps]
-        batches = Prefetcher(loader, plans, prefetch)
+        batches = Prefetcher(loader, plans, ids_exchange)
         for plan in plans:
-            model.rotary.use_stage(plan.stage)
+            model.use_stage(plan.stage)
             validate(model, val, optimizer.exchange, plan.windows, min(cfg.val_slices, world_size))
             AsyncLoss().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
         for t in optimizer.ngrams.stored if optimizer.ngrams else ():
@@ -4091,8 +4118,69 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, pre
     loader.close()
     optimizer.apply_endings()
     restore(before, model, optimizer)
-    optimizer.exchange.sent.clear()
-    prefetch.sent.clear()
+    optimizer.exchange.bytes_sent.clear()
+    ids_exchange.bytes_sent.clear()
+
+
+def train(
+    data: Dataset,
+    model: GPT,
+    optimizer: Optimizer,
+    val: ValLoader,
+    ids_exchange: Exchange,
+    log: RunLog,
+    start: tuple[int, float, tuple[int, ...]] = (0, 0.0, (0, 0)),
+    save_after: Container[int] = (),
+    save: Callable | None = None,
+    profiler: torch.profiler.profile | None = None,
+) -> dict:
+    """Trains against the clock, except while validating and saving, when threads go on building batches.
+
+    start: step, milliseconds and position in the data to go on from. save(progress, model, optimizer) keeps a
+    checkpoint after the steps `save_after`, counted from 1. Returns the log's first closing lines.
+    """
+    cfg, exchange, losses, (first, ms, position) = model.cfg, optimizer.exchange, AsyncLoss(), start
+    clock = Clock(ms)
+    loader = TrainLoader(cfg, data.train, exchange.rank, exchange.world_size, position)
+    batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), ids_exchange)
+    if cfg.predicts_prefixes:
+        model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
+    bar = progress_bar(total=cfg.steps, initial=first, unit="step", disable=exchange.rank > 0)
+
+    def validate_after(step: int, windows: dict[str, int]) -> dict:
+        with clock.paused() as ms:
+            losses.poll()
+            loss, average = validate(model, val, exchange, windows), ms / max(step, 1)
+            times = f"train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
+            log.print0(f"step:{step}/{cfg.steps} val_loss:{loss:.4f} {times}")
+        return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
+
+    for step in range(first, cfg.steps):
+        if cfg.val_every and step % cfg.val_every == 0:
+            plan = plan_step(cfg, step)
+            model.use_stage(plan.stage)
+            validate_after(step, plan.windows)
+        batch, n = batches.next(), step + 1  # as the log counts
+        losses.push(n, train_step(model, optimizer, batch, batches.peek))
+        losses.poll()
+        if profiler:
+            profiler.step()
+        ms, (at, loss) = clock.ms(), losses.latest
+        seen = f" train_loss:{loss:.4f}@{at}" if at else ""
+        log.print0(f"step:{n}/{cfg.steps} train_time:{ms:.0f}ms step_avg:{ms / n:.2f}ms{seen}", console=False)
+        bar.set_postfix_str(seen, refresh=False)
+        bar.update()
+        if n in save_after:
+            with clock.paused() as ms:
+                losses.poll()
+                save({"step": n, "train_ms": ms, "position": batch.position}, model, optimizer)
+                log.print0(f"checkpoint: after step {n}; the same command with --resume {log.path} continues")
+    optimizer.apply_endings()
+    summary = validate_after(cfg.steps, window_tokens(cfg, cfg.val_windows))
+    bar.close()
+    loader.close()
+    epochs = batch.position[0] // len(data.train) + 1
+    return summary | {"steps": cfg.steps, "tokens": train_tokens(cfg), "epochs": epochs}
 
 
 def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLog) -> None:
@@ -4112,7 +4200,68 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
         log.print0(f"sample: {text!r}", file=False)
 
 
+def open_log(
+    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: Checkpoint | None
+) -> tuple[Path, RunLog, dict]:
+    """Returns the run's path, without a suffix; its log, begun with the script and the config; and the task:
+    what must be the same to resume it.
+
+    Rank 0 names the run. Raises UserError if ranks were not started alike, or `resumed` is of another task.
+    """
+    script, world_size = Path(__file__).read_text(encoding="utf-8"), exchange.world_size
+    task = {
+        "seed": args.seed,
+        "processes": world_size,
+        "data": data.fingerprint,
+        "config": dataclasses.asdict(replace(cfg, data="", samples=0)),
+    }
+    about = vars(args) | task | {"script": zlib.crc32(script.encode()), "torch": torch.__version__}
+    uncounted = args.checkpoint_every or args.resume or args.profile
+    track = "other" if uncounted else track_of(cfg, world_size)
+    folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
+    first, path = exchange.from_rank_0((about, folder / f"seed{args.seed}_{uuid.uuid4().hex[:12]}"))
+    diff = config_diff(about, first)
+    refuse_if(diff, f"this rank differs from rank 0 (here, there): {diff}; start all ranks alike")
+    exchange.from_rank_0(None)  # otherwise rank 0 would begin a log before another one finds a difference
+    suffix = ".txt"
+    if resumed:
+        diff = config_diff(resumed.meta["task"], task)
+        refuse_if(diff, f"{resumed.path} is of another run (there, here): {diff}; start it as that one was")
+        suffix = f".from{resumed.meta['step']}_{path.name[-12:]}.txt"
+        path = resumed.path.parent.with_suffix("")
+
+    log = RunLog(None if exchange.rank else path.with_suffix(suffix))
+    log.print0(f"{script}\n{'=' * 100}", console=False)
+    log.print0("\n".join(describe_environment(exchange.device, world_size)))
+    kernels = ", ".join(cfg.kernels) or "none, plain torch"
+    log.print0(
+        f"attention: {cfg.attention_impl}; kernels: {kernels}; fp8: {cfg.fp8}; compiled: {cfg.compile}"
+    )
+    logged = replace(cfg, track=track, data=os.path.relpath(cfg.data))
+    log.print0(f"config: {config_json(logged, name=args.name, seed=args.seed)}", console=False)
+    log.print0(f"data: {data.fingerprint}")
+    if resumed:
+        log.print0(f"resumed: {path.name} after step {resumed.meta['step']}")
+    log.print0("=" * 100, console=False)
+    log.print0(f"log: {log.path}", file=False)
+    return path, log, task
+
+
+def close_log(log: RunLog, cfg: Config, data: Dataset, summary: dict) -> None:
+    """Prints the log's closing lines."""
+    loss = float(summary["val_loss"])
+    if data.bytes_per_token:
+        summary["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"
+    log.print0(peak_memory())
+    for key, value in summary.items():
+        log.print0(f"{key}: {value}", console="bytes" not in key)
+    log.print0("complete: yes", console=False)
+    side = "below" if loss < cfg.target else "not below"
+    log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
+
+
 def run(args: argparse.Namespace) -> None:
+    """Does what the command line says; --check ends it before anything is joined, read or written."""
     cfg = reduce(override, args.set, PRESETS[args.preset])
     cfg = replace(cfg, data=args.data or cfg.data)
     processes = args.check or int(os.environ.get("WORLD_SIZE", 1))
@@ -4121,7 +4270,6 @@ def run(args: argparse.Namespace) -> None:
         args.save and (os.path.isdir(args.save) or not os.access(Path(args.save).resolve().parent, os.W_OK)),
         f"--save {args.save}: give a file, in a folder that exists and can be written to",
     )
-
     rank, world_size, device = init_distributed(join=not args.check)
     backend = select_backend(cfg, device)
     check_ngram_memory(cfg, processes, device, int(os.environ.get("LOCAL_WORLD_SIZE", args.check or 1)))
@@ -4134,196 +4282,49 @@ def run(args: argparse.Namespace) -> None:
 
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, sum_rows=backend.segment_sum_rows)
-    prefetch = Exchange(rank, world_size, group)
-
-    # All ranks must have been started alike. Rank 0 names the run.
-    script = Path(__file__).read_text(encoding="utf-8")
-    task = {
-        "seed": args.seed,
-        "processes": world_size,
-        "data": data.fingerprint,
-        "config": dataclasses.asdict(replace(cfg, data="", samples=0)),
-    }
-    about = vars(args) | task | {"script": zlib.crc32(script.encode()), "torch": torch.__version__}
-    uncounted = args.checkpoint_every or args.resume or args.profile
-    track = "other" if uncounted else track_of(cfg, world_size)
-    folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
-    setups = exchange.all_gather_object((about, folder / f"seed{args.seed}_{uuid.uuid4().hex[:12]}"))
-    for other, (setup, _) in enumerate(setups):
-        diff = config_diff(setup, setups[0][0])
-        refuse_if(diff, f"rank {other} differs from rank 0 (there, here): {diff}; start all ranks alike")
-    path, suffix = setups[0][1], ".txt"
-    if resumed:
-        diff = config_diff(resumed.meta["task"], task)
-        refuse_if(diff, f"{resumed.path} is of another run (there, here): {diff}; start it as that one was")
-        suffix = f".from{resumed.meta['step']}_{path.name[-12:]}.txt"
-        path = resumed.path.parent.with_suffix("")
-
-    log = RunLog(None if rank else path.with_suffix(suffix))
-    log.print0(f"{script}\n{'=' * 100}", console=False)
-    log.print0("\n".join(describe_environment(device, world_size)))
-    kernels = ", ".join(cfg.kernels) or "none, plain torch"
-    log.print0(f"attention: {cfg.attention}; kernels: {kernels}; fp8: {cfg.fp8}; compiled: {cfg.compile}")
-    logged = config_json(
-        replace(cfg, track=track, data=os.path.relpath(cfg.data)), name=args.name, seed=args.seed
-    )
-    log.print0(f"config: {logged}", console=False)
-    log.print0(f"data: {data.fingerprint}")
-    if resumed:
-        log.print0(f"resumed: {path.name} after step {resumed.meta['step']}")
-    log.print0("=" * 100, console=False)
-    log.print0(f"log: {log.path}", file=False)
-    log.print0("the clock leaves out this start, the warm-up, validation and checkpoints", file=False)
-
-    trace, every = path.with_suffix(f".rank{rank}.trace.json.gz"), args.checkpoint_every
-    done = resumed.meta["step"] if resumed else 0
-    profiler = args.profile and trace_steps(trace, max(1, min(args.profile, cfg.steps - 4) - done))
-    checkpoints = path.with_suffix(".checkpoint")
+    ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
+    path, log, task = open_log(args, cfg, data, exchange, resumed)
+    every, checkpoints = args.checkpoint_every or cfg.steps, path.with_suffix(".checkpoint")
+    save_after = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}  # n-grams are updated
     save = partial(save_checkpoint, checkpoints, {"task": task})
-    model, summary = train(
-        cfg, backend, exchange, prefetch, data, args.seed, log, every, save, resumed, profiler
+    trace, first_traced = (
+        path.with_suffix(f".rank{rank}.trace.json.gz"),
+        min(args.profile or 0, cfg.steps - 4),
     )
-    for key, value in summary.items():
-        log.print0(f"{key}: {value}", console="bytes" not in key)
-    log.print0("complete: yes", console=False)
-    side = "below" if float(summary["val_loss"]) < cfg.target else "not below"
-    mean = f" (the mean of the preset's runs: {cfg.usual_loss})" if cfg.usual_loss else ""
-    log.print0(f"target {cfg.target}: {side}; one run proves nothing{mean}", file=False)
+
+    model, optimizer = build(cfg, backend, exchange, args.seed)
+    val = ValLoader(cfg, data.val)
+    if cfg.warmup:
+        began = time.perf_counter()
+        warm_up(data, model, optimizer, val, ids_exchange)
+        log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
+    start = resumed.resume(model, optimizer) if resumed else (0, 0.0, (0, 0))
+    gc.collect()  # what building and warm-up left behind is not collected on the clock,
+    gc.freeze()  # nor searched again
+    log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)
+    with trace_steps(trace, max(1, first_traced)) if args.profile else contextlib.nullcontext() as profiler:
+        parts = data, model, optimizer, val, ids_exchange, log
+        summary = train(*parts, start, save_after, save, profiler) | {"seed": args.seed}
+    if resumed:
+        summary["resumed_after_step"] = start[0]
+    sent = exchange.bytes_sent | {
+        f"prefetch {what}": nbytes for what, nbytes in ids_exchange.bytes_sent.items()
+    }
+    close_log(
+        log, cfg, data, summary | {f"bytes sent by rank 0, {what}": sent[what] for what in sorted(sent)}
+    )
     if args.save:
-        save_model(args.save, model, rank)
+        save_model(args.save, model, path.name[-12:], exchange)
     print_samples(model, data.vocabulary, args.seed, log)
     log.print0(f"log: {log.path}", file=False)
     if rank == 0:
-        shutil.rmtree(checkpoints, ignore_errors=True)  # there is nothing left to resume
+        shutil.rmtree(checkpoints, ignore_errors=True)  # nothing is left to resume
     if world_size > 1:
         dist.destroy_process_group()
 
 
-def train(
-    cfg: Config,
-    backend: Backend,
-    exchange: Exchange,
-    prefetch: Exchange,
-    data: Dataset,
-    seed: int,
-    log: RunLog,
-    every: int | None = None,
-    save: Callable | None = None,
-    resumed: Checkpoint | None = None,
-    profiler=None,
-) -> tuple[GPT, dict]:
-    """Builds the model, warms up, trains against the clock. Returns the model, and the log's closing lines.
-
-    `prefetch` is for the thread that builds batches. `save(progress, model, optimizer)` keeps a checkpoint
-    after every `every` steps, if that is given, once no gradient awaits its update; `resumed` is one to go on
-    from. `profiler` is started after the warm-up.
-    """
-    use_compiler(compiler_of(cfg))
-    model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
-    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
-    optimizer.gather_all()  # what other machines drew may differ in the last bits
-    model.ngrams = optimizer.ngrams
-    val = ValLoader(cfg, data.val)
-
-    # Warm up, reset.
-    if cfg.warmup:
-        if cfg.compile:
-            log.print0("compiling, off the clock: minutes at the first start", file=False)
-        began = time.perf_counter()
-        warm_up(data, model, optimizer, val, prefetch)
-        log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
-    first, train_ms, position = 0, 0.0, (0, 0)
-    if resumed:
-        restore(resumed.saved, model, optimizer)
-        resumed.saved.clear()  # or its files, which are mapped, could not be removed over a network
-        first, train_ms, position = (resumed.meta[key] for key in ("step", "train_ms", "position"))
-    saved = first
-    losses = AsyncLoss()
-    gc.collect()  # what building and warm-up left behind is not collected on the clock,
-    gc.freeze()  # nor searched again
-
-    # Train. The clock runs except while validating and saving, when threads go on building batches; the
-    # loader opens its first shard on it.
-    if profiler:
-        profiler.start()
-    began = synchronized_time() - train_ms / 1000
-    loader = TrainLoader(cfg, data.train, exchange.rank, exchange.world_size, position)
-    batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), prefetch)
-    if cfg.predicts_prefixes:
-        model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
-    epochs = position[0] // len(data.train) + 1
-    bar = progress_bar(total=cfg.steps, initial=first, unit="step", disable=exchange.rank > 0)
-    for step in range(first, cfg.steps + 1):
-        done = step == cfg.steps
-        if done:
-            optimizer.apply_endings()
-        if done or cfg.val_every and step % cfg.val_every == 0:
-            stopped = synchronized_time()
-            train_ms = 1000 * (stopped - began)
-            losses.poll()
-            windows = window_tokens(cfg, cfg.val_windows)
-            if not done:
-                plan = plan_step(cfg, step)
-                windows = plan.windows
-                model.rotary.use_stage(plan.stage)
-            val_loss = validate(model, val, exchange, windows)
-            log.print0(
-                f"step:{step}/{cfg.steps} val_loss:{val_loss:.4f} train_time:{train_ms:.0f}ms "
-                f"step_avg:{train_ms / max(step, 1):.2f}ms"
-            )
-            began += synchronized_time() - stopped
-        if done:
-            break
-        batch = batches.next()
-        n = step + 1  # as the log counts
-        if batch.position[0] >= epochs * len(data.train):
-            epochs += 1
-            log.print0(f"epoch {epochs} begins in step {n}: all training shards were read")
-        losses.push(n, train_step(model, optimizer, batch, batches.peek))
-        losses.poll()
-        if profiler:
-            profiler.step()
-        train_ms = 1000 * (time.perf_counter() - began)
-        line = f"step:{n}/{cfg.steps} train_time:{train_ms:.0f}ms step_avg:{train_ms / n:.2f}ms"
-        at, loss = losses.latest
-        seen = f" train_loss:{loss:.4f}@{at}" if at else ""
-        log.print0(line + seen, console=False)
-        bar.set_postfix_str(seen, refresh=False)
-        bar.update()
-        # After the slowest updates no gradient awaits one.
-        if every and n // every > saved // every and batch.plan.updates(4) and n < cfg.steps:
-            saved, stopped = n, synchronized_time()
-            train_ms = 1000 * (stopped - began)
-            losses.poll()
-            save({"step": n, "train_ms": train_ms, "position": batch.position}, model, optimizer)
-            log.print0(f"checkpoint: after step {n}; the same command with --resume {log.path} continues")
-            began += synchronized_time() - stopped
-    bar.close()
-    if profiler:
-        profiler.stop()
-    loader.close()
-    gc.unfreeze()
-
-    log.print0(peak_memory())
-    summary = {
-        "val_loss": f"{val_loss:.6f}",
-        "train_time_ms": f"{train_ms:.0f}",
-        "steps": cfg.steps,
-        "tokens": train_tokens(cfg),
-        "epochs": epochs,
-        "seed": seed,
-    }
-    if resumed:
-        summary["resumed_after_step"] = first
-    sent = exchange.sent | {f"prefetch {what}": nbytes for what, nbytes in prefetch.sent.items()}
-    summary |= {f"bytes sent by rank 0, {what}": nbytes for what, nbytes in sorted(sent.items())}
-    if data.bytes_per_token:
-        summary["val_loss_per_byte"] = f"{val_loss / data.bytes_per_token:.6f}"
-    return model, summary
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status. What a user can set right is one line on every rank."""
+    """Runs the command line; returns the exit status. Errors that a user can fix are one line a rank."""
     args = parse_args(argv)
     try:
         run(args)
@@ -4341,7 +4342,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that waits in a collective, too
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when torchrun is killed
-    # The screen may lack letters of a sample.
+    # The screen's encoding may lack letters of a sample.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore
     status = main()
     with contextlib.suppress(OSError):  # nobody may read the screen any more

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,81 +187,39 @@ class Counts(TorchDispatchMode):
         return call
 
     def as_compiled(self, function: Callable) -> Callable:
-        """Makes a function's compiled form, as torch.compile would: one call forward, one backward."""
+        """Makes a function's compiled form, as torch.compile would. Only the layers have a backward."""
 
-        def layers(*args):
-            with self.inside("layers") as results:
+        def call(*args):
+            with self.inside(function.__name__) as results:
                 results.append(function(*args))
             return results[0]
 
-        def call(*args, **kwargs):
-            leaves, spec = tree_flatten((args, kwargs))
-            if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in leaves):
-                return CompiledCall.apply(self, function, spec, *leaves)
-            with self.inside(function.__name__) as results:
-                results.append(function(*args, **kwargs))
-            return results[0]
-
-        return layers if function is tg.GPT.run_layers else call
+        return call
 
     def as_compiled_backward(self, backward: Callable) -> Callable:
         """Makes the compiled form of the layers' backward, which autograd derives from plain code."""
 
-        def call(*args):
+        def call(*args, **kwargs):
             with self.inside("layers backward"):
-                backward(*args)
+                backward(*args, **kwargs)
 
         return call
-
-
-class CompiledCall(torch.autograd.Function):
-    """Computes a function and its derivative, as two calls."""
-
-    @staticmethod
-    def forward(ctx, counts: Counts, function: Callable, spec, *leaves):
-        ctx.counts, ctx.name = counts, function.__name__
-        with counts.inside(ctx.name) as results, torch.enable_grad():
-            ctx.inputs = [
-                x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves
-            ]
-            args, kwargs = tree_unflatten(ctx.inputs, spec)
-            out = function(*args, **kwargs)
-            results.append(out)
-        outs = out if isinstance(out, tuple) else (out,)
-        ctx.outs = outs
-        ctx.set_materialize_grads(False)
-        detached = [None if x is None else x.detach() for x in outs]
-        return tuple(detached) if isinstance(out, tuple) else detached[0]
-
-    @staticmethod
-    def backward(ctx, *grads):
-        inputs, outs = ctx.inputs, ctx.outs
-        del ctx.inputs, ctx.outs  # as autograd frees what it has kept
-        wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-        with ctx.counts.inside(f"{ctx.name} backward") as results:
-            outs, grads = zip(*((x, g) for x, g in zip(outs, grads) if g is not None))
-            results.append(torch.autograd.grad(outs, wanted, grads, allow_unused=True))
-        found = iter(results[0])
-        grads = (next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs)
-        return None, None, None, *grads
 
 
 class CountingExchange(SingleRankExchange):
     """Exchanges as one rank of several, alone, and counts collectives."""
 
-    def __init__(self, world_size: int, counts: Counts):
-        super().__init__(0, world_size)
+    def __init__(self, world_size: int, counts: Counts, sum_rows: Callable):
+        super().__init__(0, world_size, sum_rows=sum_rows)
         self.counts = counts
 
     def count(self, kind: str, name: str, nbytes: int) -> None:
         """Counts a collective of so many bytes, of which this rank keeps its own share."""
         self.counts.add_collective(kind, name, nbytes * (self.world_size - 1) // self.world_size)
 
-    def reduce(self, name: str, how: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
-        # To each rank its part; in a ring also the parts' means; or all to each rank.
-        times = 1 if how != "all_reduce" else self.world_size if in_rank_order else 2
-        self.count(how, name, times * grad.nbytes)
-        return super().reduce(name, how, grad, in_rank_order)
+    def reduce(self, name: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
+        self.count("reduce_scatter", name, grad.nbytes)
+        return super().reduce(name, grad, in_rank_order)
 
     def send_rows(self, *args) -> tg.Pending:
         kind, name, rows, send_counts, *_ = args
@@ -318,7 +276,7 @@ class GeneratedCounts(Counts):
 
 
 PHASE_OF = [
-    (tg.MicroBatch, "to", "copies"),
+    (tg, "move", "copies"),
     (tg.Optimizer, "begin", "copies"),
     (tg.GPT, "hidden_states", "forward"),
     (tg.GPT, "head_loss_and_grad", "head"),
@@ -353,7 +311,7 @@ def run_steps(
         for owner, name, phase in PHASE_OF:
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
-        exchange = CountingExchange(world_size, counts)
+        exchange = CountingExchange(world_size, counts, backend.segment_sum_rows)
         optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
         start, model.ngrams = cfg.stage_starts[stage], optimizer.ngrams
         tied = start <= tg.untie_step(cfg)
@@ -378,16 +336,11 @@ def run_steps(
 
 def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     """Returns the config's implementations, each of which counts itself and runs on "meta"."""
-    plain = vars(tg) | {"segment_sum_rows": segment_sum_rows}
     names = [name for kernel in cfg.kernels for name in tg.KERNELS[kernel]]
-    chosen: dict[str, Any] = {name: counts.as_kernel(plain[name]) for name in names}
-    if cfg.attention != "dense":
+    chosen: dict[str, Any] = {name: counts.as_kernel(getattr(tg, name)) for name in names}
+    if cfg.attention_impl != "dense":
         chosen["attention"] = tg.flash_attention
     return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
-
-
-def segment_sum_rows(out: Tensor, grad: Tensor, index: tg.RowIndex, signs: Tensor | None = None) -> None:
-    """Does nothing: torch's "meta" has no segment_reduce."""
 
 
 def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Counter], int]:

@@ -44,8 +44,9 @@ import numpy as np
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "evals")]
 import train_gpt as tg
+from saved_model import load_model
 from tokenize_text import UserError, make_parser, number, read_tokens, run_script
 
 ORDERS = (*range(1, 9), 12, 16, 24, 32)
@@ -158,7 +159,7 @@ def trained_text(cfg: tg.Config, paths: list[Path]) -> tuple:
     """Returns the tokens that a run trains on, in order, and the loader's position after them."""
     loader, parts = tg.TrainLoader(cfg, paths, 0, 1), []
     for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
-        parts += [part.inputs.numpy() for part in loader.batch(plan.batch_tokens, plan.max_doc_len)]
+        parts += [part.inputs.numpy() for part in loader.micro_batches(plan.batch_tokens, plan.max_doc_len)]
     loader.close()
     return np.concatenate(parts), loader.position()
 
@@ -167,7 +168,7 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
     """Prints the losses of a saved model, of counts, and of both."""
     print("this takes about a minute on two cores", flush=True)
     tg.torch.set_num_threads(1)  # a small model's threads wait more than they work
-    model = tg.load_model(path)
+    model = load_model(path)
     cfg = model.cfg
     data = tg.open_dataset(replace(cfg, data=str(folder)))
     last = tg.read_shard(data.train[-1], cfg)
@@ -182,7 +183,7 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
     val_tokens = len(loader.tokens) - 1
     loader.tokens = text = np.concatenate([loader.tokens, fitted])
     for i in tqdm(range((len(text) - 1) // cfg.val_slice_tokens), "model", disable=None, leave=False):
-        losses.append(model.token_losses(loader.batch(i), tg.window_tokens(cfg, cfg.val_windows)).double())
+        losses.append(model.token_losses(loader.slice(i), tg.window_tokens(cfg, cfg.val_windows)).double())
     p = np.exp(-np.concatenate(losses))
 
     def report(p: np.ndarray, name: str) -> None:

@@ -204,7 +204,7 @@ class Traffic(launches.Counts):
             self.write(map(access, found))
         nbytes = total(map(access, found))
         if name == "segment_sum_rows":
-            (table, grad, index, _), _ = tensors
+            (table, grad, index, *_), _ = tensors
             nbytes = grad.nbytes + len(index.row_ids) * table[:1].nbytes
         elif name in KERNEL_FLOPS:
             kind = KINDS[found[0].itemsize]
@@ -258,7 +258,7 @@ SETTINGS_80 = """
     mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0 ngrams.orders=
     bigram_vocab_size=251520 mlp_dim=3072 stages.*.prefix= stages.*.attention_cap=0 stages.*.candidates=
     params.value_embeds.exchange=reduce_scatter params.embed.exchange=reduce_scatter
-    params.value_embeds.every=2 layers.*.narrow_qk=false layers.*.narrow_v=false layers.*.mlps=1
+    params.value_embeds.every=2,2 layers.*.narrow_qk=false layers.*.narrow_v=false layers.*.mlps=1
     layers.*.x0=true layers.*.bigram=true layers.10.connections=false
     layers.4.attention=plain layers.7.attention=plain layers.9.attention=paired
     layers.9.value=true layers.*.gate=true layers.6.gate=false
@@ -299,7 +299,7 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
     # A step's attention is that of its layers, then their backwards.
     layers = [layer for layer in cfg.layers if layer.attention]
     names = ["narrow attention" * (layer.narrow_qk and not layer.narrow_v) for layer in layers]
-    names *= cfg.attention != "dense"  # it is of matmuls
+    names *= cfg.attention_impl != "dense"  # it is of matmuls
     names += [name and f"{name} backward" for name in reversed(names)]
     ops = sum(steps, [])
     attention = [i for i, op in enumerate(ops) if op.kind == "attention"]

@@ -99,18 +99,23 @@ def flops_per_token(cfg: tg.Config, keys: Iterable[float], columns: int) -> floa
 class SingleRankExchange(tg.Exchange):
     """Exchanges as one rank of several, without the others: collectives return at once, with its own data."""
 
-    def reduce(self, name: str, how: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
-        part = grad if how == "all_reduce" else self.shard(grad)
+    def reduce(self, name: str, grad: Tensor, in_rank_order: bool = False) -> tg.Pending:
+        part = self.block(grad)
         if not in_rank_order:
             return tg.Pending(part)
         parts = part.new_empty((self.world_size, *part.shape))
         return tg.Pending(parts.copy_(part), None, tg.rank_order_mean)
 
-    def send_ids(self, kind: str, ids: np.ndarray, send_counts: list[int]) -> tuple[np.ndarray, list[int]]:
-        """Returns what this rank sends itself; every other rank sends as many, of rows next to these."""
-        own = np.split(ids, np.cumsum(send_counts)[:-1])[self.rank]
-        ranks = np.arange(len(send_counts), dtype=own.dtype)[:, None]
-        return ((own + ranks - self.rank) % (own.max(initial=0) + 1)).ravel(), [len(own)] * len(ranks)
+    def route(
+        self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
+    ) -> tuple[np.ndarray, tg.RowRoutes]:
+        """Routes this rank's own rows to itself; every other rank sends as many, of rows next to these."""
+        own = place[owner == self.rank]
+        others = np.arange(ranks, dtype=own.dtype)[:, None]
+        arriving = ((own + others - self.rank) % (own.max(initial=0) + 1)).ravel()
+        counts = np.bincount(owner, minlength=ranks).tolist(), [len(own)] * ranks
+        routes = tg.RowRoutes(*counts, tg.int32(arriving), tg.index_rows(arriving))
+        return np.argsort(owner, kind="stable"), routes
 
     def send_rows(
         self,
@@ -145,7 +150,7 @@ class Variant:
         """Makes the script's functions this variant's: a process has one compiler and one FlashAttention."""
         tg.use_compiler(self.compiler)
         attention = torch.nn.attention
-        wanted = "FA3" if self.cfg.attention == "fa3" else None
+        wanted = "FA3" if self.cfg.attention_impl == "fa3" else None
         if wanted and attention.current_flash_attention_impl() != wanted:
             attention.activate_flash_attention_impl(wanted)
         elif not wanted and attention.current_flash_attention_impl():
@@ -159,7 +164,8 @@ class Training:
         self.variant, self.cfg, self.on_gpu = variant, variant.cfg, variant.on_gpu
         self.paths, allocated_before = paths, self.allocated()
         self.model = tg.GPT(self.cfg, world_size, variant.device, backend=variant.backend)
-        exchange = (SingleRankExchange if world_size > 1 else tg.Exchange)(0, world_size)
+        kind = SingleRankExchange if world_size > 1 else tg.Exchange
+        exchange = kind(0, world_size, sum_rows=variant.backend.segment_sum_rows)
         self.optimizer = tg.Optimizer(
             self.cfg, dict(self.model.named_parameters()), exchange, variant.backend
         )
@@ -170,7 +176,7 @@ class Training:
         tied = stage < 2
         plans = [plan._replace(step=first + i, tied=tied, untie=False) for i, plan in enumerate(plans)]
         self.loader = tg.TrainLoader(self.cfg, paths, 0, world_size)
-        self.batches = tg.Prefetcher(self.loader, plans, type(exchange)(0, world_size))
+        self.batches = tg.Prefetcher(self.loader, plans, kind(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps
         self.first_seconds = 0.0
         self.reset()
@@ -190,8 +196,8 @@ class Training:
     def validate(self) -> None:
         """Runs a validation forward, on training tokens."""
         plan, self.model.ngrams = tg.plan_step(self.cfg, 0), self.optimizer.ngrams
-        batch = tg.ValLoader(replace(self.cfg, val_slices=1), self.paths).batch(0)
-        self.model.token_losses(batch.to(self.variant.device), plan.windows)
+        batch = tg.ValLoader(replace(self.cfg, val_slices=1), self.paths).slice(0)
+        self.model.token_losses(tg.move(batch, self.variant.device), plan.windows)
         self.variant.validated = True
 
     def warm_up(self, steps: int) -> None:

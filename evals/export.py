@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 
-from generate import make_parser, run_script, tg
+from generate import load_model, make_parser, run_script, tg
 
 
 def umask() -> int:
@@ -47,15 +47,17 @@ def umask() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    if Path(args.out).resolve() in [Path(f"{args.model}{end}").resolve() for end in ("", ".ngrams")]:
-        raise tg.UserError(f"{args.out} is the model itself; choose another name")
     with tg.explain("this needs safetensors", "python -m pip install safetensors", ImportError):
         from safetensors import SafetensorError
         from safetensors.torch import save_file
-    model = tg.load_model(args.model)
+    model = load_model(args.model)
+    ends = ["", *(f".ngrams{i}" for i in range(len(model.ngrams.blocks)))] if model.ngrams else [""]
+    if Path(args.out).resolve() in [Path(f"{args.model}{end}").resolve() for end in ends]:
+        raise tg.UserError(f"{args.out} is the model itself; choose another name")
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
     if model.ngrams:  # reads the whole table into memory
-        tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(model.ngrams.rows)))
+        n = model.cfg.ngrams
+        tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(n.orders) * n.rows_per_order))
     with tg.explain(f"cannot write {args.out}", "choose another place", SafetensorError):
         save_file(tensors, args.out, {"config": tg.config_json(model.cfg)})
         Path(args.out).chmod(0o666 & ~umask())  # safetensors lets nobody else read it

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import tokenize_text
 import train_gpt as tg
+from saved_model import load_model
 from tokenize_text import number, run_script
 
 
@@ -37,7 +38,7 @@ def load(path: str) -> tuple[tg.GPT, tiktoken.Encoding]:
 
     Raises tg.UserError if there is no tokenizer of as many tokens.
     """
-    model = tg.load_model(path, "cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(path, "cuda" if torch.cuda.is_available() else "cpu")
     if model.cfg.dim < 256:
         torch.set_num_threads(1)  # with less to share, threads wait more than they work
     names, count = {257: "bytes", 50257: "gpt2"}, model.cfg.vocab_size

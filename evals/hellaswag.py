@@ -118,17 +118,16 @@ def pack(documents: Sequence[Document], cfg: tg.Config) -> tg.MicroBatch:
     def join(name: str) -> torch.Tensor:
         return torch.cat([getattr(b, name)[..., [0, 0, *range(len(b.inputs))]] for b in alone], -1)
 
-    signs = join("signs") if cfg.sign_rows else None
+    sign_ids = join("sign_ids") if cfg.sign_rows else None
     ends = tg.int32(np.cumsum([0, *(size for n in lengths for size in (1, 1, n))]))
-    return tg.MicroBatch(
-        join("inputs"), join("targets"), join("hashed_rows"), signs, ends, max(lengths)
-    ).pack()
+    tensors = join("inputs"), join("targets"), join("hashed_rows"), sign_ids, ends
+    return tg.pack(tg.MicroBatch(*tensors, max(lengths)))
 
 
 def ending_losses(model: tg.GPT, documents: Sequence[Document]) -> list[np.ndarray]:
     """Returns the losses of each document's ending, (scored,) float64, by one forward."""
     batch, windows = pack(documents, model.cfg), tg.window_tokens(model.cfg, model.cfg.val_windows)
-    losses = model.token_losses(batch.to(model.device), windows).double().cpu().numpy()
+    losses = model.token_losses(tg.move(batch, model.device), windows).double().cpu().numpy()
     lasts = np.cumsum([2 + len(d.tokens) for d in documents]) - 1  # whose target is no longer the document's
     return [losses[last - d.scored : last] for d, last in zip(documents, lasts)]
 

@@ -127,7 +127,7 @@ CLOSING = (  # lines after the last step, and the fields of Run that they set
 )
 HEADER = {
     "torch": r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (\d+))?",
-    "commit": r"commit: (\S+(?: \(modified\))?)(?: \(clean\))?",
+    "commit": r"commit: (\S+)(?: \((?:clean|(.+?))\))?",  # and `modified`, or git's letters: M, ??, !!
     "script": r"script: (.+?)",
     "config": r"config: (\{.*\})",
     "data": r"data: (.+?)",
@@ -144,7 +144,9 @@ class Header:
 
     torch: str | None = None
     hardware: str | None = None
-    commit: str | None = None  # the hash, with " (modified)" if the log says so
+    commit: str | None = (
+        None  # the hash, with " (modified)" unless the log says that the script is the commit's
+    )
     script: str | None = None  # the name, and the hash of its text
     data: str | None = None  # the fingerprint, and what it is of
     config: dict = field(default_factory=dict)
@@ -292,7 +294,10 @@ def read_header(text: str, path: str, before: Header) -> Header:
         raise UserError(f"{path}: its config line is not JSON") from None
     origin, after = last.get("resumed", (None, 0))
     hardware = " + ".join(f"{n} x {name}" for name, n in devices.items())
-    commit, script, data = map(last.get, ("commit", "script", "data"))
+    commit, state = last.get("commit", (None, ""))
+    if state:
+        commit += " (modified)"
+    script, data = map(last.get, ("script", "data"))
     return Header(torch or None, hardware or None, commit, script, data, config, origin, int(after))
 
 

@@ -241,7 +241,7 @@ def targets_of(model, batch, plan):
 def backward(model, batch, plan, leaves=None):
     """Runs a micro-batch forward and backward; returns its loss, summed over tokens. Fills .grad."""
     x, w = model.hidden_states(batch, plan.windows, None, leaves), model.lm_head
-    head_grad = tg.Gradient("lm_head", w, torch.zeros_like(w))
+    head_grad = tg.Gradient(w, torch.zeros_like(w))
     targets = targets_of(model, batch, plan)
     loss, dx = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
     x.backward(dx)
@@ -282,7 +282,7 @@ class FixedLoader:
     def __init__(self, cfg, batches):
         self.cfg, self.batches, self.builder = cfg, iter(batches), ThreadPoolExecutor(1)
 
-    def batch(self, *_):
+    def micro_batches(self, *_):
         return next(self.batches)
 
     def position(self):
@@ -297,9 +297,9 @@ def row_plans(cfg, exchange, ids):
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
     batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
-    rows = batches.next().rows
+    routes = batches.next().routes
     batches.loader.close()
-    return {"tokens": rows["embed"], "bigrams": rows["bigram_embed"]}
+    return {"tokens": routes["embed"], "bigrams": routes["bigram_embed"]}
 
 
 def same_bits(a, b):
@@ -307,5 +307,5 @@ def same_bits(a, b):
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_bits(value, b[key]) for key, value in a.items())
     if isinstance(a, torch.Tensor):
-        return torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
+        return torch.equal(*(t.contiguous().unsqueeze(-1).view(torch.uint8) for t in (a, b)))
     return a == b

@@ -209,7 +209,7 @@ def validate(model, loader, exchange, windows, slices):
     """Does the forwards of train_gpt.validate, whose losses have no values; nor have rows to fetch."""
     with mock.patch.object(torch.Tensor, "unique", lambda ids, return_inverse: (ids.flatten(), ids)):
         for i in range(loader.cfg.val_slices):
-            model.token_losses(loader.batch(i).to(model.device), windows)
+            model.token_losses(tg.move(loader.slice(i), model.device), windows)
 
 
 class MetaRun:
@@ -221,23 +221,21 @@ class MetaRun:
         tg.training_state = lambda *args: None  # nothing to keep: there are no values
         tg.restore, tg.validate = lambda *args: None, validate
         tg.NgramTable.fetch = fetch_nothing
-        tg.use_compiler(compiler)
+        tg.compiler_of = lambda cfg: compiler
         tg.AsyncLoss = lambda: types.SimpleNamespace(push=lambda *args: None)
         self.cfg, self.world_size = replace(cfg, val_slices=1), world_size
         backend = tg.select_backend(self.cfg, CUDA, (9, 0))
-        self.model = tg.GPT(self.cfg, world_size, META, 0, backend)
-        exchange, self.prefetch = (
+        exchange, self.ids_exchange = (
             (SingleRankExchange if world_size > 1 else tg.Exchange)(0, world_size) for _ in range(2)
         )
-        params = dict(self.model.named_parameters())
-        self.optimizer = tg.Optimizer(self.cfg, params, exchange, backend)
-        self.model.ngrams = self.optimizer.ngrams
+        exchange.device = META
+        self.model, self.optimizer = tg.build(self.cfg, backend, exchange, 0)
         self.folder = tempfile.TemporaryDirectory()
         paths = synthetic_shard(self.folder.name, self.cfg, range(len(cfg.stages)), 20)
         self.data, self.val = tg.Dataset(paths, paths, 0.0, "", ()), tg.ValLoader(self.cfg, paths)
 
     def warm_up(self):
-        tg.warm_up(self.data, self.model, self.optimizer, self.val, self.prefetch)
+        tg.warm_up(self.data, self.model, self.optimizer, self.val, self.ids_exchange)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -93,10 +93,6 @@ def other_corpus(folder):
     set_token(FIRST, 9, 0)(folder)
 
 
-def another_run(folder):
-    shutil.copytree(next(folder.glob(f"{ATTEMPTS}/*.checkpoint")), folder / ATTEMPTS / "seed1_b.checkpoint")
-
-
 def flip_bit(folder):
     path = next(folder.glob(f"{FILES}/rank0.pt"))
     data = bytearray(path.read_bytes())
@@ -143,9 +139,10 @@ def hang():
 
 FIRST, SECOND, VAL = (f"corpus/tiny_{name}.bin" for name in ("train_000000", "train_000001", "val_000000"))
 ATTEMPTS = "records/other/attempts"
-FILES = f"{ATTEMPTS}/*.checkpoint/step00000002"
-RESUME = f"--resume {ATTEMPTS}"
+FILES = f"{ATTEMPTS}/*.checkpoint/step00000004"
+RESUME = "--resume LOG"  # the folder's
 EVERY = "--checkpoint-every 2"
+TWO = f"{EVERY} --set stages.3.steps=8"  # checkpoints, after steps 4 and 8
 SETTINGS = ("warmup=false", "microbatches=2", "val_slices=2")
 
 WRONG = """--preset huge
@@ -173,7 +170,7 @@ WRONG = """--preset huge
 --set layers.10.value=none
 --set layers.6.connections=true
 --set skip_to=3
---set back_from=11
+--set backout_from=11
 --set heads=3
 --set head_dim=6
 --set mix_groups=3
@@ -185,9 +182,11 @@ WRONG = """--preset huge
 --set params.embed.optimizer=anvil
 --set params.scalars.exchange=sparse
 --set params.embed.kind=bank
---set params.lm_head.every=4
---set params.*.every=4
---set params.embed.every=1
+--set params.lm_head.every=2,4
+--set params.*.every=2,4
+--set params.embed.every=1,1
+--set params.value_embeds.every=2
+--set params.qk_bank.every=2,1
 --set head_chunk=0
 --set mlp_dim=0
 --set val_slices=0
@@ -198,7 +197,7 @@ WRONG = """--preset huge
 --set stages.*.steps=0
 --set stages.0.steps=-1
 --set stages.1.mtp_start=0 stages.1.mtp_end=0
---set ngrams.orders=2 ngrams.rows=1
+--set ngrams.orders=2 ngrams.rows_per_order=1
 --set sign_rows=65537
 --set stages.0.candidates=64 padded_vocab=20011
 --set length=0
@@ -251,12 +250,12 @@ CASES = [
     Case("a disk full within a line", "", ranks=0, steps=5, last="step:6/8 ",
          faults={0: FaultAtCall("train_step", 6, partial(fill_disk, 9))}),
     Case("a closed screen", "", ranks=2, faults={0: lose_reader}, steps=0),
-    *[Case(f"a disk too full for rank {rank}'s checkpoint", EVERY, ranks=2,
-           faults={rank: FaultAtCall("torch.save", 2, disk_full)}, steps=4, kept=("step00000002",))
+    *[Case(f"a disk too full for rank {rank}'s checkpoint", TWO, ranks=2,
+           faults={rank: FaultAtCall("torch.save", 2, disk_full)}, steps=8, kept=("step00000004",))
       for rank in (0, 1)],
     # --resume
     *map(Case, ("--resume nowhere", f"{RESUME} --set params.embed.wd_mul=7", f"{RESUME} --seed 1")),
-    Case("--resume of several runs", RESUME, another_run),
+    Case("--resume of a folder", f"--resume {ATTEMPTS}", fixture="stopped"),
     Case("--resume with other data", RESUME, set_token(FIRST, 9, 0)),
     Case("--resume with fewer processes", RESUME, fixture="stopped_pair"),
     Case("a checkpoint with a flipped bit", RESUME, flip_bit),
@@ -271,7 +270,7 @@ CASES = [
     # A rank hangs, which neither torchrun nor the backend ends: the other one times out.
     Case("a silent rank", "", said=False, ranks=2, steps=4,
          faults={0: SetGlobal("COLLECTIVE_TIMEOUT", timedelta(seconds=15)),
-                 1: FaultAtCall("Exchange.gather", 30, hang)},
+                 1: FaultAtCall("Exchange.gather", 34, hang)},
          statuses={0: 1, 1: -signal.SIGTERM}),
     # A finished step is on disk, whatever comes after it: no line waits in a buffer.
     Case("a process dies when a step is logged", "", said=False, ranks=0, steps=4,
@@ -281,9 +280,9 @@ CASES = [
            faults={rank: FaultAtCall(where, call, do)}, statuses={rank: -signal.SIGKILL})
       for rank, when, arguments, where, call, do, steps, kept in (
           (1, "at the data", "", "open_dataset", 1, die_late, None, ()),
-          (1, "before its thread sends row counts", "", "Exchange.send_ids", 3, die, 1, ()),
-          (1, "between scatter and gather", "", "Exchange.gather", 14, die, 1, ()),
-          (0, "while it writes a checkpoint", EVERY, "torch.save", 2, die, 4, ("step00000002",)))],
+          (1, "before its thread sends row counts", "", "Exchange.route", 3, die, 1, ()),
+          (1, "between scatter and gather", "", "Exchange.gather", 18, die, 1, ()),
+          (0, "while it writes a checkpoint", TWO, "torch.save", 2, die, 8, ("step00000004",)))],
 ]
 # fmt: on
 
@@ -308,13 +307,13 @@ STEP = re.compile(
 def folders(tmp_path_factory):
     """Returns folders by name: with data; also with a run that was killed, of one process, or of two.
 
-    The runs have finished three steps, and have a checkpoint after two.
+    The runs have finished five steps, and have a checkpoint after four.
     """
     folders = {name: tmp_path_factory.mktemp(name) / "run" for name in ("fresh", "stopped", "stopped_pair")}
     make_corpus(folders["fresh"] / "corpus")
     for name, world_size in (("stopped", 0), ("stopped_pair", 2)):
         shutil.copytree(folders["fresh"], folders[name])
-        faults = dict.fromkeys((0, 1), FaultAtCall("train_step", 4, die))
+        faults = dict.fromkeys((0, 1), FaultAtCall("train_step", 6, die))
         with launch(folders[name], *EVERY.split(), world_size=world_size, faults=faults) as run:
             assert set(run.wait()) == {-signal.SIGKILL}
     return folders
@@ -327,6 +326,7 @@ def change_times(folder):
 
 def run_case(case, folder, monkeypatch, capsys):
     """Returns exit statuses by rank, and stderr."""
+    words = [str(*folder.glob(f"{ATTEMPTS}/*.txt")) if word == "LOG" else word for word in case.words]
     if case.ranks is None:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -336,12 +336,12 @@ def run_case(case, folder, monkeypatch, capsys):
         if case.world_size:
             monkeypatch.setenv("WORLD_SIZE", case.world_size)
         try:
-            status = tg.main(command_line(case.words))
+            status = tg.main(command_line(words))
         except SystemExit as e:  # argparse's
             status = e.code
         return [status], capsys.readouterr().err
     options = {"world_size": case.ranks, "faults": case.faults, "rank_arguments": case.rank_arguments}
-    with launch(folder, *case.words, **options) as run:
+    with launch(folder, *words, **options) as run:
         return run.wait(), run.err
 
 
@@ -354,7 +354,7 @@ LOST = "RuntimeError", "torch.distributed.DistBackendError"
 )
 def test_bad_input_is_one_line(case, tmp_path, folders, monkeypatch, capsys):
     """Every rank fails and none hangs. What was finished is on disk."""
-    folder, fixture = tmp_path / "run", "stopped" if RESUME.split()[1] in case.words else "fresh"
+    folder, fixture = tmp_path / "run", "stopped" if "LOG" in case.words else "fresh"
     shutil.copytree(folders[case.fixture or fixture], folder)
     case.corrupt(folder)
     before = change_times(folder)

@@ -5,11 +5,11 @@ import threading
 from collections import defaultdict
 from concurrent.futures import wait
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
 from golden_inputs import prefetch_exchange, random_documents, same_bits, write_shard
@@ -54,10 +54,7 @@ def prefetcher(loader, plans, rank=0, world_size=1):
 
 
 def tensors_of(nest):
-    """Returns all tensors of a micro-batch, or of a packed nest, but its buffer."""
-    tensors, nest = [], dict(nest if isinstance(nest, dict) else vars(nest), buffer=None)
-    tg.map_tensors(tensors.append, nest)
-    return tensors
+    return [t for t in tree_leaves(nest) if isinstance(t, torch.Tensor)]
 
 
 TABLES = {"value_embeds": ("tokens", 264), "embed": ("tokens", 264), "bigram_embed": ("bigrams", 640)}
@@ -67,8 +64,8 @@ def check_routes(routes, touched, rank, rows):
     """Checks a rank's RowRoutes of a table of `rows`, if the ranks have touched these rows."""
     shard, numbers = rows // len(touched), [sorted(own) for own in touched]
     arriving = [[row % shard for row in own if row // shard == rank] for own in numbers]
-    assert routes.rows.dtype == routes.arriving.dtype == torch.int32
-    assert routes.rows.tolist() == numbers[rank] and routes.arriving.tolist() == sum(arriving, [])
+    assert routes.rows_to_send.dtype == routes.arriving.dtype == torch.int32
+    assert routes.rows_to_send.tolist() == numbers[rank] and routes.arriving.tolist() == sum(arriving, [])
     owners = [row // shard for row in numbers[rank]]
     assert routes.send_counts == [owners.count(owner) for owner in range(len(touched))]
     assert routes.recv_counts == list(map(len, arriving))
@@ -80,12 +77,12 @@ def check_batches(rank, world_size, cfg):
     batches = prefetcher(train_loader(cfg, rank, world_size), plans_of(cfg), rank, world_size)
     seen, shards = [defaultdict(set) for _ in alone], set()  # the rows touched since the last Adam step
     for plan, batch in [(plan, batches.next()) for plan in plans_of(cfg)]:
-        want = [loader.batch(plan.batch_tokens, plan.max_doc_len) for loader in alone]
+        want = [loader.micro_batches(plan.batch_tokens, plan.max_doc_len) for loader in alone]
         assert batch.plan == plan and batch.position == alone[rank].position()
         for actual, expected in zip(batch.micro_batches, want[rank], strict=True):
-            rows, signs = expected.hashed_rows.numpy(), expected.signs.numpy()
-            expected.index["tokens"] = tg.index_rows(expected.inputs.numpy())
-            expected.index["bigrams"] = tg.index_rows(rows, signs)
+            rows, sign_ids = expected.hashed_rows.numpy(), expected.sign_ids.numpy()
+            indices = tg.index_rows(expected.inputs.numpy()), tg.index_rows(rows, sign_ids)
+            expected = expected._replace(indices=dict(zip(("tokens", "bigrams"), indices)))
             tensors = tensors_of(actual), tensors_of(expected)
             assert all(map(same_bits, *tensors)) and len(tensors[0]) == len(tensors[1]) == 12
             assert actual.max_doc_len == expected.max_doc_len
@@ -93,10 +90,10 @@ def check_batches(rank, world_size, cfg):
             for micro_batch in micro_batches:
                 own["tokens"].update(micro_batch.inputs.tolist())
                 own["bigrams"].update(micro_batch.hashed_rows[0].tolist())
-        due = TABLES if plan.updates(2) else {}
-        assert batch.rows.keys() == {"buffer", *due}
+        due = TABLES if plan.updates((2, 2)) else {}
+        assert batch.routes.keys() == {*due} and batch.ngram_routes is None
         for name, (kind, rows) in due.items():
-            check_routes(batch.rows[name], [own[kind] for own in seen], rank, rows)
+            check_routes(batch.routes[name], [own[kind] for own in seen], rank, rows)
         for own in seen if due else ():
             own.clear()
         shards.add(batch.position[0])
@@ -115,12 +112,12 @@ def test_batches_are_built_ahead(folder):
     """Checks how many are, and that peek() takes none."""
     cfg = config(folder)
     loader, built = train_loader(cfg), []
-    build = loader.batch
-    loader.batch = lambda *args: (built.append(args), build(*args))[1]
+    build = loader.micro_batches
+    loader.micro_batches = lambda *args: (built.append(args), build(*args))[1]
     batches = prefetcher(loader, plans_of(cfg))
     for step, plan in enumerate(plans_of(cfg)):
         wait(batches.queue)
-        assert len(built) == min(step + cfg.ngrams.every, cfg.steps)
+        assert len(built) == min(step + max(cfg.ngrams.every), cfg.steps)
         ahead = batches.peek()
         assert ahead is batches.peek() is batches.next() and ahead.plan == plan
     assert batches.peek() is None
@@ -138,7 +135,7 @@ class Elsewhere(str):
 
 def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypatch):
     """Checks also where each lies in the buffer, at multiples of 16 bytes, and that the CPU needs no copy."""
-    cfg = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, every=1))
+    cfg = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, every=(1, 1)))
     batches = prefetcher(train_loader(cfg), plans_of(cfg))
     batch = [batches.next(), batches.next()][-1]
     batches.loader.close()
@@ -149,20 +146,16 @@ def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypa
         return to(self, *args, **options).clone()
 
     monkeypatch.setattr(torch.Tensor, "to", recording_to)
-    assert micro_batch.to(torch.device("cpu")).inputs is micro_batch.inputs and not copies
-    for nest, move, count in (
-        (vars(micro_batch), lambda there: vars(micro_batch.to(there)), 12),
-        (batch.rows, partial(tg.move, batch.rows), 10),
-        (batch.ngrams, partial(tg.move, batch.ngrams), 4),
-    ):
-        moved, size, start = move(Elsewhere("cpu")), 0, nest["buffer"].data_ptr()
+    assert tg.move(micro_batch, torch.device("cpu")) is micro_batch and not copies
+    for nest, count in (micro_batch, 12), (batch.routes, 10), (batch.ngram_routes, 4):
+        tensors, moved = (tensors_of(x) for x in (nest, tg.move(nest, Elsewhere("cpu"))))
         assert copies.pop() == {"non_blocking": True} and not copies
-        assert len(tensors_of(nest)) == count
-        for t, copy in zip(tensors_of(nest), tensors_of(moved), strict=True):
+        size, start = 0, tensors[0].data_ptr()
+        for t, copy in zip(tensors, moved, strict=True):
             assert t.data_ptr() == start + size and t.dtype == copy.dtype and torch.equal(t, copy)
-            assert copy.untyped_storage().data_ptr() == moved["buffer"].data_ptr() != start
+            assert copy.untyped_storage().data_ptr() == moved[0].data_ptr() != start
             size += -(-t.nbytes // 16) * 16
-        assert nest["buffer"].nbytes == size
+        assert len(tensors) == count and tensors[0].untyped_storage().nbytes() == size
 
 
 # ----------------------------------------------------------------------------------------------------- errors
@@ -185,7 +178,7 @@ def test_too_many_documents(tmp_path):
 def test_close(folder, fails):
     """Checks that close() waits for a build under way, and leaves no thread behind."""
     threads_before, loader = set(threading.enumerate()), train_loader(config(folder))
-    building, may_end, build = threading.Event(), threading.Event(), loader.batch
+    building, may_end, build = threading.Event(), threading.Event(), loader.micro_batches
 
     def slow_build(*args):
         building.set()
@@ -194,7 +187,7 @@ def test_close(folder, fails):
             raise tg.UserError("on purpose")
         return build(*args)
 
-    loader.batch = slow_build
+    loader.micro_batches = slow_build
     prefetcher(loader, plans_of(loader.cfg))
     assert building.wait(WAIT)
     closing = threading.Thread(target=loader.close, daemon=True)
@@ -228,8 +221,9 @@ def naive_sums(out, grad, index, signs):
         total = torch.zeros_like(out[row], dtype=acc_dtype)
         for place in range(index.offsets[i], index.offsets[i + 1]):
             part = grad[index.perm[place]].to(acc_dtype)
-            signed = index.signs is not None
-            total = total + (part * signs[index.signs[place]].view(part.shape) if signed else part)
+            if index.sign_ids is not None:
+                part = part * signs[index.sign_ids[place]].view(part.shape)
+            total = total + part
         out[row] = (out[row].to(acc_dtype) + total).to(out.dtype)
     return out
 

@@ -15,6 +15,7 @@ from golden_inputs import GOLDEN92, FixedLoader, distance, fill, golden_signs, t
 
 SCHEDULE, ADAM = GOLDEN92["g_schedule"], GOLDEN92["d_adam"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ALWAYS, HALF, RARE = (1, 1), (2, 2), (2, 4)
 
 # ---------------------------------------------------------------------------------------------- the schedule
 
@@ -25,29 +26,29 @@ def updates(every, steps=SCHEDULE["total_steps"], cfg=tg.RECORD):
 
 
 def test_updates_of_the_record():
-    assert updates(1) == list(range(SCHEDULE["total_steps"]))
-    assert updates(2) == list(range(1, SCHEDULE["total_steps"], 2))
-    assert (len(updates(2)), len(updates(4))) == (SCHEDULE["adam_steps"], SCHEDULE["table_events"])
-    assert updates(4)[-1] == SCHEDULE["last_table_event"]
+    assert updates(ALWAYS) == list(range(SCHEDULE["total_steps"]))
+    assert updates(HALF) == list(range(1, SCHEDULE["total_steps"], 2))
+    assert (len(updates(HALF)), len(updates(RARE))) == (SCHEDULE["adam_steps"], SCHEDULE["table_events"])
+    assert updates(RARE)[-1] == SCHEDULE["last_table_event"]
     for row in SCHEDULE["rows"]:
         plan = tg.plan_step(tg.RECORD, row["step"])
-        assert (plan.updates(2), plan.updates(4)) == (row["adam"], row["table_event"])
-        assert plan.slowdown(4) == row["table_wd_mul"] / 5 and plan.slowdown(1) == plan.slowdown(2) == 1
-        assert 0.95 ** plan.slowdown(4) == pytest.approx(row["table_beta2"])
-    every = {row.name: row.every for row in tg.RECORD.params if row.every != 2}
-    assert every == dict.fromkeys(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"), 1) | {
-        "value_embeds": 4
-    }
+        assert (plan.updates(HALF), plan.updates(RARE)) == (row["adam"], row["table_event"])
+        assert plan.cadence_ratio(RARE) == row["table_wd_mul"] / 5
+        assert plan.cadence_ratio(ALWAYS) == plan.cadence_ratio(HALF) == 1
+        assert 0.95 ** plan.cadence_ratio(RARE) == pytest.approx(row["table_beta2"])
+    every = {row.name: row.every for row in tg.RECORD.params if row.every != HALF}
+    banks = dict.fromkeys(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"), ALWAYS)
+    assert every == banks | {"value_embeds": RARE}
 
 
-@pytest.mark.parametrize("slow_from", range(5, 9))
-def test_an_update_at_four_steps_is_one_at_two(slow_from):
+@pytest.mark.parametrize("second_cadence_from", range(5, 9))
+def test_an_update_at_four_steps_is_one_at_two(second_cadence_from):
     """Checks any step of the change: after the rarest updates no gradient awaits one."""
-    cfg = replace(tg.RECORD, slow_from=slow_from)
-    rare = updates(4, 20, cfg)
-    assert set(rare) <= set(updates(2, 20, cfg)) and rare[-1] == 19
+    cfg = replace(tg.RECORD, second_cadence_from=second_cadence_from)
+    rare = updates(RARE, 20, cfg)
+    assert set(rare) <= set(updates(HALF, 20, cfg)) and rare[-1] == 19
     gaps = np.diff([-1, *rare])
-    assert set(gaps) <= {2, 4} and all(b - a == 4 for a, b in zip(rare, rare[1:]) if a >= slow_from)
+    assert set(gaps) <= {2, 4} and all(b - a == 4 for a, b in zip(rare, rare[1:]) if a >= second_cadence_from)
 
 
 # ------------------------------------------------------------------------------------------------ golden Adam
@@ -118,7 +119,7 @@ def test_golden_untying():
     for step in golden["steps"]:
         for name, k in (("lm_head", 58000), ("embed", 58100)):
             optimizer.grads[name].main_grad += coarse(params[name].shape, k + step - 1172)
-        optimizer.rows, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
+        optimizer.routes, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
         changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t}
         optimizer.step(tg.plan_step(tg.RECORD, step)._replace(**changes))
         optimizer.finish_gathers()
@@ -131,6 +132,55 @@ def test_golden_untying():
             optimizer.grads["lm_head"].main_grad.zero_()  # a matmul would overwrite it
     for name, p in params.items():
         assert p.flatten().tolist() == pytest.approx(golden[f"{name}_at_the_end"], rel=1e-11)
+
+
+# ---------------------------------------------------------------------------------- Adam of joined parameters
+
+# Powers of two, so that factors may be multiplied in any order.
+SMALL = (
+    tg.Param("a", "3 5", "0", lr_mul=4.0, wd_mul=0.5),
+    tg.Param("b", "7", "0", lr_mul=0.125, wd_mul=0.0, betas=(0.5, 0.95)),
+    tg.Param("c", "2 2", "0", lr_mul=0.5, wd_mul=64.0),
+    tg.Param("d", "6", "0", lr_mul=2.0, every=RARE),
+)
+
+
+def small_values(seed):
+    g, shapes = torch.Generator().manual_seed(seed), tg.param_shapes(SMALL_CFG, 1)
+    return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+SMALL_CFG = replace(
+    tg.CPU, params=SMALL, ngrams=tg.Ngrams(), dtype="float64", second_cadence_from=2, endings=()
+)
+PLANS = [tg.plan_step(SMALL_CFG, step) for step in range(8)]
+
+
+def train_joined(rank, world_size):
+    params = small_values(99)
+    optimizer = tg.Optimizer(SMALL_CFG, params, tg.Exchange(rank, world_size))
+    for plan in PLANS:
+        for name, grad in small_values(10 * rank + plan.step).items():
+            params[name].grad += grad
+        optimizer.step(plan)
+    optimizer.finish_gathers()
+    return params, [*optimizer.params]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_joined_parameters_are_updated_as_each_alone(workers, world_size):
+    """Compares bits: each has its own rates, and a, c the betas of one vector. Vectors are padded."""
+    results = workers(world_size, train_joined)
+    for row in SMALL:
+        p, sums = small_values(99)[row.name], [0] * world_size
+        state = tg.adam_init(p, row, torch.float64, 0)
+        for plan in PLANS:
+            sums = [t + small_values(10 * rank + plan.step)[row.name] for rank, t in enumerate(sums)]
+            if plan.updates(row.every):
+                tg.adam(p, sum(sums) / world_size, state, row, plan, SMALL_CFG, tg.TORCH_BACKEND)
+                sums = [0] * world_size
+        for params, names in results:
+            assert torch.equal(params[row.name], p) and names == ["small_0", "small_1", "small_2"]
 
 
 # ------------------------------------------------------------------------------------------ golden n-grams
@@ -165,7 +215,7 @@ def table_events(dtype):
 
     Checks that every step reads the rows as the updates before it have left them.
     """
-    ngrams = tg.Ngrams((2, 3), rows=TABLE["half"], width=TABLE["width"], dtype=dtype)
+    ngrams = tg.Ngrams((2, 3), TABLE["half"], width=TABLE["width"], dtype=dtype)
     cfg = tiny_config(dtype, ngrams=ngrams, sign_rows=TABLE["sign_rows"])
     table = tg.NgramTable(cfg, tg.Exchange(0, 1), torch.device("cpu"))
     signs = golden_signs((TABLE["sign_rows"], TABLE["width"])).to(table.block.dtype)
@@ -178,9 +228,9 @@ def table_events(dtype):
         table.begin(batch)
         for k, (micro_batch, fed) in enumerate(zip(batch.micro_batches, golden_slices(plan.step))):
             now = table.block[fed.hashed_rows.long()]
-            assert torch.equal(table.arrived()[micro_batch.hashed_rows.long()], now)
+            assert torch.equal(table.arrived()[micro_batch.compact_rows.long()], now)
             db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
-            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.index["ngrams"], signs)
+            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.indices["compact"], signs)
         assert plan.updates(cfg.ngrams.every) == (plan.step in rates)
         if plan.step in rates:
             owned, grads = table.routes.row_index.row_ids, table.send_grads().wait().clone()
@@ -195,20 +245,21 @@ def table_events(dtype):
 def test_golden_ngrams():
     for want, rows, grads, table in table_events("float64"):
         assert rows == want["rows"] and len(rows) == want["touched"]
-        assert table.clock[0] == want["event"]
+        moments, clock = table.state["moments"], table.state["clock"]
+        assert clock[0] == want["event"]
         parts = {
             "g": grads,
-            "v_of_touched": table.moments[rows],
+            "v_of_touched": moments[rows],
             "p_of_touched": table.block[rows],
             "table": table.block,
-            "v_of_all_rows_if_decayed_at_every_event": table.moments
-            * table.decays[table.clock[1] - table.last],
+            "v_of_all_rows_if_decayed_at_every_event": moments
+            * table.cfg.beta2 ** (clock[1] - table.state["last"]).double(),
         }
         for name, t in parts.items():
             assert distance(t, want[name]) < 1e-11, (want["step"], name)
         for row, listed in want["listed"].items():
             assert grads[rows.index(int(row))].tolist() == listed["g"]
-            assert table.moments[int(row)].item() == pytest.approx(listed["v"], rel=1e-11)
+            assert moments[int(row)].item() == pytest.approx(listed["v"], rel=1e-11)
             scale = max(map(abs, listed["p"]))
             assert table.block[int(row)].tolist() == pytest.approx(listed["p"], rel=0, abs=1e-11 * scale)
 
@@ -217,10 +268,11 @@ def test_golden_ngrams_as_stored():
     """Compares rows' bits, and their moments."""
     seen = 0
     for want, _, _, table in table_events("bfloat16"):
-        assert table.moments.dtype == torch.float32
+        assert table.state["moments"].dtype == torch.float32
         for row, listed in want["listed"].items():
             bits = table.block[int(row)].view(torch.int16).int() & 0xFFFF
             assert bits.tolist() == listed["p_bf16_bits"], (want["step"], row)
-            assert table.moments[int(row)].item() == pytest.approx(listed["v_fp32"], rel=1e-6)
+            moment = table.state["moments"][int(row)].item()
+            assert moment == pytest.approx(listed["v_fp32"], rel=1e-6)
             seen += 1
     assert seen > 40

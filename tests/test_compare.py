@@ -609,9 +609,10 @@ FIRST, NEXT = "cpu/2026-01-02_First", "cpu/2026-01-03_Next"
 def records(tmp_path, monkeypatch):
     """Writes another records/, with two records, one of them with a baseline, and logs of no record."""
     folder = tmp_path / "records"
-    modified = HEADER.replace("12ab (clean)", "56cd (modified)")
+    commits = "12ab (clean)", "56cd (modified)", "78ef (??)"
     write(folder / FIRST, own_log(3.27, 100), own_log(3.271, 102), "no log")
-    write(folder / NEXT, own_log(3.27, 90), own_log(3.271, 92, header=modified), own_log(3.272, 91))
+    times = zip((3.27, 3.271, 3.272), (90, 92, 91), commits)
+    write(folder / NEXT, *(own_log(*x, header=HEADER.replace(commits[0], commit)) for *x, commit in times))
     write(folder / NEXT / "baseline", own_log(3.27, 100), own_log(3.271, 101))
     write(folder / "cpu" / "attempts", 3.2)
     write(folder / "other" / "2026-01-02_Other", 3.2)
@@ -637,7 +638,7 @@ README = f"""# Records
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 | 2026-01-02 | [First]({FIRST}) | 2 | 3.2705 | 0.0167 | 101.0 s | - | 8 x NVIDIA H100 | 12ab |
 | 2026-01-03 | [Next]({NEXT}) | 3 | 3.2710 | 0.0020 | 91.0 s | -9.5 %, p 0.0014 | 8 x NVIDIA H100 | \
-12ab; 56cd (modified) |
+12ab; 56cd (modified); 78ef (modified) |
 
 ### `words`
 

@@ -22,17 +22,18 @@ ROOT = Path(tg.__file__).resolve().parent
 # ---- overrides, presets, JSON ------------------------------------------------------------------------------
 
 OVERRIDES = {  # a setting of the record preset, and what it changes
-    "adam_lr=0.01": {"adam_lr": 0.01},
-    "microbatches=16": {"microbatches": 16},
-    "warmup=false": {"warmup": False},
-    "data=some where/x=y": {"data": "some where/x=y"},
-    "ngrams.orders=": {"ngrams.orders.0": None, "ngrams.orders.1": None},
-    "val_windows.long=4": {"val_windows.long": 4},
-    "stages.3.mtp_start=2,0.5": {"stages.3.mtp_start.0": 2.0, "stages.3.mtp_start.1": 0.5},
-    "stages.*.windows.long=9": {f"stages.{i}.windows.long": 9 for i in range(5)},
-    "params.lm_head.wd_mul=3": {"params.14.wd_mul": 3.0},
-    "layers.1.value=none": {"layers.1.value": False},
-    "layers.1.attention=paired": {"layers.1.attention": "paired"},
+    "adam_lr=0.01": {"['adam_lr']": 0.01},
+    "microbatches=16": {"['microbatches']": 16},
+    "warmup=false": {"['warmup']": False},
+    "data=some where/x=y": {"['data']": "some where/x=y"},
+    "ngrams.orders=": {"['ngrams']['orders'][0]": None, "['ngrams']['orders'][1]": None},
+    "ngrams.every=1,1": {"['ngrams']['every'][0]": 1, "['ngrams']['every'][1]": 1},
+    "val_windows.long=4": {"['val_windows']['long']": 4},
+    "stages.3.mtp_start=2,0.5": {f"['stages'][3]['mtp_start'][{i}]": x for i, x in enumerate((2.0, 0.5))},
+    "stages.*.windows.long=9": {f"['stages'][{i}]['windows']['long']": 9 for i in range(5)},
+    "params.lm_head.wd_mul=3": {"['params'][16]['wd_mul']": 3.0},
+    "layers.1.value=none": {"['layers'][1]['value']": False},
+    "layers.1.attention=paired": {"['layers'][1]['attention']": "paired"},
 }
 
 
@@ -193,7 +194,10 @@ def test_any_schedule_has_a_plan_for_every_step(cfg):
 @pytest.mark.parametrize("preset", tg.PRESETS)
 def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
     cfg = tg.PRESETS[preset]
-    half, names = tg.override(cfg, "length=0.5"), "lr_mul momentum slow stage prefix candidates".split()
+    half, names = (
+        tg.override(cfg, "length=0.5"),
+        "lr_mul momentum second_cadence stage prefix candidates".split(),
+    )
     assert abs(half.steps - cfg.steps / 2) <= len(cfg.stages) and half.rails_step == round(cfg.rails_step / 2)
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     for step in range(half.steps):
@@ -288,7 +292,7 @@ momentum_min 0.85
 momentum_max 0.93
 momentum_warmup 240
 momentum_cooldown 50
-slow_from 336
+second_cadence_from 336
 adam_lr 0.008
 adam_eps 1e-10
 adam_wd 0.005
@@ -301,7 +305,7 @@ rails_step 514
 fast_beta 0.85
 fast_weight 0.4385
 """  # of record 92; Adam's (A); but for ANVIL's margin, which README explains
-NGRAMS = tg.Ngrams((2, 3), 42301440, 768, "bfloat16", 4, 0.008 * 70, 0.95, 0.005 * 5)
+NGRAMS = tg.Ngrams((2, 3), 42301440, 768, "bfloat16", (2, 4), 0.008 * 70, 0.95, 0.005 * 5)
 # steps, tokens, longest document, windows, rate, weights of next tokens at both ends, of prefixes, cap
 STAGES = """
 (320, 131072, 896, (1, 3), 1.0, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), 0, (10240,))
@@ -310,24 +314,24 @@ STAGES = """
 (67, 327680, 3072, (5, 11), 1.5793, (1.0,), (1.0,), (), 2560, ())
 (20, 131072, 3072, (6, 13), 0.3, (1.0,), (1.0,), (), 2560, ())
 """
-# Betas, factors of rate and decay, steps between updates (record 89; record 92: 70 and 4)
+# Betas, factors of rate and decay, steps between updates at both cadences (record 89; record 92: 70 and 4)
 ADAM = """
-scalars 0.9 0.99 5 0 2
-smear_gate 0.9 0.99 0.01 0 2
-ve_gate_bank 0.9 0.99 1 1 2
-post_lambdas 0.9 0.95 1 0 2
-resid_lambdas 0.9 0.95 5 0 2
-mudd_w1 0.9 0.99 0.25 1 2
-mudd_w2 0.9 0.99 0.25 1 2
-mudd_b2 0.9 0.99 0.25 0 2
-mudd_gate_w1 0.9 0.99 0.1 1 2
-mudd_gate_w2 0.9 0.99 0.1 1 2
-mudd_gate_b2 0.9 0.99 0.1 0 2
-mudd_gate_scale 0.9 0.99 0.1 0 2
-lm_head 0.5 0.95 1 150 2
-embed 0.5 0.95 1 150 2
-bigram_embed 0.75 0.95 75 5 2
-value_embeds 0.75 0.95 70 5 4
+scalars 0.9 0.99 5 0 2 2
+smear_gate 0.9 0.99 0.01 0 2 2
+ve_gate_bank 0.9 0.99 1 1 2 2
+post_lambdas 0.9 0.95 1 0 2 2
+resid_lambdas 0.9 0.95 5 0 2 2
+mudd_w1 0.9 0.99 0.25 1 2 2
+mudd_w2 0.9 0.99 0.25 1 2 2
+mudd_b2 0.9 0.99 0.25 0 2 2
+mudd_gate_w1 0.9 0.99 0.1 1 2 2
+mudd_gate_w2 0.9 0.99 0.1 1 2 2
+mudd_gate_b2 0.9 0.99 0.1 0 2 2
+mudd_gate_scale 0.9 0.99 0.1 0 2 2
+lm_head 0.5 0.95 1 150 2 2
+embed 0.5 0.95 1 150 2 2
+bigram_embed 0.75 0.95 75 5 2 2
+value_embeds 0.75 0.95 70 5 2 4
 """
 # Record 92's layers: attention, window, value table, MLPs, and what else they have
 LAYERS = """
@@ -367,11 +371,11 @@ def test_the_record_has_the_published_constants():
         assert str(getattr(cfg, name)) == value, name
     assert cfg.ngrams == NGRAMS
     assert [str(dataclasses.astuple(stage)) for stage in cfg.stages] == STAGES.strip().splitlines()
-    adam, banks = ([row for row in cfg.params if bool(row.betas) == used] for used in (True, False))
-    rows = [f"{row.name} %g %g %g %g %d" % (*row.betas, row.lr_mul, row.wd_mul, row.every) for row in adam]
+    adam, banks = ([row for row in cfg.params if row.optimizer == name] for name in ("adam", "anvil"))
+    rows = [f"{r.name} %g %g %g %g %d %d" % (*r.betas, r.lr_mul, r.wd_mul, *r.every) for r in adam]
     assert sorted(rows) == sorted(ADAM.strip().splitlines())
     for row in banks:
-        assert (row.lr_mul, row.wd_mul, row.every, row.optimizer) == (1, 1, 1, "anvil")
+        assert (row.lr_mul, row.wd_mul, row.every) == (1, 1, (1, 1))
         assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
     assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
     for layer, expected in zip(cfg.layers, LAYERS.strip().splitlines(), strict=True):

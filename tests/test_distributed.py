@@ -2,9 +2,10 @@
 
 import functools
 import hashlib
+import itertools
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -59,23 +60,23 @@ def few_layers(tmp_path_factory):
     )
     parts = zip(cfg.stages, ((0.25,), (0.25,), (), ()), ((96, 80), (64,), (), ()))
     stages = tuple(replace(stage, prefix=prefix, candidates=counts) for stage, prefix, counts in parts)
-    cfg = replace(cfg, layers=layers, skip_from=0, back_from=1, skip_to=2, microbatches=2, stages=stages)
+    cfg = replace(cfg, layers=layers, skip_from=0, backout_from=1, skip_to=2, microbatches=2, stages=stages)
     return replace(cfg, padded_vocab=128)
 
 
-# Of runs of eight steps. embed is untied after step 5; resid_lambdas are on all ranks.
+# Of runs of eight steps. embed is untied after step 5.
 ENDINGS = (
     tg.Ending(("lm_head", "embed"), 5, 0.4, 0.65, every=2, also=(3,), last_rate=0.3),
     tg.Ending(("vo_bank", "mlp_bank"), 4, 0.3, every=2, offset=1),
     tg.Ending(("value_embeds",), 6, 0.2, every=3, offset=2, keep_norm=False),
-    tg.Ending(("qk_bank", "vo_bank", "mlp_bank", "resid_lambdas"), 3, 0.4, 0.5),
+    tg.Ending(("qk_bank", "vo_bank", "mlp_bank"), 3, 0.4, 0.5),
 )
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     """Returns a config of eight steps, in fp64, with n-grams, sparse exchange, all cadences and endings."""
-    cfg = ngram_config(tmp_path_factory.mktemp("shards"), 8, last=3, every=4)
+    cfg = ngram_config(tmp_path_factory.mktemp("shards"), 8, last=3, every=(2, 4))
     return with_dtype(replace(cfg, endings=ENDINGS), "float64")
 
 
@@ -117,7 +118,7 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
 def start_values(cfg):
     """Returns rows and state of the table of n-grams, away from zeros; a quarter of the moments are 0."""
     g, n = torch.Generator().manual_seed(6), cfg.ngrams
-    rows = torch.randn(len(n.orders) * n.rows, n.width, generator=g).to(tg.dtype_of(n.dtype))
+    rows = torch.randn(len(n.orders) * n.rows_per_order, n.width, generator=g).to(tg.dtype_of(n.dtype))
     moments = torch.rand(len(rows), generator=g, dtype=tg.acc_dtype(cfg)) * (torch.arange(len(rows)) % 4 > 0)
     return rows, moments * 1e-3, torch.zeros(len(rows), dtype=torch.int32)
 
@@ -130,11 +131,23 @@ def join(ranks):
 def spoil_grads(optimizer, value):
     """Sets a step's gradients to `value`. What no step writes, like unread parts of banks, stays 0."""
     for grad in optimizer.grads.values():
-        grad.written = set(range(1000))
+        grad.written = torch.tensor(True)
         if grad.main_grad is None:
             grad.p.grad = torch.full_like(grad.p, value)
         else:
             grad.main_grad.masked_fill_(grad.main_grad != 0, value)
+
+
+def states(model, optimizer):
+    """Yields each parameter's name and state, on one rank; of small parameters their parts of a vector's."""
+    for name, p in model.named_parameters():
+        state = optimizer.state[optimizer.vector_of.get(name, name)]
+        if name in optimizer.vector_of:
+            part = slice(p.storage_offset(), p.storage_offset() + p.numel())
+            state = {
+                key: t[..., part].view(*t.shape[:-1], *p.shape) if t.dim() else t for key, t in state.items()
+            }
+        yield name, state
 
 
 def batches_of(cfg, rank, world_size, first=0, position=(0, 0)):
@@ -182,7 +195,7 @@ def digest_of(state):
     h = hashlib.sha256()
     for name, value in sorted(tg.flatten(state).items()):
         if isinstance(value, torch.Tensor):
-            value = value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            value = value.detach().contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes()
         h.update(f"{name} {value}".encode())
     return h.hexdigest()
 
@@ -194,17 +207,16 @@ def look(model):
 
 def warm_up(model, optimizer, steps, prefetch):
     """Warms up with these steps, and checks that nothing is left of it."""
-    cfg, sent, table = model.cfg, optimizer.exchange.sent, optimizer.ngrams
+    cfg, sent, table = model.cfg, optimizer.exchange.bytes_sent, optimizer.ngrams
     data, before = tg.open_dataset(cfg), tg.training_state(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "warmup_steps", lambda cfg: steps)
         tg.warm_up(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch)
     assert same_bits(before, tg.training_state(model, optimizer))
-    assert sent == prefetch.sent == optimizer.rows == {}
+    assert sent == prefetch.bytes_sent == optimizer.routes == {}
     for grad in optimizer.grads.values():
-        assert grad.p.grad is None and not grad.written and not grad.delayed
-        if isinstance(grad, tg.TableGradient):
-            assert not any(t.any() for t in (grad.main_grad, grad.mean) if t is not None)
+        assert grad.p.grad is None and not grad.delayed
+        assert not (grad.main_grad.any() if isinstance(grad, tg.AddedGradient) else grad.written)
     assert not any(t.any() for t in (*table.stored, table.main_grad)) and table.batch is None
 
 
@@ -222,15 +234,15 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
             t[: len(own)] = own
     val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
     windows = tg.window_tokens(cfg, cfg.val_windows)
-    model.rotary.use_stage(len(cfg.stages) - 1)
+    model.use_stage(len(cfg.stages) - 1)
     found = {"start": tg.validate(model, val, exchange, windows), "losses": [], "steps": []}
-    exchange.sent.clear()
+    exchange.bytes_sent.clear()
     batches = batches_of(cfg, rank, world_size)
     for _ in range(cfg.steps):
         found["losses"].append(tg.train_step(model, optimizer, batches.next(), batches.peek).item())
         found["steps"].append(after_step(model))
     batches.loader.close()
-    found["sent"] = dict(exchange.sent | batches.exchange.sent)
+    found["sent"] = dict(exchange.bytes_sent | batches.exchange.bytes_sent)
     optimizer.apply_endings()
     found["val"] = tg.validate(model, val, exchange, windows)
     found["final"] = whole(model)
@@ -274,7 +286,7 @@ def touched_rows(cfg, rank, world_size):
     loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
     steps = []
     for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
-        parts = loader.batch(plan.batch_tokens, plan.max_doc_len)
+        parts = loader.micro_batches(plan.batch_tokens, plan.max_doc_len)
         found = [[part.inputs for part in parts], [part.hashed_rows.flatten() for part in parts]]
         steps.append([set(torch.cat(ids).tolist()) for ids in found])
     loader.close()
@@ -286,11 +298,17 @@ def bytes_sent(cfg, rank, n):
     sent, shapes, others = Counter(), tg.param_shapes(cfg, n), n - 1
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     reads = [touched_rows(cfg, r, n) for r in range(n)]
-    accurate = tg.acc_dtype(cfg).itemsize
+    accurate, groups, numbers = tg.acc_dtype(cfg).itemsize, defaultdict(list), itertools.count()
     for row in tg.used_params(cfg):
+        name = "" if row.kind == "small" else row.name
+        groups[name, row.dtype, row.betas, row.every, row.reduction].append(row)
+    for (name, *_), rows in groups.items():
+        row, sizes = rows[0], [math.prod(shapes[row.name]) for row in rows]
+        size = sizes[0] if name else tg.padded(sum(tg.padded(size, 8) for size in sizes), 8 * n)
+        row = row if name else replace(row, name=f"small_{next(numbers)}")
         itemsize = tg.dtype_of(cfg.dtype).itemsize if row.dtype == "model" else accurate
-        shape, touched, fp32 = shapes[row.name], set(), row.reduction == "fp32"
-        nbytes = itemsize * math.prod(shape)
+        nbytes, shape = itemsize * size, shapes.get(name)
+        touched, fp32 = set(), row.reduction == "fp32"
         for plan in plans:
             touched |= reads[rank][plan.step][row.kind == "bigrams"]
             if not plan.updates(row.every):
@@ -303,12 +321,9 @@ def bytes_sent(cfg, rank, n):
                 if is_due:
                     sent[f"rows {row.name}"] += away * nbytes // shape[0]
                 touched = set()
-            elif is_due and row.sharded:
-                sent[f"{'all_to_all' if fp32 else 'reduce_scatter'} {row.name}"] += nbytes * others // n
             elif is_due:
-                count = others if fp32 else 2 * others / n
-                sent[f"{'all_gather' if fp32 else 'all_reduce'} {row.name}"] += int(nbytes * count)
-            if is_due and row.sharded:
+                sent[f"{'all_to_all' if fp32 else 'reduce_scatter'} {row.name}"] += nbytes * others // n
+            if is_due:
                 sent[f"all_gather {row.name}"] += nbytes * others // n
     for moment in "exp_avg", "exp_avg_sq":
         sent[f"all_gather lm_head.{moment}"] += accurate * math.prod(shapes["lm_head"]) * others // n
@@ -366,17 +381,15 @@ def test_world_size_does_not_matter(workers, everything, world_size, changes):
 def test_what_changes_no_bit(workers, everything):
     """Checks orders of scatter and of work, sparse and dense exchange, a delayed head, on four ranks.
 
-    lm_head is averaged in rank order, so its exchange may be whole, too. Where it is dense, a table takes the
-    bytes of all rows.
+    Where it is dense, a table takes the bytes of all rows.
     """
     cfg = with_dtype(tg.override(everything, "ngrams.orders="), "float32")
-    cfg = tg.override(cfg, "params.lm_head.reduction=fp32")
     reverse = replace(cfg, params=tuple(replace(row, work=-row.work) for row in cfg.params[::-1]))
     variants = [
         cfg,
         dense(shuffled(cfg, 7)),
         replace(dense(reverse, ("embed",)), delay_head_grad=True),
-        tg.override(dense(shuffled(cfg, 8), ("bigram_embed",)), "params.lm_head.exchange=all_reduce"),
+        dense(shuffled(cfg, 8), ("bigram_embed",)),
     ]
     ranks = [workers(4, train, variant) for variant in variants]
     want, *others = map(same_on_all_ranks, ranks)
@@ -404,16 +417,12 @@ def test_warm_up_leaves_no_trace(workers, everything):
 
 
 def first_gradients(rank, world_size, cfg):
-    """Returns the first batch's mean gradients: by parameter, its exchange and this rank's part."""
+    """Returns this rank's blocks of the first batch's mean gradients."""
     exchange, model, optimizer = build(rank, world_size, cfg)
     optimizer.step = lambda *_: None
     tg.train_step(model, optimizer, first_batch(cfg, rank, world_size))
-    grads = {}
-    for row in cfg.params:
-        grad = optimizer.grads[row.name].take()
-        in_order = row.reduction == "fp32"
-        grads[row.name] = row.exchange, exchange.reduce(row.name, row.exchange, grad, in_order).wait()
-    return grads
+    grads = optimizer.grads.items()
+    return {name: exchange.reduce(name, grad.take(), in_rank_order=True).wait() for name, grad in grads}
 
 
 @pytest.mark.slow
@@ -427,11 +436,9 @@ def test_eight_ranks_sum_as_eight_micro_batches_do(workers, everything):
     cfg = with_dtype(tg.override(everything, "ngrams.orders="), "float32")
     cfg = tg.override(dense(replace(cfg, main_grad=False)), "params.*.reduction=fp32")
     single, parts = workers(1, first_gradients, cfg)[0], workers(8, first_gradients, cfg)
-    for name, (exchange, want) in single.items():
-        grad = parts[3][name][1]
-        if exchange == "reduce_scatter":
-            grad = torch.cat([part[name][1] for part in parts])
-        rows = min(len(grad), len(want))  # banks have other padding
+    for name, want in single.items():
+        grad = torch.cat([part[name] for part in parts])
+        rows = min(len(grad), len(want))  # banks and vectors have other padding
         if name == "lm_head":
             torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-6 * want.abs().max().item())
         assert want.any() and (name == "lm_head" or torch.equal(grad[:rows], want[:rows])), name
@@ -473,12 +480,10 @@ def test_gathers_are_waited_for_where_they_are_first_needed(everything, monkeypa
     assert run["losses"] == want["losses"] and run["val"] == want["val"]
     assert same_bits(run["final"], want["final"])
     banks = ["qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"]
-    every, moments = (
-        ["lm_head", "value_embeds", *banks],
-        ["lm_head.exp_avg", "lm_head.exp_avg_sq"],
-    )
+    small, moments = ["small_0", "small_1", "small_2"], ["lm_head.exp_avg", "lm_head.exp_avg_sq"]
+    every = ["lm_head", "value_embeds", *banks, *small]
     # Untying, after step 5, gathers moments. In step 5 value_embeds is not updated.
-    assert orders == [[], banks, every, banks, every, [*banks, *moments], ["lm_head", *banks], banks]
+    assert orders == [[], banks, every, banks, every, [*banks, *moments], ["lm_head", *banks, *small], banks]
 
 
 # -------------------------------------------------------------------------------------------------- exchange
@@ -491,14 +496,12 @@ def wide_range(rank):
 
 
 def run_exchanges(rank, world_size):
-    exchange, t, pending = tg.Exchange(rank, world_size), wide_range(rank), []
-    for how in "all_reduce", "reduce_scatter":
-        for in_rank_order in False, True:
-            pending.append(exchange.reduce("x", how, t.clone(), in_rank_order))
+    exchange, t = tg.Exchange(rank, world_size), wide_range(rank)
+    pending = [exchange.reduce("x", t.clone(), in_rank_order) for in_rank_order in (False, True)]
     pending.append(exchange.all_reduce(t.clone()))
     owner = torch.arange(64)[:, None] // (64 // world_size)
     pending.append(exchange.gather("x", torch.where(owner == rank, t, -1)))
-    return [p.wait() for p in pending], exchange.all_gather_object({"rank": rank})
+    return [p.wait() for p in pending], exchange.from_rank_0({"rank": rank})
 
 
 def test_exchange(workers):
@@ -508,14 +511,14 @@ def test_exchange(workers):
     assert not torch.equal(want, other)
     gathered = torch.cat([part[16 * rank : 16 * rank + 16] for rank, part in enumerate(parts)])
     near = dict(rtol=0, atol=2**-6 * want.abs().max().item())
-    for rank, (results, objects) in enumerate(workers(4, run_exchanges)):
-        mean, mean_fp32, block, block_fp32, total, gather = results
+    for rank, (results, value) in enumerate(workers(4, run_exchanges)):
+        block, block_fp32, total, gather = results
         own = slice(16 * rank, 16 * rank + 16)
-        for t, expected in (mean, want / 4), (block, want[own] / 4), (total, want):
+        for t, expected in (block, want[own] / 4), (total, want):
             torch.testing.assert_close(t.float(), expected, **near)
-        for t, expected in (mean_fp32, want / 4), (block_fp32, want[own] / 4), (gather, gathered.bfloat16()):
+        for t, expected in (block_fp32, want[own] / 4), (gather, gathered.bfloat16()):
             assert t.dtype == expected.dtype and torch.equal(t, expected)
-        assert objects == [{"rank": r} for r in range(4)]
+        assert value == {"rank": 0}
 
 
 def misbehave(rank, world_size, how):
@@ -564,6 +567,6 @@ def test_validation_losses_are_averaged_in_fp32(cfg):
     cfg = with_dtype(cfg, "bfloat16")
     exchange, model, _ = build(0, 1, cfg)
     val, windows = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val")), {"short": 6, "long": 20}
-    losses = [model.token_losses(batch, windows).mean().item() for batch in map(val.batch, range(3))]
+    losses = [model.token_losses(batch, windows).mean().item() for batch in map(val.slice, range(3))]
     assert len(set(losses)) == 3
     assert tg.validate(model, val, exchange, windows) == pytest.approx(np.mean(losses), rel=1e-6)

@@ -122,7 +122,8 @@ def run_tiny(rank, world_size, dtype):
     """
     # Two stages: lm_head and embed are untied in the second one.
     stages = tuple(replace(tg.CPU.stages[0], steps=steps) for steps in (TINY["N"] - 2, 2))
-    cfg = replace(with_dtype(tg.CPU, dtype), stages=stages, endings=TINY_ENDINGS)
+    rows = tuple(row for row in tg.PARAMS if row.name in TINY["shapes"])
+    cfg = replace(with_dtype(tg.CPU, dtype), stages=stages, endings=TINY_ENDINGS, params=rows)
     shapes = {name: (-1, *shape[-2:]) if len(shape) == 4 else shape for name, shape in TINY["shapes"].items()}
 
     def weights(step):
@@ -204,7 +205,7 @@ def ship(history):
             for step, rate in sorted(tg.tick_rates(row, len(history)).items()):
                 average = average + rate * (history[step][name] - average)
             final[name] = final[name] + row.blend * (average - final[name])
-    for name in ("lm_head", "embed", "qk_bank", "vo_bank", "mlp_bank", "resid_lambdas"):
+    for name in ("lm_head", "embed", "qk_bank", "vo_bank", "mlp_bank"):
         final[name] *= history[-1][name].norm() / final[name].norm()
     return final
 
@@ -242,7 +243,7 @@ def test_no_averages_of_what_is_not_there(everything):
 
 @pytest.mark.slow
 def test_endings_are_on_the_clock_and_before_the_final_validation(everything, monkeypatch):
-    cfg = replace(everything, warmup=False, val_every=3)
+    cfg = replace(everything, val_every=3)
     calls = []
 
     def record(owner, name):
@@ -255,13 +256,13 @@ def test_endings_are_on_the_clock_and_before_the_final_validation(everything, mo
         monkeypatch.setattr(owner, name, recorded)
 
     record(tg.Optimizer, "apply_endings")
-    record(tg, "synchronized_time")
+    record(tg.Clock, "synchronized")
     record(tg, "validate")
-    exchanges = tg.Exchange(0, 1), tg.Exchange(0, 1)
-    tg.train(cfg, tg.TORCH_BACKEND, *exchanges, tg.open_dataset(cfg), 0, tg.RunLog())
-    validation = ["synchronized_time", "validate", "synchronized_time"]
+    data, (exchange, model, optimizer) = tg.open_dataset(cfg), build(0, 1, cfg)
+    tg.train(data, model, optimizer, tg.ValLoader(cfg, data.val), exchange, tg.RunLog())
+    validation = ["synchronized", "validate", "synchronized"]
     # The clock starts; validation before steps 0, 3 and 6 is of the raw weights.
-    assert calls == ["synchronized_time", *validation * 3, "apply_endings", *validation]
+    assert calls == ["synchronized", *validation * 3, "apply_endings", *validation]
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def resume_each(rank, world_size, cfg, folder):
     def save(step, position):
         run = folder / f"{step}.checkpoint"
         tg.save_checkpoint(run, {}, {"step": step, "position": position}, model, optimizer)
-        exchange.all_gather_object(None)  # rank 0 has renamed it
+        exchange.from_rank_0(None)  # it has renamed it
         found[step] = tg.Checkpoint.find(str(run.with_suffix(".txt")), rank)
 
     want, same = go_on(model, optimizer, save=save), {}
@@ -313,6 +314,6 @@ def resume_each(rank, world_size, cfg, folder):
 @pytest.mark.parametrize("main_grad", [True, False])
 def test_every_checkpoint_resumes(workers, everything, tmp_path, main_grad):
     """Before, between and after the first ticks of every row, which are in steps 2 to 5."""
-    cfg = replace(with_dtype(everything, "bfloat16"), slow_from=99, main_grad=main_grad)
+    cfg = replace(with_dtype(everything, "bfloat16"), second_cadence_from=99, main_grad=main_grad)
     results = workers(2, resume_each, cfg, tmp_path)
     assert results == [dict.fromkeys((0, 2, 4, 6), True)] * 2

@@ -20,6 +20,7 @@ import tokenize_text as tt
 import train_gpt as tg
 from golden_inputs import write_shard
 from launch import Launch, make_corpus, settings
+from saved_model import load_model
 from test_ngram_runs import NGRAMS, one_log
 from test_resume import closing_block, make_config
 
@@ -32,18 +33,8 @@ def run(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("run")
     make_corpus(folder / "corpus", val=5 * 256 + 1)
-    change = "warmup=false samples=3 stages.*.prefix= ngrams.orders=2,3 ngrams.rows=301 ngrams.width=12"
-    arguments = [
-        "--preset",
-        "cpu",
-        "--data",
-        "corpus",
-        *settings(*change.split()),
-        "--seed",
-        3,
-        "--save",
-        "m.pt",
-    ]
+    change = settings("warmup=false", "samples=3", "stages.*.prefix=", *NGRAMS)
+    arguments = [*"--preset cpu --data corpus --seed 3 --save m.pt".split(), *change]
     with Launch(folder, *arguments, world_size=2) as process:
         assert process.wait() == [0, 0], process.err
         (folder / "screen.txt").write_text(process.out)
@@ -64,12 +55,17 @@ def randomize(model):
             p += 0.1 * torch.randn(p.shape, generator=generator)
 
 
+def save(path, model):
+    """Saves a model as a run of one process does."""
+    tg.save_model(path, model, "0123456789ab", tg.Exchange(0, 1))
+
+
 def random_model(run, *change):
     """Returns a model with bigrams, at its last stage."""
     cfg = make_config(run / "corpus", "dtype=float32", "ngrams.orders=", *change)
     model = tg.GPT(cfg)
     randomize(model)
-    model.rotary.use_stage(len(cfg.stages) - 1)
+    model.use_stage(len(cfg.stages) - 1)
     return model
 
 
@@ -84,8 +80,8 @@ def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
     Of a later document, the first rows of bigrams and the smear read the token before BOS.
     """
     if ngrams:
-        model = tg.load_model("m.pt")
-        assert isinstance(model.ngrams.rows, np.memmap)
+        model = load_model("m.pt")
+        assert all(isinstance(block, np.memmap) for block in model.ngrams.blocks)
         randomize(model)
     else:
         model = random_model(run, "window_unit=2")
@@ -94,7 +90,7 @@ def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
     tokens = np.concatenate([[cfg.bos_id, *rng.integers(97, 104, n - 1)] for n in lengths] + [[0]])
     batch = tg.make_micro_batch(tokens, np.cumsum([0, *lengths[:-1]]), max(lengths), 8, cfg)
     windows = tg.window_tokens(cfg, cfg.val_windows)
-    x = model.hidden_states(batch, windows, None if ngrams else {})
+    x = model.hidden_states(batch, windows)
     expected = model.logits(x)[:, : cfg.vocab_size].softmax(1)
     document = tokens[:40].tolist()
     for i in range(40):
@@ -105,10 +101,10 @@ def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
 def test_a_loaded_model_computes_as_the_saved_one(run):
     """In every bit, also by its rotary angles and attention's scale, which are those of the last stage."""
     model, text = random_model(run), [256, *range(97, 104)]
-    tg.save_model("random.pt", model)
+    save("random.pt", model)
     expected = model.next_token_logits(text)
-    assert torch.equal(tg.load_model("random.pt").next_token_logits(text), expected)
-    model.rotary.use_stage(2)
+    assert torch.equal(load_model("random.pt").next_token_logits(text), expected)
+    model.use_stage(2)
     assert not torch.equal(model.next_token_logits(text), expected)
 
 
@@ -176,7 +172,7 @@ def test_the_command_continues_the_prompt(capsys, monkeypatch):
 def test_gpt2s_tokens_come_from_the_datas_folder(run, tmp_path, monkeypatch, capsys):
     """Relative to the checkout, not to the current folder. Their passages are long, those of bytes short."""
     numbers = "ngrams.orders=", "vocab_size=50257", "padded_vocab=50304", "bos_id=50256"
-    tg.save_model("gpt2.pt", tg.GPT(make_config("gpt2", *NGRAMS, *numbers)))
+    save("gpt2.pt", tg.GPT(make_config("gpt2", *NGRAMS, *numbers)))
     pairs = [bytes([i, j]) for i in range(256) for j in range(256)][-50_000:]
     tokens = [*(bytes([255 - i]) for i in range(256)), *pairs, b""]
     (run / "gpt2").mkdir()
@@ -214,7 +210,7 @@ loss m.pt empty.bin -> not a whole token shard
 loss m.pt gpt2.bin -> 50257
 loss m.pt empty.txt --passage-bytes 3 -> from 4
 export m.pt m.pt -> model itself
-export m.pt ./m.pt.ngrams -> model itself
+export m.pt ./m.pt.ngrams1 -> model itself
 """
 
 
@@ -297,7 +293,7 @@ def test_a_texts_loss_is_that_of_its_passages(run, capsys):
     """
     model = random_model(run, "window_unit=2", "val_slice_tokens=256")
     words = ["abc", "", "gf\u00e9", "d" * 90, "fedcba"]
-    tg.save_model("narrow.pt", model)
+    save("narrow.pt", model)
     with gzip.open("five.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"body": word}) + "\n" for word in words)
     passages = [passage for word in words if word for passage in tt.cut_passages(word.encode(), 60)]
@@ -344,11 +340,11 @@ def test_the_standard_error_of_three_documents():
 @pytest.mark.parametrize("name", ("m", "bigrams"))
 def test_an_exported_model_is_the_saved_one(run, capsys, name):
     """In names, shapes, dtypes and every bit, with its table and config."""
-    tg.save_model("bigrams.pt", random_model(run, "dtype=bfloat16"))
+    save("bigrams.pt", random_model(run, "dtype=bfloat16"))
     export.main([f"{name}.pt", f"{name}.safetensors"])
     with safetensors.safe_open(f"{name}.safetensors", "pt") as file:
         config, tensors = file.metadata()["config"], {key: file.get_tensor(key) for key in file.keys()}
-    model = tg.load_model(f"{name}.pt")
+    model = load_model(f"{name}.pt")
     assert tg.config_from_dict(json.loads(config)) == model.cfg
     expected = model.state_dict()
     if name == "m":

@@ -86,12 +86,12 @@ def test_training_batches(shards):
     golden, last = {row["batch"]: row for row in GOLDEN_LOADER["train"]}, GOLDEN_LOADER["batches_in_shard_1"]
     assert set(golden) == {1, 2, 3, last, last + 1}
     for number in range(1, GOLDEN_LOADER["train_exhausted_after_batch"] + 1):
-        (batch,) = loader.batch(256, 64)
+        (batch,) = loader.micro_batches(256, 64)
         assert batch.max_doc_len == 64
         if number in golden:
             check_batch(batch, golden[number])
     # 13 batches of 256. The reference raises a TypeError there; here the second epoch begins.
-    check_batch(loader.batch(256, 64)[0], golden[1])
+    check_batch(loader.micro_batches(256, 64)[0], golden[1])
 
 
 def test_training_slices(shards):
@@ -100,7 +100,7 @@ def test_training_slices(shards):
     tokens = shard_tokens(1, 3000)
     for row in GOLDEN_LOADER["slices"]:
         (starts,), (ends,) = row["starts"], row["ends"]
-        (batch,) = loader.batch(256, 64)
+        (batch,) = loader.micro_batches(256, 64)
         want = np.concatenate([tokens[a:b] for a, b in zip(starts, ends)])
         assert batch.inputs.tolist() + [batch.targets[-1].item()] == want.tolist()
 
@@ -108,7 +108,7 @@ def test_training_slices(shards):
 def test_validation_batches(shards):
     loader = tg.ValLoader(shards, tg.find_shards(shards.data, "val"))
     for golden in GOLDEN_LOADER["val"]:
-        check_batch(loader.batch(golden["batch"] - 1), golden, max_docs=128)
+        check_batch(loader.slice(golden["batch"] - 1), golden, max_docs=128)
     assert len(loader.tokens) == 256 * GOLDEN_LOADER["val_exhausted_after_batch"] + 1
     # One more does not fit; that is found before the run starts (the reference raises a RuntimeError in it).
     with pytest.raises(tg.UserError, match="1,500 tokens for validation"):
@@ -129,14 +129,14 @@ def test_prefix_table(tmp_path):
     assert tg.prefix_table(tg.read_vocabulary(path, size), PREFIX["table_size"]).tolist() == PREFIX["table"]
 
 
-def prefix_loss(case, dtype, scale_inv=0.0):
+def prefix_loss(case, dtype, unit=0.0):
     loss, golden = PREFIX["loss"], PREFIX["loss"]["cases"][case]
     prefix = [golden["prefix_weight"]] if golden["prefix_weight"] else []
     logits = fill((loss["T"], loss["V"]), 900, 6, -2).to(dtype)
     targets = tg.loss_targets(torch.tensor(loss["targets"]), len(golden["mtp_weights"]), None)
     if prefix:
         targets = torch.cat([targets, torch.tensor(loss["prefix_targets"])[:, None]], dim=1)
-    return tg.softcap_loss(logits, targets, (*golden["mtp_weights"], *prefix), scale_inv)
+    return tg.softcap_loss(logits, targets, (*golden["mtp_weights"], *prefix), unit)
 
 
 PREFIX_CASES = PREFIX["loss"]["cases"]

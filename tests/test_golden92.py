@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ class Table:
 
 
 def golden_config(dtype):
-    ngrams = tg.Ngrams((2, 3), rows=512, width=192, dtype=dtype)
+    ngrams = tg.Ngrams((2, 3), 512, width=192, dtype=dtype)
     return tiny_config(dtype, ngrams=ngrams, window_unit=128)
 
 
@@ -53,9 +54,11 @@ def golden_batch(case, cfg, cap):
     want, ngrams = MODEL["cases"][case], ("bigram", "trigram")
     tokens, starts = np.array(want["tokens"], np.uint16), np.array(want["starts"][1:])
     batch = tg.make_micro_batch(tokens, starts, 64, 8, cfg, cap)
-    batch.hashed_rows = torch.tensor([want[f"{name}_rows"] for name in ngrams], dtype=torch.int32)
-    batch.signs = torch.tensor([want[f"{name}_signs"] for name in ngrams], dtype=torch.int32)
-    return batch
+    rows, signs = (
+        torch.tensor([want[f"{name}_{what}"] for name in ngrams], dtype=torch.int32)
+        for what in ("rows", "signs")
+    )
+    return batch._replace(hashed_rows=rows, compact_rows=rows, sign_ids=signs)
 
 
 @functools.cache
@@ -63,7 +66,7 @@ def golden_model(case, kind):
     cfg, want = golden_config(DTYPES[kind]), MODEL["cases"][case]
     model = fill_model(tg.GPT(cfg, WORLD), want["tied"])
     model.ngrams = Table(fill((1024, 192), 16, 0.4).to(model.signs.dtype))
-    model.rotary.use_stage(want["rotary_stage"])
+    model.use_stage(want["rotary_stage"])
     windows = dict(zip(("short", "long"), want["windows"]))
     mtp, prefix = tuple(want["mtp_weights"]), want["prefix_weight"]
     return model, tg.plan_step(cfg, 0)._replace(windows=windows, mtp=mtp, prefix=prefix)
@@ -122,7 +125,7 @@ def gradients(case, kind):
         p = getattr(model, name)
         grads[name] = torch.zeros_like(p).index_add_(0, batch.inputs, leaves[name].grad)
     table = torch.zeros_like(model.ngrams.rows)
-    index = tg.index_rows(batch.hashed_rows.numpy(), batch.signs.numpy())
+    index = tg.index_rows(batch.hashed_rows.numpy(), batch.sign_ids.numpy())
     tg.segment_sum_rows(table, leaves["ngrams"].grad, index, model.signs)
     return loss.item(), golden_layout(grads, model.cfg) | {"bigram_embed.weight": table}
 
@@ -189,9 +192,9 @@ def test_what_changes_when():
 
 @pytest.mark.parametrize("want", SCHEDULE["yarn"], ids=lambda want: str(want["stage"]))
 def test_rotary(want):
-    rotary = tg.Rotary(replace(tg.RECORD, dtype="float64"), 2, torch.device("cpu"))
-    rotary.use_stage(want["stage"])
-    for name, family in ("narrow", rotary.narrow), ("wide", rotary.wide):
+    model = SimpleNamespace(cfg=replace(tg.RECORD, dtype="float64"), length=1, device="cpu", stage=-1)
+    tg.GPT.use_stage(model, want["stage"])
+    for name, family in ("narrow", model.narrow), ("wide", model.wide):
         assert family.scale == pytest.approx(want[f"{name}_scale"], rel=1e-14)
         angles = torch.atan2(family.sin[1], family.cos[1])
         assert angles.tolist() == pytest.approx(want[f"{name}_frequencies"], rel=1e-12)

@@ -135,8 +135,8 @@ FP8_WINS = row("relu_square", ms=(0.1, 1.4), operation="relu_square_fp8")
         ([GRAD_LOSES], "kernels=gram,softcap_loss,segment_sum_rows fp8_mlp=false"),
         # Times of several shapes add up; 3% are noise.
         ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.1, 2.0))], ""),
-        ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.2, 1.9))], "attention=dense"),
-        ([row("attention", ms=(1.5, 2.0)), row("fa3", ok=True, ms=(1.0, 2.0))], "attention=fa3"),
+        ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.2, 1.9))], "attention_impl=dense"),
+        ([row("attention", ms=(1.5, 2.0)), row("fa3", ok=True, ms=(1.0, 2.0))], "attention_impl=fa3"),
         ([row("attention", ms=(1.5, 2.0)), row("fa3", ok=False, ms=(1.0, 2.0))], ""),
         ([row(off="fp8=false"), row(off="kernels=")], "fp8=false kernels="),
         # The whole step failed: the passing settings that change the least.
@@ -187,7 +187,7 @@ def other_row(out, *args):
 
 def test_compare_accepts_plain_torch_and_notices_mutants(setup):
     """A result that is 5 % too large is noticed, and one wrong number."""
-    cfg = replace(setup.cfg, kernels=tuple(tg.KERNELS), attention="varlen")
+    cfg = replace(setup.cfg, kernels=tuple(tg.KERNELS), attention_impl="varlen")
     mutants, widths = {"softcap_loss": nan_in_grad, "segment_sum_rows": other_row}, set()
     for case in kernels.kernel_cases(cfg, [0], setup.paths, setup.device):
         error, bound = kernels.compare(case, tg.TORCH_BACKEND)

@@ -14,7 +14,7 @@ import fineweb
 import hellaswag
 import train_gpt as tg
 from hellaswag import Item
-from test_evals import randomize
+from test_evals import randomize, save
 from test_ngram_runs import make_config
 
 
@@ -41,7 +41,7 @@ def saved(request, tmp_path_factory):
     model.ngrams = tg.Optimizer(model.cfg, dict(model.named_parameters()), tg.Exchange(0, 1)).ngrams
     if model.ngrams:
         model.ngrams.block.normal_(generator=torch.Generator().manual_seed(1))
-    tg.save_model(str(folder / "model.pt"), model)
+    save(str(folder / "model.pt"), model)
     return str(folder / "model.pt")
 
 
@@ -51,7 +51,7 @@ def losses_alone(model, document):
 
     def last_loss(text):
         batch = tg.make_micro_batch(text, tg.NO_ROWS, len(text), 2, model.cfg)
-        return model.token_losses(batch.pack(), windows)[-1].item()
+        return model.token_losses(batch, windows)[-1].item()
 
     return np.array([last_loss(document.tokens[: i + 1]) for i in range(n - document.scored, n)])
 
@@ -73,7 +73,7 @@ def test_packed_losses_are_those_of_each_text_alone(saved):
     # In validation's micro-batches they would differ: these weights show it.
     lengths = [len(d.tokens) for d in second]
     tokens = np.concatenate([*(d.tokens for d in second), [0]])
-    batch = tg.make_micro_batch(tokens, np.cumsum(lengths)[:-1], max(lengths), 30, model.cfg).pack()
+    batch = tg.make_micro_batch(tokens, np.cumsum(lengths)[:-1], max(lengths), 30, model.cfg)
     losses = model.token_losses(batch, tg.window_tokens(model.cfg, model.cfg.val_windows)).numpy()
     last = losses[len(losses) - 1 - second[-1].scored : -1]
     assert abs(last - losses_alone(model, second[-1])).max() > 1e-5

@@ -315,14 +315,14 @@ def fp8_steps_apart(a, b):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=len)
-@pytest.mark.parametrize("scale_inv", [tg.FP8_GRAD, tg.FP8_GRAD / 64, 1e-3, 1.0])
-def test_softcap_loss_in_fp8(interpreted, guarded, scale_inv, weights):
+@pytest.mark.parametrize("unit", [tg.FP8_GRAD, tg.FP8_GRAD / 64, 1e-3, 1.0])
+def test_softcap_loss_in_fp8(interpreted, guarded, unit, weights):
     for V, seed in ((131, 0), (4097, 1)):
         logits, targets = loss_case(5, V, len(weights), seed)
-        losses, actual = interpreted.triton_softcap_loss(logits, targets, weights, scale_inv)
+        losses, actual = interpreted.triton_softcap_loss(logits, targets, weights, unit)
         exact = tg.softcap_loss(logits.double(), targets, weights)
         torch.testing.assert_close(losses.double(), exact[0], rtol=1e-6, atol=2e-5)
-        apart = fp8_steps_apart(actual, tg.to_fp8(exact[1], scale_inv, torch.float8_e5m2))
+        apart = fp8_steps_apart(actual, tg.to_fp8(exact[1], unit, torch.float8_e5m2))
         assert actual.dtype == torch.float8_e5m2 and actual.is_contiguous()
         assert apart.max() <= 1 and apart.float().mean() < 0.01  # they differ only near ties
 
@@ -385,11 +385,11 @@ def test_flash_attention(monkeypatch, widths):
     from torch.nn.attention import varlen
 
     def one_width(q, k, v, ends, key_ends, longest, longest_key, scale, window_size):
-        assert q.shape == k.shape == v.shape and window_size == (3, 0)
+        assert q.shape == k.shape == v.shape and window_size == (3, 0) and scale == 1
         assert ends is key_ends and longest == longest_key == 5
-        return tg.attention(q, k, v, ends, longest, window_size[0], scale)
+        return tg.dense_attention(q, k, v, ends, longest, window_size[0])
 
     monkeypatch.setattr(varlen, "varlen_attn", one_width)
     q, k, v = (torch.randn(9, 2, widths[i]) for i in (0, 0, 1))
-    rest = torch.tensor([0, 4, 9], dtype=torch.int32), 5, 3, 0.12
-    torch.testing.assert_close(tg.flash_attention(q, k, v, *rest), tg.attention(q, k, v, *rest))
+    rest = torch.tensor([0, 4, 9], dtype=torch.int32), 5, 3
+    torch.testing.assert_close(tg.flash_attention(q, k, v, *rest), tg.dense_attention(q, k, v, *rest))

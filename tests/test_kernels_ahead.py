@@ -88,10 +88,10 @@ def kernel_cases():
     for (kind, call), size in itertools.product(calls.items(), ("small", "large")):
         tiles = tg.RELU_SQUARE_TILES[size + kind * (size == "large")]
         cases[f"relu_square{kind} {size}"] = "relu_square_kernel", tiles, call
-    for weights, scale_inv in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
+    for weights, unit in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
         targets = meta(chunk, len(weights), dtype=torch.int64)
-        call = functools.partial(tg.triton_softcap_loss, meta(chunk, V), targets, weights, scale_inv)
-        name = f"softcap_loss {len(weights)} {'e5m2' if scale_inv else 'bf16'}"
+        call = functools.partial(tg.triton_softcap_loss, meta(chunk, V), targets, weights, unit)
+        name = f"softcap_loss {len(weights)} {'e5m2' if unit else 'bf16'}"
         cases[name] = "softcap_loss_kernel", None, call
     call = functools.partial(tg.triton_segment_sum_rows, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))
     cases["segment_sum_rows"] = "segment_sum_rows_kernel", None, call
@@ -137,7 +137,7 @@ def compile_kernel(arch, name):
     for i, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
         specialized = type(value) is int and not parameter.do_not_specialize
-        if parameter.is_constexpr or specialized and value == 1:
+        if parameter.is_constexpr or value is None or specialized and value == 1:
             signature[parameter.name], constants[(i,)] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):

@@ -96,7 +96,7 @@ def test_contract(form, case, operation):
     (in_place, delayed, dummy), (run, plain, shape) = CASES[case], OPERATIONS[operation]
     w = randn(*shape, seed=2).requires_grad_(not in_place or dummy)
     main_grad = torch.full(shape, torch.nan, dtype=w.dtype) if in_place else None  # NaN: to be overwritten
-    grad, fired = tg.Gradient("w", w, main_grad), []
+    grad, fired = tg.Gradient(w, main_grad), []
     grad.delay, graphs = delayed, counters["stats"]["unique_graphs"]
     if FORMS[form]:
         torch._dynamo.reset()
@@ -163,13 +163,17 @@ def test_add_product(written):
 # ----------------------------------------------------------------------------------------------- whole models
 
 
-def gradients_of_a_batch(cfg):
+def gradients_of_a_batch(cfg, marked=()):
     """Returns the first batch's gradients, and which parameters have a .grad."""
     _, model, optimizer = build(0, 1, cfg)
+    for name in marked:
+        model.get_parameter(name).grad_added_to_main_grad = False
     optimizer.step = lambda *_: [grad.take() for grad in optimizer.grads.values()]  # what was delayed
     tg.train_step(model, optimizer, first_batch(cfg))
-    with_grad = {name for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad.take().clone() for name, grad in optimizer.grads.items()}, with_grad
+    vectors = set(optimizer.vector_of.values())
+    with_grad = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: grad.take() for name, grad in optimizer.grads.items() if name not in vectors}
+    return grads | with_grad, set(with_grad)
 
 
 def autograds_gradients(cfg):
@@ -199,8 +203,17 @@ def test_gradients_of_a_batch_are_autograds(cfg, changes):
     for name, grad in grads.items():
         assert grad.any(), name
         torch.testing.assert_close(grad, want[name], rtol=1e-10, atol=1e-11, msg=name)
-    small = {row.name for row in cfg.params if row.kind == "plain"}
+    small = {row.name for row in cfg.params if row.kind == "small"}
     assert with_grad == small | (set(BANKS) if "main_grad" in changes else set())
+
+
+def test_autograds_gradient_of_a_marked_parameter(cfg, monkeypatch):
+    """Without a main_grad autograd sums the gradient: another one, not initialized, must not follow."""
+    cfg = replace(cfg, main_grad=False)
+    want, _ = gradients_of_a_batch(cfg)
+    monkeypatch.setattr(torch, "empty_like", lambda t, **options: torch.full_like(t, math.nan, **options))
+    found, _ = gradients_of_a_batch(cfg, BANKS)
+    assert all(torch.equal(found[name], want[name]) for name in BANKS)
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -215,9 +228,9 @@ def test_when_the_heads_product_runs(cfg, delayed, monkeypatch):
     batches, events, write_grad = batches_of(cfg, 0, 1), [], tg.write_grad
 
     def record(event, function):
-        def recording(*args):
+        def recording(*args, **options):
             events.append(event or args[0])
-            return function(*args)
+            return function(*args, **options)
 
         return recording
 
@@ -287,7 +300,7 @@ def test_nothing_as_large_as_a_bank_or_table_is_allocated_or_cleared(workers, cf
     sizes = dict(padded_vocab=280, bigram_vocab_size=1400, mudd_dim=20)
     cfg = replace(with_dtype(cfg, "bfloat16"), microbatches=2, stages=stages, **sizes)
     shapes = tg.param_shapes(cfg, 2)
-    large = [shapes[row.name] for row in cfg.params if row.kind != "plain"]
+    large = [shapes[row.name] for row in cfg.params if row.kind != "small"]
     large += [(rows // 2, *rest) for rows, *rest in (shapes[name] for name in TABLES)]
     flat = {(s[0], math.prod(s[1:])) for s in large} | {(math.prod(s[:-1]), s[-1]) for s in large}
     large = {*large, *flat, *(s[::-1] for s in flat)}

@@ -9,6 +9,7 @@ import pytest
 
 import train_gpt as tg
 from launch import make_corpus, settings
+from saved_model import load_model
 from test_config import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -67,7 +68,7 @@ def test_losses_of_a_saved_model(tmp_path, capsys):
     make_corpus(tmp_path / "corpus", train=(6000, 30000))
     cfg = functools.reduce(tg.override, settings()[1:], tg.CPU)
     options = ["--model", f"{tmp_path}/m.pt", "--data", f"{tmp_path}/corpus"]
-    tg.save_model(options[1], tg.GPT(cfg))
+    tg.save_model(options[1], tg.GPT(cfg), "run", tg.Exchange(0, 1))
     ngram.main(options)
     rows = re.findall(r"^(\d\S+) .* (?:alone|counts)(?:, (\S+) tokens)?", capsys.readouterr().out, re.M)
     losses, counted = zip(*rows)
@@ -75,7 +76,7 @@ def test_losses_of_a_saved_model(tmp_path, capsys):
         tg.ValLoader(cfg, tg.find_shards(options[3], "val")),
         tg.window_tokens(cfg, cfg.val_windows),
     )
-    expected = tg.validate(tg.load_model(options[1]), val, tg.Exchange(0, 1), windows)
+    expected = tg.validate(load_model(options[1]), val, tg.Exchange(0, 1), windows)
     assert float(losses[0]) == pytest.approx(expected, abs=6e-5)
     assert max(map(float, losses[1:])) < expected - 1  # the model has learned nothing
     assert counted[1:3] == (f"{tg.train_tokens(cfg):,}",) * 2

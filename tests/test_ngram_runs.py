@@ -20,12 +20,14 @@ import torch
 
 import synthetic
 import train_gpt as tg
+from golden_inputs import same_bits
 from launch import WAIT, FaultAtCall, Launch, SetGlobal, die
+from saved_model import load_model
 from test_distributed import bytes_sent
 from test_resume import ATTEMPTS, closing_block, corpus, launch, logs, make_config  # noqa: F401 (fixtures)
 
 SOON = WAIT / 10  # seconds in which all ranks end after one has failed
-NGRAMS = "ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12"
+NGRAMS = "ngrams.orders=2,3", "ngrams.rows_per_order=301", "ngrams.width=12"
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_a_failure_ends_all_ranks(launch_two, tmp_path, what):
     rank, batch, *failures = FAILURES[what]
     tell = FaultAtCall("Prefetcher._build", batch, partial(Path.touch, Path("waiting")))
     faults = {rank: Faults(NO_TIMEOUT, *failures), 1 - rank: Faults(NO_TIMEOUT, tell)}
-    with launch_two(tmp_path, change=["ngrams.every=1"], faults=faults) as run:
+    with launch_two(tmp_path, change=["ngrams.every=1,1"], faults=faults) as run:
         wait_for(tmp_path / "failed")
         assert all(run.wait(SOON)), run.err
     assert "injected" in run.err
@@ -107,7 +109,7 @@ def test_a_failure_ends_all_ranks(launch_two, tmp_path, what):
 
 # ---- a whole run, its saved model, and the same run in two parts -------------------------------------------
 
-CHANGE = "warmup=true", "slow_from=2", "ngrams.every=4", "ngrams.lr=3"
+CHANGE = "warmup=true", "second_cadence_from=2", "ngrams.every=2,4", "ngrams.lr=3"
 
 
 @pytest.fixture(scope="module")
@@ -123,20 +125,25 @@ def saved(launch_two, tmp_path_factory):
 def test_a_killed_run_ends_as_if_never_stopped(launch_two, saved, tmp_path):
     """With all digits of its loss, all bits of its weights and its table.
 
-    Checkpoints wait for the rarest updates, after steps 2, 4 and 8, so it goes on from 4.
+    Checkpoints wait for the rarest updates, so it goes on from step 4.
     """
     options = ["--checkpoint-every", 1, "--save", "model.pt"]
     faults = dict.fromkeys((0, 1), FaultAtCall("AsyncLoss.poll", 12, die))  # in step 7
     with launch_two(tmp_path, *options, change=CHANGE, faults=faults) as run:
         assert -signal.SIGKILL in run.wait(), run.err
-    assert re.findall(r"^checkpoint: after step (\d+);", one_log(tmp_path), re.MULTILINE) == ["2", "4"]
-    with launch_two(tmp_path, *options, "--resume", ATTEMPTS, change=CHANGE) as run:
+    assert re.findall(r"^checkpoint: after step (\d+);", one_log(tmp_path), re.MULTILINE) == ["4"]
+    (log,) = tmp_path.glob(f"{ATTEMPTS}/*.txt")
+    with launch_two(tmp_path, *options, "--resume", log, change=CHANGE) as run:
         assert run.wait() == [0, 0], run.err
     (log,) = tmp_path.glob(f"{ATTEMPTS}/*.from4_*.txt")
     want, got = closing_block(one_log(saved)), closing_block(log.read_text(encoding="utf-8"))
     assert got["val_loss"] == want["val_loss"] and got["resumed_after_step"] == "4"
-    for name in ("model.pt", "model.pt.ngrams"):
-        assert (tmp_path / name).read_bytes() == (saved / name).read_bytes()
+    ours, theirs = (torch.load(folder / "model.pt") for folder in (tmp_path, saved))
+    run_id = log.name.split(".")[0][-12:]
+    assert ours.pop("id") == run_id != theirs.pop("id") and same_bits(ours, theirs)
+    for rank in 0, 1:
+        ours, theirs = ((folder / f"model.pt.ngrams{rank}").read_bytes() for folder in (tmp_path, saved))
+        assert ours[:-12] == theirs[:-12] and ours[-12:].decode() == run_id
 
 
 @pytest.mark.slow
@@ -162,51 +169,47 @@ def validation_loss(model, corpus):
 
 @pytest.mark.slow
 def test_a_saved_model_gives_the_runs_loss(saved, corpus, tmp_path):
-    """A table that is missing, too short or another run's is refused."""
+    """A file of the table that is missing, too short or another run's is refused, and named."""
     folder = shutil.copytree(saved, tmp_path / "run")
-    path = folder / "model.pt.ngrams"
+    path = folder / "model.pt.ngrams1"
     path.chmod(0o444)
-    model, loss = tg.load_model(str(folder / "model.pt")), float(closing_block(one_log(folder))["val_loss"])
+    model, loss = load_model(str(folder / "model.pt")), float(closing_block(one_log(folder))["val_loss"])
     assert validation_loss(model, corpus) == pytest.approx(loss, abs=2e-5)
-    model.ngrams = model.ngrams._replace(rows=np.zeros_like(model.ngrams.rows))
+    model.ngrams = model.ngrams._replace(blocks=[np.zeros_like(block) for block in model.ngrams.blocks])
     assert abs(validation_loss(model, corpus) - loss) > 2e-4  # the rows matter
     path.chmod(0o644)
 
-    def save_again():
-        tg.save_model(str(folder / "model.pt"), model)
+    def another_runs():
+        path.write_bytes(path.read_bytes()[:-12] + b"0123456789ab")
 
-    def restore_one():
+    for change in another_runs, partial(os.truncate, path, path.stat().st_size - 1), path.unlink:
         shutil.copy(saved / path.name, path)
-
-    model.ngrams = tg.NgramTable(model.cfg, tg.Exchange(0, 1), torch.device("cpu"))
-    model.scalars.data[0] += 1
-    save_again()
-    tg.load_model(str(folder / "model.pt"))
-    for change in restore_one, partial(os.truncate, path, path.stat().st_size - 1), path.unlink:
         change()
-        with pytest.raises(tg.UserError):
-            tg.load_model(str(folder / "model.pt"))
+        with pytest.raises(tg.UserError, match=f"^[^\n]*{path.name}[^\n]*$"):
+            load_model(str(folder / "model.pt"))
 
 
 def save_table(rank, world_size, folder, cfg):
     """Saves a table of random rows; returns them."""
-    tg.SAVED_ROWS = 100
     model = tg.GPT(cfg, world_size)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(rank, world_size))
-    table = model.ngrams = optimizer.ngrams
-    rows = torch.randn(table.rows, cfg.ngrams.width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    model.ngrams = optimizer.ngrams
+    rows = torch.randn(602, 12, generator=torch.Generator().manual_seed(1)).bfloat16()
     own = rows[rank::world_size]
-    table.block[: len(own)] = own
-    tg.save_model(f"{folder}/{rank}.pt", model, rank)
+    optimizer.ngrams.block[: len(own)] = own
+    tg.save_model(f"{folder}/m.pt", model, "0123456789ab", optimizer.exchange)
     return rows
 
 
-def test_saved_tables_have_rows_in_order(workers, corpus, tmp_path):
-    """From three ranks, whose blocks differ in length; of which the first saves. A hash follows the rows."""
+def test_saved_rows_are_the_tables(workers, corpus, tmp_path):
+    """From three ranks, whose blocks differ in length. All rows, and some in any order, are found again."""
     cfg = make_config(corpus, *NGRAMS, "microbatches=6", "ngrams.dtype=bfloat16")
     rows, *_ = workers(3, save_table, tmp_path, cfg)
-    assert (tmp_path / "0.pt.ngrams").read_bytes()[:-32] == rows.view(torch.uint8).numpy().tobytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "0.pt.ngrams"]
+    table = load_model(f"{tmp_path}/m.pt").ngrams
+    for ids in torch.arange(602), torch.tensor([601, 0, 4, 4, 300, 1]):
+        assert torch.equal(table.fetch(ids), rows[ids])
+    names = ["m.pt", *(f"m.pt.ngrams{rank}" for rank in range(3))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 # ---- input that is wrong -----------------------------------------------------------------------------------
@@ -215,7 +218,7 @@ def test_saved_tables_have_rows_in_order(workers, corpus, tmp_path):
 @pytest.mark.parametrize(
     "setting",
     [
-        *("ngrams.orders=2,3,2", "ngrams.orders=1,2", f"ngrams.rows={1 << 30}", "ngrams.width=17"),
+        *("ngrams.orders=2,3,2", "ngrams.orders=1,2", f"ngrams.rows_per_order={1 << 30}", "ngrams.width=17"),
         "params.ngrams.exchange=sparse",
     ],
 )
@@ -226,19 +229,19 @@ def test_a_wrong_setting_is_refused(corpus, setting):
 
 def test_a_table_that_does_not_fit_is_refused(corpus, monkeypatch):
     """The message names the largest number of rows that fits, or more micro-batches if none does."""
-    need = tg.estimate_memory(make_config(corpus, *NGRAMS), 2, 301)
+    need = sum(tg.estimate_memory(make_config(corpus, *NGRAMS), 2))
     have = {"SC_PHYS_PAGES": 2 * math.ceil(need / 0.9), "SC_PAGE_SIZE": 1}
     monkeypatch.setattr(tg.os, "sysconf", have.__getitem__)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, round(79.1 * 2**30)))
-    record, more = tg.RECORD, tg.override(make_config(corpus, *NGRAMS), "ngrams.rows=302")
+    record, more = tg.RECORD, tg.override(make_config(corpus, *NGRAMS), "ngrams.rows_per_order=302")
     for cfg, *machine in (more, 2, "cpu", 2), (record, 1, "cuda", 1), (record, 2, "cuda", 2):
         check = partial(tg.check_ngram_memory, world_size=machine[0], local_ranks=machine[2])
         with pytest.raises(tg.UserError) as error:
             check(cfg, device=torch.device(machine[1]))
-        fits = int(re.search(r"ngrams.rows=(\d+)", str(error.value))[1])
-        check(tg.override(cfg, f"ngrams.rows={fits}"), device=torch.device(machine[1]))
+        fits = int(re.search(r"ngrams.rows_per_order=(\d+)", str(error.value))[1])
+        check(tg.override(cfg, f"ngrams.rows_per_order={fits}"), device=torch.device(machine[1]))
         with pytest.raises(tg.UserError):
-            check(tg.override(cfg, f"ngrams.rows={fits + 1}"), device=torch.device(machine[1]))
+            check(tg.override(cfg, f"ngrams.rows_per_order={fits + 1}"), device=torch.device(machine[1]))
     tg.check_ngram_memory(record, 8, torch.device("cuda"), 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 24 * 2**30))
     with pytest.raises(tg.UserError, match="microbatches=16"):
@@ -249,11 +252,11 @@ def test_a_table_that_does_not_fit_is_refused(corpus, monkeypatch):
 
 SMALL = (  # matrices and tables of the preset, without what needs a GPU
     *("heads=6", "head_dim=16", "mlp_dim=96", "mudd_dim=16", "window_unit=16", "head_chunk=512"),
-    *("vocab_size=785", "padded_vocab=792", "bos_id=784", "ngrams.rows=4096", "ngrams.width=96"),
+    *("vocab_size=785", "padded_vocab=792", "bos_id=784", "ngrams.rows_per_order=4096", "ngrams.width=96"),
     *("val_slice_tokens=256", "val_slices=8", "val_every=0", "samples=0", "warmup=false"),
     *(f"stages.{i}.batch_tokens={tokens}" for i, tokens in enumerate((256, 512, 768, 640, 256))),
     *("stages.*.max_doc_len=256", "stages.*.steps=1", "stages.4.steps=2", "stages.*.candidates=128,256"),
-    *("kernels=", "attention=dense", "fp8=false", "compile=false"),
+    *("kernels=", "attention_impl=dense", "fp8=false", "compile=false"),
 )
 
 

@@ -24,7 +24,7 @@ WINDOWS = [tg.Windows(n, 2 * n) for n in (1, 2, 3, 3)]
 def ngram_config(folder, microbatches=12, last=1, **ngrams):
     """Returns a config of three small layers and four stages, which 1, 2, 3, 4 and 8 ranks can share.
 
-    What is updated every 4 steps is updated after steps 1, 3 and 7. There are 5 + `last` steps: with one, the
+    What has the cadence 2, 4 is updated after steps 1, 3 and 7. There are 5 + `last` steps: with one, the
     gradients of the last two are lost; with three, embed is untied after step 5 and has an update of its own.
     """
     rng = np.random.default_rng(3)
@@ -34,7 +34,7 @@ def ngram_config(folder, microbatches=12, last=1, **ngrams):
     for i, (steps, T) in enumerate(zip((2, 2, 1, last), (12, 16, 24, 24))):
         stage = tg.Stage(steps, microbatches * T, 30, WINDOWS[i], 1.0, weights[i], weights[i])
         stages.append(stage)
-    table = dict(orders=(3, 2, 5, 4), rows=301, width=12, dtype="float32", every=1) | ngrams
+    table = dict(orders=(3, 2, 5, 4), rows_per_order=301, width=12, dtype="float32", every=(1, 1)) | ngrams
     return replace(
         tg.CPU,
         data=str(folder),
@@ -48,12 +48,12 @@ def ngram_config(folder, microbatches=12, last=1, **ngrams):
         layers=LAYERS,
         skip_from=0,
         skip_to=1,
-        back_from=1,
+        backout_from=1,
         window_unit=4,
         val_windows=WINDOWS[3],
         microbatches=microbatches,
         stages=tuple(stages),
-        slow_from=2,
+        second_cadence_from=2,
         val_slices=3,
         val_slice_tokens=50,
         val_every=0,
@@ -86,12 +86,12 @@ def python_hash(gram, rows, sign_rows):
 
 def python_rows(tokens, ngrams, sign_rows):
     """Returns the rows and the rows of signs of every position, by ranges. Before the text are zeros."""
-    rows, signs = [], []
+    rows, signs, size = [], [], ngrams.rows_per_order
     for i, n in enumerate(ngrams.orders):
         padded = [0] * (n - 1) + tokens
-        hashed = [python_hash(padded[t : t + n][::-1], ngrams.rows, sign_rows) for t in range(len(tokens))]
-        places = [ngrams.rows - 1 if t < n - 1 else row for t, (row, _) in enumerate(hashed)]
-        rows.append([i * ngrams.rows + place for place in places])
+        hashed = [python_hash(padded[t : t + n][::-1], size, sign_rows) for t in range(len(tokens))]
+        places = [size - 1 if t < n - 1 else row for t, (row, _) in enumerate(hashed)]
+        rows.append([i * size + place for place in places])
         signs.append([sign for _, sign in hashed])
     return rows, signs
 
@@ -119,7 +119,7 @@ def test_micro_batches_have_rows_and_signs(folder, orders, sign_rows):
     ngrams = cfg.ngrams if orders else tg.Ngrams((2,), 360)
     rows, signs = python_rows(tokens[:-1].tolist(), ngrams, sign_rows)
     assert batch.hashed_rows.tolist() == rows
-    assert batch.signs is None if sign_rows == 0 else batch.signs.tolist() == signs
+    assert batch.sign_ids is None if sign_rows == 0 else batch.sign_ids.tolist() == signs
 
 
 # ------------------------------------------------------------------------------------------------- the index
@@ -153,6 +153,6 @@ def test_index_rows():
             assert [part.tolist() for part in index[:3]] == list(want)
             assert {part.dtype for part in index} == {torch.int32}
             order = index.perm.view(rows.shape).tolist()
-            assert index.signs.tolist() == [s[t] for s, places in zip(signs, order) for t in places]
-            assert tg.index_rows(rows).signs is None
+            assert index.sign_ids.tolist() == [s[t] for s, places in zip(signs, order) for t in places]
+            assert tg.index_rows(rows).sign_ids is None
     assert [part.tolist() for part in tg.index_rows(tg.NO_ROWS)[:3]] == [[], [], [0]]

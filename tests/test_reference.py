@@ -62,7 +62,7 @@ def test_attention(seed):
         (q, k, v), max_doc_len, (window, ends) = randn(3, 611, 1, 4, g=generator(0)), 611, LONG[seed - 30]
     want = dense_attention(q, k, v, ends[1:], window, 0.3)
     for bound in (max_doc_len, 10 * max_doc_len):
-        y = tg.attention(q, k, v, torch.tensor(ends, dtype=torch.int32), bound, window, 0.3)
+        y = tg.dense_attention(0.3 * q, k, v, torch.tensor(ends, dtype=torch.int32), bound, window)
         torch.testing.assert_close(y, want, **FP64)
 
 
@@ -137,7 +137,7 @@ def test_fp8_head():
         with torch.no_grad():
             model.lm_head.copy_(0.05 * randn(*model.lm_head.shape, g=g, dtype=torch.float32))
         targets = torch.tensor(integers(-1, 511, g, n=128)).view(64, 2)
-        grad = tg.Gradient("lm_head", model.lm_head, torch.zeros_like(model.lm_head))
+        grad = tg.Gradient(model.lm_head, torch.zeros_like(model.lm_head))
         weights = (1.0 / count, 0.5 / count)
         loss, dx = model.head_loss_and_grad(x, targets, weights, grad, 1 / count, [])
         results.append((loss, dx, grad.main_grad))

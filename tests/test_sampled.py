@@ -21,7 +21,7 @@ import train_gpt as tg
 from golden_inputs import GOLDEN92, distance, fill, golden_prefixes, hash_words
 from test_distributed import assert_close, everything, join, one_rank, same_on_all_ranks, train  # noqa: F401
 from test_kernels import interpreted, rel_err  # noqa: F401 (a fixture)
-from test_resume import ATTEMPTS, assert_same_end, corpus, launch, stopped, uninterrupted  # noqa: F401
+from test_resume import assert_same_end, corpus, launch, log_of, stopped, uninterrupted  # noqa: F401
 
 SETS, LOSS, MODEL = GOLDEN92["b_sampled"].values()
 
@@ -99,7 +99,7 @@ def run_head(x, w, targets, weights, sets=(None,), chunk=2, backend=tg.TORCH_BAC
     """
     cfg = replace(tg.CPU, head_chunk=chunk, padded_vocab=w.size(1))
     model = SimpleNamespace(cfg=cfg, weight=lambda name: w, backend=backend)
-    grad = tg.Gradient("lm_head", w, torch.full_like(w, math.nan))  # NaN: to be overwritten
+    grad = tg.Gradient(w, torch.full_like(w, math.nan))  # NaN: to be overwritten
     grad.delay, more = delay, (grad, 1.0, [])
     for candidates in sets:
         loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, *more, candidates)
@@ -167,7 +167,7 @@ class NothingAsLarge(TorchDispatchMode):
 def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
     """Checks two micro-batches: the first gradient overwrites, the second is added."""
     x, w, targets = torch.randn(32, 16), torch.randn(16, 4096), torch.arange(32)[:, None]
-    grad, backend = tg.Gradient("lm_head", w, torch.zeros_like(w)), tg.TORCH_BACKEND._replace(fp8=fp8)
+    grad, backend = tg.Gradient(w, torch.zeros_like(w)), tg.TORCH_BACKEND._replace(fp8=fp8)
     cfg = replace(tg.CPU, head_chunk=1, padded_vocab=4096)
     model = SimpleNamespace(cfg=cfg, weight=lambda name: w, backend=backend)
     with NothingAsLarge(w, grad.main_grad):
@@ -201,8 +201,7 @@ def test_golden_model(monkeypatch):
 
     model, plan = golden92.golden_model(MODEL["case"], "fp64")
     batch = golden92.golden_batch(MODEL["case"], model.cfg, 0)
-    batch.candidates = candidates
-    mean = model.token_losses(batch, plan.windows).mean().item()
+    mean = model.token_losses(batch._replace(candidates=candidates), plan.windows).mean().item()
     assert mean == pytest.approx(golden92.MODEL["cases"][MODEL["case"]]["eval_mean"], rel=1e-12)
 
 
@@ -252,14 +251,14 @@ def test_ranks_share_the_candidates_of_micro_batches(sampled):
         assert loader.position()[2:] == tuple(V * m // 8 for m in range(rank, 8, ranks))
         for plan in map(tg.plan_step, [sampled] * 5, range(5)):
             offsets = loader.position()[2:]
-            parts = loader.batch(plan.batch_tokens, plan.max_doc_len, 0, plan.candidates)
+            parts = loader.micro_batches(plan.batch_tokens, plan.max_doc_len, 0, plan.candidates)
             after = loader.position()[2:]
             for i, part in enumerate(parts):
                 want = tg.choose_candidates(part.targets.numpy(), plan.candidates, V, offsets[i])
                 found = part.candidates.tolist(), after[i]
                 assert found == (want[0].tolist(), want[1])
                 assert seen.setdefault((plan.step, i * ranks + rank), found) == found
-        assert loader.batch(192, 30)[0].candidates is None and loader.position()[2:] == after
+        assert loader.micro_batches(192, 30)[0].candidates is None and loader.position()[2:] == after
     assert len({after for _, after in seen.values()}) > 20
 
 
@@ -285,7 +284,7 @@ def test_a_sampled_run_resumes(launch, uninterrupted, stopped):
     saved = [tg.read_saved(path, "") for path in folder.glob("records/**/rank?.pt")]
     a, b = (json.loads(each["meta"])["position"] for each in saved)
     assert a[:2] == b[:2] and a[2] != b[2]
-    with launch(folder, "--resume", ATTEMPTS, "--save", "model.pt", change=RUN, world_size=2) as run:
+    with launch(folder, "--resume", log_of(folder), "--save", "model.pt", change=RUN, world_size=2) as run:
         assert run.wait() == [0, 0], run.err
     assert_same_end(folder, uninterrupted(2, *RUN))
 
@@ -313,7 +312,8 @@ def test_schedule():
     parts = tg.override(tg.CPU, "stages.3.candidates=30,20,10,5")  # of 20 steps
     counts = [tg.plan_step(parts, step).candidates for step in range(245, 266)]
     assert counts == [0] + [30] * 5 + [20] * 5 + [10] * 5 + [5] * 5
-    prefixes, slow = (tg.override(tg.CPU, s) for s in ("stages.3.prefix=.1,.1,0,.1", "slow_from=40"))
+    settings = "stages.3.prefix=.1,.1,0,.1", "second_cadence_from=40"
+    prefixes, slow = (tg.override(tg.CPU, setting) for setting in settings)
     cases = (record, changes), (parts, (246, 251, 256, 261)), (prefixes, (246, 256)), (slow, (40,))
     for cfg, steps in cases:
         rehearsed = {step for steps in tg.warmup_steps(cfg) for step in steps}

@@ -94,7 +94,7 @@ RUNS = pytest.mark.parametrize(
 LOG = rf"""Running Python 3\.\S+ on \w+ \w+
 Running PyTorch {re.escape(torch.__version__)} compiled for CUDA \S+ on .+ with world_size (?P<world_size>\d)
 script: (?P<script>\w+\.py) \(sha256 (?P<hash>[0-9a-f]{{12}})\)
-commit: (?:unknown|[0-9a-f]{{40}} \((?:clean|modified)\))
+commit: (?:unknown|[0-9a-f]{{40}} \((?:clean|[A-Z]+|\?\?|!!)\))
 attention: dense; kernels: none, plain torch; fp8: False; compiled: False
 config: (?P<config>.*)
 data: [0-9a-f]{{16}} \(12000 training tokens in 2 shards, 1500 for validation\)
@@ -157,7 +157,7 @@ def test_the_screen_has_the_results_and_names_the_log(which, world_size, seed, n
     place = f"records/other/{f'{date.today()}_{name}' if name else 'attempts'}/seed{seed}_"
     assert lines[-1].startswith(f"log: {place}") and lines[-1] in lines[:-1]
     side = "below" if float(done.losses[-1]) < tg.CPU.target else "not below"
-    assert re.search(rf"^target 1.07: {side}; .*1\.051", done.out, re.MULTILINE)
+    assert f"\ntarget 1.07: {side}; one run proves nothing\n" in done.out
 
 
 @pytest.mark.parametrize("preset", tg.PRESETS)
@@ -200,14 +200,13 @@ def test_profile(folder):
 
 
 def test_commit(tmp_path):
-    """It is clean only with the text that is committed, and unknown in somebody else's repository."""
+    """It is clean only with the text that is committed."""
 
     def git(*words):
         names = "-c user.name=x -c user.email=x@x".split()
         return subprocess.check_output(["git", *names, *words], cwd=tmp_path, text=True)
 
     script, copies = tmp_path / "train_gpt.py", [tmp_path / "my_idea.py", tmp_path / "ideas/b.py"]
-    assert tg.describe_commit(Path(tg.__file__)) != ""
     git("init", "-q")
     (tmp_path / "ideas").mkdir()
     for path in (script, *copies):
@@ -216,13 +215,16 @@ def test_commit(tmp_path):
     (tmp_path / "others.py").write_text("x = 1\n")
     git("add", "others.py")
     git("commit", "-qm", "theirs")
-    assert tg.describe_commit(script) == tg.describe_commit(copies[1]) == "unknown"
+    commit = git("rev-parse", "HEAD").strip()
+    assert tg.describe_commit(script) == tg.describe_commit(copies[1]) == f"{commit} (??)"
     git("add", "train_gpt.py")
     git("commit", "-qm", "ours")
     commit = git("rev-parse", "HEAD").strip()
     assert tg.describe_commit(script) == f"{commit} (clean)"
     script.write_text(SOURCE + "\n", encoding="utf-8")
-    assert {tg.describe_commit(path) for path in (script, *copies)} == {f"{commit} (modified)"}
+    (tmp_path / ".gitignore").write_text("ideas\n")
+    for path, state in zip((script, *copies), ("M", "??", "!!")):
+        assert tg.describe_commit(path) == f"{commit} ({state})"
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_presets_run_on_their_machines(set_machine):
         backend = tg.select_backend(tg.RECORD, CUDA, capability)
         assert backend.gram is tg.triton_gram and backend.attention is tg.flash_attention and backend.fp8
     set_machine(fa3=True)
-    fa3 = tg.select_backend(replace(tg.RECORD, attention="fa3"), CUDA, (9, 0))
+    fa3 = tg.select_backend(replace(tg.RECORD, attention_impl="fa3"), CUDA, (9, 0))
     assert fa3.attention is tg.flash_attention
     for device, capability in ((HOST, None), (CUDA, (8, 0))):
         assert tg.select_backend(tg.CPU, device, capability) == tg.TORCH_BACKEND
@@ -69,13 +69,13 @@ UNSUPPORTED = """
 triton | | (9, 0) | the kernels need | kernels=
 | dtype=float32 | (9, 0) | the kernels need | kernels=
 | bank_dtype=float32 | (9, 0) | the kernels need | kernels=
-interpreted | bank_dtype=float32 attention=dense | None | the kernels need | kernels=
+interpreted | bank_dtype=float32 attention_impl=dense | None | the kernels need | kernels=
 interpreted | dtype=float32 bank_dtype=float32 | None | Triton's interpreter | compile=false
-| kernels= | None | FlashAttention needs | attention=dense
-| kernels= | (7, 5) | FlashAttention needs | attention=dense
-| kernels= dtype=float32 | (9, 0) | FlashAttention needs | attention=dense
+| kernels= | None | FlashAttention needs | attention_impl=dense
+| kernels= | (7, 5) | FlashAttention needs | attention_impl=dense
+| kernels= dtype=float32 | (9, 0) | FlashAttention needs | attention_impl=dense
 | | (8, 6) | FP8 needs | fp8=false
-| attention=fa3 | (9, 0) | no module for FA3 | attention=varlen
+| attention_impl=fa3 | (9, 0) | no module for FA3 | attention_impl=varlen
 """  # no triton, or its interpreter; settings; the GPU's capability; the reason; what avoids it
 
 

@@ -15,7 +15,7 @@ from launch import TINY
 sys.path.insert(0, str(Path(tg.__file__).resolve().parent / "bench"))
 import step_time
 
-SETTINGS = [*TINY, "compile=false", "attention=dense", "stages.*.steps=2", "stages.3.steps=0"]
+SETTINGS = [*TINY, "compile=false", "attention_impl=dense", "stages.*.steps=2", "stages.3.steps=0"]
 
 
 def test_mean_keys_are_those_of_the_reference_attention():
@@ -27,7 +27,7 @@ def test_mean_keys_are_those_of_the_reference_attention():
         for key in range(T):
             v = zeros.clone()
             v[key] = 1
-            y = tg.attention(zeros, zeros, v, cu_seqlens, 16, window, 1.0)
+            y = tg.dense_attention(zeros, zeros, v, cu_seqlens, 16, window)
             seen += (y[:, 0, 0] > 0).sum().item()
         assert step_time.mean_keys(cu_seqlens.numpy(), window) == pytest.approx(seen / T)
 
@@ -42,10 +42,10 @@ def test_flops_by_hand():
 
 
 def test_every_rank_sends_as_many_rows():
-    ids, counts = np.array([1, 4, 6, 2, 0], np.int32), [3, 1, 1]
-    received, recv_counts = step_time.SingleRankExchange(0, 3).send_ids("tokens", ids, counts)
-    first, *others = np.split(received, 3)
-    assert recv_counts == [3, 3, 3] and first.tolist() == [1, 4, 6]
+    owner, place = np.array([[0, 1, 2, 0, 0], [1, 2, 0, 4, 6]], np.int32)
+    _, routes = step_time.SingleRankExchange(0, 3).route("tokens", owner, place, 3)
+    first, *others = np.split(routes.arriving.numpy(), 3)
+    assert routes.recv_counts == [3, 3, 3] and first.tolist() == [1, 4, 6]
     assert all(len({*part}) == 3 and {*part} != {*first} and max(part) <= 6 for part in others)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import train_gpt as tg
 from interpreter import skip_without_interpreter
-from test_distributed import build, dense, few_layers, run_steps, with_dtype  # noqa: F401 (a fixture)
+from test_distributed import build, dense, few_layers, run_steps, states, with_dtype  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def cfg(few_layers):  # noqa: F811
     sizes = zip(few_layers.stages, (64, 128, 96, 96))
     stages = tuple(replace(stage, steps=1, batch_tokens=tokens) for stage, tokens in sizes)
     cfg = replace(dense(with_dtype(few_layers, "float32")), stages=stages)
-    return replace(cfg, attention="dense", head_chunk=16, main_grad=False)
+    return replace(cfg, head_chunk=16, main_grad=False)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ SWITCHES = {
     "fp8 head": (["fp8=true", "fp8_mlp=false"], FP8),
     "compile": (["compile=true"], ROUNDING),
 }
-NGRAMS = tg.Ngrams(orders=(2, 3), rows=50, width=12, dtype="float32")
+NGRAMS = tg.Ngrams(orders=(2, 3), rows_per_order=50, width=12, dtype="float32")
 PAIRS = [(a, b) for a in SWITCHES for b in SWITCHES if a < b and (a, b) != ("compile", "kernel relu_square")]
 PAIRS = [("compile", "fp8"), *random.Random(6).sample(PAIRS, 5)]
 
@@ -88,7 +88,7 @@ def train(cfg, backend):
     if optimizer.ngrams:
         optimizer.ngrams.finish()
         changes |= {"ngrams": optimizer.ngrams.block, "moments": optimizer.ngrams.stored[1]}
-    squares = {name: s["exp_avg_sq"] for name, s in optimizer.state.items() if "exp_avg_sq" in s}
+    squares = {name: part["exp_avg_sq"] for name, part in states(model, optimizer) if "exp_avg_sq" in part}
     known = {name: (v > 0, v > NOISE**2 * v.max()) for name, v in squares.items()}
     return losses, changes, known
 
@@ -200,7 +200,7 @@ def test_any_layers_train_or_are_refused(cfg):
             layers = tuple(replace(layer, **none) for layer in layers)
         first, last = rng.randrange(len(layers)), rng.randrange(1, 5)
         drawn = replace(
-            cfg, layers=layers, skip_from=first, skip_to=last, back_from=rng.randrange(len(layers))
+            cfg, layers=layers, skip_from=first, skip_to=last, backout_from=rng.randrange(len(layers))
         )
         drawn = replace(drawn, ngrams=rng.choice([cfg.ngrams, NGRAMS]), main_grad=rng.random() < 0.5)
         drawn = replace(drawn, mudd_gates=rng.random() < 0.5, mix_groups=rng.choice([1, 4]))

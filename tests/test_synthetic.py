@@ -139,8 +139,8 @@ def test_the_default_is_enough_for_the_record_preset(tmp_path):
     assert data.bytes_per_token == 0 and f"{synthetic.VAL_TOKENS} for validation" in data.fingerprint
     with contextlib.closing(tg.TrainLoader(cfg, data.train, 0, 1)) as loader:
         for stage in stages:
-            micro_batches = loader.batch(stage.batch_tokens, stage.max_doc_len)
+            micro_batches = loader.micro_batches(stage.batch_tokens, stage.max_doc_len)
             documents = sum((m.inputs == cfg.bos_id).sum().item() for m in micro_batches)
             assert len(micro_batches) == 8 and 400 < stage.batch_tokens / documents < 800
-    last = tg.ValLoader(cfg, data.val).batch(cfg.val_slices - 1)
+    last = tg.ValLoader(cfg, data.val).slice(cfg.val_slices - 1)
     assert len(last.inputs) == cfg.val_slice_tokens

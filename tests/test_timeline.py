@@ -165,7 +165,7 @@ def test_steps_that_a_trace_lacks(tmp_path):
 def test_a_run(tmp_path, capsys):
     """Each section has time on its thread, and sections add up to each step; a validation is among them."""
     make_corpus(tmp_path / "corpus")
-    change = ("warmup=false", "ngrams.orders=2,3", "ngrams.rows=301", "ngrams.width=12")
+    change = ("warmup=false", "ngrams.orders=2,3", "ngrams.rows_per_order=301", "ngrams.width=12")
     options = ["--preset", "cpu", "--data", "corpus", "--profile", "2", *settings(*change)]
     with Launch(tmp_path, *options, world_size=2) as run:
         assert run.wait() == [0, 0], run.err

@@ -39,7 +39,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,14 +55,16 @@ from runner import UNCHECKED, Check, Report, Row, Unable, run_checks
 from synthetic import write_shards
 
 # A feature of the record preset, and the setting with it alone; the setting without it.
-ONLY = {"kernels": f"kernels={','.join(tg.KERNELS)}", "attention": "attention=varlen", "fp8": "fp8=true"}
-OFF = {"kernels": "kernels=", "attention": "attention=dense", "fp8": "fp8=false", "compile": "compile=false"}
+ONLY = {"kernels": f"kernels={','.join(tg.KERNELS)}", "attention": "attention_impl=varlen"}
+ONLY |= {"fp8": "fp8=true"}
+OFF = {"kernels": "kernels=", "attention": "attention_impl=dense"}
+OFF |= {"fp8": "fp8=false", "compile": "compile=false"}
 PLAIN = " ".join(OFF.values())
 # An eighth of the record preset's, so that one GPU holds them; so few that they hardly take memory.
-FEWER_ROWS, FEW_ROWS = "ngrams.rows=5287680", "ngrams.rows=65536"
+FEWER_ROWS, FEW_ROWS = "ngrams.rows_per_order=5287680", "ngrams.rows_per_order=65536"
 TINY = (  # the cpu preset in seconds; multiples of 16, for FP8
-    "heads=2 head_dim=16 mlp_dim=64 padded_vocab=272 head_chunk=64 ngrams.orders=2,3 ngrams.rows=4096 "
-    "ngrams.width=32 fp8=true dtype=bfloat16 bank_dtype=bfloat16 microbatches=2 stages.*.steps=1 "
+    "heads=2 head_dim=16 mlp_dim=64 padded_vocab=272 head_chunk=64 ngrams.orders=2,3 ngrams.width=32 "
+    "ngrams.rows_per_order=4096 fp8=true dtype=bfloat16 bank_dtype=bfloat16 microbatches=2 stages.*.steps=1 "
     "stages.0.steps=2 stages.*.batch_tokens=256 stages.2.batch_tokens=384 stages.*.max_doc_len=40 "
     "val_slices=1 val_slice_tokens=256 val_every=0"
 )
@@ -199,7 +200,7 @@ def backend_with(setup: Setup, feature: str) -> tuple[tg.Config, tg.Backend]:
     """
     attention = {"attention": "varlen", "fa3": "fa3"}.get(feature, "dense")
     kernels = feature if feature in tg.KERNELS else ""
-    cfg = with_settings(setup.cfg, f"kernels={kernels} attention={attention} compile=false")
+    cfg = with_settings(setup.cfg, f"kernels={kernels} attention_impl={attention} compile=false")
     if not setup.on_gpu:
         return cfg, tg.TORCH_BACKEND
     try:
@@ -270,18 +271,17 @@ def graphs(setup: Setup) -> Iterator[Row]:
     from torch._dynamo.utils import counters  # slow
 
     # Steps of all kinds: with one rail and with two, with updates of tables often and rarely.
-    few = f"stages.*.steps=2 slow_from=2 rails_step=4 val_slices=1 val_every=0 {FEW_ROWS}"
+    few = f"stages.*.steps=2 second_cadence_from=2 rails_step=4 val_slices=1 val_every=0 {FEW_ROWS}"
     cfg = with_settings(setup.cfg, few)
-    data, backend = tg.Dataset(setup.paths, setup.paths, 0.0, "", []), tg.select_backend(cfg, setup.device)
-    exchanges, counts = (tg.Exchange(0, 1, device=setup.device), tg.Exchange(0, 1)), []
-
-    def count() -> None:
-        counts.append(counters["stats"]["unique_graphs"])
-
-    profiler = SimpleNamespace(start=count, step=count, stop=count)  # starts after the warm-up
-    tg.train(cfg, backend, *exchanges, data, 0, tg.RunLog(), profiler=profiler)
-    new = counts[-1] - counts[0]
-    seen = f"{new} more than {counts[0]} in {cfg.steps} steps"
+    data, backend = tg.Dataset(setup.paths, setup.paths, 0.0, ""), tg.select_backend(cfg, setup.device)
+    exchange = tg.Exchange(0, 1, device=setup.device, sum_rows=backend.segment_sum_rows)
+    built = tg.build(cfg, backend, exchange, 0)
+    parts, stats = (data, *built, tg.ValLoader(cfg, setup.paths), tg.Exchange(0, 1)), counters["stats"]
+    tg.warm_up(*parts)
+    warm = stats["unique_graphs"]
+    tg.train(*parts, tg.RunLog())
+    new = stats["unique_graphs"] - warm
+    seen = f"{new} more than {warm} in {cfg.steps} steps"
     yield Row("compiled graphs after the warm-up", "0 more", seen, new == 0)
 
 
@@ -304,7 +304,10 @@ def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, T
         for _ in range(2):  # the first finds the scales of FP8 activations
             optimizer.drop_grads()
             loss = tg.train_step(model, optimizer, batch).item()
-        grads = {name: grad.take() for name, grad in optimizer.grads.items()}
+        grads = {
+            name: optimizer.grads[name].take() if name in optimizer.grads else p.grad
+            for name, p in model.named_parameters()
+        }
         if table := optimizer.ngrams:
             grads["ngrams"] = table.main_grad[: sum(table.routes.send_counts)]
         return loss, grads
@@ -560,7 +563,7 @@ def choose_settings(rows: Sequence[Row]) -> dict[str, str]:
         chosen.setdefault("fp8_mlp", "false")
     attention = {feature: ratio for (feature, _), ratio in ratios.items()}
     if "fa3" not in bad and attention.get("fa3", math.inf) < attention.get("attention", math.inf):
-        chosen.setdefault("attention", "fa3")
+        chosen.setdefault("attention_impl", "fa3")
     return chosen
 
 

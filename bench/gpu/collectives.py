@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,22 +20,21 @@ Calls = Iterator[tuple[str, Tensor, Tensor]]  # a call's name, its result, and w
 def dense_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
     """Exchanges the ranks' gradients: every (ranks, ...)."""
     mean, grad, whole = every.float().mean(0), every[exchange.rank], every[0]
-    for how, wanted in (("all_reduce", mean), ("reduce_scatter", exchange.shard(mean))):
-        yield f"{how} {name}", exchange.reduce("p", how, grad.clone()).wait(), wanted.to(every.dtype)
-        result = exchange.reduce("p", how, grad.clone(), in_rank_order=True).wait()
-        yield f"{how} {name}, summed in fp32", result.float(), wanted
+    wanted = exchange.block(mean)
+    yield f"reduce_scatter {name}", exchange.reduce("p", grad.clone()).wait(), wanted.to(every.dtype)
+    result = exchange.reduce("p", grad.clone(), in_rank_order=True).wait()
+    yield f"all_to_all {name}, summed in fp32", result.float(), wanted
     own = torch.full_like(whole, -1.0)
-    exchange.shard(own).copy_(exchange.shard(whole))
+    exchange.block(own).copy_(exchange.block(whole))
     yield f"gather {name}", exchange.gather("p", own).wait(), whole
 
 
 def calls_alone(exchange: tg.Exchange, grad: Tensor, name: str) -> Calls:
     """Makes the calls that Exchange leaves out where there is one rank, with its arguments."""
-    average: dict[str, Any] = {"op": dist.ReduceOp.AVG}
-    dist.all_reduce(out := grad.clone(), **average, **exchange.options).wait()
+    dist.all_reduce(out := grad.clone(), **exchange.options).wait()
     yield f"all_reduce {name}, alone", out, grad
     for call in (tg._reduce_scatter, tg._all_gather, dist.all_to_all_single):
-        options = exchange.options | (average if call is tg._reduce_scatter else {})
+        options = exchange.options | ({"op": dist.ReduceOp.AVG} if call is tg._reduce_scatter else {})
         call(out := torch.zeros_like(grad), grad, **options).wait()
         yield f"{call.__name__} {name}, alone", out, grad
 
@@ -46,17 +46,17 @@ def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
     touches[:, 1] = True
     for case, empty_ranks in {"uneven": 0, "one rank empty": 1, "all empty": n}.items():
         touches[:empty_ranks] = False
-        row_ids, send_counts = touches[rank].nonzero()[:, 0].int(), touches[rank].view(n, 2).sum(1).tolist()
-        places, recv_counts = exchange.send_ids("tokens", (row_ids % 2).numpy(), send_counts)
+        row_ids = touches[rank].nonzero()[:, 0].int()
+        _, routes = exchange.route("tokens", *np.divmod(row_ids.numpy(), 2), n)
+        send_counts, recv_counts, places, index, _ = tg.move(tg.pack(routes), grad.device)
         owners = touches[:, 2 * rank : 2 * rank + 2].nonzero()[:, 1]
-        yield f"row ids with {name}, {case}", torch.from_numpy(places), owners.int()
+        yield f"row ids with {name}, {case}", places, owners.to(places)
         out = grad.new_empty((sum(recv_counts), *grad.shape[1:])) if case == "uneven" else None
         rows = grad[row_ids.to(grad.device)]
         arrived = exchange.send_rows("rows", "p", rows, send_counts, recv_counts, out).wait()
         mean = (every.float() * touches.to(every.device)[:, :, None, None]).mean(0)
-        index = tg.RowIndex(*(t.to(grad.device) for t in tg.index_rows(places)[:3]))
-        result = exchange.mean_rows(torch.zeros_like(exchange.shard(mean)), index, arrived)
-        yield f"sparse {name}, {case}", result, exchange.shard(mean)
+        result = exchange.mean_rows(torch.zeros_like(exchange.block(mean)), index, arrived)
+        yield f"sparse {name}, {case}", result, exchange.block(mean)
 
 
 def exchange_calls(exchange: tg.Exchange) -> Calls:
@@ -72,13 +72,12 @@ def exchange_calls(exchange: tg.Exchange) -> Calls:
             yield from calls_alone(exchange, args[1][0], args[2])
     total = exchange.all_reduce(torch.full((3,), exchange.rank + 1.0, device=device)).wait()
     yield "all_reduce", total, torch.full_like(total, n * (n + 1) / 2)
-    yield "all_gather_object", torch.tensor(exchange.all_gather_object(exchange.rank)), torch.arange(n)
+    yield "from_rank_0", torch.tensor(exchange.from_rank_0(exchange.rank + 1)), torch.tensor(1)
 
 
 def train_small(cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, shard: Path) -> list[Tensor]:
     """Trains all steps with deterministic operations. Returns the parameters, and the table of n-grams."""
-    model = tg.GPT(cfg, exchange.world_size, exchange.device)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
+    model, optimizer = tg.build(cfg, tg.TORCH_BACKEND, exchange, 0)
     loader = tg.TrainLoader(cfg, [shard], exchange.rank, exchange.world_size)
     batches = tg.Prefetcher(loader, (tg.plan_step(cfg, step) for step in range(cfg.steps)), prefetch)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

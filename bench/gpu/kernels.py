@@ -41,7 +41,7 @@ def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[Case]:
     for spec in cfg.params:
         for world_size in (1, 8) if spec.optimizer == "anvil" else ():
             *bank, rows, cols = tg.param_shapes(cfg, world_size)[spec.name]
-            n = math.prod(bank) // (world_size if spec.sharded else 1)
+            n = math.prod(bank) // world_size
             x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.bank_dtype))
             # Of spectral norm about 1, as there: both terms of the second product then count.
             x = (x.mT if rows > cols else x) / (math.sqrt(rows) + math.sqrt(cols))
@@ -58,7 +58,7 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     loader.close()
     keys = step_time.layer_keys(cfg, plan, batch.cu_seqlens.numpy())
     T, d, F, dtype = len(batch.inputs), cfg.dim, cfg.mlp_dim, tg.dtype_of(cfg.dtype)
-    batch = batch.to(device)
+    batch = tg.move(batch, device)
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -84,13 +84,13 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     if plan.candidates:
         targets = tg.places_among(targets, batch.candidates)
     grad_dtypes = {cfg.dtype: (0.0, logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 1)}
-    for grad_dtype, (scale_inv, size) in grad_dtypes.items():
-        head_args, nbytes = (logits, targets, plan.loss_weights, scale_inv), (2 + size) * logits.numel()
+    for grad_dtype, (unit, size) in grad_dtypes.items():
+        head_args, nbytes = (logits, targets, plan.loss_weights, unit), (2 + size) * logits.numel()
         yield Case("softcap_loss", f"{n} x {V}, {K} targets, {grad_dtype}", head_args, nbytes=nbytes)
 
-    kinds = {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "ngrams"}
+    kinds = {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "compact"}
     for name, table_kind in kinds.items():
-        if index := batch.index.get(table_kind):
+        if index := batch.indices.get(table_kind):
             # A step has more rows of n-grams than this batch reads.
             ngrams_shape = int(index.row_ids.max()) + 1, cfg.ngrams.width
             rows, *columns = tg.param_shapes(cfg, 1).get(name, ngrams_shape)
@@ -105,9 +105,9 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     for (kind, name, *narrow), seen_keys in dict(zip(attending, keys)).items():
         rows, window = 2 if kind == "paired" else 1, plan.windows[name]
         qk, v = (cfg.head_dim // (1 + half) for half in narrow)
-        qkv = (tg.norm(rand(T * rows, cfg.heads // rows, width)) for width in (qk, qk, v))
+        q, *kv = (tg.norm(rand(T * rows, cfg.heads // rows, width)) for width in (qk, qk, v))
         scale = cfg.narrow_attn_scale if narrow[0] else cfg.attn_scale
-        attention_args = *qkv, batch.cu_seqlens * rows, batch.max_doc_len * rows, window, scale
+        attention_args = scale * q, *kv, batch.cu_seqlens * rows, batch.max_doc_len * rows, window
         what = f"stage {stage}, {kind} {name}, {qk} and {v} wide: {T * rows}, window {window}"
         yield Case("attention", what, attention_args, flops=6 * cfg.heads * (qk + v) * seen_keys * T)
 
@@ -117,7 +117,7 @@ def kernel_cases(
 ) -> Iterator[Case]:
     """Yields each operation that the config does not leave to plain torch, once for equal shapes."""
     operations, seen = {name for kernel in cfg.kernels for name in tg.KERNELS[kernel]}, set()
-    if cfg.attention != "dense":
+    if cfg.attention_impl != "dense":
         operations.add("attention")
     if not (cfg.fp8 and cfg.fp8_mlp):  # the GPU may have no FP8
         operations.discard("relu_square_fp8")
