@@ -182,7 +182,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Param:
-    """The only declaration of a parameter: a row of PARAMS."""
+    """Declares a parameter: a row of PARAMS."""
 
     name: str
     shape: str  # expressions of names in named_sizes(); the parameter does not exist if one is 0
@@ -220,7 +220,7 @@ GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 # fmt: off
 Bank = partial(Param, kind="bank", work=4, optimizer="anvil", every=(1, 1))
 
-PARAMS = (  # gradients are exchanged in this order
+PARAMS = (  # gradients are exchanged in this order, small parameters' last
     #     name              shape          init           lr_mul wd_mul kind
     Bank("qk_bank",         "wide*H 2*D d", "uniform 0.5"),
     Bank("narrow_qk_bank",  "narrow*H D d", "uniform 0.5"),
@@ -402,8 +402,9 @@ class Config:
     # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
     slow_rate: Fraction = 0.02  # the share by which a step moves the slow rail towards its gradient
-    # A rail is a running average of the gradients. Up to this step there is one: plain momentum. From it on
-    # momentum is the mean of a fast rail, with this decay and this weight, and of a slow one.
+    # A rail is a running average of the gradients. Before this step momentum is the fast rail alone, with the
+    # scheduled decay; the slow one only decides where weight decay acts. From it on momentum is their mean,
+    # with this decay and this weight of the fast rail.
     rails_step: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
@@ -554,7 +555,7 @@ CONNECTIONS = {
     "x": 0,
     "left value": 20,  # the value embedding of the first half of the heads
     "right value": 20,
-    "resid_attention": RESID_BIAS,  # these four in place of LayerScalars'
+    "resid_attention": RESID_BIAS,  # this and the next, and the last two, in place of LayerScalars'
     "post_attention": 10,
     "first after": 0,  # added with attention's output
     "bigram after": 0.5,
@@ -776,7 +777,7 @@ def check_config(cfg: Config, world_size: int) -> None:
                 for c in stage.candidates
                 if c
             ),
-            f"stages.{i}.candidates: use numbers up to padded_vocab, no multiple of {CANDIDATE_STRIDE}",
+            f"stages.{i}.candidates: up to padded_vocab, itself no multiple of {CANDIDATE_STRIDE}",
         )
         widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
         refuse_if(
@@ -787,7 +788,8 @@ def check_config(cfg: Config, world_size: int) -> None:
     for i, layer in enumerate(cfg.layers):
         unused = (layer.key_shift or layer.xsa) and layer.attention != "plain"
         unused |= layer.key_shift and layer.narrow_qk
-        unused |= (layer.gate or layer.value) and not layer.attention
+        parts = layer.gate, layer.value, layer.narrow_qk, layer.narrow_v
+        unused |= any(parts) and not layer.attention
         unused |= layer.connections and not layer.value
         refuse_if(
             unused, f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts"
@@ -801,7 +803,8 @@ def check_config(cfg: Config, world_size: int) -> None:
             f"{name}.every: give two numbers, the second not below the first",
         )
     refuse_if(
-        sorted({*n.orders} - {0, 1}) != sorted(n.orders), "ngrams.orders: use different numbers from 2 on"
+        sorted({*n.orders} - {0, 1}) != sorted(n.orders) or len(n.orders) * n.rows_per_order >= 2**31,
+        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
     )
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
     refuse_if(not cfg.steps, "stages.*.steps are all 0: there is nothing to train")
@@ -1005,8 +1008,8 @@ def compiler_of(cfg: Config) -> Callable | None:
 
     @cache
     def compiler(function: Callable) -> Callable:
-        # Autotuning first copies what a kernel changes. For update_rows that is the whole table, 26 GB on one
-        # GPU. Guards and AOTAutograd check sizes, so generated code need not.
+        # Autotuning first copies what a kernel changes. For update_rows that is the whole table, 16 GB on
+        # each of 8 GPUs. Guards and AOTAutograd check sizes, so generated code need not.
         autotune = function.__name__ != "update_rows"
         return torch.compile(
             function,
@@ -2463,8 +2466,8 @@ def mix(*terms: tuple[Tensor | None, Tensor]) -> Tensor:
     """Sums scales times streams (T, d), from left to right.
 
     A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come as groups of channels
-    (T, groups, D), with a scale each. With scales of the stream, a layer's output, x0 and the bigrams, each
-    layer can lean on the input again (record 9).
+    (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
+    bigrams, each layer can lean on the input again (record 9).
     """
     scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
     return sum(scaled[1:], scaled[0])
@@ -2682,7 +2685,7 @@ class GPT(nn.Module):
         matrices = {name: bank.split(self.banks[name]) for name, bank in banks.items()}
         mlps_fp8 = iter(map(FP8MLP, *fp8) if fp8 else ())
         value_tables = iter(tables)
-        ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else tables)
+        ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
         smear, skip = self.scalars[-2:].unbind()
         # A gated share of the token before is added to each: attention would spend a head on it (PR 130).
         gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], self.smear_gate))
@@ -3437,10 +3440,12 @@ def estimate_memory(cfg: Config, world_size: int) -> tuple[int, int]:
     touched, block = ngram_bounds(cfg, world_size)
     width, size = cfg.ngrams.width, dtype_of(cfg.ngrams.dtype).itemsize
     tokens = max(stage.batch_tokens for stage in cfg.stages) // num_microbatches(cfg, world_size)
-    activations = max(26 * tokens, 2 * cfg.val_slice_tokens) * len(cfg.layers) * cfg.dim * size
+    activations = max(26 * tokens, 2 * cfg.val_slice_tokens) * len(cfg.layers) * cfg.dim
     update = touched * width * (8 if cfg.compile else 20)
     elements = sum(map(math.prod, param_shapes(cfg, world_size).values()))
-    return block * (width * size + 8), 2 * touched * width * size + max(activations, update) + 24 * elements
+    return block * (width * size + 8), 2 * touched * width * size + max(
+        dtype_of(cfg.dtype).itemsize * activations, update
+    ) + 24 * elements
 
 
 def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
@@ -3467,7 +3472,7 @@ class NgramTable:
 
     def __init__(self, cfg: Config, exchange: Exchange, device: torch.device):
         n = self.cfg = cfg.ngrams
-        self.exchange, self.device, self.total_rows = exchange, device, len(n.orders) * n.rows_per_order
+        self.exchange, self.device = exchange, device
         touched, block = ngram_bounds(cfg, exchange.world_size)
         # The rows that steps read until the next update, by owner; their gradients.
         zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=device)
@@ -4056,9 +4061,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--data", help="folder of .bin shards (default: the preset's)")
     add("--save", help="file for the final weights and the config")
-    add("--checkpoint-every", type=positive, metavar="N", help="save all state beside the log every N steps")
+    add(
+        "--checkpoint-every",
+        type=positive,
+        metavar="N",
+        help="save all state beside the log every N steps, in multiples of 4",
+    )
     add("--resume", help="log of a run to continue from its last checkpoint, with the same options")
-    add("--profile", type=positive, nargs="?", const=8, help="trace four steps from this on (default: 8)")
+    add("--profile", type=positive, nargs="?", const=8, help="trace four steps from this on (alone: 8)")
     add("--check", type=positive, help="say whether that many processes could run this here")
     return parser.parse_args(argv)
 
@@ -4080,7 +4090,7 @@ def peak_memory() -> str:
 
 
 def trace_steps(path: Path, first: int) -> torch.profiler.profile:
-    """Returns a profiler of steps first .. first + 3 that writes to `path`; it counts calls of step()."""
+    """Returns a profiler of the four steps after the `first` ones, counted by step(); it writes to `path`."""
     global TRACING
     TRACING = True
     return torch.profiler.profile(
@@ -4091,7 +4101,7 @@ def trace_steps(path: Path, first: int) -> torch.profiler.profile:
     )
 
 
-def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, "Optimizer"]:
+def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, Optimizer]:
     """Returns the model and its optimizer, the same on all ranks."""
     use_compiler(compiler_of(cfg))
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
@@ -4261,7 +4271,7 @@ def close_log(log: RunLog, cfg: Config, data: Dataset, summary: dict) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Does what the command line says; --check ends it before anything is joined, read or written."""
+    """Does what the command line says; --check ends it before anything is joined or written."""
     cfg = reduce(override, args.set, PRESETS[args.preset])
     cfg = replace(cfg, data=args.data or cfg.data)
     processes = args.check or int(os.environ.get("WORLD_SIZE", 1))
@@ -4302,7 +4312,11 @@ def run(args: argparse.Namespace) -> None:
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
     log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)
-    with trace_steps(trace, max(1, first_traced)) if args.profile else contextlib.nullcontext() as profiler:
+    with (
+        trace_steps(trace, max(1, first_traced - start[0]))
+        if args.profile
+        else contextlib.nullcontext() as profiler
+    ):
         parts = data, model, optimizer, val, ids_exchange, log
         summary = train(*parts, start, save_after, save, profiler) | {"seed": args.seed}
     if resumed:
