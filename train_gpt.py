@@ -186,7 +186,7 @@ class Param:
 
     name: str
     shape: str  # expressions of names in named_sizes(); the parameter does not exist if one is 0
-    init: str  # a number, or a distribution of initial_value() with its standard deviation
+    init: str  # a number, or a distribution of initial_value() with its standard deviation, an expression
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     # small: autograd sums the gradient. Small parameters with equal betas, dtype, cadence and reduction are
@@ -238,6 +238,9 @@ PARAMS = (  # gradients are exchanged in this order, small parameters' last
     Param("mudd_gate_scale","min(1,G)",     "0.1",          0.10,   0, dtype="float32"),
     Param("post_lambdas",   "L 2",          "1",            1.00,   0, dtype="float32", betas=(.90, .95)),
     Param("resid_lambdas",  "L 2",          "1.0488",       5.00,   0, dtype="float32", betas=(.90, .95)),
+    Param("pointer_bank",   "2 c d",        "uniform 1",    1.00,   1),
+    Param("pointer_gain",   "min(1,c)",     "1",            1.00,   0, dtype="float32"),
+    Param("pointer_sink",   "c",            "normal c**-.5",1.00,   0, dtype="float32"),
     Param("lm_head",        "d V",          "normal 0.005", 1.00, 150, "matmul", work=2, betas=(.50, .95)),
     Param("bigram_embed",   "B d",          "0",           75.00,   5, "bigrams", "sparse", work=1,
           betas=(.75, .95)),
@@ -353,6 +356,11 @@ class Config:
     mudd_connections: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
+    # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
+    # softmax (section 6). Its width, 0: no pointer; and how many tokens it looks back.
+    pointer_dim: Annotated[int, 0, 1024] = 128
+    pointer_window: Positive = 2560
+    pointer_val_window: Positive = 16384
     window_unit: Positive = 128
     # The attention windows of the final validation.
     val_windows: Windows = Windows(6, 20)
@@ -451,7 +459,7 @@ RECORD = Config()
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07,
     val_slice_tokens=4096, val_slices=128, vocab_size=257, padded_vocab=264, bos_id=256,
-    bigram_vocab_size=16384, heads=2, head_dim=32, mlp_dim=256,
+    bigram_vocab_size=16384, pointer_dim=0, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
     ngrams=Ngrams((2, 3, 4, 5), rows_per_order=65536, width=64, dtype="float32", every=(1, 1)),
     mix_groups=4, window_unit=16, attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32",
@@ -473,7 +481,7 @@ CPU = replace(
 WORDS = replace(
     CPU, preset="words", track="words", data="data/words", target=2.9,
     val_slice_tokens=512, val_slices=128, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
-    heads=4, mlp_dim=1024, layers=LAYERS,
+    heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=64,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
     endings=(replace(CPU.endings[0], keep_norm=False),),
     stages=tuple(
@@ -589,6 +597,7 @@ def named_sizes(cfg: Config) -> dict[str, int]:
         "E": tables,
         "Eg": sum(layer.value and not layer.connections for layer in readers),
         "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
+        "c": cfg.pointer_dim,
         "gate": GATE_DIM,
         # Biases, outputs and hidden units of the small MLPs, of connections and of gates.
         "M": max(len(CONNECTIONS), mixed),
@@ -637,11 +646,12 @@ def initial_value(spec: Param, cfg: Config, seed: int) -> Tensor:
     factors of its QKV and of its output products; then the smear's factor, and the skip's before its sigmoid.
     """
     shape, generator = param_shapes(cfg, 1)[spec.name], seeded(spec.name, seed)
-    kind, *std = spec.init.split()
+    kind, *expression = spec.init.split()
+    std = eval(expression[0], {}, named_sizes(cfg)) if expression else 0
     if kind == "normal":
-        return float(*std) * torch.randn(shape, generator=generator)
+        return std * torch.randn(shape, generator=generator)
     if kind in ("uniform", "fc"):
-        bound = math.sqrt(3) * float(*std) * cfg.dim**-0.5
+        bound = math.sqrt(3) * std * cfg.dim**-0.5
         value = (torch.rand(shape, generator=generator) * 2 - 1) * bound
         if kind == "fc":
             value[1::2] = 0
@@ -807,6 +817,10 @@ def check_config(cfg: Config, world_size: int) -> None:
         "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
     )
     refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
+    refuse_if(
+        cfg.pointer_dim and cfg.vocab_size == cfg.padded_vocab,
+        "the copy pointer needs a column of the head: raise padded_vocab, or use --set pointer_dim=0",
+    )
     refuse_if(not cfg.steps, "stages.*.steps are all 0: there is nothing to train")
     refuse_if(
         cfg.skip_from >= cfg.skip_to or cfg.backout_from >= len(cfg.layers),
@@ -1502,8 +1516,9 @@ class TrainLoader:
             doc_ends = ends[first + 1 : last] - ends[first]
             part = make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
             if candidates:
+                needed = np.append(tokens[1:], [self.cfg.vocab_size] * (self.cfg.pointer_dim > 0))
                 chosen, self.offsets[i] = choose_candidates(
-                    tokens[1:], candidates, self.cfg.padded_vocab, self.offsets[i]
+                    needed.astype(int), candidates, self.cfg.padded_vocab, self.offsets[i]
                 )
                 part = part._replace(candidates=chosen)
             micro_batches.append(part)
@@ -1771,28 +1786,134 @@ def softcap_sigmoid(logits: Tensor) -> Tensor:
     return (upcast(logits) + SOFTCAP_SHIFT).div_(SOFTCAP_SPAN).sigmoid_()
 
 
+class Copies(NamedTuple):
+    """What the copy pointer says of the next tokens of n positions."""
+
+    weights: Tensor  # (2, n), at least fp32: of the sources that hold the next token; of the sink
+    grad: Tensor  # (2, n): where softcap_loss writes the gradient of the weights
+    slot: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
+
+    def part(self, n: slice) -> "Copies":
+        return self._replace(weights=self.weights[:, n], grad=self.grad[:, n])
+
+
+COPY_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
+
+
 def softcap_loss(
-    logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0
+    logits: Tensor,
+    targets: Tensor,
+    weights: tuple[float, ...],
+    unit: float = 0.0,
+    copies: Copies | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns each row's weighted sum of the cross-entropies of its targets, after the softcap, and the
     gradient of their sum.
 
     logits (n, V); targets (n, K) int64, contiguous, -1: none; K weights. Losses (n,) are fp32 (fp64 for fp64
-    logits). The gradient has the logits' dtype; with `unit` it is e5m2 in such units, saturating.
+    logits). The gradient has the logits' dtype; with `unit` it is e5m2 in such units, saturating. With
+    `copies` the first target has its probability in the mixture (below); to the others the slot is one more
+    column.
     """
     # In place where possible: on a CPU memory traffic is the limit. z is at most 23: exp(z) cannot overflow.
-    s = softcap_sigmoid(logits)
+    s, slope = softcap_sigmoid(logits), SOFTCAP_SCALE / SOFTCAP_SPAN
     exp_z = (SOFTCAP_SCALE * s).exp_()
-    sums = exp_z.sum(dim=-1, keepdim=True)
     at, row_weights = targets.clamp_min(0), (targets >= 0).to(s.dtype)
     for column, weight in zip(row_weights.T, weights):
         column *= weight
     s_at, total = s.gather(1, at), row_weights.sum(dim=-1, keepdim=True)
-    losses = (row_weights * (sums.log() - SOFTCAP_SCALE * s_at)).sum(dim=-1)
-    slope = SOFTCAP_SCALE / SOFTCAP_SPAN
-    grad = (1 - s).mul_(s).mul_(exp_z).mul_(slope * total / sums)
+    if copies is None:
+        sums = exp_z.sum(dim=-1, keepdim=True)
+        losses = (row_weights * (sums.log() - SOFTCAP_SCALE * s_at)).sum(dim=-1)
+        factor = slope * total / sums
+    else:
+        # The gate alpha is the slot's softmax. 1 - alpha is computed as such: near 0 a difference has no
+        # digits.
+        found, sink = copies.weights[..., None]
+        slot_exp, first = exp_z[:, copies.slot], row_weights[:, :1].clone()
+        words = exp_z.index_fill_(1, copies.slot, 0).sum(dim=-1, keepdim=True)
+        sums = words + slot_exp
+        alpha, rest = slot_exp / sums, words / sums
+        by_head = (SOFTCAP_SCALE * s_at[:, :1]).exp() / words
+        kept = by_head * (rest + alpha * sink)
+        p = kept + alpha * found + COPY_FLOOR
+        gain, later = alpha * rest * (found - by_head * (1 - sink)), total - first
+        row_losses = row_weights * (sums.log() - SOFTCAP_SCALE * s_at)
+        row_losses[:, :1] = -first * p.log()
+        losses, first = row_losses.sum(dim=-1), first / p
+        copies.grad.copy_(torch.stack([-first * alpha, -first * alpha * by_head])[..., 0])
+        factor = slope * (first * (kept + gain) / words + later / sums)
+        row_weights[:, :1] = first * kept
+        s_slot, slot_grad = s[:, copies.slot], later * alpha - first * gain
+    grad = (1 - s).mul_(s).mul_(exp_z).mul_(factor)
     grad.scatter_add_(1, at, -slope * row_weights * s_at * (1 - s_at))
+    if copies is not None:
+        grad.index_copy_(1, copies.slot, slope * slot_grad * s_slot * (1 - s_slot))
     return losses, to_fp8(grad, unit, torch.float8_e5m2) if unit else grad.to(logits.dtype)
+
+
+# The copy pointer (PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843). Each position is
+# a query that attends to sources, the positions strictly before it in its document and window, by the softmax
+# of their scores q k / sqrt(D) and of a sink's. With P the weight of sources that hold the next token, a the
+# sink's weight and alpha the softmax of the head's column `slot`, the next token's probability is
+#
+#     (1 - alpha (1 - a)) * the head's softmax without that column + alpha P
+#
+# P and a do not depend on the head. So they come before it, and the gradients that the head gives them begin
+# the pointer's own backward.
+
+
+class Queries(NamedTuple):
+    q: Tensor  # (T, D)
+    k: Tensor  # (T, D)
+    sink_scores: Tensor  # (T,), at least fp32
+
+
+def pointer_blocks(
+    queries: Queries, micro_batch: MicroBatch, window: int
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Yields for successive queries: their slice; that of the sources which they may see; their scores,
+    (n, m) in at least fp32, -inf where they do not see the source; and which sources hold the next token.
+    """
+    (q, k, _), tokens, T = queries, micro_batch.inputs, len(queries.q)
+    documents, positions = document_numbers(micro_batch.cu_seqlens, T), torch.arange(T, device=q.device)
+    for i in range(0, T, 256):
+        rows, columns = slice(i, i + 256), slice(max(0, i - window), i + 256)
+        distance = positions[rows, None] - positions[columns]
+        seen = (documents[rows, None] == documents[columns]) & (distance > 0) & (distance <= window)
+        scores = upcast(q[rows]) @ upcast(k[columns]).T * q.size(1) ** -0.5
+        scores.masked_fill_(~seen, -math.inf)
+        yield rows, columns, scores, tokens[columns] == micro_batch.targets[rows, None]
+
+
+@torch.no_grad()
+def pointer(queries: Queries, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
+    """Returns Copies.weights (2, T), and for each query the logarithm of the sum of its exponentials (T,)."""
+    sink_scores = queries.sink_scores
+    weights, lse = sink_scores.new_empty(2, len(sink_scores)), torch.empty_like(sink_scores)
+    for rows, _, scores, holds in pointer_blocks(queries, micro_batch, window):
+        lse[rows] = torch.logaddexp(scores.logsumexp(1), sink_scores[rows])
+        weights[0, rows] = (scores.sub_(lse[rows, None]).exp_() * holds).sum(1)
+    weights[1] = (sink_scores - lse).exp()
+    return weights, lse
+
+
+@torch.no_grad()
+def pointer_grad(
+    queries: Queries, micro_batch: MicroBatch, window: int, weights: Tensor, lse: Tensor, weights_grad: Tensor
+) -> Queries:
+    """Returns the gradients of the queries, given pointer()'s arguments, its results, and the gradient of its
+    weights (2, T).
+    """
+    q, k, sink_scores = queries
+    mean, scale = (weights * weights_grad).sum(0), q.size(1) ** -0.5
+    dq, dk = torch.empty_like(q), torch.zeros_like(k, dtype=sink_scores.dtype)
+    for rows, columns, scores, holds in pointer_blocks(queries, micro_batch, window):
+        slopes = holds * weights_grad[0, rows, None] - mean[rows, None]
+        slopes *= scores.sub_(lse[rows, None]).exp_().mul_(scale)
+        dq[rows] = slopes @ upcast(k[columns])
+        dk[columns] += slopes.T @ upcast(q[rows])
+    return Queries(dq, dk.to(k.dtype), weights[1] * (weights_grad[1] - mean))
 
 
 @compiled
@@ -2113,6 +2234,8 @@ class Backend(NamedTuple):
     relu_square_grad: Callable = relu_square_grad
     relu_square_fp8: Callable = relu_square_fp8
     softcap_loss: Callable = softcap_loss
+    pointer: Callable = pointer
+    pointer_grad: Callable = pointer_grad
     segment_sum_rows: Callable = segment_sum_rows
     fp8: bool = False
 
@@ -2534,9 +2657,35 @@ def fp8_mlp_weights(bank: Tensor, proj_scale: Tensor) -> tuple[Tensor, ...]:
 
 
 @compiled
-def next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the cross-entropies (n,) of logits (n, V) after the softcap, in at least fp32."""
-    return F.cross_entropy(SOFTCAP_SCALE * softcap_sigmoid(logits), targets, reduction="none")
+def next_token_losses(logits: Tensor, targets: Tensor, copies: Copies | None = None) -> Tensor:
+    """Returns the cross-entropies (n,) of logits (n, V) after the softcap, in at least fp32; with `copies`
+    those of the mixture.
+    """
+    z = SOFTCAP_SCALE * softcap_sigmoid(logits)
+    if copies is None:
+        return F.cross_entropy(z, targets, reduction="none")
+    found, sink = copies.weights
+    alpha, z = open_gate(z, copies.slot)
+    by_head = z.log_softmax(1).gather(1, targets[:, None])[:, 0].exp()
+    return -(by_head * (1 - alpha * (1 - sink)) + alpha * found + COPY_FLOOR).log()
+
+
+def open_gate(z: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the slot's softmax (n,) of softcapped logits z (n, V); and z with -inf in its column."""
+    rest = z.index_fill(1, slot, -math.inf)
+    return torch.sigmoid(z[:, slot][:, 0] - rest.logsumexp(1)), rest
+
+
+@compiled
+def pointer_queries(x: Tensor, bank: Tensor, gain: Tensor, sink: Tensor) -> Queries:
+    """Returns the pointer's queries, keys and sink scores of the head's inputs x (T, d).
+
+    bank (2, D, d); gain (1,); sink (D,). q and k are normed in at least fp32, and rounded once: without norms
+    scores explode with some seeds (PR 379).
+    """
+    q, k = norm(upcast(F.linear(x, bank.flatten(0, 1)).unflatten(1, (2, -1)))).unbind(1)
+    q, k = (gain * q).to(x.dtype), k.to(x.dtype)
+    return Queries(q, k, upcast(q) @ sink * len(sink) ** -0.5)
 
 
 @compiled
@@ -2564,6 +2713,9 @@ class GPT(nn.Module):
     smear_gate: Tensor
     ve_gate_bank: Tensor
     mudd_gate_scale: Tensor
+    pointer_bank: Tensor
+    pointer_gain: Tensor
+    pointer_sink: Tensor
     post_lambdas: Tensor
     resid_lambdas: Tensor
 
@@ -2613,6 +2765,7 @@ class GPT(nn.Module):
         self.act_amax, self.act_scale, self.proj_scale = (torch.ones(mlps, device=device) for _ in range(3))
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
+        self.slot = torch.tensor([cfg.vocab_size], device=device)  # Copies.slot, among all columns
         self.initialize(seed)
 
     @torch.no_grad()
@@ -2874,20 +3027,38 @@ class GPT(nn.Module):
         """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
         return SOFTCAP_SCALE * softcap_sigmoid(x @ self.weight("lm_head"))
 
+    def pointer_queries(self, x: Tensor) -> Queries:
+        return pointer_queries(x, self.pointer_bank, self.pointer_gain, self.pointer_sink)
+
     @torch.no_grad()
-    def next_token_logits(self, tokens: Sequence[int]) -> Tensor:
-        """Returns the logits (vocab_size,) of the token after `tokens`, all of which are computed again."""
+    def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
+        """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`, all of which
+        are computed again. The columns of padding have the rest, but never the slot.
+        """
         text = np.array([*tokens, 0])  # there is no target yet
         micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), 2, self.cfg)), self.device)
         x = self.hidden_states(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
-        return self.logits(x[-1:])[0, : self.cfg.vocab_size]
+        z = self.logits(x[-1:])
+        if not self.cfg.pointer_dim:
+            return z.softmax(1)[0, : self.cfg.vocab_size]
+        sources = slice(-1 - self.cfg.pointer_val_window, -1)
+        q, k, sink_scores = self.pointer_queries(x)
+        scores = upcast(k[sources]) @ upcast(q[-1]) * len(self.pointer_sink) ** -0.5
+        sink, weights = torch.cat([sink_scores[-1:], scores]).softmax(0).split([1, len(scores)])
+        alpha, z = open_gate(z, self.slot)
+        probs = z.softmax(1)[0] * (1 - alpha * (1 - sink))
+        return probs.index_add_(0, micro_batch.inputs[sources], alpha * weights)[: self.cfg.vocab_size]
 
     @torch.no_grad()
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         x, w, n = self.hidden_states(micro_batch, windows), self.weight("lm_head"), self.cfg.head_chunk
         parts = zip(x.split(n), micro_batch.targets.split(n))
-        return torch.cat([next_token_losses(x_part @ w, targets) for x_part, targets in parts])
+        if not self.cfg.pointer_dim:
+            return torch.cat([next_token_losses(x_part @ w, targets) for x_part, targets in parts])
+        weights, _ = self.backend.pointer(self.pointer_queries(x), micro_batch, self.cfg.pointer_val_window)
+        copies = (Copies(part, part, self.slot) for part in weights.split(n, dim=1))
+        return torch.cat([next_token_losses(x_part @ w, t, part) for (x_part, t), part in zip(parts, copies)])
 
     @traced("head")
     def head_loss_and_grad(
@@ -2899,6 +3070,7 @@ class GPT(nn.Module):
         grad_scale: float,
         converted: list[Tensor],
         candidates: Tensor | None = None,
+        copies: Copies | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the head's forward and backward at once, in chunks of tokens.
 
@@ -2912,16 +3084,18 @@ class GPT(nn.Module):
         Targets that are none of them do not count.
 
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
-        x, where the remaining backward begins.
+        x, where the remaining backward begins, as it does in copies.grad.
         """
         w, n, dx, losses = self.weight("lm_head"), self.cfg.head_chunk, torch.empty_like(x), []
         with torch.no_grad():
             if candidates is not None:
                 w, targets = w.index_select(1, candidates), places_among(targets, candidates)
+                if copies:
+                    copies = copies._replace(slot=places_among(copies.slot, candidates))
                 n *= self.cfg.padded_vocab // len(candidates)  # about as many logits
                 converted.clear()
+            unit = FP8_GRAD * grad_scale if self.backend.fp8 else 0.0
             if self.backend.fp8:  # with fixed scales, and second factors of products column-major
-                unit = FP8_GRAD * grad_scale
                 units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
                 forward_scale, dx_scale, dw_scale = (device_scalar(u, x.device) for u in units)
                 x8 = to_fp8(x, FP8_X, torch.float8_e4m3fn)
@@ -2931,14 +3105,15 @@ class GPT(nn.Module):
                 w8, wt8 = converted
             for i in range(0, len(x), n):
                 part = slice(i, i + n)
+                how = targets[part], weights, unit, copies and copies.part(part)
                 if self.backend.fp8:
                     logits = x.new_empty(len(x[part]), w.size(1), dtype=torch.bfloat16)
                     fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
-                    part_losses, dlogits = self.backend.softcap_loss(logits, targets[part], weights, unit)
+                    part_losses, dlogits = self.backend.softcap_loss(logits, *how)
                     fp8_matmul(dlogits, w8.T, dx_scale, dx[part])
                     grad.add(xt8[:, part].T, transposed(dlogits).T, dw_scale, candidates)
                 else:
-                    part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, targets[part], weights)
+                    part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, *how)
                     torch.mm(dlogits, w.T, out=dx[part])
                     grad.add(x[part], dlogits, None, candidates)
                 losses.append(part_losses)
@@ -3819,13 +3994,22 @@ def train_step(
         head_grad.delay = last and model.cfg.delay_head_grad
         prefixes = model.prefixes if plan.prefix else None
         targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
+        copies = None
+        if window := model.cfg.pointer_dim and model.cfg.pointer_window:
+            queries = model.pointer_queries(x)
+            found, lse = model.backend.pointer(queries, micro_batch, window)
+            copies = Copies(found, torch.empty_like(found), model.slot)
         loss, dx = model.head_loss_and_grad(
-            x, targets, weights, head_grad, 1 / count, fp8_head, micro_batch.candidates
+            x, targets, weights, head_grad, 1 / count, fp8_head, micro_batch.candidates, copies
         )
         if last and fp8:
             amax = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
+        roots, root_grads = [x], [dx]
+        if copies:
+            roots += queries
+            root_grads += model.backend.pointer_grad(queries, micro_batch, window, found, lse, copies.grad)
         with traced("backward"):
-            x.backward(dx)
+            torch.autograd.backward(roots, root_grads)
         for grad in grads.values():
             grad.end_backward()
         optimizer.add_row_grads(leaves, micro_batch.indices, model.signs)
@@ -4204,8 +4388,8 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
     for _ in range(model.cfg.samples if vocabulary else 0):
         tokens = [model.cfg.bos_id]
         while len(tokens) <= 100:
-            probs = (model.next_token_logits(tokens).cpu() / 0.8).softmax(0)
-            tokens += probs.multinomial(1, generator=generator).tolist()
+            sharper = model.next_token_probs(tokens).cpu() ** (1 / 0.8)
+            tokens += sharper.multinomial(1, generator=generator).tolist()
         text = b"".join(vocabulary[token] for token in tokens).decode("utf-8", "replace")
         log.print0(f"sample: {text!r}", file=False)
 
