@@ -1310,6 +1310,7 @@ class MicroBatch(NamedTuple):
     compact_rows: Tensor | None = None  # (K, T) int32: where the rows of n-grams lie in NgramTable.compact
     indices: dict[str, RowIndex] = {}  # of the rows that tokens and bigrams select, and of compact_rows
     candidates: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
+    loss_weights: Tensor | None = None  # (K,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
 
 
 map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
@@ -1581,13 +1582,16 @@ class Prefetcher:
         """Builds a batch, but for the routes of n-grams; not packed yet."""
         micro_batches, hashed_kind = [], "ngrams" if self.cfg.ngrams.orders else "bigrams"
         shape = plan.batch_tokens, plan.max_doc_len, plan.attention_cap, plan.candidates
-        for part in self.loader.micro_batches(*shape):
+        parts = self.loader.micro_batches(*shape)
+        shares = [weight / len(parts) for weight in plan.loss_weights]
+        loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
+        for part in parts:
             sign_ids = None if part.sign_ids is None else part.sign_ids.numpy()
             indices = {
                 "tokens": index_rows(part.inputs.numpy()),
                 hashed_kind: index_rows(part.hashed_rows.numpy(), sign_ids),
             }
-            micro_batches.append(part._replace(indices=indices))
+            micro_batches.append(part._replace(indices=indices, loss_weights=loss_weights))
         routes = {}
         for spec in used_params(self.cfg):
             if not spec.is_table:
@@ -1803,24 +1807,22 @@ COPY_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their loga
 def softcap_loss(
     logits: Tensor,
     targets: Tensor,
-    weights: tuple[float, ...],
+    weights: Tensor,
     unit: float = 0.0,
     copies: Copies | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns each row's weighted sum of the cross-entropies of its targets, after the softcap, and the
     gradient of their sum.
 
-    logits (n, V); targets (n, K) int64, contiguous, -1: none; K weights. Losses (n,) are fp32 (fp64 for fp64
-    logits). The gradient has the logits' dtype; with `unit` it is e5m2 in such units, saturating. With
-    `copies` the first target has its probability in the mixture (below); to the others the slot is one more
-    column.
+    logits (n, V); targets (n, K) int64, contiguous, -1: none; weights (K,) of the losses' dtype. Losses (n,)
+    are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `unit` it is e5m2 in such units,
+    saturating. With `copies` the first target has its probability in the mixture (below); to the others the
+    slot is one more column.
     """
     # In place where possible: on a CPU memory traffic is the limit. z is at most 23: exp(z) cannot overflow.
     s, slope = softcap_sigmoid(logits), SOFTCAP_SCALE / SOFTCAP_SPAN
     exp_z = (SOFTCAP_SCALE * s).exp_()
-    at, row_weights = targets.clamp_min(0), (targets >= 0).to(s.dtype)
-    for column, weight in zip(row_weights.T, weights):
-        column *= weight
+    at, row_weights = targets.clamp_min(0), (targets >= 0) * weights
     s_at, total = s.gather(1, at), row_weights.sum(dim=-1, keepdim=True)
     if copies is None:
         sums = exp_z.sum(dim=-1, keepdim=True)
@@ -2083,6 +2085,7 @@ if triton is not None:
         grad,
         V,
         stride,
+        K: tl.constexpr,
         SCALE: tl.constexpr,
         SHIFT: tl.constexpr,
         PER_SPAN: tl.constexpr,
@@ -2100,13 +2103,14 @@ if triton is not None:
             sums += tl.where(start + offs < V, tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN)), 0.0)
         lse = tl.log(tl.sum(sums))
         loss, total = 0.0, 0.0
-        targets += row.to(tl.int64) * len(weights)
-        for k in tl.static_range(len(weights)):
+        targets += row.to(tl.int64) * K
+        for k in tl.static_range(K):
             target = tl.load(targets + k)
             if target >= 0:
                 x = tl.load(logits + target).to(tl.float32)
-                loss += weights[k] * (lse - SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN))
-                total += weights[k]
+                weight = tl.load(weights + k)
+                loss += weight * (lse - SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN))
+                total += weight
         tl.store(losses + row, loss)
         for start in range(0, V, BLOCK):
             cols = start + offs
@@ -2114,8 +2118,8 @@ if triton is not None:
                 (tl.load(logits + cols, mask=cols < V, other=0.0).to(tl.float32) + SHIFT) * PER_SPAN
             )
             g = total * tl.exp(SCALE * s - lse)
-            for k in tl.static_range(len(weights)):
-                g -= tl.where(cols == tl.load(targets + k), weights[k], 0.0)
+            for k in tl.static_range(K):
+                g -= tl.where(cols == tl.load(targets + k), tl.load(weights + k), 0.0)
             g *= s * (1 - s) * dz_scale
             g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
             tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
@@ -2203,14 +2207,14 @@ def triton_relu_square_fp8(
 
 
 def triton_softcap_loss(
-    logits: Tensor, targets: Tensor, weights: tuple[float, ...], unit: float = 0.0
+    logits: Tensor, targets: Tensor, weights: Tensor, unit: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     n, V = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     grad = torch.empty_like(
         logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format
     )
-    tensors, sizes = (logits, targets, weights, losses, grad), (V, logits.stride(0))
+    tensors, sizes = (logits, targets, weights, losses, grad), (V, logits.stride(0), len(weights))
     dz_scale = SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0)
     constants = (SOFTCAP_SCALE, SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, torch.finfo(grad.dtype).max, dz_scale)
     softcap_loss_kernel[(n,)](*tensors, *sizes, *constants, **LOSS_TILES)
@@ -3065,7 +3069,7 @@ class GPT(nn.Module):
         self,
         x: Tensor,
         targets: Tensor,
-        weights: tuple[float, ...],
+        weights: Tensor,
         grad: Gradient,
         grad_scale: float,
         converted: list[Tensor],
@@ -3074,9 +3078,9 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Runs the head's forward and backward at once, in chunks of tokens.
 
-        x (T, d); targets (T, K) int64. Memory holds one chunk's logits and their gradient at a time (a
-        delayed matmul keeps the gradients). lm_head's gradient is added to `grad`, and rounded once per
-        chunk. `grad_scale`, which `weights` contain already, sets the unit of FP8 gradients. `converted`
+        x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
+        time (a delayed matmul keeps the gradients). lm_head's gradient is added to `grad`, and rounded once
+        per chunk. `grad_scale`, which `weights` contain already, sets the unit of FP8 gradients. `converted`
         keeps lm_head in FP8 for the next call, if that has all columns too.
 
         With `candidates` (P,) int32, ascending, only these columns of lm_head are computed, as if the others
@@ -3984,8 +3988,7 @@ def train_step(
     model.use_stage(plan.stage)
     model.wait_for, model.ngrams = optimizer.wait_for, optimizer.ngrams
     optimizer.begin(batch)
-    weights, losses = tuple(weight / count for weight in plan.loss_weights), []
-    grads, head_grad, fp8_head = optimizer.grads, optimizer.grads["lm_head"], []
+    grads, head_grad, fp8_head, losses = optimizer.grads, optimizer.grads["lm_head"], [], []
     in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks
     fp8 = model.fp8_mlps(plan.step) if in_fp8 else None
     for i, micro_batch in enumerate(micro_batches):
@@ -4000,7 +4003,14 @@ def train_step(
             found, lse = model.backend.pointer(queries, micro_batch, window)
             copies = Copies(found, torch.empty_like(found), model.slot)
         loss, dx = model.head_loss_and_grad(
-            x, targets, weights, head_grad, 1 / count, fp8_head, micro_batch.candidates, copies
+            x,
+            targets,
+            micro_batch.loss_weights,
+            head_grad,
+            1 / count,
+            fp8_head,
+            micro_batch.candidates,
+            copies,
         )
         if last and fp8:
             amax = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)

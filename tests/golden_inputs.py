@@ -238,12 +238,17 @@ def targets_of(model, batch, plan):
     return tg.loss_targets(batch.targets, len(plan.mtp), model.prefixes if plan.prefix else None)
 
 
+def loss_weights(plan, model):
+    return torch.tensor(plan.loss_weights, dtype=tg.acc_dtype(model.cfg))
+
+
 def backward(model, batch, plan, leaves=None):
     """Runs a micro-batch forward and backward; returns its loss, summed over tokens. Fills .grad."""
     x, w = model.hidden_states(batch, plan.windows, None, leaves), model.lm_head
     head_grad = tg.Gradient(w, torch.zeros_like(w))
     targets = targets_of(model, batch, plan)
-    loss, dx = model.head_loss_and_grad(x, targets, plan.loss_weights, head_grad, 1.0, [])
+    weights = loss_weights(plan, model)
+    loss, dx = model.head_loss_and_grad(x, targets, weights, head_grad, 1.0, [])
     x.backward(dx)
     w.grad = head_grad.take()
     return loss

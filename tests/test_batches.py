@@ -82,9 +82,11 @@ def check_batches(rank, world_size, cfg):
         for actual, expected in zip(batch.micro_batches, want[rank], strict=True):
             rows, sign_ids = expected.hashed_rows.numpy(), expected.sign_ids.numpy()
             indices = tg.index_rows(expected.inputs.numpy()), tg.index_rows(rows, sign_ids)
-            expected = expected._replace(indices=dict(zip(("tokens", "bigrams"), indices)))
+            shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights])
+            indices = dict(zip(("tokens", "bigrams"), indices))
+            expected = expected._replace(indices=indices, loss_weights=shares)
             tensors = tensors_of(actual), tensors_of(expected)
-            assert all(map(same_bits, *tensors)) and len(tensors[0]) == len(tensors[1]) == 12
+            assert all(map(same_bits, *tensors)) and len(tensors[0]) == len(tensors[1]) == 13
             assert actual.max_doc_len == expected.max_doc_len
         for own, micro_batches in zip(seen, want):
             for micro_batch in micro_batches:
@@ -147,7 +149,7 @@ def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypa
 
     monkeypatch.setattr(torch.Tensor, "to", recording_to)
     assert tg.move(micro_batch, torch.device("cpu")) is micro_batch and not copies
-    for nest, count in (micro_batch, 12), (batch.routes, 10), (batch.ngram_routes, 4):
+    for nest, count in (micro_batch, 13), (batch.routes, 10), (batch.ngram_routes, 4):
         tensors, moved = (tensors_of(x) for x in (nest, tg.move(nest, Elsewhere("cpu"))))
         assert copies.pop() == {"non_blocking": True} and not copies
         size, start = 0, tensors[0].data_ptr()

@@ -136,7 +136,8 @@ def prefix_loss(case, dtype, unit=0.0):
     targets = tg.loss_targets(torch.tensor(loss["targets"]), len(golden["mtp_weights"]), None)
     if prefix:
         targets = torch.cat([targets, torch.tensor(loss["prefix_targets"])[:, None]], dim=1)
-    return tg.softcap_loss(logits, targets, (*golden["mtp_weights"], *prefix), unit)
+    weights = torch.tensor([*golden["mtp_weights"], *prefix], dtype=torch.promote_types(dtype, torch.float32))
+    return tg.softcap_loss(logits, targets, weights, unit)
 
 
 PREFIX_CASES = PREFIX["loss"]["cases"]

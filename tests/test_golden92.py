@@ -17,6 +17,7 @@ from golden_inputs import (
     fill,
     fill_model,
     golden_layout,
+    loss_weights,
     targets_of,
     tiny_config,
 )
@@ -77,7 +78,7 @@ def training_losses(case, kind, cap):
     batch = golden_batch(case, model.cfg, cap)
     with torch.no_grad():
         logits = model.hidden_states(batch, plan.windows) @ model.lm_head
-        return tg.softcap_loss(logits, targets_of(model, batch, plan), plan.loss_weights)[0]
+        return tg.softcap_loss(logits, targets_of(model, batch, plan), loss_weights(plan, model))[0]
 
 
 @pytest.mark.parametrize("kind", DTYPES)

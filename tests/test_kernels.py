@@ -257,8 +257,8 @@ def test_nan_stays(interpreted):
     x, targets = randn(3, 50), torch.tensor([[1], [2], [3]])
     x[1, 7] = math.nan
     for name, args in (
-        ("softcap_loss", (x, targets, (1.0,), 0.0)),
-        ("softcap_loss", (x, targets, (1.0,), 1e-3)),
+        ("softcap_loss", (x, targets, torch.ones(1), 0.0)),
+        ("softcap_loss", (x, targets, torch.ones(1), 1e-3)),
         ("relu_square", (randn(5, 50, seed=1), x)),
     ):
         found, want = getattr(interpreted, f"triton_{name}")(*args), getattr(tg, name)(*args)
@@ -266,7 +266,7 @@ def test_nan_stays(interpreted):
             assert torch.equal(actual.float().isnan(), exact.float().isnan()) and exact.float().isnan().any()
 
 
-WEIGHTS = [(1.0,), (1.0, 0.5), (1.0, 0.5, 0.25), (1.0, 0.5, 0.125, 0.25)]
+WEIGHTS = [torch.tensor([1.0, 0.5, 0.125, 0.25][:count]) for count in range(1, 5)]
 
 
 def loss_case(n, V, K, seed):

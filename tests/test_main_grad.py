@@ -37,7 +37,8 @@ def run_head(x, w, grad):
     model.cfg, model.lm_head = replace(tg.CPU, head_chunk=3, dtype="float64"), w
     model.wait_for, model.backend = lambda name: None, tg.TORCH_BACKEND
     targets = tg.loss_targets(TARGETS, 2, PREFIXES)
-    _, dx = model.head_loss_and_grad(x, targets, (1.0, 0.5, 0.25), grad, 1.0, [])
+    weights = torch.tensor([1.0, 0.5, 0.25], dtype=x.dtype)
+    _, dx = model.head_loss_and_grad(x, targets, weights, grad, 1.0, [])
     x.backward(dx)
 
 

@@ -101,8 +101,9 @@ def test_targets_have_prefixes_while_they_have_a_weight():
 def test_softcap_loss_of_bf16_logits_is_fp32():
     g = generator(8)
     logits, targets = randn(6, 50, g=g).bfloat16() * 4, torch.tensor(integers(-1, 49, g, n=12)).view(6, 2)
-    losses, grad = tg.softcap_loss(logits, targets, (1.0, 0.5))
-    exact, exact_grad = tg.softcap_loss(logits.double(), targets, (1.0, 0.5))
+    weights = torch.tensor([1.0, 0.5])
+    losses, grad = tg.softcap_loss(logits, targets, weights)
+    exact, exact_grad = tg.softcap_loss(logits.double(), targets, weights)
     assert losses.dtype == torch.float32 and grad.dtype == torch.bfloat16
     torch.testing.assert_close(losses.double(), exact, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(grad.double(), exact_grad, rtol=2**-8, atol=1e-8)  # rounded once
@@ -138,7 +139,7 @@ def test_fp8_head():
             model.lm_head.copy_(0.05 * randn(*model.lm_head.shape, g=g, dtype=torch.float32))
         targets = torch.tensor(integers(-1, 511, g, n=128)).view(64, 2)
         grad = tg.Gradient(model.lm_head, torch.zeros_like(model.lm_head))
-        weights = (1.0 / count, 0.5 / count)
+        weights = torch.tensor([1.0, 0.5]) / count
         loss, dx = model.head_loss_and_grad(x, targets, weights, grad, 1 / count, [])
         results.append((loss, dx, grad.main_grad))
     for fp32, fp8, fp8_of_one in zip(*results):

@@ -112,7 +112,8 @@ def golden_loss(name):
     x, w = fill((T, d), 910, 2.0).double(), fill((d, V), 911, 1.5).double()
     columns = tg.loss_targets(torch.tensor(LOSS["targets"]), len(case["mtp_weights"]), None)
     targets = torch.cat([columns, torch.tensor(LOSS["prefix_targets"])[:, None]], 1)
-    return case, (x, w, targets, (*case["mtp_weights"], case["prefix_weight"]))
+    weights = torch.tensor([*case["mtp_weights"], case["prefix_weight"]], dtype=torch.float64)
+    return case, (x, w, targets, weights)
 
 
 CANDIDATES, ALL = torch.tensor(LOSS["candidates"]).int(), torch.arange(LOSS["V"]).int()
@@ -173,7 +174,7 @@ def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
     with NothingAsLarge(w, grad.main_grad):
         for _ in range(2):
             candidates = torch.arange(0, 4096, 64, dtype=torch.int32)
-            tg.GPT.head_loss_and_grad(model, x, targets, (1.0,), grad, 1.0, [], candidates)
+            tg.GPT.head_loss_and_grad(model, x, targets, torch.ones(1), grad, 1.0, [], candidates)
     assert grad.main_grad.any(0).sum() == 64
 
 
@@ -220,7 +221,7 @@ def test_other_backends(interpreted, fp8, kernel):
     x, w = tg.norm(torch.randn(64, 32, generator=g)), torch.randn(32, 64, generator=g) / 20
     targets = torch.randint(-1, 64, (64, 3), generator=g)
     candidates = torch.randperm(64, generator=g)[:32].sort().values.int()
-    rest = targets, (1.0, 0.5, 0.25), [ALL, candidates], 8
+    rest = targets, torch.tensor([1.0, 0.5, 0.25]), [ALL, candidates], 8
     backend = tg.TORCH_BACKEND._replace(fp8=fp8)
     if kernel:
         backend = backend._replace(softcap_loss=interpreted.triton_softcap_loss)

@@ -77,7 +77,7 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     for operation, args in products.items():
         yield Case(operation, f"{T} x {d} x {F}", args, flops=2 * T * F * d)
 
-    V, K = plan.candidates or cfg.padded_vocab, len(plan.loss_weights)
+    V, K = plan.candidates or cfg.padded_vocab, len(batch.loss_weights)
     n = min(cfg.head_chunk * (cfg.padded_vocab // V), T)
     prefixes = torch.arange(-1, cfg.padded_vocab - 1, device=device) if plan.prefix else None
     logits, targets = rand(n, V), tg.loss_targets(batch.targets, len(plan.mtp), prefixes)[:n]
@@ -85,7 +85,7 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         targets = tg.places_among(targets, batch.candidates)
     grad_dtypes = {cfg.dtype: (0.0, logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 1)}
     for grad_dtype, (unit, size) in grad_dtypes.items():
-        head_args, nbytes = (logits, targets, plan.loss_weights, unit), (2 + size) * logits.numel()
+        head_args, nbytes = (logits, targets, batch.loss_weights, unit), (2 + size) * logits.numel()
         yield Case("softcap_loss", f"{n} x {V}, {K} targets, {grad_dtype}", head_args, nbytes=nbytes)
 
     kinds = {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "compact"}
