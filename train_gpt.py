@@ -2085,10 +2085,15 @@ if triton is not None:
         grad,
         V,
         stride,
+        copies,
+        copy_grad,
+        slot,
+        copies_stride,
         K: tl.constexpr,
         SCALE: tl.constexpr,
         SHIFT: tl.constexpr,
         PER_SPAN: tl.constexpr,
+        FLOOR: tl.constexpr,
         fp8_max,
         dz_scale,
         BLOCK: tl.constexpr,
@@ -2097,29 +2102,59 @@ if triton is not None:
         row, offs = tl.program_id(0), tl.arange(0, BLOCK)
         logits += row.to(tl.int64) * stride
         grad += row.to(tl.int64) * V
-        sums = tl.zeros((BLOCK,), tl.float32)
+        sums, slot_column = tl.zeros((BLOCK,), tl.float32), -1
+        if copies is not None:
+            slot_column = tl.load(slot).to(tl.int32)
         for start in range(0, V, BLOCK):
-            x = tl.load(logits + start + offs, mask=start + offs < V, other=float("-inf")).to(tl.float32)
-            sums += tl.where(start + offs < V, tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN)), 0.0)
-        lse = tl.log(tl.sum(sums))
+            cols = start + offs
+            x = tl.load(logits + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+            counts = (cols < V) & (cols != slot_column)
+            sums += tl.where(counts, tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN)), 0.0)
+        words = tl.sum(sums)
+        whole = words
+        if copies is not None:
+            x = tl.load(logits + slot_column).to(tl.float32)
+            slot_exp = tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN))
+            whole += slot_exp
+        lse = tl.log(whole)
         loss, total = 0.0, 0.0
+        factor, first, slot_grad, found_grad, sink_grad = 0.0, 0.0, 0.0, 0.0, 0.0
         targets += row.to(tl.int64) * K
         for k in tl.static_range(K):
             target = tl.load(targets + k)
             if target >= 0:
-                x = tl.load(logits + target).to(tl.float32)
+                z = SCALE * tl.sigmoid((tl.load(logits + target).to(tl.float32) + SHIFT) * PER_SPAN)
                 weight = tl.load(weights + k)
-                loss += weight * (lse - SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN))
-                total += weight
+                if k > 0 or copies is None:
+                    loss += weight * (lse - z)
+                    total += weight
+                else:
+                    found, sink = tl.load(copies + row), tl.load(copies + copies_stride + row)
+                    alpha, rest, by_head = slot_exp / whole, words / whole, tl.exp(z) / words
+                    kept = by_head * (rest + alpha * sink)
+                    p = kept + alpha * found + FLOOR
+                    gain = alpha * rest * (found - by_head * (1 - sink))
+                    loss -= weight * tl.log(p)
+                    first = weight / p
+                    found_grad, sink_grad = -first * alpha, -first * alpha * by_head
+                    factor, slot_grad, first = first * (kept + gain) / rest, -first * gain, first * kept
         tl.store(losses + row, loss)
+        if copies is not None:
+            tl.store(copy_grad + row, found_grad)
+            tl.store(copy_grad + copies_stride + row, sink_grad)
+        factor += total
         for start in range(0, V, BLOCK):
             cols = start + offs
             s = tl.sigmoid(
                 (tl.load(logits + cols, mask=cols < V, other=0.0).to(tl.float32) + SHIFT) * PER_SPAN
             )
-            g = total * tl.exp(SCALE * s - lse)
+            e = tl.exp(SCALE * s - lse)
+            g = factor * e
             for k in tl.static_range(K):
-                g -= tl.where(cols == tl.load(targets + k), tl.load(weights + k), 0.0)
+                weight = tl.load(weights + k) if k > 0 or copies is None else first
+                g -= tl.where(cols == tl.load(targets + k), weight, 0.0)
+            if copies is not None:
+                g = tl.where(cols == slot_column, slot_grad + total * e, g)
             g *= s * (1 - s) * dz_scale
             g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
             tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
@@ -2207,17 +2242,18 @@ def triton_relu_square_fp8(
 
 
 def triton_softcap_loss(
-    logits: Tensor, targets: Tensor, weights: Tensor, unit: float = 0.0
+    logits: Tensor, targets: Tensor, weights: Tensor, unit: float = 0.0, copies: Copies | None = None
 ) -> tuple[Tensor, Tensor]:
     n, V = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     grad = torch.empty_like(
         logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format
     )
-    tensors, sizes = (logits, targets, weights, losses, grad), (V, logits.stride(0), len(weights))
-    dz_scale = SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0)
-    constants = (SOFTCAP_SCALE, SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, torch.finfo(grad.dtype).max, dz_scale)
-    softcap_loss_kernel[(n,)](*tensors, *sizes, *constants, **LOSS_TILES)
+    tensors, sizes = (logits, targets, weights, losses, grad), (V, logits.stride(0))
+    pointed = (*copies, copies.weights.stride(0)) if copies else [None] * 4
+    constants = len(weights), SOFTCAP_SCALE, SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, COPY_FLOOR
+    limits = torch.finfo(grad.dtype).max, SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0)
+    softcap_loss_kernel[(n,)](*tensors, *sizes, *pointed, *constants, *limits, **LOSS_TILES)
     return losses, grad
 
 

@@ -192,6 +192,7 @@ def tiny_config(dtype, **changes):
         dtype=dtype,
         bank_dtype=dtype,
         window_unit=16,
+        pointer_dim=0,
         microbatches=1,
         val_slice_tokens=64,
         val_slices=1,

@@ -88,12 +88,14 @@ def kernel_cases():
     for (kind, call), size in itertools.product(calls.items(), ("small", "large")):
         tiles = tg.RELU_SQUARE_TILES[size + kind * (size == "large")]
         cases[f"relu_square{kind} {size}"] = "relu_square_kernel", tiles, call
+    numbers = meta(2, T, dtype=torch.float32)[:, :chunk]
     for weights, unit in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
         targets = meta(chunk, len(weights), dtype=torch.int64)
         args = meta(chunk, V), targets, weights.to("meta"), unit
-        call = functools.partial(tg.triton_softcap_loss, *args)
         name = f"softcap_loss {len(weights)} {'e5m2' if unit else 'bf16'}"
-        cases[name] = "softcap_loss_kernel", None, call
+        for copies in (None, tg.Copies(numbers, numbers, meta(1, dtype=torch.int64))):
+            call = functools.partial(tg.triton_softcap_loss, *args, copies)
+            cases[name + " copies" * bool(copies)] = "softcap_loss_kernel", None, call
     call = functools.partial(tg.triton_segment_sum_rows, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))
     cases["segment_sum_rows"] = "segment_sum_rows_kernel", None, call
     index, signs = meta_index(T, 4000, signed=True), meta(8192, d)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from test_kernels import interpreted  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.numeric
 
@@ -98,3 +99,25 @@ def test_golden_mixture(case, dtype):
         close(tg.next_token_losses(logits, targets[:, 0], copies), case["losses"], dtype, fp32=4e-6)
     elif hard:
         assert grad.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GOLDEN["c_mixture"]["cases"], ids=lambda case: case["name"])
+def test_golden_mixture_of_the_kernel(interpreted, case):
+    """Compares with plain torch where fp32 has no digits for the golden numbers; and a row without target."""
+    dtype = torch.float32
+    logits, copies = torch.tensor(case["logits"]), copies_of(case, dtype, 24)
+    targets, weights = torch.tensor(case["targets"]), torch.tensor(case["weights"])
+    losses, grad = interpreted.triton_softcap_loss(logits, targets, weights, copies=copies)
+    close(losses, case["losses"], dtype, fp32=2e-6)
+    want, plain = case["d_logits"], copies._replace(grad=torch.empty_like(copies.weights))
+    copy_want = [case["d_p_copy"], case["d_a_sink"]]
+    if case["name"] in ("floor", "gate_fully_open"):
+        want = tg.softcap_loss(logits, targets, weights, copies=plain)[1].tolist()
+        copy_want = plain.grad.tolist()
+    close(grad, want, dtype)
+    for ours, numbers in zip(copies.grad, copy_want):
+        close(ours, numbers, dtype)
+    targets[0] = -1
+    interpreted.triton_softcap_loss(logits, targets, weights, copies=copies)
+    assert not copies.grad[:, 0].any()

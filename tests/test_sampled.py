@@ -206,7 +206,7 @@ def test_golden_model(monkeypatch):
     assert mean == pytest.approx(golden92.MODEL["cases"][MODEL["case"]]["eval_mean"], rel=1e-12)
 
 
-def plain_fp8(logits, targets, weights):
+def plain_fp8(logits, targets, weights, *_):
     """Rounds as the head in FP8 does: the logits to bf16, their gradient to e5m2."""
     losses, grad = tg.softcap_loss(logits.bfloat16(), targets, weights, tg.FP8_GRAD)
     return losses, grad.float() * tg.FP8_GRAD
