@@ -10,7 +10,8 @@ Results
     cpu preset     1.051 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
                    runs of 266 steps, 49 s on two cores of an AMD EPYC, PyTorch 2.13
     record preset  not timed on GPUs yet. It is the configuration of the public record 92, which took 39.9 s
-                   on 8 H100s; docs/settings.md says what it lacks
+                   on 8 H100s, with the copy pointer and the schedule of PR 379 (36.0 s); docs/settings.md
+                   says what it lacks
 
 The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
 
@@ -323,7 +324,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1194-step record preset."""
+    """Holds one run's settings; a preset is `replace(RECORD, ...)`. Defaults: the 1050-step record preset."""
 
     # data and goal
     preset: str = "record"
@@ -376,13 +377,13 @@ class Config:
     # the rate that the cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(320, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,),
+        Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,),
               candidates=(10240,)),
-        Stage(361, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05),
+        Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05),
               candidates=(10240,)),
-        Stage(426, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560,
+        Stage(378, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560,
               candidates=(14336, 14336, 24576)),
-        Stage( 67, 327680, 3072, Windows(5, 11), 1.5793, (1.0,), (1.0,), attention_cap=2560),
+        Stage( 59, 327680, 3072, Windows(5, 11), 1.5793, (1.0,), (1.0,), attention_cap=2560),
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30, (1.0,), (1.0,), attention_cap=2560),
     )
     # fmt: on

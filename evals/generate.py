@@ -54,13 +54,13 @@ def max_context(cfg: tg.Config) -> int:
 
 
 def choose(logits: Tensor, generator: torch.Generator, temperature=1.0, top_k=0, top_p=1.0) -> int:
-    """Draws a token from logits (V,).
+    """Draws a token from logits, or log-probabilities, (V,).
 
-    temperature: divides the logits; 0: the likeliest token. top_k: only of so many, the likeliest; 0: all. Of
+    temperature: divides them; 0: the likeliest token. top_k: only of so many, the likeliest; 0: all. Of
     these, top_p: only the fewest that have together this share of their probability (nucleus sampling:
     Holtzman et al. 2019, arXiv:1904.09751).
     """
-    if temperature < 1e-6:  # logits are at most 23: this is 0
+    if temperature < 1e-6:  # too near 0 to divide by
         return int(logits.argmax())
     logits, tokens = logits.double().cpu().sort(descending=True, stable=True)
     probs = (logits[: top_k or None] / temperature).softmax(0)
@@ -75,7 +75,7 @@ def generate(model: tg.GPT, tokens: Sequence[int], count: int, seed: int = 0, **
     """
     tokens, generator, context = list(tokens), torch.Generator().manual_seed(seed), max_context(model.cfg)
     for _ in range(count):
-        token = choose(model.next_token_logits(tokens[-context:]), generator, **options)
+        token = choose(model.next_token_probs(tokens[-context:]).log(), generator, **options)
         if token == model.cfg.bos_id:
             return
         tokens.append(token)

@@ -179,6 +179,14 @@ def fill_parameter(p, name, cfg):
 BIGRAMS = replace(tg.RECORD, ngrams=tg.Ngrams())  # the record preset with bigram_embed
 
 
+# Record 92 is the record preset without the pointer, for which PR 379 shortened the stages.
+RECORD92 = replace(
+    tg.RECORD,
+    pointer_dim=0,
+    stages=tuple(replace(stage, steps=n) for stage, n in zip(tg.RECORD.stages, (320, 361, 426, 67, 20))),
+)
+
+
 def tiny_config(dtype, **changes):
     settings = dict(
         vocab_size=512,

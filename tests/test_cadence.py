@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import GOLDEN92, FixedLoader, distance, fill, golden_signs, tiny_config
+from golden_inputs import GOLDEN92, RECORD92, FixedLoader, distance, fill, golden_signs, tiny_config
 
 SCHEDULE, ADAM = GOLDEN92["g_schedule"], GOLDEN92["d_adam"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -20,7 +20,7 @@ ALWAYS, HALF, RARE = (1, 1), (2, 2), (2, 4)
 # ---------------------------------------------------------------------------------------------- the schedule
 
 
-def updates(every, steps=SCHEDULE["total_steps"], cfg=tg.RECORD):
+def updates(every, steps=SCHEDULE["total_steps"], cfg=RECORD92):
     """Returns after which steps what has this `every` is updated."""
     return [step for step in range(steps) if tg.plan_step(cfg, step).updates(every)]
 
@@ -31,7 +31,7 @@ def test_updates_of_the_record():
     assert (len(updates(HALF)), len(updates(RARE))) == (SCHEDULE["adam_steps"], SCHEDULE["table_events"])
     assert updates(RARE)[-1] == SCHEDULE["last_table_event"]
     for row in SCHEDULE["rows"]:
-        plan = tg.plan_step(tg.RECORD, row["step"])
+        plan = tg.plan_step(RECORD92, row["step"])
         assert (plan.updates(HALF), plan.updates(RARE)) == (row["adam"], row["table_event"])
         assert plan.cadence_ratio(RARE) == row["table_wd_mul"] / 5
         assert plan.cadence_ratio(ALWAYS) == plan.cadence_ratio(HALF) == 1
@@ -78,7 +78,7 @@ def adam_events(name, dtype):
     state, grad, events = tg.adam_init(p, row, moments, 0), torch.zeros(p.shape), iter(golden["events"])
     for step in ADAM["steps"]:
         grad += coarse(p.shape, STREAMS[name] + step - 332)
-        plan = tg.plan_step(tg.RECORD, step)
+        plan = tg.plan_step(RECORD92, step)
         if plan.updates(row.every):
             want = next(events)
             assert want["step"] == step and grad.tolist() == want["summed_gradient"]
@@ -121,7 +121,7 @@ def test_golden_untying():
             optimizer.grads[name].main_grad += coarse(params[name].shape, k + step - 1172)
         optimizer.routes, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
         changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t}
-        optimizer.step(tg.plan_step(tg.RECORD, step)._replace(**changes))
+        optimizer.step(tg.plan_step(RECORD92, step)._replace(**changes))
         optimizer.finish_gathers()
         if step % 2:
             want = next(events)
@@ -220,7 +220,7 @@ def table_events(dtype):
     table = tg.NgramTable(cfg, tg.Exchange(0, 1), torch.device("cpu"))
     signs = golden_signs((TABLE["sign_rows"], TABLE["width"])).to(table.block.dtype)
     rates = {event["step"]: event["eta"] / 0.56 for event in TABLE["events"]}
-    plans = [tg.plan_step(tg.RECORD, step)._replace(lr_mul=rates.get(step, 1.0)) for step in TABLE["steps"]]
+    plans = [tg.plan_step(RECORD92, step)._replace(lr_mul=rates.get(step, 1.0)) for step in TABLE["steps"]]
     loader, events = FixedLoader(cfg, map(golden_slices, TABLE["steps"])), iter(TABLE["events"])
     batches = tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
     for plan in plans:

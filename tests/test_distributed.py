@@ -38,7 +38,7 @@ def make_config(folder):
         tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, ngrams=tg.Ngrams(),
         bigram_vocab_size=320, heads=2, head_dim=8, mlp_dim=32, window_unit=3, microbatches=8, stages=stages,
         val_slices=3, val_slice_tokens=100, val_every=0, momentum_warmup=3, momentum_cooldown=2,
-        rails_step=2, head_chunk=20, dtype="float64", bank_dtype="float64",
+        rails_step=2, head_chunk=20, dtype="float64", bank_dtype="float64", pointer_dim=8, pointer_window=17,
     )
     # fmt: on
 

@@ -90,22 +90,22 @@ def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
     tokens = np.concatenate([[cfg.bos_id, *rng.integers(97, 104, n - 1)] for n in lengths] + [[0]])
     batch = tg.make_micro_batch(tokens, np.cumsum([0, *lengths[:-1]]), max(lengths), 8, cfg)
     windows = tg.window_tokens(cfg, cfg.val_windows)
-    x = model.hidden_states(batch, windows)
-    expected = model.logits(x)[:, : cfg.vocab_size].softmax(1)
+    expected = (-model.token_losses(batch, windows)).exp()
     document = tokens[:40].tolist()
     for i in range(40):
-        probs = model.next_token_logits(document[: i + 1]).softmax(0)
-        torch.testing.assert_close(probs, expected[i], rtol=0, atol=1e-6)
+        probs = model.next_token_probs(document[: i + 1])
+        torch.testing.assert_close(probs[tokens[i + 1]], expected[i], rtol=0, atol=1e-6)
+        assert probs.shape == (cfg.vocab_size,)  # so neither padding nor the pointer's column can be drawn
 
 
 def test_a_loaded_model_computes_as_the_saved_one(run):
     """In every bit, also by its rotary angles and attention's scale, which are those of the last stage."""
     model, text = random_model(run), [256, *range(97, 104)]
     save("random.pt", model)
-    expected = model.next_token_logits(text)
-    assert torch.equal(load_model("random.pt").next_token_logits(text), expected)
+    expected = model.next_token_probs(text)
+    assert torch.equal(load_model("random.pt").next_token_probs(text), expected)
     model.use_stage(2)
-    assert not torch.equal(model.next_token_logits(text), expected)
+    assert not torch.equal(model.next_token_probs(text), expected)
 
 
 DRAWS = {  # temperature, top_k, top_p: weights of the likeliest tokens
@@ -136,12 +136,12 @@ def test_tokens_are_drawn_by_temperature_top_k_and_top_p():
 def recorder(cfg, contexts, end=0):
     """Returns a model that draws 1, 2, 3, ... and BOS as number `end`; it keeps the contexts."""
 
-    def next_token_logits(tokens):
+    def next_token_probs(tokens):
         contexts.append(list(tokens))
         token = cfg.bos_id if len(contexts) == end else len(contexts)
         return torch.eye(cfg.vocab_size)[token]
 
-    return SimpleNamespace(cfg=cfg, next_token_logits=next_token_logits)
+    return SimpleNamespace(cfg=cfg, next_token_probs=next_token_probs)
 
 
 def test_the_context_is_the_longest_document_of_training(run):
@@ -247,9 +247,9 @@ def test_a_run_ends_with_three_texts(run):
 
 def test_the_texts_are_drawn_at_temperature_0_8_by_the_seed(run, tmp_path, monkeypatch, capsys):
     model, log = random_model(run, "samples=20"), tg.RunLog(tmp_path / "log")
-    logits = torch.full((257,), -torch.inf)
-    logits[97], logits[98] = 0.8 * math.log(4), 0  # odds of 4 at this temperature
-    monkeypatch.setattr(model, "next_token_logits", lambda tokens: logits)
+    probs = torch.zeros(257)
+    probs[97], probs[98] = 4**0.8, 1  # odds of 4 at this temperature
+    monkeypatch.setattr(model, "next_token_probs", lambda tokens: probs)
 
     def draw(seed):
         tg.print_samples(model, [b"a" if i == 97 else b"b" for i in range(257)], seed, log)

@@ -11,6 +11,7 @@ import torch
 import train_gpt as tg
 from golden_inputs import (
     GOLDEN92,
+    RECORD92,
     WORLD,
     backward,
     distance,
@@ -168,7 +169,7 @@ def test_gradients_that_are_zero(part):
 # ----------------------------------------------------------------------------------------------- the schedule
 
 SCHEDULE = GOLDEN92["g_schedule"]
-PLANS = [tg.plan_step(tg.RECORD, step) for step in range(tg.RECORD.steps)]
+PLANS = [tg.plan_step(RECORD92, step) for step in range(RECORD92.steps)]
 
 
 @pytest.mark.parametrize("row", SCHEDULE["rows"], ids=lambda row: str(row["step"]))
@@ -184,8 +185,8 @@ def test_schedule_rows(row):
 
 
 def test_what_changes_when():
-    assert [*tg.RECORD.stage_starts, tg.RECORD.steps] == SCHEDULE["stage_ends"]
-    assert tg.train_tokens(tg.RECORD) == SCHEDULE["training_tokens"]
+    assert [*RECORD92.stage_starts, RECORD92.steps] == SCHEDULE["stage_ends"]
+    assert tg.train_tokens(RECORD92) == SCHEDULE["training_tokens"]
     assert [plan.step for plan in PLANS if plan.untie] == [SCHEDULE["untie_step"]]
     changes = [b.step for a, b in zip(PLANS, PLANS[1:]) if a.prefix != b.prefix]
     assert changes == [step for step in SCHEDULE["prefix_changes_at"] if step]

@@ -1,15 +1,16 @@
 """Checks the copy pointer against golden numbers, computed independently, and what a mixture must satisfy."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import train_gpt as tg
+from test_distributed import build
 from test_kernels import interpreted  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.numeric
@@ -103,7 +104,7 @@ def test_golden_mixture(case, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GOLDEN["c_mixture"]["cases"], ids=lambda case: case["name"])
-def test_golden_mixture_of_the_kernel(interpreted, case):
+def test_golden_mixture_of_the_kernel(interpreted, case):  # noqa: F811
     """Compares with plain torch where fp32 has no digits for the golden numbers; and a row without target."""
     dtype = torch.float32
     logits, copies = torch.tensor(case["logits"]), copies_of(case, dtype, 24)
@@ -121,3 +122,188 @@ def test_golden_mixture_of_the_kernel(interpreted, case):
     targets[0] = -1
     interpreted.triton_softcap_loss(logits, targets, weights, copies=copies)
     assert not copies.grad[:, 0].any()
+
+
+# -------------------------------------------------------------------------------------------------- the head
+
+
+def run_head(case, dtype, chunk):
+    """Returns losses by position, and the gradients of x, lm_head, bank, gain and sink, of a golden case."""
+    names = "x", "bank", "gain", "sink"
+    x, bank, gain, sink = (torch.tensor(HEAD[name], dtype=dtype, requires_grad=True) for name in names)
+    w, tokens = torch.tensor(HEAD["lm_head"], dtype=dtype), HEAD["tokens"]
+    batch, losses = text(case, tokens[:-1], tokens[1:]), []
+
+    def softcap_loss(*args):
+        losses.append((result := tg.softcap_loss(*args))[0])
+        return result
+
+    backend = tg.TORCH_BACKEND._replace(softcap_loss=softcap_loss)
+    cfg, grad = replace(tg.CPU, head_chunk=chunk, padded_vocab=HEAD["V"]), tg.Gradient(w, torch.zeros_like(w))
+    model = SimpleNamespace(cfg=cfg, weight=lambda name: w, backend=backend)
+    prefix, weights = case["prefix_weight"], list(case["weights"])
+    prefixes = torch.tensor(HEAD["prefix_table"]) if prefix else None
+    targets = tg.loss_targets(batch.targets, len(weights), prefixes)
+    weights = torch.tensor(weights + [prefix] * bool(prefix), dtype=dtype)
+    candidates = torch.tensor(HEAD["candidates"]).int() if "target_places" in case else None
+    queries = tg.pointer_queries(x, bank, gain, sink)
+    found, lse = tg.pointer(queries, batch, window_of(case))
+    copies = tg.Copies(found, torch.empty_like(found), torch.tensor([HEAD["column"]]))
+    loss, dx = tg.GPT.head_loss_and_grad(
+        model, x.detach(), targets, weights, grad, 1.0, [], candidates, copies
+    )
+    query_grads = tg.pointer_grad(queries, batch, window_of(case), found, lse, copies.grad)
+    torch.autograd.backward(queries, query_grads)
+    grads = dict(zip(names, (x.grad + dx, bank.grad, gain.grad, sink.grad))) | {"lm_head": grad.main_grad}
+    assert loss == pytest.approx(case["sum"], rel=1e-12 if dtype == torch.float64 else 1e-6)
+    return torch.cat(losses), grads
+
+
+@DTYPES
+@pytest.mark.parametrize("chunk", [1, 5, 24])
+@pytest.mark.parametrize("name", [name for name, case in HEAD["cases"].items() if window_of(case)])
+def test_golden_head(name, dtype, chunk):
+    case = HEAD["cases"][name]
+    losses, grads = run_head(case, dtype, chunk)
+    close(losses, case["losses"], dtype, fp32=2e-6)
+    for name, grad in grads.items():
+        close(grad, case[f"d_{name}"], dtype)
+
+
+def distribution(tokens, cu_seqlens, candidates=None):
+    """Returns the probabilities (T, columns) of all next tokens of a golden text: a loss for each."""
+    x, bank, gain, sink, w = (
+        torch.tensor(HEAD[name], dtype=torch.float64) for name in ("x", "bank", "gain", "sink", "lm_head")
+    )
+    columns = torch.tensor(candidates or range(HEAD["V"]))
+    slot, logits = (columns == HEAD["column"]).nonzero()[0], x @ w[:, columns]
+    queries, probs = tg.pointer_queries(x, bank, gain, sink), []
+    for i, token in enumerate(columns.tolist()):
+        batch = text({"cu_seqlens": cu_seqlens}, tokens[:-1], [token] * len(x))
+        weights, _ = tg.pointer(queries, batch, 1000)
+        losses = tg.next_token_losses(logits, torch.full((len(x),), i), tg.Copies(weights, weights, slot))
+        probs.append((-losses).exp() - tg.COPY_FLOOR)
+    return torch.stack(probs, dim=1)
+
+
+def test_golden_distributions():
+    golden, case = GOLDEN["e_distribution"], HEAD["cases"]["one_target"]
+    whole = distribution(HEAD["tokens"], case["cu_seqlens"])
+    close(whole[golden["positions"]], golden["next_token_probabilities"], torch.float64)
+    close(whole.sum(1), golden["sums_over_all_columns"], torch.float64)
+    assert whole[:, HEAD["column"]].abs().max() < 1e-15
+    some = golden["with_candidates"]
+    sampled = distribution(HEAD["tokens"], case["cu_seqlens"], HEAD["candidates"])
+    close(sampled[golden["positions"]], some["next_token_probabilities"], torch.float64)
+    close(sampled.sum(1), some["sums_over_candidates"], torch.float64)
+    alone = golden["one_document"]  # its first token is no target, and so no candidate
+    sampled = distribution(alone["tokens"], alone["cu_seqlens"], alone["candidates"])
+    close(sampled.sum(1), alone["sums_over_candidates"], torch.float64)
+
+
+def test_golden_candidates():
+    golden, offset = GOLDEN["g_candidate_sets"], None
+    for step in golden["steps"]:
+        if offset is not None:
+            assert offset == step["offset_before"]
+        needed = np.array([*step["targets"], golden["copy"]])
+        chosen, offset = tg.choose_candidates(needed, golden["P"], golden["V"], step["offset_before"])
+        assert chosen.tolist() == step["candidates"] and offset == step["offset_after"]
+        assert tg.places_among(torch.tensor([golden["copy"]]), chosen).item() == step["place_of_copy"]
+
+
+# --------------------------------------------------------------------------------------------------- a model
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Returns a model of the words preset's parts; its head has one column beside those of the tokens."""
+    layers = tuple(replace(layer, connections=False) for layer in tg.LAYERS[:4])
+    cfg = replace(
+        tg.WORDS, vocab_size=61, padded_vocab=62, bos_id=60, head_dim=8, mlp_dim=32, dtype="float64",
+        bank_dtype="float64", layers=layers, skip_from=0, skip_to=2, backout_from=1, head_chunk=7,
+        ngrams=tg.Ngrams((2,), 64, 16, "float64"), pointer_dim=8, pointer_val_window=9, val_slice_tokens=64,
+        microbatches=1, stages=tg.CPU.stages,
+    )  # fmt: skip
+    _, model, _ = build(0, 1, cfg)
+    return model
+
+
+def document(seed, length=20):
+    rng = np.random.default_rng(seed)
+    return np.append(60, rng.integers(0, 7, length)).astype(np.uint16)
+
+
+def losses_of(model, *documents):
+    starts = np.cumsum([len(part) for part in documents[:-1]])
+    tokens = np.concatenate([*documents, [60]])
+    batch = tg.make_micro_batch(tokens, starts, 64, 8, model.cfg)
+    return model.token_losses(batch, tg.window_tokens(model.cfg, model.cfg.val_windows))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_probabilities_sum_to_one_and_are_those_of_the_losses(model, seed):
+    tokens = document(seed)
+    losses = losses_of(model, tokens)
+    for i in range(len(tokens)):
+        probs = model.next_token_probs(tokens[: i + 1].tolist())
+        assert probs.shape == (61,) and probs.sum() == pytest.approx(1, abs=1e-12)
+        target = [*tokens, 60][i + 1]
+        assert (probs[target] + tg.COPY_FLOOR).log() == pytest.approx(-losses[i].item(), rel=1e-9)
+
+
+def test_a_token_changes_nothing_before_it(model):
+    tokens = document(0)
+    before = losses_of(model, tokens)
+    tokens[15] = 7 - tokens[15]
+    after = losses_of(model, tokens)
+    assert torch.equal(before[:14], after[:14]) and not torch.isclose(before[14:], after[14:]).any()
+
+
+def test_no_source_is_in_another_document():
+    tokens, queries = torch.arange(24) % 3, tg.Queries(*torch.randn(2, 24, 8), torch.randn(24))
+    ends = [0, 5, 17, 24]
+    batch = text({"cu_seqlens": ends}, tokens.tolist(), tokens.tolist())
+    whole, _ = tg.pointer(queries, batch, 1000)
+    for begin, end in zip(ends, ends[1:]):
+        alone = tokens[begin:end].tolist()
+        part = tg.Queries(*(t[begin:end] for t in queries))
+        weights, _ = tg.pointer(part, text({"cu_seqlens": [0, end - begin]}, alone, alone), 1000)
+        torch.testing.assert_close(weights, whole[:, begin:end])
+
+
+def test_all_columns_as_candidates_change_no_bit(model):
+    x, targets = torch.randn(21, 32, dtype=torch.float64), torch.randint(61, (21, 2))
+    weights, copied = torch.tensor([1.0, 0.5]).double(), torch.rand(2, 21, dtype=torch.float64) / 2
+    found = []
+    for candidates in (None, torch.arange(62, dtype=torch.int32)):
+        grad = tg.Gradient(model.lm_head, torch.zeros_like(model.lm_head))
+        copies = tg.Copies(copied, torch.empty_like(copied), model.slot)
+        loss, dx = model.head_loss_and_grad(x, targets, weights, grad, 1.0, [], candidates, copies)
+        found.append((loss, dx, grad.main_grad, copies.grad))
+    assert all(map(torch.equal, *found))
+
+
+def test_the_pointer_needs_a_column_of_its_own():
+    with pytest.raises(tg.UserError, match="padded_vocab"):
+        tg.check_config(replace(tg.CPU, pointer_dim=8, padded_vocab=257), 1)
+
+
+def test_the_schedule_of_pr_379():
+    want, cfg = GOLDEN["h_schedule"], tg.RECORD
+    plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
+    assert [*cfg.stage_starts, cfg.steps] == want["stage_ends"]
+    assert tg.train_tokens(cfg) == want["training_tokens"]
+    for name in ("candidates", "prefix"):
+        changes = [b.step for a, b in zip(plans, plans[1:]) if getattr(a, name) != getattr(b, name)]
+        assert changes == want[f"{name}_change_at" if name == "candidates" else "prefix_changes_at"]
+    assert [plan.step for plan in plans if plan.untie] == [want["untie_step"]]
+    updates = [sum(plan.updates(every) for plan in plans) for every in ((2, 2), (2, 4))]
+    assert updates == [want["adam_updates"], want["period_4_events"]]
+    assert sum(plan.lr_mul for plan in plans) == pytest.approx(want["sum_of_lr_mul"], rel=1e-4)
+    for row in want["rows"]:
+        plan = plans[row["step"]]
+        assert (plan.batch_tokens, plan.candidates) == (row["batch_tokens"], row["candidates"])
+        assert (plan.mtp, plan.prefix) == (pytest.approx(row["mtp"]), pytest.approx(row["prefix"]))
+        assert plan.lr_mul == pytest.approx(row["lr_mul"], rel=1e-4)
+        assert plan.momentum == pytest.approx(row["momentum"])

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import test_golden92 as golden92
 import train_gpt as tg
-from golden_inputs import GOLDEN92, distance, fill, golden_prefixes, hash_words
+from golden_inputs import GOLDEN92, RECORD92, distance, fill, golden_prefixes, hash_words
 from test_distributed import assert_close, everything, join, one_rank, same_on_all_ranks, train  # noqa: F401
 from test_kernels import interpreted, rel_err  # noqa: F401 (a fixture)
 from test_resume import assert_same_end, corpus, launch, log_of, stopped, uninterrupted  # noqa: F401
@@ -305,7 +305,7 @@ def test_too_few_candidates_end_a_run(launch, tmp_path):
 
 def test_schedule():
     """Checks golden steps, equal parts of a stage, and that the warm-up rehearses each change."""
-    record, golden = tg.RECORD, GOLDEN92["g_schedule"]
+    record, golden = RECORD92, GOLDEN92["g_schedule"]
     counts = [tg.plan_step(record, step).candidates for step in range(record.steps)]
     changes = [step for step in range(1, len(counts)) if counts[step] != counts[step - 1]]
     assert changes == golden["candidates_change_at"]
