@@ -31,7 +31,7 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
     "val_windows.long=4": {"['val_windows']['long']": 4},
     "stages.3.mtp_start=2,0.5": {f"['stages'][3]['mtp_start'][{i}]": x for i, x in enumerate((2.0, 0.5))},
     "stages.*.windows.long=9": {f"['stages'][{i}]['windows']['long']": 9 for i in range(5)},
-    "params.lm_head.wd_mul=3": {"['params'][16]['wd_mul']": 3.0},
+    "params.lm_head.wd_mul=3": {"['params'][19]['wd_mul']": 3.0},
     "layers.1.value=none": {"['layers'][1]['value']": False},
     "layers.1.attention=paired": {"['layers'][1]['attention']": "paired"},
 }
@@ -90,6 +90,9 @@ mudd_gate_w1 2 64 768
 mudd_gate_w2 2 23 64
 mudd_gate_b2 2 23
 mudd_gate_scale 1
+pointer_bank 2 128 768
+pointer_gain 1
+pointer_sink 128
 """
 
 
@@ -106,6 +109,7 @@ def test_param_shapes(world_size):
         ("ngrams.orders=2", {"bigram_embed"}),  # its table takes the place of bigrams'
         ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),  # constants need no weights
         ("mudd_connections=false", {"mudd_w1", "mudd_w2"}),
+        ("pointer_dim=0", {"pointer_bank", "pointer_gain", "pointer_sink"}),
     ):
         cfg = tg.override(BIGRAMS, setting)
         left = tg.param_shapes(cfg, world_size)
@@ -286,7 +290,7 @@ val_windows Windows(short=6, long=20)
 sign_rows 8192
 attn_scale 0.085
 narrow_attn_scale 0.13
-steps 1194
+steps 1050
 cooldown_frac 0.8
 momentum_min 0.85
 momentum_max 0.93
@@ -308,10 +312,10 @@ fast_weight 0.4385
 NGRAMS = tg.Ngrams((2, 3), 42301440, 768, "bfloat16", (2, 4), 0.008 * 70, 0.95, 0.005 * 5)
 # steps, tokens, longest document, windows, rate, weights of next tokens at both ends, of prefixes, cap
 STAGES = """
-(320, 131072, 896, (1, 3), 1.0, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), 0, (10240,))
-(361, 262144, 2048, (3, 7), 1.52, (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), 0, (10240,))
-(426, 393216, 3072, (5, 11), 1.73, (1.0,), (1.0,), (), 2560, (14336, 14336, 24576))
-(67, 327680, 3072, (5, 11), 1.5793, (1.0,), (1.0,), (), 2560, ())
+(279, 131072, 896, (1, 3), 1.0, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), 0, (10240,))
+(314, 262144, 2048, (3, 7), 1.52, (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), 0, (10240,))
+(378, 393216, 3072, (5, 11), 1.73, (1.0,), (1.0,), (), 2560, (14336, 14336, 24576))
+(59, 327680, 3072, (5, 11), 1.5793, (1.0,), (1.0,), (), 2560, ())
 (20, 131072, 3072, (6, 13), 0.3, (1.0,), (1.0,), (), 2560, ())
 """
 # Betas, factors of rate and decay, steps between updates at both cadences (record 89; record 92: 70 and 4)
@@ -328,6 +332,9 @@ mudd_gate_w1 0.9 0.99 0.1 1 2 2
 mudd_gate_w2 0.9 0.99 0.1 1 2 2
 mudd_gate_b2 0.9 0.99 0.1 0 2 2
 mudd_gate_scale 0.9 0.99 0.1 0 2 2
+pointer_bank 0.9 0.99 1 1 2 2
+pointer_gain 0.9 0.99 1 0 2 2
+pointer_sink 0.9 0.99 1 0 2 2
 lm_head 0.5 0.95 1 150 2 2
 embed 0.5 0.95 1 150 2 2
 bigram_embed 0.75 0.95 75 5 2 2

@@ -69,7 +69,7 @@ def test_packed_losses_are_those_of_each_text_alone(saved):
     assert len(first) > 1 < len(second)
     for batch in (first, second, first[::-1]):
         for losses, document in zip(hellaswag.ending_losses(model, batch), batch, strict=True):
-            np.testing.assert_allclose(losses, losses_alone(model, document), atol=1e-9, rtol=0)
+            np.testing.assert_allclose(losses, losses_alone(model, document), atol=1e-8, rtol=0)
     # In validation's micro-batches they would differ: these weights show it.
     lengths = [len(d.tokens) for d in second]
     tokens = np.concatenate([*(d.tokens for d in second), [0]])
