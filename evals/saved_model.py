@@ -41,12 +41,17 @@ def map_rows(path: str, run_id: str, count: int, row_bytes: int) -> np.ndarray:
     return file[:size].reshape(count, row_bytes)
 
 
+# The fields that models saved by an earlier script lack.
+BEFORE_THE_POINTER = {"pointer_dim": 0, "pointer_window": 1, "pointer_val_window": 1}
+
+
 def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss."""
     fix = "give a file that --save of this script wrote"
     saved = tg.read_saved(path, fix)
     with tg.explain(f"cannot load {path}", fix, Exception):  # which one depends on the script that wrote it
-        cfg, run_id, ranks = tg.config_from_dict(json.loads(saved["config"])), saved["id"], saved["ranks"]
+        config = BEFORE_THE_POINTER | json.loads(saved["config"])
+        cfg, run_id, ranks = tg.config_from_dict(config), saved["id"], saved["ranks"]
         model = tg.GPT(cfg, device=device)
         model.load_state_dict(saved["weights"])
     if cfg.ngrams.orders:

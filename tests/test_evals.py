@@ -108,6 +108,20 @@ def test_a_loaded_model_computes_as_the_saved_one(run):
     assert not torch.equal(model.next_token_probs(text), expected)
 
 
+def test_a_model_from_before_the_pointer_loads(run):
+    model, text = random_model(run, "pointer_dim=0"), [256, *range(97, 104)]
+    save("before.pt", model)
+    saved = torch.load("before.pt")
+    config = json.loads(saved["config"])
+    fields = [name for name in config if name.startswith("pointer")]
+    for name in fields:
+        config.pop(name)
+    config["params"] = [row for row in config["params"] if not row["name"].startswith("pointer")]
+    torch.save(saved | {"config": json.dumps(config)}, "before.pt")
+    assert len(fields) == 3
+    assert torch.equal(load_model("before.pt").next_token_probs(text), model.next_token_probs(text))
+
+
 DRAWS = {  # temperature, top_k, top_p: weights of the likeliest tokens
     (1, 0, 1): (50, 30, 15, 5),
     (0.5, 0, 1): (2500, 900, 225, 25),
