@@ -1309,7 +1309,8 @@ class MicroBatch(NamedTuple):
     max_doc_len: int  # bound on such a document's length
     # In training:
     compact_rows: Tensor | None = None  # (K, T) int32: where the rows of n-grams lie in NgramTable.compact
-    indices: dict[str, RowIndex] = {}  # of the rows that tokens and bigrams select, and of compact_rows
+    # Of the rows that tokens and bigrams select, and of compact_rows. Packed apart: their sizes vary.
+    indices: dict[str, RowIndex] = {}
     candidates: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     loss_weights: Tensor | None = None  # (K,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
 
@@ -1329,17 +1330,16 @@ def pack(nest):
     return map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
 
 
-def move(packed, device: torch.device):
-    """Returns a packed nest on `device`, by one asynchronous copy to a GPU."""
+def move(packed, device: torch.device, empty: Callable = torch.empty):
+    """Returns a packed nest on `device`, by one copy, asynchronous to a GPU, into what `empty` returns."""
     tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
-    if device.type == "cpu" or not tensors:
+    if not tensors:
         return packed
-    buffer = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
-    buffer = buffer.to(device, non_blocking=True)
+    host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
+    buffer = empty(len(host), dtype=host.dtype, device=device).copy_(host, non_blocking=True)
 
     def moved(t: Tensor) -> Tensor:
-        start = t.storage_offset() * t.element_size()
-        return buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
+        return buffer.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
 
     return map_tensors(moved, packed)
 
@@ -1616,7 +1616,8 @@ class Prefetcher:
             )
         for batch in together:
             parts = [part._replace(**next(replacements, {})) for part in batch.micro_batches]
-            yield batch._replace(micro_batches=[*map(pack, parts)], ngram_routes=routes)
+            packed = [pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts]
+            yield batch._replace(micro_batches=packed, ngram_routes=routes)
             routes = None
 
     @traced("index")
@@ -2781,6 +2782,9 @@ class GPT(nn.Module):
                 spec.name, nn.Parameter(torch.zeros(shapes[spec.name], dtype=dtype, device=device))
             )
         count = num_microbatches(cfg, world_size)
+        # For move(): each micro-batch in training overwrites the one before it of its size. So those of equal
+        # shapes have equal addresses, which CUDA graphs need.
+        self.input_buffer = cache(torch.empty)
         self.length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.stage = -1
         self.use_stage(0)
@@ -2819,12 +2823,18 @@ class GPT(nn.Module):
         self.signs.copy_(signs)
 
     def use_stage(self, stage: int) -> None:
-        """Takes a stage's rotary tables: wide heads follow the long windows, narrow ones the short."""
+        """Takes a stage's rotary tables: wide heads follow the long windows, narrow ones the short.
+
+        Later stages' overwrite the first one's: their addresses never change.
+        """
         if stage != self.stage:
             cfg, size = self.cfg, (2 * self.length, self.device)  # paired heads have two positions a token
+            wide = rotary_family(cfg, stage, "long", cfg.attn_scale, *size)
+            narrow = rotary_family(cfg, stage, "short", cfg.narrow_attn_scale, *size)
+            if self.stage < 0:
+                self.wide, self.narrow = wide, narrow
+            torch._foreach_copy_([*self.wide, *self.narrow], [*wide, *narrow])
             self.stage = stage
-            self.wide = rotary_family(cfg, stage, "long", cfg.attn_scale, *size)
-            self.narrow = rotary_family(cfg, stage, "short", cfg.narrow_attn_scale, *size)
 
     def weight(self, name: str) -> Tensor:
         """Returns a parameter, after its gather."""
@@ -4029,7 +4039,8 @@ def train_step(
     in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks
     fp8 = model.fp8_mlps(plan.step) if in_fp8 else None
     for i, micro_batch in enumerate(micro_batches):
-        micro_batch, last, leaves = move(micro_batch, model.device), i == count - 1, {}
+        indices, last, leaves = move(micro_batch.indices, model.device), i == count - 1, {}
+        micro_batch = move(micro_batch._replace(indices={}), model.device, model.input_buffer)
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8)
         head_grad.delay = last and model.cfg.delay_head_grad
         prefixes = model.prefixes if plan.prefix else None
@@ -4059,7 +4070,7 @@ def train_step(
             torch.autograd.backward(roots, root_grads)
         for grad in grads.values():
             grad.end_backward()
-        optimizer.add_row_grads(leaves, micro_batch.indices, model.signs)
+        optimizer.add_row_grads(leaves, indices, model.signs)
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
     optimizer.step(plan, following)
     if fp8:

@@ -129,28 +129,22 @@ def test_batches_are_built_ahead(folder):
 # ----------------------------------------------------------------------------------------------------- copies
 
 
-class Elsewhere(str):
-    """Names the CPU, and says that it is another device."""
-
-    type = "cuda"
-
-
 def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypatch):
-    """Checks also where each lies in the buffer, at multiples of 16 bytes, and that the CPU needs no copy."""
+    """Checks also where each lies in the buffer, at multiples of 16 bytes."""
     cfg = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, every=(1, 1)))
     batches = prefetcher(train_loader(cfg), plans_of(cfg))
     batch = [batches.next(), batches.next()][-1]
     batches.loader.close()
-    copies, to, micro_batch = [], torch.Tensor.to, batch.micro_batches[-1]
+    copies, copy_, micro_batch = [], torch.Tensor.copy_, batch.micro_batches[-1]
 
-    def recording_to(self, *args, **options):
+    def recording_copy(self, *args, **options):
         copies.append(options)
-        return to(self, *args, **options).clone()
+        return copy_(self, *args, **options)
 
-    monkeypatch.setattr(torch.Tensor, "to", recording_to)
-    assert tg.move(micro_batch, torch.device("cpu")) is micro_batch and not copies
-    for nest, count in (micro_batch, 13), (batch.routes, 10), (batch.ngram_routes, 4):
-        tensors, moved = (tensors_of(x) for x in (nest, tg.move(nest, Elsewhere("cpu"))))
+    monkeypatch.setattr(torch.Tensor, "copy_", recording_copy)
+    inputs, indices = micro_batch._replace(indices={}), micro_batch.indices
+    for nest, count in (inputs, 6), (indices, 7), (batch.routes, 10), (batch.ngram_routes, 4):
+        tensors, moved = (tensors_of(x) for x in (nest, tg.move(nest, torch.device("cpu"))))
         assert copies.pop() == {"non_blocking": True} and not copies
         size, start = 0, tensors[0].data_ptr()
         for t, copy in zip(tensors, moved, strict=True):
@@ -158,6 +152,23 @@ def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypa
             assert copy.untyped_storage().data_ptr() == moved[0].data_ptr() != start
             size += -(-t.nbytes // 16) * 16
         assert len(tensors) == count and tensors[0].untyped_storage().nbytes() == size
+
+
+def test_inputs_of_equal_shapes_have_equal_addresses(folder):
+    """Moves all micro-batches of a run, each of which must keep its values until the next one's move."""
+    cfg, cpu = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, every=(1, 1))), torch.device("cpu")
+    model, batches, addresses = tg.GPT(cfg), prefetcher(train_loader(cfg), plans_of(cfg)), defaultdict(set)
+    while batch := batches.next():
+        for part in batch.micro_batches:
+            packed = part._replace(indices={})
+            moved = tg.move(packed, cpu, model.input_buffer)
+            assert all(map(same_bits, tensors_of(moved), tensors_of(packed)))
+            assert moved.inputs.data_ptr() != packed.inputs.data_ptr()
+            addresses[len(part.inputs), len(part.loss_weights)].add(
+                tuple(t.data_ptr() for t in tensors_of(moved))
+            )
+    batches.loader.close()
+    assert len(addresses) >= 3 and all(len(found) == 1 for found in addresses.values())
 
 
 # ----------------------------------------------------------------------------------------------------- errors

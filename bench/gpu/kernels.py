@@ -58,7 +58,7 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     loader.close()
     keys = step_time.layer_keys(cfg, plan, batch.cu_seqlens.numpy())
     T, d, F, dtype = len(batch.inputs), cfg.dim, cfg.mlp_dim, tg.dtype_of(cfg.dtype)
-    batch = tg.move(batch, device)
+    indices, batch = (tg.move(packed, device) for packed in (batch.indices, batch._replace(indices={})))
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -90,7 +90,7 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
 
     kinds = {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "compact"}
     for name, table_kind in kinds.items():
-        if index := batch.indices.get(table_kind):
+        if index := indices.get(table_kind):
             # A step has more rows of n-grams than this batch reads.
             ngrams_shape = int(index.row_ids.max()) + 1, cfg.ngrams.width
             rows, *columns = tg.param_shapes(cfg, 1).get(name, ngrams_shape)
