@@ -347,17 +347,24 @@ def exact_pointer(args, grad):
     return pointer_and_grad(tg, (queries, *args[1:]), grad.double())
 
 
+def random_pointer_case(seed):
+    T, g = 50 + 41 * seed, generator(seed)
+    return T, 16 << seed % 3, torch.randint(0, T, (2**seed // 2,), generator=g).tolist(), 1 + 37 * seed
+
+
 # T, D, ends of documents, the window: among them documents of one token and none, that end at and between the
 # tiles' edges.
-# fmt: off
 POINTER_CASES = [
-    (1, 16, [], 1), (2, 16, [], 9), (64, 16, [], 64), (65, 32, [1, 2, 3, 64], 2**31 - 1), (63, 16, range(63), 5),
-    (129, 128, [64, 64, 65, 128], 1), (256, 16, [], 100), (200, 64, [10, 100, 199], 63),
-] + [
-    (n := 50 + 41 * seed, 16 << seed % 3, torch.randint(0, n, (2**seed // 2,), generator=generator(seed)).tolist(),
-     1 + 37 * seed) for seed in range(7)
+    (1, 16, [], 1),
+    (2, 16, [], 9),
+    (64, 16, [], 64),
+    (65, 32, [1, 2, 3, 64], 2**31 - 1),
+    (63, 16, range(63), 5),
+    (129, 128, [64, 64, 65, 128], 1),
+    (256, 16, [], 100),
+    (200, 64, [10, 100, 199], 63),
+    *map(random_pointer_case, range(7)),
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize("case", POINTER_CASES, ids=lambda case: f"{case[0]}x{case[1]} within {case[3]}")
@@ -375,8 +382,9 @@ def test_pointer_of_extreme_scores(interpreted, guarded):
     q.copy_((q * 2).round() * 4e4), k.copy_(k.sign() * (torch.arange(16) == 0)), sink_scores.mul_(2e4)
     exact = exact_pointer(args, grad)
     assert exact[1].min() < -1e4 and exact[1].max() > 1e4 and ((0.1 < exact[0]) & (exact[0] < 0.9)).any()
-    for actual, want in zip(pointer_and_grad(interpreted, args, grad, "triton_"), exact):
-        assert rel_err(actual, want) < 1e-6
+    found = pointer_and_grad(interpreted, args, grad, "triton_")
+    for actual, want, bound in zip(found, exact, (1e-6, 1e-6, 2e-3, 2e-3, 1e-6)):
+        assert rel_err(actual, want) < bound  # gradients have what rounds the logarithm of a sum, 1e-7 of 1e4
 
 
 @pytest.mark.parametrize("name", ["q", "k", "sink_scores"])
