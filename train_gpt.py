@@ -23,7 +23,7 @@ an NgramTable (11)
     4  Runtime      processes and devices, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
     6  Reference    operations in plain torch, for which section 7 has kernels; attention
-    7  Kernels      four of these in Triton; the backend of a run; matmuls that write gradients into main_grad
+    7  Kernels      five of these in Triton; the backend of a run; matmuls that write gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
@@ -2175,12 +2175,12 @@ if triton is not None:
         D: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Computes the pointer of a tile of queries, or the gradient of a tile of queries or, with KEYS, of
-        keys, from q, k and lse, as FlashAttention does (arXiv:2307.08691).
+        """Computes the pointer of a tile of queries or, with `mean`, the gradient of a tile of queries or
+        (KEYS) keys. Scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691).
 
-        own, other (T, D), the tile's side and what it meets, with their rows of pointer_sides. Without `mean`
-        lse has the sink scores, and `out` (3, T) gets the weights and the new lse. Positions beyond the last
-        one count as the last: they write the same.
+        own (T, D), of which this is a tile, and `other`, which it meets, come with their halves of
+        pointer_sides. Without `mean`, lse has the sink scores, and `out` (3, T) gets the weights and the new
+        lse. Rows behind the last position repeat it: they write the same numbers.
         """
         offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
         rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
@@ -2320,8 +2320,8 @@ def triton_softcap_loss(
 
 @compiled
 def pointer_sides(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-    """Returns of T queries their first source and their target, and of T sources the end of their queries and
-    their token: (2, 2, T) int32. So queries begin right behind a source, and sources end at the query.
+    """Returns (2, 2, T) int32: for each query its first source and its target; for each source the end of its
+    queries and its token. A query's sources end before it; a source's queries begin behind it.
     """
     positions = torch.arange(len(tokens), device=tokens.device)
     documents = document_numbers(cu_seqlens, len(tokens))

@@ -387,6 +387,16 @@ def test_pointer_of_extreme_scores(interpreted, guarded):
         assert rel_err(actual, want) < bound  # gradients have what rounds the logarithm of a sum, 1e-7 of 1e4
 
 
+@pytest.mark.parametrize("cuts, window, last", [([128], 256, 128), ([], 20, 108)])
+def test_the_pointer_reads_no_tiles_that_it_does_not_see(interpreted, guarded, cuts, window, last):
+    """A NaN of an earlier document, or before the window, would show, though masked: 0 * NaN is NaN."""
+    args, grad = pointer_case(256, 16, cuts, window, seed=5)
+    args[0].k[:last:2] = math.nan
+    weights, *others = pointer_and_grad(interpreted, args, grad, "triton_")
+    for result in (weights.T, *others):
+        assert result[128:].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["q", "k", "sink_scores"])
 def test_nan_stays_in_the_pointer(interpreted, guarded, name):
     """A NaN shows in what it enters: in position 70's own results, or in those of the queries behind it."""
