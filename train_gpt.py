@@ -23,7 +23,7 @@ an NgramTable (11)
     4  Runtime      processes and devices, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
     6  Reference    operations in plain torch, for which section 7 has kernels; attention
-    7  Kernels      four of these in Triton; the backend of a run; matmuls that write gradients into main_grad
+    7  Kernels      five of these in Triton; the backend of a run; matmuls that write gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
@@ -125,7 +125,7 @@ def explain(problem: str, fix: str, *kinds: type[Exception]):
 
 
 Float = Literal["bfloat16", "float32", "float64"]
-Kernel = Literal["gram", "relu_square", "softcap_loss", "segment_sum_rows"]
+Kernel = Literal["gram", "relu_square", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
@@ -2162,6 +2162,65 @@ if triton is not None:
             tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
 
     @triton.jit
+    def pointer_kernel(
+        own,
+        own_side,
+        other,
+        other_side,
+        lse,
+        mean,
+        hit_grad,
+        out,
+        T,
+        KEYS: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Computes the pointer of a tile of queries or, with `mean`, the gradient of a tile of queries or
+        (KEYS) keys. Scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691).
+
+        own (T, D), of which this is a tile, and `other`, which it meets, come with their halves of
+        pointer_sides. Without `mean`, lse has the sink scores, and `out` (3, T) gets the weights and the new
+        lse. Rows behind the last position repeat it: they write the same numbers.
+        """
+        offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
+        rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
+        places = rows.to(tl.int64)[:, None] * D + d
+        a, bound, label = tl.load(own + places), tl.load(own_side + rows), tl.load(own_side + T + rows)
+        first, end = (rows + 1, bound) if KEYS else (bound, rows)
+        if mean is None:
+            sink = tl.load(lse + rows)
+            peak, found = sink, tl.zeros_like(sink)
+            total = found + 1
+        else:
+            total = tl.zeros((BLOCK, D), tl.float32)
+        for start in range(tl.min(first), tl.max(end), BLOCK):
+            cols = start + offs
+            seen = (first[:, None] <= cols) & (cols < end[:, None])
+            cols = tl.minimum(cols, T - 1)
+            b = tl.load(other + cols.to(tl.int64)[:, None] * D + d)
+            hit = label[:, None] == tl.load(other_side + T + cols)
+            scores = tl.dot(a, tl.trans(b), input_precision="ieee") * D**-0.5
+            scores = tl.where(seen, scores, float("-inf"))
+            if mean is None:
+                before, peak = peak, tl.maximum(peak, tl.max(scores, 1))
+                parts, shrink = tl.exp(scores - peak[:, None]), tl.exp(before - peak)
+                total = total * shrink + tl.sum(parts, 1)
+                found = found * shrink + tl.sum(tl.where(hit, parts, 0.0), 1)
+            else:
+                query = cols[None, :] if KEYS else rows[:, None]
+                slopes = tl.where(hit, tl.load(hit_grad + query), 0.0) - tl.load(mean + query)
+                slopes *= tl.exp(scores - tl.load(lse + query))
+                total = tl.dot(slopes.to(b.dtype), b, total, input_precision="ieee")
+        if mean is None:
+            peak += tl.log(total)
+            tl.store(out + rows, found / total)
+            tl.store(out + T + rows, tl.exp(sink - peak))
+            tl.store(out + 2 * T + rows, peak)
+        else:
+            tl.store(out + places, total * D**-0.5)
+
+    @triton.jit
     def segment_sum_rows_kernel(
         out,
         grad,
@@ -2203,6 +2262,7 @@ RELU_SQUARE_TILES = {
     "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4),
     "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
 }
+POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
 
 
@@ -2259,6 +2319,45 @@ def triton_softcap_loss(
     return losses, grad
 
 
+@compiled
+def pointer_sides(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+    """Returns (2, 2, T) int32: for each query its first source and its target; for each source the end of its
+    queries and its token. A query's sources end before it; a source's queries begin behind it.
+    """
+    positions = torch.arange(len(tokens), device=tokens.device)
+    documents = document_numbers(cu_seqlens, len(tokens))
+    first = torch.maximum(cu_seqlens[documents - 1], positions - window)
+    end = torch.minimum(cu_seqlens[documents], positions + window + 1)
+    return torch.stack([first, targets, end, tokens]).int().view(2, 2, -1)
+
+
+def launch_pointer(
+    queries: Queries, micro_batch: MicroBatch, window: int, outs: Sequence[Tensor], *rest: Tensor | None
+) -> None:
+    """Launches pointer_kernel for queries, and, if there is a second output, for keys."""
+    sides = pointer_sides(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
+    q, k = ((t.contiguous(), side) for t, side in zip(queries, sides))
+    T, D = queries.q.shape
+    for own, other, out in zip((q, k), (k, q), outs):
+        grid = (triton.cdiv(T, POINTER_TILES["BLOCK"]),)
+        pointer_kernel[grid](*own, *other, *rest, out, T, own is k, D, **POINTER_TILES)
+
+
+def triton_pointer(queries: Queries, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
+    out = queries.sink_scores.new_empty(3, len(queries.q))
+    launch_pointer(queries, micro_batch, window, [out], queries.sink_scores, None, None)
+    return out[:2], out[2]
+
+
+def triton_pointer_grad(
+    queries: Queries, micro_batch: MicroBatch, window: int, weights: Tensor, lse: Tensor, weights_grad: Tensor
+) -> Queries:
+    mean = (weights * weights_grad).sum(0)
+    dq, dk = (t.new_empty(t.shape) for t in queries[:2])
+    launch_pointer(queries, micro_batch, window, [dq, dk], lse, mean, weights_grad)
+    return Queries(dq, dk, weights[1] * (weights_grad[1] - mean))
+
+
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     if len(index.row_ids):
         out, grad = out.view(out.size(0), -1), grad.flatten(1)
@@ -2292,6 +2391,7 @@ KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
         "relu_square_fp8": triton_relu_square_fp8,
     },
     "softcap_loss": {"softcap_loss": triton_softcap_loss},
+    "pointer": {"pointer": triton_pointer, "pointer_grad": triton_pointer_grad},
     "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
 }
 
@@ -2336,6 +2436,10 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
     refuse_if(
         interpreted and cfg.compile and "relu_square" in cfg.kernels,
         "Triton's interpreter cannot run inside compiled code; use --set compile=false",
+    )
+    refuse_if(
+        "pointer" in cfg.kernels and cfg.pointer_dim not in (0, 16, 32, 64, 128),
+        "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
     )
     lacks_flash = too_old or cfg.dtype != "bfloat16"
     refuse_if(

@@ -327,6 +327,91 @@ def test_softcap_loss_in_fp8(interpreted, guarded, unit, weights):
         assert apart.max() <= 1 and apart.float().mean() < 0.01  # they differ only near ties
 
 
+def pointer_case(T, D, cuts, window, seed):
+    """Returns pointer()'s arguments for documents that end at `cuts`, and a gradient of its weights."""
+    g, ends = generator(seed), torch.tensor([0, *sorted(cuts), T, T, T], dtype=torch.int32)
+    tokens = torch.randint(0, 4, (T + 1,), generator=g)
+    q, k, sink_scores = (nan_padded(torch.randn(n, generator=g)) for n in ((T, D), (T, D), (T,)))
+    micro_batch = tg.MicroBatch(tokens[:-1].int(), tokens[1:], None, None, ends, T)
+    return (tg.Queries(q, k, sink_scores), micro_batch, window), torch.randn(2, T, generator=g)
+
+
+def pointer_and_grad(script, args, grad, prefix=""):
+    """Returns the weights, the logarithms of the sums, and the gradients of the queries."""
+    results = getattr(script, f"{prefix}pointer")(*args)
+    return *results, *getattr(script, f"{prefix}pointer_grad")(*args, *results, grad)
+
+
+def exact_pointer(args, grad):
+    queries = tg.Queries(*(t.double() for t in args[0]))
+    return pointer_and_grad(tg, (queries, *args[1:]), grad.double())
+
+
+def random_pointer_case(seed):
+    T, g = 50 + 41 * seed, generator(seed)
+    return T, 16 << seed % 3, torch.randint(0, T, (2**seed // 2,), generator=g).tolist(), 1 + 37 * seed
+
+
+# T, D, ends of documents, the window: among them documents of one token and none, that end at and between the
+# tiles' edges.
+POINTER_CASES = [
+    (1, 16, [], 1),
+    (2, 16, [], 9),
+    (64, 16, [], 64),
+    (65, 32, [1, 2, 3, 64], 2**31 - 1),
+    (63, 16, range(63), 5),
+    (129, 128, [64, 64, 65, 128], 1),
+    (256, 16, [], 100),
+    (200, 64, [10, 100, 199], 63),
+    *map(random_pointer_case, range(7)),
+]
+
+
+@pytest.mark.parametrize("case", POINTER_CASES, ids=lambda case: f"{case[0]}x{case[1]} within {case[3]}")
+def test_pointer(interpreted, guarded, case):
+    args, grad = pointer_case(*case, seed=case[0])
+    for actual, exact in zip(pointer_and_grad(interpreted, args, grad, "triton_"), exact_pointer(args, grad)):
+        assert actual.dtype == torch.float32 and actual.is_contiguous()
+        torch.testing.assert_close(actual.double(), exact, rtol=2e-6, atol=4e-6)
+
+
+def test_pointer_of_extreme_scores(interpreted, guarded):
+    """Scores are multiples of 1e4, without rounding, so that ties are exact."""
+    args, grad = pointer_case(150, 16, [70], 100, seed=3)
+    q, k, sink_scores = args[0]
+    q.copy_((q * 2).round() * 4e4), k.copy_(k.sign() * (torch.arange(16) == 0)), sink_scores.mul_(2e4)
+    exact = exact_pointer(args, grad)
+    assert exact[1].min() < -1e4 and exact[1].max() > 1e4 and ((0.1 < exact[0]) & (exact[0] < 0.9)).any()
+    found = pointer_and_grad(interpreted, args, grad, "triton_")
+    for actual, want, bound in zip(found, exact, (1e-6, 1e-6, 2e-3, 2e-3, 1e-6)):
+        assert rel_err(actual, want) < bound  # gradients have what rounds the logarithm of a sum, 1e-7 of 1e4
+
+
+@pytest.mark.parametrize("cuts, window, last", [([128], 256, 128), ([], 20, 108)])
+def test_the_pointer_reads_no_tiles_that_it_does_not_see(interpreted, guarded, cuts, window, last):
+    """A NaN of an earlier document, or before the window, would show, though masked: 0 * NaN is NaN."""
+    args, grad = pointer_case(256, 16, cuts, window, seed=5)
+    args[0].k[:last:2] = math.nan
+    weights, *others = pointer_and_grad(interpreted, args, grad, "triton_")
+    for result in (weights.T, *others):
+        assert result[128:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "sink_scores"])
+def test_nan_stays_in_the_pointer(interpreted, guarded, name):
+    """A NaN shows in what it enters: in position 70's own results, or in those of the queries behind it."""
+    args, grad = pointer_case(150, 16, [40, 120], 30, seed=4)
+    getattr(args[0], name)[70] = math.nan
+    weights, lse, dq, dk, sink_grad = pointer_and_grad(interpreted, args, grad, "triton_")
+    seen = slice(71, 101) if name == "k" else slice(70, 71)
+    for result in (weights[0], weights[1], lse, sink_grad, dq[:, 0]):
+        assert result[seen].isnan().all()
+    for result in (weights[0], weights[1], lse, sink_grad):
+        result[seen] = 0
+        assert result.isfinite().all()
+    assert dk[40:70].isnan().all() if name != "k" else dk[70:100].isnan().all()
+
+
 def random_signs(rows, columns, dtype=torch.float32):
     return (torch.randint(0, 2, (rows, columns), generator=generator(rows)) * 2 - 1).to(dtype)
 

@@ -52,7 +52,7 @@ def test_the_number_of_touched_rows_does_not_recompile():
     """
     pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
     kernels = {name: kernel for name, kernel in vars(tg).items() if name.endswith("_kernel")}
-    assert len(kernels) == len(tg.KERNELS) == 4
+    assert len(kernels) == len(tg.KERNELS) == 5
     assert not any(p.do_not_specialize for kernel in kernels.values() for p in kernel.params)
     out, grad, integers = meta(50304, 4, 768), meta(16384, 4, 768), []
     for n in (4000, 4001):
@@ -96,6 +96,16 @@ def kernel_cases():
         for copies in (None, tg.Copies(numbers, numbers, meta(1, dtype=torch.int64))):
             call = functools.partial(tg.triton_softcap_loss, *args, copies)
             cases[name + " copies" * bool(copies)] = "softcap_loss_kernel", None, call
+    for D in (16, 128):
+        queries = tg.Queries(meta(T, D), meta(T, D), meta(T, dtype=torch.float32))
+        ids = meta(T, dtype=torch.int32), meta(T, dtype=torch.int64)
+        text = tg.MicroBatch(*ids, None, None, meta(64, dtype=torch.int32), T)
+        weights, lse = meta(2, T, dtype=torch.float32), meta(T, dtype=torch.float32)
+        call = functools.partial(tg.triton_pointer, queries, text, 2560)
+        cases[f"pointer {D}"] = "pointer_kernel", None, call
+        call = functools.partial(tg.triton_pointer_grad, queries, text, 2560, weights, lse, weights)
+        cases[f"pointer {D} queries"] = "pointer_kernel", None, call
+        cases[f"pointer {D} keys"] = "pointer_kernel", {"KEYS": True}, call
     call = functools.partial(tg.triton_segment_sum_rows, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))
     cases["segment_sum_rows"] = "segment_sum_rows_kernel", None, call
     index, signs = meta_index(T, 4000, signed=True), meta(8192, d)
@@ -177,9 +187,9 @@ def test_compiles(compiler, arch, name, tmp_path):
     usage = resource_usage(kernel.asm["cubin"], tmp_path)
     assert f".target sm_{arch}" in ptx and shared <= SHARED_BYTES[arch]
     assert usage is None or usage["REG"] and not usage["STACK"] and not usage["LOCAL"], usage
-    if name.startswith("gram") or "small" in name:
+    if name.startswith(("gram", "pointer")) or "small" in name:
         assert shared <= CONSUMER_SHARED_BYTES
-    if name.startswith(("gram", "relu_square")):
+    if name.startswith(("gram", "relu_square", "pointer")):
         assert [unit for unit in MATRIX_UNIT.values() if unit in ptx] == [MATRIX_UNIT[arch]]
         assert re.search(r"cp\.async\.c[ag]\.shared\.global .*, (0x)?10", ptx)  # 16 bytes at a time
     else:

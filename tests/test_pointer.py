@@ -43,25 +43,37 @@ def window_of(case):
 ATTENDS = [case for case in GOLDEN["a_pointer"]["cases"] if window_of(case)]
 
 
-@DTYPES
-@pytest.mark.parametrize("case", ATTENDS, ids=lambda case: case["name"])
-def test_golden_weights_and_gradients(case, dtype):
+def check_golden(pointer, pointer_grad, case, dtype):
     q, k, sink, *grads = (
         torch.tensor(case[name], dtype=dtype) for name in ("q", "k", "sink", "d_p_copy", "d_a_sink")
     )
     q.requires_grad_(), k.requires_grad_(), sink.requires_grad_()
     queries = tg.Queries(q, k, q @ sink * len(sink) ** -0.5)
-    weights, lse = tg.pointer(queries, text(case), window_of(case))
+    weights, lse = pointer(queries, text(case), window_of(case))
     hard = case["name"] in ("large_scores", "a_sink_near_1")
     near = {"fp64": 1e-9, "fp32": 1e-5} if hard else {}
     for ours, name in (weights[0], "p_copy"), (weights[1], "a_sink"), (lse, "lse"):
         close(ours, case[name], dtype, **{"fp32": 2e-6} | near)
-    d_queries = tg.pointer_grad(queries, text(case), window_of(case), weights, lse, torch.stack(grads))
+    d_queries = pointer_grad(queries, text(case), window_of(case), weights, lse, torch.stack(grads))
     if dtype == torch.float64 or not hard:
         close(d_queries.sink_scores, case["d_sink_scores"], dtype, **near)
         torch.autograd.backward(queries, d_queries)
         for t, name in (q, "d_q"), (k, "d_k"), (sink, "d_sink"):
             close(t.grad, case[name], dtype, **near)
+
+
+CASES = pytest.mark.parametrize("case", ATTENDS, ids=lambda case: case["name"])
+
+
+@DTYPES
+@CASES
+def test_golden_weights_and_gradients(case, dtype):
+    check_golden(tg.pointer, tg.pointer_grad, case, dtype)
+
+
+@CASES
+def test_golden_weights_and_gradients_by_the_kernel(interpreted, case):  # noqa: F811
+    check_golden(interpreted.triton_pointer, interpreted.triton_pointer_grad, case, torch.float32)
 
 
 @DTYPES

@@ -63,10 +63,10 @@ PLAIN = " ".join(OFF.values())
 # An eighth of the record preset's, so that one GPU holds them; so few that they hardly take memory.
 FEWER_ROWS, FEW_ROWS = "ngrams.rows_per_order=5287680", "ngrams.rows_per_order=65536"
 TINY = (  # the cpu preset in seconds; multiples of 16, for FP8
-    "heads=2 head_dim=16 mlp_dim=64 padded_vocab=272 head_chunk=64 ngrams.orders=2,3 ngrams.width=32 "
-    "ngrams.rows_per_order=4096 fp8=true dtype=bfloat16 bank_dtype=bfloat16 microbatches=2 stages.*.steps=1 "
-    "stages.0.steps=2 stages.*.batch_tokens=256 stages.2.batch_tokens=384 stages.*.max_doc_len=40 "
-    "val_slices=1 val_slice_tokens=256 val_every=0"
+    "heads=2 head_dim=16 mlp_dim=64 pointer_dim=16 padded_vocab=272 head_chunk=64 ngrams.orders=2,3 "
+    "ngrams.width=32 ngrams.rows_per_order=4096 fp8=true dtype=bfloat16 bank_dtype=bfloat16 microbatches=2 "
+    "stages.*.steps=1 stages.0.steps=2 stages.*.batch_tokens=256 stages.2.batch_tokens=384 "
+    "stages.*.max_doc_len=40 val_slices=1 val_slice_tokens=256 val_every=0"
 )
 
 

@@ -58,6 +58,7 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     loader.close()
     keys = step_time.layer_keys(cfg, plan, batch.cu_seqlens.numpy())
     T, d, F, dtype = len(batch.inputs), cfg.dim, cfg.mlp_dim, tg.dtype_of(cfg.dtype)
+    sources = step_time.mean_keys(batch.cu_seqlens.numpy(), cfg.pointer_window)
     indices, batch = (tg.move(packed, device) for packed in (batch.indices, batch._replace(indices={})))
 
     def rand(*shape: int) -> Tensor:
@@ -87,6 +88,15 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     for grad_dtype, (unit, size) in grad_dtypes.items():
         head_args, nbytes = (logits, targets, batch.loss_weights, unit), (2 + size) * logits.numel()
         yield Case("softcap_loss", f"{n} x {V}, {K} targets, {grad_dtype}", head_args, nbytes=nbytes)
+
+    if D := cfg.pointer_dim:
+        q, k, sink_scores = (tg.norm(rand(T, n)) for n in (D, D, 1))
+        pointer_args = tg.Queries(q, k, sink_scores[:, 0].float()), batch, cfg.pointer_window
+        what, product = f"stage {stage}: {T} x {D}, {sources:.0f} sources", 2 * T * D * sources
+        yield Case("pointer", what, pointer_args, flops=product)
+        weights_grad = torch.randn(2, T, device=device)
+        grad_args = *pointer_args, *tg.pointer(*pointer_args), weights_grad
+        yield Case("pointer_grad", what, grad_args, flops=4 * product)
 
     kinds = {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "compact"}
     for name, table_kind in kinds.items():
@@ -138,10 +148,14 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: BF16, torch.float8_e5m2: 0.01, to
 
 
 def double(x: Any) -> Any:
-    """Returns a tensor of floats in fp64; others, and what is no tensor, as they are."""
-    if not (isinstance(x, Tensor) and x.is_floating_point()):
-        return x
-    return (x.float() if x.element_size() == 1 else x).double()
+    """Returns a nest's tensors of floats in fp64; others, and what is no tensor, as they are."""
+
+    def doubled(t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        return (t.float() if t.element_size() == 1 else t).double()
+
+    return tg.map_tensors(doubled, x)
 
 
 def rel_err(actual: Tensor, exact: Tensor) -> float:
