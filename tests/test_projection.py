@@ -95,10 +95,10 @@ def test_pointer_by_hand():
     assert ms["attention"] == pytest.approx(2000 * 1280 * 100 / (0.175 * 989e9))
 
 
-def phases_of_92() -> list[projection.Phase]:
+def phases_of_92(sources: float = 0.0) -> list[projection.Phase]:
     """Returns its steps by phase, without launches."""
     steps, columns = (320, 361, 284, 142, 67, 20), 8
-    return [projection.Phase(i, columns, n, [], 0.0) for i, n in zip((0, 1, 2, 2, 3, 4), steps)]
+    return [projection.Phase(i, columns, n, [], sources) for i, n in zip((0, 1, 2, 2, 3, 4), steps)]
 
 
 def test_steps_of_pr_379():
@@ -108,11 +108,18 @@ def test_steps_of_pr_379():
 
 
 def test_share_of_pr_379_by_hand(capsys):
-    """Each step takes 10 ms: the schedule's share is that of its steps, endings included."""
-    projection.print_379(phases_of_92(), Model(fixed=10.0, kernel_us=0))
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("its schedule"))
-    share, published = (10.50 + 0.21) / (11.94 + 0.21), 36.009 / 40.575
-    assert line.split()[3:] == [f"{published:.4f}", f"{share:.4f}", f"{share / published - 1:+.1%}"]
+    """Each step takes 10 ms: the schedule's share is that of its steps, endings included.
+
+    The pointer adds its products for 289.5M tokens, on 8 GPUs, whatever attention record 92 has.
+    """
+    projection.print_379(phases_of_92(500.0), Model(fixed=10.0, kernel_us=0))
+    schedule, pointer = (line.split()[3:] for line in capsys.readouterr().out.splitlines()[-2:])
+    before, after, published = 11.94 + 0.21, 10.50 + 0.21, 36.009 / 40.575
+    assert schedule == [f"{share:.4f}" for share in (published, after / before)] + [
+        f"{after / before / published - 1:+.1%}"
+    ]
+    after += 289.5e6 / 8 * (1.18e6 / (0.65 * 989e12) + 500 * 1280 / (0.175 * 989e12))
+    assert float(pointer[1]) == pytest.approx(after / before, abs=2e-4)
 
 
 def test_host_of_92_by_hand():
