@@ -11,32 +11,42 @@ A phase is a stage, or a part of one in which the sampled softmax computes as ma
 program runs steps of rank 0 of 8 in each, as bench/launches.py does, on torch's "meta" device, and lists
 what four of them launch: the FLOPs of matmuls and attention, the bytes that are read and written, and those
 that this rank sends. A call of compiled code counts as one kernel, besides its matmuls: it reads its inputs
-and writes its results once, and a backward computes again what it needs of its forward. Tokens are synthetic,
-documents as long as web text's; sparse exchanges send about twice as many rows of bigrams as for real text.
+and writes its results once, and a backward computes again what it needs of its forward. The layers' code has
+many kernels, which read some tensors again: LAYERS_TRAFFIC. Tokens are synthetic, documents as long as web
+text's; sparse exchanges send about twice as many rows of bigrams as for real text. Other ranks ask for, and
+send, as many rows as this one.
 
-    step's ms    slowdown * (sum over launches) + (1 - hidden) * (sum over collectives) + fixed
-                 + launch_us * launches
+    step's ms    the larger of the device's and the host's
+    device       slowdown * (sum over launches) + (1 - hidden) * (sum over collectives) + fixed
     launch       the most of FLOPs / rate, bytes / memory's rate, kernel_us
     collective   bytes sent / exchange's rate + collective_us
+    host         host * (call_us * calls of compiled code + launch_us * launches); CUDA graphs make it 0
 
 Rates (1e12/s: FLOPs or bytes) are assumed, as fractions of an H100 SXM's peaks by NVIDIA's data sheet: of
-matmuls what large ones attain under the power limit, of attention FlashAttention-3's, of memory streaming
-kernels', of the exchange NCCL's. Slowdown and fixed are fitted to the published ms of the stages of records
-80 and 92, with launch_us 0. launch_us: what removing CUDA graphs cost record 92, by launch listed. Not
-counted: other waiting for the host.
+matmuls what large ones attain under the power limit, of memory streaming kernels', of the exchange NCCL's,
+of attention_impl fa3 FlashAttention-3's, of varlen, FlashAttention-2, half of that. The kernel
+relu_square_grad in bf16 reads 1 byte of the L2 cache for 64 FLOPs: 350 to 400 TFLOP/s. Slowdown and fixed are
+fitted to the published ms of the stages of records 80 and 92. Both used FlashAttention-3 and own kernels for
+relu_square; record 92 had CUDA graphs, and record 80 is taken to be bound by the device without. Not counted:
+gaps between launches, the prefetch thread's share of the host.
 
 Phases are in ms of a step. tokens: of each GPU's micro-batch; columns: of the head; matmuls, attention,
-other: the sum over launches; exchange: what is not hidden of collectives; launches: what CUDA graphs save;
-total: seconds of all steps, and the published 0.21 s of endings and the fetch of validation's rows.
+other: the sum over launches; exchange: what is not hidden of collectives; seconds: of all the phase's steps;
+total: with the published 0.21 s of endings and the fetch of validation's rows.
 
-Record 92 is the record preset with the TECHNIQUES, each a factor on counted parts. Not expressed of it: its
-kernels' fusions, FP8 logits' faster sigmoid, conversions to FP8, products that read both layouts. Record 80
-is this script with parts switched off, as far as settings go, and a head that reads no saved streams but
-"back". Not expressed of it: one graph for the whole model, dense gradients of tables, NorMuon's five
-iterations and one rail instead of ANVIL's six and two.
+Record 92 is the record preset with the TECHNIQUES, each a factor on counted parts, and CUDA graphs. Not
+expressed of it: its kernels' fusions, FP8 logits' faster sigmoid, conversions to FP8, products that read both
+layouts. Record 80 is this script with parts switched off, as far as settings go, and a head that reads no
+saved streams but "back". Not expressed of it: one graph for the whole model, dense gradients of tables,
+NorMuon's five iterations and one rail instead of ANVIL's six and two.
+
+The host's figures were measured on one CPU, not on such a machine. Removing its CUDA graphs cost record 92
+3.83 s. The last rows of the what-ifs are for a host as slow as that suggests. PR 379 is record 92 with a copy
+pointer and another schedule: it tests how the model's phases add up.
 """
 
 import argparse
+import bisect
 import contextlib
 import itertools
 import sys
@@ -57,13 +67,19 @@ import train_gpt as tg
 from launches import on_meta, patched
 
 RANKS = 8
-PARTS = "matmuls", "attention", "other", "exchange", "fixed", "launches", "ms"  # of what is printed
-PEAKS = {"bf16": 989e12, "fp8": 1979e12, "fp32": 67e12, "attention": 989e12}  # FLOP/s
+PARTS = "matmuls", "attention", "other", "exchange", "fixed"  # of the device's ms
+PEAKS = dict.fromkeys(("bf16", "varlen", "fa3", "relu_square_grad"), 989e12)  # FLOP/s
+PEAKS |= {"fp8": 1979e12, "fp32": 67e12}
 PEAKS |= {"memory": 3.35e12, "exchange": 450e9}  # bytes/s; NVLink's each way
 KINDS = {1: "fp8", 2: "bf16", 4: "fp32"}  # of matmuls, by bytes of a factor's entry
 MATMULS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # first factor's place
-# Of an entry of the first factor and a column of the result.
-KERNEL_FLOPS = {"gram": 1, "relu_square": 2, "relu_square_grad": 2, "relu_square_fp8": 2}
+# Compiled code of the layers: bytes that the kernels of generated code read and write, 6.18 and 9.78 GB in
+# stage 0, over what is counted if each tensor is read and written once, 2.01 and 3.61 GB.
+LAYERS_TRAFFIC = {"run_layers": 3.1, "layers backward": 2.7}
+# Its elementwise kernels, beside the one that is listed. In stage 0 bench/launches.py counts 589 launches a
+# step, and 618 with Adam's updates; 299 and 325 are listed.
+LAYERS_LAUNCHES = {"run_layers": 145, "layers backward": 145}
+PART_OF = {"": "other", "exchange": "exchange", "varlen": "attention", "fa3": "attention"}  # by kind of FLOPs
 # These read or change no more of their first argument than the largest of the others, or the result, has.
 SPARSE = {"embedding", "index", "index_select", "index_add_", "index_copy_", "index_fill_", "index_put_"}
 WRITE_ONLY = {"copy_", "zero_", "fill_", "index_copy_", "index_fill_", "index_put_"}
@@ -73,7 +89,9 @@ class Model(NamedTuple):
     bf16: float = 0.65
     fp8: float = 0.55
     fp32: float = 0.60
-    attention: float = 0.35
+    fa3: float = 0.35
+    varlen: float = 0.175  # FlashAttention-2 is about half as fast on Hopper
+    relu_square_grad: float = 0.38  # in bf16, whose tile is bound by the L2 cache
     memory: float = 0.87
     exchange: float = 0.80
     kernel_us: float = 3.0
@@ -81,7 +99,10 @@ class Model(NamedTuple):
     hidden: float = 0.5  # share of collectives during which the GPU computes
     slowdown: float = 1.0
     fixed: float = 0.0  # ms
-    launch_us: float = 0.0
+    # With empty kernels the main thread takes 5.8 ms a step, 7.0 with Adam's updates, for 29 and 35 calls.
+    call_us: float = 200.0
+    launch_us: float = 6.2  # 4 to 5 ms for 700 to 760 launches
+    host: float = 1.0  # how many times as slow as that; 0: CUDA graphs leave nothing to wait for
 
 
 class Op(NamedTuple):
@@ -90,6 +111,7 @@ class Op(NamedTuple):
     kind: str = ""  # of its FLOPs, if any count; exchange: a collective
     flops: float = 0.0
     part: str = ""  # of the step
+    calls: int = 0  # of compiled code
 
 
 class Phase(NamedTuple):
@@ -97,6 +119,7 @@ class Phase(NamedTuple):
     columns: int  # of the head
     steps: int
     ops: list[Op]  # of four steps
+    sources: float  # tokens before a token in its document, as attention cuts it: the mean
 
 
 class Access(NamedTuple):
@@ -162,8 +185,8 @@ class Traffic(launches.Counts):
         self.append(name, total(reads) + total(writes), kind, flops)
         return out
 
-    def append(self, name: str, nbytes: int, kind: str = "", flops: float = 0.0) -> None:
-        self.found.append(Op(name, nbytes, kind, flops, self.phase))
+    def append(self, name: str, nbytes: int, kind: str = "", flops: float = 0.0, calls: int = 0) -> None:
+        self.found.append(Op(name, nbytes, kind, flops, self.phase, calls))
 
     def fuse(self, reads: set[Access], writes: set[Access], in_place: bool) -> None:
         """Takes an operation into the compiled code that runs."""
@@ -196,7 +219,8 @@ class Traffic(launches.Counts):
         for a in self.writes:
             self.sources.pop(a.storage, None)
         if self.writes:
-            self.append(name, total(self.reads) + total(self.writes))
+            nbytes = total(self.reads) + total(self.writes)
+            self.append(name, round(LAYERS_TRAFFIC.get(name, 1) * nbytes), calls=1)
 
     def add_kernel(self, name: str, tensors: Any) -> None:
         found, kind, flops = on_meta(tensors), "", 0.0
@@ -206,9 +230,14 @@ class Traffic(launches.Counts):
         if name == "segment_sum_rows":
             (table, grad, index, *_), _ = tensors
             nbytes = grad.nbytes + len(index.row_ids) * table[:1].nbytes
-        elif name in KERNEL_FLOPS:
-            kind = KINDS[found[0].itemsize]
-            flops = 1.0 * KERNEL_FLOPS[name] * found[0].numel() * found[-1].size(-1)
+        elif name == "gram":  # half of a symmetric product
+            kind, flops = KINDS[found[0].itemsize], 1.0 * found[0].numel() * found[-1].size(-1)
+        elif name.startswith("relu_square"):  # the result is larger than the factors
+            a, largest = found[0], max(t.numel() for t in found)
+            kind, flops = KINDS[a.itemsize], 2.0 * a.size(-1) * largest
+            kind = name if (name, kind) == ("relu_square_grad", "bf16") else kind
+        elif name == "softcap_loss" and found[0].itemsize == 2:
+            name = "softcap_loss of 2 bytes"
         self.append(name, nbytes, kind, flops)
 
     def add_collective(self, kind: str, name: str, nbytes: int) -> None:
@@ -219,13 +248,14 @@ def scaled(op: Op, share: float) -> Op:
     return op._replace(nbytes=int(share * op.nbytes), flops=share * op.flops)
 
 
-def in_fp8(part: str) -> Callable[[Op], Op]:
-    return lambda op: op._replace(kind="fp8") if op.kind == "bf16" and op.part == part else op
+def renamed(kind: str, *kinds: str, part: str = "") -> Callable[[Op], Op]:
+    """Makes a technique that gives FLOPs of these kinds, in one part or in all, the rate of another."""
+    return lambda op: op._replace(kind=kind) if op.kind in kinds and part in ("", op.part) else op
 
 
 def fp8_logits(op: Op) -> Op:
-    """A logit's bytes are 2 written, 2 read, and 5 of its gradient in FP8; logits in FP8 have half."""
-    return op._replace(nbytes=op.nbytes * 7 // 9) if op.part == "head" else op
+    """The loss reads 1 byte of a logit instead of 2, and writes 1 of its gradient. Matmuls hide the rest."""
+    return scaled(op, 2 / 3) if op.name == "softcap_loss of 2 bytes" else op
 
 
 def unpadded(op: Op) -> Op:
@@ -241,11 +271,14 @@ def pulled_rows(op: Op) -> Op:
 
 
 NARROW_ATTENTION = {"narrow attention": 3 / 4, "narrow attention backward": 7 / 10}
-# What record 92 has and this script lacks: how an operation changes with it.
+# What record 92 has and this script may lack: how an operation changes with it. One that the script has
+# finds nothing to change.
 TECHNIQUES = {
+    "FlashAttention-3": renamed("fa3", "varlen"),
+    "relu_square_grad's tile": renamed("bf16", "relu_square_grad"),
     "FP8 logits": fp8_logits,
-    "FP8 of QKV": in_fp8("QKV"),
-    "FP8 in the MLPs' backward": in_fp8("MLP backward"),
+    "FP8 of QKV": renamed("fp8", "bf16", part="QKV"),
+    "FP8 in the MLPs' backward": renamed("fp8", "bf16", "relu_square_grad", part="MLP backward"),
     "unpadded narrow attention": unpadded,
     "value_embeds by pulled rows": pulled_rows,
 }
@@ -253,6 +286,11 @@ PUBLISHED_GRAPHS, PUBLISHED_ENDINGS = 2.99 + 0.84, 0.21  # s
 PUBLISHED_80 = 31.1, 56.3, 82.0, 82.4  # ms by stage
 PUBLISHED_PHASES_92 = 17.0, 30.3, 45.0, 47.9, 46.7, 22.6  # ms by phase
 PUBLISHED_92 = 39.914  # s
+# PR 379 adds a copy pointer to record 92, and needs fewer steps: seconds of both on one node, steps by phase.
+PUBLISHED_379 = 40.575, 36.009
+STEPS_379 = 279, 314, 252, 126, 59, 20
+# Its FLOPs, forward and backward: of a token, and of each source before it.
+POINTER_FLOPS, SOURCE_FLOPS = 1.18e6, 1280
 
 SETTINGS_80 = """
     mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0 ngrams.orders=
@@ -262,7 +300,7 @@ SETTINGS_80 = """
     layers.*.x0=true layers.*.bigram=true layers.10.connections=false
     layers.4.attention=plain layers.7.attention=plain layers.9.attention=paired
     layers.9.value=true layers.*.gate=true layers.6.gate=false
-    stages.2.max_doc_len=2048"""
+    stages.2.max_doc_len=2048 attention_impl=fa3"""
 
 
 def config_80() -> tg.Config:
@@ -279,9 +317,9 @@ def norm_of_two(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     return tg.norm(x + weights[1:2].T * streams[1])
 
 
-def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
+def count(cfg: tg.Config, stage: int, traffic: Traffic | None = None, **changes) -> list[Op]:
     """Lists what four successive steps launch, with functions of the script replaced."""
-    traffic = Traffic()
+    traffic = traffic or Traffic()
 
     def in_part(function: Callable, *which: bool) -> Callable:
         inner, turns = traffic.in_phase("QKV", function), itertools.cycle(which)
@@ -304,7 +342,7 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
     ops = sum(steps, [])
     attention = [i for i, op in enumerate(ops) if op.kind == "attention"]
     for i, name in zip(attention, len(steps) * names, strict=True):
-        ops[i] = ops[i]._replace(part=name)
+        ops[i] = ops[i]._replace(kind=cfg.attention_impl, part=name)
     return ops
 
 
@@ -314,8 +352,11 @@ def count_all(cfg: tg.Config) -> list[Phase]:
     steps = Counter((plan.stage, plan.candidates) for plan in plans)
     phases = []
     for (stage, columns), n in tqdm(steps.items(), "counting", unit="phase"):
-        ops = count(tg.override(cfg, f"stages.{stage}.candidates={columns}"), stage)
-        phases.append(Phase(stage, columns or cfg.padded_vocab, n, ops))
+        traffic = Traffic()
+        ops = count(tg.override(cfg, f"stages.{stage}.candidates={columns}"), stage, traffic)
+        documents = traffic.batch.micro_batches[0].cu_seqlens.numpy()
+        sources = step_time.mean_keys(documents, sys.maxsize) - 1  # without the token itself
+        phases.append(Phase(stage, columns or cfg.padded_vocab, n, ops, sources))
     return phases
 
 
@@ -335,20 +376,22 @@ def op_ms(op: Op, model: Model) -> float:
 
 
 def step_ms(ops: list[Op], model: Model) -> dict[str, float]:
-    """Estimates a step's ms and its parts: the mean of the four that were counted."""
-    parts = dict.fromkeys(PARTS, 0.0) | {"fixed": model.fixed}
+    """Estimates a step's ms, of the device by part and of the host: the mean of the counted four."""
+    parts, host = dict.fromkeys(PARTS, 0.0) | {"fixed": model.fixed}, 0.0
     for op in ops:
-        part = op.kind if op.kind in PARTS else "matmuls" if op.kind else "other"
+        part = PART_OF.get(op.kind, "matmuls")
         parts[part] += op_ms(op, model) / 4 * (1 - model.hidden if part == "exchange" else model.slowdown)
-        parts["launches"] += model.launch_us / 4000 * (part != "exchange")
-    return parts | {"ms": sum(parts.values())}
+        launched = (1 + LAYERS_LAUNCHES.get(op.name, 0)) * (part != "exchange")
+        host += model.host * (model.call_us * op.calls + model.launch_us * launched) / 4000
+    device = sum(parts.values())
+    return parts | {"device": device, "host": host, "ms": max(device, host)}
 
 
 def calibrate(stages: list[list[Op]], published: Iterable[float]) -> Model:
     """Fits slowdown and fixed to published ms of stages: least squares of relative residuals."""
     parts, published = [step_ms(ops, Model()) for ops in stages], np.array(list(published))
-    exposed, ms = np.array([(part["exchange"], part["ms"]) for part in parts]).T
-    slowdown, fixed = np.polyfit(ms - exposed, published - exposed, 1, w=1 / published)
+    exposed, device = np.array([(part["exchange"], part["device"]) for part in parts]).T
+    slowdown, fixed = np.polyfit(device - exposed, published - exposed, 1, w=1 / published)
     return Model(slowdown=float(slowdown), fixed=float(fixed))
 
 
@@ -358,7 +401,7 @@ def line(name: Any, *cells: Any) -> None:
 
 
 def run_seconds(phases: list[Phase], model: Model, names: Iterable[str] = ()) -> float:
-    """Estimates the seconds of a run's steps, with these techniques."""
+    """Estimates the seconds of a run, with these techniques."""
     ms = (phase.steps * step_ms(apply(phase.ops, names), model)["ms"] for phase in phases)
     return sum(ms) / 1e3 + PUBLISHED_ENDINGS
 
@@ -367,7 +410,7 @@ def fit(phases: list[Phase]) -> Model:
     """Fits the model to records 80 and 92, the second from the record preset's launches. Prints it."""
     cfg = config_80()
     points = [
-        (f"80 {i}", count(cfg, i, final_norm=norm_of_two), published)
+        (f"80 {i}", apply(count(cfg, i, final_norm=norm_of_two), ["relu_square_grad's tile"]), published)
         for i, published in enumerate(PUBLISHED_80)
     ]
     points += [
@@ -375,35 +418,79 @@ def fit(phases: list[Phase]) -> Model:
         for phase, published in zip(phases, PUBLISHED_PHASES_92, strict=True)
     ]
     model = calibrate([ops for _, ops, _ in points], [published for *_, published in points])
-    graphs = run_seconds(phases, model, TECHNIQUES)
-    without = run_seconds(phases, model._replace(launch_us=1.0), TECHNIQUES)
-    launched = model._replace(launch_us=PUBLISHED_GRAPHS / (without - graphs))
-    print(launched)
+    print(model)
     print("\nto which slowdown and fixed are fitted: ms of a step")
     line("record, stage, columns", "published", "estimate", "residual")
     for name, ops, published in points:
-        estimate = step_ms(ops, model)["ms"]
-        line(name, published, estimate, f"{estimate / published - 1:+.1%}")
-    line("92, seconds", PUBLISHED_92, graphs, f"{graphs / PUBLISHED_92 - 1:+.1%}")
-    return launched
+        residual(name, published, step_ms(ops, model)["device"])
+    residual("92, seconds", PUBLISHED_92, run_seconds(phases, with_graphs(model), TECHNIQUES))
+    return model
+
+
+def with_graphs(model: Model) -> Model:
+    return model._replace(host=0.0)
+
+
+def with_pointer(phase: Phase, tokens: int) -> Phase:
+    """Adds the products of PR 379's pointer for so many tokens; its kernels have FlashAttention-2's rate."""
+    ops = [
+        Op("pointer", 0, "bf16", 4 * tokens * POINTER_FLOPS),
+        Op("pointer", 0, "varlen", 4 * tokens * SOURCE_FLOPS * phase.sources),
+    ]
+    return phase._replace(ops=phase.ops + ops)
+
+
+def print_379(phases: list[Phase], model: Model) -> None:
+    """Prints how much of PR 379's time its schedule explains, and its pointer's products, in this model."""
+    record = [phase._replace(ops=apply(phase.ops)) for phase in phases]
+    shorter = [phase._replace(steps=steps) for phase, steps in zip(record, STEPS_379, strict=True)]
+    tokens = [tg.RECORD.stages[phase.stage].batch_tokens // RANKS for phase in phases]
+    pointer = [with_pointer(phase, n) for phase, n in zip(shorter, tokens)]
+    before, *after = (run_seconds(run, with_graphs(model)) for run in (record, shorter, pointer))
+    print("\nPR 379's seconds as a share of record 92's, to which nothing is fitted")
+    line("", "published", "estimate", "residual")
+    for name, seconds in zip(("its schedule alone", "and its pointer"), after):
+        residual(name, PUBLISHED_379[1] / PUBLISHED_379[0], seconds / before, digits=4)
+
+
+def residual(name: str, published: float, estimate: float, digits: int = 2) -> None:
+    line(name, f"{published:.{digits}f}", f"{estimate:.{digits}f}", f"{estimate / published - 1:+.1%}")
 
 
 def print_run(title: str, cfg: tg.Config, phases: list[Phase], model: Model) -> float:
     """Prints the parts of a run's phases. Returns the seconds of the run."""
     print(f"\n{title}")
-    line("stage", "tokens", "columns", *PARTS)
-    for stage, columns, _, ops in phases:
-        tokens = cfg.stages[stage].batch_tokens // tg.num_microbatches(cfg, RANKS)
-        line(stage, tokens, columns, *step_ms(ops, model).values())
-    return run_seconds(phases, model)
+    line("stage, tokens, columns", "steps", *PARTS, "device", "host", "bound", "seconds")
+    for phase in phases:
+        tokens = cfg.stages[phase.stage].batch_tokens // tg.num_microbatches(cfg, RANKS)
+        *parts, ms = step_ms(phase.ops, model).values()
+        bound = "device" if parts[-2] >= parts[-1] else "host"
+        seconds = phase.steps * ms / 1e3
+        line(f"{phase.stage}, {tokens}, {phase.columns}", phase.steps, *parts, bound, seconds)
+    seconds = run_seconds(phases, model)
+    print(f"total {seconds:.2f} s, with {PUBLISHED_ENDINGS} s besides the steps")
+    return seconds
+
+
+def host_of_92(phases: list[Phase], model: Model) -> float:
+    """Returns how slow a host must be for CUDA graphs to save record 92 what they did."""
+    graphs = run_seconds(phases, with_graphs(model), TECHNIQUES)
+
+    def saved(percent: int) -> float:
+        return run_seconds(phases, model._replace(host=percent / 100), TECHNIQUES) - graphs
+
+    return bisect.bisect_left(range(10000), PUBLISHED_GRAPHS, key=saved) / 100
 
 
 def print_techniques(base: list[Phase], model: Model, seconds: float) -> None:
-    """Prints what record 92's techniques would save the record preset."""
-    graphs = model._replace(launch_us=0.0)
-    print("\nwith what record 92 has besides: seconds of a run, and the change")
+    """Prints what record 92's techniques would save the record preset, and what slow hosts would cost."""
+    graphs, slow = with_graphs(model), model._replace(host=host_of_92(base, model))
+    print("\nwith what record 92 has besides, and with slow hosts: seconds of a run, and the change")
     rows = {name: (model, [name]) for name in TECHNIQUES}
     rows |= {"CUDA graphs": (graphs, []), "all, record 92": (graphs, [*TECHNIQUES])}
+    rows |= {"host twice as slow": (model._replace(host=2.0), [])}
+    rows |= {f"host {slow.host:.1f} times as slow": (slow, [])}
+    rows |= {"all but CUDA graphs then": (slow, [*TECHNIQUES])}
     for title, (its_model, names) in rows.items():
         new = run_seconds(base, its_model, names)
         line(title, new, f"{new - seconds:+.2f}")
@@ -415,12 +502,12 @@ def print_estimates(changed: dict[str, tg.Config]) -> None:
     print("takes some minutes, each what-if more\n", flush=True)
     of_record = count_all(tg.RECORD)
     model = fit(of_record)
-    seconds = print_run("the record preset", tg.RECORD, of_record, model)
-    print(f"total {seconds:.2f} s")
+    print_379(of_record, model)
+    seconds = print_run("the record preset: ms of a step", tg.RECORD, of_record, model)
     print_techniques(of_record, model, seconds)
     for changes, cfg in changed.items():
         new = print_run(changes, cfg, count_all(cfg), model)
-        print(f"total {new:.2f} s, change {new - seconds:+.2f} s")
+        print(f"change {new - seconds:+.2f} s")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -431,7 +518,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         changed = {changes: reduce(tg.override, changes.split(), tg.RECORD) for changes in args.what_if}
         for cfg in (tg.RECORD, *changed.values()):
-            launches.check(cfg, RANKS)
+            # FlashAttention-3 is a package of its own, which no count needs.
+            has_fa3 = cfg.attention_impl == "fa3"
+            launches.check(replace(cfg, attention_impl="varlen") if has_fa3 else cfg, RANKS)
         print_estimates(changed)
     except tg.UserError as error:
         sys.exit(f"projection.py: error: {error}")
