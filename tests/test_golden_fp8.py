@@ -1,0 +1,116 @@
+"""Compares MLPs in FP8 with golden numbers: tests/golden/README.md says how they were made."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt as tg
+from golden_inputs import GOLDEN_FP8, distance, fill
+
+pytestmark = pytest.mark.numeric
+
+MLP = GOLDEN_FP8["b_mlp"]
+STEPS = range(len(MLP["steps"]))
+
+
+def codes(t):
+    return t.contiguous().view(torch.uint8).numpy().tobytes().hex()
+
+
+def bf16(text, like):
+    """Returns bf16 numbers from hexadecimal digits, in the shape of `like`."""
+    words = np.frombuffer(bytes.fromhex(text), dtype=np.int16)
+    return torch.from_numpy(words.copy()).view(torch.bfloat16).view(like.shape)
+
+
+def close(found, want):
+    """Whether they are at most one bf16 number apart, of those near a 1000th of the largest or more."""
+    size = torch.maximum(want.abs(), 1e-3 * want.abs().max()).float()
+    return ((found.float() - want.float()).abs() <= 2**-7 * size).all()
+
+
+def mlp_inputs(step):
+    """Returns h, fc, proj, and the gradient of the result."""
+    T, d, F = MLP["T"], MLP["dim"], MLP["F"]
+    h = torch.roll(1.7 * fill((T, d), 1200), 5 * step, 0).bfloat16()
+    h[5, 3] = 25
+    fc = ((1, 1.1, 1.1, 1.4)[step] * 0.25 * fill((F, d), 1201)).bfloat16()
+    proj = ((0, 0.5, 1, 0.9)[step] * 0.2 * fill((F, d), 1202)).bfloat16()
+    dy = torch.roll(0.4 * fill((T, d), 1203).double() ** 5, 3 * step, 0).bfloat16()
+    return h, fc, proj, dy
+
+
+@pytest.fixture(scope="module")
+def mlps():
+    """Returns of each step: the MLP in FP8, its inputs, results and gradients, and its square.
+
+    The golden factor p of the result is in the scale of proj; the gradient of proj is that before it.
+    """
+    steps, scales = [], torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, tg.FP8_DY]])[None, ..., None, None]
+    before, amax = torch.zeros(2, 1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg, "FP8_ACT_ROOM", 1.03)  # the golden room
+        for step, golden in enumerate(MLP["steps"]):
+            h, fc, proj, dy = mlp_inputs(step)
+            if step < MLP["exact_refreshes"]:
+                before.zero_()
+            weights, transposed = tg.fp8_mlp_weights(torch.stack([fc, proj]), scales, before)
+            used = scales.clone()
+            used[:, 1, 1] *= golden["p"]
+            mlp = tg.FP8MLP(weights[0], transposed[0], used[0], amax.zero_()[0])
+            for t in (h, fc, proj):
+                t.requires_grad_()
+            y = tg.MLP.apply(h, (tg.Weight(fc), tg.Weight(proj)), fc, proj, tg.TORCH_BACKEND, mlp)
+            y.backward(dy)
+            results = {"y": y.detach(), "dproj": proj.grad, "dfc": fc.grad, "dh": h.grad}
+            steps.append((mlp._replace(amax=amax[0].clone()), scales[0].clone(), (h, fc, proj, dy), results))
+            tg.GPT.set_fp8_scales(SimpleNamespace(fp8_scales=scales), amax)
+    return steps
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_scales_and_maxima(mlps, step):
+    golden, (mlp, scales, *_) = MLP["steps"][step], mlps[step]
+    names = "fc_scale", "proj_scale", "act_scale", "dpre_scale"
+    assert scales[1:].flatten().tolist() == [golden[name] for name in names]
+    assert mlp.amax.tolist() == [golden["act_amax"], golden["dpre_amax"]]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_results_and_gradients(mlps, step):
+    golden, (*_, results) = MLP["steps"][step], mlps[step]
+    for name, t in results.items():
+        assert t.dtype == torch.bfloat16 and distance(t, golden[name]) < 1e-4, name
+        if f"{name}_bf16" in golden:
+            assert close(t, bf16(golden[f"{name}_bf16"], t)), name
+
+
+def test_codes(mlps):
+    (step,) = (i for i in STEPS if "square8" in MLP["steps"][i])
+    golden, (mlp, _, (h, _, _, dy), _) = MLP["steps"][step], mlps[step]
+    h8 = tg.to_fp8(h.detach(), tg.FP8_H, torch.float8_e4m3fn)
+    dy8 = tg.to_fp8(dy, tg.FP8_DY, torch.float8_e5m2)
+    square8, square8_turned = tg.relu_square_fp8(h8, mlp)
+    da8, da8_turned = tg.relu_square_fp8(dy8, mlp, square8)
+    for name, t in {"g8": dy8, "square8": square8, "dpre8": da8}.items():
+        assert codes(t) == golden[name], name
+    assert codes(square8_turned.T) == golden["square8"] and codes(da8_turned.T) == golden["dpre8"]
+    assert (square8 == 0).sum() - (h8.float() @ mlp.weights[0].float().T <= 0).sum() == golden[
+        "square_to_zero"
+    ]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_errors_of_fp8(mlps, step):
+    """Compares with fp64: errors are those of 8 bits, and of what is beyond the scales."""
+    golden, (*_, (h, fc, proj, dy), results) = MLP["steps"][step], mlps[step]
+    h, fc, proj = (t.detach().double().requires_grad_() for t in (h, fc, proj))
+    p = golden["p"]
+    exact = tg.relu_square(h, fc) @ proj * p
+    exact.backward(dy.double())
+    wants = {"y": exact.detach(), "dproj": proj.grad / p, "dfc": fc.grad, "dh": h.grad}
+    for name, want in wants.items():
+        error = (results[name] - want).norm() / want.norm().clamp_min(1e-30)
+        assert error <= 1.3 * golden["error_of_fp8"][name], name
