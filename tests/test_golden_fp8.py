@@ -1,4 +1,4 @@
-"""Compares MLPs in FP8 with golden numbers: tests/golden/README.md says how they were made."""
+"""Compares MLPs and logits in FP8 with golden numbers: tests/golden/README.md says how they were made."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,7 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import GOLDEN_FP8, distance, fill
+from test_kernels import fp8_steps_apart
 
 pytestmark = pytest.mark.numeric
 
@@ -114,3 +115,39 @@ def test_errors_of_fp8(mlps, step):
     for name, want in wants.items():
         error = (results[name] - want).norm() / want.norm().clamp_min(1e-30)
         assert error <= 1.3 * golden["error_of_fp8"][name], name
+
+
+def test_head():
+    """Compares 8-bit logits, losses, and gradients with those of unrounded sigmoids.
+
+    A CPU rounds products to bf16 before e4m3: a few logits are one number off. The loss gets the golden ones.
+    """
+    golden = GOLDEN_FP8["c_head"]
+    n, V, d = golden["n"], golden["V"], golden["dim"]
+    streams, weights = golden["streams"], tuple(golden["weights"])
+    x, w = (3 * fill((n, d), streams[0])).bfloat16(), 1.2 * fill((d, V), streams[1])
+    w[:, :4] *= 2
+    w, targets = w.bfloat16(), torch.tensor(golden["targets"])
+    seen = []
+
+    def watched(logits, *args):
+        golden_logits = torch.tensor(list(bytes.fromhex(golden["logits8"])), dtype=torch.uint8)
+        golden_logits = golden_logits.view(torch.float8_e4m3fn).view(logits.shape)
+        losses, grad = tg.softcap_loss(golden_logits, *args)
+        seen.append((fp8_steps_apart(logits, golden_logits), losses, grad))
+        return losses, grad
+
+    backend = tg.TORCH_BACKEND._replace(fp8=True, softcap_loss=watched)
+    model = SimpleNamespace(weight=lambda _: w, cfg=SimpleNamespace(head_chunk=n), backend=backend)
+    grad, converted = tg.Gradient(w, torch.zeros_like(w)), []
+    loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, grad, 1.0, converted)
+    ((apart, losses, dlogits8),) = seen
+    assert codes(converted[0]) == golden["w8"] and apart.max() <= 1 and (apart > 0).sum() < 8
+    want = golden["sigma_exact"]
+    assert losses.tolist() == pytest.approx(want["losses"], rel=1e-6)
+    assert loss.item() == pytest.approx(sum(want["losses"]), rel=1e-6)
+    assert codes(dlogits8) == want["dlogits8"]
+    assert distance(dx, want["dx"]) < 1e-4 and distance(grad.main_grad, want["dW"]) < 1e-4
+    # What 8 bits cost.
+    for found, exact in zip(losses.tolist(), golden["losses_of_unrounded_logits"], strict=True):
+        assert found == pytest.approx(exact, abs=0.5)

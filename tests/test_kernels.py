@@ -328,11 +328,14 @@ def fp8_steps_apart(a, b):
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=len)
 @pytest.mark.parametrize("unit", [tg.FP8_GRAD, tg.FP8_GRAD / 64, 1e-3, 1.0])
-def test_softcap_loss_in_fp8(interpreted, guarded, unit, weights):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_softcap_loss_in_fp8(interpreted, guarded, unit, weights, dtype):
     for V, seed in ((131, 0), (4097, 1)):
         logits, targets = loss_case(5, V, len(weights), seed)
+        if dtype.itemsize == 1:
+            logits = tg.to_fp8(logits, 1.0, dtype)
         losses, actual = interpreted.triton_softcap_loss(logits, targets, weights, unit)
-        exact = tg.softcap_loss(logits.double(), targets, weights)
+        exact = tg.softcap_loss(logits.float().double(), targets, weights)
         torch.testing.assert_close(losses.double(), exact[0], rtol=1e-6, atol=2e-5)
         apart = fp8_steps_apart(actual, tg.to_fp8(exact[1], unit, torch.float8_e5m2))
         assert actual.dtype == torch.float8_e5m2 and actual.is_contiguous()

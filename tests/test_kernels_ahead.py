@@ -92,7 +92,8 @@ def kernel_cases():
         cases[f"relu_square{kind} {size}"] = "relu_square_kernel", tiles, call
     for weights, unit in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
         targets = meta(chunk, len(weights), dtype=torch.int64)
-        call = functools.partial(tg.triton_softcap_loss, meta(chunk, V), targets, weights, unit)
+        logits = meta(chunk, V, dtype=torch.float8_e4m3fn if unit else torch.bfloat16)
+        call = functools.partial(tg.triton_softcap_loss, logits, targets, weights, unit)
         name = f"softcap_loss {len(weights)} {'e5m2' if unit else 'bf16'}"
         cases[name] = "softcap_loss_kernel", None, call
     call = functools.partial(tg.triton_segment_sum_rows, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))

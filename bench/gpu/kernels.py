@@ -89,7 +89,8 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         targets = tg.places_among(targets, batch.candidates)
     grad_dtypes = {cfg.dtype: (0.0, logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 1)}
     for grad_dtype, (unit, size) in grad_dtypes.items():
-        head_args, nbytes = (logits, targets, plan.loss_weights, unit), (2 + size) * logits.numel()
+        logits = logits.to(torch.float8_e4m3fn) if unit else logits
+        head_args, nbytes = (logits, targets, plan.loss_weights, unit), 2 * size * logits.numel()
         yield Case("softcap_loss", f"{n} x {V}, {K} targets, {grad_dtype}", head_args, nbytes=nbytes)
 
     kinds = {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "compact"}
