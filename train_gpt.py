@@ -1672,7 +1672,7 @@ NORM_EPS = 2.0**-23  # for every dtype
 
 def upcast(x: Tensor) -> Tensor:
     """Returns x in at least fp32: as it is, if it is fp32 or fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def norm(x: Tensor) -> Tensor:
@@ -1744,41 +1744,44 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     return (dy @ proj.T).to(root.dtype).mul_(root.mul_(2)).to(dy.dtype)
 
 
-E4M3_MAX = 448.0  # e4m3's largest number
-FP8_LEAST = 1e-12  # maxima below count as that
-# Factors from a maximum to the next step's: activations change more than weights.
-FP8_ACT_ROOM, FP8_PROJ_ROOM = 1.80, 1.12
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the formats' largest numbers
+FP8_LEAST = 1e-12  # maxima below count as that, or as none
+# Factors from a maximum to the next step's: activations change more than gradients, weights less.
+FP8_ACT_ROOM, FP8_GRAD_ROOM, FP8_WEIGHT_ROOM = 1.80, 1.25, 1.12
 FP8_EXACT_STEPS = 17  # proj starts at 0, and grows by more than its room at first
 
 
 class FP8MLP(NamedTuple):
-    """An MLP's weights in FP8 (e4m3), and scales, 0-d fp32: weight = weight in FP8 * scale."""
+    """An MLP's weights in FP8, and scales; first those of the forward, then those of the backward.
 
-    fc: Tensor  # (F, d)
-    proj: Tensor  # (d, F): FP8 matmuls need a column-major second factor
-    fc_scale: Tensor
-    proj_scale: Tensor
-    act_scale: Tensor  # of relu_square's result
-    act_amax: Tensor  # its maximum in this step so far
-
-
-def relu_square_fp8(h8: Tensor, h_amax: Tensor, weights: FP8MLP, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns relu(h fc^T)^2 of FP8 factors, (T, F), in `dtype`; and in FP8, divided by weights.act_scale.
-
-    h8 (T, d) stands for h8 * h_amax / 448; h_amax 0-d fp32. The product is rounded once, after its scales.
-    Raises weights.act_amax to the result's maximum.
+    A number is its code times its scale. FP8 products sum over the last axis of both factors as they lie in
+    memory, so most are needed in two layouts.
     """
-    product = h8.float() @ weights.fc.float().T
-    square = (product * (weights.fc_scale * h_amax / E4M3_MAX)).to(dtype).relu_().square()
-    weights.act_amax.copy_(torch.maximum(weights.act_amax, square.max()))
-    square8 = (square.float() * weights.act_scale.reciprocal()).clamp_max(E4M3_MAX)
-    return square, square8.to(torch.float8_e4m3fn)
+
+    weights: Tensor  # fc and proj (2, F, d), e4m3
+    transposed: Tensor  # (2, d, F)
+    scales: (
+        Tensor  # (3, 2, 1, 1) fp32: of h and dy; of fc and proj; of relu_square's result and of its gradient
+    )
+    amax: Tensor  # (2,) fp32: maxima of that result and that gradient in this step so far
 
 
-def amax_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns 448 / amax * x in e4m3, and amax, x's largest absolute entry, 0-d fp32."""
-    amax = x.abs().amax().float().clamp_min(FP8_LEAST)
-    return (x.float() * (E4M3_MAX / amax)).to(torch.float8_e4m3fn), amax
+def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns relu_square(h, fc) in e4m3, or, given that, relu_square_grad(dy, proj, square) in e5m2: (T, F),
+    and transposed.
+
+    a8 (T, d): h in e4m3, or dy in e5m2. The result is first rounded to bf16. Raises mlp.amax to its maximum.
+    """
+    backward = int(square8 is not None)
+    a_scale, w_scale, scale = mlp.scales[:, backward]
+    product = a8.float() @ mlp.weights[backward].float().T * (a_scale * w_scale)
+    if square8 is None:
+        result = product.bfloat16().relu_().square()
+    else:
+        result = (product * (square8.float() * mlp.scales[2, 0]).sqrt_().mul_(2)).bfloat16()
+    amax = mlp.amax[backward]
+    amax.copy_(torch.maximum(amax, result.abs().max()))
+    return both_layouts(result.float() * scale.reciprocal(), 1.0, a8.dtype)
 
 
 # Logits are capped, so that none runs away and gradients stay small (record 9; Gemma 2, arXiv:2408.00118).
@@ -1928,6 +1931,11 @@ def to_fp8(x: Tensor, unit: float | Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, memory_format=torch.contiguous_format)
 
 
+def both_layouts(x: Tensor, unit: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns to_fp8 of x (..., n, m), and of its transpose."""
+    return to_fp8(x, unit, dtype), to_fp8(x.mT, unit, dtype)
+
+
 def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     """Adds each touched row's position gradients to that row of `out` (N, ...).
 
@@ -2021,17 +2029,16 @@ if triton is not None:
             mirror_offs = n * M * M + cols[:, None] * M + rows[None, :]
             tl.store(out + mirror_offs, tl.trans(tile), mask=(cols[:, None] < M) & (rows[None, :] < M))
 
-    # The FP8 scales are elements of arrays, whose addresses may be aligned: one compilation serves all.
-    @triton.jit(do_not_specialize_on_alignment=["h_amax", "fc_scale", "act_scale", "act_amax"])
+    # The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
+    @triton.jit(do_not_specialize_on_alignment=["scales", "amax"])
     def relu_square_kernel(
         a,
         b,
         square,
         out,
-        h_amax,
-        fc_scale,
-        act_scale,
-        act_amax,
+        transposed,
+        scales,
+        amax,
         M,
         N,
         K,
@@ -2048,7 +2055,7 @@ if triton is not None:
     ):
         """Computes a tile of a b^T and its epilogue. GROUP rows of tiles share operands in the L2 cache.
 
-        FP8_MAX: e4m3's; `square` is the second output. 0: no FP8.
+        FP8_MAX: the result's; the last three pointers are then relu_square_fp8's. 0: no FP8.
         """
         tiles_m, tiles_n, tile = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.program_id(0)
         first = tile // (GROUP * tiles_n) * GROUP
@@ -2062,21 +2069,30 @@ if triton is not None:
         total = tile_matmul(left, right, K, a_k, b_k, BLOCK_M, BLOCK_N, BLOCK_K)
         out_offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
         mask = (rows[:, None] < M) & (cols[None, :] < N)
+        dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
+        if FP8_MAX:
+            total *= tl.load(scales + BACKWARD) * tl.load(scales + 2 + BACKWARD)
         if BACKWARD:
-            root = tl.sqrt_rn(tl.load(square + out_offs, mask=mask, other=0.0).to(tl.float32))
-            result = 2 * root * total.to(out.dtype.element_ty).to(tl.float32)
-        else:
+            before = tl.load(square + out_offs, mask=mask, other=0.0).to(tl.float32)
             if FP8_MAX:
-                total *= tl.load(fc_scale) * tl.load(h_amax) / FP8_MAX
-            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(out.dtype.element_ty)
+                before *= tl.load(scales + 4)
+            else:
+                total = total.to(dtype).to(tl.float32)
+            result = 2 * tl.sqrt(before) * total
+        else:
+            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
             result = relu.to(tl.float32) * relu.to(tl.float32)
-        result = result.to(out.dtype.element_ty)
+        result = result.to(dtype)
+        if FP8_MAX:
+            units = result.to(tl.float32)
+            tl.atomic_max(amax + BACKWARD, tl.max(tl.abs(units)), sem="relaxed")  # exact in any order
+            units *= 1 / tl.load(scales + 4 + BACKWARD)
+            units = tl.clamp(units, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+            result = units.to(out.dtype.element_ty)
         tl.store(out + out_offs, result, mask=mask)
         if FP8_MAX:
-            tl.atomic_max(act_amax, tl.max(result.to(tl.float32)), sem="relaxed")  # exact in any order
-            units = result.to(tl.float32) * (1 / tl.load(act_scale))
-            units = tl.minimum(units, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-            tl.store(square + out_offs, units.to(square.dtype.element_ty), mask=mask)
+            turned = cols.to(tl.int64)[:, None] * M + rows[None, :]
+            tl.store(transposed + turned, tl.trans(result), mask=(cols[:, None] < N) & (rows[None, :] < M))
 
     @triton.jit
     def softcap_loss_kernel(
@@ -2258,8 +2274,6 @@ GRAM_TILES = {size: dict(BLOCK=size, BLOCK_K=64, num_warps=size // 16, num_stage
 RELU_SQUARE_TILES = {
     "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
     "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
-    # 128 columns: with 256 the compiler spills registers.
-    "large backward": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=4),
     "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
 }
 POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
@@ -2276,31 +2290,26 @@ def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: 
     return out
 
 
-def launch_relu_square(
-    a: Tensor, b: Tensor, dtype: torch.dtype, kind: str, square: Tensor | None = None, *scales: Tensor
-) -> Tensor:
-    (M, K), N = a.shape, b.size(0)
-    out = a.new_empty(M, N, dtype=dtype)
+def triton_relu_square(a: Tensor, b: Tensor, square: Tensor | None = None, *fp8: Tensor) -> Tensor:
+    """Computes relu_square(h, fc), or, given its result, relu_square_grad(dy, proj, square).
+
+    fp8: relu_square_fp8's transposed result, mlp.scales and mlp.amax.
+    """
+    (M, K), N = a.shape, len(b)
+    out = a.new_empty(M, N)
     large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
-    tiles = RELU_SQUARE_TILES[f"large{kind}" if large else "small"]
+    tiles = RELU_SQUARE_TILES["large" + " fp8" * bool(fp8) if large else "small"]
     blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
-    tensors, strides = (a, b, out if square is None else square, out), (*a.stride(), *b.stride())
-    options = {"BACKWARD": kind == " backward", "FP8_MAX": int(E4M3_MAX) if scales else 0, **tiles}
-    relu_square_kernel[(blocks,)](*tensors, *(scales or [out] * 4), M, N, K, *strides, **options)
+    tensors = a, b, out if square is None else square, out, *(fp8 or [out] * 3)
+    options = {"BACKWARD": int(square is not None), "FP8_MAX": int(torch.finfo(a.dtype).max) if fp8 else 0}
+    relu_square_kernel[(blocks,)](*tensors, M, N, K, *a.stride(), *b.stride(), **options, **tiles)
     return out
 
 
-def triton_relu_square(a: Tensor, b: Tensor, square: Tensor | None = None) -> Tensor:
-    """Computes relu_square(h, fc), or, given its result, relu_square_grad(dy, proj, square)."""
-    return launch_relu_square(a, b, a.dtype, "" if square is None else " backward", square)
-
-
-def triton_relu_square_fp8(
-    h8: Tensor, h_amax: Tensor, weights: FP8MLP, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    square8 = h8.new_empty(len(h8), len(weights.fc))
-    scales = h_amax, weights.fc_scale, weights.act_scale, weights.act_amax
-    return launch_relu_square(h8, weights.fc, dtype, " fp8", square8, *scales), square8
+def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    w8 = mlp.weights[int(square8 is not None)]
+    transposed = a8.new_empty(len(w8), len(a8))
+    return triton_relu_square(a8, w8, square8, transposed, mlp.scales, mlp.amax), transposed
 
 
 def triton_softcap_loss(
@@ -2481,10 +2490,14 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
     out[:, columns.long()] += x  # no index_add_, which is atomic on a GPU
 
 
-def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, out: Tensor, fast: bool = False) -> Tensor:
-    """Writes scale a b to `out`, for fp8 a (n, k), row-major, b (k, m), column-major; scale 0-d fp32."""
-    one = device_scalar(1.0, a.device)
-    return torch._scaled_mm(a, b, scale, one, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+def fp8_matmul(a: Tensor, b: Tensor, scales: Sequence[Tensor], out: Tensor, fast: bool = False) -> Tensor:
+    """Writes a b, times both scales, to `out`, for fp8 a (n, k), row-major, b (k, m), column-major.
+
+    Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
+    """
+    assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
+    a_scale, b_scale = scales
+    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=out.dtype, use_fast_accum=fast, out=out)
 
 
 @cache
@@ -2497,28 +2510,28 @@ def write_grad(
     out: Tensor,
     a: Tensor,
     b: Tensor,
-    scale: Tensor | None,
+    scales: Sequence[Tensor],
     overwrite: bool,
     columns: Tensor | None = None,
 ) -> None:
     """out = a^T b; += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
 
-    FP8 a and b, both column-major: scale a^T b; added through an fp32 temporary. With distinct `columns`
-    (cols,) int32, the rounded product is added to these columns of `out`, after `overwrite` has set all of it
-    to 0.
+    FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary. With distinct
+    `columns` (cols,) int32, the rounded product is added to these columns of `out`, after `overwrite` has set
+    all of it to 0.
     """
     if columns is not None:
         if overwrite:
             out.zero_()
         product = out.new_empty(a.size(1), b.size(1))
-        write_grad(product, a, b, scale, True)
+        write_grad(product, a, b, scales, True)
         add_columns(out, columns, product)
     elif a.element_size() > 1:
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
     elif overwrite:
-        fp8_matmul(a.T, b, scale, out)
+        fp8_matmul(a.T, b, scales, out)
     else:
-        out.add_(fp8_matmul(a.T, b, scale, torch.empty_like(out, dtype=torch.float32)))
+        out.add_(fp8_matmul(a.T, b, scales, torch.empty_like(out, dtype=torch.float32)))
 
 
 class Gradient:
@@ -2535,12 +2548,12 @@ class Gradient:
         self.written = torch.tensor(False)
         self.delay, self.delayed = False, []
 
-    def add(self, a: Tensor, b: Tensor, scale: Tensor | None = None, columns: Tensor | None = None) -> None:
+    def add(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = (), columns: Tensor | None = None) -> None:
         """main_grad += a^T b, as write_grad does; the first one since a reset overwrites.
 
         With `delay` it is computed by take().
         """
-        product = partial(write_grad, self.main_grad, a, b, scale, not self.written, columns)
+        product = partial(write_grad, self.main_grad, a, b, scales, not self.written, columns)
         self.written = torch.tensor(True)
         if self.delay:
             self.delayed.append(product)
@@ -2593,9 +2606,12 @@ class AddedGradient(Gradient):
         self.main_grad.zero_()
 
 
-# The head's FP8 scales (records 19, 51), fixed, so that no step searches for a maximum: e4m3's largest number
-# stands for x = 100 and w = 1.6. Gradients are e5m2, for its range, in units of FP8_GRAD times their scale.
-FP8_X, FP8_W, FP8_GRAD = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX
+# The head's FP8 scales (records 19, 51, 92), fixed, so that no step searches for a maximum: e4m3's largest
+# number stands for x = 100 and w = 2. Logits are e4m3 too, without a scale: the cap flattens large ones.
+# Gradients are e5m2, for its range, in units of FP8_GRAD times their scale.
+FP8_X, FP8_W, FP8_GRAD = 100 / E4M3_MAX, 2 / E4M3_MAX, 0.75 / 8 / E4M3_MAX
+# The MLPs': of the input, which is at most sqrt(768) = 27.7, and of their result's gradient.
+FP8_H, FP8_DY = 2**-4, 2**-6
 
 
 class Weight(NamedTuple):
@@ -2615,17 +2631,19 @@ class Weight(NamedTuple):
         main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
         return map(partial(Weight, written=self.written), parts, main_grads)
 
-    def gradient(self, a: Tensor, b: Tensor) -> Tensor | None:
-        """Gives the weight its gradient a^T b: writes it to main_grad, or returns it to autograd."""
+    def gradient(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
+        """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
         if self.main_grad is None:
-            return a.T @ b
-        (add_product_op if torch.compiler.is_compiling() else add_product)(self.main_grad, a, b, self.written)
+            write_grad(out := self.w.new_empty(a.size(1), b.size(1)), a, b, scales, True)
+            return out
+        add = add_product_op if torch.compiler.is_compiling() else add_product
+        add(self.main_grad, a, b, scales, self.written)
         return None
 
 
-def add_product(main_grad: Tensor, a: Tensor, b: Tensor, written: Tensor) -> None:
-    """Writes a^T b (rows, cols) to main_grad[:rows, :cols], or adds it if `written`."""
-    write_grad(main_grad[: a.size(1), : b.size(1)], a, b, None, not written)
+def add_product(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
+    """Writes write_grad's product (rows, cols) to main_grad[:rows, :cols], or adds it if `written`."""
+    write_grad(main_grad[: a.size(1), : b.size(1)], a, b, scales, not written)
 
 
 # As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
@@ -2653,29 +2671,38 @@ class Linear(torch.autograd.Function):
 class MLP(torch.autograd.Function):
     """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
 
-    With `fp8`, the weights in FP8, the forward is FP8's; the gradients are those of the products without.
+    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
+    Gradients pass straight through the roundings, but a square that becomes 0 has none.
     """
 
     @staticmethod
     def forward(ctx, h, weights, fc, proj, backend, fp8):
-        ctx.weights, ctx.backend = weights, backend
+        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
         if fp8 is None:
             square = backend.relu_square(h, fc)
-            out = square @ proj
-        else:
-            square, square8 = backend.relu_square_fp8(*amax_to_fp8(h), fp8, h.dtype)
-            # Inductor would take a 0-d view of a vector for the whole vector.
-            scales = fp8.act_scale.view(1, 1), fp8.proj_scale.view(1, 1)
-            out = torch._scaled_mm(square8, fp8.proj.T, *scales, out_dtype=h.dtype, use_fast_accum=True)
-        ctx.save_for_backward(h, square, fc, proj)
-        return out
+            ctx.save_for_backward(h, square, fc, proj)
+            return square @ proj
+        (h_scale, _), (_, proj_scale), (scale, _) = fp8.scales
+        h8, ht8 = both_layouts(h, h_scale, torch.float8_e4m3fn)
+        square8, squaret8 = backend.relu_square_fp8(h8, fp8)
+        ctx.save_for_backward(ht8, square8, squaret8)
+        out = torch.empty_like(h)
+        return fp8_matmul(square8, fp8.transposed[1].T, (scale, proj_scale), out, fast=True)
 
     @staticmethod
     def backward(ctx, dy):
-        h, square, fc, proj = ctx.saved_tensors
-        to_fc, to_proj = ctx.weights
-        da = ctx.backend.relu_square_grad(dy, proj, square)
-        return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
+        fp8, (to_fc, to_proj) = ctx.fp8, ctx.weights
+        if fp8 is None:
+            h, square, fc, proj = ctx.saved_tensors
+            da = ctx.backend.relu_square_grad(dy, proj, square)
+            return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
+        ht8, square8, squaret8 = ctx.saved_tensors
+        (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
+        dy8, dyt8 = both_layouts(dy, dy_scale, torch.float8_e5m2)
+        da8, dat8 = ctx.backend.relu_square_fp8(dy8, fp8, square8)
+        dh = fp8_matmul(da8, fp8.transposed[0].T, (da_scale, fc_scale), torch.empty_like(dy))
+        dfc = to_fc.gradient(dat8.T, ht8.T, (da_scale, h_scale))
+        return dh, None, dfc, to_proj.gradient(squaret8.T, dyt8.T, (scale, dy_scale)), None, None
 
 
 # ============================================================================================================
@@ -2785,21 +2812,21 @@ def gather_rows(
 
 
 @compiled
-def fp8_mlp_weights(bank: Tensor, proj_scale: Tensor) -> tuple[Tensor, ...]:
-    """Converts a bank (2L, F, d) of fc and proj matrices in turn for FP8 products (records 84, 89).
+def fp8_mlp_weights(bank: Tensor, scales: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Converts a bank (2L, F, d) of fc and proj matrices in turn for FP8 products (records 84, 89, 92).
 
-    Returns fc (L, F, d), proj^T (L, d, F), their scales (L,) fp32, and the next step's proj_scale (L,). The
-    scales of fc are its exact maxima, rounded to the bank's dtype (compiled code may skip that rounding).
-    Those of proj come from the step before, with room for growth; where proj_scale is 0 they are exact too.
+    Returns FP8MLP.weights and .transposed, stacked, and writes their scales to `scales` (L, 3, 2, 1, 1). They
+    come from the maxima `before` (L, 2), of the step before, with room for growth; these become this step's.
+    Where they are 0, scales are exact, rounded to the bank's dtype (compiled code may skip that rounding).
     """
-    fc, proj = bank[::2], bank[1::2]
-    amax = bank.abs().amax((1, 2)).view(-1, 2)
-    fc_scale, exact = (amax.clamp_min(FP8_LEAST) / E4M3_MAX).unbind(1)
-    proj_scale = torch.where(proj_scale > 0, proj_scale, exact.float())
-    fc8 = (fc / fc_scale[:, None, None]).to(torch.float8_e4m3fn)
-    proj8 = to_fp8(proj.mT, proj_scale[:, None, None], torch.float8_e4m3fn)
-    following = amax[:, 1].float().clamp_min(FP8_LEAST) * (FP8_PROJ_ROOM / E4M3_MAX)
-    return fc8, proj8, fc_scale.float(), proj_scale, following
+    weights = bank.unflatten(0, (-1, 2))
+    amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
+    exact = (amax / E4M3_MAX).to(bank.dtype).float()
+    delayed = before * (FP8_WEIGHT_ROOM / E4M3_MAX)
+    scale = torch.where(before > 0, delayed, exact)[:, :, None, None]
+    scales[:, 1] = scale
+    before.copy_(amax)
+    return both_layouts(weights, scale, torch.float8_e4m3fn)
 
 
 @compiled
@@ -2909,9 +2936,13 @@ class GPT(nn.Module):
         shape = cfg.sign_rows, cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
         self.signs: Tensor
         self.register_buffer("signs", torch.zeros(shape, dtype=dtype_of(cfg.dtype), device=device))
-        # Of the MLPs in FP8: maxima of this step's activations, their scales, scales of proj.
-        mlps = sum(layer.mlps for layer in cfg.layers)
-        self.act_amax, self.act_scale, self.proj_scale = (torch.ones(mlps, device=device) for _ in range(3))
+        # Of the MLPs in FP8: FP8MLP.scales, .amax, and the weights' maxima, at fixed addresses. Losses are
+        # divided by a rank's micro-batches, so gradients' units are too: codes are those of any number of
+        # ranks.
+        mlps, unit = sum(layer.mlps for layer in cfg.layers), FP8_DY * world_size / count
+        self.fp8_scales = torch.tensor([[FP8_H, unit], [0, 0], [1, unit]], device=device)
+        self.fp8_scales = self.fp8_scales[:, :, None, None].repeat(mlps, 1, 1, 1, 1)
+        self.fp8_amax, self.weight_amax = (torch.zeros(mlps, 2, device=device) for _ in range(2))
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         self.slot = torch.tensor([cfg.vocab_size], device=device)  # Copies.slot, among all columns
@@ -3096,14 +3127,18 @@ class GPT(nn.Module):
         All forwards of a step use the maxima of the step before, over all ranks: this step's are not known
         yet, and so the scales do not depend on how micro-batches are spread.
         """
-        bank, scale = self.weight("mlp_bank")[: 2 * len(self.act_amax)], self.proj_scale
-        scale = torch.zeros_like(scale) if step < FP8_EXACT_STEPS else scale
-        fc, proj, fc_scale, scale, self.proj_scale = fp8_mlp_weights(bank, scale)
-        return FP8MLP(fc, proj, fc_scale, scale, self.act_scale, self.act_amax.zero_())
+        if step < FP8_EXACT_STEPS:
+            self.weight_amax.zero_()
+        bank = self.weight("mlp_bank")[: 2 * len(self.fp8_amax)]
+        weights, transposed = fp8_mlp_weights(bank, self.fp8_scales, self.weight_amax)
+        return FP8MLP(weights, transposed, self.fp8_scales, self.fp8_amax.zero_())
 
-    def set_act_scale(self, amax: Tensor) -> None:
-        """Sets the scales of the next step's activations in FP8 from this one's maxima (L,)."""
-        self.act_scale = amax.clamp_min(FP8_LEAST) * (FP8_ACT_ROOM / E4M3_MAX)
+    def set_fp8_scales(self, amax: Tensor) -> None:
+        """Sets the scales of the next step's squares and their gradients from this one's maxima (L, 2)."""
+        rooms = FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX
+        for scale, largest, room in zip(self.fp8_scales[:, 2, :, 0, 0].T, amax.T, rooms):
+            # 0 or NaN leaves the scale. Step 0 has no gradients: proj is 0.
+            scale.copy_(torch.where(largest > FP8_LEAST, largest * room, scale))
 
     def attend(
         self,
@@ -3251,8 +3286,7 @@ class GPT(nn.Module):
                 converted.clear()
             unit = FP8_GRAD * grad_scale if self.backend.fp8 else 0.0
             if self.backend.fp8:  # with fixed scales, and second factors of products column-major
-                units = (FP8_X * FP8_W, unit * FP8_W, FP8_X * unit)
-                forward_scale, dx_scale, dw_scale = (device_scalar(u, x.device) for u in units)
+                x_scale, w_scale, dz_scale = (device_scalar(u, x.device) for u in (FP8_X, FP8_W, unit))
                 x8 = to_fp8(x, FP8_X, torch.float8_e4m3fn)
                 xt8 = transposed(x8)
                 if not converted:
@@ -3262,15 +3296,15 @@ class GPT(nn.Module):
                 part = slice(i, i + n)
                 how = targets[part], weights, unit, copies and copies.part(part)
                 if self.backend.fp8:
-                    logits = x.new_empty(len(x[part]), w.size(1), dtype=torch.bfloat16)
-                    fp8_matmul(x8[part], wt8.T, forward_scale, logits, fast=True)
+                    logits = x8.new_empty(len(x[part]), w.size(1))
+                    fp8_matmul(x8[part], wt8.T, (x_scale, w_scale), logits, fast=True)
                     part_losses, dlogits = self.backend.softcap_loss(logits, *how)
-                    fp8_matmul(dlogits, w8.T, dx_scale, dx[part])
-                    grad.add(xt8[:, part].T, transposed(dlogits).T, dw_scale, candidates)
+                    fp8_matmul(dlogits, w8.T, (dz_scale, w_scale), dx[part])
+                    grad.add(xt8[:, part].T, transposed(dlogits).T, (x_scale, dz_scale), candidates)
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, *how)
                     torch.mm(dlogits, w.T, out=dx[part])
-                    grad.add(x[part], dlogits, None, candidates)
+                    grad.add(x[part], dlogits, (), candidates)
                 losses.append(part_losses)
         return torch.cat(losses).sum(), dx
 
@@ -4164,8 +4198,6 @@ def train_step(
             micro_batch.candidates,
             copies,
         )
-        if last and fp8:
-            amax = optimizer.exchange.all_reduce(model.act_amax, dist.ReduceOp.MAX)
         roots, root_grads = [x], [dx]
         if copies:
             roots += queries
@@ -4176,9 +4208,11 @@ def train_step(
             grad.end_backward()
         optimizer.add_row_grads(leaves, indices, model.signs)
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
+    if fp8:
+        amax = optimizer.exchange.all_reduce(model.fp8_amax, dist.ReduceOp.MAX)
     optimizer.step(plan, following)
     if fp8:
-        model.set_act_scale(amax.wait())
+        model.set_fp8_scales(amax.wait())
     return sum(losses[1:], losses[0])
 
 
@@ -4284,7 +4318,7 @@ def live_state(model: GPT, optimizer: Optimizer) -> dict:
     optimizer.finish_gathers()
     return {
         "params": {name: optimizer.block_of(name) for name in optimizer.params},
-        "others": {"signs": model.signs, "act_scale": model.act_scale, "proj_scale": model.proj_scale},
+        "others": {name: getattr(model, name) for name in ("signs", "fp8_scales", "weight_amax")},
         "optimizer": optimizer.state,
         "averages": optimizer.averages,
     }

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import train_gpt as tg
 from tokenize_text import shard_header
 
-GOLDEN, GOLDEN92 = (
+GOLDEN, GOLDEN92, GOLDEN_FP8 = (
     json.loads((Path(__file__).parent / "golden" / name).read_text())
-    for name in ("golden.json", "golden92.json")
+    for name in ("golden.json", "golden92.json", "golden_fp8.json")
 )
 LOW = 0xFFFFFFFF
 WORLD = 4  # ranks for which our banks are padded

@@ -158,17 +158,14 @@ def test_add_columns(device, dtype):
 def test_conversion_to_fp8(device, dtype):
     """Checks numbers and scales. Compiled code rounds quotients of bf16 numbers to fp32."""
     rounding = 2**-8 if dtype == BF16 else 0 if device == "cpu" else 1e-6
-    bank, h = randn(6, 48, 32, dtype=dtype), randn(21, 32, seed=1, dtype=dtype)
+    bank = randn(6, 48, 32, dtype=dtype)
     bank[5] = 0
-    delayed = torch.tensor([0.003, 0.001, 2.5e-15])  # cuts, leaves room
-    for function, args in (
-        (tg.amax_to_fp8, (h,)),
-        (tg.fp8_mlp_weights, (bank, torch.zeros(3))),
-        (tg.fp8_mlp_weights, (bank, delayed)),
-    ):
-        want = inspect.unwrap(function)(*args)
-        moved = on(device, *args)
-        for found, expected in zip(function(*moved), want, strict=True):
+    delayed = torch.tensor([[1.2, 0.4], [9.0, 3.0], [3.0, 1e-12]])  # cuts, leaves room
+    for before in (torch.zeros(3, 2), delayed):
+        ours, others = ([bank, torch.ones(3, 3, 2, 1, 1), before.clone()] for _ in range(2))
+        want = [*inspect.unwrap(tg.fp8_mlp_weights)(*ours), *ours[1:]]
+        others = [*on(device, *others)]
+        for found, expected in zip([*tg.fp8_mlp_weights(*others), *others[1:]], want, strict=True):
             found = found.cpu()
             assert found.dtype == expected.dtype and found.shape == expected.shape
             if found.element_size() > 1 or dtype == F32:

@@ -391,7 +391,8 @@ def test_the_record_has_the_published_constants():
     endings = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.endings)
     assert endings == ENDING_ROWS
     assert tg.ANVIL_MAPS == MAPS
-    # The head: 23 sigmoid((logits + 5) / 7.5) (A). FP8, record 89: scales of e4m3, and of gradients in e5m2.
+    # The head: 23 sigmoid((logits + 5) / 7.5) (A). FP8, record 92: scales of e4m3, and of gradients in e5m2.
     assert (tg.SOFTCAP_SCALE, tg.SOFTCAP_SHIFT, tg.SOFTCAP_SPAN) == (23, 5, 7.5)
-    assert (tg.FP8_ACT_ROOM, tg.FP8_PROJ_ROOM) == (1.80, 1.12)
-    assert (tg.FP8_X, tg.FP8_W, tg.FP8_GRAD) == (100 / 448, 1.6 / 448, 0.75 / 448)
+    assert (tg.FP8_ACT_ROOM, tg.FP8_GRAD_ROOM, tg.FP8_WEIGHT_ROOM) == (1.80, 1.25, 1.12)
+    assert (tg.FP8_H, tg.FP8_DY) == (1 / 16, 1 / 64)
+    assert (tg.FP8_X, tg.FP8_W, tg.FP8_GRAD) == (100 / 448, 2 / 448, 0.75 / 8 / 448)

@@ -220,36 +220,48 @@ def test_relu_square(interpreted, guarded, shape, layout):
     assert torch.equal(square, before)
 
 
-def fp8_case(T, d, width, seed=0):
-    """Returns h in FP8 with its maximum, and weights in FP8 whose scale cuts some activations."""
-    h, bank = randn(T, d, seed=seed), randn(2, width, d, seed=seed + 1)
-    fc, proj, fc_scale, proj_scale, _ = tg.fp8_mlp_weights(bank, torch.zeros(1))
-    largest = (h @ bank[0].T).relu().square().max()
-    act_scale, act_amax = torch.stack([largest / 600, torch.tensor(1e-9)])  # of an array, not aligned
-    return *tg.amax_to_fp8(h), tg.FP8MLP(fc[0], proj[0], fc_scale[0], proj_scale[0], act_scale, act_amax)
+def fp8_case(T, d, width, backward):
+    """Returns an MLP in FP8 whose scales cut some results, and relu_square_fp8's other arguments."""
+    h, bank, dy = randn(T, d), randn(2, width, d, seed=1), randn(T, d, seed=2)
+    scales = torch.tensor([[2**-6, 2**-4], [0, 0], [0, 0]])[..., None, None]
+    pair = torch.stack([scales, scales])  # the second is not aligned
+    weights, transposed = tg.fp8_mlp_weights(bank.repeat(2, 1, 1), pair, torch.zeros(2, 2))
+    square = (h @ bank[0].T).relu().square()
+    da = 2 * square.sqrt() * (dy @ bank[1].T)
+    pair[1, 2, :, 0, 0] = torch.stack([square.max() / 600, da.abs().max() / 70000])
+    mlp = tg.FP8MLP(weights[1], transposed[1], pair[1], torch.tensor([0.0, 1e-9, 1e-9])[1:])
+    if not backward:
+        return tg.to_fp8(h, pair[1, 0, 0], torch.float8_e4m3fn), mlp
+    square8 = tg.to_fp8(square, pair[1, 2, 0], torch.float8_e4m3fn)
+    return tg.to_fp8(dy, pair[1, 0, 1], torch.float8_e5m2), mlp, square8
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("T, d, width", [(1, 16, 16), (130, 48, 144), (200, 80, 16), (17, 16, 272)])
-def test_relu_square_fp8(interpreted, guarded, T, d, width):
-    for dtype in (torch.float32, torch.float16):
-        h8, amax, layer = fp8_case(T, d, width)
-        want, want8 = tg.relu_square_fp8(h8, amax, layer, dtype)
-        assert layer.act_amax == want.max() and (want8.float() == 448).any()
-        layer.act_amax.fill_(1e-9)
-        square, square8 = interpreted.triton_relu_square_fp8(h8, amax, layer, dtype)
-        assert square.dtype == dtype and square8.dtype == h8.dtype
-        torch.testing.assert_close(square, want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)
-        assert layer.act_amax == square.max()
-        exact8 = (square.float() * layer.act_scale.reciprocal()).clamp_max(448).to(h8.dtype)
-        assert torch.equal(bits(square8), bits(exact8))
+def test_relu_square_fp8(interpreted, guarded, T, d, width, backward):
+    """Compares codes, both layouts, and maxima; sums of another order may round to the next bf16 number."""
+    a8, mlp, *square8 = fp8_case(T, d, width, backward)
+    limit = torch.finfo(a8.dtype).max
+    want, want_turned = tg.relu_square_fp8(a8, mlp, *square8)
+    assert (want.float().abs() == limit).any() and torch.equal(bits(want.T.contiguous()), bits(want_turned))
+    want_amax = mlp.amax.clone()
+    mlp.amax.fill_(1e-9)
+    found, turned = interpreted.triton_relu_square_fp8(a8, mlp, *square8)
+    assert found.dtype == turned.dtype == a8.dtype and turned.is_contiguous()
+    assert torch.equal(bits(found.T.contiguous()), bits(turned))
+    apart = fp8_steps_apart(found, want)
+    assert apart.max() <= 1 and apart.float().mean() < 0.001
+    torch.testing.assert_close(mlp.amax, want_amax, rtol=2**-7, atol=0)
+    assert mlp.amax[int(backward)] > 1e-6 > mlp.amax[int(not backward)]
 
 
-def test_relu_square_fp8_leaves_a_larger_maximum(interpreted):
-    h8, amax, layer = fp8_case(20, 16, 16)
+@pytest.mark.parametrize("backward", [False, True])
+def test_relu_square_fp8_leaves_a_larger_maximum(interpreted, backward):
+    a8, mlp, *square8 = fp8_case(20, 16, 16, backward)
     for run in (tg.relu_square_fp8, interpreted.triton_relu_square_fp8):
-        layer.act_amax.fill_(1e9)
-        run(h8, amax, layer, torch.float32)
-        assert layer.act_amax == 1e9
+        mlp.amax.fill_(1e9)
+        run(a8, mlp, *square8)
+        assert (mlp.amax == 1e9).all()
 
 
 def test_nan_stays(interpreted):
@@ -316,11 +328,14 @@ def fp8_steps_apart(a, b):
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=len)
 @pytest.mark.parametrize("unit", [tg.FP8_GRAD, tg.FP8_GRAD / 64, 1e-3, 1.0])
-def test_softcap_loss_in_fp8(interpreted, guarded, unit, weights):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_softcap_loss_in_fp8(interpreted, guarded, unit, weights, dtype):
     for V, seed in ((131, 0), (4097, 1)):
         logits, targets = loss_case(5, V, len(weights), seed)
+        if dtype.itemsize == 1:
+            logits = tg.to_fp8(logits, 1.0, dtype)
         losses, actual = interpreted.triton_softcap_loss(logits, targets, weights, unit)
-        exact = tg.softcap_loss(logits.double(), targets, weights)
+        exact = tg.softcap_loss(logits.float().double(), targets, weights)
         torch.testing.assert_close(losses.double(), exact[0], rtol=1e-6, atol=2e-5)
         apart = fp8_steps_apart(actual, tg.to_fp8(exact[1], unit, torch.float8_e5m2))
         assert actual.dtype == torch.float8_e5m2 and actual.is_contiguous()

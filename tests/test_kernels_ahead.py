@@ -77,21 +77,24 @@ def kernel_cases():
     for size, (name, args) in itertools.product(tg.GRAM_TILES, matrices.items()):
         call = functools.partial(tg.triton_gram, *args, 0.5, -0.5)
         cases[f"gram {size} {name}"] = "gram_kernel", tg.GRAM_TILES[size], call
-    x8, fc8 = (meta(n, d, dtype=torch.float8_e4m3fn) for n in (T, width))
-    scales = [meta(12, dtype=torch.float32)[1] for _ in range(4)]
-    weights = tg.FP8MLP(fc8, None, scales[0], None, *scales[1:3])
+    x8, square8 = (meta(T, n, dtype=torch.float8_e4m3fn) for n in (d, width))
+    weights8, dy8 = meta(2, width, d, dtype=x8.dtype), meta(T, d, dtype=torch.float8_e5m2)
+    scales, amax = (meta(12, *shape, dtype=torch.float32)[1] for shape in ((3, 2, 1, 1), (2,)))
+    mlp = tg.FP8MLP(weights8, None, scales, amax)
     calls = {
         "": functools.partial(tg.triton_relu_square, x, fc),
         " backward": functools.partial(tg.triton_relu_square, x, fc, square),
-        " fp8": functools.partial(tg.triton_relu_square_fp8, x8, scales[3], weights, torch.bfloat16),
+        " fp8": functools.partial(tg.triton_relu_square_fp8, x8, mlp),
+        " fp8 backward": functools.partial(tg.triton_relu_square_fp8, dy8, mlp, square8),
     }
     for (kind, call), size in itertools.product(calls.items(), ("small", "large")):
-        tiles = tg.RELU_SQUARE_TILES[size + kind * (size == "large")]
+        tiles = tg.RELU_SQUARE_TILES[size + " fp8" * (size == "large" and "fp8" in kind)]
         cases[f"relu_square{kind} {size}"] = "relu_square_kernel", tiles, call
     numbers = meta(2, T, dtype=torch.float32)[:, :chunk]
     for weights, unit in itertools.product(WEIGHTS, (0.0, tg.FP8_GRAD)):
         targets = meta(chunk, len(weights), dtype=torch.int64)
-        args = meta(chunk, V), targets, weights.to("meta"), unit
+        logits = meta(chunk, V, dtype=torch.float8_e4m3fn if unit else torch.bfloat16)
+        args = logits, targets, weights.to("meta"), unit
         name = f"softcap_loss {len(weights)} {'e5m2' if unit else 'bf16'}"
         for copies in (None, tg.Copies(numbers, numbers, meta(1, dtype=torch.int64))):
             call = functools.partial(tg.triton_softcap_loss, *args, copies)

@@ -65,18 +65,22 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         return torch.randn(shape, device=device).to(dtype)
 
     h, fc, square, dy = rand(T, d), rand(F, d), rand(T, F).relu().square(), rand(T, d)
-    bank, act_amax = torch.stack([fc, fc]), torch.zeros((), device=device)
-    converted = tg.fp8_mlp_weights(bank, torch.zeros(1, device=device))
-    fc8, proj8, fc_scale, proj_scale, _ = (t[0] for t in converted)
-    act_scale = square.max().float() / tg.E4M3_MAX
-    fp8_mlp = tg.FP8MLP(fc8, proj8, fc_scale, proj_scale, act_scale, act_amax)
-    products = {
-        "relu_square": (h, fc),
-        "relu_square_grad": (dy, fc, square),
-        "relu_square_fp8": (*tg.amax_to_fp8(h), fp8_mlp, dtype),
-    }
-    for operation, args in products.items():
-        yield Case(operation, f"{T} x {d} x {F}", args, flops=2 * T * F * d)
+    before, amax = torch.zeros(2, 2, device=device)
+    scales = torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, 1]], device=device)[None, ..., None, None]
+    weights8 = tg.fp8_mlp_weights(torch.stack([fc, fc]), scales, before[None])
+    scales[0, 2, :, 0, 0] = square.max() / torch.tensor([tg.E4M3_MAX, tg.E5M2_MAX], device=device)
+    fp8_mlp = tg.FP8MLP(*(t[0] for t in (*weights8, scales)), amax)  # type: ignore[call-arg]
+    h8, dy8 = tg.to_fp8(h, tg.FP8_H, torch.float8_e4m3fn), tg.to_fp8(dy, tg.FP8_DY, torch.float8_e5m2)
+    square8 = tg.to_fp8(square, scales[0, 2, 0], torch.float8_e4m3fn)
+    products = [
+        ("relu_square", (h, fc)),
+        ("relu_square_grad", (dy, fc, square)),
+        ("relu_square_fp8", (h8, fp8_mlp)),
+        ("relu_square_fp8", (dy8, fp8_mlp, square8)),
+    ]
+    for operation, args in products:
+        direction = " backward" if len(args) == 3 else ""
+        yield Case(operation, f"{T} x {d} x {F}{direction}", args, flops=2 * T * F * d)
 
     V, K = plan.candidates or cfg.padded_vocab, len(batch.loss_weights)
     n = min(cfg.head_chunk * (cfg.padded_vocab // V), T)
@@ -86,7 +90,8 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         targets = tg.places_among(targets, batch.candidates)
     grad_dtypes = {cfg.dtype: (0.0, logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 1)}
     for grad_dtype, (unit, size) in grad_dtypes.items():
-        head_args, nbytes = (logits, targets, batch.loss_weights, unit), (2 + size) * logits.numel()
+        logits = logits.to(torch.float8_e4m3fn) if unit else logits
+        head_args, nbytes = (logits, targets, batch.loss_weights, unit), 2 * size * logits.numel()
         yield Case("softcap_loss", f"{n} x {V}, {K} targets, {grad_dtype}", head_args, nbytes=nbytes)
 
     if D := cfg.pointer_dim:
@@ -179,7 +184,8 @@ def compare(case: Case, backend: tg.Backend) -> tuple[float, float]:
     if case.operation == "softcap_loss":  # fp64 takes much memory: only the last rows
         tail = slice(-min(512, len(args[0])), None)
         exact_args[:2] = (x[tail] for x in exact_args[:2])
-    exact_args = [double(x) for x in exact_args]
+    in_fp8 = torch.float8_e4m3fn, torch.float8_e5m2  # the result has the dtype of such operands
+    exact_args = [x if isinstance(x, Tensor) and x.dtype in in_fp8 else double(x) for x in exact_args]
     actual = run(case.operation, args, backend)
     exact = run(case.operation, exact_args, tg.TORCH_BACKEND)
     if actual[0] is None:
