@@ -2285,8 +2285,8 @@ RELU_SQUARE_TILES = {
 }
 POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 # One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
-# bytes; BLOCK gives each thread 16 numbers of one row.
-LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
+# bytes; 8 numbers a thread leave registers for 16 to 32 warps on a multiprocessor.
+LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=16)}
 SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
 
 
