@@ -2490,14 +2490,21 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
     out[:, columns.long()] += x  # no index_add_, which is atomic on a GPU
 
 
-def fp8_matmul(a: Tensor, b: Tensor, scales: Sequence[Tensor], out: Tensor, fast: bool = False) -> Tensor:
-    """Writes a b, times both scales, to `out`, for fp8 a (n, k), row-major, b (k, m), column-major.
+def fp8_matmul(
+    a: Tensor,
+    b: Tensor,
+    scales: Sequence[Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Returns a b times both scales, in `out` if given, for fp8 a (n, k), row-major, b (k, m), column-major.
 
     Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
     """
     assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
     a_scale, b_scale = scales
-    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
 @cache
@@ -2529,9 +2536,9 @@ def write_grad(
     elif a.element_size() > 1:
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
     elif overwrite:
-        fp8_matmul(a.T, b, scales, out)
+        fp8_matmul(a.T, b, scales, out.dtype, out=out)
     else:
-        out.add_(fp8_matmul(a.T, b, scales, torch.empty_like(out, dtype=torch.float32)))
+        out.add_(fp8_matmul(a.T, b, scales, torch.float32))
 
 
 class Gradient:
@@ -2634,8 +2641,7 @@ class Weight(NamedTuple):
     def gradient(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
         """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
         if self.main_grad is None:
-            write_grad(out := self.w.new_empty(a.size(1), b.size(1)), a, b, scales, True)
-            return out
+            return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
         add = add_product_op if torch.compiler.is_compiling() else add_product
         add(self.main_grad, a, b, scales, self.written)
         return None
@@ -2686,8 +2692,7 @@ class MLP(torch.autograd.Function):
         h8, ht8 = both_layouts(h, h_scale, torch.float8_e4m3fn)
         square8, squaret8 = backend.relu_square_fp8(h8, fp8)
         ctx.save_for_backward(ht8, square8, squaret8)
-        out = torch.empty_like(h)
-        return fp8_matmul(square8, fp8.transposed[1].T, (scale, proj_scale), out, fast=True)
+        return fp8_matmul(square8, fp8.transposed[1].T, (scale, proj_scale), h.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy):
@@ -2700,7 +2705,7 @@ class MLP(torch.autograd.Function):
         (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
         dy8, dyt8 = both_layouts(dy, dy_scale, torch.float8_e5m2)
         da8, dat8 = ctx.backend.relu_square_fp8(dy8, fp8, square8)
-        dh = fp8_matmul(da8, fp8.transposed[0].T, (da_scale, fc_scale), torch.empty_like(dy))
+        dh = fp8_matmul(da8, fp8.transposed[0].T, (da_scale, fc_scale), dy.dtype)
         dfc = to_fc.gradient(dat8.T, ht8.T, (da_scale, h_scale))
         return dh, None, dfc, to_proj.gradient(squaret8.T, dyt8.T, (scale, dy_scale)), None, None
 
@@ -3296,10 +3301,9 @@ class GPT(nn.Module):
                 part = slice(i, i + n)
                 how = targets[part], weights, unit, copies and copies.part(part)
                 if self.backend.fp8:
-                    logits = x8.new_empty(len(x[part]), w.size(1))
-                    fp8_matmul(x8[part], wt8.T, (x_scale, w_scale), logits, fast=True)
+                    logits = fp8_matmul(x8[part], wt8.T, (x_scale, w_scale), x8.dtype, fast=True)
                     part_losses, dlogits = self.backend.softcap_loss(logits, *how)
-                    fp8_matmul(dlogits, w8.T, (dz_scale, w_scale), dx[part])
+                    fp8_matmul(dlogits, w8.T, (dz_scale, w_scale), dx.dtype, out=dx[part])
                     grad.add(xt8[:, part].T, transposed(dlogits).T, (x_scale, dz_scale), candidates)
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, *how)

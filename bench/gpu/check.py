@@ -255,7 +255,7 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
     }
     for name, (a, b, dtype, fast) in products.items():
         out = torch.empty(len(a), b.size(1), dtype=dtype, device=setup.device)
-        call = partial(tg.fp8_matmul, a, b, (scales[1], scales[2]), out, fast)
+        call = partial(tg.fp8_matmul, a, b, (scales[1], scales[2]), dtype, fast, out)
         error = rel_err(call(), 0.37 * 0.5 * (double(a) @ double(b)))
         bound = 2e-3 + ROUNDING.get(dtype, 0)  # Hopper keeps few bits of fp8 sums
         rate = 2 * a.numel() * b.size(1) / st.timed([call], setup.device, 10)[0] / 1e9
