@@ -484,11 +484,11 @@ WORDS = replace(
     val_slice_tokens=512, val_slices=128, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
     heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
-    adam_lr=0.02, bank_lr=0.018, second_cadence_from=30, momentum_warmup=46, momentum_cooldown=8,
-    rails_step=46, endings=(replace(CPU.endings[0], window=38, rate=0.1, keep_norm=False),),
+    adam_lr=0.02, bank_lr=0.018, second_cadence_from=34, momentum_warmup=50, momentum_cooldown=9,
+    rails_step=50, endings=(replace(CPU.endings[0], window=42, rate=0.09, keep_norm=False),),
     stages=tuple(
         replace(stage, steps=steps, batch_tokens=2048, mtp_start=(1.0,), mtp_end=(1.0,), candidates=columns)
-        for stage, steps, columns in zip(CPU.stages, (27, 27, 27, 7), ((4096,), (4096,), (4096,), ()))
+        for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), ((4096,), (4096,), (4096,), ()))
     ))
 # fmt: on
 
