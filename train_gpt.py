@@ -430,7 +430,7 @@ class Config:
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     attention_impl: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
-    fp8_mlp: bool = True  # with it, the forward matmuls of the MLPs too
+    fp8_mlp: bool = True  # with it, the MLPs' too, forward and backward
     compile: bool = True  # torch.compile the layers, forward and backward, and the updates
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
 
@@ -1814,14 +1814,14 @@ def softcap_loss(
     weights: Tensor,
     unit: float = 0.0,
     copies: Copies | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Returns each row's weighted sum of the cross-entropies of its targets, after the softcap, and the
     gradient of their sum.
 
     logits (n, V); targets (n, K) int64, contiguous, -1: none; weights (K,) of the losses' dtype. Losses (n,)
     are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `unit` it is e5m2 in such units,
-    saturating. With `copies` the first target has its probability in the mixture (below); to the others the
-    slot is one more column.
+    saturating, and comes twice: (n, V), and transposed. With `copies` the first target has its probability in
+    the mixture (below); to the others the slot is one more column.
     """
     # In place where possible: on a CPU memory traffic is the limit. z is at most 23: exp(z) cannot overflow.
     s, slope = softcap_sigmoid(logits), SOFTCAP_SCALE / SOFTCAP_SPAN
@@ -1855,7 +1855,7 @@ def softcap_loss(
     grad.scatter_add_(1, at, -slope * row_weights * s_at * (1 - s_at))
     if copies is not None:
         grad.index_copy_(1, copies.slot, slope * slot_grad * s_slot * (1 - s_slot))
-    return losses, to_fp8(grad, unit, torch.float8_e5m2) if unit else grad.to(logits.dtype)
+    return losses, *(both_layouts(grad, unit, torch.float8_e5m2) if unit else [grad.to(logits.dtype)])
 
 
 # The copy pointer (PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843). Each position is
@@ -2094,12 +2094,19 @@ if triton is not None:
             tl.store(transposed + turned, tl.trans(result), mask=(cols[:, None] < N) & (rows[None, :] < M))
 
     @triton.jit
+    def load_sigmoid(logits, cols, V, SHIFT: tl.constexpr, PER_SPAN: tl.constexpr):
+        """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
+        return tl.sigmoid((tl.load(logits + cols, mask=cols < V).to(tl.float32) + SHIFT) * PER_SPAN)
+
+    @triton.jit
     def softcap_loss_kernel(
         logits,
         targets,
         weights,
         losses,
         grad,
+        transposed,
+        n,
         V,
         stride,
         copies,
@@ -2113,68 +2120,68 @@ if triton is not None:
         FLOOR: tl.constexpr,
         fp8_max,
         dz_scale,
+        ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Computes a row's loss and gradient. z lies in 0 .. 23: exponentials need no maximum subtracted."""
-        row, offs = tl.program_id(0), tl.arange(0, BLOCK)
-        logits += row.to(tl.int64) * stride
-        grad += row.to(tl.int64) * V
-        sums, slot_column = tl.zeros((BLOCK,), tl.float32), -1
+        """Computes the losses and the gradient of ROWS rows. z lies in 0 .. 23: exponentials need no maximum
+        subtracted. Rows behind the last one repeat it: they write the same numbers.
+        """
+        tile_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+        rows, offs = tl.minimum(tile_rows, n - 1).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+        logits += rows * stride
+        grad += rows * V
+        targets += rows * K
+        sums, slot_column = tl.zeros((ROWS, BLOCK), tl.float32), -1
         if copies is not None:
             slot_column = tl.load(slot).to(tl.int32)
         for start in range(0, V, BLOCK):
             cols = start + offs
-            x = tl.load(logits + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
-            counts = (cols < V) & (cols != slot_column)
-            sums += tl.where(counts, tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN)), 0.0)
-        words = tl.sum(sums)
+            z = SCALE * load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
+            sums += tl.where((cols < V) & (cols != slot_column), tl.exp(z), 0.0)
+        words = tl.sum(sums, 1, keep_dims=True)
         whole = words
         if copies is not None:
-            x = tl.load(logits + slot_column).to(tl.float32)
-            slot_exp = tl.exp(SCALE * tl.sigmoid((x + SHIFT) * PER_SPAN))
+            slot_exp = tl.exp(SCALE * load_sigmoid(logits, slot_column, V, SHIFT, PER_SPAN))
             whole += slot_exp
         lse = tl.log(whole)
-        loss, total = 0.0, 0.0
-        factor, first, slot_grad, found_grad, sink_grad = 0.0, 0.0, 0.0, 0.0, 0.0
-        targets += row.to(tl.int64) * K
+        loss, total, factor = 0.0, 0.0, 0.0
         for k in tl.static_range(K):
             target = tl.load(targets + k)
-            if target >= 0:
-                z = SCALE * tl.sigmoid((tl.load(logits + target).to(tl.float32) + SHIFT) * PER_SPAN)
-                weight = tl.load(weights + k)
-                if k > 0 or copies is None:
-                    loss += weight * (lse - z)
-                    total += weight
-                else:
-                    found, sink = tl.load(copies + row), tl.load(copies + copies_stride + row)
-                    alpha, rest, by_head = slot_exp / whole, words / whole, tl.exp(z) / words
-                    kept = by_head * (rest + alpha * sink)
-                    p = kept + alpha * found + FLOOR
-                    gain = alpha * rest * (found - by_head * (1 - sink))
-                    loss -= weight * tl.log(p)
-                    first = weight / p
-                    found_grad, sink_grad = -first * alpha, -first * alpha * by_head
-                    factor, slot_grad, first = first * (kept + gain) / rest, -first * gain, first * kept
-        tl.store(losses + row, loss)
-        if copies is not None:
-            tl.store(copy_grad + row, found_grad)
-            tl.store(copy_grad + copies_stride + row, sink_grad)
+            z = SCALE * load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN)
+            weight = tl.load(weights + k) * (target >= 0)
+            if k > 0 or copies is None:
+                loss += weight * (lse - z)
+                total += weight
+            else:
+                found, sink = tl.load(copies + rows), tl.load(copies + copies_stride + rows)
+                alpha, rest, by_head = slot_exp / whole, words / whole, tl.exp(z) / words
+                kept = by_head * (rest + alpha * sink)
+                p = kept + alpha * found + FLOOR
+                gain = alpha * rest * (found - by_head * (1 - sink))
+                loss -= weight * tl.log(p)
+                first = weight / p
+                tl.store(copy_grad + rows, -first * alpha)
+                tl.store(copy_grad + copies_stride + rows, -first * alpha * by_head)
+                factor, slot_grad, first = first * (kept + gain) / rest, -first * gain, first * kept
+        tl.store(losses + rows, loss)
         factor += total
         for start in range(0, V, BLOCK):
             cols = start + offs
-            s = tl.sigmoid(
-                (tl.load(logits + cols, mask=cols < V, other=0.0).to(tl.float32) + SHIFT) * PER_SPAN
-            )
+            s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
             e = tl.exp(SCALE * s - lse)
             g = factor * e
             for k in tl.static_range(K):
-                weight = tl.load(weights + k) if k > 0 or copies is None else first
-                g -= tl.where(cols == tl.load(targets + k), weight, 0.0)
+                share = tl.load(weights + k) if k > 0 or copies is None else first
+                g -= tl.where(cols == tl.load(targets + k).to(tl.int32), share, 0.0)
             if copies is not None:
                 g = tl.where(cols == slot_column, slot_grad + total * e, g)
             g *= s * (1 - s) * dz_scale
             g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
-            tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
+            g = g.to(grad.dtype.element_ty)
+            tl.store(grad + cols, g, mask=cols < V)
+            if transposed is not None:
+                turned = transposed + cols.to(tl.int64) * n + tile_rows
+                tl.store(turned, g, mask=(cols < V) & (tile_rows < n))
 
     @triton.jit
     def pointer_kernel(
@@ -2276,7 +2283,10 @@ RELU_SQUARE_TILES = {
     "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
 }
 POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
-LOSS_TILES, SEGMENT_SUM_TILES = dict(BLOCK=4096, num_warps=8), dict(BLOCK=256, UNROLL=8, num_warps=2)
+# One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
+# bytes; BLOCK gives each thread 16 numbers of one row.
+LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
+SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
 
 
 def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
@@ -2313,18 +2323,21 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 
 def triton_softcap_loss(
     logits: Tensor, targets: Tensor, weights: Tensor, unit: float = 0.0, copies: Copies | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     n, V = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     grad = torch.empty_like(
         logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format
     )
-    tensors, sizes = (logits, targets, weights, losses, grad), (V, logits.stride(0))
+    transposed = grad.new_empty(V, n) if unit else None
+    tensors, sizes = (logits, targets, weights, losses, grad, transposed), (n, V, logits.stride(0))
     pointed = (*copies, copies.weights.stride(0)) if copies else [None] * 4
     constants = len(weights), SOFTCAP_SCALE, SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, COPY_FLOOR
     limits = torch.finfo(grad.dtype).max, SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0)
-    softcap_loss_kernel[(n,)](*tensors, *sizes, *pointed, *constants, *limits, **LOSS_TILES)
-    return losses, grad
+    tiles = LOSS_TILES["fp8" if unit else "row"]
+    blocks = triton.cdiv(n, tiles["ROWS"])
+    softcap_loss_kernel[(blocks,)](*tensors, *sizes, *pointed, *constants, *limits, **tiles)
+    return (losses, grad, transposed) if unit else (losses, grad)
 
 
 @compiled
@@ -3301,9 +3314,9 @@ class GPT(nn.Module):
                 how = targets[part], weights, unit, copies and copies.part(part)
                 if self.backend.fp8:
                     logits = fp8_matmul(x8[part], wt8.T, (x_scale, w_scale), x8.dtype, fast=True)
-                    part_losses, dlogits = self.backend.softcap_loss(logits, *how)
+                    part_losses, dlogits, turned = self.backend.softcap_loss(logits, *how)
                     fp8_matmul(dlogits, w8.T, (dz_scale, w_scale), dx.dtype, out=dx[part])
-                    grad.add(xt8[:, part].T, transposed(dlogits).T, (x_scale, dz_scale), candidates)
+                    grad.add(xt8[:, part].T, turned.T, (x_scale, dz_scale), candidates)
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, *how)
                     torch.mm(dlogits, w.T, out=dx[part])

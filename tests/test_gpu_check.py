@@ -177,9 +177,9 @@ def test_neither_an_old_driver_nor_no_time_is_success(tmp_path, monkeypatch):
 
 
 def nan_in_grad(*args):
-    losses, grad = tg.softcap_loss(*args)
-    grad[-1, 0] = math.nan
-    return losses, grad
+    losses, *grads = tg.softcap_loss(*args)
+    grads[-1][-1, -1] = math.nan  # in FP8 only in the second layout
+    return losses, *grads
 
 
 def other_row(out, *args):

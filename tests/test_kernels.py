@@ -334,12 +334,26 @@ def test_softcap_loss_in_fp8(interpreted, guarded, unit, weights, dtype):
         logits, targets = loss_case(5, V, len(weights), seed)
         if dtype.itemsize == 1:
             logits = tg.to_fp8(logits, 1.0, dtype)
-        losses, actual = interpreted.triton_softcap_loss(logits, targets, weights, unit)
+        losses, actual, _ = interpreted.triton_softcap_loss(logits, targets, weights, unit)
         exact = tg.softcap_loss(logits.float().double(), targets, weights)
         torch.testing.assert_close(losses.double(), exact[0], rtol=1e-6, atol=2e-5)
         apart = fp8_steps_apart(actual, tg.to_fp8(exact[1], unit, torch.float8_e5m2))
         assert actual.dtype == torch.float8_e5m2 and actual.is_contiguous()
         assert apart.max() <= 1 and apart.float().mean() < 0.01  # they differ only near ties
+
+
+@pytest.mark.parametrize("pointed", [False, True])
+@pytest.mark.parametrize("n, V", [(1, 1), (5, 131), (32, 128), (33, 129), (70, 300)])
+def test_layouts_of_the_fp8_gradient(interpreted, guarded, n, V, pointed):
+    """Compares bytes, for plain torch too; rows of several tiles, the last one in part."""
+    logits, targets = loss_case(n, V, 2, seed=1)
+    numbers = torch.rand(2, n, generator=generator(2)) / 2
+    copies = tg.Copies(numbers, torch.empty_like(numbers), torch.tensor([V - 1])) if pointed else None
+    for run in (tg.softcap_loss, interpreted.triton_softcap_loss):
+        _, grad, transposed = run(logits, targets, WEIGHTS[1], 1e-4, copies)
+        assert transposed.dtype == torch.float8_e5m2 and transposed.is_contiguous()
+        assert transposed.shape == (V, n) and torch.equal(bits(transposed), bits(grad.T))
+        assert V == 1 or grad.float().any(1).sum() > n / 2
 
 
 def pointer_case(T, D, cuts, window, seed):

@@ -23,13 +23,18 @@ class Case(NamedTuple):
 
 
 def run(operation: str, args: Any, backend: tg.Backend) -> tuple:
-    """Returns an operation's results; of attention also its inputs' gradients, for the gradient 1."""
+    """Returns an operation's results; of attention also its inputs' gradients, for the gradient 1.
+
+    A transposed gradient of logits is transposed back.
+    """
     function = getattr(backend, operation)
     if operation == "attention":
         inputs = [x.detach().requires_grad_() for x in args[:3]]
         y = function(*inputs, *args[3:])
         return y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y))
     results = function(*args)
+    if operation == "softcap_loss":
+        return *results[:2], *(t.T for t in results[2:])
     return results if isinstance(results, tuple) else (results,)
 
 
@@ -88,10 +93,11 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     logits, targets = rand(n, V), tg.loss_targets(batch.targets, len(plan.mtp), prefixes)[:n]
     if plan.candidates:
         targets = tg.places_among(targets, batch.candidates)
-    grad_dtypes = {cfg.dtype: (0.0, logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 1)}
+    # In FP8 the gradient comes in two layouts.
+    grad_dtypes = {cfg.dtype: (0.0, 2 * logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 3)}
     for grad_dtype, (unit, size) in grad_dtypes.items():
         logits = logits.to(torch.float8_e4m3fn) if unit else logits
-        head_args, nbytes = (logits, targets, batch.loss_weights, unit), 2 * size * logits.numel()
+        head_args, nbytes = (logits, targets, batch.loss_weights, unit), size * logits.numel()
         yield Case("softcap_loss", f"{n} x {V}, {K} targets, {grad_dtype}", head_args, nbytes=nbytes)
 
     if D := cfg.pointer_dim:
