@@ -422,7 +422,6 @@ class Config:
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
     main_grad: bool = True
-    delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
     # The head takes so many tokens at once. With candidates, which are fewer columns, it takes more tokens,
     # so that it makes about as many logits.
     head_chunk: Positive = 8192
@@ -2546,19 +2545,11 @@ class Gradient:
     def __init__(self, p: Tensor, main_grad: Tensor | None = None):
         self.p, self.main_grad = p, main_grad
         self.written = torch.tensor(False)
-        self.delay, self.delayed = False, []
 
     def add(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = (), columns: Tensor | None = None) -> None:
-        """main_grad += a^T b, as write_grad does; the first one since a reset overwrites.
-
-        With `delay` it is computed by take().
-        """
-        product = partial(write_grad, self.main_grad, a, b, scales, not self.written, columns)
+        """main_grad += a^T b, as write_grad does; the first one since a reset overwrites."""
+        write_grad(self.main_grad, a, b, scales, not self.written, columns)
         self.written = torch.tensor(True)
-        if self.delay:
-            self.delayed.append(product)
-        else:
-            product()
 
     def weight(self) -> "Weight":
         """Returns the parameter as matrix products take it."""
@@ -2579,18 +2570,14 @@ class Gradient:
             self.p.grad_added_to_main_grad = True
             torch.autograd.backward(self.p, torch.empty_like(self.p))
 
-    @torch.no_grad()
     def take(self) -> Tensor:
-        """Returns the sum, after computing what was delayed."""
-        while self.delayed:
-            self.delayed.pop(0)()
+        """Returns the sum."""
         return self.p.grad if self.main_grad is None else self.main_grad
 
     def reset(self) -> None:
         """Begins a new sum."""
         self.p.grad = None
         self.written = torch.tensor(False)
-        self.delayed.clear()
 
 
 class AddedGradient(Gradient):
@@ -3265,9 +3252,9 @@ class GPT(nn.Module):
         """Runs the head's forward and backward at once, in chunks of tokens.
 
         x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
-        time (a delayed matmul keeps the gradients). lm_head's gradient is added to `grad`, and rounded once
-        per chunk. `grad_scale`, which `weights` contain already, sets the unit of FP8 gradients. `converted`
-        keeps lm_head in FP8 for the next call, if that has all columns too.
+        time. lm_head's gradient is added to `grad`, and rounded once per chunk. `grad_scale`, which `weights`
+        contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call,
+        if that has all columns too.
 
         With `candidates` (P,) int32, ascending, only these columns of lm_head are computed, as if the others
         did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record 92).
@@ -4024,9 +4011,9 @@ class Optimizer:
         due = self.ngrams and plan.updates(self.cfg.ngrams.every)
         pending = {"ngrams": self.ngrams.send_grads()} if due else {}
         for name, spec in self.specs.items():
-            grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
             if not plan.updates(spec.every) or plan.tied and spec.tied_to:  # a tied one is copied instead
                 continue
+            grad = self.grads[name].take()
             if plan.tied and (copy := self.tied_copy.get(name)):  # a table, of which only touched rows count
                 touched = self.routes[copy].rows_to_send
                 add_columns(grad, touched, self.grads[copy].take_rows(touched).T)
@@ -4173,14 +4160,13 @@ def train_step(
     model.use_stage(plan.stage)
     model.wait_for, model.ngrams = optimizer.wait_for, optimizer.ngrams
     optimizer.begin(batch)
-    grads, head_grad, fp8_head, losses = optimizer.grads, optimizer.grads["lm_head"], [], []
+    grads, fp8_head, losses = optimizer.grads, [], []
     in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks
     fp8 = model.fp8_mlps(plan.step) if in_fp8 else None
-    for i, micro_batch in enumerate(micro_batches):
-        indices, last, leaves = move(micro_batch.indices, model.device), i == count - 1, {}
+    for micro_batch in micro_batches:
+        indices, leaves = move(micro_batch.indices, model.device), {}
         micro_batch = move(micro_batch._replace(indices={}), model.device, model.input_buffer)
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8)
-        head_grad.delay = last and model.cfg.delay_head_grad
         prefixes = model.prefixes if plan.prefix else None
         targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
         copies = None
@@ -4192,7 +4178,7 @@ def train_step(
             x,
             targets,
             micro_batch.loss_weights,
-            head_grad,
+            grads["lm_head"],
             1 / count,
             fp8_head,
             micro_batch.candidates,

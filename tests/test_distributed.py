@@ -215,7 +215,7 @@ def warm_up(model, optimizer, steps, prefetch):
     assert same_bits(before, tg.training_state(model, optimizer))
     assert sent == prefetch.bytes_sent == optimizer.routes == {}
     for grad in optimizer.grads.values():
-        assert grad.p.grad is None and not grad.delayed
+        assert grad.p.grad is None
         assert not (grad.main_grad.any() if isinstance(grad, tg.AddedGradient) else grad.written)
     assert not any(t.any() for t in (*table.stored, table.main_grad)) and table.batch is None
 
@@ -357,7 +357,7 @@ def assert_close(run, want, bound):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, changes",
-    [(2, ["main_grad=false", "delay_head_grad=true"]), (4, ["params.*.reduction=fp32"]), (8, [])],
+    [(2, ["main_grad=false"]), (4, ["params.*.reduction=fp32"]), (8, [])],
 )
 def test_world_size_does_not_matter(workers, everything, world_size, changes):
     """Gives the same losses, parameters and table up to rounding, and the first validation's bits.
@@ -379,7 +379,7 @@ def test_world_size_does_not_matter(workers, everything, world_size, changes):
 
 @pytest.mark.slow
 def test_what_changes_no_bit(workers, everything):
-    """Checks orders of scatter and of work, sparse and dense exchange, a delayed head, on four ranks.
+    """Checks orders of scatter and of work, sparse and dense exchange, on four ranks.
 
     Where it is dense, a table takes the bytes of all rows.
     """
@@ -388,7 +388,7 @@ def test_what_changes_no_bit(workers, everything):
     variants = [
         cfg,
         dense(shuffled(cfg, 7)),
-        replace(dense(reverse, ("embed",)), delay_head_grad=True),
+        dense(reverse, ("embed",)),
         dense(shuffled(cfg, 8), ("bigram_embed",)),
     ]
     ranks = [workers(4, train, variant) for variant in variants]

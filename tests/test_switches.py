@@ -60,7 +60,6 @@ ROUNDING, FP8, EQUAL = (1e-5, 1e-4), (1e-2, None), (0, 0)
 NOISE = 1e-5
 SWITCHES = {
     "main_grad": (["main_grad=true"], ROUNDING),
-    "delay_head_grad": (["delay_head_grad=true"], ROUNDING),
     "reduction": (["params.*.reduction=fp32"], ROUNDING),
     "sparse value_embeds": (["params.value_embeds.exchange=sparse"], ROUNDING),
     "sparse bigram_embed": (["params.bigram_embed.exchange=sparse"], ROUNDING),
