@@ -3298,7 +3298,7 @@ class GPT(nn.Module):
 
 # ============================================================================================================
 # 9  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
-#    a Pending is waited for where its result is first used. Counts the bytes sent.
+#    a Pending is waited for where its result is first used.
 #
 #    How a table row's gradient travels, for example bigram_embed's:
 #
@@ -3350,8 +3350,8 @@ def rank_order_mean(parts: Tensor) -> Tensor:
 class Exchange:
     """Collectives of one process group; with one rank they do nothing.
 
-    Every rank must make the same calls in the same order, from one thread. bytes_sent: by this rank, for each
-    kind and parameter, if reductions and gathers go in rings.
+    Every rank must make the same calls in the same order, from one thread. `name` and `kind` say what a call
+    sends: tests and benchmarks count by them.
     """
 
     rank: int
@@ -3361,7 +3361,6 @@ class Exchange:
     sum_rows: Callable = segment_sum_rows  # the backend's
 
     def __post_init__(self):
-        self.bytes_sent = defaultdict(int)
         self.options = {"group": self.group, "async_op": True}
 
     def block(self, t: Tensor) -> Tensor:
@@ -3378,8 +3377,6 @@ class Exchange:
         if self.world_size == 1:
             return Pending(grad)
         out = torch.empty_like(self.block(grad))
-        kind = "all_to_all" if in_rank_order else "reduce_scatter"
-        self.bytes_sent[f"{kind} {name}"] += out.nbytes * (self.world_size - 1)
         if in_rank_order:
             parts = out.new_empty((self.world_size, *out.shape))
             work = dist.all_to_all_single(parts.flatten(0, 1), grad, **self.options)
@@ -3417,7 +3414,6 @@ class Exchange:
         if self.world_size == 1:
             return Pending(rows if out is None else out.copy_(rows))
         out = rows.new_empty((sum(recv_counts), *rows.shape[1:])) if out is None else out
-        self.bytes_sent[f"{kind} {name}"] += rows.nbytes - rows.split(send_counts)[self.rank].nbytes
         return Pending(out, dist.all_to_all_single(out, rows, recv_counts, send_counts, **self.options))
 
     def mean_rows(self, out: Tensor, index: RowIndex, row_grads: Tensor) -> Tensor:
@@ -3432,7 +3428,6 @@ class Exchange:
         """Fills t, of which each rank has updated its own block, from all ranks."""
         if self.world_size == 1:
             return Pending(t)
-        self.bytes_sent[f"all_gather {name}"] += t.nbytes * (self.world_size - 1) // self.world_size
         return Pending(t, _all_gather(t, self.block(t), **self.options))
 
     def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> Pending:
@@ -4494,8 +4489,6 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, ids
     loader.close()
     optimizer.apply_endings()
     restore(before, model, optimizer)
-    optimizer.exchange.bytes_sent.clear()
-    ids_exchange.bytes_sent.clear()
 
 
 def train(
@@ -4630,7 +4623,7 @@ def close_log(log: RunLog, cfg: Config, data: Dataset, summary: dict) -> None:
         summary["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"
     log.print0(peak_memory())
     for key, value in summary.items():
-        log.print0(f"{key}: {value}", console="bytes" not in key)
+        log.print0(f"{key}: {value}")
     log.print0("complete: yes", console=False)
     side = "below" if loss < cfg.target else "not below"
     log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
@@ -4687,12 +4680,7 @@ def run(args: argparse.Namespace) -> None:
         summary = train(*parts, start, save_after, save, profiler) | {"seed": args.seed}
     if resumed:
         summary["resumed_after_step"] = start[0]
-    sent = exchange.bytes_sent | {
-        f"prefetch {what}": nbytes for what, nbytes in ids_exchange.bytes_sent.items()
-    }
-    close_log(
-        log, cfg, data, summary | {f"bytes sent by rank 0, {what}": sent[what] for what in sorted(sent)}
-    )
+    close_log(log, cfg, data, summary)
     if args.save:
         save_model(args.save, model, path.name[-12:], exchange)
     print_samples(model, data.vocabulary, args.seed, log)

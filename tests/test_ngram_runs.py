@@ -23,7 +23,6 @@ import train_gpt as tg
 from golden_inputs import same_bits
 from launch import WAIT, FaultAtCall, Launch, SetGlobal, die
 from saved_model import load_model
-from test_distributed import bytes_sent
 from test_resume import ATTEMPTS, closing_block, corpus, launch, logs, make_config  # noqa: F401 (fixtures)
 
 SOON = WAIT / 10  # seconds in which all ranks end after one has failed
@@ -144,21 +143,6 @@ def test_a_killed_run_ends_as_if_never_stopped(launch_two, saved, tmp_path):
     for rank in 0, 1:
         ours, theirs = ((folder / f"model.pt.ngrams{rank}").read_bytes() for folder in (tmp_path, saved))
         assert ours[:-12] == theirs[:-12] and ours[-12:].decode() == run_id
-
-
-@pytest.mark.slow
-def test_the_log_lists_the_bytes_sent(saved, corpus):
-    """Checks those of rows in training, without warm-up's."""
-    listed, count = closing_block(one_log(saved)), 0
-    for kind, nbytes in bytes_sent(make_config(corpus, *NGRAMS, *CHANGE), 0, 2).items():
-        if kind.startswith(("rows", "gradient rows")):
-            assert listed[f"bytes sent by rank 0, {kind}"] == str(nbytes), kind
-        elif kind.startswith(("counts", "row ids")):
-            assert listed[f"bytes sent by rank 0, prefetch {kind}"] == str(nbytes), kind
-        else:
-            continue
-        count += 1
-    assert count == 2 * 3 + 4
 
 
 def validation_loss(model, corpus):

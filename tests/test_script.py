@@ -107,7 +107,7 @@ steps: 8
 tokens: 2560
 epochs: 1
 seed: (?P<seed>\d)
-(?:bytes sent by rank 0, .*\n)*val_loss_per_byte: (?P<val_loss_per_byte>\d\.\d{{6}})
+val_loss_per_byte: (?P<val_loss_per_byte>\d\.\d{{6}})
 complete: yes
 """
 # After @ comes the step of a training loss: on a GPU it arrives some steps late.
