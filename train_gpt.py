@@ -84,7 +84,7 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
-    from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
 except ModuleNotFoundError as error:
     raise SystemExit(f"train_gpt.py needs {error.name}; start it with ./run.sh, which installs it") from None
@@ -4245,20 +4245,13 @@ class AsyncLoss:
 
 
 # ============================================================================================================
-# 14  Saving. Comparing configs; saved models; checkpoints.
+# 14  Saving. Comparing runs; saved models; checkpoints.
 # ============================================================================================================
 
 
-def flatten(nest) -> dict[str, object]:
-    """Flattens a nest of dicts, lists and tuples to {"['layers'][3]['window']": "long", ...}."""
-    return {keystr(path): value for path, value in tree_leaves_with_path(nest)}
-
-
-def config_diff(a: dict, b: dict) -> str:
-    """Names the first three differences of two nested dicts, with both values; "" if there are none."""
-    a, b = flatten(a), flatten(b)
-    changed = [key for key in a | b if a.get(key) != b.get(key)]
-    return "; ".join(f"{key} ({a.get(key)}, {b.get(key)})" for key in changed[:3])
+def differences(a: dict, b: dict) -> str:
+    """Names the keys whose values differ; "" if there are none."""
+    return ", ".join(key for key in a | b if a.get(key) != b.get(key))
 
 
 def config_json(cfg: Config, **more) -> str:
@@ -4331,44 +4324,28 @@ def read_saved(path: str | Path, fix: str) -> dict:
         return torch.load(path, "cpu", mmap=True, weights_only=True)
 
 
-class Checkpoint(NamedTuple):
-    """A folder RUN.checkpoint/step00000120 beside the run's log, with each rank's rank0.pt, rank1.pt, ...
+# A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with each rank's rank0.pt,
+# rank1.pt, ... It is renamed to that when all of it is written, so a folder of that name is complete, unless
+# the machine itself failed.
 
-    It is renamed to that when all of it is written, so a folder of that name is complete, unless the
-    machine itself failed.
-    """
 
-    path: Path
-    saved: dict  # this rank's share, for restore()
-    meta: dict  # step, train_ms, this rank's position in the data; task: what must be equal to resume
-
-    @classmethod
-    def find(cls, log: str, rank: int = 0) -> "Checkpoint":
-        """Reads the newest of a run, given its log."""
-        run = Path(log).name.split(".")[0]
-        steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/step????????"))
-        message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
-        refuse_if(not steps, f"--resume {log}: {message}")
-        fix = f"use as many processes as before; if it is damaged, remove {steps[-1]}, and start again"
-        saved = read_saved(steps[-1] / f"rank{rank}.pt", fix)
-        return cls(steps[-1], saved, json.loads(saved["meta"]))
-
-    def resume(self, model: GPT, optimizer: Optimizer) -> tuple[int, float, tuple[int, ...]]:
-        """Restores all state; returns the step, training milliseconds and position to go on from."""
-        restore(self.saved, model, optimizer)
-        self.saved.clear()  # or its files, which are mapped, could not be removed over a network
-        return self.meta["step"], self.meta["train_ms"], self.meta["position"]
+def find_checkpoint(log: str) -> Path:
+    """Returns the newest of a run, given its log."""
+    run = Path(log).name.split(".")[0]
+    steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/step????????"))
+    message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
+    refuse_if(not steps, f"--resume {log}: {message}")
+    return steps[-1]
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
     """Writes the checkpoint after progress["step"] steps into `run`, from all ranks; removes the one before.
 
-    about, progress: its meta, of the run and of this moment. A rank that fails never reaches the barrier
-    below, so the checkpoint before is not removed.
+    Each rank writes its training_state(), its rows of n-grams, `about` the run and its `progress`. A rank
+    that fails never reaches the barrier below, so the checkpoint before is not removed.
     """
     step, rank, table = progress["step"], optimizer.exchange.rank, optimizer.ngrams
-    final, state = run / f"step{step:08d}", training_state(model, optimizer)
-    state["meta"] = json.dumps(about | progress)
+    final, state = run / f"step{step:08d}", training_state(model, optimizer) | about | progress
     if table:
         table.finish()
         state["ngrams"] = table.stored  # written from where they lie
@@ -4570,34 +4547,31 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 
 
 def open_log(
-    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: Checkpoint | None
+    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: dict
 ) -> tuple[Path, RunLog, dict]:
     """Returns the run's path, without a suffix; its log, begun with the script and the config; and the task:
     what must be the same to resume it.
 
-    Rank 0 names the run. Raises UserError if ranks were not started alike, or `resumed` is of another task.
+    Rank 0 names the run. Raises UserError if ranks were not started alike, or the checkpoint `resumed` is of
+    another task.
     """
     script, world_size = Path(__file__).read_text(encoding="utf-8"), exchange.world_size
-    task = {
-        "seed": args.seed,
-        "processes": world_size,
-        "data": data.fingerprint,
-        "config": dataclasses.asdict(replace(cfg, data="", samples=0)),
-    }
+    task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
+    task |= {"seed": args.seed, "processes": world_size}
     about = vars(args) | task | {"script": zlib.crc32(script.encode()), "torch": torch.__version__}
     uncounted = args.checkpoint_every or args.resume or args.profile
     track = "other" if uncounted else track_of(cfg, world_size)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     first, path = exchange.from_rank_0((about, folder / f"seed{args.seed}_{uuid.uuid4().hex[:12]}"))
-    diff = config_diff(about, first)
-    refuse_if(diff, f"this rank differs from rank 0 (here, there): {diff}; start all ranks alike")
+    different = differences(about, first)
+    refuse_if(different, f"this rank differs from rank 0 in {different}; start all ranks alike")
     exchange.from_rank_0(None)  # otherwise rank 0 would begin a log before another one finds a difference
     suffix = ".txt"
     if resumed:
-        diff = config_diff(resumed.meta["task"], task)
-        refuse_if(diff, f"{resumed.path} is of another run (there, here): {diff}; start it as that one was")
-        suffix = f".from{resumed.meta['step']}_{path.name[-12:]}.txt"
-        path = resumed.path.parent.with_suffix("")
+        different = differences(resumed["task"], task)
+        refuse_if(different, f"{args.resume} is of a run with another {different}; start it as that one was")
+        suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
+        path = find_checkpoint(args.resume).parent.with_suffix("")
 
     log = RunLog(None if exchange.rank else path.with_suffix(suffix))
     log.print0(f"{script}\n{'=' * 100}", console=False)
@@ -4610,7 +4584,7 @@ def open_log(
     log.print0(f"config: {config_json(logged, name=args.name, seed=args.seed)}", console=False)
     log.print0(f"data: {data.fingerprint}")
     if resumed:
-        log.print0(f"resumed: {path.name} after step {resumed.meta['step']}")
+        log.print0(f"resumed: {path.name} after step {resumed['step']}")
     log.print0("=" * 100, console=False)
     log.print0(f"log: {log.path}", file=False)
     return path, log, task
@@ -4642,7 +4616,11 @@ def run(args: argparse.Namespace) -> None:
     rank, world_size, device = init_distributed(join=not args.check)
     backend = select_backend(cfg, device)
     check_ngram_memory(cfg, processes, device, int(os.environ.get("LOCAL_WORLD_SIZE", args.check or 1)))
-    resumed = None if args.resume is None else Checkpoint.find(args.resume, rank)
+    resumed = {}
+    if args.resume is not None:
+        folder = find_checkpoint(args.resume)
+        fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
+        resumed = read_saved(folder / f"rank{rank}.pt", fix)
     if args.data or not args.check:  # the preset's may not be there yet
         data = open_dataset(cfg)
     if args.check:
@@ -4667,7 +4645,11 @@ def run(args: argparse.Namespace) -> None:
         began = time.perf_counter()
         warm_up(data, model, optimizer, val, ids_exchange)
         log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
-    start = resumed.resume(model, optimizer) if resumed else (0, 0.0, (0, 0))
+    start = 0, 0.0, (0, 0)
+    if resumed:
+        restore(resumed, model, optimizer)
+        start = resumed["step"], resumed["train_ms"], resumed["position"]
+        resumed.clear()  # or its files, which are mapped, could not be removed over a network
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
     log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)
@@ -4678,7 +4660,7 @@ def run(args: argparse.Namespace) -> None:
     ):
         parts = data, model, optimizer, val, ids_exchange, log
         summary = train(*parts, start, save_after, save, profiler) | {"seed": args.seed}
-    if resumed:
+    if args.resume:
         summary["resumed_after_step"] = start[0]
     close_log(log, cfg, data, summary)
     if args.save:

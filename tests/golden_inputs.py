@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import train_gpt as tg
 from tokenize_text import shard_header
@@ -340,6 +341,11 @@ def row_plans(cfg, exchange, ids):
     routes = batches.next().routes
     batches.loader.close()
     return {"tokens": routes["embed"], "bigrams": routes["bigram_embed"]}
+
+
+def flatten(nest):
+    """Flattens a nest of dicts, lists and tuples to {"['layers'][3]['window']": "long", ...}."""
+    return {keystr(path): value for path, value in tree_leaves_with_path(nest)}
 
 
 def same_bits(a, b):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt as tg
-from golden_inputs import BIGRAMS
+from golden_inputs import BIGRAMS, flatten
 from launch import WAIT
 
 ROOT = Path(tg.__file__).resolve().parent
@@ -39,7 +39,7 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
 
 @pytest.mark.parametrize("setting", OVERRIDES)
 def test_override(setting):
-    before, new = (tg.flatten(dataclasses.asdict(c)) for c in (tg.RECORD, tg.override(tg.RECORD, setting)))
+    before, new = (flatten(dataclasses.asdict(c)) for c in (tg.RECORD, tg.override(tg.RECORD, setting)))
     changed = {name: new.get(name) for name in before | new if before.get(name) != new.get(name)}
     assert repr(changed) == repr(OVERRIDES[setting])
 

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import CountingExchange, prefetch_exchange, random_documents, same_bits, write_shard
+from golden_inputs import (
+    CountingExchange,
+    flatten,
+    prefetch_exchange,
+    random_documents,
+    same_bits,
+    write_shard,
+)
 from test_ngrams import ngram_config
 
 
@@ -193,7 +200,7 @@ def digest(model):
 def digest_of(state):
     """Hashes a nest of dicts of tensors and numbers."""
     h = hashlib.sha256()
-    for name, value in sorted(tg.flatten(state).items()):
+    for name, value in sorted(flatten(state).items()):
         if isinstance(value, torch.Tensor):
             value = value.detach().contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes()
         h.update(f"{name} {value}".encode())
