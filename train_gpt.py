@@ -892,12 +892,12 @@ def part_at(t: float, parts: tuple):
 
 def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does."""
-    starts, scheduled = cfg.stage_starts, cfg.steps - cfg.stages[-1].steps
+    starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
     stage = cfg.stages[index]
-    lr_mul, cool = stage.lr_mul, int(scheduled * (1 - cfg.cooldown_frac))
+    lr_mul, cool = stage.lr_mul, int(starts[-1] * (1 - cfg.cooldown_frac))
     if step > cool:
-        t = min(1.0, (step - cool) / max(1, scheduled - cool))
+        t = min(1.0, (step - cool) / max(1, starts[-1] - cool))
         lr_mul = lr_mul * (1 - t) + cfg.stages[-1].lr_mul * t
     start, end = cfg.momentum_warmup - step, step - cfg.steps + cfg.momentum_cooldown
     decline = max(0, start / max(1, cfg.momentum_warmup), end / max(1, cfg.momentum_cooldown))
@@ -973,10 +973,10 @@ def traced(label: str):
         yield
 
 
-def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
+def init_distributed() -> tuple[int, int, torch.device]:
     """Joins the process group of torchrun's environment. Returns rank, world size and this rank's device.
 
-    Without torchrun there is one rank, and no group. join=False: finds out only.
+    Without torchrun there is one rank, and no group.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device, on_gpu = torch.device("cpu"), torch.cuda.is_available()
@@ -985,7 +985,7 @@ def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
         torch.cuda.set_device(device)
         # Otherwise split-K matmuls would not sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if join and world_size > 1:
+    if world_size > 1:
         backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
     return rank, world_size, device
@@ -995,7 +995,7 @@ COMPILER: Callable | None = None  # makes a function's compiled form; None: func
 
 
 def compiled(function: Callable) -> Callable:
-    """Decorates a function that use_compiler's choice compiles, or leaves as it is written."""
+    """Decorates a function that COMPILER compiles, if there is one."""
 
     @wraps(function)
     def call(*args, **kwargs):
@@ -1004,12 +1004,6 @@ def compiled(function: Callable) -> Callable:
         return COMPILER(function)(*args, **kwargs)
 
     return call
-
-
-def use_compiler(compiler: Callable | None) -> None:
-    """Sets what compiles all functions from now on; None: nothing does."""
-    global COMPILER
-    COMPILER = compiler
 
 
 def compiler_of(cfg: Config) -> Callable | None:
@@ -1376,12 +1370,6 @@ def distinct_rows(micro_batches: list[MicroBatch], kind: str, *others: np.ndarra
     )
 
 
-def inverse(permutation: np.ndarray) -> np.ndarray:
-    places = np.empty(len(permutation), np.int32)
-    places[permutation] = np.arange(len(permutation))
-    return places
-
-
 NO_ROWS = np.empty(0, np.int32)
 
 
@@ -1627,7 +1615,7 @@ class Prefetcher:
         """
         read, ranks = distinct_rows(micro_batches, "ngrams"), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
-        place_of_row = inverse(order)
+        place_of_row = np.argsort(order)
 
         def placed(part: MicroBatch) -> dict:
             index = part.indices["ngrams"]
@@ -3435,10 +3423,10 @@ class Exchange:
 
     def from_rank_0(self, value):
         """Returns rank 0's small value, when all ranks have called it. Blocks: not for the timed loop."""
-        values = [None] * self.world_size
+        values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, self.group)
-        return values[0] if self.world_size > 1 else value
+        return values[0]
 
 
 # ============================================================================================================
@@ -3678,7 +3666,7 @@ def anvil_update(
 ROW_EPS = 1e-10
 
 
-def row_adam_init(table: Tensor, ngrams: Ngrams, dtype: torch.dtype, first: int) -> dict:
+def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
     """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
     updates, and their time. A unit of time is as many steps as the first cadence has.
     """
@@ -3695,8 +3683,6 @@ def row_adam(
     state: dict,
     ngrams: Ngrams,
     plan: StepPlan,
-    cfg: Config,
-    backend: Backend,
 ) -> None:
     """Updates distinct rows, grads[0] (n,) int32, of a table (N, w) by their gradients grads[1] (n, w).
 
@@ -3746,7 +3732,6 @@ def update_rows(
 OPTIMIZERS = {
     "adam": UpdateRule(adam_init, adam),
     "anvil": UpdateRule(anvil_init, anvil),
-    "row_adam": UpdateRule(row_adam_init, row_adam),  # of n-gram tables
 }
 
 
@@ -3828,8 +3813,7 @@ class NgramTable:
         self.pending: Pending | None = None  # their fetch
         # Row r lies at r // world_size on rank r % world_size.
         self.block = zeros(block, n.width)
-        self.rule = OPTIMIZERS["row_adam"]
-        self.state = self.rule.init(self.block, n, acc_dtype(cfg), 0)
+        self.state = row_adam_init(self.block, acc_dtype(cfg))
         self.stored = [self.block, *self.state.values()]
         # As a table: on CPUs the last bit of pow() depends on a number's place in its vector.
         self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
@@ -3865,7 +3849,7 @@ class NgramTable:
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads(). Begins a new sum."""
         touched = self.routes.row_index.row_ids, grads
-        self.rule.update(self.block, touched, self.state, self.cfg, plan, None, None)
+        row_adam(self.block, touched, self.state, self.cfg, plan)
         self.main_grad[: sum(self.routes.send_counts)].zero_()
 
     def finish(self) -> None:
@@ -3881,17 +3865,17 @@ class NgramTable:
         self.batch = None
 
     @torch.no_grad()
-    def fetch(self, row_ids: Tensor | None) -> Tensor:
-        """Returns rows (n,), ascending, of the table, outside training; None: no rows. Waits for the device.
+    def fetch(self, row_ids: Tensor) -> Tensor:
+        """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
 
         Every rank must call it the same number of times: it communicates.
         """
         self.finish()
-        ids, n = NO_ROWS if row_ids is None else row_ids.cpu().numpy(), self.exchange.world_size
+        ids, n = row_ids.cpu().numpy(), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
         rows, to, back = self.block[routes.arriving], routes.recv_counts, routes.send_counts
         received = self.exchange.send_rows("rows outside training", "ngrams", rows, to, back).wait()
-        return received[torch.from_numpy(inverse(order))]
+        return received[np.argsort(order)]
 
 
 # ============================================================================================================
@@ -3928,7 +3912,7 @@ class Optimizer:
         groups = defaultdict(list)
         for spec in used_params(cfg):
             if spec.kind == "small":
-                groups[spec.optimizer, spec.dtype, spec.betas, spec.every, spec.reduction].append(spec)
+                groups[spec.dtype, spec.betas, spec.every, spec.reduction].append(spec)
                 continue
             p, has_main_grad = params[spec.name], spec.kind != "bank" or cfg.main_grad
             p.requires_grad_(not has_main_grad)
@@ -3997,7 +3981,6 @@ class Optimizer:
     def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
         """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update."""
         self.work(plan, self.scatter(plan), following)
-        self.routes = {}
         if plan.untie:
             self.untie()
 
@@ -4215,7 +4198,7 @@ def validate(
         if i < slices:
             losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
-            model.ngrams.fetch(None)
+            model.ngrams.fetch(int32(NO_ROWS))
     return exchange.all_reduce(losses).wait().mean().item()
 
 
@@ -4441,7 +4424,8 @@ def trace_steps(path: Path, first: int) -> torch.profiler.profile:
 
 def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, Optimizer]:
     """Returns the model and its optimizer, the same on all ranks."""
-    use_compiler(compiler_of(cfg))
+    global COMPILER
+    COMPILER = compiler_of(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
@@ -4534,8 +4518,9 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 
     All ranks must call it: rows of n-grams may be with any.
     """
+    global COMPILER
+    COMPILER = None  # nothing is compiled for these lengths
     generator = seeded("samples", seed)
-    use_compiler(None)  # nothing is compiled for these lengths
     model.backend = TORCH_BACKEND
     for _ in range(model.cfg.samples if vocabulary else 0):
         tokens = [model.cfg.bos_id]
@@ -4590,19 +4575,6 @@ def open_log(
     return path, log, task
 
 
-def close_log(log: RunLog, cfg: Config, data: Dataset, summary: dict) -> None:
-    """Prints the log's closing lines."""
-    loss = float(summary["val_loss"])
-    if data.bytes_per_token:
-        summary["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"
-    log.print0(peak_memory())
-    for key, value in summary.items():
-        log.print0(f"{key}: {value}")
-    log.print0("complete: yes", console=False)
-    side = "below" if loss < cfg.target else "not below"
-    log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
-
-
 def run(args: argparse.Namespace) -> None:
     """Does what the command line says; --check ends it before anything is joined or written."""
     cfg = reduce(override, args.set, PRESETS[args.preset])
@@ -4613,7 +4585,7 @@ def run(args: argparse.Namespace) -> None:
         args.save and (os.path.isdir(args.save) or not os.access(Path(args.save).resolve().parent, os.W_OK)),
         f"--save {args.save}: give a file, in a folder that exists and can be written to",
     )
-    rank, world_size, device = init_distributed(join=not args.check)
+    rank, world_size, device = init_distributed()
     backend = select_backend(cfg, device)
     check_ngram_memory(cfg, processes, device, int(os.environ.get("LOCAL_WORLD_SIZE", args.check or 1)))
     resumed = {}
@@ -4634,10 +4606,6 @@ def run(args: argparse.Namespace) -> None:
     every, checkpoints = args.checkpoint_every or cfg.steps, path.with_suffix(".checkpoint")
     save_after = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}  # n-grams are updated
     save = partial(save_checkpoint, checkpoints, {"task": task})
-    trace, first_traced = (
-        path.with_suffix(f".rank{rank}.trace.json.gz"),
-        min(args.profile or 0, cfg.steps - 4),
-    )
 
     model, optimizer = build(cfg, backend, exchange, args.seed)
     val = ValLoader(cfg, data.val)
@@ -4653,16 +4621,22 @@ def run(args: argparse.Namespace) -> None:
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
     log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)
-    with (
-        trace_steps(trace, max(1, first_traced - start[0]))
-        if args.profile
-        else contextlib.nullcontext() as profiler
-    ):
+    trace = path.with_suffix(f".rank{rank}.trace.json.gz")
+    first = max(1, min(args.profile or 0, cfg.steps - 4) - start[0])
+    with trace_steps(trace, first) if args.profile else contextlib.nullcontext() as profiler:
         parts = data, model, optimizer, val, ids_exchange, log
         summary = train(*parts, start, save_after, save, profiler) | {"seed": args.seed}
     if args.resume:
         summary["resumed_after_step"] = start[0]
-    close_log(log, cfg, data, summary)
+    loss = float(summary["val_loss"])
+    if data.bytes_per_token:
+        summary["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"
+    log.print0(peak_memory())
+    for key, value in summary.items():
+        log.print0(f"{key}: {value}")
+    log.print0("complete: yes", console=False)
+    side = "below" if loss < cfg.target else "not below"
+    log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
     if args.save:
         save_model(args.save, model, path.name[-12:], exchange)
     print_samples(model, data.vocabulary, args.seed, log)

@@ -103,12 +103,12 @@ def train_switched(cfg, names):
     if not cfg.compile:
         return train(cfg, backend)
     # Traces only; test_compiled.py tests the generated code.
-    tg.use_compiler(cache(partial(torch.compile, fullgraph=True, backend="eager")))
+    tg.COMPILER = cache(partial(torch.compile, fullgraph=True, backend="eager"))
     try:
         with torch._dynamo.config.patch(recompile_limit=64):
             return train(cfg, backend)
     finally:
-        tg.use_compiler(None)
+        tg.COMPILER = None
 
 
 # Parts of the model that can be left out: the setting, and the parameters that it takes away.

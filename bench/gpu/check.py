@@ -153,7 +153,7 @@ class Setup:
         try:
             yield training
         finally:
-            tg.use_compiler(None)
+            tg.COMPILER = None
             training.loader.close()
 
     def is_lost(self) -> bool:
