@@ -731,9 +731,7 @@ def parse(text: str, hint, name: str):
         return tuple(parse(part, args[0], name) for part in text.split(",") if part)
     if type(None) in args:
         return None if text.lower() == "none" else parse(text, args[0], name)
-    choices = {str(choice).lower(): choice for choice in args}
-    if hint is bool:
-        choices = {"true": True, "false": False, "none": False}
+    choices = {str(choice).lower(): choice for choice in ((True, False) if hint is bool else args)}
     try:
         value = choices[text.lower()] if choices else hint(text)
     except (KeyError, ValueError):
@@ -2379,16 +2377,15 @@ class Backend(NamedTuple):
 
 TORCH_BACKEND = Backend()
 
-KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
-    "gram": {"gram": triton_gram},
-    "relu_square": {
-        "relu_square": triton_relu_square,
-        "relu_square_grad": triton_relu_square,
-        "relu_square_fp8": triton_relu_square_fp8,
-    },
-    "softcap_loss": {"softcap_loss": triton_softcap_loss},
-    "pointer": {"pointer": triton_pointer, "pointer_grad": triton_pointer_grad},
-    "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
+KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in Config.kernels
+    "gram": triton_gram,
+    "relu_square": triton_relu_square,
+    "relu_square_grad": triton_relu_square,
+    "relu_square_fp8": triton_relu_square_fp8,
+    "softcap_loss": triton_softcap_loss,
+    "pointer": triton_pointer,
+    "pointer_grad": triton_pointer_grad,
+    "segment_sum_rows": triton_segment_sum_rows,
 }
 
 
@@ -2447,7 +2444,7 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
         cfg.fp8 and on_gpu and capability < (8, 9),
         "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
     )
-    chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}
+    chosen = {name: function for name, function in KERNELS.items() if name.startswith(cfg.kernels)}
     if cfg.attention_impl != "dense":
         chosen["attention"] = flash_attention
     if cfg.attention_impl == "fa3":
@@ -4561,10 +4558,6 @@ def open_log(
     log = RunLog(None if exchange.rank else path.with_suffix(suffix))
     log.print0(f"{script}\n{'=' * 100}", console=False)
     log.print0("\n".join(describe_environment(exchange.device, world_size)))
-    kernels = ", ".join(cfg.kernels) or "none, plain torch"
-    log.print0(
-        f"attention: {cfg.attention_impl}; kernels: {kernels}; fp8: {cfg.fp8}; compiled: {cfg.compile}"
-    )
     logged = replace(cfg, track=track, data=os.path.relpath(cfg.data))
     log.print0(f"config: {config_json(logged, name=args.name, seed=args.seed)}", console=False)
     log.print0(f"data: {data.fingerprint}")

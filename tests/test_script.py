@@ -95,7 +95,6 @@ LOG = rf"""Running Python 3\.\S+ on \w+ \w+
 Running PyTorch {re.escape(torch.__version__)} compiled for CUDA \S+ on .+ with world_size (?P<world_size>\d)
 script: (?P<script>\w+\.py) \(sha256 (?P<hash>[0-9a-f]{{12}})\)
 commit: (?:unknown|[0-9a-f]{{40}} \((?:clean|[A-Z]+|\?\?|!!)\))
-attention: dense; kernels: none, plain torch; fp8: False; compiled: False
 config: (?P<config>.*)
 data: [0-9a-f]{{16}} \(12000 training tokens in 2 shards, 1500 for validation\)
 ={{100}}

@@ -64,7 +64,7 @@ SWITCHES = {
     "sparse value_embeds": (["params.value_embeds.exchange=sparse"], ROUNDING),
     "sparse bigram_embed": (["params.bigram_embed.exchange=sparse"], ROUNDING),
     "sparse embed": (["params.embed.exchange=sparse"], ROUNDING),
-    **{f"kernel {name}": ([f"kernels={name}"], ROUNDING) for name in tg.KERNELS},
+    **{f"kernel {name}": ([f"kernels={name}"], ROUNDING) for name in tg.RECORD.kernels},
     "fp8": (["fp8=true"], FP8),
     "fp8 head": (["fp8=true", "fp8_mlp=false"], FP8),
     "compile": (["compile=true"], ROUNDING),
