@@ -205,7 +205,6 @@ class Param:
     betas: tuple[Fraction, ...] = (0.90, 0.99)  # Adam's
     every: Cadence = (2, 2)
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
-    tied_to: str = ""  # until the untie step this is the transpose of that parameter
     # How ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: by
     # all-to-all, then in fp32 and in rank order (sparse always does this).
     reduction: Literal["collective", "fp32"] = "collective"
@@ -248,7 +247,7 @@ PARAMS = (  # gradients are exchanged in this order, small parameters' last
     Param("value_embeds",   "V E d",        "normal 0.01", 70.00,   5, "tokens", "sparse", work=5,
           betas=(.75, .95), every=(2, 4)),
     Param("embed",          "V d",          "0",            1.00, 150, "tokens", "sparse", work=3,
-          betas=(.50, .95), tied_to="lm_head"),
+          betas=(.50, .95)),  # until the untie step it is lm_head's transpose
 )
 # fmt: on
 
@@ -698,7 +697,7 @@ def override(cfg: Config, setting: str) -> Config:
         if not fnmatch.fnmatch(path, name):
             return value
         refuse_if(
-            path.split(".")[-1] in ("preset", "track", "name", "shape", "kind", "tied_to"),
+            path.split(".")[-1] in ("preset", "track", "name", "shape", "kind"),
             f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
         return parse(text, hint, path)
@@ -764,11 +763,10 @@ def check_config(cfg: Config, world_size: int) -> None:
         )
         fits &= spec.is_table or spec.exchange != "sparse"
         refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank, sparse a table")
-        tied = [spec.every, *(other.every for other in cfg.params if other.name == spec.tied_to)]
-        refuse_if(
-            spec.tied_to and tied not in ([(1, 1)] * 2, [(2, 2)] * 2),
-            f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value, 1,1 or 2,2",
-        )
+    refuse_if(
+        {spec.every for spec in cfg.params if spec.name in ("lm_head", "embed")} not in ({(1, 1)}, {(2, 2)}),
+        "lm_head and embed are tied: give both params.*.every the same value, 1,1 or 2,2",
+    )
     for i, stage in enumerate(cfg.stages):
         start, end = stage.mtp_start, stage.mtp_end
         refuse_if(
@@ -1555,10 +1553,10 @@ class Prefetcher:
 
     def _batches(self, plans: Iterable[StepPlan]) -> Iterator[Batch]:
         """Yields the batches. Those from one update of n-grams to the next are built together."""
-        together, ngrams = [], self.cfg.ngrams
+        together = []
         for plan in plans:
             together.append(self._build(plan))
-            if not ngrams.orders or plan.updates(ngrams.every):
+            if plan.updates(self.cfg.ngrams.every):
                 yield from self._finish(together)
                 together = []
         yield from self._finish(together)
@@ -1594,38 +1592,35 @@ class Prefetcher:
 
     def _finish(self, together: list[Batch]) -> Iterator[Batch]:
         """Packs batches that read the same rows of n-grams; the first has the rows' routes."""
-        routes, replacements = None, iter([])
+        routes, parts = None, iter([part for batch in together for part in batch.micro_batches])
         if self.cfg.ngrams.orders and together:
-            routes, replacements = self._route_ngrams(
-                [part for batch in together for part in batch.micro_batches]
-            )
+            routes, parts = self._route_ngrams([*parts])
+        packed = (pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts)
         for batch in together:
-            parts = [part._replace(**next(replacements, {})) for part in batch.micro_batches]
-            packed = [pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts]
-            yield batch._replace(micro_batches=packed, ngram_routes=routes)
+            micro_batches = [next(packed) for _ in batch.micro_batches]
+            yield batch._replace(micro_batches=micro_batches, ngram_routes=routes)
             routes = None
 
     @traced("index")
-    def _route_ngrams(self, micro_batches: list[MicroBatch]) -> tuple[RowRoutes, Iterator[dict]]:
+    def _route_ngrams(self, micro_batches: list[MicroBatch]) -> tuple[RowRoutes, Iterator[MicroBatch]]:
         """Routes the fetch of the n-grams' rows that these read, and the return of their gradients.
 
-        Also returns, for each, the fields that depend on the rows' places in NgramTable.compact.
+        Also returns these with the rows' places in NgramTable.compact.
         """
         read, ranks = distinct_rows(micro_batches, "ngrams"), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
         place_of_row = np.argsort(order)
 
-        def placed(part: MicroBatch) -> dict:
+        def placed(part: MicroBatch) -> MicroBatch:
             index = part.indices["ngrams"]
             own = int32(place_of_row[np.searchsorted(read, index.row_ids.numpy())])
             by_row = own.repeat_interleave(index.offsets.diff()).view(part.hashed_rows.shape)
             perm = index.perm.view(by_row.shape).long()
-            compact = index._replace(row_ids=own)
-            return {
-                "hashed_rows": None,
-                "compact_rows": torch.empty_like(by_row).scatter_(1, perm, by_row),
-                "indices": {"tokens": part.indices["tokens"], "compact": compact},
-            }
+            return part._replace(
+                hashed_rows=None,
+                compact_rows=torch.empty_like(by_row).scatter_(1, perm, by_row),
+                indices={"tokens": part.indices["tokens"], "compact": index._replace(row_ids=own)},
+            )
 
         return pack(routes), map(placed, micro_batches)
 
@@ -2923,9 +2918,10 @@ class GPT(nn.Module):
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Sets all parameters to their initial values, and draws the signs."""
-        for spec in sorted(used_params(self.cfg), key=lambda spec: spec.tied_to):  # tied ones come last
-            value = getattr(self, spec.tied_to).T if spec.tied_to else initial_value(spec, self.cfg, seed)
+        for spec in used_params(self.cfg):
+            value = initial_value(spec, self.cfg, seed)
             getattr(self, spec.name)[: len(value)].copy_(value)
+        self.weight("embed").copy_(self.weight("lm_head").T)
         signs = torch.randint(2, self.signs.shape, generator=seeded("signs", seed)) * 2 - 1
         self.signs.copy_(signs)
 
@@ -3759,11 +3755,12 @@ def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
     return orders * min(max(n.every) * tokens, size), -(-orders * size // world_size)
 
 
-def estimate_memory(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the bytes of a rank's rows of n-grams and of all else: a bound of what bench/launches.py sees.
+def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
+    """Raises UserError if the n-gram table does not fit beside all else; the message says how many rows do.
 
-    Else: the table's buffers; parameters and their state; and the larger of a forward's activations and what
-    a plain update of touched rows makes.
+    All else, a bound of what bench/launches.py sees: the table's buffers; parameters and their state; and the
+    larger of a forward's activations and what a plain update of touched rows makes. Without a GPU the kernel
+    would grant more, and kill a process later.
     """
     touched, block = ngram_bounds(cfg, world_size)
     width, size = cfg.ngrams.width, dtype_of(cfg.ngrams.dtype).itemsize
@@ -3771,21 +3768,12 @@ def estimate_memory(cfg: Config, world_size: int) -> tuple[int, int]:
     activations = max(26 * tokens, 2 * cfg.val_slice_tokens) * len(cfg.layers) * cfg.dim
     update = touched * width * (8 if cfg.compile else 20)
     elements = sum(map(math.prod, param_shapes(cfg, world_size).values()))
-    return block * (width * size + 8), 2 * touched * width * size + max(
-        dtype_of(cfg.dtype).itemsize * activations, update
-    ) + 24 * elements
-
-
-def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
-    """Raises UserError if the n-gram table does not fit beside all else; the message says how many rows do.
-
-    Without a GPU the kernel would grant more, and kill a process later.
-    """
+    rest = 2 * touched * width * size + max(dtype_of(cfg.dtype).itemsize * activations, update)
+    table, rest = block * (width * size + 8), rest + 24 * elements
     if device.type == "cuda":
         have = torch.cuda.mem_get_info(device)[1]
     else:
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
-    table, rest = estimate_memory(cfg, world_size)
     fits = int((0.9 * have - rest) / max(1, table) * cfg.ngrams.rows_per_order)
     fix = f"ngrams.rows_per_order={fits}" if fits > 1 else f"microbatches={2 * cfg.microbatches}"
     message = f"the n-gram table does not fit in memory: use --set {fix}, or more processes on as many GPUs"
@@ -3885,12 +3873,12 @@ class Optimizer:
 
     Gradients are exchanged in the order of cfg.params, small parameters' last; updates are done by
     Param.work; n-grams come before all others. A gradient is summed from one update to the next, over
-    micro-batches and steps, in its parameter's dtype, by its Gradient in `grads`. Until the untie step, a
-    tied parameter, another's transpose, adds its gradient to that one's and copies its values.
+    micro-batches and steps, in its parameter's dtype, by its Gradient in `grads`. Until the untie step embed,
+    lm_head's transpose, adds its gradient to that one's and copies its values.
 
     Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
-    has an order of its own. A tied gradient is added before its target is exchanged, and a tied copy is made
-    after its target is gathered.
+    has an order of its own. embed's gradient is added before lm_head's is exchanged, and its values are
+    copied after lm_head's are gathered.
     """
 
     def __init__(
@@ -3920,7 +3908,6 @@ class Optimizer:
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             self.add_vector(f"small_{i}", group, [params[spec.name] for spec in group])
-        self.tied_copy = {spec.tied_to: name for name, spec in self.specs.items() if spec.tied_to}
         self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
         # Averages of own blocks, by row of cfg.endings and parameter; when each row ticks, and how far.
         self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
@@ -3986,12 +3973,12 @@ class Optimizer:
         due = self.ngrams and plan.updates(self.cfg.ngrams.every)
         pending = {"ngrams": self.ngrams.send_grads()} if due else {}
         for name, spec in self.specs.items():
-            if not plan.updates(spec.every) or plan.tied and spec.tied_to:  # a tied one is copied instead
+            if not plan.updates(spec.every) or plan.tied and name == "embed":  # it is copied instead
                 continue
             grad = self.grads[name].take()
-            if plan.tied and (copy := self.tied_copy.get(name)):  # a table, of which only touched rows count
-                touched = self.routes[copy].rows_to_send
-                add_columns(grad, touched, self.grads[copy].take_rows(touched).T)
+            if plan.tied and name == "lm_head":
+                touched = self.routes["embed"].rows_to_send  # only these rows have a gradient
+                add_columns(grad, touched, self.grads["embed"].take_rows(touched).T)
             with traced(f"exchange {name}"):
                 if spec.exchange == "sparse":
                     pending[name] = self.send_row_grads(name, grad)
@@ -4036,9 +4023,10 @@ class Optimizer:
             else:
                 self.grads[name].reset()
             gathered = self.in_flight[name] = self.gather(name)
-            if plan.tied and (copy := self.tied_copy.get(name)):
-                # The copy is made when somebody waits for it, after the target's gather.
-                self.in_flight[copy] = gathered._replace(finish=partial(transpose_copy, self.params[copy]))
+            if plan.tied and name == "lm_head":
+                # The copy is made when somebody waits for it, after this gather.
+                copy = partial(transpose_copy, self.params["embed"])
+                self.in_flight["embed"] = gathered._replace(finish=copy)
 
     def block_of(self, name: str) -> Tensor:
         """Returns the part of a parameter that this rank updates."""
@@ -4065,15 +4053,14 @@ class Optimizer:
             self.wait_for(name)
 
     def untie(self) -> None:
-        """Lets tied parameters train on their own, from their target's state, transposed and resharded."""
+        """Lets embed train on its own, from lm_head's state, transposed and resharded."""
         block = self.exchange.block
-        for target, name in self.tied_copy.items():
-            for key, value in self.state[target].items():
-                if value.dim():
-                    whole = torch.empty_like(self.params[target], dtype=value.dtype)
-                    block(whole).copy_(value)
-                    value = block(self.exchange.gather(f"{target}.{key}", whole).wait().T)
-                self.state[name][key].copy_(value)
+        for key, value in self.state["lm_head"].items():
+            if value.dim():
+                whole = torch.empty_like(self.params["lm_head"], dtype=value.dtype)
+                block(whole).copy_(value)
+                value = block(self.exchange.gather(f"lm_head.{key}", whole).wait().T)
+            self.state["embed"][key].copy_(value)
 
     def tick(self, step: int) -> None:
         """Moves those averages that tick after `step` towards their parameters.
@@ -4106,8 +4093,8 @@ class Optimizer:
                 after = norm_of(p)
                 ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
                 p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
-        for target, name in self.tied_copy.items() if untie_step(self.cfg) >= self.cfg.steps else ():
-            transpose_copy(self.params[name], self.params[target])
+        if untie_step(self.cfg) >= self.cfg.steps:
+            transpose_copy(self.params["embed"], self.params["lm_head"])
 
     @torch.no_grad()
     def drop_grads(self) -> None:
@@ -4393,7 +4380,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def track_of(cfg: Config, world_size: int) -> str:
     """Returns the preset's track if data, micro-batches, validation, target and dtype are its; else other."""
-    preset, cfg = PRESETS[cfg.preset], replace(cfg, data=os.path.relpath(cfg.data))
+    preset = PRESETS[cfg.preset]
     task = ("data", "val_slice_tokens", "val_slices", "target", "dtype")
     same = all(getattr(cfg, name) == getattr(preset, name) for name in task)
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
@@ -4456,7 +4443,7 @@ def train(
     val: ValLoader,
     ids_exchange: Exchange,
     log: RunLog,
-    start: tuple[int, float, tuple[int, ...]] = (0, 0.0, (0, 0)),
+    start: tuple = (0, 0.0, (0, 0)),
     save_after: Container[int] = (),
     save: Callable | None = None,
     profiler: torch.profiler.profile | None = None,
@@ -4558,8 +4545,9 @@ def open_log(
     log = RunLog(None if exchange.rank else path.with_suffix(suffix))
     log.print0(f"{script}\n{'=' * 100}", console=False)
     log.print0("\n".join(describe_environment(exchange.device, world_size)))
-    logged = replace(cfg, track=track, data=os.path.relpath(cfg.data))
-    log.print0(f"config: {config_json(logged, name=args.name, seed=args.seed)}", console=False)
+    log.print0(
+        f"config: {config_json(replace(cfg, track=track), name=args.name, seed=args.seed)}", console=False
+    )
     log.print0(f"data: {data.fingerprint}")
     if resumed:
         log.print0(f"resumed: {path.name} after step {resumed['step']}")
@@ -4571,7 +4559,7 @@ def open_log(
 def run(args: argparse.Namespace) -> None:
     """Does what the command line says; --check ends it before anything is joined or written."""
     cfg = reduce(override, args.set, PRESETS[args.preset])
-    cfg = replace(cfg, data=args.data or cfg.data)
+    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
     processes = args.check or int(os.environ.get("WORLD_SIZE", 1))
     check_config(cfg, processes)
     refuse_if(

@@ -319,7 +319,7 @@ def bytes_sent(cfg, rank, n):
             touched |= reads[rank][plan.step][row.kind == "bigrams"]
             if not plan.updates(row.every):
                 continue
-            is_due = not row.tied_to or plan.step > tg.untie_step(cfg)
+            is_due = row.name != "embed" or plan.step > tg.untie_step(cfg)
             if row.exchange == "sparse":
                 away = sum(id // (shape[0] // n) != rank for id in touched)
                 sent[f"counts {row.name}"] += 8 * others
