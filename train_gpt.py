@@ -51,7 +51,6 @@ import difflib
 import fnmatch
 import gc
 import hashlib
-import io
 import json
 import math
 import os
@@ -1553,10 +1552,10 @@ class Prefetcher:
 
     def _batches(self, plans: Iterable[StepPlan]) -> Iterator[Batch]:
         """Yields the batches. Those from one update of n-grams to the next are built together."""
-        together = []
+        together, ngrams = [], self.cfg.ngrams
         for plan in plans:
             together.append(self._build(plan))
-            if plan.updates(self.cfg.ngrams.every):
+            if not ngrams.orders or plan.updates(ngrams.every):
                 yield from self._finish(together)
                 together = []
         yield from self._finish(together)
@@ -3980,20 +3979,15 @@ class Optimizer:
                 touched = self.routes["embed"].rows_to_send  # only these rows have a gradient
                 add_columns(grad, touched, self.grads["embed"].take_rows(touched).T)
             with traced(f"exchange {name}"):
-                if spec.exchange == "sparse":
-                    pending[name] = self.send_row_grads(name, grad)
+                if spec.exchange == "sparse":  # only touched rows; the mean of those that arrive is put there
+                    send_counts, recv_counts, _, index, sent = self.routes[name]
+                    rows = self.grads[name].take_rows(sent)
+                    arriving = self.exchange.send_rows("rows", name, rows, send_counts, recv_counts)
+                    mean = partial(self.exchange.mean_rows, self.exchange.block(grad), index)
+                    pending[name] = arriving._replace(finish=mean)
                 else:
                     pending[name] = self.exchange.reduce(name, grad, spec.reduction == "fp32")
         return pending
-
-    def send_row_grads(self, name: str, grad: Tensor) -> Pending:
-        """Sends the touched rows of a table's main_grad. The result is its block of main_grad, where it has
-        the mean of those that arrive.
-        """
-        send_counts, recv_counts, _, index, sent = self.routes[name]
-        rows = self.grads[name].take_rows(sent)
-        arriving = self.exchange.send_rows("rows", name, rows, send_counts, recv_counts)
-        return arriving._replace(finish=partial(self.exchange.mean_rows, self.exchange.block(grad), index))
 
     @traced("update")
     def work(
@@ -4231,27 +4225,25 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
 
     All ranks must call it. Files are renamed when all are whole: older ones stay until then.
     """
-    files: dict[str, Iterable] = {}
-    table = model.ngrams
-    if exchange.rank == 0:
-        shapes = param_shapes(model.cfg, 1)
-        weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
-        about = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
-        # Into memory first: on a full disk torch.save itself would not say why it fails.
-        torch.save(about | {"weights": weights | {"signs": model.signs.cpu()}}, buffer := io.BytesIO())
-        files[path] = [buffer.getbuffer()]
-    if table:
-        table.finish()
-        rows = (part.cpu().view(torch.uint8).numpy() for part in table.block.split(1 << 14))
-        files[f"{path}.ngrams{exchange.rank}"] = chain(rows, [run_id.encode()])
+    names, shapes, rows_path = [], param_shapes(model.cfg, 1), f"{path}.ngrams{exchange.rank}"
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
-    with explain(f"cannot write {path}", fix, OSError):
-        for name, parts in files.items():
-            with open(f"{name}.partial", "wb") as file:
-                file.writelines(parts)
-        exchange.from_rank_0(None)  # a barrier: all are written
-        for name in files:
-            os.replace(f"{name}.partial", name)
+    # torch.save raises RuntimeError when the disk is full.
+    with explain(f"cannot write {path}", fix, OSError, RuntimeError):
+        if exchange.rank == 0:
+            weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
+            about = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
+            torch.save(about | {"weights": weights | {"signs": model.signs.cpu()}}, f"{path}.partial")
+            names.append(path)
+        if table := model.ngrams:
+            table.finish()
+            with open(f"{rows_path}.partial", "wb") as file:
+                for rows in table.block.split(1 << 14):
+                    file.write(rows.cpu().view(torch.uint8).numpy())
+                file.write(run_id.encode())
+            names.append(rows_path)
+    exchange.from_rank_0(None)  # a barrier: all are written
+    for name in names:
+        os.replace(f"{name}.partial", name)
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
