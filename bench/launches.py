@@ -341,7 +341,7 @@ def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     names = [name for name in tg.KERNELS if name.startswith(cfg.kernels)]
     chosen: dict[str, Any] = {name: counts.as_kernel(getattr(tg, name)) for name in names}
     if "pointer" in cfg.kernels:  # its functions launch other things too, which are counted one by one
-        chosen |= tg.KERNELS["pointer"]
+        chosen |= {name: tg.KERNELS[name] for name in ("pointer", "pointer_grad")}
     if cfg.attention_impl != "dense":
         chosen["attention"] = tg.flash_attention
     return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
