@@ -51,7 +51,6 @@ import difflib
 import fnmatch
 import gc
 import hashlib
-import io
 import json
 import math
 import os
@@ -84,7 +83,7 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
-    from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
 except ModuleNotFoundError as error:
     raise SystemExit(f"train_gpt.py needs {error.name}; start it with ./run.sh, which installs it") from None
@@ -205,7 +204,6 @@ class Param:
     betas: tuple[Fraction, ...] = (0.90, 0.99)  # Adam's
     every: Cadence = (2, 2)
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
-    tied_to: str = ""  # until the untie step this is the transpose of that parameter
     # How ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: by
     # all-to-all, then in fp32 and in rank order (sparse always does this).
     reduction: Literal["collective", "fp32"] = "collective"
@@ -248,7 +246,7 @@ PARAMS = (  # gradients are exchanged in this order, small parameters' last
     Param("value_embeds",   "V E d",        "normal 0.01", 70.00,   5, "tokens", "sparse", work=5,
           betas=(.75, .95), every=(2, 4)),
     Param("embed",          "V d",          "0",            1.00, 150, "tokens", "sparse", work=3,
-          betas=(.50, .95), tied_to="lm_head"),
+          betas=(.50, .95)),  # until the untie step it is lm_head's transpose
 )
 # fmt: on
 
@@ -422,7 +420,6 @@ class Config:
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
     main_grad: bool = True
-    delay_head_grad: bool = False  # compute the last head gradient while the banks' are exchanged
     # The head takes so many tokens at once. With candidates, which are fewer columns, it takes more tokens,
     # so that it makes about as many logits.
     head_chunk: Positive = 8192
@@ -430,7 +427,7 @@ class Config:
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
     attention_impl: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
-    fp8_mlp: bool = True  # with it, the forward matmuls of the MLPs too
+    fp8_mlp: bool = True  # with it, the MLPs' too, forward and backward
     compile: bool = True  # torch.compile the layers, forward and backward, and the updates
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
 
@@ -476,20 +473,19 @@ CPU = replace(
     ))
 # fmt: on
 
-# The record preset's parts on GPT-2's tokens, at widths for two cores. It shows what depends on the
-# vocabulary. With all columns the head takes about half of a step.
+# The record preset's parts on GPT-2's tokens, at widths for two cores: it shows what depends on the
+# vocabulary. So short a run learns more from the next token alone than from later ones and prefixes.
 # fmt: off
 WORDS = replace(
     CPU, preset="words", track="words", data="data/words", target=2.9,
     val_slice_tokens=512, val_slices=128, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
-    heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=64,
+    heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
-    endings=(replace(CPU.endings[0], keep_norm=False),),
+    adam_lr=0.02, bank_lr=0.018, second_cadence_from=34, momentum_warmup=50, momentum_cooldown=9,
+    rails_step=50, endings=(replace(CPU.endings[0], window=42, rate=0.09, keep_norm=False),),
     stages=tuple(
-        replace(stage, steps=stage.steps * 5 // 6, batch_tokens=stage.batch_tokens // 2, prefix=prefix,
-                candidates=candidates)
-        for stage, prefix, candidates in zip(
-            CPU.stages, ((.25,), (.20, .15, .10, .05), (), ()), ((4096,), (4096,), (4096,), ()))
+        replace(stage, steps=steps, batch_tokens=2048, mtp_start=(1.0,), mtp_end=(1.0,), candidates=columns)
+        for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), ((4096,), (4096,), (4096,), ()))
     ))
 # fmt: on
 
@@ -699,7 +695,7 @@ def override(cfg: Config, setting: str) -> Config:
         if not fnmatch.fnmatch(path, name):
             return value
         refuse_if(
-            path.split(".")[-1] in ("preset", "track", "name", "shape", "kind", "tied_to"),
+            path.split(".")[-1] in ("preset", "track", "name", "shape", "kind"),
             f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
         return parse(text, hint, path)
@@ -732,9 +728,7 @@ def parse(text: str, hint, name: str):
         return tuple(parse(part, args[0], name) for part in text.split(",") if part)
     if type(None) in args:
         return None if text.lower() == "none" else parse(text, args[0], name)
-    choices = {str(choice).lower(): choice for choice in args}
-    if hint is bool:
-        choices = {"true": True, "false": False, "none": False}
+    choices = {str(choice).lower(): choice for choice in ((True, False) if hint is bool else args)}
     try:
         value = choices[text.lower()] if choices else hint(text)
     except (KeyError, ValueError):
@@ -767,11 +761,10 @@ def check_config(cfg: Config, world_size: int) -> None:
         )
         fits &= spec.is_table or spec.exchange != "sparse"
         refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank, sparse a table")
-        tied = [spec.every, *(other.every for other in cfg.params if other.name == spec.tied_to)]
-        refuse_if(
-            spec.tied_to and tied not in ([(1, 1)] * 2, [(2, 2)] * 2),
-            f"{spec.name} and {spec.tied_to} are tied: give both params.*.every the same value, 1,1 or 2,2",
-        )
+    refuse_if(
+        {spec.every for spec in cfg.params if spec.name in ("lm_head", "embed")} not in ({(1, 1)}, {(2, 2)}),
+        "lm_head and embed are tied: give both params.*.every the same value, 1,1 or 2,2",
+    )
     for i, stage in enumerate(cfg.stages):
         start, end = stage.mtp_start, stage.mtp_end
         refuse_if(
@@ -893,12 +886,12 @@ def part_at(t: float, parts: tuple):
 
 def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does."""
-    starts, scheduled = cfg.stage_starts, cfg.steps - cfg.stages[-1].steps
+    starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
     stage = cfg.stages[index]
-    lr_mul, cool = stage.lr_mul, int(scheduled * (1 - cfg.cooldown_frac))
+    lr_mul, cool = stage.lr_mul, int(starts[-1] * (1 - cfg.cooldown_frac))
     if step > cool:
-        t = min(1.0, (step - cool) / max(1, scheduled - cool))
+        t = min(1.0, (step - cool) / max(1, starts[-1] - cool))
         lr_mul = lr_mul * (1 - t) + cfg.stages[-1].lr_mul * t
     start, end = cfg.momentum_warmup - step, step - cfg.steps + cfg.momentum_cooldown
     decline = max(0, start / max(1, cfg.momentum_warmup), end / max(1, cfg.momentum_cooldown))
@@ -974,10 +967,10 @@ def traced(label: str):
         yield
 
 
-def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
+def init_distributed() -> tuple[int, int, torch.device]:
     """Joins the process group of torchrun's environment. Returns rank, world size and this rank's device.
 
-    Without torchrun there is one rank, and no group. join=False: finds out only.
+    Without torchrun there is one rank, and no group.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device, on_gpu = torch.device("cpu"), torch.cuda.is_available()
@@ -986,7 +979,7 @@ def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
         torch.cuda.set_device(device)
         # Otherwise split-K matmuls would not sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if join and world_size > 1:
+    if world_size > 1:
         backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
     return rank, world_size, device
@@ -996,7 +989,7 @@ COMPILER: Callable | None = None  # makes a function's compiled form; None: func
 
 
 def compiled(function: Callable) -> Callable:
-    """Decorates a function that use_compiler's choice compiles, or leaves as it is written."""
+    """Decorates a function that COMPILER compiles, if there is one."""
 
     @wraps(function)
     def call(*args, **kwargs):
@@ -1005,12 +998,6 @@ def compiled(function: Callable) -> Callable:
         return COMPILER(function)(*args, **kwargs)
 
     return call
-
-
-def use_compiler(compiler: Callable | None) -> None:
-    """Sets what compiles all functions from now on; None: nothing does."""
-    global COMPILER
-    COMPILER = compiler
 
 
 def compiler_of(cfg: Config) -> Callable | None:
@@ -1377,12 +1364,6 @@ def distinct_rows(micro_batches: list[MicroBatch], kind: str, *others: np.ndarra
     )
 
 
-def inverse(permutation: np.ndarray) -> np.ndarray:
-    places = np.empty(len(permutation), np.int32)
-    places[permutation] = np.arange(len(permutation))
-    return places
-
-
 NO_ROWS = np.empty(0, np.int32)
 
 
@@ -1609,38 +1590,35 @@ class Prefetcher:
 
     def _finish(self, together: list[Batch]) -> Iterator[Batch]:
         """Packs batches that read the same rows of n-grams; the first has the rows' routes."""
-        routes, replacements = None, iter([])
+        routes, parts = None, iter([part for batch in together for part in batch.micro_batches])
         if self.cfg.ngrams.orders and together:
-            routes, replacements = self._route_ngrams(
-                [part for batch in together for part in batch.micro_batches]
-            )
+            routes, parts = self._route_ngrams([*parts])
+        packed = (pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts)
         for batch in together:
-            parts = [part._replace(**next(replacements, {})) for part in batch.micro_batches]
-            packed = [pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts]
-            yield batch._replace(micro_batches=packed, ngram_routes=routes)
+            micro_batches = [next(packed) for _ in batch.micro_batches]
+            yield batch._replace(micro_batches=micro_batches, ngram_routes=routes)
             routes = None
 
     @traced("index")
-    def _route_ngrams(self, micro_batches: list[MicroBatch]) -> tuple[RowRoutes, Iterator[dict]]:
+    def _route_ngrams(self, micro_batches: list[MicroBatch]) -> tuple[RowRoutes, Iterator[MicroBatch]]:
         """Routes the fetch of the n-grams' rows that these read, and the return of their gradients.
 
-        Also returns, for each, the fields that depend on the rows' places in NgramTable.compact.
+        Also returns these with the rows' places in NgramTable.compact.
         """
         read, ranks = distinct_rows(micro_batches, "ngrams"), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
-        place_of_row = inverse(order)
+        place_of_row = np.argsort(order)
 
-        def placed(part: MicroBatch) -> dict:
+        def placed(part: MicroBatch) -> MicroBatch:
             index = part.indices["ngrams"]
             own = int32(place_of_row[np.searchsorted(read, index.row_ids.numpy())])
             by_row = own.repeat_interleave(index.offsets.diff()).view(part.hashed_rows.shape)
             perm = index.perm.view(by_row.shape).long()
-            compact = index._replace(row_ids=own)
-            return {
-                "hashed_rows": None,
-                "compact_rows": torch.empty_like(by_row).scatter_(1, perm, by_row),
-                "indices": {"tokens": part.indices["tokens"], "compact": compact},
-            }
+            return part._replace(
+                hashed_rows=None,
+                compact_rows=torch.empty_like(by_row).scatter_(1, perm, by_row),
+                indices={"tokens": part.indices["tokens"], "compact": index._replace(row_ids=own)},
+            )
 
         return pack(routes), map(placed, micro_batches)
 
@@ -2405,16 +2383,15 @@ class Backend(NamedTuple):
 
 TORCH_BACKEND = Backend()
 
-KERNELS: dict[str, dict[str, Callable]] = {  # by the names in Config.kernels
-    "gram": {"gram": triton_gram},
-    "relu_square": {
-        "relu_square": triton_relu_square,
-        "relu_square_grad": triton_relu_square,
-        "relu_square_fp8": triton_relu_square_fp8,
-    },
-    "softcap_loss": {"softcap_loss": triton_softcap_loss},
-    "pointer": {"pointer": triton_pointer, "pointer_grad": triton_pointer_grad},
-    "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
+KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in Config.kernels
+    "gram": triton_gram,
+    "relu_square": triton_relu_square,
+    "relu_square_grad": triton_relu_square,
+    "relu_square_fp8": triton_relu_square_fp8,
+    "softcap_loss": triton_softcap_loss,
+    "pointer": triton_pointer,
+    "pointer_grad": triton_pointer_grad,
+    "segment_sum_rows": triton_segment_sum_rows,
 }
 
 
@@ -2473,7 +2450,7 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
         cfg.fp8 and on_gpu and capability < (8, 9),
         "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
     )
-    chosen = {name: function for kernel in cfg.kernels for name, function in KERNELS[kernel].items()}
+    chosen = {name: function for name, function in KERNELS.items() if name.startswith(cfg.kernels)}
     if cfg.attention_impl != "dense":
         chosen["attention"] = flash_attention
     if cfg.attention_impl == "fa3":
@@ -2503,14 +2480,21 @@ def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
     out[:, columns.long()] += x  # no index_add_, which is atomic on a GPU
 
 
-def fp8_matmul(a: Tensor, b: Tensor, scales: Sequence[Tensor], out: Tensor, fast: bool = False) -> Tensor:
-    """Writes a b, times both scales, to `out`, for fp8 a (n, k), row-major, b (k, m), column-major.
+def fp8_matmul(
+    a: Tensor,
+    b: Tensor,
+    scales: Sequence[Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Returns a b times both scales, in `out` if given, for fp8 a (n, k), row-major, b (k, m), column-major.
 
     Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
     """
     assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
     a_scale, b_scale = scales
-    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
 @cache
@@ -2542,9 +2526,9 @@ def write_grad(
     elif a.element_size() > 1:
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
     elif overwrite:
-        fp8_matmul(a.T, b, scales, out)
+        fp8_matmul(a.T, b, scales, out.dtype, out=out)
     else:
-        out.add_(fp8_matmul(a.T, b, scales, torch.empty_like(out, dtype=torch.float32)))
+        out.add_(fp8_matmul(a.T, b, scales, torch.float32))
 
 
 class Gradient:
@@ -2559,19 +2543,11 @@ class Gradient:
     def __init__(self, p: Tensor, main_grad: Tensor | None = None):
         self.p, self.main_grad = p, main_grad
         self.written = torch.tensor(False)
-        self.delay, self.delayed = False, []
 
     def add(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = (), columns: Tensor | None = None) -> None:
-        """main_grad += a^T b, as write_grad does; the first one since a reset overwrites.
-
-        With `delay` it is computed by take().
-        """
-        product = partial(write_grad, self.main_grad, a, b, scales, not self.written, columns)
+        """main_grad += a^T b, as write_grad does; the first one since a reset overwrites."""
+        write_grad(self.main_grad, a, b, scales, not self.written, columns)
         self.written = torch.tensor(True)
-        if self.delay:
-            self.delayed.append(product)
-        else:
-            product()
 
     def weight(self) -> "Weight":
         """Returns the parameter as matrix products take it."""
@@ -2592,18 +2568,14 @@ class Gradient:
             self.p.grad_added_to_main_grad = True
             torch.autograd.backward(self.p, torch.empty_like(self.p))
 
-    @torch.no_grad()
     def take(self) -> Tensor:
-        """Returns the sum, after computing what was delayed."""
-        while self.delayed:
-            self.delayed.pop(0)()
+        """Returns the sum."""
         return self.p.grad if self.main_grad is None else self.main_grad
 
     def reset(self) -> None:
         """Begins a new sum."""
         self.p.grad = None
         self.written = torch.tensor(False)
-        self.delayed.clear()
 
 
 class AddedGradient(Gradient):
@@ -2647,8 +2619,7 @@ class Weight(NamedTuple):
     def gradient(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
         """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
         if self.main_grad is None:
-            write_grad(out := self.w.new_empty(a.size(1), b.size(1)), a, b, scales, True)
-            return out
+            return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
         add = add_product_op if torch.compiler.is_compiling() else add_product
         add(self.main_grad, a, b, scales, self.written)
         return None
@@ -2699,8 +2670,7 @@ class MLP(torch.autograd.Function):
         h8, ht8 = both_layouts(h, h_scale, torch.float8_e4m3fn)
         square8, squaret8 = backend.relu_square_fp8(h8, fp8)
         ctx.save_for_backward(ht8, square8, squaret8)
-        out = torch.empty_like(h)
-        return fp8_matmul(square8, fp8.transposed[1].T, (scale, proj_scale), out, fast=True)
+        return fp8_matmul(square8, fp8.transposed[1].T, (scale, proj_scale), h.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy):
@@ -2713,7 +2683,7 @@ class MLP(torch.autograd.Function):
         (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
         dy8, dyt8 = both_layouts(dy, dy_scale, torch.float8_e5m2)
         da8, dat8 = ctx.backend.relu_square_fp8(dy8, fp8, square8)
-        dh = fp8_matmul(da8, fp8.transposed[0].T, (da_scale, fc_scale), torch.empty_like(dy))
+        dh = fp8_matmul(da8, fp8.transposed[0].T, (da_scale, fc_scale), dy.dtype)
         dfc = to_fc.gradient(dat8.T, ht8.T, (da_scale, h_scale))
         return dh, None, dfc, to_proj.gradient(squaret8.T, dyt8.T, (scale, dy_scale)), None, None
 
@@ -2964,9 +2934,10 @@ class GPT(nn.Module):
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Sets all parameters to their initial values, and draws the signs."""
-        for spec in sorted(used_params(self.cfg), key=lambda spec: spec.tied_to):  # tied ones come last
-            value = getattr(self, spec.tied_to).T if spec.tied_to else initial_value(spec, self.cfg, seed)
+        for spec in used_params(self.cfg):
+            value = initial_value(spec, self.cfg, seed)
             getattr(self, spec.name)[: len(value)].copy_(value)
+        self.weight("embed").copy_(self.weight("lm_head").T)
         signs = torch.randint(2, self.signs.shape, generator=seeded("signs", seed)) * 2 - 1
         self.signs.copy_(signs)
 
@@ -3278,9 +3249,9 @@ class GPT(nn.Module):
         """Runs the head's forward and backward at once, in chunks of tokens.
 
         x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
-        time (a delayed matmul keeps the gradients). lm_head's gradient is added to `grad`, and rounded once
-        per chunk. `grad_scale`, which `weights` contain already, sets the unit of FP8 gradients. `converted`
-        keeps lm_head in FP8 for the next call, if that has all columns too.
+        time. lm_head's gradient is added to `grad`, and rounded once per chunk. `grad_scale`, which `weights`
+        contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call,
+        if that has all columns too.
 
         With `candidates` (P,) int32, ascending, only these columns of lm_head are computed, as if the others
         did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record 92).
@@ -3309,10 +3280,9 @@ class GPT(nn.Module):
                 part = slice(i, i + n)
                 how = targets[part], weights, unit, copies and copies.part(part)
                 if self.backend.fp8:
-                    logits = x8.new_empty(len(x[part]), w.size(1))
-                    fp8_matmul(x8[part], wt8.T, (x_scale, w_scale), logits, fast=True)
+                    logits = fp8_matmul(x8[part], wt8.T, (x_scale, w_scale), x8.dtype, fast=True)
                     part_losses, dlogits, turned = self.backend.softcap_loss(logits, *how)
-                    fp8_matmul(dlogits, w8.T, (dz_scale, w_scale), dx[part])
+                    fp8_matmul(dlogits, w8.T, (dz_scale, w_scale), dx.dtype, out=dx[part])
                     grad.add(xt8[:, part].T, turned.T, (x_scale, dz_scale), candidates)
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, *how)
@@ -3324,7 +3294,7 @@ class GPT(nn.Module):
 
 # ============================================================================================================
 # 9  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
-#    a Pending is waited for where its result is first used. Counts the bytes sent.
+#    a Pending is waited for where its result is first used.
 #
 #    How a table row's gradient travels, for example bigram_embed's:
 #
@@ -3376,8 +3346,8 @@ def rank_order_mean(parts: Tensor) -> Tensor:
 class Exchange:
     """Collectives of one process group; with one rank they do nothing.
 
-    Every rank must make the same calls in the same order, from one thread. bytes_sent: by this rank, for each
-    kind and parameter, if reductions and gathers go in rings.
+    Every rank must make the same calls in the same order, from one thread. `name` and `kind` say what a call
+    sends: tests and benchmarks count by them.
     """
 
     rank: int
@@ -3387,7 +3357,6 @@ class Exchange:
     sum_rows: Callable = segment_sum_rows  # the backend's
 
     def __post_init__(self):
-        self.bytes_sent = defaultdict(int)
         self.options = {"group": self.group, "async_op": True}
 
     def block(self, t: Tensor) -> Tensor:
@@ -3404,8 +3373,6 @@ class Exchange:
         if self.world_size == 1:
             return Pending(grad)
         out = torch.empty_like(self.block(grad))
-        kind = "all_to_all" if in_rank_order else "reduce_scatter"
-        self.bytes_sent[f"{kind} {name}"] += out.nbytes * (self.world_size - 1)
         if in_rank_order:
             parts = out.new_empty((self.world_size, *out.shape))
             work = dist.all_to_all_single(parts.flatten(0, 1), grad, **self.options)
@@ -3443,7 +3410,6 @@ class Exchange:
         if self.world_size == 1:
             return Pending(rows if out is None else out.copy_(rows))
         out = rows.new_empty((sum(recv_counts), *rows.shape[1:])) if out is None else out
-        self.bytes_sent[f"{kind} {name}"] += rows.nbytes - rows.split(send_counts)[self.rank].nbytes
         return Pending(out, dist.all_to_all_single(out, rows, recv_counts, send_counts, **self.options))
 
     def mean_rows(self, out: Tensor, index: RowIndex, row_grads: Tensor) -> Tensor:
@@ -3458,7 +3424,6 @@ class Exchange:
         """Fills t, of which each rank has updated its own block, from all ranks."""
         if self.world_size == 1:
             return Pending(t)
-        self.bytes_sent[f"all_gather {name}"] += t.nbytes * (self.world_size - 1) // self.world_size
         return Pending(t, _all_gather(t, self.block(t), **self.options))
 
     def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> Pending:
@@ -3466,10 +3431,10 @@ class Exchange:
 
     def from_rank_0(self, value):
         """Returns rank 0's small value, when all ranks have called it. Blocks: not for the timed loop."""
-        values = [None] * self.world_size
+        values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, self.group)
-        return values[0] if self.world_size > 1 else value
+        return values[0]
 
 
 # ============================================================================================================
@@ -3709,7 +3674,7 @@ def anvil_update(
 ROW_EPS = 1e-10
 
 
-def row_adam_init(table: Tensor, ngrams: Ngrams, dtype: torch.dtype, first: int) -> dict:
+def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
     """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
     updates, and their time. A unit of time is as many steps as the first cadence has.
     """
@@ -3726,8 +3691,6 @@ def row_adam(
     state: dict,
     ngrams: Ngrams,
     plan: StepPlan,
-    cfg: Config,
-    backend: Backend,
 ) -> None:
     """Updates distinct rows, grads[0] (n,) int32, of a table (N, w) by their gradients grads[1] (n, w).
 
@@ -3777,7 +3740,6 @@ def update_rows(
 OPTIMIZERS = {
     "adam": UpdateRule(adam_init, adam),
     "anvil": UpdateRule(anvil_init, anvil),
-    "row_adam": UpdateRule(row_adam_init, row_adam),  # of n-gram tables
 }
 
 
@@ -3808,11 +3770,12 @@ def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
     return orders * min(max(n.every) * tokens, size), -(-orders * size // world_size)
 
 
-def estimate_memory(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the bytes of a rank's rows of n-grams and of all else: a bound of what bench/launches.py sees.
+def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
+    """Raises UserError if the n-gram table does not fit beside all else; the message says how many rows do.
 
-    Else: the table's buffers; parameters and their state; and the larger of a forward's activations and what
-    a plain update of touched rows makes.
+    All else, a bound of what bench/launches.py sees: the table's buffers; parameters and their state; and the
+    larger of a forward's activations and what a plain update of touched rows makes. Without a GPU the kernel
+    would grant more, and kill a process later.
     """
     touched, block = ngram_bounds(cfg, world_size)
     width, size = cfg.ngrams.width, dtype_of(cfg.ngrams.dtype).itemsize
@@ -3820,21 +3783,12 @@ def estimate_memory(cfg: Config, world_size: int) -> tuple[int, int]:
     activations = max(26 * tokens, 2 * cfg.val_slice_tokens) * len(cfg.layers) * cfg.dim
     update = touched * width * (8 if cfg.compile else 20)
     elements = sum(map(math.prod, param_shapes(cfg, world_size).values()))
-    return block * (width * size + 8), 2 * touched * width * size + max(
-        dtype_of(cfg.dtype).itemsize * activations, update
-    ) + 24 * elements
-
-
-def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
-    """Raises UserError if the n-gram table does not fit beside all else; the message says how many rows do.
-
-    Without a GPU the kernel would grant more, and kill a process later.
-    """
+    rest = 2 * touched * width * size + max(dtype_of(cfg.dtype).itemsize * activations, update)
+    table, rest = block * (width * size + 8), rest + 24 * elements
     if device.type == "cuda":
         have = torch.cuda.mem_get_info(device)[1]
     else:
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
-    table, rest = estimate_memory(cfg, world_size)
     fits = int((0.9 * have - rest) / max(1, table) * cfg.ngrams.rows_per_order)
     fix = f"ngrams.rows_per_order={fits}" if fits > 1 else f"microbatches={2 * cfg.microbatches}"
     message = f"the n-gram table does not fit in memory: use --set {fix}, or more processes on as many GPUs"
@@ -3859,8 +3813,7 @@ class NgramTable:
         self.pending: Pending | None = None  # their fetch
         # Row r lies at r // world_size on rank r % world_size.
         self.block = zeros(block, n.width)
-        self.rule = OPTIMIZERS["row_adam"]
-        self.state = self.rule.init(self.block, n, acc_dtype(cfg), 0)
+        self.state = row_adam_init(self.block, acc_dtype(cfg))
         self.stored = [self.block, *self.state.values()]
         # As a table: on CPUs the last bit of pow() depends on a number's place in its vector.
         self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
@@ -3896,7 +3849,7 @@ class NgramTable:
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads(). Begins a new sum."""
         touched = self.routes.row_index.row_ids, grads
-        self.rule.update(self.block, touched, self.state, self.cfg, plan, None, None)
+        row_adam(self.block, touched, self.state, self.cfg, plan)
         self.main_grad[: sum(self.routes.send_counts)].zero_()
 
     def finish(self) -> None:
@@ -3912,17 +3865,17 @@ class NgramTable:
         self.batch = None
 
     @torch.no_grad()
-    def fetch(self, row_ids: Tensor | None) -> Tensor:
-        """Returns rows (n,), ascending, of the table, outside training; None: no rows. Waits for the device.
+    def fetch(self, row_ids: Tensor) -> Tensor:
+        """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
 
         Every rank must call it the same number of times: it communicates.
         """
         self.finish()
-        ids, n = NO_ROWS if row_ids is None else row_ids.cpu().numpy(), self.exchange.world_size
+        ids, n = row_ids.cpu().numpy(), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
         rows, to, back = self.block[routes.arriving], routes.recv_counts, routes.send_counts
         received = self.exchange.send_rows("rows outside training", "ngrams", rows, to, back).wait()
-        return received[torch.from_numpy(inverse(order))]
+        return received[np.argsort(order)]
 
 
 # ============================================================================================================
@@ -3935,12 +3888,12 @@ class Optimizer:
 
     Gradients are exchanged in the order of cfg.params, small parameters' last; updates are done by
     Param.work; n-grams come before all others. A gradient is summed from one update to the next, over
-    micro-batches and steps, in its parameter's dtype, by its Gradient in `grads`. Until the untie step, a
-    tied parameter, another's transpose, adds its gradient to that one's and copies its values.
+    micro-batches and steps, in its parameter's dtype, by its Gradient in `grads`. Until the untie step embed,
+    lm_head's transpose, adds its gradient to that one's and copies its values.
 
     Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
-    has an order of its own. A tied gradient is added before its target is exchanged, and a tied copy is made
-    after its target is gathered.
+    has an order of its own. embed's gradient is added before lm_head's is exchanged, and its values are
+    copied after lm_head's are gathered.
     """
 
     def __init__(
@@ -3959,7 +3912,7 @@ class Optimizer:
         groups = defaultdict(list)
         for spec in used_params(cfg):
             if spec.kind == "small":
-                groups[spec.optimizer, spec.dtype, spec.betas, spec.every, spec.reduction].append(spec)
+                groups[spec.dtype, spec.betas, spec.every, spec.reduction].append(spec)
                 continue
             p, has_main_grad = params[spec.name], spec.kind != "bank" or cfg.main_grad
             p.requires_grad_(not has_main_grad)
@@ -3970,7 +3923,6 @@ class Optimizer:
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             self.add_vector(f"small_{i}", group, [params[spec.name] for spec in group])
-        self.tied_copy = {spec.tied_to: name for name, spec in self.specs.items() if spec.tied_to}
         self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
         # Averages of own blocks, by row of cfg.endings and parameter; when each row ticks, and how far.
         self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
@@ -4028,7 +3980,6 @@ class Optimizer:
     def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
         """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update."""
         self.work(plan, self.scatter(plan), following)
-        self.routes = {}
         if plan.untie:
             self.untie()
 
@@ -4037,27 +3988,22 @@ class Optimizer:
         due = self.ngrams and plan.updates(self.cfg.ngrams.every)
         pending = {"ngrams": self.ngrams.send_grads()} if due else {}
         for name, spec in self.specs.items():
-            grad = self.grads[name].take()  # computes a delayed one while those before it are on their way
-            if not plan.updates(spec.every) or plan.tied and spec.tied_to:  # a tied one is copied instead
+            if not plan.updates(spec.every) or plan.tied and name == "embed":  # it is copied instead
                 continue
-            if plan.tied and (copy := self.tied_copy.get(name)):  # a table, of which only touched rows count
-                touched = self.routes[copy].rows_to_send
-                add_columns(grad, touched, self.grads[copy].take_rows(touched).T)
+            grad = self.grads[name].take()
+            if plan.tied and name == "lm_head":
+                touched = self.routes["embed"].rows_to_send  # only these rows have a gradient
+                add_columns(grad, touched, self.grads["embed"].take_rows(touched).T)
             with traced(f"exchange {name}"):
-                if spec.exchange == "sparse":
-                    pending[name] = self.send_row_grads(name, grad)
+                if spec.exchange == "sparse":  # only touched rows; the mean of those that arrive is put there
+                    send_counts, recv_counts, _, index, sent = self.routes[name]
+                    rows = self.grads[name].take_rows(sent)
+                    arriving = self.exchange.send_rows("rows", name, rows, send_counts, recv_counts)
+                    mean = partial(self.exchange.mean_rows, self.exchange.block(grad), index)
+                    pending[name] = arriving._replace(finish=mean)
                 else:
                     pending[name] = self.exchange.reduce(name, grad, spec.reduction == "fp32")
         return pending
-
-    def send_row_grads(self, name: str, grad: Tensor) -> Pending:
-        """Sends the touched rows of a table's main_grad. The result is its block of main_grad, where it has
-        the mean of those that arrive.
-        """
-        send_counts, recv_counts, _, index, sent = self.routes[name]
-        rows = self.grads[name].take_rows(sent)
-        arriving = self.exchange.send_rows("rows", name, rows, send_counts, recv_counts)
-        return arriving._replace(finish=partial(self.exchange.mean_rows, self.exchange.block(grad), index))
 
     @traced("update")
     def work(
@@ -4087,9 +4033,10 @@ class Optimizer:
             else:
                 self.grads[name].reset()
             gathered = self.in_flight[name] = self.gather(name)
-            if plan.tied and (copy := self.tied_copy.get(name)):
-                # The copy is made when somebody waits for it, after the target's gather.
-                self.in_flight[copy] = gathered._replace(finish=partial(transpose_copy, self.params[copy]))
+            if plan.tied and name == "lm_head":
+                # The copy is made when somebody waits for it, after this gather.
+                copy = partial(transpose_copy, self.params["embed"])
+                self.in_flight["embed"] = gathered._replace(finish=copy)
 
     def block_of(self, name: str) -> Tensor:
         """Returns the part of a parameter that this rank updates."""
@@ -4116,15 +4063,14 @@ class Optimizer:
             self.wait_for(name)
 
     def untie(self) -> None:
-        """Lets tied parameters train on their own, from their target's state, transposed and resharded."""
+        """Lets embed train on its own, from lm_head's state, transposed and resharded."""
         block = self.exchange.block
-        for target, name in self.tied_copy.items():
-            for key, value in self.state[target].items():
-                if value.dim():
-                    whole = torch.empty_like(self.params[target], dtype=value.dtype)
-                    block(whole).copy_(value)
-                    value = block(self.exchange.gather(f"{target}.{key}", whole).wait().T)
-                self.state[name][key].copy_(value)
+        for key, value in self.state["lm_head"].items():
+            if value.dim():
+                whole = torch.empty_like(self.params["lm_head"], dtype=value.dtype)
+                block(whole).copy_(value)
+                value = block(self.exchange.gather(f"lm_head.{key}", whole).wait().T)
+            self.state["embed"][key].copy_(value)
 
     def tick(self, step: int) -> None:
         """Moves those averages that tick after `step` towards their parameters.
@@ -4157,8 +4103,8 @@ class Optimizer:
                 after = norm_of(p)
                 ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
                 p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
-        for target, name in self.tied_copy.items() if untie_step(self.cfg) >= self.cfg.steps else ():
-            transpose_copy(self.params[name], self.params[target])
+        if untie_step(self.cfg) >= self.cfg.steps:
+            transpose_copy(self.params["embed"], self.params["lm_head"])
 
     @torch.no_grad()
     def drop_grads(self) -> None:
@@ -4186,14 +4132,13 @@ def train_step(
     model.use_stage(plan.stage)
     model.wait_for, model.ngrams = optimizer.wait_for, optimizer.ngrams
     optimizer.begin(batch)
-    grads, head_grad, fp8_head, losses = optimizer.grads, optimizer.grads["lm_head"], [], []
+    grads, fp8_head, losses = optimizer.grads, [], []
     in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks
     fp8 = model.fp8_mlps(plan.step) if in_fp8 else None
-    for i, micro_batch in enumerate(micro_batches):
-        indices, last, leaves = move(micro_batch.indices, model.device), i == count - 1, {}
+    for micro_batch in micro_batches:
+        indices, leaves = move(micro_batch.indices, model.device), {}
         micro_batch = move(micro_batch._replace(indices={}), model.device, model.input_buffer)
         x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8)
-        head_grad.delay = last and model.cfg.delay_head_grad
         prefixes = model.prefixes if plan.prefix else None
         targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
         copies = None
@@ -4205,7 +4150,7 @@ def train_step(
             x,
             targets,
             micro_batch.loss_weights,
-            head_grad,
+            grads["lm_head"],
             1 / count,
             fp8_head,
             micro_batch.candidates,
@@ -4247,7 +4192,7 @@ def validate(
         if i < slices:
             losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
         elif model.ngrams:
-            model.ngrams.fetch(None)
+            model.ngrams.fetch(int32(NO_ROWS))
     return exchange.all_reduce(losses).wait().mean().item()
 
 
@@ -4277,20 +4222,13 @@ class AsyncLoss:
 
 
 # ============================================================================================================
-# 14  Saving. Comparing configs; saved models; checkpoints.
+# 14  Saving. Comparing runs; saved models; checkpoints.
 # ============================================================================================================
 
 
-def flatten(nest) -> dict[str, object]:
-    """Flattens a nest of dicts, lists and tuples to {"['layers'][3]['window']": "long", ...}."""
-    return {keystr(path): value for path, value in tree_leaves_with_path(nest)}
-
-
-def config_diff(a: dict, b: dict) -> str:
-    """Names the first three differences of two nested dicts, with both values; "" if there are none."""
-    a, b = flatten(a), flatten(b)
-    changed = [key for key in a | b if a.get(key) != b.get(key)]
-    return "; ".join(f"{key} ({a.get(key)}, {b.get(key)})" for key in changed[:3])
+def differences(a: dict, b: dict) -> str:
+    """Names the keys whose values differ; "" if there are none."""
+    return ", ".join(key for key in a | b if a.get(key) != b.get(key))
 
 
 def config_json(cfg: Config, **more) -> str:
@@ -4303,27 +4241,25 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
 
     All ranks must call it. Files are renamed when all are whole: older ones stay until then.
     """
-    files: dict[str, Iterable] = {}
-    table = model.ngrams
-    if exchange.rank == 0:
-        shapes = param_shapes(model.cfg, 1)
-        weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
-        about = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
-        # Into memory first: on a full disk torch.save itself would not say why it fails.
-        torch.save(about | {"weights": weights | {"signs": model.signs.cpu()}}, buffer := io.BytesIO())
-        files[path] = [buffer.getbuffer()]
-    if table:
-        table.finish()
-        rows = (part.cpu().view(torch.uint8).numpy() for part in table.block.split(1 << 14))
-        files[f"{path}.ngrams{exchange.rank}"] = chain(rows, [run_id.encode()])
+    names, shapes, rows_path = [], param_shapes(model.cfg, 1), f"{path}.ngrams{exchange.rank}"
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
-    with explain(f"cannot write {path}", fix, OSError):
-        for name, parts in files.items():
-            with open(f"{name}.partial", "wb") as file:
-                file.writelines(parts)
-        exchange.from_rank_0(None)  # a barrier: all are written
-        for name in files:
-            os.replace(f"{name}.partial", name)
+    # torch.save raises RuntimeError when the disk is full.
+    with explain(f"cannot write {path}", fix, OSError, RuntimeError):
+        if exchange.rank == 0:
+            weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
+            about = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
+            torch.save(about | {"weights": weights | {"signs": model.signs.cpu()}}, f"{path}.partial")
+            names.append(path)
+        if table := model.ngrams:
+            table.finish()
+            with open(f"{rows_path}.partial", "wb") as file:
+                for rows in table.block.split(1 << 14):
+                    file.write(rows.cpu().view(torch.uint8).numpy())
+                file.write(run_id.encode())
+            names.append(rows_path)
+    exchange.from_rank_0(None)  # a barrier: all are written
+    for name in names:
+        os.replace(f"{name}.partial", name)
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
@@ -4363,44 +4299,28 @@ def read_saved(path: str | Path, fix: str) -> dict:
         return torch.load(path, "cpu", mmap=True, weights_only=True)
 
 
-class Checkpoint(NamedTuple):
-    """A folder RUN.checkpoint/step00000120 beside the run's log, with each rank's rank0.pt, rank1.pt, ...
+# A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with each rank's rank0.pt,
+# rank1.pt, ... It is renamed to that when all of it is written, so a folder of that name is complete, unless
+# the machine itself failed.
 
-    It is renamed to that when all of it is written, so a folder of that name is complete, unless the
-    machine itself failed.
-    """
 
-    path: Path
-    saved: dict  # this rank's share, for restore()
-    meta: dict  # step, train_ms, this rank's position in the data; task: what must be equal to resume
-
-    @classmethod
-    def find(cls, log: str, rank: int = 0) -> "Checkpoint":
-        """Reads the newest of a run, given its log."""
-        run = Path(log).name.split(".")[0]
-        steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/step????????"))
-        message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
-        refuse_if(not steps, f"--resume {log}: {message}")
-        fix = f"use as many processes as before; if it is damaged, remove {steps[-1]}, and start again"
-        saved = read_saved(steps[-1] / f"rank{rank}.pt", fix)
-        return cls(steps[-1], saved, json.loads(saved["meta"]))
-
-    def resume(self, model: GPT, optimizer: Optimizer) -> tuple[int, float, tuple[int, ...]]:
-        """Restores all state; returns the step, training milliseconds and position to go on from."""
-        restore(self.saved, model, optimizer)
-        self.saved.clear()  # or its files, which are mapped, could not be removed over a network
-        return self.meta["step"], self.meta["train_ms"], self.meta["position"]
+def find_checkpoint(log: str) -> Path:
+    """Returns the newest of a run, given its log."""
+    run = Path(log).name.split(".")[0]
+    steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/step????????"))
+    message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
+    refuse_if(not steps, f"--resume {log}: {message}")
+    return steps[-1]
 
 
 def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
     """Writes the checkpoint after progress["step"] steps into `run`, from all ranks; removes the one before.
 
-    about, progress: its meta, of the run and of this moment. A rank that fails never reaches the barrier
-    below, so the checkpoint before is not removed.
+    Each rank writes its training_state(), its rows of n-grams, `about` the run and its `progress`. A rank
+    that fails never reaches the barrier below, so the checkpoint before is not removed.
     """
     step, rank, table = progress["step"], optimizer.exchange.rank, optimizer.ngrams
-    final, state = run / f"step{step:08d}", training_state(model, optimizer)
-    state["meta"] = json.dumps(about | progress)
+    final, state = run / f"step{step:08d}", training_state(model, optimizer) | about | progress
     if table:
         table.finish()
         state["ngrams"] = table.stored  # written from where they lie
@@ -4468,7 +4388,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def track_of(cfg: Config, world_size: int) -> str:
     """Returns the preset's track if data, micro-batches, validation, target and dtype are its; else other."""
-    preset, cfg = PRESETS[cfg.preset], replace(cfg, data=os.path.relpath(cfg.data))
+    preset = PRESETS[cfg.preset]
     task = ("data", "val_slice_tokens", "val_slices", "target", "dtype")
     same = all(getattr(cfg, name) == getattr(preset, name) for name in task)
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
@@ -4496,7 +4416,8 @@ def trace_steps(path: Path, first: int) -> torch.profiler.profile:
 
 def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, Optimizer]:
     """Returns the model and its optimizer, the same on all ranks."""
-    use_compiler(compiler_of(cfg))
+    global COMPILER
+    COMPILER = compiler_of(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
     optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
@@ -4521,8 +4442,6 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, ids
     loader.close()
     optimizer.apply_endings()
     restore(before, model, optimizer)
-    optimizer.exchange.bytes_sent.clear()
-    ids_exchange.bytes_sent.clear()
 
 
 def train(
@@ -4532,7 +4451,7 @@ def train(
     val: ValLoader,
     ids_exchange: Exchange,
     log: RunLog,
-    start: tuple[int, float, tuple[int, ...]] = (0, 0.0, (0, 0)),
+    start: tuple = (0, 0.0, (0, 0)),
     save_after: Container[int] = (),
     save: Callable | None = None,
     profiler: torch.profiler.profile | None = None,
@@ -4591,8 +4510,9 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 
     All ranks must call it: rows of n-grams may be with any.
     """
+    global COMPILER
+    COMPILER = None  # nothing is compiled for these lengths
     generator = seeded("samples", seed)
-    use_compiler(None)  # nothing is compiled for these lengths
     model.backend = TORCH_BACKEND
     for _ in range(model.cfg.samples if vocabulary else 0):
         tokens = [model.cfg.bos_id]
@@ -4604,79 +4524,64 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 
 
 def open_log(
-    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: Checkpoint | None
+    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: dict
 ) -> tuple[Path, RunLog, dict]:
     """Returns the run's path, without a suffix; its log, begun with the script and the config; and the task:
     what must be the same to resume it.
 
-    Rank 0 names the run. Raises UserError if ranks were not started alike, or `resumed` is of another task.
+    Rank 0 names the run. Raises UserError if ranks were not started alike, or the checkpoint `resumed` is of
+    another task.
     """
     script, world_size = Path(__file__).read_text(encoding="utf-8"), exchange.world_size
-    task = {
-        "seed": args.seed,
-        "processes": world_size,
-        "data": data.fingerprint,
-        "config": dataclasses.asdict(replace(cfg, data="", samples=0)),
-    }
+    task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
+    task |= {"seed": args.seed, "processes": world_size}
     about = vars(args) | task | {"script": zlib.crc32(script.encode()), "torch": torch.__version__}
     uncounted = args.checkpoint_every or args.resume or args.profile
     track = "other" if uncounted else track_of(cfg, world_size)
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     first, path = exchange.from_rank_0((about, folder / f"seed{args.seed}_{uuid.uuid4().hex[:12]}"))
-    diff = config_diff(about, first)
-    refuse_if(diff, f"this rank differs from rank 0 (here, there): {diff}; start all ranks alike")
+    different = differences(about, first)
+    refuse_if(different, f"this rank differs from rank 0 in {different}; start all ranks alike")
     exchange.from_rank_0(None)  # otherwise rank 0 would begin a log before another one finds a difference
     suffix = ".txt"
     if resumed:
-        diff = config_diff(resumed.meta["task"], task)
-        refuse_if(diff, f"{resumed.path} is of another run (there, here): {diff}; start it as that one was")
-        suffix = f".from{resumed.meta['step']}_{path.name[-12:]}.txt"
-        path = resumed.path.parent.with_suffix("")
+        different = differences(resumed["task"], task)
+        refuse_if(different, f"{args.resume} is of a run with another {different}; start it as that one was")
+        suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
+        path = find_checkpoint(args.resume).parent.with_suffix("")
 
     log = RunLog(None if exchange.rank else path.with_suffix(suffix))
     log.print0(f"{script}\n{'=' * 100}", console=False)
     log.print0("\n".join(describe_environment(exchange.device, world_size)))
-    kernels = ", ".join(cfg.kernels) or "none, plain torch"
     log.print0(
-        f"attention: {cfg.attention_impl}; kernels: {kernels}; fp8: {cfg.fp8}; compiled: {cfg.compile}"
+        f"config: {config_json(replace(cfg, track=track), name=args.name, seed=args.seed)}", console=False
     )
-    logged = replace(cfg, track=track, data=os.path.relpath(cfg.data))
-    log.print0(f"config: {config_json(logged, name=args.name, seed=args.seed)}", console=False)
     log.print0(f"data: {data.fingerprint}")
     if resumed:
-        log.print0(f"resumed: {path.name} after step {resumed.meta['step']}")
+        log.print0(f"resumed: {path.name} after step {resumed['step']}")
     log.print0("=" * 100, console=False)
     log.print0(f"log: {log.path}", file=False)
     return path, log, task
 
 
-def close_log(log: RunLog, cfg: Config, data: Dataset, summary: dict) -> None:
-    """Prints the log's closing lines."""
-    loss = float(summary["val_loss"])
-    if data.bytes_per_token:
-        summary["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"
-    log.print0(peak_memory())
-    for key, value in summary.items():
-        log.print0(f"{key}: {value}", console="bytes" not in key)
-    log.print0("complete: yes", console=False)
-    side = "below" if loss < cfg.target else "not below"
-    log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
-
-
 def run(args: argparse.Namespace) -> None:
     """Does what the command line says; --check ends it before anything is joined or written."""
     cfg = reduce(override, args.set, PRESETS[args.preset])
-    cfg = replace(cfg, data=args.data or cfg.data)
+    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
     processes = args.check or int(os.environ.get("WORLD_SIZE", 1))
     check_config(cfg, processes)
     refuse_if(
         args.save and (os.path.isdir(args.save) or not os.access(Path(args.save).resolve().parent, os.W_OK)),
         f"--save {args.save}: give a file, in a folder that exists and can be written to",
     )
-    rank, world_size, device = init_distributed(join=not args.check)
+    rank, world_size, device = init_distributed()
     backend = select_backend(cfg, device)
     check_ngram_memory(cfg, processes, device, int(os.environ.get("LOCAL_WORLD_SIZE", args.check or 1)))
-    resumed = None if args.resume is None else Checkpoint.find(args.resume, rank)
+    resumed = {}
+    if args.resume is not None:
+        folder = find_checkpoint(args.resume)
+        fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
+        resumed = read_saved(folder / f"rank{rank}.pt", fix)
     if args.data or not args.check:  # the preset's may not be there yet
         data = open_dataset(cfg)
     if args.check:
@@ -4690,10 +4595,6 @@ def run(args: argparse.Namespace) -> None:
     every, checkpoints = args.checkpoint_every or cfg.steps, path.with_suffix(".checkpoint")
     save_after = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}  # n-grams are updated
     save = partial(save_checkpoint, checkpoints, {"task": task})
-    trace, first_traced = (
-        path.with_suffix(f".rank{rank}.trace.json.gz"),
-        min(args.profile or 0, cfg.steps - 4),
-    )
 
     model, optimizer = build(cfg, backend, exchange, args.seed)
     val = ValLoader(cfg, data.val)
@@ -4701,25 +4602,30 @@ def run(args: argparse.Namespace) -> None:
         began = time.perf_counter()
         warm_up(data, model, optimizer, val, ids_exchange)
         log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
-    start = resumed.resume(model, optimizer) if resumed else (0, 0.0, (0, 0))
+    start = 0, 0.0, (0, 0)
+    if resumed:
+        restore(resumed, model, optimizer)
+        start = resumed["step"], resumed["train_ms"], resumed["position"]
+        resumed.clear()  # or its files, which are mapped, could not be removed over a network
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
     log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)
-    with (
-        trace_steps(trace, max(1, first_traced - start[0]))
-        if args.profile
-        else contextlib.nullcontext() as profiler
-    ):
+    trace = path.with_suffix(f".rank{rank}.trace.json.gz")
+    first = max(1, min(args.profile or 0, cfg.steps - 4) - start[0])
+    with trace_steps(trace, first) if args.profile else contextlib.nullcontext() as profiler:
         parts = data, model, optimizer, val, ids_exchange, log
         summary = train(*parts, start, save_after, save, profiler) | {"seed": args.seed}
-    if resumed:
+    if args.resume:
         summary["resumed_after_step"] = start[0]
-    sent = exchange.bytes_sent | {
-        f"prefetch {what}": nbytes for what, nbytes in ids_exchange.bytes_sent.items()
-    }
-    close_log(
-        log, cfg, data, summary | {f"bytes sent by rank 0, {what}": sent[what] for what in sorted(sent)}
-    )
+    loss = float(summary["val_loss"])
+    if data.bytes_per_token:
+        summary["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"
+    log.print0(peak_memory())
+    for key, value in summary.items():
+        log.print0(f"{key}: {value}")
+    log.print0("complete: yes", console=False)
+    side = "below" if loss < cfg.target else "not below"
+    log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
     if args.save:
         save_model(args.save, model, path.name[-12:], exchange)
     print_samples(model, data.vocabulary, args.seed, log)

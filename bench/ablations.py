@@ -9,7 +9,7 @@ A variant is NAME=VALUE ..., in quotes, after a LABEL: if it is to have another 
 comes first, and is what they are compared with. --set has settings of all, and comes after the variants; with
 length=0.5 the whole schedule is half as long. Every run is one process with one thread, so that --jobs of
 them share a machine, and so its time is no measurement. All variants run with the first seed, then all with
-the next. A run of the `cpu` preset takes two minutes, one of `words` four.
+the next. A run of the `cpu` or `words` preset takes two minutes.
 
 A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
 weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference below two

@@ -34,7 +34,7 @@ import dataclasses
 import sys
 import tempfile
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
@@ -187,7 +187,7 @@ class Counts(TorchDispatchMode):
         return call
 
     def as_compiled(self, function: Callable) -> Callable:
-        """Makes a function's compiled form, as torch.compile would. Only the layers have a backward."""
+        """Makes a function's compiled form, as torch.compile would. All backwards are one, the layers'."""
 
         def call(*args):
             with self.inside(function.__name__) as results:
@@ -308,6 +308,8 @@ def run_steps(
         if cfg.compile:
             patch(torch.autograd, backward=counts.as_compiled_backward(torch.autograd.backward))
         patch(torch, _scaled_mm=gpu_code.scaled_mm)
+        # Whatever its grid is.
+        patch(tg, pointer_kernel=defaultdict(lambda: lambda *args, **_: counts.add_kernel("pointer", args)))
         for owner, name, phase in PHASE_OF:
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
@@ -336,8 +338,10 @@ def run_steps(
 
 def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     """Returns the config's implementations, each of which counts itself and runs on "meta"."""
-    names = [name for kernel in cfg.kernels for name in tg.KERNELS[kernel]]
+    names = [name for name in tg.KERNELS if name.startswith(cfg.kernels)]
     chosen: dict[str, Any] = {name: counts.as_kernel(getattr(tg, name)) for name in names}
+    if "pointer" in cfg.kernels:  # its functions launch other things too, which are counted one by one
+        chosen |= {name: tg.KERNELS[name] for name in ("pointer", "pointer_grad")}
     if cfg.attention_impl != "dense":
         chosen["attention"] = tg.flash_attention
     return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)

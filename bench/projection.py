@@ -5,7 +5,7 @@
     python bench/projection.py --what-if "layers.*.xsa=false" --what-if "mlp_dim=2560 fp8_mlp=false"
 
 All times are estimates, but for those called published. Each --what-if changes the record preset. A default
-run takes a minute of a free core, each --what-if 20 s more.
+run takes two minutes of a free core, each --what-if 30 s more.
 
 A phase is a stage, or a part of one in which the sampled softmax computes as many columns of the head. The
 program runs steps of rank 0 of 8 in each, as bench/launches.py does, on torch's "meta" device, and lists
@@ -24,25 +24,26 @@ send, as many rows as this one.
 
 Rates (1e12/s: FLOPs or bytes) are assumed, as fractions of an H100 SXM's peaks by NVIDIA's data sheet: of
 matmuls what large ones attain under the power limit, of memory streaming kernels', of the exchange NCCL's,
-of attention_impl fa3 FlashAttention-3's, of varlen, FlashAttention-2, half of that. The kernel
-relu_square_grad in bf16 reads 1 byte of the L2 cache for 64 FLOPs: 350 to 400 TFLOP/s. Slowdown and fixed are
-fitted to the published ms of the stages of records 80 and 92. Both used FlashAttention-3 and own kernels for
-relu_square; record 92 had CUDA graphs, and record 80 is taken to be bound by the device without. Not counted:
-gaps between launches, the prefetch thread's share of the host.
+of attention_impl fa3 FlashAttention-3's, of varlen and the pointer's kernel, FlashAttention-2, half of that.
+Kernels with matmuls have a library's rate: on H100s relu_square's tiles are as large as a library's. Slowdown
+and fixed are fitted to the published ms of the stages of records 80 and 92. Both used FlashAttention-3;
+record 92 had CUDA graphs, and record 80 is taken to be bound by the device without. Not counted: gaps between
+launches, the prefetch thread's share of the host.
 
 Phases are in ms of a step. tokens: of each GPU's micro-batch; columns: of the head; matmuls, attention,
 other: the sum over launches; exchange: what is not hidden of collectives; seconds: of all the phase's steps;
 total: with the published 0.21 s of endings and the fetch of validation's rows.
 
-Record 92 is the record preset with the TECHNIQUES, each a factor on counted parts, and CUDA graphs. Not
-expressed of it: its kernels' fusions, FP8 logits' faster sigmoid, conversions to FP8, products that read both
-layouts. Record 80 is this script with parts switched off, as far as settings go, and a head that reads no
-saved streams but "back". Not expressed of it: one graph for the whole model, dense gradients of tables,
-NorMuon's five iterations and one rail instead of ANVIL's six and two.
+Record 92 is the record preset without the pointer, with record 92's steps, CUDA graphs and the TECHNIQUES,
+each a factor on counted parts. Not expressed of it: its kernels' fusions, FP8 logits' faster sigmoid,
+conversions to FP8, products that read both layouts. Record 80 is this script with parts switched off, as far
+as settings go, and a head that reads no saved streams but "back". Not expressed of it: logits in bf16 from
+FP8 products, one graph for the whole model, dense gradients of tables, NorMuon's five iterations and one rail
+instead of ANVIL's six and two.
 
 The host's figures were measured on one CPU, not on such a machine. Removing its CUDA graphs cost record 92
-3.83 s. The last rows of the what-ifs are for a host as slow as that suggests. PR 379 is record 92 with a copy
-pointer and another schedule: it tests how the model's phases add up.
+3.83 s. The last two changes are for a host as slow as that suggests. PR 379 is record 92 with the copy
+pointer and the record preset's schedule: it tests how the model's phases add up.
 """
 
 import argparse
@@ -64,11 +65,12 @@ from tqdm import tqdm
 import launches  # it finds the others
 import step_time
 import train_gpt as tg
+from golden_inputs import RECORD92
 from launches import on_meta, patched
 
 RANKS = 8
 PARTS = "matmuls", "attention", "other", "exchange", "fixed"  # of the device's ms
-PEAKS = dict.fromkeys(("bf16", "varlen", "fa3", "relu_square_grad"), 989e12)  # FLOP/s
+PEAKS = dict.fromkeys(("bf16", "varlen", "fa3", "pointer"), 989e12)  # FLOP/s
 PEAKS |= {"fp8": 1979e12, "fp32": 67e12}
 PEAKS |= {"memory": 3.35e12, "exchange": 450e9}  # bytes/s; NVLink's each way
 KINDS = {1: "fp8", 2: "bf16", 4: "fp32"}  # of matmuls, by bytes of a factor's entry
@@ -77,9 +79,11 @@ MATMULS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm
 # stage 0, over what is counted if each tensor is read and written once, 2.01 and 3.61 GB.
 LAYERS_TRAFFIC = {"run_layers": 3.1, "layers backward": 2.7}
 # Its elementwise kernels, beside the one that is listed. In stage 0 bench/launches.py counts 589 launches a
-# step, and 618 with Adam's updates; 299 and 325 are listed.
+# step, and 618 with Adam's updates; 299 and 325 are listed. All these are of the script without the pointer,
+# with the MLPs' backward in bf16.
 LAYERS_LAUNCHES = {"run_layers": 145, "layers backward": 145}
-PART_OF = {"": "other", "exchange": "exchange", "varlen": "attention", "fa3": "attention"}  # by kind of FLOPs
+PART_OF = {"": "other", "exchange": "exchange"}  # by kind of FLOPs
+PART_OF |= dict.fromkeys(("varlen", "fa3", "pointer"), "attention")
 # These read or change no more of their first argument than the largest of the others, or the result, has.
 SPARSE = {"embedding", "index", "index_select", "index_add_", "index_copy_", "index_fill_", "index_put_"}
 WRITE_ONLY = {"copy_", "zero_", "fill_", "index_copy_", "index_fill_", "index_put_"}
@@ -91,7 +95,7 @@ class Model(NamedTuple):
     fp32: float = 0.60
     fa3: float = 0.35
     varlen: float = 0.175  # FlashAttention-2 is about half as fast on Hopper
-    relu_square_grad: float = 0.38  # in bf16, whose tile is bound by the L2 cache
+    pointer: float = 0.175  # taken to be as fast
     memory: float = 0.87
     exchange: float = 0.80
     kernel_us: float = 3.0
@@ -119,7 +123,6 @@ class Phase(NamedTuple):
     columns: int  # of the head
     steps: int
     ops: list[Op]  # of four steps
-    sources: float  # tokens before a token in its document, as attention cuts it: the mean
 
 
 class Access(NamedTuple):
@@ -144,9 +147,9 @@ def total(accesses: Iterable[Access]) -> int:
 class Traffic(launches.Counts):
     """Lists what a step launches. `sources`: what in memory unwritten results of compiled code depend on."""
 
-    def __init__(self):
+    def __init__(self, cfg: tg.Config):
         super().__init__()
-        self.found, self.in_compiled = [], False
+        self.cfg, self.found, self.in_compiled = cfg, [], False
 
     @contextlib.contextmanager
     def step(self, batch: tg.Batch) -> Iterator[None]:
@@ -235,9 +238,11 @@ class Traffic(launches.Counts):
         elif name.startswith("relu_square"):  # the result is larger than the factors
             a, largest = found[0], max(t.numel() for t in found)
             kind, flops = KINDS[a.itemsize], 2.0 * a.size(-1) * largest
-            kind = name if (name, kind) == ("relu_square_grad", "bf16") else kind
-        elif name == "softcap_loss" and found[0].itemsize == 2:
-            name = "softcap_loss of 2 bytes"
+        elif name == "pointer":  # scores, and with `mean` one product of their gradient
+            _, _, _, _, _, mean, *_ = tensors
+            documents, window = self.batch.micro_batches[0].cu_seqlens, self.cfg.pointer_window
+            sources = step_time.mean_keys(documents.numpy(), window) - 1  # without the token itself
+            kind, flops = name, 2.0 * (1 + (mean is not None)) * found[0].numel() * sources
         self.append(name, nbytes, kind, flops)
 
     def add_collective(self, kind: str, name: str, nbytes: int) -> None:
@@ -248,14 +253,9 @@ def scaled(op: Op, share: float) -> Op:
     return op._replace(nbytes=int(share * op.nbytes), flops=share * op.flops)
 
 
-def renamed(kind: str, *kinds: str, part: str = "") -> Callable[[Op], Op]:
-    """Makes a technique that gives FLOPs of these kinds, in one part or in all, the rate of another."""
-    return lambda op: op._replace(kind=kind) if op.kind in kinds and part in ("", op.part) else op
-
-
-def fp8_logits(op: Op) -> Op:
-    """The loss reads 1 byte of a logit instead of 2, and writes 1 of its gradient. Matmuls hide the rest."""
-    return scaled(op, 2 / 3) if op.name == "softcap_loss of 2 bytes" else op
+def renamed(old: str, new: str, part: str = "") -> Callable[[Op], Op]:
+    """Makes a technique that gives FLOPs of a kind, in one part or in all, the rate of another."""
+    return lambda op: op._replace(kind=new) if op.kind == old and part in ("", op.part) else op
 
 
 def unpadded(op: Op) -> Op:
@@ -274,11 +274,8 @@ NARROW_ATTENTION = {"narrow attention": 3 / 4, "narrow attention backward": 7 / 
 # What record 92 has and this script may lack: how an operation changes with it. One that the script has
 # finds nothing to change.
 TECHNIQUES = {
-    "FlashAttention-3": renamed("fa3", "varlen"),
-    "relu_square_grad's tile": renamed("bf16", "relu_square_grad"),
-    "FP8 logits": fp8_logits,
-    "FP8 of QKV": renamed("fp8", "bf16", part="QKV"),
-    "FP8 in the MLPs' backward": renamed("fp8", "bf16", "relu_square_grad", part="MLP backward"),
+    "FlashAttention-3": renamed("varlen", "fa3"),
+    "FP8 of QKV": renamed("bf16", "fp8", "QKV"),
     "unpadded narrow attention": unpadded,
     "value_embeds by pulled rows": pulled_rows,
 }
@@ -286,11 +283,7 @@ PUBLISHED_GRAPHS, PUBLISHED_ENDINGS = 2.99 + 0.84, 0.21  # s
 PUBLISHED_80 = 31.1, 56.3, 82.0, 82.4  # ms by stage
 PUBLISHED_PHASES_92 = 17.0, 30.3, 45.0, 47.9, 46.7, 22.6  # ms by phase
 PUBLISHED_92 = 39.914  # s
-# PR 379 adds a copy pointer to record 92, and needs fewer steps: seconds of both on one node, steps by phase.
-PUBLISHED_379 = 40.575, 36.009
-STEPS_379 = 279, 314, 252, 126, 59, 20
-# Its FLOPs, forward and backward: of a token, and of each source before it.
-POINTER_FLOPS, SOURCE_FLOPS = 1.18e6, 1280
+PUBLISHED_379 = 40.575, 36.009  # s, of record 92 and of PR 379, on one node
 
 SETTINGS_80 = """
     mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0 ngrams.orders=
@@ -305,7 +298,7 @@ SETTINGS_80 = """
 
 def config_80() -> tg.Config:
     """Returns record 80's settings, as far as there are such."""
-    cfg = reduce(tg.override, SETTINGS_80.split(), tg.RECORD)
+    cfg = reduce(tg.override, SETTINGS_80.split(), RECORD92)
     *first, third = cfg.stages[:3]
     return replace(
         cfg, endings=(), stages=(*first, third, replace(third, steps=15, windows=tg.Windows(6, 13)))
@@ -317,9 +310,9 @@ def norm_of_two(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
     return tg.norm(x + weights[1:2].T * streams[1])
 
 
-def count(cfg: tg.Config, stage: int, traffic: Traffic | None = None, **changes) -> list[Op]:
+def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
     """Lists what four successive steps launch, with functions of the script replaced."""
-    traffic = traffic or Traffic()
+    traffic = Traffic(cfg)
 
     def in_part(function: Callable, *which: bool) -> Callable:
         inner, turns = traffic.in_phase("QKV", function), itertools.cycle(which)
@@ -330,8 +323,7 @@ def count(cfg: tg.Config, stage: int, traffic: Traffic | None = None, **changes)
         "forward": in_part(tg.Linear.forward, True, True, False),
         "backward": in_part(tg.Linear.backward, False, True, True),
     }
-    backward = staticmethod(traffic.in_phase("MLP backward", tg.MLP.backward))
-    with patched(tg, **changes), patched(tg.Linear, **linear), patched(tg.MLP, backward=backward):
+    with patched(tg, **changes), patched(tg.Linear, **linear):
         backend = launches.make_backend(cfg, traffic)
         steps: Any = launches.run_steps(cfg, stage, RANKS, backend, traffic, validated=False)
     # A step's attention is that of its layers, then their backwards.
@@ -352,19 +344,19 @@ def count_all(cfg: tg.Config) -> list[Phase]:
     steps = Counter((plan.stage, plan.candidates) for plan in plans)
     phases = []
     for (stage, columns), n in tqdm(steps.items(), "counting", unit="phase"):
-        traffic = Traffic()
-        ops = count(tg.override(cfg, f"stages.{stage}.candidates={columns}"), stage, traffic)
-        documents = traffic.batch.micro_batches[0].cu_seqlens.numpy()
-        sources = step_time.mean_keys(documents, sys.maxsize) - 1  # without the token itself
-        phases.append(Phase(stage, columns or cfg.padded_vocab, n, ops, sources))
+        ops = count(tg.override(cfg, f"stages.{stage}.candidates={columns}"), stage)
+        phases.append(Phase(stage, columns or cfg.padded_vocab, n, ops))
     return phases
 
 
-def apply(ops: list[Op], names: Iterable[str] = TECHNIQUES) -> list[Op]:
-    """Returns what a phase launches with these techniques."""
+def with_techniques(phases: list[Phase], *names: str) -> list[Phase]:
     for name in names:
-        ops = [TECHNIQUES[name](op) for op in ops]
-    return ops
+        phases = [phase._replace(ops=[*map(TECHNIQUES[name], phase.ops)]) for phase in phases]
+    return phases
+
+
+def with_steps_of(others: list[Phase], phases: list[Phase]) -> list[Phase]:
+    return [phase._replace(steps=other.steps) for other, phase in zip(others, phases, strict=True)]
 
 
 def op_ms(op: Op, model: Model) -> float:
@@ -400,22 +392,21 @@ def line(name: Any, *cells: Any) -> None:
     print(f"{name:<28}{text}".rstrip(), flush=True)
 
 
-def run_seconds(phases: list[Phase], model: Model, names: Iterable[str] = ()) -> float:
-    """Estimates the seconds of a run, with these techniques."""
-    ms = (phase.steps * step_ms(apply(phase.ops, names), model)["ms"] for phase in phases)
-    return sum(ms) / 1e3 + PUBLISHED_ENDINGS
+def run_seconds(phases: list[Phase], model: Model) -> float:
+    """Estimates the seconds of a run."""
+    return sum(phase.steps * step_ms(phase.ops, model)["ms"] for phase in phases) / 1e3 + PUBLISHED_ENDINGS
 
 
-def fit(phases: list[Phase]) -> Model:
-    """Fits the model to records 80 and 92, the second from the record preset's launches. Prints it."""
+def fit(of_92: list[Phase]) -> Model:
+    """Fits the model to records 80 and 92, and prints it."""
     cfg = config_80()
     points = [
-        (f"80 {i}", apply(count(cfg, i, final_norm=norm_of_two), ["relu_square_grad's tile"]), published)
-        for i, published in enumerate(PUBLISHED_80)
+        (f"80 {stage}", count(cfg, stage, final_norm=norm_of_two), published)
+        for stage, published in enumerate(PUBLISHED_80)
     ]
     points += [
-        (f"92 {phase.stage}, {phase.columns}", apply(phase.ops), published)
-        for phase, published in zip(phases, PUBLISHED_PHASES_92, strict=True)
+        (f"92 {phase.stage}, {phase.columns}", phase.ops, published)
+        for phase, published in zip(of_92, PUBLISHED_PHASES_92, strict=True)
     ]
     model = calibrate([ops for _, ops, _ in points], [published for *_, published in points])
     print(model)
@@ -423,7 +414,7 @@ def fit(phases: list[Phase]) -> Model:
     line("record, stage, columns", "published", "estimate", "residual")
     for name, ops, published in points:
         residual(name, published, step_ms(ops, model)["device"])
-    residual("92, seconds", PUBLISHED_92, run_seconds(phases, with_graphs(model), TECHNIQUES))
+    residual("92, seconds", PUBLISHED_92, run_seconds(of_92, with_graphs(model)))
     return model
 
 
@@ -431,22 +422,10 @@ def with_graphs(model: Model) -> Model:
     return model._replace(host=0.0)
 
 
-def with_pointer(phase: Phase, tokens: int) -> Phase:
-    """Adds the products of PR 379's pointer for so many tokens; its kernels have FlashAttention-2's rate."""
-    ops = [
-        Op("pointer", 0, "bf16", 4 * tokens * POINTER_FLOPS),
-        Op("pointer", 0, "varlen", 4 * tokens * SOURCE_FLOPS * phase.sources),
-    ]
-    return phase._replace(ops=phase.ops + ops)
-
-
-def print_379(phases: list[Phase], model: Model) -> None:
-    """Prints how much of PR 379's time its schedule explains, and its pointer's products, in this model."""
-    record = [phase._replace(ops=apply(phase.ops)) for phase in phases]
-    shorter = [phase._replace(steps=steps) for phase, steps in zip(record, STEPS_379, strict=True)]
-    tokens = [tg.RECORD.stages[phase.stage].batch_tokens // RANKS for phase in phases]
-    pointer = [with_pointer(phase, n) for phase, n in zip(shorter, tokens)]
-    before, *after = (run_seconds(run, with_graphs(model)) for run in (record, shorter, pointer))
+def print_379(of_record: list[Phase], of_92: list[Phase], model: Model) -> None:
+    """Prints how much of PR 379's time its schedule explains, and how much its pointer, in this model."""
+    runs = of_92, with_steps_of(of_record, of_92), with_techniques(of_record, *TECHNIQUES)
+    before, *after = (run_seconds(run, with_graphs(model)) for run in runs)
     print("\nPR 379's seconds as a share of record 92's, to which nothing is fitted")
     line("", "published", "estimate", "residual")
     for name, seconds in zip(("its schedule alone", "and its pointer"), after):
@@ -472,39 +451,47 @@ def print_run(title: str, cfg: tg.Config, phases: list[Phase], model: Model) -> 
     return seconds
 
 
-def host_of_92(phases: list[Phase], model: Model) -> float:
+def host_of_92(of_92: list[Phase], model: Model) -> float:
     """Returns how slow a host must be for CUDA graphs to save record 92 what they did."""
-    graphs = run_seconds(phases, with_graphs(model), TECHNIQUES)
+    graphs = run_seconds(of_92, with_graphs(model))
 
     def saved(percent: int) -> float:
-        return run_seconds(phases, model._replace(host=percent / 100), TECHNIQUES) - graphs
+        return run_seconds(of_92, model._replace(host=percent / 100)) - graphs
 
     return bisect.bisect_left(range(10000), PUBLISHED_GRAPHS, key=saved) / 100
 
 
-def print_techniques(base: list[Phase], model: Model, seconds: float) -> None:
-    """Prints what record 92's techniques would save the record preset, and what slow hosts would cost."""
-    graphs, slow = with_graphs(model), model._replace(host=host_of_92(base, model))
-    print("\nwith what record 92 has besides, and with slow hosts: seconds of a run, and the change")
-    rows = {name: (model, [name]) for name in TECHNIQUES}
-    rows |= {"CUDA graphs": (graphs, []), "all, record 92": (graphs, [*TECHNIQUES])}
-    rows |= {"host twice as slow": (model._replace(host=2.0), [])}
-    rows |= {f"host {slow.host:.1f} times as slow": (slow, [])}
-    rows |= {"all but CUDA graphs then": (slow, [*TECHNIQUES])}
-    for title, (its_model, names) in rows.items():
-        new = run_seconds(base, its_model, names)
-        line(title, new, f"{new - seconds:+.2f}")
+def print_changes(base: list[Phase], without: dict[str, list[Phase]], model: Model, slow: float) -> None:
+    """Prints what record 92's techniques would save the record preset, what its parts and slow hosts cost."""
+    graphs, slow_host = with_graphs(model), model._replace(host=slow)
+    of_379 = with_techniques(base, *TECHNIQUES)
+    rows = {"as it is": (base, model)}
+    rows |= {name: (with_techniques(base, name), model) for name in TECHNIQUES}
+    rows |= {"CUDA graphs": (base, graphs), "all of these, PR 379": (of_379, graphs)}
+    rows |= {name: (phases, model) for name, phases in without.items()}
+    rows |= {"host twice as slow": (base, model._replace(host=2.0))}
+    rows |= {
+        f"host {slow:.1f} times as slow": (base, slow_host),
+        "PR 379 then, no graphs": (of_379, slow_host),
+    }
+    seconds = {name: run_seconds(*row) for name, row in rows.items()}
+    print("\nchanges of the record preset: seconds of a run, and the change")
+    for name, new in seconds.items():
+        line(name, new, f"{new - seconds['as it is']:+.2f}")
 
 
 def print_estimates(changed: dict[str, tg.Config]) -> None:
     """Prints all tables, and of each changed config the run's."""
     print("estimates for 8 H100s: what is not called published was never measured")
     print("takes some minutes, each what-if more\n", flush=True)
-    of_record = count_all(tg.RECORD)
-    model = fit(of_record)
-    print_379(of_record, model)
+    of_record, no_pointer = count_all(tg.RECORD), count_all(RECORD92)
+    of_92 = with_techniques(no_pointer, *TECHNIQUES)
+    without = {"pointer_dim=0": with_steps_of(of_record, no_pointer)}
+    without |= {"fp8_mlp=false": count_all(tg.override(tg.RECORD, "fp8_mlp=false"))}
+    model = fit(of_92)
+    print_379(of_record, of_92, model)
     seconds = print_run("the record preset: ms of a step", tg.RECORD, of_record, model)
-    print_techniques(of_record, model, seconds)
+    print_changes(of_record, without, model, host_of_92(of_92, model))
     for changes, cfg in changed.items():
         new = print_run(changes, cfg, count_all(cfg), model)
         print(f"change {new - seconds:+.2f} s")

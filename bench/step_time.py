@@ -148,7 +148,7 @@ class Variant:
 
     def activate(self) -> None:
         """Makes the script's functions this variant's: a process has one compiler and one FlashAttention."""
-        tg.use_compiler(self.compiler)
+        tg.COMPILER = self.compiler
         attention = torch.nn.attention
         wanted = "FA3" if self.cfg.attention_impl == "fa3" else None
         if wanted and attention.current_flash_attention_impl() != wanted:

@@ -41,7 +41,7 @@ def map_rows(path: str, run_id: str, count: int, row_bytes: int) -> np.ndarray:
     return file[:size].reshape(count, row_bytes)
 
 
-# The fields that models saved by an earlier script lack.
+# The fields that models saved by an earlier script lack; others that they have say nothing of a model.
 BEFORE_THE_POINTER = {"pointer_dim": 0, "pointer_window": 1, "pointer_val_window": 1}
 
 
@@ -51,6 +51,9 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     saved = tg.read_saved(path, fix)
     with tg.explain(f"cannot load {path}", fix, Exception):  # which one depends on the script that wrote it
         config = BEFORE_THE_POINTER | json.loads(saved["config"])
+        config.pop("delay_head_grad", None)
+        for row in config["params"]:
+            row.pop("tied_to", None)
         cfg, run_id, ranks = tg.config_from_dict(config), saved["id"], saved["ranks"]
         model = tg.GPT(cfg, device=device)
         model.load_state_dict(saved["weights"])

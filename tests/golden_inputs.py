@@ -6,6 +6,7 @@ tests/golden/README.md defines the fill, the statistics, the model and the batch
 
 import functools
 import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import train_gpt as tg
 from tokenize_text import shard_header
@@ -286,8 +288,33 @@ def prefetch_group(world_size):
     return dist.new_group(backend="gloo") if world_size > 1 else None
 
 
+class CountingExchange(tg.Exchange):
+    """Counts the bytes that this rank sends, for each kind and parameter, if collectives go in rings."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.bytes_sent = Counter()
+
+    def count(self, what, nbytes):
+        if self.world_size > 1:
+            self.bytes_sent[what] += nbytes
+
+    def reduce(self, name, grad, in_rank_order=False):
+        kind = "all_to_all" if in_rank_order else "reduce_scatter"
+        self.count(f"{kind} {name}", grad.nbytes * (self.world_size - 1) // self.world_size)
+        return super().reduce(name, grad, in_rank_order)
+
+    def send_rows(self, kind, name, rows, send_counts, recv_counts, out=None):
+        self.count(f"{kind} {name}", rows.nbytes - rows.split(send_counts)[self.rank].nbytes)
+        return super().send_rows(kind, name, rows, send_counts, recv_counts, out)
+
+    def gather(self, name, t):
+        self.count(f"all_gather {name}", t.nbytes * (self.world_size - 1) // self.world_size)
+        return super().gather(name, t)
+
+
 def prefetch_exchange(rank, world_size):
-    return tg.Exchange(rank, world_size, prefetch_group(world_size))
+    return CountingExchange(rank, world_size, prefetch_group(world_size))
 
 
 class FixedLoader:
@@ -314,6 +341,11 @@ def row_plans(cfg, exchange, ids):
     routes = batches.next().routes
     batches.loader.close()
     return {"tokens": routes["embed"], "bigrams": routes["bigram_embed"]}
+
+
+def flatten(nest):
+    """Flattens a nest of dicts, lists and tuples to {"['layers'][3]['window']": "long", ...}."""
+    return {keystr(path): value for path, value in tree_leaves_with_path(nest)}
 
 
 def same_bits(a, b):

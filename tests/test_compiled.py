@@ -96,7 +96,7 @@ def test_a_compiled_run_is_the_plain_run(few_layers, compile, monkeypatch, chang
     want, tensors = train(cfg, MASKED)
     assert not counters["stats"]
     graphs = Graphs(monkeypatch, "aot_eager")
-    tg.use_compiler(tg.compiler_of(cfg))
+    monkeypatch.setattr(tg, "COMPILER", tg.compiler_of(cfg))
     losses, compiled_tensors = train(cfg, MASKED)
     assert losses == pytest.approx(want, rel=1e-12)
     for name, t in tensors.items():

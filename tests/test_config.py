@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt as tg
-from golden_inputs import BIGRAMS
+from golden_inputs import BIGRAMS, flatten
 from launch import WAIT
 
 ROOT = Path(tg.__file__).resolve().parent
@@ -32,14 +32,14 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
     "stages.3.mtp_start=2,0.5": {f"['stages'][3]['mtp_start'][{i}]": x for i, x in enumerate((2.0, 0.5))},
     "stages.*.windows.long=9": {f"['stages'][{i}]['windows']['long']": 9 for i in range(5)},
     "params.lm_head.wd_mul=3": {"['params'][19]['wd_mul']": 3.0},
-    "layers.1.value=none": {"['layers'][1]['value']": False},
+    "layers.1.value=false": {"['layers'][1]['value']": False},
     "layers.1.attention=paired": {"['layers'][1]['attention']": "paired"},
 }
 
 
 @pytest.mark.parametrize("setting", OVERRIDES)
 def test_override(setting):
-    before, new = (tg.flatten(dataclasses.asdict(c)) for c in (tg.RECORD, tg.override(tg.RECORD, setting)))
+    before, new = (flatten(dataclasses.asdict(c)) for c in (tg.RECORD, tg.override(tg.RECORD, setting)))
     changed = {name: new.get(name) for name in before | new if before.get(name) != new.get(name)}
     assert repr(changed) == repr(OVERRIDES[setting])
 
@@ -52,7 +52,7 @@ def test_presets_are_valid_and_survive_json(preset):
         tg.check_config(cfg, world_size)
     for layer, role in zip(cfg.layers, tg.LAYERS, strict=True):
         assert replace(layer, xsa=False) == replace(role, xsa=False)
-    other = "layers.1.value=none params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4"
+    other = "layers.1.value=false params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4"
     for written in (cfg, functools.reduce(tg.override, other.split(), cfg)):
         assert tg.config_from_dict(json.loads(tg.config_json(written))) == written
 

@@ -292,7 +292,8 @@ def resume_each(rank, world_size, cfg, folder):
         run = folder / f"{step}.checkpoint"
         tg.save_checkpoint(run, {}, {"step": step, "position": position}, model, optimizer)
         exchange.from_rank_0(None)  # it has renamed it
-        found[step] = tg.Checkpoint.find(str(run.with_suffix(".txt")), rank)
+        path = tg.find_checkpoint(str(run.with_suffix(".txt")))
+        found[step] = tg.read_saved(path / f"rank{rank}.pt", "")
 
     want, same = go_on(model, optimizer, save=save), {}
     for step, checkpoint in found.items():
@@ -305,8 +306,8 @@ def resume_each(rank, world_size, cfg, folder):
         spoil_grads(optimizer, torch.nan)
         for average in optimizer.averages.values():
             average.fill_(7)
-        tg.restore(checkpoint.saved, model, optimizer)
-        same[step] = same_bits(go_on(model, optimizer, checkpoint.meta["position"], step), want)
+        tg.restore(checkpoint, model, optimizer)
+        same[step] = same_bits(go_on(model, optimizer, checkpoint["position"], step), want)
     return same
 
 

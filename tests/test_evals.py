@@ -116,7 +116,8 @@ def test_a_model_from_before_the_pointer_loads(run):
     fields = [name for name in config if name.startswith("pointer")]
     for name in fields:
         config.pop(name)
-    config["params"] = [row for row in config["params"] if not row["name"].startswith("pointer")]
+    rows = [row for row in config["params"] if not row["name"].startswith("pointer")]
+    config |= {"params": [row | {"tied_to": ""} for row in rows], "delay_head_grad": False}
     torch.save(saved | {"config": json.dumps(config)}, "before.pt")
     assert len(fields) == 3
     assert torch.equal(load_model("before.pt").next_token_probs(text), model.next_token_probs(text))

@@ -1,4 +1,4 @@
-"""Checks gradients written straight into main_grad: the contract, equality with autograd's, delay, memory."""
+"""Checks gradients written straight into main_grad: the contract, equality with autograd's, memory."""
 
 # ruff: noqa: F811 (fixtures are imported)
 
@@ -72,33 +72,31 @@ OPERATIONS = {
     "head": (run_head, plain_head, (6, 8)),
 }
 # fmt: off
-CASES = {  # main_grad, delayed, weight has grad_added_to_main_grad
-    "plain":                         (False, False, False),
-    "in place":                      (True,  False, False),
-    "in place, with dummy":          (True,  False, True),
-    "in place, delayed":             (True,  True,  False),
-    "in place, delayed, with dummy": (True,  True,  True),
+CASES = {  # main_grad, weight has grad_added_to_main_grad
+    "plain":                (False, False),
+    "in place":             (True,  False),
+    "in place, with dummy": (True,  True),
 }
 # fmt: on
 FORMS, MATMULS = {"eager": None, "in a graph": "aot_eager"}, ("linear", "fc", "proj")
 
 
-# The head's gradient is never autograd's: its backward runs in the forward. Only it can be delayed.
+# The head's gradient is never autograd's: its backward runs in the forward.
 @pytest.mark.parametrize(
     "form, case, operation",
-    [(form, case, name) for case in CASES if "delayed" not in case for name in MATMULS for form in FORMS]
+    [(form, case, name) for case in CASES for name in MATMULS for form in FORMS]
     + [("eager", case, "head") for case in CASES if case != "plain"],
 )
 def test_contract(form, case, operation):
     """Checks two optimizer steps: the gradient is autograd's, in the one place that the case names.
 
-    Hooks run once for each micro-batch, when its gradient is in place, unless that is delayed.
+    Hooks run once for each micro-batch, when its gradient is in place.
     """
-    (in_place, delayed, dummy), (run, plain, shape) = CASES[case], OPERATIONS[operation]
+    (in_place, dummy), (run, plain, shape) = CASES[case], OPERATIONS[operation]
     w = randn(*shape, seed=2).requires_grad_(not in_place or dummy)
     main_grad = torch.full(shape, torch.nan, dtype=w.dtype) if in_place else None  # NaN: to be overwritten
     grad, fired = tg.Gradient(w, main_grad), []
-    grad.delay, graphs = delayed, counters["stats"]["unique_graphs"]
+    graphs = counters["stats"]["unique_graphs"]
     if FORMS[form]:
         torch._dynamo.reset()
         run = torch.compile(run, backend=FORMS[form], fullgraph=True)
@@ -108,7 +106,7 @@ def test_contract(form, case, operation):
         def hook(p):
             assert p.grad_added_to_main_grad and p.grad.shape == p.shape
             assert p.grad.untyped_storage().data_ptr() != main_grad.untyped_storage().data_ptr()
-            assert delayed or torch.allclose(main_grad, twin.grad, **NEAR)
+            assert torch.allclose(main_grad, twin.grad, **NEAR)
             p.grad, p.grad_added_to_main_grad = None, False
             fired.append(len(fired))
 
@@ -128,11 +126,7 @@ def test_contract(form, case, operation):
             torch.testing.assert_close(y.grad, x.grad, **NEAR)
             grad.end_backward()
         assert len(fired) == (step + 1) * 3 * dummy
-        if delayed:
-            assert len(grad.delayed) == 3 * 2 and w.grad is None  # its chunks
-            assert step > 0 or main_grad.isnan().all()
         found = grad.take()
-        assert not grad.delayed and grad.take() is found  # again: there is nothing left to compute
         assert found is (main_grad if in_place else w.grad) and (w.grad is None) == in_place
         torch.testing.assert_close(found, twin.grad, **NEAR)
         grad.reset()  # the optimizer's step
@@ -169,7 +163,7 @@ def gradients_of_a_batch(cfg, marked=()):
     _, model, optimizer = build(0, 1, cfg)
     for name in marked:
         model.get_parameter(name).grad_added_to_main_grad = False
-    optimizer.step = lambda *_: [grad.take() for grad in optimizer.grads.values()]  # what was delayed
+    optimizer.step = lambda *_: None
     tg.train_step(model, optimizer, first_batch(cfg))
     vectors = set(optimizer.vector_of.values())
     with_grad = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -193,7 +187,7 @@ def autograds_gradients(cfg):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("changes", [{"main_grad": False}, {"delay_head_grad": True}])
+@pytest.mark.parametrize("changes", [{"main_grad": False}, {}])
 def test_gradients_of_a_batch_are_autograds(cfg, changes):
     """Compares all parameters' sums over eight micro-batches, in fp64, with gradients of plain torch.
 
@@ -217,14 +211,9 @@ def test_autograds_gradient_of_a_marked_parameter(cfg, monkeypatch):
     assert all(torch.equal(found[name], want[name]) for name in BANKS)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_when_the_heads_product_runs(cfg, delayed, monkeypatch):
-    """Checks that it runs at once, before its micro-batch's backward.
-
-    Delayed, the last one runs where the parameter table has lm_head, behind the banks, on steps that do not
-    send it too.
-    """
-    cfg = replace(cfg, delay_head_grad=delayed, head_chunk=1000, microbatches=2)
+def test_when_the_heads_product_runs(cfg, monkeypatch):
+    """Checks that it runs at once, before its micro-batch's backward, on steps that do not send it too."""
+    cfg = replace(cfg, head_chunk=1000, microbatches=2)
     exchange, model, optimizer = build(0, 1, cfg)
     batches, events, write_grad = batches_of(cfg, 0, 1), [], tg.write_grad
 
@@ -246,8 +235,6 @@ def test_when_the_heads_product_runs(cfg, delayed, monkeypatch):
     monkeypatch.setattr(torch.autograd, "backward", record("backward", torch.autograd.backward))
     micro_batch = ["head's product", "backward"]
     want = [*micro_batch * 2, "scatter", *BANKS]
-    if delayed:
-        want = [*micro_batch, "backward", "scatter", *BANKS, "head's product"]
     for step in range(2):  # the second one sends lm_head, too
         tg.train_step(model, optimizer, batches.next())
         assert [event for event in events if event in (*want, "lm_head")] == want + ["lm_head"] * step

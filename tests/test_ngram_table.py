@@ -48,7 +48,7 @@ class WholeTable:
     arrived = lambda self: self.main_grad  # noqa: E731
 
     def fetch(self, row_ids):
-        return None if row_ids is None else self.table[: len(row_ids)]
+        return self.table[: len(row_ids)]
 
     def local_grad(self):
         """Returns the gradient of this rank's micro-batches since the last update, for all rows."""

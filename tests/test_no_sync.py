@@ -55,7 +55,7 @@ def train_on_meta(cfg, monkeypatch, **backend):
 NGRAMS = tg.Ngrams(orders=(2, 3), rows_per_order=200, width=12)
 VARIANTS = {
     "in place": dict(endings=tg.ENDINGS),
-    "delayed": dict(delay_head_grad=True, ngrams=NGRAMS),
+    "ngrams": dict(ngrams=NGRAMS),
     "autograd": dict(main_grad=False),
 }
 
@@ -65,7 +65,7 @@ VARIANTS = {
 def test_no_step_waits_for_the_gpu(few_layers, monkeypatch, variant):  # noqa: F811
     """Runs every stage, with and without Adam, tied and untied; rows of n-grams are fetched ahead."""
     cfg = replace(few_layers, dtype="bfloat16", bank_dtype="bfloat16", head_chunk=16, **VARIANTS[variant])
-    train_on_meta(cfg, monkeypatch, fp8=variant != "delayed", attention=tg.flash_attention)
+    train_on_meta(cfg, monkeypatch, fp8=variant != "ngrams", attention=tg.flash_attention)
 
 
 MUTANTS = {

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +94,6 @@ LOG = rf"""Running Python 3\.\S+ on \w+ \w+
 Running PyTorch {re.escape(torch.__version__)} compiled for CUDA \S+ on .+ with world_size (?P<world_size>\d)
 script: (?P<script>\w+\.py) \(sha256 (?P<hash>[0-9a-f]{{12}})\)
 commit: (?:unknown|[0-9a-f]{{40}} \((?:clean|[A-Z]+|\?\?|!!)\))
-attention: dense; kernels: none, plain torch; fp8: False; compiled: False
 config: (?P<config>.*)
 data: [0-9a-f]{{16}} \(12000 training tokens in 2 shards, 1500 for validation\)
 ={{100}}
@@ -107,7 +105,7 @@ steps: 8
 tokens: 2560
 epochs: 1
 seed: (?P<seed>\d)
-(?:bytes sent by rank 0, .*\n)*val_loss_per_byte: (?P<val_loss_per_byte>\d\.\d{{6}})
+val_loss_per_byte: (?P<val_loss_per_byte>\d\.\d{{6}})
 complete: yes
 """
 # After @ comes the step of a training loss: on a GPU it arrives some steps late.
@@ -169,8 +167,6 @@ def test_tracks(preset):
         assert tg.track_of(tg.override(cfg, setting), 2) == cfg.track
     for setting in "data=x val_slices=1 val_slice_tokens=8 microbatches=4 dtype=float64 target=9".split():
         assert tg.track_of(tg.override(cfg, setting), 2) == "other"
-    for data in (f"./{cfg.data}/", os.path.abspath(cfg.data)):
-        assert tg.track_of(replace(cfg, data=data), 2) == cfg.track
     # More ranks than micro-batches pack other micro-batches.
     assert [tg.track_of(cfg, n * cfg.microbatches) for n in (1, 2)] == [cfg.track, "other"]
 

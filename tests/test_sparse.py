@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import prefetch_exchange, row_plans, same_bits
+from golden_inputs import CountingExchange, prefetch_exchange, row_plans, same_bits
 from test_distributed import cfg  # noqa: F401 (a fixture)
 
 ROUNDS = 12
@@ -44,8 +44,8 @@ def draw(rank, world_size, dtype, i):
 def compare(rank, world_size, dtype):
     """Runs sparse exchanges beside dense ones; checks their bits, and the bytes that both count."""
     sparse, dense, prefetch = (
-        tg.Exchange(rank, world_size),
-        tg.Exchange(rank, world_size),
+        CountingExchange(rank, world_size),
+        CountingExchange(rank, world_size),
         prefetch_exchange(rank, world_size),
     )
     sizes, sent, told, dense_sent = ROWS_PER_RANK, Counter(), Counter(), Counter()

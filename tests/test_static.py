@@ -99,7 +99,7 @@ def first_difference(a, b):
     return pairs[:1] or (len(a), len(b))
 
 
-VARIANTS = {"bigrams": {}, "delayed ngrams": dict(ngrams=NGRAMS, delay_head_grad=True), "fp8": dict(fp8=True)}
+VARIANTS = {"bigrams": {}, "ngrams": dict(ngrams=NGRAMS), "fp8": dict(fp8=True)}
 # The MLPs' weights in FP8 and their scales are new tensors in every step.
 MARKS = {"fp8": pytest.mark.xfail(strict=True, raises=AssertionError)}
 

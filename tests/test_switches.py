@@ -60,12 +60,11 @@ ROUNDING, FP8, EQUAL = (1e-5, 1e-4), (1e-2, None), (0, 0)
 NOISE = 1e-5
 SWITCHES = {
     "main_grad": (["main_grad=true"], ROUNDING),
-    "delay_head_grad": (["delay_head_grad=true"], ROUNDING),
     "reduction": (["params.*.reduction=fp32"], ROUNDING),
     "sparse value_embeds": (["params.value_embeds.exchange=sparse"], ROUNDING),
     "sparse bigram_embed": (["params.bigram_embed.exchange=sparse"], ROUNDING),
     "sparse embed": (["params.embed.exchange=sparse"], ROUNDING),
-    **{f"kernel {name}": ([f"kernels={name}"], ROUNDING) for name in tg.KERNELS},
+    **{f"kernel {name}": ([f"kernels={name}"], ROUNDING) for name in tg.RECORD.kernels},
     "fp8": (["fp8=true"], FP8),
     "fp8 head": (["fp8=true", "fp8_mlp=false"], FP8),
     "compile": (["compile=true"], ROUNDING),
@@ -104,12 +103,12 @@ def train_switched(cfg, names):
     if not cfg.compile:
         return train(cfg, backend)
     # Traces only; test_compiled.py tests the generated code.
-    tg.use_compiler(cache(partial(torch.compile, fullgraph=True, backend="eager")))
+    tg.COMPILER = cache(partial(torch.compile, fullgraph=True, backend="eager"))
     try:
         with torch._dynamo.config.patch(recompile_limit=64):
             return train(cfg, backend)
     finally:
-        tg.use_compiler(None)
+        tg.COMPILER = None
 
 
 # Parts of the model that can be left out: the setting, and the parameters that it takes away.

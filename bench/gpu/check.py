@@ -55,7 +55,7 @@ from runner import UNCHECKED, Check, Report, Row, Unable, run_checks
 from synthetic import write_shards
 
 # A feature of the record preset, and the setting with it alone; the setting without it.
-ONLY = {"kernels": f"kernels={','.join(tg.KERNELS)}", "attention": "attention_impl=varlen"}
+ONLY = {"kernels": f"kernels={','.join(tg.RECORD.kernels)}", "attention": "attention_impl=varlen"}
 ONLY |= {"fp8": "fp8=true"}
 OFF = {"kernels": "kernels=", "attention": "attention_impl=dense"}
 OFF |= {"fp8": "fp8=false", "compile": "compile=false"}
@@ -153,7 +153,7 @@ class Setup:
         try:
             yield training
         finally:
-            tg.use_compiler(None)
+            tg.COMPILER = None
             training.loader.close()
 
     def is_lost(self) -> bool:
@@ -199,7 +199,7 @@ def backend_with(setup: Setup, feature: str) -> tuple[tg.Config, tg.Backend]:
     Raises Unable if this GPU cannot run it.
     """
     attention = {"attention": "varlen", "fa3": "fa3"}.get(feature, "dense")
-    kernels = feature if feature in tg.KERNELS else ""
+    kernels = feature if feature in tg.RECORD.kernels else ""
     cfg = with_settings(setup.cfg, f"kernels={kernels} attention_impl={attention} compile=false")
     if not setup.on_gpu:
         return cfg, tg.TORCH_BACKEND
@@ -255,7 +255,7 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
     }
     for name, (a, b, dtype, fast) in products.items():
         out = torch.empty(len(a), b.size(1), dtype=dtype, device=setup.device)
-        call = partial(tg.fp8_matmul, a, b, (scales[1], scales[2]), out, fast)
+        call = partial(tg.fp8_matmul, a, b, (scales[1], scales[2]), dtype, fast, out)
         error = rel_err(call(), 0.37 * 0.5 * (double(a) @ double(b)))
         bound = 2e-3 + ROUNDING.get(dtype, 0)  # Hopper keeps few bits of fp8 sums
         rate = 2 * a.numel() * b.size(1) / st.timed([call], setup.device, 10)[0] / 1e9
@@ -516,7 +516,7 @@ def exchanges(setup: Setup) -> Iterator[Row]:
 
 # ---- all checks --------------------------------------------------------------------------------------------
 
-OPERATIONS = (*tg.KERNELS, "attention", "fa3")
+OPERATIONS = (*tg.RECORD.kernels, "attention", "fa3")
 NOISE = 1.03  # of a ratio of times
 DENSE = " ".join(f"params.{spec.name}.exchange=reduce_scatter" for spec in tg.PARAMS if spec.is_table)
 STAGES = [(s, name) for name in sorted(st.SETUPS, key=lambda name: -st.SETUPS[name]) for s in range(4)]
@@ -565,8 +565,8 @@ def choose_settings(rows: Sequence[Row]) -> dict[str, str]:
     bad |= {row.feature for row in rows if row.ok is False}
     off += [setting for feature, setting in OFF.items() if feature in bad]
     chosen = dict(setting.split("=") for setting in " ".join(off).split())
-    if bad & set(tg.KERNELS):
-        chosen.setdefault("kernels", ",".join(kernel for kernel in tg.KERNELS if kernel not in bad))
+    if bad & set(tg.RECORD.kernels):
+        chosen.setdefault("kernels", ",".join(kernel for kernel in tg.RECORD.kernels if kernel not in bad))
     if "relu_square" in bad:  # without its kernel FP8 is slower
         chosen.setdefault("fp8_mlp", "false")
     attention = {feature: ratio for (feature, _), ratio in ratios.items()}
@@ -581,7 +581,7 @@ def closing(rows: Sequence[Row]) -> list[str]:
         return ["no GPU: nothing of the above says anything about one"]
     judged = {row.feature for row in rows if row.ok is not None}
     forms = [row.ok for row in rows if row.form is not None]
-    unknown = [feature for feature in (*tg.KERNELS, "attention", "fp8") if feature not in judged]
+    unknown = [feature for feature in (*tg.RECORD.kernels, "attention", "fp8") if feature not in judged]
     unknown += [] if forms else ["whole steps"]
     lines = [f"not judged: {', '.join(unknown)}"] if unknown else []
     for (_, operation), ratio in time_ratios(rows).items():
