@@ -1382,16 +1382,16 @@ def index_rows(ids: np.ndarray, sign_ids: np.ndarray | None = None) -> RowIndex:
     return RowIndex(*map(int32, parts))
 
 
-def choose_candidates(targets: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
-    """Returns `count` tokens (ascending, int32), all targets and some others, and the next call's offset.
+def choose_candidates(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
+    """Returns `count` tokens (ascending, int32), all that are needed and others, and the next call's offset.
 
     The others come from a walk through a fixed permutation of the vocabulary, from `offset` on: the first
-    that are no targets. The next call goes on behind this walk's interval. If the interval has too few, they
+    that are not needed. The next call goes on behind this walk's interval. If the interval has too few, they
     are spread over all (record 92).
     `vocab` must not be a multiple of the prime CANDIDATE_STRIDE.
     """
     chosen = np.zeros(vocab, bool)
-    chosen[targets] = True
+    chosen[needed] = True
     distinct = int(chosen.sum())
     refuse_if(distinct > count, f"{distinct} distinct targets, {count} candidates: raise stages.*.candidates")
     if missing := count - distinct:
@@ -1499,9 +1499,13 @@ class TrainLoader:
             doc_ends = ends[first + 1 : last] - ends[first]
             part = make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
             if candidates:
-                needed = np.append(tokens[1:], [self.cfg.vocab_size] * (self.cfg.pointer_dim > 0))
+                slot = [self.cfg.vocab_size] if self.cfg.pointer_dim else []
                 chosen, self.offsets[i] = choose_candidates(
-                    needed.astype(int), candidates, self.cfg.padded_vocab, self.offsets[i]
+                    # astype, since an empty list makes floats
+                    np.append(tokens[1:], slot).astype(int),
+                    candidates,
+                    self.cfg.padded_vocab,
+                    self.offsets[i],
                 )
                 part = part._replace(candidates=chosen)
             micro_batches.append(part)
@@ -1738,9 +1742,8 @@ class FP8MLP(NamedTuple):
 
     weights: Tensor  # fc and proj (2, F, d), e4m3
     transposed: Tensor  # (2, d, F)
-    scales: (
-        Tensor  # (3, 2, 1, 1) fp32: of h and dy; of fc and proj; of relu_square's result and of its gradient
-    )
+    # (3, 2, 1, 1) fp32: of h and dy; of fc and proj; of relu_square's result and of its gradient
+    scales: Tensor
     amax: Tensor  # (2,) fp32: maxima of that result and that gradient in this step so far
 
 
@@ -2595,7 +2598,8 @@ class AddedGradient(Gradient):
 # number stands for x = 100 and w = 2. Logits are e4m3 too, without a scale: the cap flattens large ones.
 # Gradients are e5m2, for its range, in units of FP8_GRAD times their scale.
 FP8_X, FP8_W, FP8_GRAD = 100 / E4M3_MAX, 2 / E4M3_MAX, 0.75 / 8 / E4M3_MAX
-# The MLPs': of the input, which is at most sqrt(768) = 27.7, and of their result's gradient.
+# The MLPs': of the input, which is at most the root of the width, 27.7 for 768; and of their result's
+# gradient.
 FP8_H, FP8_DY = 2**-4, 2**-6
 
 
@@ -2818,12 +2822,13 @@ def next_token_losses(logits: Tensor, targets: Tensor, copies: Copies | None = N
     those of the mixture.
     """
     z = SOFTCAP_SCALE * softcap_sigmoid(logits)
+    if copies is not None:
+        alpha, z = open_gate(z, copies.slot)
+    losses = F.cross_entropy(z, targets, reduction="none")
     if copies is None:
-        return F.cross_entropy(z, targets, reduction="none")
+        return losses
     found, sink = copies.weights
-    alpha, z = open_gate(z, copies.slot)
-    by_head = z.log_softmax(1).gather(1, targets[:, None])[:, 0].exp()
-    return -(by_head * (1 - alpha * (1 - sink)) + alpha * found + COPY_FLOOR).log()
+    return -((-losses).exp() * (1 - alpha * (1 - sink)) + alpha * found + COPY_FLOOR).log()
 
 
 def open_gate(z: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
@@ -3121,8 +3126,9 @@ class GPT(nn.Module):
         """Sets the scales of the next step's squares and their gradients from this one's maxima (L, 2)."""
         rooms = FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX
         for scale, largest, room in zip(self.fp8_scales[:, 2, :, 0, 0].T, amax.T, rooms):
-            # 0 or NaN leaves the scale. Step 0 has no gradients: proj is 0.
-            scale.copy_(torch.where(largest > FP8_LEAST, largest * room, scale))
+            # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
+            is_known = (largest > FP8_LEAST) & largest.isfinite()
+            scale.copy_(torch.where(is_known, largest * room, scale))
 
     def attend(
         self,
@@ -3197,10 +3203,6 @@ class GPT(nn.Module):
             found["value_embeds"] = rows.unflatten(1, table.shape[1:])
         return found
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Returns the softcapped logits (n, V), in at least fp32, of the head's inputs x (n, d)."""
-        return SOFTCAP_SCALE * softcap_sigmoid(x @ self.weight("lm_head"))
-
     def pointer_queries(self, x: Tensor) -> Queries:
         return pointer_queries(x, self.pointer_bank, self.pointer_gain, self.pointer_sink)
 
@@ -3212,7 +3214,7 @@ class GPT(nn.Module):
         text = np.array([*tokens, 0])  # there is no target yet
         micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), 2, self.cfg)), self.device)
         x = self.hidden_states(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
-        z = self.logits(x[-1:])
+        z = SOFTCAP_SCALE * softcap_sigmoid(x[-1:] @ self.weight("lm_head"))
         if not self.cfg.pointer_dim:
             return z.softmax(1)[0, : self.cfg.vocab_size]
         sources = slice(-1 - self.cfg.pointer_val_window, -1)
@@ -3227,12 +3229,11 @@ class GPT(nn.Module):
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         x, w, n = self.hidden_states(micro_batch, windows), self.weight("lm_head"), self.cfg.head_chunk
-        parts = zip(x.split(n), micro_batch.targets.split(n))
-        if not self.cfg.pointer_dim:
-            return torch.cat([next_token_losses(x_part @ w, targets) for x_part, targets in parts])
-        weights, _ = self.backend.pointer(self.pointer_queries(x), micro_batch, self.cfg.pointer_val_window)
-        copies = (Copies(part, part, self.slot) for part in weights.split(n, dim=1))
-        return torch.cat([next_token_losses(x_part @ w, t, part) for (x_part, t), part in zip(parts, copies)])
+        columns: list[Iterable] = [x.split(n), micro_batch.targets.split(n)]
+        if window := self.cfg.pointer_dim and self.cfg.pointer_val_window:
+            found, _ = self.backend.pointer(self.pointer_queries(x), micro_batch, window)
+            columns.append(Copies(part, part, self.slot) for part in found.split(n, dim=1))
+        return torch.cat([next_token_losses(x_part @ w, *rest) for x_part, *rest in zip(*columns)])
 
     @traced("head")
     def head_loss_and_grad(
