@@ -967,10 +967,10 @@ def traced(label: str):
         yield
 
 
-def init_distributed() -> tuple[int, int, torch.device]:
+def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
     """Joins the process group of torchrun's environment. Returns rank, world size and this rank's device.
 
-    Without torchrun there is one rank, and no group.
+    Without torchrun there is one rank, and no group. join=False: finds out only.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device, on_gpu = torch.device("cpu"), torch.cuda.is_available()
@@ -979,7 +979,7 @@ def init_distributed() -> tuple[int, int, torch.device]:
         torch.cuda.set_device(device)
         # Otherwise split-K matmuls would not sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if world_size > 1:
+    if join and world_size > 1:
         backend = "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
     return rank, world_size, device
@@ -4575,7 +4575,7 @@ def run(args: argparse.Namespace) -> None:
         args.save and (os.path.isdir(args.save) or not os.access(Path(args.save).resolve().parent, os.W_OK)),
         f"--save {args.save}: give a file, in a folder that exists and can be written to",
     )
-    rank, world_size, device = init_distributed()
+    rank, world_size, device = init_distributed(join=not args.check)
     backend = select_backend(cfg, device)
     check_ngram_memory(cfg, processes, device, int(os.environ.get("LOCAL_WORLD_SIZE", args.check or 1)))
     resumed = {}

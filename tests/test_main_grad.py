@@ -150,7 +150,7 @@ def test_add_product(written):
     shapes = (70, 5), (70, 4), (18, 6)
     a, b, old = (randn(*shape, seed=seed).bfloat16() for seed, shape in enumerate(shapes))
     main_grad, want = old.clone(), old.double()
-    tg.add_product(main_grad, a, b, torch.tensor(written))
+    tg.add_product(main_grad, a, b, (), torch.tensor(written))
     want[:5, :4] = a.double().T @ b.double() + (want[:5, :4] if written else 0)
     torch.testing.assert_close(main_grad.double(), want, rtol=2**-8, atol=1e-4)
 
@@ -178,12 +178,24 @@ def autograds_gradients(cfg):
     for p in model.parameters():
         p.requires_grad_()
     for micro_batch in batch.micro_batches:
-        logits = model.hidden_states(micro_batch, batch.plan.windows) @ model.lm_head
-        logp = (23 * torch.sigmoid((logits + 5) / 7.5)).log_softmax(-1)
-        targets = targets_of(model, micro_batch, batch.plan)
-        for weight, column in zip(batch.plan.loss_weights, targets.T):
+        x = model.hidden_states(micro_batch, batch.plan.windows)
+        z = 23 * torch.sigmoid((x @ model.lm_head + 5) / 7.5)
+        targets, logp = targets_of(model, micro_batch, batch.plan), z.log_softmax(-1)
+        # The copy pointer, by all scores of a micro-batch at once.
+        queries, T = model.pointer_queries(x), len(x)
+        documents = tg.document_numbers(micro_batch.cu_seqlens, T)
+        back = torch.arange(T)[:, None] - torch.arange(T)
+        seen = (documents[:, None] == documents) & (back > 0) & (back <= cfg.pointer_window)
+        scores = (queries.q @ queries.k.T * cfg.pointer_dim**-0.5).masked_fill(~seen, -math.inf)
+        sink, *weights = torch.cat([queries.sink_scores[:, None], scores], 1).softmax(1).split([1, T], 1)
+        copied = (weights[0] * (micro_batch.inputs == micro_batch.targets[:, None])).sum(1)
+        alpha, slot = logp[:, cfg.vocab_size].exp(), torch.arange(cfg.padded_vocab) == cfg.vocab_size
+        by_head = z.masked_fill(slot, -math.inf).softmax(-1)[torch.arange(T), micro_batch.targets]
+        mixed = by_head * (1 - alpha * (1 - sink[:, 0])) + alpha * copied + tg.COPY_FLOOR
+        for k, (weight, column) in enumerate(zip(batch.plan.loss_weights, targets.T)):
             rows = (column >= 0).nonzero()[:, 0]
-            (-weight / cfg.microbatches * logp[rows, column[rows]].sum()).backward(retain_graph=True)
+            right = logp[rows, column[rows]] if k else mixed.log()
+            (-weight / cfg.microbatches * right.sum()).backward(retain_graph=True)
     return {name: p.grad for name, p in model.named_parameters()}
 
 

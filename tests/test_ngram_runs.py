@@ -160,7 +160,7 @@ def test_a_saved_model_gives_the_runs_loss(saved, corpus, tmp_path):
     model, loss = load_model(str(folder / "model.pt")), float(closing_block(one_log(folder))["val_loss"])
     assert validation_loss(model, corpus) == pytest.approx(loss, abs=2e-5)
     model.ngrams = model.ngrams._replace(blocks=[np.zeros_like(block) for block in model.ngrams.blocks])
-    assert abs(validation_loss(model, corpus) - loss) > 2e-4  # the rows matter
+    assert abs(validation_loss(model, corpus) - loss) > 1e-4  # the rows matter
     path.chmod(0o644)
 
     def another_runs():
