@@ -2931,6 +2931,8 @@ class GPT(nn.Module):
         self.fp8_scales = torch.tensor([[FP8_H, unit], [0, 0], [1, unit]], device=device)
         self.fp8_scales = self.fp8_scales[:, :, None, None].repeat(mlps, 1, 1, 1, 1)
         self.fp8_amax, self.weight_amax = (torch.zeros(mlps, 2, device=device) for _ in range(2))
+        rooms = FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX
+        self.fp8_rooms = torch.tensor(rooms, device=device)
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         self.slot = torch.tensor([cfg.vocab_size], device=device)  # Copies.slot, among all columns
@@ -3124,11 +3126,10 @@ class GPT(nn.Module):
 
     def set_fp8_scales(self, amax: Tensor) -> None:
         """Sets the scales of the next step's squares and their gradients from this one's maxima (L, 2)."""
-        rooms = FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX
-        for scale, largest, room in zip(self.fp8_scales[:, 2, :, 0, 0].T, amax.T, rooms):
-            # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
-            is_known = (largest > FP8_LEAST) & largest.isfinite()
-            scale.copy_(torch.where(is_known, largest * room, scale))
+        scales = self.fp8_scales[:, 2, :, 0, 0]
+        # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
+        is_known = (amax > FP8_LEAST) & (amax < math.inf)
+        scales.copy_(torch.where(is_known, amax * self.fp8_rooms, scales))
 
     def attend(
         self,

@@ -51,23 +51,23 @@ def mlps():
     """
     steps, scales = [], torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, tg.FP8_DY]])[None, ..., None, None]
     before, amax = torch.zeros(2, 1, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "FP8_ACT_ROOM", 1.03)  # the golden room
-        for step, golden in enumerate(MLP["steps"]):
-            h, fc, proj, dy = mlp_inputs(step)
-            if step < MLP["exact_refreshes"]:
-                before.zero_()
-            weights, transposed = tg.fp8_mlp_weights(torch.stack([fc, proj]), scales, before)
-            used = scales.clone()
-            used[:, 1, 1] *= golden["p"]
-            mlp = tg.FP8MLP(weights[0], transposed[0], used[0], amax.zero_()[0])
-            for t in (h, fc, proj):
-                t.requires_grad_()
-            y = tg.MLP.apply(h, (tg.Weight(fc), tg.Weight(proj)), fc, proj, tg.TORCH_BACKEND, mlp)
-            y.backward(dy)
-            results = {"y": y.detach(), "dproj": proj.grad, "dfc": fc.grad, "dh": h.grad}
-            steps.append((mlp._replace(amax=amax[0].clone()), scales[0].clone(), (h, fc, proj, dy), results))
-            tg.GPT.set_fp8_scales(SimpleNamespace(fp8_scales=scales), amax)
+    rooms = torch.tensor([1.03 / tg.E4M3_MAX, tg.FP8_GRAD_ROOM / tg.E5M2_MAX])  # the golden ones
+    model = SimpleNamespace(fp8_scales=scales, fp8_rooms=rooms)
+    for step, golden in enumerate(MLP["steps"]):
+        h, fc, proj, dy = mlp_inputs(step)
+        if step < MLP["exact_refreshes"]:
+            before.zero_()
+        weights, transposed = tg.fp8_mlp_weights(torch.stack([fc, proj]), scales, before)
+        used = scales.clone()
+        used[:, 1, 1] *= golden["p"]
+        mlp = tg.FP8MLP(weights[0], transposed[0], used[0], amax.zero_()[0])
+        for t in (h, fc, proj):
+            t.requires_grad_()
+        y = tg.MLP.apply(h, (tg.Weight(fc), tg.Weight(proj)), fc, proj, tg.TORCH_BACKEND, mlp)
+        y.backward(dy)
+        results = {"y": y.detach(), "dproj": proj.grad, "dfc": fc.grad, "dh": h.grad}
+        steps.append((mlp._replace(amax=amax[0].clone()), scales[0].clone(), (h, fc, proj, dy), results))
+        tg.GPT.set_fp8_scales(model, amax)
     return steps
 
 
