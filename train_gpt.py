@@ -22,9 +22,9 @@ an NgramTable (11)
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
-    6  Reference    operations in plain torch, for which section 7 has kernels; attention
+    6  Reference    operations in plain torch, for which section 7 has kernels; attention; the copy pointer
     7  Kernels      five of these in Triton; the backend of a run; matmuls that write gradients into main_grad
-    8  Model        rotary tables, what mixes and gates the streams, the head with its loss, logits
+    8  Model        rotary tables, what mixes and gates the streams, the head with its loss
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
     11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
@@ -1364,6 +1364,12 @@ def distinct_rows(micro_batches: list[MicroBatch], kind: str, *others: np.ndarra
     )
 
 
+def inverse(permutation: np.ndarray) -> np.ndarray:
+    places = np.empty(len(permutation), np.int32)
+    places[permutation] = np.arange(len(permutation))
+    return places
+
+
 NO_ROWS = np.empty(0, np.int32)
 
 
@@ -1611,7 +1617,7 @@ class Prefetcher:
         """
         read, ranks = distinct_rows(micro_batches, "ngrams"), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
-        place_of_row = np.argsort(order)
+        place_of_row = inverse(order)
 
         def placed(part: MicroBatch) -> MicroBatch:
             index = part.indices["ngrams"]
@@ -3877,7 +3883,7 @@ class NgramTable:
         order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
         rows, to, back = self.block[routes.arriving], routes.recv_counts, routes.send_counts
         received = self.exchange.send_rows("rows outside training", "ngrams", rows, to, back).wait()
-        return received[np.argsort(order)]
+        return received[inverse(order)]
 
 
 # ============================================================================================================
