@@ -39,6 +39,8 @@ nodes=$(whole NNODES "${NNODES:-1}" 1 10000)
 node=$(whole NODE_RANK "${NODE_RANK:-0}" 0 $(( nodes - 1 )))
 threads=$(( gpus ? 1 : ($(getconf _NPROCESSORS_ONLN) - 1) / processes + 1 ))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+# Large pages: fewer page faults, and address translations that fit in the CPU's tables
+(( gpus )) || export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}
 if (( nodes > 1 )); then
     launch=(--nnodes="$nodes" --node_rank="$node")
     launch+=(--master_addr="${MASTER_ADDR:?is needed with NNODES}" --master_port="${MASTER_PORT:-29500}")

@@ -72,7 +72,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from functools import cache, partial, reduce, wraps
+from functools import cache, lru_cache, partial, reduce, wraps
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -428,6 +428,8 @@ class Config:
     attention_impl: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with it, the MLPs' too, forward and backward
+    # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. On others that is slower.
+    bf16_mlp: bool = True
     compile: bool = True  # torch.compile the layers, forward and backward, and the updates
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
 
@@ -1665,7 +1667,25 @@ def upcast(x: Tensor) -> Tensor:
 
 def norm(x: Tensor) -> Tensor:
     """Applies RMSNorm without weight over the last axis, reduced in at least fp32 (arXiv:1910.07467)."""
-    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    if torch.compiler.is_compiling() or x.element_size() < 4:
+        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    return Norm.apply(x)
+
+
+class Norm(torch.autograd.Function):
+    """Does norm() with half as many passes over memory as rms_norm makes where it is not compiled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.size(-1)).add_(NORM_EPS).rsqrt_()
+        ctx.save_for_backward(y := x * scale, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y, scale = ctx.saved_tensors
+        return torch.addcmul(dy, y, (dy * y).mean(-1, keepdim=True), value=-1).mul_(scale)
 
 
 def dense_attention(
@@ -1677,34 +1697,80 @@ def dense_attention(
     bounds a document's length. Returns (T, H, Dv).
 
     Queries go in blocks, each against the keys of its block and of `window` positions before it:
-    T * (window + block) scores instead of T * T.
+    T * (window + BLOCK) scores instead of T * T.
     """
-    T = len(q)
-    q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, T - 1))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
-    return y.transpose(1, 2).flatten(0, 1)[:T]
+    (T, H, _), window = q.shape, min(window, max_seqlen - 1, len(q) - 1)
+    bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, window)
+    return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
 
 
-def query_blocks(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cuts queries (T, H, D) into n blocks (n, H, block, D), with the keys and values that these may see.
+BLOCK = 32  # queries. With more, a block has more keys that most of its queries do not see.
 
-    Also returns a mask (n, 1, block, keys): which key is in a query's document and window.
+
+@lru_cache(4)  # layers of one kind share it
+def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
+    """Returns what is added to BlockAttention's scores, (H * blocks, BLOCK, keys): 0, or -inf where a query
+    does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
     """
-    T, block = len(q), min(max(32, window), 256)
-    before, tail = padded(window, block), -T % block  # keys before a block's own; what the last block lacks
-    doc = document_numbers(cu_seqlens, T)
-    doc_q = F.pad(doc, (0, tail), value=-1).view(-1, block, 1)
-    doc_k = F.pad(doc, (before, tail), value=-1).unfold(0, before + block, block).unsqueeze(1)
-    offs = torch.arange(-before, block, device=q.device)
-    distance = offs[before:, None] - offs
-    mask = (doc_q == doc_k) & (distance >= 0) & (distance <= window)
-    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (-1, block))
-    # Overlapping blocks of keys from neighbouring ones: the backward of unfold() is five times as slow.
-    k, v = (F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block)) for t in (k, v))
-    k, v = (torch.cat([t[i : i + len(q)] for i in range(before // block + 1)], dim=1) for t in (k, v))
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask.unsqueeze(1)
+    positions = torch.arange(padded(T, BLOCK), device=cu_seqlens.device)
+    starts = F.pad(cu_seqlens, (1, 0))[document_numbers(cu_seqlens, len(positions))]
+    first = torch.maximum(starts, positions - window).view(-1, BLOCK, 1)
+    queries = positions.view(-1, BLOCK, 1)
+    keys = F.pad(positions, (padded(window, BLOCK), 0), value=-1).unfold(
+        0, padded(window, BLOCK) + BLOCK, BLOCK
+    )
+    seen = (first <= keys[:, None]) & (keys[:, None] <= queries)
+    return torch.where(seen, 0.0, -math.inf).repeat(H, 1, 1)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with block_bias().
+
+    One batch of products serves all heads: their rows lie one after the other, whole blocks each. Keys that a
+    block would have of the head before are hidden by the bias.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias):
+        q, k, by_key = (
+            blocks_by_head(t, bias, n) for t, n in ((q, BLOCK), (k, bias.size(2)), (v, bias.size(2)))
+        )
+        weights = torch.baddbmm(bias, q, k.mT).softmax(-1)
+        ctx.save_for_backward(q, k, by_key, weights)
+        return by_position(weights @ by_key, v)
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, weights = ctx.saved_tensors
+        dy_rows = blocks_by_head(dy, weights, BLOCK)
+        dscores = torch._softmax_backward_data(dy_rows @ v.mT, weights, -1, weights.dtype)
+        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(weights.mT @ dy_rows)
+        return *(by_position(grad, dy) for grad in grads), None
+
+
+def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
+    """Returns t (T, H, D) as blocks (H * blocks, size, D), dtype and number as of `like`: the BLOCK rows of
+    each, after the rows before them. It is a view of rows; there are zeros before the first and after T.
+    """
+    (T, H, D), before = t.shape, size - BLOCK
+    rows = like.new_zeros(before + len(like) * BLOCK, D)
+    rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
+    return rows.unfold(0, size, BLOCK).mT
+
+
+def sum_blocks(x: Tensor) -> Tensor:
+    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * BLOCK, D)."""
+    n, keys, D = x.shape
+    rows = x.new_zeros(keys + (n - 1) * BLOCK, D)
+    for i in range(0, keys, BLOCK):
+        rows[i : i + n * BLOCK].view(n, BLOCK, D).add_(x[:, i : i + BLOCK])
+    return rows[keys - BLOCK :]
+
+
+def by_position(rows: Tensor, like: Tensor) -> Tensor:
+    """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
+    T, H, _ = like.shape
+    return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
 
 
 def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -1726,10 +1792,14 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
 
     The root is not rounded; rounded to bf16 it would be relu(h fc^T) again.
     """
-    square = upcast(square)
     # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
-    root = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt().mul_(square)
-    return (dy @ proj.T).to(root.dtype).mul_(root.mul_(2)).to(dy.dtype)
+    root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
+    return (2 * dy @ proj.T).mul_(root)
+
+
+def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
+    """Does relu_square_grad for bf16 with a rounded root, in half the time on a CPU."""
+    return (2 * dy @ proj.T).mul_(square.sqrt())
 
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the formats' largest numbers
@@ -2388,6 +2458,7 @@ class Backend(NamedTuple):
     pointer_grad: Callable = pointer_grad
     segment_sum_rows: Callable = segment_sum_rows
     fp8: bool = False
+    mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
 
 
 TORCH_BACKEND = Backend()
@@ -2459,13 +2530,15 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
         cfg.fp8 and on_gpu and capability < (8, 9),
         "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
     )
-    chosen = {name: function for name, function in KERNELS.items() if name.startswith(cfg.kernels)}
+    chosen: dict = {name: function for name, function in KERNELS.items() if name.startswith(cfg.kernels)}
     if cfg.attention_impl != "dense":
         chosen["attention"] = flash_attention
     if cfg.attention_impl == "fa3":
         fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
         with explain("FlashAttention-3 cannot be used", fix, Exception):
             torch.nn.attention.activate_flash_attention_impl("FA3")
+    if cfg.bf16_mlp and cfg.dtype == "float32" and not on_gpu and torch.cpu._is_amx_tile_supported():
+        chosen |= {"mlp_dtype": torch.bfloat16, "relu_square_grad": relu_square_grad_bf16}
     return Backend(**chosen, fp8=cfg.fp8)
 
 
@@ -2474,7 +2547,9 @@ def transpose_copy(out: Tensor, x: Tensor) -> None:
     """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
     if x.element_size() == 1:
         out, x = out.view(torch.uint8), x.view(torch.uint8)
-    out.copy_(x.T)
+    n = len(out) if out.is_cuda else 256  # a CPU's cache holds both parts of so many rows
+    for rows, columns in zip(out.split(n), x.split(n, dim=1)):
+        rows.copy_(columns.T)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -2486,7 +2561,10 @@ def transposed(x: Tensor) -> Tensor:
 @compiled
 def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
     """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    out[:, columns.long()] += x  # no index_add_, which is atomic on a GPU
+    if out.is_cuda:  # where index_add_ is atomic
+        out[:, columns.long()] += x
+    else:
+        out.index_add_(1, columns, x)
 
 
 def fp8_matmul(
@@ -2532,8 +2610,10 @@ def write_grad(
         product = out.new_empty(a.size(1), b.size(1))
         write_grad(product, a, b, scales, True)
         add_columns(out, columns, product)
-    elif a.element_size() > 1:
+    elif a.dtype == out.dtype:
         torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
+    elif a.element_size() > 1:
+        out.copy_(a.T @ b) if overwrite else out.add_(a.T @ b)
     elif overwrite:
         fp8_matmul(a.T, b, scales, out.dtype, out=out)
     else:
@@ -2673,9 +2753,11 @@ class MLP(torch.autograd.Function):
     def forward(ctx, h, weights, fc, proj, backend, fp8):
         ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
         if fp8 is None:
+            dtype = h.dtype
+            h, fc, proj = (t.to(backend.mlp_dtype or dtype) for t in (h, fc, proj))
             square = backend.relu_square(h, fc)
             ctx.save_for_backward(h, square, fc, proj)
-            return square @ proj
+            return (square @ proj).to(dtype)
         (h_scale, _), (_, proj_scale), (scale, _) = fp8.scales
         h8, ht8 = both_layouts(h, h_scale, torch.float8_e4m3fn)
         square8, squaret8 = backend.relu_square_fp8(h8, fp8)
@@ -2687,8 +2769,9 @@ class MLP(torch.autograd.Function):
         fp8, (to_fc, to_proj) = ctx.fp8, ctx.weights
         if fp8 is None:
             h, square, fc, proj = ctx.saved_tensors
+            dtype, dy = dy.dtype, dy.to(h.dtype)
             da = ctx.backend.relu_square_grad(dy, proj, square)
-            return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
+            return (da @ fc).to(dtype), None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
         ht8, square8, squaret8 = ctx.saved_tensors
         (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
         dy8, dyt8 = both_layouts(dy, dy_scale, torch.float8_e5m2)
@@ -2735,6 +2818,9 @@ def rotary_family(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n)."""
+    if not torch.compiler.is_compiling() and x.element_size() > 2:  # as complex numbers, in one pass
+        turns = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - cos.size(-1)), value=1)
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
     rotated, passthrough = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
     a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
@@ -2758,8 +2844,32 @@ def mix(*terms: tuple[Tensor | None, Tensor]) -> Tensor:
     (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
     bigrams, each layer can lean on the input again (record 9).
     """
-    scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
-    return sum(scaled[1:], scaled[0])
+    if torch.compiler.is_compiling() or terms[0][1].element_size() < 4:
+        scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
+        return sum(scaled[1:], scaled[0])
+    return Mix.apply(*chain(*terms))
+
+
+class Mix(torch.autograd.Function):
+    """Does mix() of scales and streams, in turn, in fewer passes over memory where it is not compiled."""
+
+    @staticmethod
+    def forward(ctx, scale, x, *more):
+        ctx.save_for_backward(scale, x, *more)
+        out = x.clone() if scale is None else scale * x
+        for scale, x in zip(more[::2], more[1::2]):
+            out.add_(x) if scale is None else out.addcmul_(scale, x)
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        grads = []
+        for scale, x in zip(ctx.saved_tensors[::2], ctx.saved_tensors[1::2]):
+            if scale is None:
+                grads += [None, dy]
+            else:
+                grads += [(dy * x).sum_to_size(scale.shape), dy * scale]
+        return tuple(grads)
 
 
 def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
@@ -3022,6 +3132,7 @@ class GPT(nn.Module):
         mlps_fp8 = iter(map(FP8MLP, *fp8) if fp8 else ())
         value_tables = iter(tables)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
+        sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
         smear, skip = self.scalars[-2:].unbind()
         # A gated share of the token before is added to each: attention would spend a head on it (PR 130).
         gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], self.smear_gate))
@@ -3053,7 +3164,7 @@ class GPT(nn.Module):
                 if layer.narrow_v:  # half of both matrices is used
                     v, out = v._replace(w=v.w[: d // 2]), out._replace(w=out.w[:, : d // 2])
                 weights = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"]), v
-                span = *sequence, windows[layer.window]
+                span = *sequences[layer.attention], windows[layer.window]
                 y = self.attend(i, h, weights, scalars.qkv, span, gates, value, ve_gate)
                 terms = [
                     (scalars.out * scalars.post_attention, Linear.apply(y.flatten(1), out, out.w)),
@@ -3085,12 +3196,13 @@ class GPT(nn.Module):
     def layer_scalars(self, T: int) -> Iterator[LayerScalars]:
         """Returns the layers' scalars, (T, 1) each; None where a layer does not use that scalar.
 
-        They are repeated for every token, so that one sum over the tokens gives the gradients of all. They
-        are taken by one index: slices would be copied one by one in compiled code.
+        In compiled code they are repeated for every token, so that one sum over the tokens gives the
+        gradients of all; elsewhere they are (1, 1). They are taken by one index: slices would be copied one
+        by one in compiled code.
         """
         scalars = torch.cat([self.scalars[:-2].view(-1, 2), self.resid_lambdas, self.post_lambdas], dim=1)
         used = scalars.flatten()[self.scalar_places]
-        repeated = iter(used.view(-1, 1, 1).expand(-1, T, 1).unbind())
+        repeated = iter(used.view(-1, 1, 1).expand(-1, T if torch.compiler.is_compiling() else 1, 1).unbind())
         for layer in self.used_scalars:
             yield LayerScalars(*(next(repeated) if is_used else None for is_used in layer))
 
@@ -3143,7 +3255,7 @@ class GPT(nn.Module):
         h: Tensor,
         weights: tuple[Weight, Weight],
         factor: Tensor,
-        sequence: tuple[Tensor, int, int],
+        span: tuple[Tensor, int, int],
         gates: dict[tuple[str, int], Tensor],
         value: Tensor | None,
         ve_gate: Tensor | None,
@@ -3151,16 +3263,16 @@ class GPT(nn.Module):
         """Runs layer i's attention on h (T, d). Returns its heads (T, H, Dv).
 
         weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products `factor` (T, 1)
-        multiplies. sequence: cu_seqlens, longest document, window. The first Dv numbers of each head of
-        `value` (T, d) are added to the values, times the head's gate by ve_gate (H, GATE_DIM), if given.
+        multiplies. span: cu_seqlens, longest document and window, in the rows that heads attend to. The first
+        Dv numbers of each head of `value` (T, d) are added to the values, times the head's gate by ve_gate
+        (H, GATE_DIM), if given.
         """
         T, layer, heads, D = len(h), self.cfg.layers[i], self.cfg.heads, self.cfg.head_dim
         cos, sin, softmax_scale = self.narrow if layer.narrow_qk else self.wide
-        cu_seqlens, max_doc_len, window = sequence
         qk, v = (Linear.apply(h, weight, weight.w) for weight in weights)
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). With
         # widths by settings, not -1, compiled code knows them.
-        q, k = norm((factor * qk).to(qk.dtype).view(T, 2, heads, D // (1 + layer.narrow_qk))).unbind(1)
+        qk = norm((factor * qk).to(qk.dtype).view(T, 2, heads, D // (1 + layer.narrow_qk)))
         v = (factor * v).to(v.dtype).view(T, heads, D // (1 + layer.narrow_v))
         if value is not None:
             # Value embeddings: another embedding of the token, added to the values, which the early layers'
@@ -3176,14 +3288,14 @@ class GPT(nn.Module):
             # keys and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T
             # rows of H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2);
             # the window counts rows.
-            cos, sin = (t[: 2 * T].view(T, 1, 2, -1) for t in (cos, sin))
-            q, k = (rotate(t.unflatten(1, (-1, 2)), cos, sin).view(2 * T, heads // 2, -1) for t in (q, k))
-            v, cu_seqlens, max_doc_len = v.reshape(2 * T, heads // 2, -1), 2 * cu_seqlens, 2 * max_doc_len
+            cos, sin = (t[: 2 * T].view(T, 1, 1, 2, -1) for t in (cos, sin))
+            qk = rotate(qk.unflatten(2, (-1, 2)), cos, sin)
+            q, k, v = (t.reshape(2 * T, heads // 2, -1) for t in (*qk.unbind(1), v))
         else:
-            q, k = (rotate(t, cos[:T, None], sin[:T, None]) for t in (q, k))
+            q, k = rotate(qk, cos[:T, None, None], sin[:T, None, None]).unbind(1)
         if layer.key_shift:
             k = shift_keys(k)
-        y = self.backend.attention(softmax_scale * q, k, v, cu_seqlens, max_doc_len, window)
+        y = self.backend.attention(softmax_scale * q, k, v, *span)
         return finish_heads(y.reshape(T, heads, -1), v, gates.get(("xsa", i)), gates.get(("output", i)))
 
     def lookups(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
@@ -3600,18 +3712,22 @@ def anvil(
 
     The update is momentum of two rails, orthogonalized, then scaled to even rows (columns of wide matrices).
     """
-    fast, slow = state["fast_rail"], state["slow_rail"]
-    one_rail = plan.step < cfg.rails_step
+    one_rail, dtype = plan.step < cfg.rails_step, state["slow_rail"].dtype
     beta, weight = (plan.momentum, 1.0) if one_rail else (cfg.fast_beta, cfg.fast_weight)
-    numbers = (host_scalar(number, fast.dtype) for number in (1 - beta, weight, plan.momentum))
-    x = mix_rails(grad, fast, slow, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
-    x = orthogonalize(x, cfg.bank_margin, backend.gram)
-    x = normuon_variance_reduction(x, state["second_momentum_buffer"], cfg.bank_beta2)
+    numbers = [host_scalar(number, dtype) for number in (1 - beta, weight, plan.momentum)]
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
-    rates = host_scalar(lr, fast.dtype), host_scalar(decay, fast.dtype)
-    anvil_update(p, state.get("mantissa"), x, slow, state["matrix_lr_mul"], *rates)
+    rates = host_scalar(lr, dtype), host_scalar(decay, dtype)
+    # In blocks on a CPU, as in adam().
+    size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
+    for part in map(slice, range(0, len(p), size), range(size, len(p) + size, size)):
+        block = {name: t[part] for name, t in state.items()}
+        rails = block["fast_rail"], block["slow_rail"]
+        x = mix_rails(grad[part], *rails, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
+        x = orthogonalize(x, cfg.bank_margin, backend.gram)
+        x = normuon_variance_reduction(x, block["second_momentum_buffer"], cfg.bank_beta2)
+        anvil_update(p[part], block.get("mantissa"), x, rails[1], block["matrix_lr_mul"], *rates)
 
 
 @compiled

@@ -155,6 +155,31 @@ def test_add_product(written):
     torch.testing.assert_close(main_grad.double(), want, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_mlp_in_bf16(in_place):
+    """Roundings of 2^-9 leave an fp32 MLP near its fp32 result; its gradients are fp32, and summed."""
+    shapes = (70, 8), (24, 8), (24, 8), (70, 8)
+    inputs = [randn(*shape, seed=seed).float() for seed, shape in enumerate(shapes)]
+    in_bf16 = {"mlp_dtype": torch.bfloat16, "relu_square_grad": tg.relu_square_grad_bf16}
+    found = []
+    for backend in (tg.TORCH_BACKEND, tg.TORCH_BACKEND._replace(**in_bf16)):
+        h, *bank, dy = (t.clone() for t in inputs)
+        h.requires_grad_()
+        grads = [torch.full_like(w, torch.nan) for w in bank]
+        for written in (False, True):
+            if in_place:
+                weights = [tg.Weight(w, grad, torch.tensor(written)) for w, grad in zip(bank, grads)]
+            else:
+                weights = [tg.Weight(w.requires_grad_()) for w in bank]
+            y = tg.MLP.apply(h, weights, *bank, backend, None)
+            y.backward(dy)
+        grads = grads if in_place else [w.grad for w in bank]
+        assert {t.dtype for t in (y, h.grad, *grads)} == {torch.float32}
+        found.append([y.detach(), h.grad, *grads])
+    for plain, rounded in zip(*found):
+        assert 0 < (rounded - plain).norm() / plain.norm() < 2**-7
+
+
 # ----------------------------------------------------------------------------------------------- whole models
 
 

@@ -60,10 +60,58 @@ def test_attention(seed):
         q, k, v, ends, max_doc_len, window = attention_case(seed)
     else:
         (q, k, v), max_doc_len, (window, ends) = randn(3, 611, 1, 4, g=generator(0)), 611, LONG[seed - 30]
-    want = dense_attention(q, k, v, ends[1:], window, 0.3)
+    inputs = [t.requires_grad_() for t in (q, k, v[..., :3].contiguous())]
+    want = dense_attention(*inputs, ends[1:], window, 0.3)
+    dy = torch.randn_like(want)
+    want_grads = torch.autograd.grad(want, inputs, dy)
     for bound in (max_doc_len, 10 * max_doc_len):
-        y = tg.dense_attention(0.3 * q, k, v, torch.tensor(ends, dtype=torch.int32), bound, window)
+        y = tg.dense_attention(0.3 * q, *inputs[1:], torch.tensor(ends, dtype=torch.int32), bound, window)
         torch.testing.assert_close(y, want, **FP64)
+        torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), want_grads, **FP64)
+
+
+def test_attention_sees_changed_documents():
+    """Masks are kept from layer to layer, but not when the same tensor has other documents."""
+    q, k, v = randn(3, 40, 1, 4, g=generator(1))
+    ends = torch.tensor([0, 30, 40], dtype=torch.int32)
+    for cut in (30, 10):
+        ends[1] = cut
+        want = dense_attention(q, k, v, [cut, 40], 100, 1)
+        torch.testing.assert_close(tg.dense_attention(q, k, v, ends, 40, 100), want, **FP64)
+
+
+def broadcasts(g):
+    """Draws a sum of streams with all kinds of scales."""
+    scales = None, randn(7, 1, g=g), randn(1, 1, g=g), None
+    return [t for scale in scales for t in (scale, randn(7, 8, g=g))]
+
+
+# Functions with a form of their own for what is not compiled, and their arguments.
+UNCOMPILED = {
+    "norm": lambda g: (tg.norm, [randn(7, 2, 8, g=g)]),
+    "rotate all": lambda g: (tg.rotate, [randn(7, 2, 8, g=g), *randn(2, 7, 1, 4, g=g)]),
+    "rotate half": lambda g: (tg.rotate, [randn(7, 2, 8, g=g), *randn(2, 7, 1, 2, g=g)]),
+    "mix": lambda g: (lambda *t: tg.mix(*zip(t[::2], t[1::2])), broadcasts(g)),
+    "mix groups": lambda g: (
+        lambda *t: tg.mix(*zip(t[::2], t[1::2])),
+        [*randn(1, 7, 4, 1, g=g), *randn(1, 7, 4, 2, g=g)],
+    ),
+    "one stream": lambda g: (lambda x: tg.mix((None, x)), [randn(7, 8, g=g)]),
+}
+
+
+@pytest.mark.parametrize("case", UNCOMPILED)
+def test_forms_of_what_is_not_compiled(case, monkeypatch):
+    """Compares values and gradients with the form that is compiled."""
+    function, inputs = UNCOMPILED[case](generator(3))
+    inputs = [None if t is None else t.requires_grad_() for t in inputs]
+    found = []
+    for is_compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=is_compiling: answer)
+        y = function(*inputs)
+        wanted = [t for t in inputs if t is not None and (t.size(-1) > 4 or "rotate" not in case)]
+        found.append((y, *torch.autograd.grad(y, wanted, torch.ones_like(y).cumsum(0))))
+    torch.testing.assert_close(*found, **FP64)
 
 
 def test_norm_has_one_eps_for_all_dtypes():

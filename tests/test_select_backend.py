@@ -37,8 +37,15 @@ def test_presets_run_on_their_machines(set_machine):
     set_machine(fa3=True)
     fa3 = tg.select_backend(replace(tg.RECORD, attention_impl="fa3"), CUDA, (9, 0))
     assert fa3.attention is tg.flash_attention
-    for device, capability in ((HOST, None), (CUDA, (8, 0))):
-        assert tg.select_backend(tg.CPU, device, capability) == tg.TORCH_BACKEND
+    assert tg.select_backend(tg.CPU, CUDA, (8, 0)) == tg.TORCH_BACKEND
+
+
+def test_a_cpus_mlps_are_in_bf16_where_that_is_faster(monkeypatch):
+    off, fp64 = replace(tg.CPU, bf16_mlp=False), replace(tg.CPU, dtype="float64")
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=has_amx: answer)
+        assert tg.select_backend(off, HOST) == tg.select_backend(fp64, HOST) == tg.TORCH_BACKEND
+        assert tg.select_backend(tg.CPU, HOST).mlp_dtype == (torch.bfloat16 if has_amx else None)
 
 
 def test_only_a_table_is_not_autotuned(monkeypatch):
