@@ -2,7 +2,7 @@
 """Times a training step, stage by stage; with --against, of several settings in turns.
 
     python bench/step_time.py [--preset record|cpu|words] [--set NAME=VALUE ...] [--stages 0,1,2,3]
-                              [--steps N] [--against "NAME=VALUE ..."]
+                              [--steps N] [--against "NAME=VALUE ..."] [--scale [width,tokens,rows,processes]]
 
 Times each stage's steps in one process, synchronizing with the device before and after each, in two setups:
 
@@ -35,12 +35,28 @@ A stage repeats its first steps, so of several numbers of candidates it times th
 stage on embed and lm_head are untied, as after the untie step. Each line starts from initial weights. Without
 shards in the config's folder, tokens are synthetic: those of data/synthetic.py, with the frequencies and
 document lengths of web text.
+
+--scale times one stage instead, the last of --stages, at growing sizes. The exponent is the slope of the
+least-squares fit of log(ms) on log(size); the local one is between the two largest sizes. Expect:
+
+    width      heads and mlp_dim 1, 2 and 4 times the config's: at most 2, since matrices grow with width^2
+    tokens     of a batch, 1/4 to 4 times the stage's: at most 1, and less where fixed costs count
+    rows       of the n-gram table, all orders together, 2^14 to 2^24: 0, since a step touches at most one row
+               for each token and order, however many there are
+    processes  1, 2 and 4 with one thread each, which share a batch: -1 if each has a core and communication
+               costs nothing, 0 if they share cores; above 0 they get in each other's way
+
+The sizes of width, tokens and rows are interleaved in one process. Processes are those of train_gpt.py under
+torchrun, one number after another; their ms are its log's, with waiting for batches and other processes.
 """
 
 import argparse
 import contextlib
 import gc
+import os
+import re
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -66,6 +82,10 @@ from tokenize_text import shard_header
 SETUPS = {"whole step": 1, "one rank of 8": 8}  # world sizes
 COLUMNS = "variant,tokens,ms,quartiles,host,wait,tokens/s,MFLOP,MFU,MiB,first s,ratio,quartiles".split(",")
 LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>6} {:>9} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
+
+PROCESSES = 1, 2, 4
+SCALES = "width", "tokens", "rows", "processes"
+SCALE_LINE = "{:>10} {:>9} {:>19}  {}".format
 
 
 def mean_keys(cu_seqlens: np.ndarray, window: int) -> float:
@@ -285,10 +305,10 @@ def warmup_steps(variants: Sequence[Variant]) -> int:
     return 4 if any(variant.on_gpu or variant.cfg.compile for variant in variants) else 2
 
 
-def time_stage(
-    variants: Sequence[Variant], stage: int, world_size: int, paths: list[Path], steps: int, ceiling: float
-) -> None:
-    """Prints a line for each variant."""
+def train_interleaved(
+    variants: Sequence[Variant], stage: int, world_size: int, paths: list[Path], steps: int
+) -> list[Training]:
+    """Times `steps` steps of each variant, after its warm-up."""
     warmup = warmup_steps(variants)
     gc.collect()  # the last line's models
     with contextlib.ExitStack() as stack:
@@ -302,8 +322,16 @@ def time_stage(
         for _ in tqdm(range(steps), "steps", unit="step", leave=False, mininterval=1):
             for training in trainings:
                 training.step()
-        for training in trainings:
-            training.report(trainings[0], ceiling)
+    return trainings
+
+
+def time_stage(
+    variants: Sequence[Variant], stage: int, world_size: int, paths: list[Path], steps: int, ceiling: float
+) -> None:
+    """Prints a line for each variant."""
+    trainings = train_interleaved(variants, stage, world_size, paths, steps)
+    for training in trainings:
+        training.report(trainings[0], ceiling)
 
 
 def timed(functions: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> list[float]:
@@ -351,6 +379,104 @@ def synthetic_shard(folder: str, cfg: tg.Config, stages: Sequence[int], steps: i
     return [path]
 
 
+def find_shards(
+    args: argparse.Namespace, cfg: tg.Config, folder: str, stages: Sequence[int], steps: int
+) -> list[Path]:
+    """Returns the config's training shards, or a synthetic one in `folder`. Prints which."""
+    try:
+        paths, source = tg.find_shards(cfg.data, "train"), cfg.data
+    except tg.UserError:
+        tg.refuse_if(cfg.data != tg.PRESETS[args.preset].data, f"{cfg.data} has no training shards")
+        paths, source = synthetic_shard(folder, cfg, stages, steps), "synthetic tokens"
+    print(f"data: {source}")
+    return paths
+
+
+def exponents(sizes: Sequence[float], ms: Sequence[float]) -> tuple[float, float]:
+    """Returns the slopes of log(ms) on log(size): least squares, and between the two largest sizes."""
+    x, y = np.log(sizes), np.log(ms)
+    return np.polyfit(x, y, 1)[0], (y[-1] - y[-2]) / (x[-1] - x[-2])
+
+
+def scale_changes(cfg: tg.Config, stage: int, name: str) -> dict[int, str]:
+    """Returns the settings that change `cfg`, by size in ascending order."""
+    tokens, orders = cfg.stages[stage].batch_tokens, len(cfg.ngrams.orders)
+    if name == "width":
+        return {n * cfg.dim: f"heads={n * cfg.heads} mlp_dim={n * cfg.mlp_dim}" for n in (1, 2, 4)}
+    if name == "tokens":
+        return {n * tokens // 4: f"stages.{stage}.batch_tokens={n * tokens // 4}" for n in (1, 2, 4, 8, 16)}
+    if name == "rows":
+        tg.refuse_if(
+            not orders, "--scale rows: there is no n-gram table; name other sizes, or --set ngrams.orders=2,3"
+        )
+        return {2**n: f"ngrams.rows_per_order={2**n // orders}" for n in range(14, 25, 2)}
+    # The same number of micro-batches for all: others would pack documents differently.
+    microbatches, gpus = max(cfg.microbatches, *PROCESSES), torch.cuda.device_count()
+    return {n: f"microbatches={microbatches}" for n in PROCESSES if not gpus or n <= gpus}
+
+
+def time_processes(
+    args: argparse.Namespace, stage: int, count: int, changes: str, shard: Path, warmup: int
+) -> np.ndarray:
+    """Trains `stage` in `count` processes. Returns, for every two successive steps, the ms of one."""
+    schedule = f"stages.*.steps=0 stages.{stage}.steps={warmup + args.steps}"
+    changes += f" {schedule} warmup=false samples=0 val_every=0 val_slices=1"
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node={count}"
+    command = [sys.executable, *torchrun.split(), str(ROOT / "train_gpt.py"), "--preset", args.preset]
+    command += ["--data", str(shard.parent.resolve()), "--set", *args.settings, *changes.split()]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        said = [line for line in done.stderr.splitlines() if line.startswith("train_gpt.py: error")]
+        tg.refuse_if(done.returncode, f"{count} processes failed: {(said or [done.stderr])[0]}")
+        (log,) = Path(folder).glob("records/*/attempts/*.txt")
+        clock = re.findall(r"^step:\d+/\d+ train_time:(\d+)ms", log.read_text(encoding="utf-8"), re.M)
+    times = np.diff([0, *map(int, clock)])[warmup:]
+    return times.reshape(-1, 2).mean(axis=1)
+
+
+def report_scale(name: str, pairs: dict[int, np.ndarray]) -> None:
+    """Prints a line for each size, from its ms of every two successive steps, and the exponents."""
+    print("\n" + SCALE_LINE(name, "ms", "quartiles", "").rstrip())
+    for size, ms in pairs.items():
+        low, middle, high = np.quantile(ms, (0.25, 0.5, 0.75))
+        crowded = name == "processes" and size > os.cpu_count()
+        note = f"more than the {os.cpu_count()} cores" if crowded else ""
+        print(SCALE_LINE(size, f"{middle:.2f}", f"{low:.2f}..{high:.2f}", note).rstrip())
+    if len(pairs) > 1:
+        overall, local = exponents([*pairs], [float(np.median(ms)) for ms in pairs.values()])
+        print(f"exponent: {overall:.2f}, local: {local:.2f}", flush=True)
+
+
+def scale(args: argparse.Namespace, cfg: tg.Config, stage: int, device: torch.device) -> None:
+    """Times the stage's steps at all sizes of --scale."""
+    names, sizes, variants = args.scale.split(","), {}, {}
+    tg.refuse_if(set(names) - {*SCALES} or args.against, f"--scale: of {','.join(SCALES)}, without --against")
+    for name in names:
+        sizes[name] = scale_changes(cfg, stage, name)
+        configs = [reduce(tg.override, changes.split(), cfg) for changes in sizes[name].values()]
+        for each in configs:
+            tg.check_config(each, 1)
+            tg.check_ngram_memory(each, 1, device, 1)
+        variants[name] = [Variant(name, each, device) for each in configs]
+    every = sum(variants.values(), [])
+    torch._dynamo.config.recompile_limit *= len(every)
+    warmup, largest = warmup_steps(every), max(every, key=lambda v: v.cfg.stages[stage].batch_tokens).cfg
+    with tempfile.TemporaryDirectory() as folder:
+        paths = find_shards(args, largest, folder, [stage], args.steps + warmup)
+        if paths[0].parent == Path(folder):
+            os.link(paths[0], Path(folder, "synthetic_val_000000.bin"))  # train_gpt.py validates in the end
+        print(f"stage {stage}, {warmup} + {args.steps} steps of each size: minutes with the cpu preset")
+        for name in names:
+            if name == "processes":
+                items = sizes[name].items()
+                pairs = [time_processes(args, stage, *item, paths[0], warmup) for item in items]
+            else:
+                trainings = train_interleaved(variants[name], stage, 1, paths, args.steps)
+                pairs = [trainings.pop(0).pairs() for _ in variants[name]]  # which frees their models
+            report_scale(name, dict(zip(sizes[name], pairs)))
+
+
 def run(args: argparse.Namespace) -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     cfg = reduce(tg.override, args.settings, tg.PRESETS[args.preset])
@@ -363,21 +489,19 @@ def run(args: argparse.Namespace) -> None:
     known = ",".join(with_steps) or "none"
     tg.refuse_if(not wanted or set(wanted) - set(with_steps), f"--stages: those with steps are {known}")
     stages = [*map(int, wanted)]
+    args.steps = (8 if args.scale else 20) if args.steps is None else args.steps
     tg.refuse_if(
         args.steps < 2 or args.steps % 2, "--steps: give an even number: Adam updates every second step"
     )
+    print(*tg.describe_environment(device, 1), f"preset {args.preset} {' '.join(args.settings)}", sep="\n")
+    if args.scale:
+        return scale(args, cfg, stages[-1], device)
     # Every variant compiles its own functions, and each stage's length may compile them again.
     torch._dynamo.config.recompile_limit *= len(variants)
-    print(*tg.describe_environment(device, 1), f"preset {args.preset} {' '.join(args.settings)}", sep="\n")
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            paths, source = tg.find_shards(cfg.data, "train"), cfg.data
-        except tg.UserError:
-            tg.refuse_if(cfg.data != tg.PRESETS[args.preset].data, f"{cfg.data} has no training shards")
-            source = "synthetic tokens"
-            paths = synthetic_shard(folder, cfg, stages, args.steps + warmup_steps(variants))
+        paths = find_shards(args, cfg, folder, stages, args.steps + warmup_steps(variants))
         ceiling = matmul_ceiling(device)
-        print(f"data: {source}\nmatmul ceiling: {ceiling / 1e12:.4g} TFLOP/s")
+        print(f"matmul ceiling: {ceiling / 1e12:.4g} TFLOP/s")
         print(*(f"{v.name}: {changes}" for v, changes in zip(variants[1:], args.against)), sep="\n")
         lines, warmup = len(stages) * len(SETUPS) * len(variants), warmup_steps(variants)
         print(f"{lines} lines of {warmup} + {args.steps} steps: ten seconds each with the cpu preset; with")
@@ -399,8 +523,10 @@ def main(argv: list[str] | None = None) -> None:
     add("--preset", choices=tg.PRESETS, default=preset)
     add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
     add("--stages", metavar="N,...", help="default: all")
-    add("--steps", type=int, default=20, metavar="N", help="timed in each line, even; default: %(default)s")
+    add("--steps", type=int, metavar="N", help="timed in each line, even; default: 20, with --scale 8")
     add("--against", action="append", default=[], metavar="'NAME=VALUE ...'", help="add a variant")
+    sizes = ",".join(SCALES)
+    add("--scale", nargs="?", const=sizes, metavar="NAME,...", help=f"time growing sizes; default: {sizes}")
     try:
         run(parser.parse_args(argv))
     except tg.UserError as error:

@@ -71,3 +71,30 @@ def test_output(tmp_path, capsys, monkeypatch):
         assert float(rate) == pytest.approx(1000 * int(tokens) / float(ms), rel=0.01, abs=0.5)
         assert float(mfu) == pytest.approx(float(rate) * float(mflop) * 1e6 / ceiling, rel=0.01, abs=1e-4)
     assert [len(line) for line in lines] == [11, 13] * 4
+
+
+def test_exponents_by_hand():
+    """Powers of the size give their exponent; the fit and the local exponent differ where the slope does."""
+    for power in (-1.0, 0.0, 1.5, 2.0):
+        sizes = [3, 5, 64, 100]
+        assert step_time.exponents(sizes, [7 * n**power for n in sizes]) == pytest.approx((power, power))
+    # In log2 sizes are -1, 0, 1 from their mean, and times 0, 0, 3.
+    assert step_time.exponents([1, 2, 4], [1, 1, 8]) == pytest.approx((1.5, 3))
+
+
+@pytest.mark.slow
+def test_scale_of_tokens(tmp_path, capsys, monkeypatch):
+    """Runs on synthetic data; the printed exponents are those of the printed times."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = ["--preset", "cpu", "--steps", "2", "--set", *SETTINGS, "--stages", "2"]
+    step_time.main([*options, "--scale", "tokens"])
+    _, table = capsys.readouterr().out.split("\n\n")
+    header, *lines, last = table.splitlines()
+    assert header.split() == ["tokens", "ms", "quartiles"]
+    assert [int(line.split()[0]) for line in lines] == [96, 192, 384, 768, 1536]
+    ms = [float(line.split()[1]) for line in lines]
+    expected = step_time.exponents([96, 192, 384, 768, 1536], ms)
+    assert [float(last.split()[i].strip(",")) for i in (1, 3)] == pytest.approx(expected, abs=0.02)
+    with pytest.raises(SystemExit, match="--scale: of width,tokens,rows,processes"):
+        step_time.main([*options, "--scale", "depth"])
