@@ -4511,9 +4511,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def track_of(cfg: Config, world_size: int) -> str:
-    """Returns the preset's track if data, micro-batches, validation, target and dtype are its; else other."""
+    """Returns the preset's track if data, micro-batches, validation and target are its; else other."""
     preset = PRESETS[cfg.preset]
-    task = ("data", "val_slice_tokens", "val_slices", "target", "dtype")
+    task = ("data", "val_slice_tokens", "val_slices", "target")
     same = all(getattr(cfg, name) == getattr(preset, name) for name in task)
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
 

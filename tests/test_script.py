@@ -163,9 +163,9 @@ def test_tracks(preset):
     """A run may change the method and stay in the track, but not the task."""
     cfg = tg.PRESETS[preset]
     assert cfg.track == ("gpt2-small" if preset == "record" else preset)
-    for setting in "adam_lr=1 stages.0.steps=7 heads=2".split():
+    for setting in "adam_lr=1 stages.0.steps=7 heads=2 dtype=float64".split():
         assert tg.track_of(tg.override(cfg, setting), 2) == cfg.track
-    for setting in "data=x val_slices=1 val_slice_tokens=8 microbatches=4 dtype=float64 target=9".split():
+    for setting in "data=x val_slices=1 val_slice_tokens=8 microbatches=4 target=9".split():
         assert tg.track_of(tg.override(cfg, setting), 2) == "other"
     # More ranks than micro-batches pack other micro-batches.
     assert [tg.track_of(cfg, n * cfg.microbatches) for n in (1, 2)] == [cfg.track, "other"]
