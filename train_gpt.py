@@ -8,7 +8,7 @@ A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on Fin
 
 Results
     cpu preset     1.051 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
-                   runs of 266 steps, 49 s on two cores of an AMD EPYC, PyTorch 2.13
+                   runs of 266 steps, 56 s on two cores of an Intel Xeon, PyTorch 2.13
     record preset  not timed on GPUs yet. It is the configuration of the public record 92, which took 39.9 s
                    on 8 H100s, with the copy pointer and the schedule of PR 379 (36.0 s); docs/settings.md
                    says what it lacks
@@ -2600,6 +2600,7 @@ def write_grad(
 ) -> None:
     """out = a^T b; += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
 
+    bf16 a and b for fp32 `out`: the product is rounded to bf16 before it is added.
     FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary. With distinct
     `columns` (cols,) int32, the rounded product is added to these columns of `out`, after `overwrite` has set
     all of it to 0.
@@ -4733,6 +4734,8 @@ def run(args: argparse.Namespace) -> None:
         resumed.clear()  # or its files, which are mapped, could not be removed over a network
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
+    if backend.mlp_dtype:
+        log.print0("this CPU has AMX: the MLPs' products are in bf16")
     log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     first = max(1, min(args.profile or 0, cfg.steps - 4) - start[0])
