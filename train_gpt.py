@@ -9,7 +9,7 @@ A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on Fin
 Results
     cpu preset     1.051 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
                    runs of 266 steps, 56 s on two cores of an Intel Xeon, PyTorch 2.13
-    record preset  not timed on GPUs yet. It is the configuration of the public record 92, which took 39.9 s
+    record preset  no whole run yet. It is the configuration of the public record 92, which took 39.9 s
                    on 8 H100s, with the copy pointer and the schedule of PR 379 (36.0 s); docs/settings.md
                    says what it lacks
 
@@ -428,7 +428,8 @@ class Config:
     attention_impl: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with it, the MLPs' too, forward and backward
-    # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. On others that is slower.
+    # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. Elsewhere that gains little, or is
+    # slower.
     bf16_mlp: bool = True
     compile: bool = True  # torch.compile the layers, forward and backward, and the updates
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
@@ -2096,6 +2097,7 @@ if triton is not None:
         transposed,
         scales,
         amax,
+        scale_step,
         M,
         N,
         K,
@@ -2128,11 +2130,12 @@ if triton is not None:
         mask = (rows[:, None] < M) & (cols[None, :] < N)
         dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
         if FP8_MAX:
-            total *= tl.load(scales + BACKWARD) * tl.load(scales + 2 + BACKWARD)
+            scale = scales + BACKWARD * scale_step
+            total *= tl.load(scale) * tl.load(scale + 2 * scale_step)
         if BACKWARD:
             before = tl.load(square + out_offs, mask=mask, other=0.0).to(tl.float32)
             if FP8_MAX:
-                before *= tl.load(scales + 4)
+                before *= tl.load(scales + 4 * scale_step)
             else:
                 total = total.to(dtype).to(tl.float32)
             result = 2 * tl.sqrt(before) * total
@@ -2143,7 +2146,7 @@ if triton is not None:
         if FP8_MAX:
             units = result.to(tl.float32)
             tl.atomic_max(amax + BACKWARD, tl.max(tl.abs(units)), sem="relaxed")  # exact in any order
-            units *= 1 / tl.load(scales + 4 + BACKWARD)
+            units *= 1 / tl.load(scale + 4 * scale_step)
             units = tl.clamp(units, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
             result = units.to(out.dtype.element_ty)
         tl.store(out + out_offs, result, mask=mask)
@@ -2365,11 +2368,13 @@ def triton_relu_square(a: Tensor, b: Tensor, square: Tensor | None = None, *fp8:
     (M, K), N = a.shape, len(b)
     out = a.new_empty(M, N)
     large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
-    tiles = RELU_SQUARE_TILES["large" + " fp8" * bool(fp8) if large else "small"]
+    fp8_tiles = "large fp8" if fp8 else "large"  # torch 2.11 cannot trace bool() of a tuple
+    tiles = RELU_SQUARE_TILES[fp8_tiles if large else "small"]
     blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
     tensors = a, b, out if square is None else square, out, *(fp8 or [out] * 3)
     options = {"BACKWARD": int(square is not None), "FP8_MAX": int(torch.finfo(a.dtype).max) if fp8 else 0}
-    relu_square_kernel[(blocks,)](*tensors, M, N, K, *a.stride(), *b.stride(), **options, **tiles)
+    step = fp8[1].stride(1) if fp8 else 1
+    relu_square_kernel[(blocks,)](*tensors, step, M, N, K, *a.stride(), *b.stride(), **options, **tiles)
     return out
 
 
@@ -2537,7 +2542,8 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
         fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
         with explain("FlashAttention-3 cannot be used", fix, Exception):
             torch.nn.attention.activate_flash_attention_impl("FA3")
-    if cfg.bf16_mlp and cfg.dtype == "float32" and not on_gpu and torch.cpu._is_amx_tile_supported():
+    plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
+    if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
         chosen |= {"mlp_dtype": torch.bfloat16, "relu_square_grad": relu_square_grad_bf16}
     return Backend(**chosen, fp8=cfg.fp8)
 
@@ -2754,11 +2760,9 @@ class MLP(torch.autograd.Function):
     def forward(ctx, h, weights, fc, proj, backend, fp8):
         ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
         if fp8 is None:
-            dtype = h.dtype
-            h, fc, proj = (t.to(backend.mlp_dtype or dtype) for t in (h, fc, proj))
             square = backend.relu_square(h, fc)
             ctx.save_for_backward(h, square, fc, proj)
-            return (square @ proj).to(dtype)
+            return square @ proj
         (h_scale, _), (_, proj_scale), (scale, _) = fp8.scales
         h8, ht8 = both_layouts(h, h_scale, torch.float8_e4m3fn)
         square8, squaret8 = backend.relu_square_fp8(h8, fp8)
@@ -2770,9 +2774,8 @@ class MLP(torch.autograd.Function):
         fp8, (to_fc, to_proj) = ctx.fp8, ctx.weights
         if fp8 is None:
             h, square, fc, proj = ctx.saved_tensors
-            dtype, dy = dy.dtype, dy.to(h.dtype)
             da = ctx.backend.relu_square_grad(dy, proj, square)
-            return (da @ fc).to(dtype), None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
+            return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
         ht8, square8, squaret8 = ctx.saved_tensors
         (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
         dy8, dyt8 = both_layouts(dy, dy_scale, torch.float8_e5m2)
@@ -3046,7 +3049,8 @@ class GPT(nn.Module):
         # ranks.
         mlps, unit = sum(layer.mlps for layer in cfg.layers), FP8_DY * world_size / count
         self.fp8_scales = torch.tensor([[FP8_H, unit], [0, 0], [1, unit]], device=device)
-        self.fp8_scales = self.fp8_scales[:, :, None, None].repeat(mlps, 1, 1, 1, 1)
+        # cuBLAS takes scales at multiples of 16 bytes only.
+        self.fp8_scales = self.fp8_scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)[:, :, :, :1]
         self.fp8_amax, self.weight_amax = (torch.zeros(mlps, 2, device=device) for _ in range(2))
         rooms = FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX
         self.fp8_rooms = torch.tensor(rooms, device=device)
@@ -3184,7 +3188,9 @@ class GPT(nn.Module):
             for _ in range(layer.mlps):
                 fc, proj = next(matrices["mlp_bank"]), next(matrices["mlp_bank"])
                 how = self.backend, next(mlps_fp8, None)
-                terms += [(scalars.post_mlp, MLP.apply(h, (fc, proj), fc.w, proj.w, *how))]
+                # Not in MLP: in torch 2.11, generated code would lose its gradients.
+                h, *w = (t.to(self.backend.mlp_dtype or x.dtype) for t in (h, fc.w, proj.w))
+                terms += [(scalars.post_mlp, MLP.apply(h, (fc, proj), *w, *how).to(x.dtype))]
             x = mix((scalars.resid_mlp, x), *terms)
             if i == cfg.skip_from:
                 skipped = x
@@ -3195,7 +3201,7 @@ class GPT(nn.Module):
         return final_norm(x, self.token_weights("mudd", 1, x), streams)
 
     def layer_scalars(self, T: int) -> Iterator[LayerScalars]:
-        """Returns the layers' scalars, (T, 1) each; None where a layer does not use that scalar.
+        """Returns the layers' scalars, (T or 1, 1) each; None where a layer does not use that scalar.
 
         In compiled code they are repeated for every token, so that one sum over the tokens gives the
         gradients of all; elsewhere they are (1, 1). They are taken by one index: slices would be copied one
@@ -3263,7 +3269,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Runs layer i's attention on h (T, d). Returns its heads (T, H, Dv).
 
-        weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products `factor` (T, 1)
+        weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products `factor` (T or 1, 1)
         multiplies. span: cu_seqlens, longest document and window, in the rows that heads attend to. The first
         Dv numbers of each head of `value` (T, d) are added to the values, times the head's gate by ve_gate
         (H, GATE_DIM), if given.

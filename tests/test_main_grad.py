@@ -171,7 +171,8 @@ def test_mlp_in_bf16(in_place):
                 weights = [tg.Weight(w, grad, torch.tensor(written)) for w, grad in zip(bank, grads)]
             else:
                 weights = [tg.Weight(w.requires_grad_()) for w in bank]
-            y = tg.MLP.apply(h, weights, *bank, backend, None)
+            casted = [t.to(backend.mlp_dtype or t.dtype) for t in (h, *bank)]
+            y = tg.MLP.apply(casted[0], weights, *casted[1:], backend, None).float()
             y.backward(dy)
         grads = grads if in_place else [w.grad for w in bank]
         assert {t.dtype for t in (y, h.grad, *grads)} == {torch.float32}

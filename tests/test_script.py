@@ -98,7 +98,7 @@ config: (?P<config>.*)
 data: [0-9a-f]{{16}} \(12000 training tokens in 2 shards, 1500 for validation\)
 ={{100}}
 warm-up: .*
-(?P<steps>(?:step:.*\n)*)peak memory allocated: \d+ MiB
+(?:this CPU has AMX: .*\n)?(?P<steps>(?:step:.*\n)*)peak memory allocated: \d+ MiB
 val_loss: (?P<val_loss>\d\.\d{{6}})
 train_time_ms: (?P<train_time_ms>\d+)
 steps: 8

@@ -28,7 +28,7 @@ def cfg(few_layers):  # noqa: F811
     sizes = zip(few_layers.stages, (64, 128, 96, 96))
     stages = tuple(replace(stage, steps=1, batch_tokens=tokens) for stage, tokens in sizes)
     cfg = replace(dense(with_dtype(few_layers, "float32")), stages=stages)
-    return replace(cfg, head_chunk=16, main_grad=False, pointer_dim=16)
+    return replace(cfg, head_chunk=16, main_grad=False, pointer_dim=16, bf16_mlp=False)
 
 
 @pytest.fixture(scope="module")
