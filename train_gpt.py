@@ -428,8 +428,8 @@ class Config:
     attention_impl: Literal["dense", "varlen", "fa3"] = "varlen"
     fp8: bool = True  # the head's matmuls in 8 bits, in training
     fp8_mlp: bool = True  # with it, the MLPs' too, forward and backward
-    # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. Elsewhere that gains little, or is
-    # slower.
+    # On a CPU with matrix instructions (AMX) the MLPs' products are in bf16. Elsewhere that gains little or
+    # loses.
     bf16_mlp: bool = True
     compile: bool = True  # torch.compile the layers, forward and backward, and the updates
     samples: int = 3  # texts of 100 tokens, printed after the run if the data has a vocabulary.txt; 0: none
