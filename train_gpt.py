@@ -3189,8 +3189,8 @@ class GPT(nn.Module):
                 fc, proj = next(matrices["mlp_bank"]), next(matrices["mlp_bank"])
                 how = self.backend, next(mlps_fp8, None)
                 # Not in MLP: in torch 2.11, generated code would lose its gradients.
-                h, *w = (t.to(self.backend.mlp_dtype or x.dtype) for t in (h, fc.w, proj.w))
-                terms += [(scalars.post_mlp, MLP.apply(h, (fc, proj), *w, *how).to(x.dtype))]
+                h, w1, w2 = (t.to(self.backend.mlp_dtype or x.dtype) for t in (h, fc.w, proj.w))
+                terms += [(scalars.post_mlp, MLP.apply(h, (fc, proj), w1, w2, *how).to(x.dtype))]
             x = mix((scalars.resid_mlp, x), *terms)
             if i == cfg.skip_from:
                 skipped = x
