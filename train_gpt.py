@@ -2553,7 +2553,8 @@ def transpose_copy(out: Tensor, x: Tensor) -> None:
     """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
     if x.element_size() == 1:
         out, x = out.view(torch.uint8), x.view(torch.uint8)
-    n = len(out) if out.is_cuda else 256  # a CPU's cache holds both parts of so many rows
+    whole = out.is_cuda or torch.compiler.is_compiling()
+    n = len(out) if whole else 256  # a CPU's cache holds both parts of so many rows
     for rows, columns in zip(out.split(n), x.split(n, dim=1)):
         rows.copy_(columns.T)
 
@@ -2567,7 +2568,7 @@ def transposed(x: Tensor) -> Tensor:
 @compiled
 def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
     """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    if out.is_cuda:  # where index_add_ is atomic
+    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
         out[:, columns.long()] += x
     else:
         out.index_add_(1, columns, x)
