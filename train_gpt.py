@@ -1698,12 +1698,40 @@ def dense_attention(
     bounds a document's length. Returns (T, H, Dv).
 
     Queries go in blocks, each against the keys of its block and of `window` positions before it:
-    T * (window + BLOCK) scores instead of T * T.
+    T * (window + block) scores instead of T * T.
     """
-    (T, H, _), window = q.shape, min(window, max_seqlen - 1, len(q) - 1)
-    bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, window)
+    T, H, _ = q.shape
+    if q.is_cuda or torch.compiler.is_compiling():
+        q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, T - 1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+        return y.transpose(1, 2).flatten(0, 1)[:T]
+    bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
     return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
 
+
+def query_blocks(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cuts queries (T, H, D) into n blocks (n, H, block, D), with the keys and values that these may see.
+
+    Also returns a mask (n, 1, block, keys): which key is in a query's document and window.
+    """
+    T, block = len(q), min(max(32, window), 256)
+    before, tail = padded(window, block), -T % block  # keys before a block's own; what the last block lacks
+    doc = document_numbers(cu_seqlens, T)
+    doc_q = F.pad(doc, (0, tail), value=-1).view(-1, block, 1)
+    doc_k = F.pad(doc, (before, tail), value=-1).unfold(0, before + block, block).unsqueeze(1)
+    offs = torch.arange(-before, block, device=q.device)
+    distance = offs[before:, None] - offs
+    mask = (doc_q == doc_k) & (distance >= 0) & (distance <= window)
+    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (-1, block))
+    # Overlapping blocks of keys from neighbouring ones: the backward of unfold() is five times as slow.
+    k, v = (F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block)) for t in (k, v))
+    k, v = (torch.cat([t[i : i + len(q)] for i in range(before // block + 1)], dim=1) for t in (k, v))
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask.unsqueeze(1)
+
+
+# Without a compiler, on a CPU: smaller blocks, whose keys are not copied, and a backward of its own.
 
 BLOCK = 32  # queries. With more, a block has more keys that most of its queries do not see.
 
