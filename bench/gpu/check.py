@@ -233,7 +233,7 @@ ROUNDING = {torch.bfloat16: BF16, torch.float8_e4m3fn: 0.03}
 def fp8_products(setup: Setup) -> Iterator[Row]:
     """Compares the head's three products, and the MLPs' but the first, with fp64, and times them.
 
-    As in a step, scales are numbers of a vector, which are not aligned, and the result has its place.
+    As in a step, scales are numbers of one tensor, 16 bytes apart, and the result has its place.
     """
     if not (cfg := setup.cfg).fp8:
         raise Unable("this GPU has no FP8")
@@ -242,7 +242,7 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
     grad = setup.rand(n, V).to(torch.float8_e5m2)
     square, proj = (setup.rand(rows, cfg.mlp_dim).to(torch.float8_e4m3fn) for rows in (n, d))
     dy, da = (setup.rand(n, columns).to(torch.float8_e5m2) for columns in (d, cfg.mlp_dim))
-    scales = torch.tensor([0.0, 0.37, 0.5], device=setup.device)
+    scales = torch.tensor([0.0, 0.37, 0.5], device=setup.device)[:, None].repeat(1, 4)[:, 0]
 
     products = {
         "logits": (x, w.T, torch.float8_e4m3fn, True),
