@@ -5,9 +5,10 @@
     python bench/ablations.py "bigrams: ngrams.orders=" "rate 0.5: ngrams.lr=0.5 ngrams.every=2,2" --jobs 2 \\
         --set length=0.5 val_slices=48
 
-A variant is NAME=VALUE ..., in quotes, after a LABEL: if it is to have another name. The preset as it is
-comes first, and is what they are compared with. --set has settings of all, and comes after the variants; with
-length=0.5 the whole schedule is half as long. Every run is one process with one thread, so that --jobs of
+A variant is NAME=VALUE ..., in quotes, after a LABEL: if it is to have another name. A word that ends in
+.patch is a file, which `git apply` applies to a copy of the script. The preset as it is comes first, and is
+what they are compared with. --set has settings of all, and comes after the variants; with length=0.5 the
+whole schedule is half as long. Every run is one process with one thread, so that --jobs of
 them share a machine, and so its time is no measurement. All variants run with the first seed, then all with
 the next. A run of the `cpu` or `words` preset takes two minutes.
 
@@ -28,9 +29,11 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -39,12 +42,37 @@ sys.path.insert(0, str(REPOSITORY / "records"))
 import compare
 
 
-def parse_variant(text: str) -> tuple[str, list[str]]:
-    """Returns (label, settings) of "NAME=VALUE ..." or "LABEL: NAME=VALUE ..."."""
-    label, _, settings = text.rpartition(":")
-    if not text.strip() or not all("=" in setting for setting in settings.split()):
+class Variant(NamedTuple):
+    label: str
+    settings: list[str]
+    patches: list[str] = []
+
+
+def parse_variant(text: str) -> Variant:
+    """Parses "NAME=VALUE ..." or "LABEL: NAME=VALUE ...", in which words may be names of patches."""
+    label, _, rest = text.rpartition(":")
+    patches = [word for word in rest.split() if word.endswith(".patch")]
+    settings = [word for word in rest.split() if word not in patches]
+    if not rest.strip() or not all("=" in setting for setting in settings):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE ... or LABEL: NAME=VALUE ...")
-    return label.strip() or settings, settings.split()
+    return Variant(label.strip() or rest.strip(), settings, patches)
+
+
+def patched(script: Path, patches: list[str], folder: Path) -> Path:
+    """Returns the script, or its copy in `folder` with the patches. Raises UserError if one does not fit."""
+    if not patches:
+        return script
+    folder.mkdir()
+    copy = folder / "train_gpt.py"  # the name that the patches give it
+    copy.write_bytes(script.read_bytes())
+    for patch in patches:
+        command = ["git", "apply", str(Path(patch).resolve())]
+        # Within a repository git would look for the file at the repository's top.
+        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        if run.returncode:
+            raise compare.UserError(f"{patch} does not fit {script}: {run.stderr.strip()}")
+    return copy
 
 
 def start(script: Path, preset: str, settings: list[str], *options: str) -> str:
@@ -65,7 +93,7 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
     paths = [path for log in logs for path in (script.parent / log, Path(log)) if path.exists()]
     if not paths:
         raise compare.UserError(f"{script} has not printed the path of its log")
-    path = str(paths[-1].resolve())
+    path = os.path.relpath(paths[-1])
     (result,), _ = compare.read_log(path)
     return {"loss": result.val_loss, "log": path}
 
@@ -106,34 +134,38 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
     parser.add_argument("--out", type=Path, default=Path("ablations.jsonl"))
     args = parser.parse_args(argv)
-    variants = [("as it is", []), *args.variants]
-    if len(dict(variants)) < len(variants):
+    variants = [Variant("as it is", []), *args.variants]
+    if len({variant.label for variant in variants}) < len(variants):
         parser.error("two variants have the same label")
     if min(args.seeds, args.jobs) < 1:
         parser.error("--seeds and --jobs must be at least 1")
     try:
-        print(f"\n{table(train_all(args, variants))}")
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"\n{table(train_all(args, variants, Path(folder)))}")
     except (compare.UserError, OSError) as error:
         sys.exit(f"ablations.py: {error}")
 
 
-def train_all(args: argparse.Namespace, variants: list[tuple[str, list[str]]]) -> dict[str, list[float]]:
-    """Trains all variants with all seeds; returns their losses by label."""
-    script, text = args.script.resolve(), args.script.read_bytes()
-    digest = hashlib.sha256(text).hexdigest()[:12]
+def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -> dict[str, list[float]]:
+    """Trains all variants with all seeds; returns their losses by label. Patched scripts go to `folder`."""
+    scripts = {
+        variant.label: patched(args.script.resolve(), variant.patches, folder / str(i))
+        for i, variant in enumerate(variants)
+    }
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    # Before any run; early records have no such option.
-    for _, settings in variants if b'"--check"' in text else ():
-        start(script, args.preset, args.common + settings, "--check", "1")
+    for label, settings, _ in variants:
+        if b'"--check"' in args.script.read_bytes():  # early records have no such option
+            start(scripts[label], args.preset, args.common + settings, "--check", "1")  # before any run
     with open(args.out, "a+") as file:
         file.seek(0)
         done = {tuple(entry["run"]): entry["loss"] for entry in map(json.loads, file)}
 
     def run(seed: int, label: str, settings: list[str]) -> float:
         settings = args.common + settings
+        digest = hashlib.sha256(scripts[label].read_bytes()).hexdigest()[:12]
         name = digest, args.preset, " ".join(settings), seed
         if name not in done:
-            result = train(script, args.preset, settings, seed)
+            result = train(scripts[label], args.preset, settings, seed)
             with open(args.out, "a") as file:
                 file.write(json.dumps({"run": name, "label": label} | result) + "\n")
             done[name] = result["loss"]
@@ -144,14 +176,14 @@ def train_all(args: argparse.Namespace, variants: list[tuple[str, list[str]]]) -
 
     print(f"{len(seeds) * len(variants)} runs, {args.jobs} at once", flush=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {(s, label): pool.submit(run, s, label, sets) for s in seeds for label, sets in variants}
+        futures = {(s, v.label): pool.submit(run, s, v.label, v.settings) for s in seeds for v in variants}
         try:
             for future in tqdm(as_completed(futures.values()), total=len(futures), unit="run"):
                 future.result()
         except BaseException:  # an interrupt, too, ends the runs that wait
             pool.shutdown(cancel_futures=True)
             raise
-    return {label: [futures[s, label].result() for s in seeds] for label, _ in variants}
+    return {v.label: [futures[s, v.label].result() for s in seeds] for v in variants}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,7 +64,33 @@ def test_a_script_prints_its_log_twice_and_beside_itself(tmp_path, monkeypatch):
     script, log = tmp_path / "script.py", tmp_path / "a.txt"
     script.write_text("print('log: a.txt\\nlog: a.txt')")
     log.touch()
-    assert ablations.train(script, "cpu", [], 0)["loss"] == str(log)
+    assert Path(ablations.train(script, "cpu", [], 0)["log"]).resolve() == log
+
+
+def test_a_patch_changes_a_copy_of_the_script(tmp_path, monkeypatch):
+    """A variant's patches are applied, in order, wherever the copy lies; its runs count as another script's."""
+    ran = []
+
+    def train(script, preset, settings, seed):
+        ran.append((script.read_text(), settings))
+        return {"loss": 1.0, "log": "a.txt"}
+
+    monkeypatch.setattr(ablations, "train", train)
+    script, out = tmp_path / "mine.py", tmp_path / "out.jsonl"
+    script.write_text("one\n")
+    patches = [tmp_path / f"{name}.patch" for name in ("two", "three")]
+    for patch, old, new in zip(patches, ("one", "two"), ("two", "three")):
+        patch.write_text(f"--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-{old}\n+{new}\n")
+    both = " ".join(map(str, patches))
+    options = f"--script {script} --out {out} --seeds 1".split()
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ablations.main([f"patched: x=1 {both}", *options])
+    assert ran == [("one\n", []), ("three\n", ["x=1"])]
+    ablations.main([f"again: x=1 {both}", *options])
+    assert len(ran) == 2
+    with pytest.raises(SystemExit, match="three.patch does not fit"):
+        ablations.main([f"x=1 {patches[1]}", *options])
 
 
 @pytest.mark.slow

@@ -1,0 +1,298 @@
+#!/usr/bin/env python3
+"""Compares published effects of techniques at the real scale with their effects in the small presets.
+
+    python bench/transfer.py --run cpu --jobs 2   # trains; resumes where it was interrupted; three hours
+    python bench/transfer.py                      # prints the tables of docs/transfer.md, draws its picture
+
+TECHNIQUES has, for each technique, what was published, and the settings without and with it in both presets.
+Its effect is the loss without it minus the loss with it, in thousandths of a nat, at equal steps: positive
+means that it helps. All that decides how effects are judged stands in docs/transfer.md, and was fixed before
+the first run. Runs are kept in bench/ablations/transfer_TRACK.jsonl, as bench/ablations.py keeps them.
+"""
+
+import argparse
+import json
+import typing
+from collections import defaultdict
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+import ablations
+from ablations import compare
+
+HERE = Path(__file__).resolve().parent
+PATCHES = HERE / "ablations" / "transfer"
+TRACKS = "cpu", "words"
+SEEDS = 5, 10  # of every variant; of those of a technique whose effect is near its error
+FIRST_SEED = 70
+# Neither changes the final loss.
+COMMON = ["warmup=false", "val_every=0", "samples=0"]
+RESOLVED = 2.0  # standard errors
+NEAR = 3.0  # an effect of fewer standard errors than that gets more seeds
+
+Group = Literal["optimizer", "architecture", "data and schedule", "vocabulary"]
+Pair = tuple[str, str]  # the settings without and with a technique; "": the preset
+
+
+class Technique(NamedTuple):
+    name: str
+    group: Group
+    # A number: the technique lowers the loss by so many thousandths of a nat at equal steps. Text: what it
+    # saved, often together with other changes; then only that it helps counts.
+    published: float | str
+    source: str  # a folder or pull request of the public speedrun
+    cpu: Pair | None = None
+    words: Pair | None = None
+
+
+def both(without: str, with_it: str = "") -> dict[str, Pair]:
+    return {"cpu": (without, with_it), "words": (without, with_it)}
+
+
+PLAIN_PAIRS = "layers.0.attention=plain layers.2.attention=plain layers.5.attention=plain"
+ONE_WEIGHT = "stages.*.mtp_start=1 stages.*.mtp_end=1"
+LATER_TARGETS = (
+    "stages.0.mtp_start=1,0.5,0.25 stages.0.mtp_end=1,0.5,0 stages.1.mtp_start=1,0.5 stages.1.mtp_end=1,0"
+)
+WIDE = (
+    "layers.*.narrow_qk=false layers.*.narrow_v=false layers.4.attention=plain layers.7.attention=plain "
+    "layers.9.attention=paired"
+)
+OLD_OPTIMIZER = "polar_express.patch rails_step=100000 endings.*.window=0 params.value_embeds.every=2,2"
+ONE_RATE = "stages.0.lr_mul={0} stages.1.lr_mul={0} stages.2.lr_mul={0}"
+GROWING = "stages.0.batch_tokens=1024 stages.2.batch_tokens=3072 stages.3.batch_tokens=2304"
+ANVIL2 = "2026-08-30_ANVIL2"
+
+# fmt: off
+TECHNIQUES = (
+    # published as an effect at equal steps
+    Technique("n-gram table, in place of a small table of bigrams", "vocabulary", 35.8, ANVIL2,
+              **both("ngrams.orders=")),
+    Technique("four times as many n-gram rows", "vocabulary", 5.3, ANVIL2,
+              **both("ngrams.rows_per_order=16384")),
+    Technique("averages at the end", "optimizer", 20.2, ANVIL2, **both("endings.*.window=0")),
+    Technique("the whole optimizer, against record 89's", "optimizer", 21.1, ANVIL2,
+              **both(OLD_OPTIMIZER)),
+    Technique("ANVIL's rule", "optimizer", 4.9, ANVIL2,
+              **both("polar_express.patch rails_step=100000")),
+    Technique("mix of all streams by groups of channels, against five streams", "architecture", 6.1, ANVIL2,
+              **both("mix.patch mix_groups=1")),
+    Technique("sampled softmax", "vocabulary", -2.4, ANVIL2, words=("stages.*.candidates=", "")),
+    Technique("narrow heads, and attention in three layers fewer", "architecture", -6.9, ANVIL2,
+              **both(WIDE)),
+    Technique("connections by small MLPs", "architecture", 8.4, "2026-04-22_MuddFormer",
+              **both("mudd_connections=false")),
+    Technique("gates by small MLPs", "architecture", 3.0, "2026-05-27",
+              **both("mudd_gates=false")),
+    Technique("XSA", "architecture", 4.6, "2026-05-07",
+              ("", "layers.1.xsa=true layers.3.xsa=true"), ("layers.*.xsa=false", "")),
+    Technique("gates of value embeddings", "architecture", 4.0, "2025-12-29",
+              **both("value_gates.patch")),
+    Technique("tokens normalized before hashing", "vocabulary", 2.0, "PR 375",
+              words=("", "normalized_tokens.patch")),
+    Technique("copy pointer", "architecture", 35.0, "PR 379",
+              ("", "pointer_dim=32"), ("pointer_dim=0", "")),
+    Technique("scale of the stream 1.1 at first", "architecture", 1.0, "2025-11-18",
+              **both("params.resid_lambdas.init=1")),
+    # published as steps saved, with other changes
+    Technique("table of hashed bigrams", "vocabulary", "165 steps", "2026-01-19",
+              **both("ngrams.orders= params.bigram_embed.lr_mul=0", "ngrams.orders=")),
+    Technique("later targets", "data and schedule", "80 steps", "2025-12-22",
+              (ONE_WEIGHT, ""), ("", LATER_TARGETS)),
+    Technique("paired heads", "architecture", "65 steps", "2026-01-07", **both(PLAIN_PAIRS)),
+    Technique("growing batches", "data and schedule", "65 steps", "2025-11-29",
+              ("stages.*.batch_tokens=3464 " + ONE_RATE.format("1.5"), ""),
+              (ONE_RATE.format("1.41"), GROWING)),
+    Technique("head tied to the embedding at first", "vocabulary", "55 steps", "2025-12-19",
+              **both("tied_head.patch")),
+    Technique("attention's output gates", "architecture", "55 steps", "PR 117",
+              **both("layers.*.gate=false")),
+    Technique("key shift", "architecture", "50 steps", "2025-12-14",
+              **both("layers.*.key_shift=false")),
+    Technique("asymmetric softcap", "vocabulary", "40 steps", "2025-12-26", **both("softcap.patch")),
+    Technique("cautious decay of matrices", "optimizer", "40 steps", "2025-11-10",
+              **both("matrix_decay.patch")),
+    Technique("cautious decay of Adam's parameters", "optimizer", "20 steps", "2025-12-18",
+              **both("adam_decay.patch")),
+    Technique("skip from an early layer", "architecture", "20 steps", "2025-11-18",
+              **both("skip.patch")),
+    Technique("prefix targets", "vocabulary", "15 steps", "PR 337",
+              words=("", "stages.0.prefix=.25 stages.1.prefix=.20,.15,.10,.05")),
+    Technique("Polar Express, against Newton-Schulz", "optimizer", "10 steps", "2025-09-29",
+              **both("newton_schulz.patch", "polar_express.patch")),
+    Technique("smear", "architecture", "5 steps", "2025-09-18", **both("smear.patch")),
+    Technique("value embeddings", "architecture", "7 % of the time", "2024-12-04",
+              **both("layers.10.connections=false layers.*.value=false", "layers.10.connections=false")),
+)
+# fmt: on
+
+
+class Effect(NamedTuple):
+    mean: float  # of a technique, in thousandths of a nat
+    error: float  # its standard error
+    pairs: int
+
+    @property
+    def resolved(self) -> bool:
+        return self.pairs >= SEEDS[0] and abs(self.mean) > RESOLVED * self.error
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.1f} ± {self.error:.1f}{'' if self.resolved else ' ?'}"
+
+
+def runs_of(track: str) -> Path:
+    return HERE / "ablations" / f"transfer_{track}.jsonl"
+
+
+def read_losses(track: str) -> dict[str, dict[int, float]]:
+    """Returns the losses of a track's runs, by settings and seed."""
+    losses: dict[str, dict[int, float]] = defaultdict(dict)
+    for line in runs_of(track).read_text().splitlines():
+        entry = json.loads(line)
+        losses["" if entry["label"] == "as it is" else entry["label"]][entry["run"][-1]] = entry["loss"]
+    return losses
+
+
+def effect(pair: Pair | None, losses: dict[str, dict[int, float]]) -> Effect | None:
+    """Returns a technique's effect in a track, from the seeds with which both sides ran; None: not two."""
+    if pair is None:
+        return None
+    without, with_it = (losses.get(side, {}) for side in pair)
+    seeds = sorted(without.keys() & with_it.keys())
+    if len(seeds) < 2:
+        return None
+    mean, error, _ = ablations.paired([without[s] for s in seeds], [with_it[s] for s in seeds])
+    return Effect(1000 * mean, 1000 * error, len(seeds))
+
+
+def variant(settings: str) -> str:
+    """Returns the settings as bench/ablations.py takes them; they are the label, too."""
+    words = (f"{PATCHES}/{word}" if word.endswith(".patch") else word for word in settings.split())
+    return f"{settings}: {' '.join(words)}"
+
+
+def run(track: str, jobs: int) -> None:
+    """Trains what a track's file of runs lacks: all variants, then more seeds where an effect is near its
+    error.
+    """
+
+    def train(pairs: list[Pair | None], seeds: int) -> None:
+        labels = sorted({side for pair in pairs if pair for side in pair} - {""})
+        options = ["--preset", track, "--jobs", jobs, "--first-seed", FIRST_SEED, "--seeds", seeds]
+        ablations.main(
+            [*map(variant, labels), *map(str, options), "--out", str(runs_of(track)), "--set", *COMMON]
+        )
+
+    pairs = [getattr(technique, track) for technique in TECHNIQUES]
+    train(pairs, SEEDS[0])
+    losses = read_losses(track)
+    near = [pair for pair in pairs if (e := effect(pair, losses)) and abs(e.mean) < NEAR * e.error]
+    if near:
+        train(near, SEEDS[1])
+
+
+def is_resolved(published: float | str) -> bool:
+    """True if the sign of what was published counts."""
+    return isinstance(published, str) or abs(published) >= 2
+
+
+def agreement(found: dict[Technique, Effect]) -> tuple[int, int]:
+    """Returns how many signs agree of the techniques that are resolved on both sides, and their number."""
+    signs = [
+        effect.mean * (1 if isinstance(technique.published, str) else technique.published) > 0
+        for technique, effect in found.items()
+        if is_resolved(technique.published) and effect.resolved
+    ]
+    return sum(signs), len(signs)
+
+
+def summary(track: str, found: dict[Technique, Effect]) -> list[str]:
+    """Returns a track's figures: signs that agree with p, rank correlation, slope, signs by group."""
+    from scipy.stats import binomtest, spearmanr, theilslopes
+
+    agree, count = agreement(found)
+    lines = [f"{track}: {agree} of {count} signs agree"]
+    if count:
+        lines[0] += f", p {binomtest(agree, count).pvalue:.2g}"
+    numbers = [(t.published, e.mean) for t, e in found.items() if not isinstance(t.published, str)]
+    if len(numbers) > 2:
+        published, ours = np.array(numbers, float).T
+        generator = np.random.default_rng(0)
+        draws = list(generator.integers(len(ours), size=(10_000, len(ours))))
+        low, high = np.quantile([spearmanr(published[d], ours[d]).statistic for d in draws], (0.025, 0.975))
+        rank, slope = spearmanr(published, ours).statistic, theilslopes(ours, published)
+        lines += [
+            f"Spearman's rank correlation over {len(ours)} techniques: {rank:.2f} ({low:.2f} to {high:.2f})",
+            f"slope: {slope.slope:.2f} ({slope.low_slope:.2f} to {slope.high_slope:.2f})",
+        ]
+    for group in typing.get_args(Group):
+        part = {technique: effect for technique, effect in found.items() if technique.group == group}
+        agree, count = agreement(part)
+        lines.append(f"{group}: {agree} of {count} signs agree, of {len(part)} techniques")
+    return lines
+
+
+def report(effects: dict[str, dict[Technique, Effect]]) -> str:
+    """Returns the tables of docs/transfer.md."""
+    rows = []
+    for technique in TECHNIQUES:
+        published = technique.published
+        claim = published if isinstance(published, str) else f"{published:+.1f}"
+        claim += "" if is_resolved(published) else " ?"
+        ours = [str(effects[track].get(technique, "")) for track in effects]
+        rows.append([technique.name, technique.group, claim, *ours, technique.source])
+    head = ["technique", "group", "published", *effects, "source"]
+    parts = [compare.markdown_table(head, rows)]
+    parts += [[f"    {line}" for line in summary(track, found)] + [""] for track, found in effects.items()]
+    return "\n".join(line for part in parts for line in part).rstrip()
+
+
+def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
+    """Draws published effects against ours, a point each with its standard error."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    for ax, (track, found) in zip(figure.subplots(1, len(effects), squeeze=False)[0], effects.items()):
+        shown = [(t, e) for t, e in found.items() if not isinstance(t.published, str)]
+        for number, group in enumerate(typing.get_args(Group)):
+            points = [(t.published, e.mean, e.error) for t, e in shown if t.group == group]
+            if points:
+                x, y, error = zip(*points)
+                ax.errorbar(x, y, error, fmt="o", capsize=3, color=f"C{number}", label=group)
+        for technique, effect in shown:
+            ax.annotate(technique.name.split(",")[0], (technique.published, effect.mean), fontsize=7,
+                        xytext=(4, 4), textcoords="offset points")  # fmt: skip
+        # Both scales are linear near 0, and logarithmic beyond.
+        ax.set_xscale("symlog", linthresh=5)
+        ax.set_yscale("symlog", linthresh=5)
+        ax.axhline(0, color="0.6", linewidth=1)
+        ax.axvline(0, color="0.6", linewidth=1)
+        ax.set(title=f"the {track} preset", xlabel="published effect, thousandths of a nat")
+        ax.set_ylabel("effect here, thousandths of a nat; bars: standard error")
+        ax.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--run", choices=TRACKS, help="train this preset's variants first")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
+    args = parser.parse_args(argv)
+    if args.run:
+        run(args.run, args.jobs)
+    effects = {}
+    for track in TRACKS:
+        if runs_of(track).exists():
+            losses = read_losses(track)
+            found = {technique: effect(getattr(technique, track), losses) for technique in TECHNIQUES}
+            effects[track] = {technique: e for technique, e in found.items() if e}
+    print(report(effects))
+    draw(effects, HERE.parent / "docs" / "transfer.png")
+
+
+if __name__ == "__main__":
+    main()
