@@ -68,7 +68,7 @@ def test_a_script_prints_its_log_twice_and_beside_itself(tmp_path, monkeypatch):
 
 
 def test_a_patch_changes_a_copy_of_the_script(tmp_path, monkeypatch):
-    """A variant's patches are applied, in order, wherever the copy lies; its runs count as another script's."""
+    """A variant's patches are applied, in order, and its runs count as another script's."""
     ran = []
 
     def train(script, preset, settings, seed):
