@@ -18,6 +18,7 @@ import tiktoken
 
 import local_corpus
 import ngram
+import shakespeare
 import tokenize_text as tt
 
 BYTES = tt.get_encoding("bytes")
@@ -246,6 +247,26 @@ def test_wrong_arguments(tmp_path, arguments):
     with pytest.raises(SystemExit) as error:
         tokenize(tmp_path / out, tmp_path / file, options=" ".join(options))
     assert error.value.code and not (tmp_path / "b").exists()
+
+
+# ---- shakespeare.py ----------------------------------------------------------------------------------------
+
+
+def test_the_last_tenth_of_shakespeare_is_one_document(tmp_path, monkeypatch):
+    text = b"".join(b"SPEAKER %d:\nA line of speech.\n\n" % i for i in range(1000))
+    (tmp_path / "input.txt").write_bytes(text)
+    monkeypatch.setattr(shakespeare, "URL", (tmp_path / "input.txt").as_uri())
+    for source, arguments in ("file", [str(tmp_path / "input.txt")]), ("download", []):
+        out = tmp_path / source
+        shakespeare.main([*arguments, "--out", str(out)])
+        train, val = (documents_in(out, split) for split in ("train", "val"))
+        begin = int(len(text) * 0.9)  # as nanoGPT's prepare.py has it
+        assert b"".join(train) == text[:begin] and val == [text[begin:]]
+        assert max(map(len, train)) <= 512
+        assert len((out / "vocabulary.txt").read_text().splitlines()) == 257
+        assert (out / "input.txt").read_bytes() == text
+    with pytest.raises(SystemExit, match="^shakespeare.py: .*none"):
+        shakespeare.main([str(tmp_path / "none"), "--out", str(tmp_path / "c")])
 
 
 # ---- local_corpus.py ---------------------------------------------------------------------------------------

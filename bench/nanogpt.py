@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Trains nanoGPT's recipe for a CPU and the `cpu` preset on Tiny Shakespeare, in turns, on this machine.
+
+    git clone https://github.com/karpathy/nanoGPT
+    python data/shakespeare.py
+    python bench/nanogpt.py nanoGPT --runs 3
+
+nanoGPT's recipe is the command of its README. Its time is that of 2,000 iterations without evaluations, at
+the mean of those iterations that hold none. Its loss is the last that it prints, an estimate from 20 random
+batches. Ours is a run of docs/shakespeare.md, with a validation after every 20 steps, which the clock leaves
+out. Both losses are nats per character of the last tenth of the text. nanoGPT sees up to 64 characters before
+each, ours as many as its windows allow. The picture is docs/shakespeare.png.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+from ablations import compare
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DATA = REPOSITORY / "data" / "shakespeare"
+SETTINGS = "heads=4 mlp_dim=512 length=2".split()
+RECIPE = (
+    "train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
+    "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
+    "--lr_decay_iters=2000 --dropout=0.0"
+).split()
+PUBLISHED = {
+    "nanoGPT on a CPU": 1.88,
+    "nanoGPT on an A100": 1.4697,
+}  # its README, in about three minutes each
+
+Curve = list[tuple[float, float]]  # seconds of training, loss
+
+
+def output_of(command: list[str], folder: Path) -> str:
+    """Runs a command; returns what it printed. Its errors go to the screen."""
+    print(f"+ {' '.join(command)}", flush=True)
+    return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def nanogpt(folder: Path, seed: int) -> Curve:
+    """Trains nanoGPT's recipe. Its seed is always 1337."""
+    printed = output_of([sys.executable, *RECIPE], folder)
+    losses = {
+        int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)$", printed, re.M)
+    }
+    times = re.findall(r"^iter (\d+): .* time ([\d.]+)ms", printed, re.M)
+    seconds = mean(float(ms) for step, ms in times if int(step) not in losses) / 1000
+    return [(step * seconds, loss) for step, loss in losses.items()]
+
+
+def ours(folder: Path, seed: int) -> Curve:
+    options = ["--preset", "cpu", "--data", str(DATA), "--seed", str(seed)]
+    printed = output_of(["./run.sh", *options, "--set", *SETTINGS, "val_every=20"], folder)
+    found = re.findall(r"^step:\d+/\d+ val_loss:(\S+) train_time:(\d+)ms", printed, re.M)
+    return [(int(ms) / 1000, float(loss)) for loss, ms in found]
+
+
+def draw(curves: dict[str, list[Curve]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    ax = figure.subplots()
+    for number, (label, runs) in enumerate(curves.items()):
+        for i, curve in enumerate(runs):
+            ax.plot(*zip(*curve), color=f"C{number}", marker=".", label=f"{'_' * (i > 0)}{label}, measured")
+    for label, loss in PUBLISHED.items():
+        ax.axhline(loss, color="0.5", linestyle="--", linewidth=1)
+        ax.text(
+            1,
+            loss,
+            f"{label}, published: {loss}",
+            transform=ax.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+        )
+    ax.set(
+        xlabel="training time, s",
+        ylabel="validation loss, nats per character",
+        ylim=(1.4, 2.6),
+        xlim=(0, None),
+    )
+    ax.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("nanogpt", type=Path, help="folder of nanoGPT; its data/shakespeare_char gets the text")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each")
+    args = parser.parse_args(argv)
+    if not (args.nanogpt / "train.py").exists() or not (DATA / "input.txt").exists():
+        sys.exit("nanogpt.py: clone nanoGPT, and run data/shakespeare.py first")
+    prepared = args.nanogpt / "data" / "shakespeare_char"
+    shutil.copy(DATA / "input.txt", prepared)  # or prepare.py would download it
+    output_of([sys.executable, str(prepared / "prepare.py")], args.nanogpt)
+    sides = {"nanoGPT's recipe": (nanogpt, args.nanogpt), "the cpu preset": (ours, REPOSITORY)}
+    curves: dict[str, list[Curve]] = {label: [] for label in sides}
+    for seed in range(args.runs):
+        for label, (train, folder) in sides.items():
+            curves[label].append(train(folder, seed))
+            time, loss = curves[label][-1][-1]
+            print(f"{label}: {loss:.4f} after {time:.1f} s", flush=True)
+    rows = []
+    for label, runs in curves.items():
+        times, losses = zip(*(curve[-1] for curve in runs))
+        ends = " ".join(f"{loss:.4f}" for loss in losses), " ".join(f"{time:.1f}" for time in times)
+        rows.append([label, f"{mean(losses):.4f}", f"{mean(times):.1f}", *ends])
+    print("\n".join(compare.markdown_table(["", "loss", "seconds", "losses", "seconds of each"], rows)))
+    level = mean(curve[-1][1] for curve in curves["nanoGPT's recipe"])
+    reached = [
+        next((time for time, loss in curve if loss <= level), None) for curve in curves["the cpu preset"]
+    ]
+    print(f"the cpu preset is at nanoGPT's mean loss, {level:.4f}, after (s): {reached}")
+    draw(curves, REPOSITORY / "docs" / "shakespeare.png")
+
+
+if __name__ == "__main__":
+    main()

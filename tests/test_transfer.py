@@ -1,0 +1,81 @@
+"""Tests bench/transfer.py: effects, which signs count, and that every variant is another run."""
+
+import json
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+
+import ablations
+import train_gpt as tg
+import transfer
+from transfer import Effect, Technique
+
+HELPS, HARMS, UNSURE = Effect(5, 1, 5), Effect(-5, 1, 5), Effect(5, 3, 5)
+
+
+def technique(published: float | str, group: transfer.Group = "optimizer") -> Technique:
+    return Technique(f"{published} {group}", group, published, "PR 0")
+
+
+def test_an_effect_is_the_loss_without_minus_with(tmp_path, monkeypatch):
+    """Pairs are of equal seeds; the effect is in thousandths of a nat."""
+    monkeypatch.setattr(transfer, "runs_of", lambda track: tmp_path / "runs.jsonl")
+    runs = [
+        ("as it is", 1, 2.0),
+        ("as it is", 2, 3.0),
+        ("as it is", 3, 9.0),
+        ("a=1", 2, 3.3),
+        ("a=1", 1, 2.1),
+    ]
+    lines = [
+        json.dumps({"run": ["", "cpu", "", seed], "label": label, "loss": loss}) for label, seed, loss in runs
+    ]
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines))
+    losses = transfer.read_losses("cpu")
+    assert transfer.effect(("a=1", ""), losses) == pytest.approx((200, 100, 2))
+    assert transfer.effect(("", "a=1"), losses) == pytest.approx((-200, 100, 2))
+    assert transfer.effect(("b=1", ""), losses) is transfer.effect(None, losses) is None
+
+
+def test_signs_count_where_both_sides_are_resolved():
+    found = {
+        technique(3.0): HELPS,
+        technique(-3.0): HELPS,
+        technique(-4.0): HARMS,
+        technique("10 steps"): HARMS,
+        technique("20 steps"): UNSURE,
+        technique(1.9): HELPS,
+        technique("30 steps", "vocabulary"): HELPS._replace(pairs=4),
+    }
+    assert transfer.agreement(found) == (2, 4)
+    lines = transfer.summary("cpu", found)
+    assert lines[0] == "cpu: 2 of 4 signs agree, p 1"
+    assert lines[-4] == "optimizer: 2 of 4 signs agree, of 6 techniques"
+
+
+@pytest.mark.parametrize("track", transfer.TRACKS)
+def test_every_variant_is_another_run(track, tmp_path):
+    """Every patch fits the script, every setting is one, and together they change something."""
+    preset, script = tg.PRESETS[track], Path(tg.__file__)
+    sides = {side for technique in transfer.TECHNIQUES for side in getattr(technique, track) or ()} - {""}
+    for number, side in enumerate(sides):
+        variant = ablations.parse_variant(transfer.variant(side))
+        copy = ablations.patched(script, variant.patches, tmp_path / str(number))
+        cfg = reduce(tg.override, variant.settings, preset)
+        tg.check_config(cfg, 1)
+        assert cfg != preset or copy.read_bytes() != script.read_bytes(), side
+
+
+def test_the_page_has_the_tables():
+    page = Path(transfer.HERE.parent, "docs", "transfer.md").read_text()
+    assert transfer.report(transfer.all_effects()) in page
+
+
+def test_rank_correlation_is_scipys():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(5, size=(2, 20, 7))  # with ties
+    found = transfer.rank_correlation(x, y)
+    assert found == pytest.approx([scipy.stats.spearmanr(*pair).statistic for pair in zip(x, y)])
