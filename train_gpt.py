@@ -2057,22 +2057,28 @@ def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float =
 if triton is not None:
 
     @triton.jit
-    def tile_matmul(
-        left, right, K, left_k, right_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-    ):
-        """Multiplies rows and columns of length K, summed in fp32.
+    def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
+        """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
 
-        left (BLOCK_M, BLOCK_K) and right (BLOCK_K, BLOCK_N) point to their first tiles.
+        Sums are fp32. Rows behind the last one become others, and are not stored.
         """
         k = tl.arange(0, BLOCK_K)
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
+        right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
+        total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
         for start in range(0, K, BLOCK_K):
-            a = tl.load(left, mask=k[None, :] < K - start, other=0.0)
-            b = tl.load(right, mask=k[:, None] < K - start, other=0.0)
-            total = tl.dot(a, b, total, input_precision="ieee")
-            left += BLOCK_K * left_k
-            right += BLOCK_K * right_k
+            left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
+            right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
+            total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
+            left += BLOCK_K * a_k
+            right += BLOCK_K * b_k
         return total
+
+    @triton.jit
+    def places(rows, cols, M, N):
+        """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
+        offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        return offs, (rows[:, None] < M) & (cols[None, :] < N)
 
     @triton.jit
     def gram_kernel(
@@ -2099,21 +2105,19 @@ if triton is not None:
         if i > j:
             return
         rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-        k = tl.arange(0, BLOCK_K)
-        left = x + n * x_n + (rows % M)[:, None] * x_m + k[None, :] * x_k  # % M stays in bounds; not stored
-        right = x + n * x_n + (cols % M)[None, :] * x_m + k[:, None] * x_k
-        total = alpha * tile_matmul(left, right, K, x_k, x_k, BLOCK, BLOCK, BLOCK_K)
-        out_offs = n * M * M + rows[:, None] * M + cols[None, :]
-        mask = (rows[:, None] < M) & (cols[None, :] < M)
+        x += n * x_n
+        total = alpha * multiply_rows(x, x, rows, cols, M, M, K, x_m, x_k, x_m, x_k, BLOCK_K)
+        offs, mask = places(rows, cols, M, M)
         if add is not None:
-            total += beta * tl.load(add + out_offs, mask=mask, other=0.0).to(tl.float32)
+            total += beta * tl.load(add + n * M * M + offs, mask=mask, other=0.0).to(tl.float32)
         if i == j:
             total = tl.where(rows[:, None] <= cols[None, :], total, tl.trans(total))
         tile = total.to(out.dtype.element_ty)
-        tl.store(out + out_offs, tile, mask=mask)
+        out += n * M * M
+        tl.store(out + offs, tile, mask=mask)
         if i < j:
-            mirror_offs = n * M * M + cols[:, None] * M + rows[None, :]
-            tl.store(out + mirror_offs, tl.trans(tile), mask=(cols[:, None] < M) & (rows[None, :] < M))
+            offs, mask = places(cols, rows, M, M)
+            tl.store(out + offs, tl.trans(tile), mask=mask)
 
     # The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
     @triton.jit(do_not_specialize_on_alignment=["scales", "amax"])
@@ -2144,24 +2148,17 @@ if triton is not None:
 
         FP8_MAX: the result's; the last three pointers are then relu_square_fp8's. 0: no FP8.
         """
-        tiles_m, tiles_n, tile = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.program_id(0)
-        first = tile // (GROUP * tiles_n) * GROUP
-        height = min(tiles_m - first, GROUP)
-        within = tile % (GROUP * tiles_n)
-        rows = (first + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
-        right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
-        total = tile_matmul(left, right, K, a_k, b_k, BLOCK_M, BLOCK_N, BLOCK_K)
-        out_offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
-        mask = (rows[:, None] < M) & (cols[None, :] < N)
+        i, j = tl.program_id(1), tl.program_id(0)
+        i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
+        rows, cols = i * BLOCK_M + tl.arange(0, BLOCK_M), j * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
+        offs, mask = places(rows, cols, M, N)
         dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
         if FP8_MAX:
             scale = scales + BACKWARD * scale_step
             total *= tl.load(scale) * tl.load(scale + 2 * scale_step)
         if BACKWARD:
-            before = tl.load(square + out_offs, mask=mask, other=0.0).to(tl.float32)
+            before = tl.load(square + offs, mask=mask, other=0.0).to(tl.float32)
             if FP8_MAX:
                 before *= tl.load(scales + 4 * scale_step)
             else:
@@ -2177,13 +2174,17 @@ if triton is not None:
             units *= 1 / tl.load(scale + 4 * scale_step)
             units = tl.clamp(units, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
             result = units.to(out.dtype.element_ty)
-        tl.store(out + out_offs, result, mask=mask)
+        tl.store(out + offs, result, mask=mask)
         if FP8_MAX:
-            turned = cols.to(tl.int64)[:, None] * M + rows[None, :]
-            tl.store(transposed + turned, tl.trans(result), mask=(cols[:, None] < N) & (rows[None, :] < M))
+            offs, mask = places(cols, rows, N, M)
+            tl.store(transposed + offs, tl.trans(result), mask=mask)
+
+    # Of section 6, as kernels read them.
+    SCALE, SHIFT = tl.constexpr(SOFTCAP_SCALE), tl.constexpr(SOFTCAP_SHIFT)
+    PER_SPAN, FLOOR = tl.constexpr(1 / SOFTCAP_SPAN), tl.constexpr(COPY_FLOOR)
 
     @triton.jit
-    def load_sigmoid(logits, cols, V, SHIFT: tl.constexpr, PER_SPAN: tl.constexpr):
+    def load_sigmoid(logits, cols, V):
         """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
         return tl.sigmoid((tl.load(logits + cols, mask=cols < V).to(tl.float32) + SHIFT) * PER_SPAN)
 
@@ -2203,10 +2204,6 @@ if triton is not None:
         slot,
         copies_stride,
         K: tl.constexpr,
-        SCALE: tl.constexpr,
-        SHIFT: tl.constexpr,
-        PER_SPAN: tl.constexpr,
-        FLOOR: tl.constexpr,
         fp8_max,
         dz_scale,
         ROWS: tl.constexpr,
@@ -2225,18 +2222,18 @@ if triton is not None:
             slot_column = tl.load(slot).to(tl.int32)
         for start in range(0, V, BLOCK):
             cols = start + offs
-            z = SCALE * load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
+            z = load_sigmoid(logits, cols, V) * SCALE
             sums += tl.where((cols < V) & (cols != slot_column), tl.exp(z), 0.0)
         words = tl.sum(sums, 1, keep_dims=True)
         whole = words
         if copies is not None:
-            slot_exp = tl.exp(SCALE * load_sigmoid(logits, slot_column, V, SHIFT, PER_SPAN))
+            slot_exp = tl.exp(load_sigmoid(logits, slot_column, V) * SCALE)
             whole += slot_exp
         lse = tl.log(whole)
         loss, total, factor = 0.0, 0.0, 0.0
         for k in tl.static_range(K):
             target = tl.load(targets + k)
-            z = SCALE * load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN)
+            z = load_sigmoid(logits, tl.maximum(target, 0), V) * SCALE
             weight = tl.load(weights + k) * (target >= 0)
             if k > 0 or copies is None:
                 loss += weight * (lse - z)
@@ -2256,8 +2253,8 @@ if triton is not None:
         factor += total
         for start in range(0, V, BLOCK):
             cols = start + offs
-            s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
-            e = tl.exp(SCALE * s - lse)
+            s = load_sigmoid(logits, cols, V)
+            e = tl.exp(s * SCALE - lse)
             g = factor * e
             for k in tl.static_range(K):
                 share = tl.load(weights + k) if k > 0 or copies is None else first
@@ -2351,12 +2348,13 @@ if triton is not None:
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(first, last, UNROLL):
             for k in tl.static_range(UNROLL):
-                pos = tl.load(perm + start + k, mask=start + k < last, other=0).to(tl.int64)
-                width = tl.where(start + k < last, columns, 0)
-                part = tl.load(grad + pos * grad_stride + cols, mask=cols < width, other=0.0).to(tl.float32)
+                at = start + k
+                pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
+                mask = cols < tl.where(at < last, columns, 0)
+                part = tl.load(grad + pos * grad_stride + cols, mask=mask, other=0.0).to(tl.float32)
                 if sign_ids is not None:
-                    row = tl.load(sign_ids + start + k, mask=start + k < last, other=0).to(tl.int64)
-                    part *= tl.load(signs + row * columns + cols, mask=cols < width, other=0.0).to(tl.float32)
+                    row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
+                    part *= tl.load(signs + row * columns + cols, mask=mask, other=0.0).to(tl.float32)
                 total += part
         out_ptrs = out + tl.load(row_ids + i).to(tl.int64) * columns + cols
         total += tl.load(out_ptrs, mask=cols < columns, other=0.0).to(tl.float32)
@@ -2367,9 +2365,8 @@ if triton is not None:
 # GPUs, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
 GRAM_TILES = {size: dict(BLOCK=size, BLOCK_K=64, num_warps=size // 16, num_stages=3) for size in (64, 128)}
 RELU_SQUARE_TILES = {
-    "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
-    "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
-    "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
+    name: dict(BLOCK_M=128, BLOCK_N=n, BLOCK_K=k, GROUP=8, num_warps=8, num_stages=stages)
+    for name, n, k, stages in (("small", 128, 32, 4), ("large", 256, 64, 3), ("large fp8", 256, 128, 3))
 }
 POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 # One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
@@ -2398,11 +2395,11 @@ def triton_relu_square(a: Tensor, b: Tensor, square: Tensor | None = None, *fp8:
     large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
     fp8_tiles = "large fp8" if fp8 else "large"  # torch 2.11 cannot trace bool() of a tuple
     tiles = RELU_SQUARE_TILES[fp8_tiles if large else "small"]
-    blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
+    grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
     tensors = a, b, out if square is None else square, out, *(fp8 or [out] * 3)
-    options = {"BACKWARD": int(square is not None), "FP8_MAX": int(torch.finfo(a.dtype).max) if fp8 else 0}
-    step = fp8[1].stride(1) if fp8 else 1
-    relu_square_kernel[(blocks,)](*tensors, step, M, N, K, *a.stride(), *b.stride(), **options, **tiles)
+    step, fp8_max = (fp8[1].stride(1), int(torch.finfo(a.dtype).max)) if fp8 else (1, 0)
+    sizes = step, M, N, K, *a.stride(), *b.stride()
+    relu_square_kernel[grid](*tensors, *sizes, int(square is not None), fp8_max, **tiles)
     return out
 
 
@@ -2423,11 +2420,10 @@ def triton_softcap_loss(
     transposed = grad.new_empty(V, n) if unit else None
     tensors, sizes = (logits, targets, weights, losses, grad, transposed), (n, V, logits.stride(0))
     pointed = (*copies, copies.weights.stride(0)) if copies else [None] * 4
-    constants = len(weights), SOFTCAP_SCALE, SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, COPY_FLOOR
     limits = torch.finfo(grad.dtype).max, SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0)
     tiles = LOSS_TILES["fp8" if unit else "row"]
     blocks = triton.cdiv(n, tiles["ROWS"])
-    softcap_loss_kernel[(blocks,)](*tensors, *sizes, *pointed, *constants, *limits, **tiles)
+    softcap_loss_kernel[(blocks,)](*tensors, *sizes, *pointed, len(weights), *limits, **tiles)
     return (losses, grad, transposed) if unit else (losses, grad)
 
 
