@@ -2621,35 +2621,28 @@ def device_scalar(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
 
-def write_grad(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scales: Sequence[Tensor],
-    overwrite: bool,
-    columns: Tensor | None = None,
-) -> None:
-    """out = a^T b; += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
+def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
+    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `written`.
 
-    bf16 a and b for fp32 `out`: the product is rounded to bf16 before it is added.
-    FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary. With distinct
-    `columns` (cols,) int32, the rounded product is added to these columns of `out`, after `overwrite` has set
-    all of it to 0.
+    The sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16 before it is
+    added. FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary.
     """
-    if columns is not None:
-        if overwrite:
-            out.zero_()
-        product = out.new_empty(a.size(1), b.size(1))
-        write_grad(product, a, b, scales, True)
-        add_columns(out, columns, product)
-    elif a.dtype == out.dtype:
-        torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
+    out = main_grad[: a.size(1), : b.size(1)]
+    if a.dtype == out.dtype:
+        out.addmm_(a.T, b) if written else torch.mm(a.T, b, out=out)
     elif a.element_size() > 1:
-        out.copy_(a.T @ b) if overwrite else out.add_(a.T @ b)
-    elif overwrite:
-        fp8_matmul(a.T, b, scales, out.dtype, out=out)
-    else:
+        out.add_(a.T @ b) if written else out.copy_(a.T @ b)
+    elif written:
         out.add_(fp8_matmul(a.T, b, scales, torch.float32))
+    else:
+        fp8_matmul(a.T, b, scales, out.dtype, out=out)
+
+
+# As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
+# copies of this script can be imported: a second operation of one name would remove the first.
+OPERATION = f"{__name__.replace('.', '_')}::write_grad"
+write_grad_op = torch.library.custom_op(OPERATION, write_grad, mutates_args={"main_grad"})
+write_grad_op.register_fake(lambda *_: None)
 
 
 class Gradient:
@@ -2666,15 +2659,25 @@ class Gradient:
         self.written = torch.tensor(False)
 
     def add(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = (), columns: Tensor | None = None) -> None:
-        """main_grad += a^T b, as write_grad does; the first one since a reset overwrites."""
-        write_grad(self.main_grad, a, b, scales, not self.written, columns)
+        """Writes a^T b to main_grad, or adds it, as write_grad does.
+
+        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad; the
+        first one sets all others to 0.
+        """
+        if columns is None:
+            write_grad(self.main_grad, a, b, scales, self.written)
+        else:
+            if not self.written:
+                self.main_grad.zero_()
+            product = self.main_grad.new_empty(a.size(1), b.size(1))
+            write_grad(product, a, b, scales, torch.tensor(False))
+            add_columns(self.main_grad, columns, product)
         self.written = torch.tensor(True)
 
     def weight(self) -> "Weight":
         """Returns the parameter as matrix products take it."""
-        if self.main_grad is None:
-            return Weight(self.p)
-        return Weight(self.p.detach(), self.main_grad, self.written)
+        w = self.p if self.main_grad is None else self.p.detach()
+        return Weight(w, self.main_grad, self.written)
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward: what follows is added to its gradient.
@@ -2725,9 +2728,8 @@ class Weight(NamedTuple):
     """A matrix of a bank, or the bank."""
 
     w: Tensor  # (rows, cols)
-    # Its part of main_grad, and Gradient.written. None: its gradient is autograd's.
-    main_grad: Tensor | None = None
-    written: Tensor | None = None
+    main_grad: Tensor | None = None  # its part of it; None: its gradient is autograd's
+    written: Tensor | None = None  # Gradient.written
 
     def split(self, rows: int) -> Iterator["Weight"]:
         """Returns a bank's matrices, of so many rows each, in their order."""
@@ -2742,21 +2744,9 @@ class Weight(NamedTuple):
         """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
         if self.main_grad is None:
             return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
-        add = add_product_op if torch.compiler.is_compiling() else add_product
-        add(self.main_grad, a, b, scales, self.written)
+        write = write_grad_op if torch.compiler.is_compiling() else write_grad
+        write(self.main_grad, a, b, scales, self.written)
         return None
-
-
-def add_product(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
-    """Writes write_grad's product (rows, cols) to main_grad[:rows, :cols], or adds it if `written`."""
-    write_grad(main_grad[: a.size(1), : b.size(1)], a, b, scales, not written)
-
-
-# As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
-# copies of this script can be imported: a second operation of one name would remove the first.
-OPERATION = f"{__name__.replace('.', '_')}::add_product"
-add_product_op = torch.library.custom_op(OPERATION, add_product, mutates_args={"main_grad"})
-add_product_op.register_fake(lambda *_: None)
 
 
 class Linear(torch.autograd.Function):

@@ -32,7 +32,7 @@ ALLOWED = {
     "extern_kernels.mm": "Inductor leaves matmuls to cuBLAS",
     "extern_kernels.addmm": "the same, added to a gradient or a bias",
     "extern_kernels._scaled_mm": "the same, in FP8",
-    "torch.ops.train_gpt.add_product.default": "a matmul that writes to main_grad",
+    "torch.ops.train_gpt.write_grad.default": "a matmul that writes to main_grad",
     "torch.ops.torch_attn._varlen_attn.default": "FlashAttention",
     "torch.ops.torch_attn._varlen_attn_backward.default": "FlashAttention",
     "relu_square_kernel_0.run": "the script's kernel",
