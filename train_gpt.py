@@ -3331,7 +3331,7 @@ class GPT(nn.Module):
         name = "bigram_embed" if rows is not None else "ngrams"
         self.wait_for(name)
         if rows is None and training:
-            ids, rows = micro_batch.compact_rows, self.ngrams.arrived()
+            ids, rows = micro_batch.compact_rows, self.ngrams.compact
         elif rows is None:
             row_ids, ids = ids.unique(return_inverse=True)
             rows = self.ngrams.fetch(row_ids)
@@ -3956,7 +3956,6 @@ class NgramTable:
         self.compact, self.main_grad = zeros(2, touched, n.width)
         self.batch: Batch | None = None  # the first of these steps
         self.routes: RowRoutes | None = None  # of its rows, on the device
-        self.pending: Pending | None = None  # their fetch
         # Row r lies at r // world_size on rank r % world_size.
         self.block = zeros(block, n.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
@@ -3965,21 +3964,15 @@ class NgramTable:
         self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
 
     @traced("rows ngrams")
-    def begin(self, batch: Batch | None) -> None:
+    def begin(self, batch: Batch | None, in_flight: dict[str, Pending]) -> None:
         """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
         if batch and batch.ngram_routes and batch is not self.batch:
             self.batch = batch
             self.routes = routes = move(batch.ngram_routes, self.device)
             rows, counts = self.block.index_select(0, routes.arriving), routes.send_counts
             out = self.compact[: sum(counts)]
-            self.pending = self.exchange.send_rows("rows", "ngrams", rows, routes.recv_counts, counts, out)
-
-    def arrived(self) -> Tensor:
-        """Returns the rows that the present step reads, after their arrival."""
-        if self.pending:
-            self.pending.wait()
-            self.pending = None
-        return self.compact
+            fetched = self.exchange.send_rows("rows", "ngrams", rows, routes.recv_counts, counts, out)
+            in_flight["ngrams"] = fetched
 
     @traced("rows ngrams")
     def send_grads(self) -> Pending:
@@ -3998,25 +3991,12 @@ class NgramTable:
         row_adam(self.block, touched, self.state, self.cfg, plan)
         self.main_grad[: sum(self.routes.send_counts)].zero_()
 
-    def finish(self) -> None:
-        """Ends what is under way, so that `stored` holds every row's present values."""
-        self.arrived()
-        if self.block.is_cuda:
-            torch.cuda.synchronize()
-
-    def reset(self) -> None:
-        """Forgets gradients and fetched rows."""
-        self.finish()
-        self.main_grad.zero_()
-        self.batch = None
-
     @torch.no_grad()
     def fetch(self, row_ids: Tensor) -> Tensor:
         """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
 
         Every rank must call it the same number of times: it communicates.
         """
-        self.finish()
         ids, n = row_ids.cpu().numpy(), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
         rows, to, back = self.block[routes.arriving], routes.recv_counts, routes.send_counts
@@ -4052,7 +4032,7 @@ class Optimizer:
         self.params: dict[str, Tensor] = {}
         self.grads: dict[str, typing.Any] = {}  # its Gradient
         self.state = {}  # the update rule's state of this rank's block
-        self.in_flight: dict[str, Pending] = {}  # gathers under way
+        self.in_flight: dict[str, Pending] = {}  # gathers, and the fetch "ngrams", under way
         self.routes: dict[str, RowRoutes] = {}  # of the tables that this step updates
         self.vector_of: dict[str, str] = {}  # by small parameter
         groups = defaultdict(list)
@@ -4104,7 +4084,7 @@ class Optimizer:
     def begin(self, batch: Batch) -> None:
         """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
         if self.ngrams:
-            self.ngrams.begin(batch)
+            self.ngrams.begin(batch, self.in_flight)
         self.routes = move(batch.routes, self.device)
 
     @traced("rows")
@@ -4166,7 +4146,7 @@ class Optimizer:
         self.tick(plan.step - 1)
         if "ngrams" in pending:
             self.ngrams.update(pending["ngrams"].wait(), plan)
-            self.ngrams.begin(following())
+            self.ngrams.begin(following(), self.in_flight)
         for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
             if name not in pending:
                 continue
@@ -4199,7 +4179,7 @@ class Optimizer:
 
     @torch.no_grad()
     def wait_for(self, name: str) -> None:
-        """Ends a parameter's gather, if one is in flight."""
+        """Ends a parameter's gather, or the fetch "ngrams", if it is in flight."""
         name = self.vector_of.get(name, name)
         if name in self.in_flight:
             self.in_flight.pop(name).wait()
@@ -4254,11 +4234,13 @@ class Optimizer:
 
     @torch.no_grad()
     def drop_grads(self) -> None:
-        """Drops all gradients: none awaits its update then."""
+        """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
+        self.finish_gathers()
         for grad in self.grads.values():
             grad.reset()
         if self.ngrams:
-            self.ngrams.reset()
+            self.ngrams.main_grad.zero_()
+            self.ngrams.batch = None
 
 
 # ============================================================================================================
@@ -4397,7 +4379,6 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
             torch.save(about | {"weights": weights | {"signs": model.signs.cpu()}}, f"{path}.partial")
             names.append(path)
         if table := model.ngrams:
-            table.finish()
             with open(f"{rows_path}.partial", "wb") as file:
                 for rows in table.block.split(1 << 14):
                     file.write(rows.cpu().view(torch.uint8).numpy())
@@ -4468,7 +4449,6 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
     step, rank, table = progress["step"], optimizer.exchange.rank, optimizer.ngrams
     final, state = run / f"step{step:08d}", training_state(model, optimizer) | about | progress
     if table:
-        table.finish()
         state["ngrams"] = table.stored  # written from where they lie
     aside = final.with_suffix(".partial")
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"

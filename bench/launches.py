@@ -283,7 +283,7 @@ PHASE_OF = [
     (torch.autograd, "backward", "backward"),
     (tg.Optimizer, "add_row_grads", "rows"),
     (tg.Optimizer, "step", "optimizer"),
-    *((tg.NgramTable, name, "n-grams") for name in ("begin", "send_grads", "update", "finish", "fetch")),
+    *((tg.NgramTable, name, "n-grams") for name in ("begin", "send_grads", "update", "fetch")),
 ]
 
 

@@ -225,10 +225,10 @@ def table_events(dtype):
     batches = tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
     for plan in plans:
         batch = batches.next()
-        table.begin(batch)
+        table.begin(batch, {})
         for k, (micro_batch, fed) in enumerate(zip(batch.micro_batches, golden_slices(plan.step))):
             now = table.block[fed.hashed_rows.long()]
-            assert torch.equal(table.arrived()[micro_batch.compact_rows.long()], now)
+            assert torch.equal(table.compact[micro_batch.compact_rows.long()], now)
             db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
             tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.indices["compact"], signs)
         assert plan.updates(cfg.ngrams.every) == (plan.step in rates)
@@ -237,7 +237,7 @@ def table_events(dtype):
             table.update(grads, plan)
             assert not table.main_grad.any()
             yield next(events), owned.tolist(), grads, table
-            table.begin(batches.peek())
+            table.begin(batches.peek(), {})
     loader.close()
     assert next(events, None) is None
 

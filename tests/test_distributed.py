@@ -253,7 +253,6 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
     found["val"] = tg.validate(model, val, exchange, windows)
     found["final"] = whole(model)
     if optimizer.ngrams:
-        optimizer.ngrams.finish()
         found["table"] = [t.clone() for t in optimizer.ngrams.stored[:3]]
     return found
 

@@ -38,13 +38,10 @@ class Table:
     """Gives the whole table of n-grams as the rows that a step has fetched."""
 
     def __init__(self, rows):
-        self.rows = rows
-
-    def arrived(self):
-        return self.rows
+        self.compact = rows
 
     def fetch(self, ids):
-        return self.rows[ids.long()]
+        return self.compact[ids.long()]
 
 
 def golden_config(dtype):
@@ -126,7 +123,7 @@ def gradients(case, kind):
     for name in ("embed", "value_embeds"):
         p = getattr(model, name)
         grads[name] = torch.zeros_like(p).index_add_(0, batch.inputs, leaves[name].grad)
-    table = torch.zeros_like(model.ngrams.rows)
+    table = torch.zeros_like(model.ngrams.compact)
     index = tg.index_rows(batch.hashed_rows.numpy(), batch.sign_ids.numpy())
     tg.segment_sum_rows(table, leaves["ngrams"].grad, index, model.signs)
     return loss.item(), golden_layout(grads, model.cfg) | {"bigram_embed.weight": table}

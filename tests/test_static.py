@@ -59,8 +59,6 @@ def recorded(model, optimizer):
 
     def begin(micro_batch, *args):
         optimizer.finish_gathers()
-        if optimizer.ngrams:
-            optimizer.ngrams.arrived()
         if args[1:]:  # not in validation
             at["weights"], at["recording"] = micro_batch.loss_weights.tolist(), Recording()
             at["recording"].__enter__()

@@ -85,7 +85,6 @@ def train(cfg, backend):
     optimizer.finish_gathers()
     changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     if optimizer.ngrams:
-        optimizer.ngrams.finish()
         changes |= {"ngrams": optimizer.ngrams.block, "moments": optimizer.ngrams.stored[1]}
     squares = {name: part["exp_avg_sq"] for name, part in states(model, optimizer) if "exp_avg_sq" in part}
     known = {name: (v > 0, v > NOISE**2 * v.max()) for name, v in squares.items()}

@@ -85,7 +85,6 @@ def train_small(cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, sh
             tg.train_step(model, optimizer, batches.next(), batches.peek)
     loader.close()
     optimizer.finish_gathers()
-    optimizer.ngrams.finish()
     tensors = [*model.parameters(), *optimizer.ngrams.stored]
     return [t.detach().to(exchange.device) for t in tensors]
 
