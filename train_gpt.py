@@ -3014,6 +3014,8 @@ class GPT(nn.Module):
     pointer_sink: Tensor
     post_lambdas: Tensor
     resid_lambdas: Tensor
+    lm_head: Tensor
+    embed: Tensor
 
     def __init__(
         self,
@@ -3026,9 +3028,8 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
         self.wait_for: Callable[[str], None] = lambda name: None  # the optimizer's: ends a tensor's gather
-        self.ngrams: typing.Any = (
-            None  # an NgramTable, or what has its fetch(): where rows of n-grams come from
-        )
+        # An NgramTable, or what has its fetch(): where rows of n-grams come from.
+        self.ngrams: typing.Any = None
         shapes = param_shapes(cfg, world_size)
         for spec in used_params(cfg):
             dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
@@ -3080,7 +3081,7 @@ class GPT(nn.Module):
         for spec in used_params(self.cfg):
             value = initial_value(spec, self.cfg, seed)
             getattr(self, spec.name)[: len(value)].copy_(value)
-        self.weight("embed").copy_(self.weight("lm_head").T)
+        self.embed.copy_(self.lm_head.T)
         signs = torch.randint(2, self.signs.shape, generator=seeded("signs", seed)) * 2 - 1
         self.signs.copy_(signs)
 
@@ -3125,8 +3126,7 @@ class GPT(nn.Module):
             found = leaves
         embed, bigram, *values = found.values()
         for name, _ in self.named_parameters():
-            if name != "lm_head":
-                self.wait_for(name)
+            self.wait_for(name)
         banks = {name: grads[name].weight() if grads else Weight(getattr(self, name)) for name in self.banks}
         looked_up = embed, bigram, values[0] if values else embed[:, None][:, :0]
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
@@ -3159,9 +3159,8 @@ class GPT(nn.Module):
         x0 = norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
         gates = self.gates(0, x0)
         x = mix((None, x0), (gates["bigram", 0], bigram)) if cfg.layers[0].bigram else x0
-        first = skipped = backout = normed_backout = connected = mlp_input = (
-            x  # later layers read some of them
-        )
+        # Later layers read some of these.
+        first = skipped = backout = normed_backout = connected = mlp_input = x
         for i, (layer, scalars) in enumerate(zip(cfg.layers, self.layer_scalars(T))):
             if i == cfg.skip_to:
                 x = mix((None, x), (torch.sigmoid(skip) * gates["skip", i], skipped))
@@ -3355,7 +3354,7 @@ class GPT(nn.Module):
         text = np.array([*tokens, 0])  # there is no target yet
         micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), 2, self.cfg)), self.device)
         x = self.hidden_states(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
-        z = SOFTCAP_SCALE * softcap_sigmoid(x[-1:] @ self.weight("lm_head"))
+        z = SOFTCAP_SCALE * softcap_sigmoid(x[-1:] @ self.lm_head)
         if not self.cfg.pointer_dim:
             return z.softmax(1)[0, : self.cfg.vocab_size]
         sources = slice(-1 - self.cfg.pointer_val_window, -1)
@@ -3369,7 +3368,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
-        x, w, n = self.hidden_states(micro_batch, windows), self.weight("lm_head"), self.cfg.head_chunk
+        x, w, n = self.hidden_states(micro_batch, windows), self.lm_head, self.cfg.head_chunk
         columns: list[Iterable] = [x.split(n), micro_batch.targets.split(n)]
         if window := self.cfg.pointer_dim and self.cfg.pointer_val_window:
             found, _ = self.backend.pointer(self.pointer_queries(x), micro_batch, window)
@@ -3402,7 +3401,7 @@ class GPT(nn.Module):
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
         x, where the remaining backward begins, as it does in copies.grad.
         """
-        w, n, dx, losses = self.weight("lm_head"), self.cfg.head_chunk, torch.empty_like(x), []
+        w, n, dx, losses = self.lm_head, self.cfg.head_chunk, torch.empty_like(x), []
         with torch.no_grad():
             if candidates is not None:
                 w, targets = w.index_select(1, candidates), places_among(targets, candidates)
@@ -3638,8 +3637,8 @@ def adam(
 def adam_update(
     weight1: float,
     beta2: float,
-    step_size: float | Tensor,
-    decay: float | Tensor,
+    step_size: Tensor,
+    decay: Tensor,
     eps: float,
     p: Tensor,
     exp_avg: Tensor,
@@ -3758,9 +3757,9 @@ def mix_rails(
     fast_rail: Tensor,
     slow_rail: Tensor,
     slow_rate: float,
-    fast_rate: float | Tensor,
-    fast_weight: float | Tensor,
-    momentum: float | Tensor,
+    fast_rate: Tensor,
+    fast_weight: Tensor,
+    momentum: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns Nesterov momentum in `dtype` (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
@@ -3801,8 +3800,8 @@ def anvil_update(
     x: Tensor,
     slow_rail: Tensor,
     lr_mul: Tensor,
-    lr: float | Tensor,
-    decay: float | Tensor,
+    lr: Tensor,
+    decay: Tensor,
 ) -> None:
     """p -= r x + decay r p [slow_rail p >= 0], r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
 
@@ -3864,10 +3863,10 @@ def update_rows(
     rows: Tensor,
     grads: Tensor,
     decays: Tensor,
-    time: int | Tensor,
-    weight: float | Tensor,
-    lr: float | Tensor,
-    decay: float | Tensor,
+    time: Tensor,
+    weight: Tensor,
+    lr: Tensor,
+    decay: Tensor,
 ) -> None:
     """Does row_adam's arithmetic, in at least fp32, the dtype of moments (N,).
 
