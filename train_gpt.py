@@ -3027,7 +3027,7 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
-        self.wait_for: Callable[[str], None] = lambda name: None  # the optimizer's: ends a tensor's gather
+        self.wait_for: Callable = lambda *names: None  # the optimizer's: ends tensors' gathers
         # An NgramTable, or what has its fetch(): where rows of n-grams come from.
         self.ngrams: typing.Any = None
         shapes = param_shapes(cfg, world_size)
@@ -3125,8 +3125,7 @@ class GPT(nn.Module):
             leaves |= {name: t.detach().requires_grad_() for name, t in found.items()}
             found = leaves
         embed, bigram, *values = found.values()
-        for name, _ in self.named_parameters():
-            self.wait_for(name)
+        self.wait_for()
         banks = {name: grads[name].weight() if grads else Weight(getattr(self, name)) for name in self.banks}
         looked_up = embed, bigram, values[0] if values else embed[:, None][:, :0]
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
@@ -3946,12 +3945,12 @@ class NgramTable:
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Rows start at 0.
     """
 
-    def __init__(self, cfg: Config, exchange: Exchange, device: torch.device):
+    def __init__(self, cfg: Config, exchange: Exchange):
         n = self.cfg = cfg.ngrams
-        self.exchange, self.device = exchange, device
+        self.exchange, self.device = exchange, exchange.device
         touched, block = ngram_bounds(cfg, exchange.world_size)
         # The rows that steps read until the next update, by owner; their gradients.
-        zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=device)
+        zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
         self.compact, self.main_grad = zeros(2, touched, n.width)
         self.batch: Batch | None = None  # the first of these steps
         self.routes: RowRoutes | None = None  # of its rows, on the device
@@ -4025,7 +4024,6 @@ class Optimizer:
         self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, backend: Backend = TORCH_BACKEND
     ):
         self.cfg, self.exchange, self.backend = cfg, exchange, backend
-        self.device = next(iter(params.values())).device
         # By name of a parameter, or of the vector that small ones are parts of:
         self.specs: dict[str, Param] = {}
         self.params: dict[str, Tensor] = {}
@@ -4033,7 +4031,6 @@ class Optimizer:
         self.state = {}  # the update rule's state of this rank's block
         self.in_flight: dict[str, Pending] = {}  # gathers, and the fetch "ngrams", under way
         self.routes: dict[str, RowRoutes] = {}  # of the tables that this step updates
-        self.vector_of: dict[str, str] = {}  # by small parameter
         groups = defaultdict(list)
         for spec in used_params(cfg):
             if spec.kind == "small":
@@ -4048,7 +4045,7 @@ class Optimizer:
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             self.add_vector(f"small_{i}", group, [params[spec.name] for spec in group])
-        self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
+        self.ngrams = NgramTable(cfg, exchange) if cfg.ngrams.orders else None
         # Averages of own blocks, by row of cfg.endings and parameter; when each row ticks, and how far.
         self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
         self.averages = {
@@ -4070,21 +4067,20 @@ class Optimizer:
         sizes = [padded(p.numel(), 8) for p in params]
         sizes.append(-sum(sizes) % (8 * self.exchange.world_size))
         vector, grad = params[0].new_zeros(2, sum(sizes))
-        for spec, p, *parts in zip(specs, params, vector.split(sizes), grad.split(sizes)):
-            self.vector_of[spec.name] = name
+        for p, *parts in zip(params, vector.split(sizes), grad.split(sizes)):
             value, part_grad = (part[: p.numel()].view_as(p) for part in parts)
             p.data, p.grad = value.copy_(p.detach()), part_grad
         self.add(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, AddedGradient(vector, grad))
         muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
         rates = torch.tensor(muls, dtype=acc_dtype(self.cfg)).repeat_interleave(torch.tensor(sizes), 0)
-        self.state[name]["rates"] = self.exchange.block(rates).T.contiguous().to(self.device)
+        self.state[name]["rates"] = self.exchange.block(rates).T.contiguous().to(vector.device)
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
         """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
         if self.ngrams:
             self.ngrams.begin(batch, self.in_flight)
-        self.routes = move(batch.routes, self.device)
+        self.routes = move(batch.routes, self.exchange.device)
 
     @traced("rows")
     @torch.no_grad()
@@ -4141,7 +4137,7 @@ class Optimizer:
 
         Mean gradients exist only here, each rank's block of them.
         """
-        self.finish_gathers()
+        self.wait_for()
         self.tick(plan.step - 1)
         if "ngrams" in pending:
             self.ngrams.update(pending["ngrams"].wait(), plan)
@@ -4177,15 +4173,11 @@ class Optimizer:
             self.gather(name).wait()
 
     @torch.no_grad()
-    def wait_for(self, name: str) -> None:
-        """Ends a parameter's gather, or the fetch "ngrams", if it is in flight."""
-        name = self.vector_of.get(name, name)
-        if name in self.in_flight:
-            self.in_flight.pop(name).wait()
-
-    def finish_gathers(self) -> None:
-        for name in list(self.in_flight):
-            self.wait_for(name)
+    def wait_for(self, *names: str) -> None:
+        """Ends those of these that are in flight; without names, all."""
+        for name in names or list(self.in_flight):
+            if name in self.in_flight:
+                self.in_flight.pop(name).wait()
 
     def untie(self) -> None:
         """Lets embed train on its own, from lm_head's state, transposed and resharded."""
@@ -4214,7 +4206,7 @@ class Optimizer:
 
         Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
         """
-        self.finish_gathers()
+        self.wait_for()
         self.tick(self.cfg.steps - 1)
         norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # so that padding changes no digit
         kept = {name for ending in self.cfg.endings if ending.keep_norm for name in ending.params}
@@ -4234,7 +4226,7 @@ class Optimizer:
     @torch.no_grad()
     def drop_grads(self) -> None:
         """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
-        self.finish_gathers()
+        self.wait_for()
         for grad in self.grads.values():
             grad.reset()
         if self.ngrams:
@@ -4373,7 +4365,10 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     # torch.save raises RuntimeError when the disk is full.
     with explain(f"cannot write {path}", fix, OSError, RuntimeError):
         if exchange.rank == 0:
-            weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
+            model.wait_for()
+            weights = {
+                name: getattr(model, name)[: shape[0]].detach().cpu() for name, shape in shapes.items()
+            }
             about = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
             torch.save(about | {"weights": weights | {"signs": model.signs.cpu()}}, f"{path}.partial")
             names.append(path)
@@ -4390,7 +4385,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
     """Returns this rank's share of all that training changes, but gradients and the table of n-grams."""
-    optimizer.finish_gathers()
+    optimizer.wait_for()
     return {
         "params": {name: optimizer.block_of(name) for name in optimizer.params},
         "others": {name: getattr(model, name) for name in ("signs", "fp8_scales", "weight_amax")},

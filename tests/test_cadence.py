@@ -122,7 +122,7 @@ def test_golden_untying():
         optimizer.routes, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
         changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t}
         optimizer.step(tg.plan_step(RECORD92, step)._replace(**changes))
-        optimizer.finish_gathers()
+        optimizer.wait_for()
         if step % 2:
             want = next(events)
             assert want["step"] == step
@@ -163,7 +163,7 @@ def train_joined(rank, world_size):
         for name, grad in small_values(10 * rank + plan.step).items():
             params[name].grad += grad
         optimizer.step(plan)
-    optimizer.finish_gathers()
+    optimizer.wait_for()
     return params, [*optimizer.params]
 
 
@@ -217,7 +217,7 @@ def table_events(dtype):
     """
     ngrams = tg.Ngrams((2, 3), TABLE["half"], width=TABLE["width"], dtype=dtype)
     cfg = tiny_config(dtype, ngrams=ngrams, sign_rows=TABLE["sign_rows"])
-    table = tg.NgramTable(cfg, tg.Exchange(0, 1), torch.device("cpu"))
+    table = tg.NgramTable(cfg, tg.Exchange(0, 1))
     signs = golden_signs((TABLE["sign_rows"], TABLE["width"])).to(table.block.dtype)
     rates = {event["step"]: event["eta"] / 0.56 for event in TABLE["events"]}
     plans = [tg.plan_step(RECORD92, step)._replace(lr_mul=rates.get(step, 1.0)) for step in TABLE["steps"]]

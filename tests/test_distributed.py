@@ -147,9 +147,11 @@ def spoil_grads(optimizer, value):
 
 def states(model, optimizer):
     """Yields each parameter's name and state, on one rank; of small parameters their parts of a vector's."""
+    vectors = {p.data_ptr(): name for name, p in optimizer.params.items() if name.startswith("small")}
     for name, p in model.named_parameters():
-        state = optimizer.state[optimizer.vector_of.get(name, name)]
-        if name in optimizer.vector_of:
+        vector = vectors.get(p.untyped_storage().data_ptr())
+        state = optimizer.state[vector or name]
+        if vector:
             part = slice(p.storage_offset(), p.storage_offset() + p.numel())
             state = {
                 key: t[..., part].view(*t.shape[:-1], *p.shape) if t.dim() else t for key, t in state.items()

@@ -301,7 +301,7 @@ def resume_each(rank, world_size, cfg, folder):
         next(started), next(started)
         started.close()
         assert "ngrams" in optimizer.in_flight
-        optimizer.finish_gathers()
+        optimizer.wait_for()
         spoil_grads(optimizer, torch.nan)
         for average in optimizer.averages.values():
             average.fill_(7)

@@ -32,7 +32,7 @@ class WholeTable:
     A micro-batch's gradient is rounded once, to the table's dtype.
     """
 
-    def __init__(self, cfg, exchange, device):
+    def __init__(self, cfg, exchange):
         n = self.cfg = cfg.ngrams
         self.exchange, self.dtype, self.acc_dtype = exchange, tg.dtype_of(n.dtype), tg.acc_dtype(cfg)
         self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.acc_dtype)
