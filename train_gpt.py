@@ -2413,10 +2413,8 @@ def triton_softcap_loss(
     logits: Tensor, targets: Tensor, weights: Tensor, unit: float = 0.0, copies: Copies | None = None
 ) -> tuple[Tensor, ...]:
     n, V = logits.shape
-    losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-    grad = torch.empty_like(
-        logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format
-    )
+    losses = logits.new_empty(n, dtype=torch.float32)
+    grad = logits.new_empty(n, V, dtype=torch.float8_e5m2 if unit else None)
     transposed = grad.new_empty(V, n) if unit else None
     tensors, sizes = (logits, targets, weights, losses, grad, transposed), (n, V, logits.stride(0))
     pointed = (*copies, copies.weights.stride(0)) if copies else [None] * 4
@@ -2468,7 +2466,7 @@ def triton_pointer_grad(
 
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     if len(index.row_ids):
-        out, grad = out.view(out.size(0), -1), grad.flatten(1)
+        out, grad = out.flatten(1), grad.flatten(1)
         grid = len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"])
         sizes = out.size(1), grad.stride(0)
         segment_sum_rows_kernel[grid](out, grad, *index, signs, *sizes, **SEGMENT_SUM_TILES)
@@ -2509,10 +2507,10 @@ def flash_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
-    width, options = v.size(-1), {"scale": 1.0, "window_size": (window, 0)}
+    width, lengths = v.size(-1), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     # It takes one width.
     q, k, v = (F.pad(t, (0, max(q.size(-1), width) - t.size(-1))) for t in (q, k, v))
-    y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
+    y = varlen_attn(q, k, v, *lengths, scale=1.0, window_size=(window, 0))  # type: ignore
     return y[:, :, :width]  # type: ignore
 
 
@@ -2540,10 +2538,6 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
         cfg.kernels and (lacks_kernels or {cfg.dtype, cfg.bank_dtype} != {kernel_dtype}),
         "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
         "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
-    )
-    refuse_if(
-        interpreted and cfg.compile and "relu_square" in cfg.kernels,
-        "Triton's interpreter cannot run inside compiled code; use --set compile=false",
     )
     refuse_if(
         "pointer" in cfg.kernels and cfg.pointer_dim not in (0, 16, 32, 64, 128),
@@ -2585,7 +2579,7 @@ def transpose_copy(out: Tensor, x: Tensor) -> None:
 
 def transposed(x: Tensor) -> Tensor:
     """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    transpose_copy(out := x.new_empty(x.size(1), x.size(0)), x)
+    transpose_copy(out := x.new_empty(x.T.shape), x)
     return out
 
 
@@ -2611,8 +2605,7 @@ def fp8_matmul(
     Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
     """
     assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
-    a_scale, b_scale = scales
-    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, out=out)
+    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
 @cache
@@ -2928,7 +2921,7 @@ def gather_rows(
     rounded once.
     """
     parts = [upcast(table[rows]) for rows in ids]
-    if signs is not None and sign_ids is not None:
+    if sign_ids is not None:
         parts = [part * signs[rows] for part, rows in zip(parts, sign_ids)]
     out.copy_(sum(parts[1:], parts[0]))
 
@@ -3739,15 +3732,14 @@ def anvil(
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
     rates = host_scalar(lr, dtype), host_scalar(decay, dtype)
-    # In blocks on a CPU, as in adam().
+    # In blocks on a CPU, as in adam(). The state is in anvil_init's order.
     size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
-    for part in map(slice, range(0, len(p), size), range(size, len(p) + size, size)):
-        block = {name: t[part] for name, t in state.items()}
-        rails = block["fast_rail"], block["slow_rail"]
-        x = mix_rails(grad[part], *rails, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
+    for parts in zip(*(t.split(size) for t in (p, grad, *state.values()))):
+        block, grad, fast_rail, slow_rail, buffer, lr_mul, *mantissa = parts
+        x = mix_rails(grad, fast_rail, slow_rail, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
         x = orthogonalize(x, cfg.bank_margin, backend.gram)
-        x = normuon_variance_reduction(x, block["second_momentum_buffer"], cfg.bank_beta2)
-        anvil_update(p[part], block.get("mantissa"), x, rails[1], block["matrix_lr_mul"], *rates)
+        x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
+        anvil_update(block, x, slow_rail, lr_mul, *rates, *mantissa)
 
 
 @compiled
@@ -3795,12 +3787,12 @@ def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2:
 @compiled
 def anvil_update(
     p: Tensor,
-    mantissa: Tensor | None,
     x: Tensor,
     slow_rail: Tensor,
     lr_mul: Tensor,
     lr: Tensor,
     decay: Tensor,
+    mantissa: Tensor | None = None,
 ) -> None:
     """p -= r x + decay r p [slow_rail p >= 0], r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
 

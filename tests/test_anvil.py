@@ -145,7 +145,7 @@ def test_update_alone_bit_for_bit():
     plain = p.float()
     for want in golden["repeats"]:
         for t, low in ((p, mantissa), (plain, None)):
-            tg.anvil_update(t, low, x, slow, one, golden["lr"], golden["wd"])
+            tg.anvil_update(t, x, slow, one, golden["lr"], golden["wd"], low)
         assert (words(p), words(mantissa)) == (want["p_bits"], want["mantissa"])
         assert torch.equal(tg.merge_mantissa(p, mantissa), plain)
 

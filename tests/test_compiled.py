@@ -154,7 +154,7 @@ def test_mantissas_in_generated_code(compile):
     for prepare in (lambda: None, compile):
         prepare()
         p, mantissa = high.clone(), low.clone()
-        tg.anvil_update(p, mantissa, x, slow, lr, torch.tensor(1.0), torch.tensor(0.1))
+        tg.anvil_update(p, x, slow, lr, torch.tensor(1.0), torch.tensor(0.1), mantissa)
         assert not torch.equal(p, high)
         results.append(tg.merge_mantissa(p, mantissa))
     assert counters["stats"]["unique_graphs"] == 1

@@ -77,7 +77,6 @@ triton | | (9, 0) | the kernels need | kernels=
 | dtype=float32 | (9, 0) | the kernels need | kernels=
 | bank_dtype=float32 | (9, 0) | the kernels need | kernels=
 interpreted | bank_dtype=float32 attention_impl=dense | None | the kernels need | kernels=
-interpreted | dtype=float32 bank_dtype=float32 | None | Triton's interpreter | compile=false
 | pointer_dim=48 | (9, 0) | the pointer's kernel needs | pointer_dim=128
 | kernels= | None | FlashAttention needs | attention_impl=dense
 | kernels= | (7, 5) | FlashAttention needs | attention_impl=dense
