@@ -2605,7 +2605,7 @@ def fp8_matmul(
     Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
     """
     assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
-    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)
+    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
 
 
 @cache
@@ -2966,18 +2966,6 @@ def open_gate(z: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @compiled
-def pointer_queries(x: Tensor, bank: Tensor, gain: Tensor, sink: Tensor) -> Queries:
-    """Returns the pointer's queries, keys and sink scores of the head's inputs x (T, d).
-
-    bank (2, D, d); gain (1,); sink (D,). q and k are normed in at least fp32, and rounded once: without norms
-    scores explode with some seeds (PR 379).
-    """
-    q, k = norm(upcast(F.linear(x, bank.flatten(0, 1)).unflatten(1, (2, -1)))).unbind(1)
-    q, k = (gain * q).to(x.dtype), k.to(x.dtype)
-    return Queries(q, k, upcast(q) @ sink * len(sink) ** -0.5)
-
-
-@compiled
 def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
     """Returns the next `count` tokens of each position, (T, count) int64, from the next one, `targets` (T,).
 
@@ -3047,7 +3035,7 @@ class GPT(nn.Module):
         self.gate_table, self.used_scalars = gate_table(cfg), used_scalars(cfg)
         places = [i for i, is_used in enumerate(chain(*self.used_scalars)) if is_used]
         self.scalar_places = torch.tensor(places, device=device)
-        self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
+        self.mlp_biases = mlp_biases(cfg)
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
         shape = cfg.sign_rows, cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
@@ -3226,7 +3214,7 @@ class GPT(nn.Module):
         weights by groups of channels have none. MUDD:
         Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
         """
-        count = self.mlp_sizes[name][i]
+        count = len(self.mlp_biases[name][i])
         scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
         more = self.cfg.mix_groups * count if (name, i) == ("mudd", 1) else 0
         out = F.pad(getattr(self, f"{name}_b2")[i, :count], (0, more))[:, None]
@@ -3335,8 +3323,17 @@ class GPT(nn.Module):
             found["value_embeds"] = rows.unflatten(1, table.shape[1:])
         return found
 
+    @compiled
     def pointer_queries(self, x: Tensor) -> Queries:
-        return pointer_queries(x, self.pointer_bank, self.pointer_gain, self.pointer_sink)
+        """Returns the pointer's queries, keys and sink scores of the head's inputs x (T, d).
+
+        q and k are normed in at least fp32, and rounded once: without norms scores explode with some seeds
+        (PR 379).
+        """
+        bank, sink = self.pointer_bank, self.pointer_sink
+        q, k = norm(upcast(F.linear(x, bank.flatten(0, 1)).unflatten(1, (2, -1)))).unbind(1)
+        q, k = (self.pointer_gain * q).to(x.dtype), k.to(x.dtype)
+        return Queries(q, k, upcast(q) @ sink * len(sink) ** -0.5)
 
     @torch.no_grad()
     def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
@@ -4508,10 +4505,10 @@ def track_of(cfg: Config, world_size: int) -> str:
 
 def peak_memory() -> str:
     if torch.cuda.is_initialized():
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB"
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"peak memory allocated: {kib >> 10} MiB"
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return f"peak memory allocated: {peak >> 20} MiB"
 
 
 def trace_steps(path: Path, first: int) -> torch.profiler.profile:
