@@ -944,10 +944,6 @@ def warmup_steps(cfg: Config) -> list[range]:
     return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
 
 
-def train_tokens(cfg: Config) -> int:
-    return sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
-
-
 # ============================================================================================================
 # 4  Runtime. Processes and devices, the clock, labels in traces, the log and the screen.
 # ============================================================================================================
@@ -2057,6 +2053,10 @@ def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float =
 if triton is not None:
 
     @triton.jit
+    def load_fp32(pointers, mask):
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+    @triton.jit
     def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
         """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
 
@@ -2109,7 +2109,7 @@ if triton is not None:
         total = alpha * multiply_rows(x, x, rows, cols, M, M, K, x_m, x_k, x_m, x_k, BLOCK_K)
         offs, mask = places(rows, cols, M, M)
         if add is not None:
-            total += beta * tl.load(add + n * M * M + offs, mask=mask, other=0.0).to(tl.float32)
+            total += beta * load_fp32(add + n * M * M + offs, mask)
         if i == j:
             total = tl.where(rows[:, None] <= cols[None, :], total, tl.trans(total))
         tile = total.to(out.dtype.element_ty)
@@ -2158,7 +2158,7 @@ if triton is not None:
             scale = scales + BACKWARD * scale_step
             total *= tl.load(scale) * tl.load(scale + 2 * scale_step)
         if BACKWARD:
-            before = tl.load(square + offs, mask=mask, other=0.0).to(tl.float32)
+            before = load_fp32(square + offs, mask)
             if FP8_MAX:
                 before *= tl.load(scales + 4 * scale_step)
             else:
@@ -2351,13 +2351,13 @@ if triton is not None:
                 at = start + k
                 pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
                 mask = cols < tl.where(at < last, columns, 0)
-                part = tl.load(grad + pos * grad_stride + cols, mask=mask, other=0.0).to(tl.float32)
+                part = load_fp32(grad + pos * grad_stride + cols, mask)
                 if sign_ids is not None:
                     row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
-                    part *= tl.load(signs + row * columns + cols, mask=mask, other=0.0).to(tl.float32)
+                    part *= load_fp32(signs + row * columns + cols, mask)
                 total += part
         out_ptrs = out + tl.load(row_ids + i).to(tl.int64) * columns + cols
-        total += tl.load(out_ptrs, mask=cols < columns, other=0.0).to(tl.float32)
+        total += load_fp32(out_ptrs, cols < columns)
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
 
@@ -2806,28 +2806,6 @@ class RotaryFamily(NamedTuple):
     scale: Tensor  # of the softmax, 0-d: another number needs no other graph
 
 
-def rotary_family(
-    cfg: Config, stage: int, window: str, scale: float, positions: int, device: torch.device
-) -> RotaryFamily:
-    """Computes cos and sin for `positions`, and the softmax scale, adapted to a window of every stage so far.
-
-    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
-    content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
-    position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
-    windows right in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
-    """
-    steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
-    freq, windows = (1 / 1024) ** steps, [window_tokens(cfg, s.windows)[window] for s in cfg.stages]
-    for old, new in zip(windows[:stage], windows[1:]):
-        turns, ratio = old * freq / (2 * math.pi), old / new
-        keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
-        freq = freq * (ratio + keep * (1 - ratio))
-        scale *= 0.2 * math.log(new / old) + 1
-    angles = torch.arange(positions, dtype=freq.dtype, device=device)[:, None] * freq
-    cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
-    return RotaryFamily(cos, sin, freq.new_full((), scale))
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n)."""
     if not torch.compiler.is_compiling() and x.element_size() > 2:  # as complex numbers, in one pass
@@ -3072,13 +3050,32 @@ class GPT(nn.Module):
         Later stages' overwrite the first one's: their addresses never change.
         """
         if stage != self.stage:
-            cfg, size = self.cfg, (2 * self.length, self.device)  # paired heads have two positions a token
-            wide = rotary_family(cfg, stage, "long", cfg.attn_scale, *size)
-            narrow = rotary_family(cfg, stage, "short", cfg.narrow_attn_scale, *size)
+            wide = self.rotary_family(stage, "long", self.cfg.attn_scale)
+            narrow = self.rotary_family(stage, "short", self.cfg.narrow_attn_scale)
             if self.stage < 0:
                 self.wide, self.narrow = wide, narrow
             torch._foreach_copy_([*self.wide, *self.narrow], [*wide, *narrow])
             self.stage = stage
+
+    def rotary_family(self, stage: int, window: str, scale: float) -> RotaryFamily:
+        """Computes cos and sin, and the softmax scale, adapted to a window of every stage so far.
+
+        Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
+        content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
+        position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
+        windows right in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
+        """
+        cfg, device = self.cfg, self.device
+        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
+        freq, windows = (1 / 1024) ** steps, [window_tokens(cfg, s.windows)[window] for s in cfg.stages]
+        for old, new in zip(windows[:stage], windows[1:]):
+            turns, ratio = old * freq / (2 * math.pi), old / new
+            keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
+            freq = freq * (ratio + keep * (1 - ratio))
+            scale *= 0.2 * math.log(new / old) + 1
+        angles = torch.arange(2 * self.length, dtype=freq.dtype, device=device)[:, None] * freq
+        cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
+        return RotaryFamily(cos, sin, freq.new_full((), scale))
 
     def weight(self, name: str) -> Tensor:
         """Returns a parameter, after its gather."""
@@ -4611,7 +4608,7 @@ def train(
     bar.close()
     loader.close()
     epochs = batch.position[0] // len(data.train) + 1
-    return summary | {"steps": cfg.steps, "tokens": train_tokens(cfg), "epochs": epochs}
+    return summary | {"steps": cfg.steps, "epochs": epochs}
 
 
 def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLog) -> None:
@@ -4726,8 +4723,6 @@ def run(args: argparse.Namespace) -> None:
     with trace_steps(trace, first) if args.profile else contextlib.nullcontext() as profiler:
         parts = data, model, optimizer, val, ids_exchange, log
         summary = train(*parts, start, save_after, save, profiler) | {"seed": args.seed}
-    if args.resume:
-        summary["resumed_after_step"] = start[0]
     loss = float(summary["val_loss"])
     if data.bytes_per_token:
         summary["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"

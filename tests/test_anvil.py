@@ -98,7 +98,7 @@ def golden_run(name, dtype):
             grad[0] = 0
         plan = tg.plan_step(cfg, numbers["step"])._replace(lr_mul=numbers["s"])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tg, "anvil_update", lambda *args: (x.append(args[2]), update(*args)))
+            patch.setattr(tg, "anvil_update", lambda *args: (x.append(args[1]), update(*args)))
             tg.anvil(p, grad, state, row, plan, cfg, tg.TORCH_BACKEND)
         yield want, state, p, x.pop()
 
