@@ -3002,17 +3002,9 @@ class GPT(nn.Module):
         self.length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.stage = -1
         self.use_stage(0)
-        # Rows of a bank's matrices.
-        rows = {
-            "qk_bank": 2 * cfg.dim,
-            "narrow_qk_bank": cfg.dim,
-            "vo_bank": cfg.dim,
-            "mlp_bank": cfg.mlp_dim,
-        }
-        self.banks = {name: n for name, n in rows.items() if name in shapes}
+        self.banks = [spec.name for spec in used_params(cfg) if spec.kind == "bank"]
         self.gate_table, self.used_scalars = gate_table(cfg), used_scalars(cfg)
-        places = [i for i, is_used in enumerate(chain(*self.used_scalars)) if is_used]
-        self.scalar_places = torch.tensor(places, device=device)
+        self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
         self.mlp_biases = mlp_biases(cfg)
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
@@ -3078,7 +3070,7 @@ class GPT(nn.Module):
         return RotaryFamily(cos, sin, freq.new_full((), scale))
 
     def weight(self, name: str) -> Tensor:
-        """Returns a parameter, after its gather."""
+        """Returns a parameter, but no small one, after its gather."""
         self.wait_for(name)
         return getattr(self, name)
 
@@ -3125,7 +3117,9 @@ class GPT(nn.Module):
         """
         cfg, (T, d) = self.cfg, embed.shape
         bigram, tables = F.pad(bigram, (0, d - bigram.size(1))), values.unbind(1)
-        matrices = {name: bank.split(self.banks[name]) for name, bank in banks.items()}
+        # A bank has the heads' matrices of queries and keys one by one.
+        heads = {"qk_bank": cfg.heads, "narrow_qk_bank": cfg.heads}
+        matrices = {name: bank.split(heads.get(name, 1) * bank.w.size(1)) for name, bank in banks.items()}
         mlps_fp8 = iter(map(FP8MLP, *fp8) if fp8 else ())
         value_tables = iter(tables)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
@@ -4160,7 +4154,7 @@ class Optimizer:
 
     @torch.no_grad()
     def wait_for(self, *names: str) -> None:
-        """Ends those of these that are in flight; without names, all."""
+        """Ends those of these that are in flight; without names, all. Small parameters' have no such name."""
         for name in names or list(self.in_flight):
             if name in self.in_flight:
                 self.in_flight.pop(name).wait()

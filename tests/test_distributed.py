@@ -187,8 +187,9 @@ def run_steps(model, optimizer, first=0, position=(0, 0)):
 def whole(model):
     """Copies all parameters, after their gathers, without padding, which must be 0."""
     shapes, found = tg.param_shapes(model.cfg, 1), {}
+    model.wait_for()
     for name, (rows, *_) in shapes.items():
-        p = model.weight(name).detach()
+        p = getattr(model, name).detach()
         found[name] = p[:rows].clone()
         assert not p[rows:].any(), name
     return found
@@ -196,7 +197,8 @@ def whole(model):
 
 def digest(model):
     """Hashes all parameters' bits, after their gathers."""
-    return digest_of({name: model.weight(name) for name, _ in model.named_parameters()})
+    model.wait_for()
+    return digest_of(dict(model.named_parameters()))
 
 
 def digest_of(state):
