@@ -2543,9 +2543,8 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
         "pointer" in cfg.kernels and cfg.pointer_dim not in (0, 16, 32, 64, 128),
         "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
     )
-    lacks_flash = too_old or cfg.dtype != "bfloat16"
     refuse_if(
-        cfg.attention_impl != "dense" and lacks_flash,
+        cfg.attention_impl != "dense" and (too_old or cfg.dtype != "bfloat16"),
         "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
         "bfloat16; use --set attention_impl=dense",
     )
@@ -3019,8 +3018,7 @@ class GPT(nn.Module):
         # cuBLAS takes scales at multiples of 16 bytes only.
         self.fp8_scales = self.fp8_scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)[:, :, :, :1]
         self.fp8_amax, self.weight_amax = (torch.zeros(mlps, 2, device=device) for _ in range(2))
-        rooms = FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX
-        self.fp8_rooms = torch.tensor(rooms, device=device)
+        self.fp8_rooms = torch.tensor([FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX], device=device)
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         self.slot = torch.tensor([cfg.vocab_size], device=device)  # Copies.slot, among all columns
