@@ -2972,7 +2972,9 @@ class GPT(nn.Module):
     pointer_sink: Tensor
     post_lambdas: Tensor
     resid_lambdas: Tensor
+    mlp_bank: Tensor
     lm_head: Tensor
+    value_embeds: Tensor
     embed: Tensor
 
     def __init__(
@@ -3066,11 +3068,6 @@ class GPT(nn.Module):
         angles = torch.arange(2 * self.length, dtype=freq.dtype, device=device)[:, None] * freq
         cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
         return RotaryFamily(cos, sin, freq.new_full((), scale))
-
-    def weight(self, name: str) -> Tensor:
-        """Returns a parameter, but no small one, after its gather."""
-        self.wait_for(name)
-        return getattr(self, name)
 
     @traced("forward")
     def hidden_states(
@@ -3228,7 +3225,8 @@ class GPT(nn.Module):
         """
         if step < FP8_EXACT_STEPS:
             self.weight_amax.zero_()
-        bank = self.weight("mlp_bank")[: 2 * len(self.fp8_amax)]
+        self.wait_for("mlp_bank")
+        bank = self.mlp_bank[: 2 * len(self.fp8_amax)]
         weights, transposed = fp8_mlp_weights(bank, self.fp8_scales, self.weight_amax)
         return FP8MLP(weights, transposed, self.fp8_scales, self.fp8_amax.zero_())
 
@@ -3305,11 +3303,12 @@ class GPT(nn.Module):
             rows = self.ngrams.fetch(row_ids)
         sums = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
         gather_rows(sums, rows, ids.int(), self.signs, micro_batch.sign_ids)
-        found = {"embed": F.embedding(micro_batch.inputs, self.weight("embed")), name: sums}
+        self.wait_for("embed")
+        found = {"embed": F.embedding(micro_batch.inputs, self.embed), name: sums}
         if hasattr(self, "value_embeds"):
-            table = self.weight("value_embeds")
-            rows = F.embedding(micro_batch.inputs, table.flatten(1))
-            found["value_embeds"] = rows.unflatten(1, table.shape[1:])
+            self.wait_for("value_embeds")
+            rows = F.embedding(micro_batch.inputs, self.value_embeds.flatten(1))
+            found["value_embeds"] = rows.unflatten(1, self.value_embeds.shape[1:])
         return found
 
     @compiled
@@ -4152,7 +4151,7 @@ class Optimizer:
 
     @torch.no_grad()
     def wait_for(self, *names: str) -> None:
-        """Ends those of these that are in flight; without names, all. Small parameters' have no such name."""
+        """Ends those of these that are in flight; without names, all."""
         for name in names or list(self.in_flight):
             if name in self.in_flight:
                 self.in_flight.pop(name).wait()
