@@ -2165,8 +2165,8 @@ if triton is not None:
                 total = total.to(dtype).to(tl.float32)
             result = 2 * tl.sqrt(before) * total
         else:
-            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
-            result = relu.to(tl.float32) * relu.to(tl.float32)
+            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+            result = relu * relu
         result = result.to(dtype)
         if FP8_MAX:
             units = result.to(tl.float32)
@@ -2174,10 +2174,9 @@ if triton is not None:
             units *= 1 / tl.load(scale + 4 * scale_step)
             units = tl.clamp(units, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
             result = units.to(out.dtype.element_ty)
+            turned, exist = places(cols, rows, N, M)
+            tl.store(transposed + turned, tl.trans(result), mask=exist)
         tl.store(out + offs, result, mask=mask)
-        if FP8_MAX:
-            offs, mask = places(cols, rows, N, M)
-            tl.store(transposed + offs, tl.trans(result), mask=mask)
 
     # Of section 6, as kernels read them.
     SCALE, SHIFT = tl.constexpr(SOFTCAP_SCALE), tl.constexpr(SOFTCAP_SHIFT)
