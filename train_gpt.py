@@ -2961,20 +2961,9 @@ def places_among(ids: Tensor, candidates: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The language model. Parameters have the shapes of `param_shapes` and are drawn from `seed`."""
 
-    # Parameters that are named below.
-    scalars: Tensor
-    smear_gate: Tensor
-    ve_gate_bank: Tensor
-    mudd_gate_scale: Tensor
-    pointer_bank: Tensor
-    pointer_gain: Tensor
-    pointer_sink: Tensor
-    post_lambdas: Tensor
-    resid_lambdas: Tensor
-    mlp_bank: Tensor
-    lm_head: Tensor
-    value_embeds: Tensor
-    embed: Tensor
+    if typing.TYPE_CHECKING:  # parameters are registered by name, and found so
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
     def __init__(
         self,
@@ -2986,7 +2975,7 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
-        self.wait_for: Callable = lambda *names: None  # the optimizer's: ends tensors' gathers
+        self.wait_for = lambda *names: None  # the optimizer's: ends tensors' gathers
         # An NgramTable, or what has its fetch(): where rows of n-grams come from.
         self.ngrams: typing.Any = None
         shapes = param_shapes(cfg, world_size)
@@ -3009,7 +2998,6 @@ class GPT(nn.Module):
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
         shape = cfg.sign_rows, cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
-        self.signs: Tensor
         self.register_buffer("signs", torch.zeros(shape, dtype=dtype_of(cfg.dtype), device=device))
         # Of the MLPs in FP8: FP8MLP.scales, .amax, and the weights' maxima, at fixed addresses. Losses are
         # divided by a rank's micro-batches, so gradients' units are too: codes are those of any number of
