@@ -2522,15 +2522,14 @@ def check_driver() -> None:
             torch.cuda.init()
 
 
-def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Backend:
+def select_backend(cfg: Config, device: torch.device) -> Backend:
     """Returns the implementations that the config names; there are no silent fallbacks.
 
-    Raises UserError with the first reason against them here, and a setting that avoids it. `capability`: by
-    default the device's.
+    Raises UserError with the first reason against them here, and a setting that avoids it.
     """
     check_driver()
     on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
-    capability = capability or (torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
     lacks_kernels = triton is None or too_old and not interpreted
     refuse_if(
