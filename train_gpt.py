@@ -944,10 +944,6 @@ def warmup_steps(cfg: Config) -> list[range]:
     return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
 
 
-def train_tokens(cfg: Config) -> int:
-    return sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
-
-
 # ============================================================================================================
 # 4  Runtime. Processes and devices, the clock, labels in traces, the log and the screen.
 # ============================================================================================================
@@ -2057,22 +2053,32 @@ def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float =
 if triton is not None:
 
     @triton.jit
-    def tile_matmul(
-        left, right, K, left_k, right_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-    ):
-        """Multiplies rows and columns of length K, summed in fp32.
+    def load_fp32(pointers, mask):
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
-        left (BLOCK_M, BLOCK_K) and right (BLOCK_K, BLOCK_N) point to their first tiles.
+    @triton.jit
+    def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
+        """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
+
+        Sums are fp32. Rows behind the last one become others, and are not stored.
         """
         k = tl.arange(0, BLOCK_K)
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
+        right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
+        total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
         for start in range(0, K, BLOCK_K):
-            a = tl.load(left, mask=k[None, :] < K - start, other=0.0)
-            b = tl.load(right, mask=k[:, None] < K - start, other=0.0)
-            total = tl.dot(a, b, total, input_precision="ieee")
-            left += BLOCK_K * left_k
-            right += BLOCK_K * right_k
+            left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
+            right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
+            total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
+            left += BLOCK_K * a_k
+            right += BLOCK_K * b_k
         return total
+
+    @triton.jit
+    def places(rows, cols, M, N):
+        """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
+        offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        return offs, (rows[:, None] < M) & (cols[None, :] < N)
 
     @triton.jit
     def gram_kernel(
@@ -2099,21 +2105,19 @@ if triton is not None:
         if i > j:
             return
         rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-        k = tl.arange(0, BLOCK_K)
-        left = x + n * x_n + (rows % M)[:, None] * x_m + k[None, :] * x_k  # % M stays in bounds; not stored
-        right = x + n * x_n + (cols % M)[None, :] * x_m + k[:, None] * x_k
-        total = alpha * tile_matmul(left, right, K, x_k, x_k, BLOCK, BLOCK, BLOCK_K)
-        out_offs = n * M * M + rows[:, None] * M + cols[None, :]
-        mask = (rows[:, None] < M) & (cols[None, :] < M)
+        x += n * x_n
+        total = alpha * multiply_rows(x, x, rows, cols, M, M, K, x_m, x_k, x_m, x_k, BLOCK_K)
+        offs, mask = places(rows, cols, M, M)
         if add is not None:
-            total += beta * tl.load(add + out_offs, mask=mask, other=0.0).to(tl.float32)
+            total += beta * load_fp32(add + n * M * M + offs, mask)
         if i == j:
             total = tl.where(rows[:, None] <= cols[None, :], total, tl.trans(total))
         tile = total.to(out.dtype.element_ty)
-        tl.store(out + out_offs, tile, mask=mask)
+        out += n * M * M
+        tl.store(out + offs, tile, mask=mask)
         if i < j:
-            mirror_offs = n * M * M + cols[:, None] * M + rows[None, :]
-            tl.store(out + mirror_offs, tl.trans(tile), mask=(cols[:, None] < M) & (rows[None, :] < M))
+            offs, mask = places(cols, rows, M, M)
+            tl.store(out + offs, tl.trans(tile), mask=mask)
 
     # The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
     @triton.jit(do_not_specialize_on_alignment=["scales", "amax"])
@@ -2144,32 +2148,25 @@ if triton is not None:
 
         FP8_MAX: the result's; the last three pointers are then relu_square_fp8's. 0: no FP8.
         """
-        tiles_m, tiles_n, tile = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.program_id(0)
-        first = tile // (GROUP * tiles_n) * GROUP
-        height = min(tiles_m - first, GROUP)
-        within = tile % (GROUP * tiles_n)
-        rows = (first + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
-        right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
-        total = tile_matmul(left, right, K, a_k, b_k, BLOCK_M, BLOCK_N, BLOCK_K)
-        out_offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
-        mask = (rows[:, None] < M) & (cols[None, :] < N)
+        i, j = tl.program_id(1), tl.program_id(0)
+        i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
+        rows, cols = i * BLOCK_M + tl.arange(0, BLOCK_M), j * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
+        offs, mask = places(rows, cols, M, N)
         dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
         if FP8_MAX:
             scale = scales + BACKWARD * scale_step
             total *= tl.load(scale) * tl.load(scale + 2 * scale_step)
         if BACKWARD:
-            before = tl.load(square + out_offs, mask=mask, other=0.0).to(tl.float32)
+            before = load_fp32(square + offs, mask)
             if FP8_MAX:
                 before *= tl.load(scales + 4 * scale_step)
             else:
                 total = total.to(dtype).to(tl.float32)
             result = 2 * tl.sqrt(before) * total
         else:
-            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
-            result = relu.to(tl.float32) * relu.to(tl.float32)
+            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+            result = relu * relu
         result = result.to(dtype)
         if FP8_MAX:
             units = result.to(tl.float32)
@@ -2177,13 +2174,16 @@ if triton is not None:
             units *= 1 / tl.load(scale + 4 * scale_step)
             units = tl.clamp(units, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
             result = units.to(out.dtype.element_ty)
-        tl.store(out + out_offs, result, mask=mask)
-        if FP8_MAX:
-            turned = cols.to(tl.int64)[:, None] * M + rows[None, :]
-            tl.store(transposed + turned, tl.trans(result), mask=(cols[:, None] < N) & (rows[None, :] < M))
+            turned, exist = places(cols, rows, N, M)
+            tl.store(transposed + turned, tl.trans(result), mask=exist)
+        tl.store(out + offs, result, mask=mask)
+
+    # Of section 6, as kernels read them.
+    SCALE, SHIFT = tl.constexpr(SOFTCAP_SCALE), tl.constexpr(SOFTCAP_SHIFT)
+    PER_SPAN, FLOOR = tl.constexpr(1 / SOFTCAP_SPAN), tl.constexpr(COPY_FLOOR)
 
     @triton.jit
-    def load_sigmoid(logits, cols, V, SHIFT: tl.constexpr, PER_SPAN: tl.constexpr):
+    def load_sigmoid(logits, cols, V):
         """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
         return tl.sigmoid((tl.load(logits + cols, mask=cols < V).to(tl.float32) + SHIFT) * PER_SPAN)
 
@@ -2203,10 +2203,6 @@ if triton is not None:
         slot,
         copies_stride,
         K: tl.constexpr,
-        SCALE: tl.constexpr,
-        SHIFT: tl.constexpr,
-        PER_SPAN: tl.constexpr,
-        FLOOR: tl.constexpr,
         fp8_max,
         dz_scale,
         ROWS: tl.constexpr,
@@ -2225,18 +2221,18 @@ if triton is not None:
             slot_column = tl.load(slot).to(tl.int32)
         for start in range(0, V, BLOCK):
             cols = start + offs
-            z = SCALE * load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
+            z = load_sigmoid(logits, cols, V) * SCALE
             sums += tl.where((cols < V) & (cols != slot_column), tl.exp(z), 0.0)
         words = tl.sum(sums, 1, keep_dims=True)
         whole = words
         if copies is not None:
-            slot_exp = tl.exp(SCALE * load_sigmoid(logits, slot_column, V, SHIFT, PER_SPAN))
+            slot_exp = tl.exp(load_sigmoid(logits, slot_column, V) * SCALE)
             whole += slot_exp
         lse = tl.log(whole)
         loss, total, factor = 0.0, 0.0, 0.0
         for k in tl.static_range(K):
             target = tl.load(targets + k)
-            z = SCALE * load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN)
+            z = load_sigmoid(logits, tl.maximum(target, 0), V) * SCALE
             weight = tl.load(weights + k) * (target >= 0)
             if k > 0 or copies is None:
                 loss += weight * (lse - z)
@@ -2256,8 +2252,8 @@ if triton is not None:
         factor += total
         for start in range(0, V, BLOCK):
             cols = start + offs
-            s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
-            e = tl.exp(SCALE * s - lse)
+            s = load_sigmoid(logits, cols, V)
+            e = tl.exp(s * SCALE - lse)
             g = factor * e
             for k in tl.static_range(K):
                 share = tl.load(weights + k) if k > 0 or copies is None else first
@@ -2351,15 +2347,16 @@ if triton is not None:
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(first, last, UNROLL):
             for k in tl.static_range(UNROLL):
-                pos = tl.load(perm + start + k, mask=start + k < last, other=0).to(tl.int64)
-                width = tl.where(start + k < last, columns, 0)
-                part = tl.load(grad + pos * grad_stride + cols, mask=cols < width, other=0.0).to(tl.float32)
+                at = start + k
+                pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
+                mask = cols < tl.where(at < last, columns, 0)
+                part = load_fp32(grad + pos * grad_stride + cols, mask)
                 if sign_ids is not None:
-                    row = tl.load(sign_ids + start + k, mask=start + k < last, other=0).to(tl.int64)
-                    part *= tl.load(signs + row * columns + cols, mask=cols < width, other=0.0).to(tl.float32)
+                    row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
+                    part *= load_fp32(signs + row * columns + cols, mask)
                 total += part
         out_ptrs = out + tl.load(row_ids + i).to(tl.int64) * columns + cols
-        total += tl.load(out_ptrs, mask=cols < columns, other=0.0).to(tl.float32)
+        total += load_fp32(out_ptrs, cols < columns)
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
 
@@ -2367,9 +2364,8 @@ if triton is not None:
 # GPUs, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
 GRAM_TILES = {size: dict(BLOCK=size, BLOCK_K=64, num_warps=size // 16, num_stages=3) for size in (64, 128)}
 RELU_SQUARE_TILES = {
-    "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
-    "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
-    "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
+    name: dict(BLOCK_M=128, BLOCK_N=n, BLOCK_K=k, GROUP=8, num_warps=8, num_stages=stages)
+    for name, n, k, stages in (("small", 128, 32, 4), ("large", 256, 64, 3), ("large fp8", 256, 128, 3))
 }
 POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 # One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
@@ -2398,11 +2394,11 @@ def triton_relu_square(a: Tensor, b: Tensor, square: Tensor | None = None, *fp8:
     large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
     fp8_tiles = "large fp8" if fp8 else "large"  # torch 2.11 cannot trace bool() of a tuple
     tiles = RELU_SQUARE_TILES[fp8_tiles if large else "small"]
-    blocks = triton.cdiv(M, tiles["BLOCK_M"]) * triton.cdiv(N, tiles["BLOCK_N"])
+    grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
     tensors = a, b, out if square is None else square, out, *(fp8 or [out] * 3)
-    options = {"BACKWARD": int(square is not None), "FP8_MAX": int(torch.finfo(a.dtype).max) if fp8 else 0}
-    step = fp8[1].stride(1) if fp8 else 1
-    relu_square_kernel[(blocks,)](*tensors, step, M, N, K, *a.stride(), *b.stride(), **options, **tiles)
+    step, fp8_max = (fp8[1].stride(1), int(torch.finfo(a.dtype).max)) if fp8 else (1, 0)
+    sizes = step, M, N, K, *a.stride(), *b.stride()
+    relu_square_kernel[grid](*tensors, *sizes, int(square is not None), fp8_max, **tiles)
     return out
 
 
@@ -2416,18 +2412,15 @@ def triton_softcap_loss(
     logits: Tensor, targets: Tensor, weights: Tensor, unit: float = 0.0, copies: Copies | None = None
 ) -> tuple[Tensor, ...]:
     n, V = logits.shape
-    losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-    grad = torch.empty_like(
-        logits, dtype=torch.float8_e5m2 if unit else None, memory_format=torch.contiguous_format
-    )
+    losses = logits.new_empty(n, dtype=torch.float32)
+    grad = logits.new_empty(n, V, dtype=torch.float8_e5m2 if unit else None)
     transposed = grad.new_empty(V, n) if unit else None
     tensors, sizes = (logits, targets, weights, losses, grad, transposed), (n, V, logits.stride(0))
     pointed = (*copies, copies.weights.stride(0)) if copies else [None] * 4
-    constants = len(weights), SOFTCAP_SCALE, SOFTCAP_SHIFT, 1 / SOFTCAP_SPAN, COPY_FLOOR
     limits = torch.finfo(grad.dtype).max, SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0)
     tiles = LOSS_TILES["fp8" if unit else "row"]
     blocks = triton.cdiv(n, tiles["ROWS"])
-    softcap_loss_kernel[(blocks,)](*tensors, *sizes, *pointed, *constants, *limits, **tiles)
+    softcap_loss_kernel[(blocks,)](*tensors, *sizes, *pointed, len(weights), *limits, **tiles)
     return (losses, grad, transposed) if unit else (losses, grad)
 
 
@@ -2472,7 +2465,7 @@ def triton_pointer_grad(
 
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
     if len(index.row_ids):
-        out, grad = out.view(out.size(0), -1), grad.flatten(1)
+        out, grad = out.flatten(1), grad.flatten(1)
         grid = len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"])
         sizes = out.size(1), grad.stride(0)
         segment_sum_rows_kernel[grid](out, grad, *index, signs, *sizes, **SEGMENT_SUM_TILES)
@@ -2513,10 +2506,10 @@ def flash_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
-    width, options = v.size(-1), {"scale": 1.0, "window_size": (window, 0)}
+    width, lengths = v.size(-1), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     # It takes one width.
     q, k, v = (F.pad(t, (0, max(q.size(-1), width) - t.size(-1))) for t in (q, k, v))
-    y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)  # type: ignore
+    y = varlen_attn(q, k, v, *lengths, scale=1.0, window_size=(window, 0))  # type: ignore
     return y[:, :, :width]  # type: ignore
 
 
@@ -2529,15 +2522,14 @@ def check_driver() -> None:
             torch.cuda.init()
 
 
-def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int] | None = None) -> Backend:
+def select_backend(cfg: Config, device: torch.device) -> Backend:
     """Returns the implementations that the config names; there are no silent fallbacks.
 
-    Raises UserError with the first reason against them here, and a setting that avoids it. `capability`: by
-    default the device's.
+    Raises UserError with the first reason against them here, and a setting that avoids it.
     """
     check_driver()
     on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
-    capability = capability or (torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
     lacks_kernels = triton is None or too_old and not interpreted
     refuse_if(
@@ -2546,16 +2538,11 @@ def select_backend(cfg: Config, device: torch.device, capability: tuple[int, int
         "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
     )
     refuse_if(
-        interpreted and cfg.compile and "relu_square" in cfg.kernels,
-        "Triton's interpreter cannot run inside compiled code; use --set compile=false",
-    )
-    refuse_if(
         "pointer" in cfg.kernels and cfg.pointer_dim not in (0, 16, 32, 64, 128),
         "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
     )
-    lacks_flash = too_old or cfg.dtype != "bfloat16"
     refuse_if(
-        cfg.attention_impl != "dense" and lacks_flash,
+        cfg.attention_impl != "dense" and (too_old or cfg.dtype != "bfloat16"),
         "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
         "bfloat16; use --set attention_impl=dense",
     )
@@ -2589,7 +2576,7 @@ def transpose_copy(out: Tensor, x: Tensor) -> None:
 
 def transposed(x: Tensor) -> Tensor:
     """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    transpose_copy(out := x.new_empty(x.size(1), x.size(0)), x)
+    transpose_copy(out := x.new_empty(x.T.shape), x)
     return out
 
 
@@ -2615,8 +2602,7 @@ def fp8_matmul(
     Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
     """
     assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
-    a_scale, b_scale = scales
-    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, out=out)
+    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
 
 
 @cache
@@ -2625,35 +2611,28 @@ def device_scalar(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
 
-def write_grad(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scales: Sequence[Tensor],
-    overwrite: bool,
-    columns: Tensor | None = None,
-) -> None:
-    """out = a^T b; += unless `overwrite`. a (T, rows), b (T, cols). The sum is rounded once.
+def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
+    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `written`.
 
-    bf16 a and b for fp32 `out`: the product is rounded to bf16 before it is added.
-    FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary. With distinct
-    `columns` (cols,) int32, the rounded product is added to these columns of `out`, after `overwrite` has set
-    all of it to 0.
+    The sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16 before it is
+    added. FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary.
     """
-    if columns is not None:
-        if overwrite:
-            out.zero_()
-        product = out.new_empty(a.size(1), b.size(1))
-        write_grad(product, a, b, scales, True)
-        add_columns(out, columns, product)
-    elif a.dtype == out.dtype:
-        torch.mm(a.T, b, out=out) if overwrite else out.addmm_(a.T, b)
+    out = main_grad[: a.size(1), : b.size(1)]
+    if a.dtype == out.dtype:
+        out.addmm_(a.T, b) if written else torch.mm(a.T, b, out=out)
     elif a.element_size() > 1:
-        out.copy_(a.T @ b) if overwrite else out.add_(a.T @ b)
-    elif overwrite:
-        fp8_matmul(a.T, b, scales, out.dtype, out=out)
-    else:
+        out.add_(a.T @ b) if written else out.copy_(a.T @ b)
+    elif written:
         out.add_(fp8_matmul(a.T, b, scales, torch.float32))
+    else:
+        fp8_matmul(a.T, b, scales, out.dtype, out=out)
+
+
+# As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
+# copies of this script can be imported: a second operation of one name would remove the first.
+OPERATION = f"{__name__.replace('.', '_')}::write_grad"
+write_grad_op = torch.library.custom_op(OPERATION, write_grad, mutates_args={"main_grad"})
+write_grad_op.register_fake(lambda *_: None)
 
 
 class Gradient:
@@ -2670,15 +2649,25 @@ class Gradient:
         self.written = torch.tensor(False)
 
     def add(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = (), columns: Tensor | None = None) -> None:
-        """main_grad += a^T b, as write_grad does; the first one since a reset overwrites."""
-        write_grad(self.main_grad, a, b, scales, not self.written, columns)
+        """Writes a^T b to main_grad, or adds it, as write_grad does.
+
+        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad; the
+        first one sets all others to 0.
+        """
+        if columns is None:
+            write_grad(self.main_grad, a, b, scales, self.written)
+        else:
+            if not self.written:
+                self.main_grad.zero_()
+            product = self.main_grad.new_empty(a.size(1), b.size(1))
+            write_grad(product, a, b, scales, torch.tensor(False))
+            add_columns(self.main_grad, columns, product)
         self.written = torch.tensor(True)
 
     def weight(self) -> "Weight":
         """Returns the parameter as matrix products take it."""
-        if self.main_grad is None:
-            return Weight(self.p)
-        return Weight(self.p.detach(), self.main_grad, self.written)
+        w = self.p if self.main_grad is None else self.p.detach()
+        return Weight(w, self.main_grad, self.written)
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward: what follows is added to its gradient.
@@ -2729,9 +2718,8 @@ class Weight(NamedTuple):
     """A matrix of a bank, or the bank."""
 
     w: Tensor  # (rows, cols)
-    # Its part of main_grad, and Gradient.written. None: its gradient is autograd's.
-    main_grad: Tensor | None = None
-    written: Tensor | None = None
+    main_grad: Tensor | None = None  # its part of it; None: its gradient is autograd's
+    written: Tensor | None = None  # Gradient.written
 
     def split(self, rows: int) -> Iterator["Weight"]:
         """Returns a bank's matrices, of so many rows each, in their order."""
@@ -2746,21 +2734,9 @@ class Weight(NamedTuple):
         """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
         if self.main_grad is None:
             return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
-        add = add_product_op if torch.compiler.is_compiling() else add_product
-        add(self.main_grad, a, b, scales, self.written)
+        write = write_grad_op if torch.compiler.is_compiling() else write_grad
+        write(self.main_grad, a, b, scales, self.written)
         return None
-
-
-def add_product(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
-    """Writes write_grad's product (rows, cols) to main_grad[:rows, :cols], or adds it if `written`."""
-    write_grad(main_grad[: a.size(1), : b.size(1)], a, b, scales, not written)
-
-
-# As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
-# copies of this script can be imported: a second operation of one name would remove the first.
-OPERATION = f"{__name__.replace('.', '_')}::add_product"
-add_product_op = torch.library.custom_op(OPERATION, add_product, mutates_args={"main_grad"})
-add_product_op.register_fake(lambda *_: None)
 
 
 class Linear(torch.autograd.Function):
@@ -2825,28 +2801,6 @@ class RotaryFamily(NamedTuple):
     cos: Tensor  # (positions, head_dim / 4)
     sin: Tensor
     scale: Tensor  # of the softmax, 0-d: another number needs no other graph
-
-
-def rotary_family(
-    cfg: Config, stage: int, window: str, scale: float, positions: int, device: torch.device
-) -> RotaryFamily:
-    """Computes cos and sin for `positions`, and the softmax scale, adapted to a window of every stage so far.
-
-    Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
-    content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
-    position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
-    windows right in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
-    """
-    steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
-    freq, windows = (1 / 1024) ** steps, [window_tokens(cfg, s.windows)[window] for s in cfg.stages]
-    for old, new in zip(windows[:stage], windows[1:]):
-        turns, ratio = old * freq / (2 * math.pi), old / new
-        keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
-        freq = freq * (ratio + keep * (1 - ratio))
-        scale *= 0.2 * math.log(new / old) + 1
-    angles = torch.arange(positions, dtype=freq.dtype, device=device)[:, None] * freq
-    cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
-    return RotaryFamily(cos, sin, freq.new_full((), scale))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -2942,7 +2896,7 @@ def gather_rows(
     rounded once.
     """
     parts = [upcast(table[rows]) for rows in ids]
-    if signs is not None and sign_ids is not None:
+    if sign_ids is not None:
         parts = [part * signs[rows] for part, rows in zip(parts, sign_ids)]
     out.copy_(sum(parts[1:], parts[0]))
 
@@ -2987,18 +2941,6 @@ def open_gate(z: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @compiled
-def pointer_queries(x: Tensor, bank: Tensor, gain: Tensor, sink: Tensor) -> Queries:
-    """Returns the pointer's queries, keys and sink scores of the head's inputs x (T, d).
-
-    bank (2, D, d); gain (1,); sink (D,). q and k are normed in at least fp32, and rounded once: without norms
-    scores explode with some seeds (PR 379).
-    """
-    q, k = norm(upcast(F.linear(x, bank.flatten(0, 1)).unflatten(1, (2, -1)))).unbind(1)
-    q, k = (gain * q).to(x.dtype), k.to(x.dtype)
-    return Queries(q, k, upcast(q) @ sink * len(sink) ** -0.5)
-
-
-@compiled
 def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
     """Returns the next `count` tokens of each position, (T, count) int64, from the next one, `targets` (T,).
 
@@ -3018,16 +2960,9 @@ def places_among(ids: Tensor, candidates: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The language model. Parameters have the shapes of `param_shapes` and are drawn from `seed`."""
 
-    # Parameters that are named below.
-    scalars: Tensor
-    smear_gate: Tensor
-    ve_gate_bank: Tensor
-    mudd_gate_scale: Tensor
-    pointer_bank: Tensor
-    pointer_gain: Tensor
-    pointer_sink: Tensor
-    post_lambdas: Tensor
-    resid_lambdas: Tensor
+    if typing.TYPE_CHECKING:  # parameters are registered by name, and found so
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
     def __init__(
         self,
@@ -3039,10 +2974,9 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
-        self.wait_for: Callable[[str], None] = lambda name: None  # the optimizer's: ends a tensor's gather
-        self.ngrams: typing.Any = (
-            None  # an NgramTable, or what has its fetch(): where rows of n-grams come from
-        )
+        self.wait_for = lambda *names: None  # the optimizer's: ends tensors' gathers
+        # An NgramTable, or what has its fetch(): where rows of n-grams come from.
+        self.ngrams: typing.Any = None
         shapes = param_shapes(cfg, world_size)
         for spec in used_params(cfg):
             dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
@@ -3056,22 +2990,13 @@ class GPT(nn.Module):
         self.length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
         self.stage = -1
         self.use_stage(0)
-        # Rows of a bank's matrices.
-        rows = {
-            "qk_bank": 2 * cfg.dim,
-            "narrow_qk_bank": cfg.dim,
-            "vo_bank": cfg.dim,
-            "mlp_bank": cfg.mlp_dim,
-        }
-        self.banks = {name: n for name, n in rows.items() if name in shapes}
+        self.banks = [spec.name for spec in used_params(cfg) if spec.kind == "bank"]
         self.gate_table, self.used_scalars = gate_table(cfg), used_scalars(cfg)
-        places = [i for i, is_used in enumerate(chain(*self.used_scalars)) if is_used]
-        self.scalar_places = torch.tensor(places, device=device)
-        self.mlp_sizes = {name: [*map(len, biases)] for name, biases in mlp_biases(cfg).items()}
+        self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
+        self.mlp_biases = mlp_biases(cfg)
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
         shape = cfg.sign_rows, cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
-        self.signs: Tensor
         self.register_buffer("signs", torch.zeros(shape, dtype=dtype_of(cfg.dtype), device=device))
         # Of the MLPs in FP8: FP8MLP.scales, .amax, and the weights' maxima, at fixed addresses. Losses are
         # divided by a rank's micro-batches, so gradients' units are too: codes are those of any number of
@@ -3081,8 +3006,7 @@ class GPT(nn.Module):
         # cuBLAS takes scales at multiples of 16 bytes only.
         self.fp8_scales = self.fp8_scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)[:, :, :, :1]
         self.fp8_amax, self.weight_amax = (torch.zeros(mlps, 2, device=device) for _ in range(2))
-        rooms = FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX
-        self.fp8_rooms = torch.tensor(rooms, device=device)
+        self.fp8_rooms = torch.tensor([FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX], device=device)
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
         self.slot = torch.tensor([cfg.vocab_size], device=device)  # Copies.slot, among all columns
@@ -3094,7 +3018,7 @@ class GPT(nn.Module):
         for spec in used_params(self.cfg):
             value = initial_value(spec, self.cfg, seed)
             getattr(self, spec.name)[: len(value)].copy_(value)
-        self.weight("embed").copy_(self.weight("lm_head").T)
+        self.embed.copy_(self.lm_head.T)
         signs = torch.randint(2, self.signs.shape, generator=seeded("signs", seed)) * 2 - 1
         self.signs.copy_(signs)
 
@@ -3104,18 +3028,32 @@ class GPT(nn.Module):
         Later stages' overwrite the first one's: their addresses never change.
         """
         if stage != self.stage:
-            cfg, size = self.cfg, (2 * self.length, self.device)  # paired heads have two positions a token
-            wide = rotary_family(cfg, stage, "long", cfg.attn_scale, *size)
-            narrow = rotary_family(cfg, stage, "short", cfg.narrow_attn_scale, *size)
+            wide = self.rotary_family(stage, "long", self.cfg.attn_scale)
+            narrow = self.rotary_family(stage, "short", self.cfg.narrow_attn_scale)
             if self.stage < 0:
                 self.wide, self.narrow = wide, narrow
             torch._foreach_copy_([*self.wide, *self.narrow], [*wide, *narrow])
             self.stage = stage
 
-    def weight(self, name: str) -> Tensor:
-        """Returns a parameter, after its gather."""
-        self.wait_for(name)
-        return getattr(self, name)
+    def rotary_family(self, stage: int, window: str, scale: float) -> RotaryFamily:
+        """Computes cos and sin, and the softmax scale, adapted to a window of every stage so far.
+
+        Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
+        content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
+        position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
+        windows right in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
+        """
+        cfg, device = self.cfg, self.device
+        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
+        freq, windows = (1 / 1024) ** steps, [window_tokens(cfg, s.windows)[window] for s in cfg.stages]
+        for old, new in zip(windows[:stage], windows[1:]):
+            turns, ratio = old * freq / (2 * math.pi), old / new
+            keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
+            freq = freq * (ratio + keep * (1 - ratio))
+            scale *= 0.2 * math.log(new / old) + 1
+        angles = torch.arange(2 * self.length, dtype=freq.dtype, device=device)[:, None] * freq
+        cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
+        return RotaryFamily(cos, sin, freq.new_full((), scale))
 
     @traced("forward")
     def hidden_states(
@@ -3138,9 +3076,7 @@ class GPT(nn.Module):
             leaves |= {name: t.detach().requires_grad_() for name, t in found.items()}
             found = leaves
         embed, bigram, *values = found.values()
-        for name, _ in self.named_parameters():
-            if name != "lm_head":
-                self.wait_for(name)
+        self.wait_for()
         banks = {name: grads[name].weight() if grads else Weight(getattr(self, name)) for name in self.banks}
         looked_up = embed, bigram, values[0] if values else embed[:, None][:, :0]
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
@@ -3162,7 +3098,9 @@ class GPT(nn.Module):
         """
         cfg, (T, d) = self.cfg, embed.shape
         bigram, tables = F.pad(bigram, (0, d - bigram.size(1))), values.unbind(1)
-        matrices = {name: bank.split(self.banks[name]) for name, bank in banks.items()}
+        # A bank has the heads' matrices of queries and keys one by one.
+        heads = {"qk_bank": cfg.heads, "narrow_qk_bank": cfg.heads}
+        matrices = {name: bank.split(heads.get(name, 1) * bank.w.size(1)) for name, bank in banks.items()}
         mlps_fp8 = iter(map(FP8MLP, *fp8) if fp8 else ())
         value_tables = iter(tables)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
@@ -3173,9 +3111,8 @@ class GPT(nn.Module):
         x0 = norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
         gates = self.gates(0, x0)
         x = mix((None, x0), (gates["bigram", 0], bigram)) if cfg.layers[0].bigram else x0
-        first = skipped = backout = normed_backout = connected = mlp_input = (
-            x  # later layers read some of them
-        )
+        # Later layers read some of these.
+        first = skipped = backout = normed_backout = connected = mlp_input = x
         for i, (layer, scalars) in enumerate(zip(cfg.layers, self.layer_scalars(T))):
             if i == cfg.skip_to:
                 x = mix((None, x), (torch.sigmoid(skip) * gates["skip", i], skipped))
@@ -3249,7 +3186,7 @@ class GPT(nn.Module):
         weights by groups of channels have none. MUDD:
         Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
         """
-        count = self.mlp_sizes[name][i]
+        count = len(self.mlp_biases[name][i])
         scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
         more = self.cfg.mix_groups * count if (name, i) == ("mudd", 1) else 0
         out = F.pad(getattr(self, f"{name}_b2")[i, :count], (0, more))[:, None]
@@ -3274,7 +3211,8 @@ class GPT(nn.Module):
         """
         if step < FP8_EXACT_STEPS:
             self.weight_amax.zero_()
-        bank = self.weight("mlp_bank")[: 2 * len(self.fp8_amax)]
+        self.wait_for("mlp_bank")
+        bank = self.mlp_bank[: 2 * len(self.fp8_amax)]
         weights, transposed = fp8_mlp_weights(bank, self.fp8_scales, self.weight_amax)
         return FP8MLP(weights, transposed, self.fp8_scales, self.fp8_amax.zero_())
 
@@ -3345,21 +3283,31 @@ class GPT(nn.Module):
         name = "bigram_embed" if rows is not None else "ngrams"
         self.wait_for(name)
         if rows is None and training:
-            ids, rows = micro_batch.compact_rows, self.ngrams.arrived()
+            ids, rows = micro_batch.compact_rows, self.ngrams.compact
         elif rows is None:
             row_ids, ids = ids.unique(return_inverse=True)
             rows = self.ngrams.fetch(row_ids)
         sums = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
         gather_rows(sums, rows, ids.int(), self.signs, micro_batch.sign_ids)
-        found = {"embed": F.embedding(micro_batch.inputs, self.weight("embed")), name: sums}
+        self.wait_for("embed")
+        found = {"embed": F.embedding(micro_batch.inputs, self.embed), name: sums}
         if hasattr(self, "value_embeds"):
-            table = self.weight("value_embeds")
-            rows = F.embedding(micro_batch.inputs, table.flatten(1))
-            found["value_embeds"] = rows.unflatten(1, table.shape[1:])
+            self.wait_for("value_embeds")
+            rows = F.embedding(micro_batch.inputs, self.value_embeds.flatten(1))
+            found["value_embeds"] = rows.unflatten(1, self.value_embeds.shape[1:])
         return found
 
+    @compiled
     def pointer_queries(self, x: Tensor) -> Queries:
-        return pointer_queries(x, self.pointer_bank, self.pointer_gain, self.pointer_sink)
+        """Returns the pointer's queries, keys and sink scores of the head's inputs x (T, d).
+
+        q and k are normed in at least fp32, and rounded once: without norms scores explode with some seeds
+        (PR 379).
+        """
+        bank, sink = self.pointer_bank, self.pointer_sink
+        q, k = norm(upcast(F.linear(x, bank.flatten(0, 1)).unflatten(1, (2, -1)))).unbind(1)
+        q, k = (self.pointer_gain * q).to(x.dtype), k.to(x.dtype)
+        return Queries(q, k, upcast(q) @ sink * len(sink) ** -0.5)
 
     @torch.no_grad()
     def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
@@ -3369,7 +3317,7 @@ class GPT(nn.Module):
         text = np.array([*tokens, 0])  # there is no target yet
         micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), 2, self.cfg)), self.device)
         x = self.hidden_states(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
-        z = SOFTCAP_SCALE * softcap_sigmoid(x[-1:] @ self.weight("lm_head"))
+        z = SOFTCAP_SCALE * softcap_sigmoid(x[-1:] @ self.lm_head)
         if not self.cfg.pointer_dim:
             return z.softmax(1)[0, : self.cfg.vocab_size]
         sources = slice(-1 - self.cfg.pointer_val_window, -1)
@@ -3383,7 +3331,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
-        x, w, n = self.hidden_states(micro_batch, windows), self.weight("lm_head"), self.cfg.head_chunk
+        x, w, n = self.hidden_states(micro_batch, windows), self.lm_head, self.cfg.head_chunk
         columns: list[Iterable] = [x.split(n), micro_batch.targets.split(n)]
         if window := self.cfg.pointer_dim and self.cfg.pointer_val_window:
             found, _ = self.backend.pointer(self.pointer_queries(x), micro_batch, window)
@@ -3416,7 +3364,7 @@ class GPT(nn.Module):
         Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
         x, where the remaining backward begins, as it does in copies.grad.
         """
-        w, n, dx, losses = self.weight("lm_head"), self.cfg.head_chunk, torch.empty_like(x), []
+        w, n, dx, losses = self.lm_head, self.cfg.head_chunk, torch.empty_like(x), []
         with torch.no_grad():
             if candidates is not None:
                 w, targets = w.index_select(1, candidates), places_among(targets, candidates)
@@ -3652,8 +3600,8 @@ def adam(
 def adam_update(
     weight1: float,
     beta2: float,
-    step_size: float | Tensor,
-    decay: float | Tensor,
+    step_size: Tensor,
+    decay: Tensor,
     eps: float,
     p: Tensor,
     exp_avg: Tensor,
@@ -3755,15 +3703,14 @@ def anvil(
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
     rates = host_scalar(lr, dtype), host_scalar(decay, dtype)
-    # In blocks on a CPU, as in adam().
+    # In blocks on a CPU, as in adam(). The state is in anvil_init's order.
     size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
-    for part in map(slice, range(0, len(p), size), range(size, len(p) + size, size)):
-        block = {name: t[part] for name, t in state.items()}
-        rails = block["fast_rail"], block["slow_rail"]
-        x = mix_rails(grad[part], *rails, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
+    for parts in zip(*(t.split(size) for t in (p, grad, *state.values()))):
+        block, grad, fast_rail, slow_rail, buffer, lr_mul, *mantissa = parts
+        x = mix_rails(grad, fast_rail, slow_rail, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
         x = orthogonalize(x, cfg.bank_margin, backend.gram)
-        x = normuon_variance_reduction(x, block["second_momentum_buffer"], cfg.bank_beta2)
-        anvil_update(p[part], block.get("mantissa"), x, rails[1], block["matrix_lr_mul"], *rates)
+        x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
+        anvil_update(block, x, slow_rail, lr_mul, *rates, *mantissa)
 
 
 @compiled
@@ -3772,9 +3719,9 @@ def mix_rails(
     fast_rail: Tensor,
     slow_rail: Tensor,
     slow_rate: float,
-    fast_rate: float | Tensor,
-    fast_weight: float | Tensor,
-    momentum: float | Tensor,
+    fast_rate: Tensor,
+    fast_weight: Tensor,
+    momentum: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns Nesterov momentum in `dtype` (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
@@ -3811,12 +3758,12 @@ def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2:
 @compiled
 def anvil_update(
     p: Tensor,
-    mantissa: Tensor | None,
     x: Tensor,
     slow_rail: Tensor,
     lr_mul: Tensor,
-    lr: float | Tensor,
-    decay: float | Tensor,
+    lr: Tensor,
+    decay: Tensor,
+    mantissa: Tensor | None = None,
 ) -> None:
     """p -= r x + decay r p [slow_rail p >= 0], r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
 
@@ -3878,10 +3825,10 @@ def update_rows(
     rows: Tensor,
     grads: Tensor,
     decays: Tensor,
-    time: int | Tensor,
-    weight: float | Tensor,
-    lr: float | Tensor,
-    decay: float | Tensor,
+    time: Tensor,
+    weight: Tensor,
+    lr: Tensor,
+    decay: Tensor,
 ) -> None:
     """Does row_adam's arithmetic, in at least fp32, the dtype of moments (N,).
 
@@ -3961,16 +3908,15 @@ class NgramTable:
     It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Rows start at 0.
     """
 
-    def __init__(self, cfg: Config, exchange: Exchange, device: torch.device):
+    def __init__(self, cfg: Config, exchange: Exchange):
         n = self.cfg = cfg.ngrams
-        self.exchange, self.device = exchange, device
+        self.exchange, self.device = exchange, exchange.device
         touched, block = ngram_bounds(cfg, exchange.world_size)
         # The rows that steps read until the next update, by owner; their gradients.
-        zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=device)
+        zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
         self.compact, self.main_grad = zeros(2, touched, n.width)
         self.batch: Batch | None = None  # the first of these steps
         self.routes: RowRoutes | None = None  # of its rows, on the device
-        self.pending: Pending | None = None  # their fetch
         # Row r lies at r // world_size on rank r % world_size.
         self.block = zeros(block, n.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
@@ -3979,21 +3925,15 @@ class NgramTable:
         self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
 
     @traced("rows ngrams")
-    def begin(self, batch: Batch | None) -> None:
+    def begin(self, batch: Batch | None, in_flight: dict[str, Pending]) -> None:
         """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
         if batch and batch.ngram_routes and batch is not self.batch:
             self.batch = batch
             self.routes = routes = move(batch.ngram_routes, self.device)
             rows, counts = self.block.index_select(0, routes.arriving), routes.send_counts
             out = self.compact[: sum(counts)]
-            self.pending = self.exchange.send_rows("rows", "ngrams", rows, routes.recv_counts, counts, out)
-
-    def arrived(self) -> Tensor:
-        """Returns the rows that the present step reads, after their arrival."""
-        if self.pending:
-            self.pending.wait()
-            self.pending = None
-        return self.compact
+            fetched = self.exchange.send_rows("rows", "ngrams", rows, routes.recv_counts, counts, out)
+            in_flight["ngrams"] = fetched
 
     @traced("rows ngrams")
     def send_grads(self) -> Pending:
@@ -4012,25 +3952,12 @@ class NgramTable:
         row_adam(self.block, touched, self.state, self.cfg, plan)
         self.main_grad[: sum(self.routes.send_counts)].zero_()
 
-    def finish(self) -> None:
-        """Ends what is under way, so that `stored` holds every row's present values."""
-        self.arrived()
-        if self.block.is_cuda:
-            torch.cuda.synchronize()
-
-    def reset(self) -> None:
-        """Forgets gradients and fetched rows."""
-        self.finish()
-        self.main_grad.zero_()
-        self.batch = None
-
     @torch.no_grad()
     def fetch(self, row_ids: Tensor) -> Tensor:
         """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
 
         Every rank must call it the same number of times: it communicates.
         """
-        self.finish()
         ids, n = row_ids.cpu().numpy(), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
         rows, to, back = self.block[routes.arriving], routes.recv_counts, routes.send_counts
@@ -4060,15 +3987,13 @@ class Optimizer:
         self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, backend: Backend = TORCH_BACKEND
     ):
         self.cfg, self.exchange, self.backend = cfg, exchange, backend
-        self.device = next(iter(params.values())).device
         # By name of a parameter, or of the vector that small ones are parts of:
         self.specs: dict[str, Param] = {}
         self.params: dict[str, Tensor] = {}
         self.grads: dict[str, typing.Any] = {}  # its Gradient
         self.state = {}  # the update rule's state of this rank's block
-        self.in_flight: dict[str, Pending] = {}  # gathers under way
+        self.in_flight: dict[str, Pending] = {}  # gathers, and the fetch "ngrams", under way
         self.routes: dict[str, RowRoutes] = {}  # of the tables that this step updates
-        self.vector_of: dict[str, str] = {}  # by small parameter
         groups = defaultdict(list)
         for spec in used_params(cfg):
             if spec.kind == "small":
@@ -4083,7 +4008,7 @@ class Optimizer:
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             self.add_vector(f"small_{i}", group, [params[spec.name] for spec in group])
-        self.ngrams = NgramTable(cfg, exchange, self.device) if cfg.ngrams.orders else None
+        self.ngrams = NgramTable(cfg, exchange) if cfg.ngrams.orders else None
         # Averages of own blocks, by row of cfg.endings and parameter; when each row ticks, and how far.
         self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
         self.averages = {
@@ -4105,21 +4030,20 @@ class Optimizer:
         sizes = [padded(p.numel(), 8) for p in params]
         sizes.append(-sum(sizes) % (8 * self.exchange.world_size))
         vector, grad = params[0].new_zeros(2, sum(sizes))
-        for spec, p, *parts in zip(specs, params, vector.split(sizes), grad.split(sizes)):
-            self.vector_of[spec.name] = name
+        for p, *parts in zip(params, vector.split(sizes), grad.split(sizes)):
             value, part_grad = (part[: p.numel()].view_as(p) for part in parts)
             p.data, p.grad = value.copy_(p.detach()), part_grad
         self.add(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, AddedGradient(vector, grad))
         muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
         rates = torch.tensor(muls, dtype=acc_dtype(self.cfg)).repeat_interleave(torch.tensor(sizes), 0)
-        self.state[name]["rates"] = self.exchange.block(rates).T.contiguous().to(self.device)
+        self.state[name]["rates"] = self.exchange.block(rates).T.contiguous().to(vector.device)
 
     @torch.no_grad()
     def begin(self, batch: Batch) -> None:
         """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
         if self.ngrams:
-            self.ngrams.begin(batch)
-        self.routes = move(batch.routes, self.device)
+            self.ngrams.begin(batch, self.in_flight)
+        self.routes = move(batch.routes, self.exchange.device)
 
     @traced("rows")
     @torch.no_grad()
@@ -4176,11 +4100,11 @@ class Optimizer:
 
         Mean gradients exist only here, each rank's block of them.
         """
-        self.finish_gathers()
+        self.wait_for()
         self.tick(plan.step - 1)
         if "ngrams" in pending:
             self.ngrams.update(pending["ngrams"].wait(), plan)
-            self.ngrams.begin(following())
+            self.ngrams.begin(following(), self.in_flight)
         for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
             if name not in pending:
                 continue
@@ -4212,15 +4136,11 @@ class Optimizer:
             self.gather(name).wait()
 
     @torch.no_grad()
-    def wait_for(self, name: str) -> None:
-        """Ends a parameter's gather, if one is in flight."""
-        name = self.vector_of.get(name, name)
-        if name in self.in_flight:
-            self.in_flight.pop(name).wait()
-
-    def finish_gathers(self) -> None:
-        for name in list(self.in_flight):
-            self.wait_for(name)
+    def wait_for(self, *names: str) -> None:
+        """Ends those of these that are in flight; without names, all."""
+        for name in names or list(self.in_flight):
+            if name in self.in_flight:
+                self.in_flight.pop(name).wait()
 
     def untie(self) -> None:
         """Lets embed train on its own, from lm_head's state, transposed and resharded."""
@@ -4249,7 +4169,7 @@ class Optimizer:
 
         Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
         """
-        self.finish_gathers()
+        self.wait_for()
         self.tick(self.cfg.steps - 1)
         norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # so that padding changes no digit
         kept = {name for ending in self.cfg.endings if ending.keep_norm for name in ending.params}
@@ -4268,11 +4188,13 @@ class Optimizer:
 
     @torch.no_grad()
     def drop_grads(self) -> None:
-        """Drops all gradients: none awaits its update then."""
+        """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
+        self.wait_for()
         for grad in self.grads.values():
             grad.reset()
         if self.ngrams:
-            self.ngrams.reset()
+            self.ngrams.main_grad.zero_()
+            self.ngrams.batch = None
 
 
 # ============================================================================================================
@@ -4406,12 +4328,14 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     # torch.save raises RuntimeError when the disk is full.
     with explain(f"cannot write {path}", fix, OSError, RuntimeError):
         if exchange.rank == 0:
-            weights = {name: model.weight(name).detach()[: shape[0]].cpu() for name, shape in shapes.items()}
+            model.wait_for()
+            weights = {
+                name: getattr(model, name)[: shape[0]].detach().cpu() for name, shape in shapes.items()
+            }
             about = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
             torch.save(about | {"weights": weights | {"signs": model.signs.cpu()}}, f"{path}.partial")
             names.append(path)
         if table := model.ngrams:
-            table.finish()
             with open(f"{rows_path}.partial", "wb") as file:
                 for rows in table.block.split(1 << 14):
                     file.write(rows.cpu().view(torch.uint8).numpy())
@@ -4424,7 +4348,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
     """Returns this rank's share of all that training changes, but gradients and the table of n-grams."""
-    optimizer.finish_gathers()
+    optimizer.wait_for()
     return {
         "params": {name: optimizer.block_of(name) for name in optimizer.params},
         "others": {name: getattr(model, name) for name in ("signs", "fp8_scales", "weight_amax")},
@@ -4482,7 +4406,6 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
     step, rank, table = progress["step"], optimizer.exchange.rank, optimizer.ngrams
     final, state = run / f"step{step:08d}", training_state(model, optimizer) | about | progress
     if table:
-        table.finish()
         state["ngrams"] = table.stored  # written from where they lie
     aside = final.with_suffix(".partial")
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
@@ -4556,10 +4479,10 @@ def track_of(cfg: Config, world_size: int) -> str:
 
 def peak_memory() -> str:
     if torch.cuda.is_initialized():
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB"
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"peak memory allocated: {kib >> 10} MiB"
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return f"peak memory allocated: {peak >> 20} MiB"
 
 
 def trace_steps(path: Path, first: int) -> torch.profiler.profile:
@@ -4662,7 +4585,7 @@ def train(
     bar.close()
     loader.close()
     epochs = batch.position[0] // len(data.train) + 1
-    return summary | {"steps": cfg.steps, "tokens": train_tokens(cfg), "epochs": epochs}
+    return summary | {"steps": cfg.steps, "epochs": epochs}
 
 
 def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLog) -> None:
@@ -4777,8 +4700,6 @@ def run(args: argparse.Namespace) -> None:
     with trace_steps(trace, first) if args.profile else contextlib.nullcontext() as profiler:
         parts = data, model, optimizer, val, ids_exchange, log
         summary = train(*parts, start, save_after, save, profiler) | {"seed": args.seed}
-    if args.resume:
-        summary["resumed_after_step"] = start[0]
     loss = float(summary["val_loss"])
     if data.bytes_per_token:
         summary["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"

@@ -210,7 +210,7 @@ class CountingExchange(SingleRankExchange):
     """Exchanges as one rank of several, alone, and counts collectives."""
 
     def __init__(self, world_size: int, counts: Counts, sum_rows: Callable):
-        super().__init__(0, world_size, sum_rows=sum_rows)
+        super().__init__(0, world_size, device=torch.device("meta"), sum_rows=sum_rows)
         self.counts = counts
 
     def count(self, kind: str, name: str, nbytes: int) -> None:
@@ -283,7 +283,7 @@ PHASE_OF = [
     (torch.autograd, "backward", "backward"),
     (tg.Optimizer, "add_row_grads", "rows"),
     (tg.Optimizer, "step", "optimizer"),
-    *((tg.NgramTable, name, "n-grams") for name in ("begin", "send_grads", "update", "finish", "fetch")),
+    *((tg.NgramTable, name, "n-grams") for name in ("begin", "send_grads", "update", "fetch")),
 ]
 
 
@@ -336,6 +336,11 @@ def run_steps(
     return found[4:]
 
 
+def h100_backend(cfg: tg.Config) -> tg.Backend:
+    with patched(torch.cuda, get_device_capability=lambda device: (9, 0)):
+        return tg.select_backend(cfg, gpu_code.CUDA)
+
+
 def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     """Returns the config's implementations, each of which counts itself and runs on "meta"."""
     names = [name for name in tg.KERNELS if name.startswith(cfg.kernels)]
@@ -354,7 +359,7 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Count
         steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)[2:]
     if cfg.compile:
         generated = GeneratedCounts()
-        backend = tg.select_backend(cfg, gpu_code.CUDA, (9, 0))  # compiled code has the kernels themselves
+        backend = h100_backend(cfg)  # compiled code has the kernels themselves
         for step, inside in zip(steps, run_steps(cfg, stage, world_size, backend, generated)[2:]):
             step.update(inside)
     for step in steps:
@@ -369,7 +374,7 @@ def check(cfg: tg.Config, world_size: int) -> None:
     """Raises UserError for a config that no H100 runs, or whose steps cannot be counted."""
     tg.refuse_if(tg.triton is None, "this needs the package triton, without a GPU too: ./test.sh installs it")
     tg.check_config(cfg, world_size)
-    tg.select_backend(cfg, torch.device("cuda", 0), (9, 0))
+    h100_backend(cfg)
 
 
 def main(argv: list[str] | None = None) -> None:

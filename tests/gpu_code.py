@@ -224,7 +224,7 @@ class MetaRun:
         tg.compiler_of = lambda cfg: compiler
         tg.AsyncLoss = lambda: types.SimpleNamespace(push=lambda *args: None)
         self.cfg, self.world_size = replace(cfg, val_slices=1), world_size
-        backend = tg.select_backend(self.cfg, CUDA, (9, 0))
+        backend = tg.select_backend(self.cfg, CUDA)
         exchange, self.ids_exchange = (
             (SingleRankExchange if world_size > 1 else tg.Exchange)(0, world_size) for _ in range(2)
         )

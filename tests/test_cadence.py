@@ -122,7 +122,7 @@ def test_golden_untying():
         optimizer.routes, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
         changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t}
         optimizer.step(tg.plan_step(RECORD92, step)._replace(**changes))
-        optimizer.finish_gathers()
+        optimizer.wait_for()
         if step % 2:
             want = next(events)
             assert want["step"] == step
@@ -163,7 +163,7 @@ def train_joined(rank, world_size):
         for name, grad in small_values(10 * rank + plan.step).items():
             params[name].grad += grad
         optimizer.step(plan)
-    optimizer.finish_gathers()
+    optimizer.wait_for()
     return params, [*optimizer.params]
 
 
@@ -217,7 +217,7 @@ def table_events(dtype):
     """
     ngrams = tg.Ngrams((2, 3), TABLE["half"], width=TABLE["width"], dtype=dtype)
     cfg = tiny_config(dtype, ngrams=ngrams, sign_rows=TABLE["sign_rows"])
-    table = tg.NgramTable(cfg, tg.Exchange(0, 1), torch.device("cpu"))
+    table = tg.NgramTable(cfg, tg.Exchange(0, 1))
     signs = golden_signs((TABLE["sign_rows"], TABLE["width"])).to(table.block.dtype)
     rates = {event["step"]: event["eta"] / 0.56 for event in TABLE["events"]}
     plans = [tg.plan_step(RECORD92, step)._replace(lr_mul=rates.get(step, 1.0)) for step in TABLE["steps"]]
@@ -225,10 +225,10 @@ def table_events(dtype):
     batches = tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
     for plan in plans:
         batch = batches.next()
-        table.begin(batch)
+        table.begin(batch, {})
         for k, (micro_batch, fed) in enumerate(zip(batch.micro_batches, golden_slices(plan.step))):
             now = table.block[fed.hashed_rows.long()]
-            assert torch.equal(table.arrived()[micro_batch.compact_rows.long()], now)
+            assert torch.equal(table.compact[micro_batch.compact_rows.long()], now)
             db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
             tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.indices["compact"], signs)
         assert plan.updates(cfg.ngrams.every) == (plan.step in rates)
@@ -237,7 +237,7 @@ def table_events(dtype):
             table.update(grads, plan)
             assert not table.main_grad.any()
             yield next(events), owned.tolist(), grads, table
-            table.begin(batches.peek())
+            table.begin(batches.peek(), {})
     loader.close()
     assert next(events, None) is None
 

@@ -276,7 +276,6 @@ def go_on(model, optimizer, position=(0, 0), first=0, save=None):
         if save and step % 2 == 0 and step < model.cfg.steps:
             save(step, batch.position)
     state = tg.training_state(model, optimizer)
-    optimizer.ngrams.finish()
     return state | {"ngrams": dict(enumerate(optimizer.ngrams.stored))}
 
 
@@ -301,8 +300,8 @@ def resume_each(rank, world_size, cfg, folder):
         started = run_steps(model, optimizer)
         next(started), next(started)
         started.close()
-        assert optimizer.ngrams.pending
-        optimizer.finish_gathers()
+        assert "ngrams" in optimizer.in_flight
+        optimizer.wait_for()
         spoil_grads(optimizer, torch.nan)
         for average in optimizer.averages.values():
             average.fill_(7)

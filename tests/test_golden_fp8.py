@@ -138,7 +138,7 @@ def test_head():
         return losses, *grads
 
     backend = tg.TORCH_BACKEND._replace(fp8=True, softcap_loss=watched)
-    model = SimpleNamespace(weight=lambda _: w, cfg=SimpleNamespace(head_chunk=n), backend=backend)
+    model = SimpleNamespace(lm_head=w, cfg=SimpleNamespace(head_chunk=n), backend=backend)
     grad, converted = tg.Gradient(w, torch.zeros_like(w)), []
     loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, grad, 1.0, converted)
     ((apart, losses, dlogits8),) = seen

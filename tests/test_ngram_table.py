@@ -32,7 +32,7 @@ class WholeTable:
     A micro-batch's gradient is rounded once, to the table's dtype.
     """
 
-    def __init__(self, cfg, exchange, device):
+    def __init__(self, cfg, exchange):
         n = self.cfg = cfg.ngrams
         self.exchange, self.dtype, self.acc_dtype = exchange, tg.dtype_of(n.dtype), tg.acc_dtype(cfg)
         self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.acc_dtype)
@@ -42,10 +42,10 @@ class WholeTable:
         self.stored = self.table, self.moments, self.last
         self.looked_up = []  # since the last update
         # Stands in for the rows that are fetched, and for their gradients; no result uses it.
-        self.main_grad = torch.zeros(tg.ngram_bounds(cfg, exchange.world_size)[0], n.width)
+        self.compact = self.main_grad = torch.zeros(tg.ngram_bounds(cfg, exchange.world_size)[0], n.width)
 
-    begin = finish = lambda self, *_: None
-    arrived = lambda self: self.main_grad  # noqa: E731
+    def begin(self, *_):
+        pass
 
     def fetch(self, row_ids):
         return self.table[: len(row_ids)]

@@ -37,7 +37,8 @@ def train_on_meta(cfg, monkeypatch, **backend):
     monkeypatch.setattr(tg.GPT, "initialize", lambda self, seed: None)
     backend = tg.TORCH_BACKEND._replace(segment_sum_rows=segment_sum_rows, **backend)
     model = tg.GPT(cfg, 1, "meta", 0, backend)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), tg.Exchange(0, 1), backend)
+    exchange = tg.Exchange(0, 1, device=model.device)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
     batches = batches_of(cfg, 0, 1)
     for name in ("tensor", "as_tensor"):
         monkeypatch.setattr(torch, name, partial(fail_on_device, getattr(torch, name)))

@@ -62,6 +62,11 @@ def check_golden(pointer, pointer_grad, case, dtype):
             close(t.grad, case[name], dtype, **near)
 
 
+def queries_of(x, bank, gain, sink):
+    model = SimpleNamespace(pointer_bank=bank, pointer_gain=gain, pointer_sink=sink)
+    return tg.GPT.pointer_queries(model, x)
+
+
 CASES = pytest.mark.parametrize("case", ATTENDS, ids=lambda case: case["name"])
 
 
@@ -81,7 +86,7 @@ def test_golden_queries(dtype):
     case = GOLDEN["b_projection"]
     names = "x", "bank", "gain", "sink"
     inputs = [torch.tensor(case[name], dtype=dtype, requires_grad=True) for name in names]
-    queries, batch = tg.pointer_queries(*inputs), text(case)
+    queries, batch = queries_of(*inputs), text(case)
     weights, lse = tg.pointer(queries, batch, 1000)
     for ours, name in (queries.q, "q"), (queries.k, "k"), (weights[0], "p_copy"), (weights[1], "a_sink"):
         close(ours, case[name], dtype, fp32=2e-6)
@@ -152,13 +157,13 @@ def run_head(case, dtype, chunk):
 
     backend = tg.TORCH_BACKEND._replace(softcap_loss=softcap_loss)
     cfg, grad = replace(tg.CPU, head_chunk=chunk, padded_vocab=HEAD["V"]), tg.Gradient(w, torch.zeros_like(w))
-    model = SimpleNamespace(cfg=cfg, weight=lambda name: w, backend=backend)
+    model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
     prefix, weights = case["prefix_weight"], list(case["weights"])
     prefixes = torch.tensor(HEAD["prefix_table"]) if prefix else None
     targets = tg.loss_targets(batch.targets, len(weights), prefixes)
     weights = torch.tensor(weights + [prefix] * bool(prefix), dtype=dtype)
     candidates = torch.tensor(HEAD["candidates"]).int() if "target_places" in case else None
-    queries = tg.pointer_queries(x, bank, gain, sink)
+    queries = queries_of(x, bank, gain, sink)
     found, lse = tg.pointer(queries, batch, window_of(case))
     copies = tg.Copies(found, torch.empty_like(found), torch.tensor([HEAD["column"]]))
     loss, dx = tg.GPT.head_loss_and_grad(
@@ -189,7 +194,7 @@ def distribution(tokens, cu_seqlens, candidates=None):
     )
     columns = torch.tensor(candidates or range(HEAD["V"]))
     slot, logits = (columns == HEAD["column"]).nonzero()[0], x @ w[:, columns]
-    queries, probs = tg.pointer_queries(x, bank, gain, sink), []
+    queries, probs = queries_of(x, bank, gain, sink), []
     for i, token in enumerate(columns.tolist()):
         batch = text({"cu_seqlens": cu_seqlens}, tokens[:-1], [token] * len(x))
         weights, _ = tg.pointer(queries, batch, 1000)
@@ -329,7 +334,7 @@ def test_the_schedule_of_pr_379():
     want, cfg = GOLDEN["h_schedule"], tg.RECORD
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     assert [*cfg.stage_starts, cfg.steps] == want["stage_ends"]
-    assert tg.train_tokens(cfg) == want["training_tokens"]
+    assert sum(plan.batch_tokens for plan in plans) == want["training_tokens"]
     for name in ("candidates", "prefix"):
         changes = [b.step for a, b in zip(plans, plans[1:]) if getattr(a, name) != getattr(b, name)]
         assert changes == want[f"{name}_change_at" if name == "candidates" else "prefix_changes_at"]

@@ -97,7 +97,7 @@ def run_head(x, w, targets, weights, sets=(None,), chunk=2, backend=tg.TORCH_BAC
     Returns the last loss and gradient of x, and lm_head's gradient, the sum of all.
     """
     cfg = replace(tg.CPU, head_chunk=chunk, padded_vocab=w.size(1))
-    model = SimpleNamespace(cfg=cfg, weight=lambda name: w, backend=backend)
+    model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
     grad = tg.Gradient(w, torch.full_like(w, math.nan))  # NaN: to be overwritten
     more = grad, 1.0, []
     for candidates in sets:
@@ -168,7 +168,7 @@ def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
     x, w, targets = torch.randn(32, 16), torch.randn(16, 4096), torch.arange(32)[:, None]
     grad, backend = tg.Gradient(w, torch.zeros_like(w)), tg.TORCH_BACKEND._replace(fp8=fp8)
     cfg = replace(tg.CPU, head_chunk=1, padded_vocab=4096)
-    model = SimpleNamespace(cfg=cfg, weight=lambda name: w, backend=backend)
+    model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
     with NothingAsLarge(w, grad.main_grad):
         for _ in range(2):
             candidates = torch.arange(0, 4096, 64, dtype=torch.int32)

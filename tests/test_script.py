@@ -102,7 +102,6 @@ warm-up: .*
 val_loss: (?P<val_loss>\d\.\d{{6}})
 train_time_ms: (?P<train_time_ms>\d+)
 steps: 8
-tokens: 2560
 epochs: 1
 seed: (?P<seed>\d)
 val_loss_per_byte: (?P<val_loss_per_byte>\d\.\d{{6}})

@@ -17,13 +17,14 @@ CUDA, HOST = torch.device("cuda"), torch.device("cpu")
 def set_machine(monkeypatch):
     """Returns a function that fakes what select_backend looks for on a machine."""
 
-    def set_machine(interpreted="0", triton=types, fa3=False):
+    def set_machine(interpreted="0", triton=types, fa3=False, capability=(9, 0)):
         def activate(name):
             if not fa3:
                 raise RuntimeError(f"no module for {name}")
 
         monkeypatch.setenv("TRITON_INTERPRET", interpreted)
         monkeypatch.setattr(tg, "triton", triton)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, raising=False)
 
     set_machine()
@@ -32,12 +33,14 @@ def set_machine(monkeypatch):
 
 def test_presets_run_on_their_machines(set_machine):
     for capability in ((8, 9), (9, 0), (12, 0)):
-        backend = tg.select_backend(tg.RECORD, CUDA, capability)
+        set_machine(capability=capability)
+        backend = tg.select_backend(tg.RECORD, CUDA)
         assert backend.gram is tg.triton_gram and backend.attention is tg.flash_attention and backend.fp8
     set_machine(fa3=True)
-    fa3 = tg.select_backend(replace(tg.RECORD, attention_impl="fa3"), CUDA, (9, 0))
+    fa3 = tg.select_backend(replace(tg.RECORD, attention_impl="fa3"), CUDA)
     assert fa3.attention is tg.flash_attention
-    assert tg.select_backend(tg.CPU, CUDA, (8, 0)) == tg.TORCH_BACKEND
+    set_machine(capability=(8, 0))
+    assert tg.select_backend(tg.CPU, CUDA) == tg.TORCH_BACKEND
 
 
 def test_a_cpus_mlps_are_in_bf16_where_that_is_faster(monkeypatch):
@@ -77,7 +80,6 @@ triton | | (9, 0) | the kernels need | kernels=
 | dtype=float32 | (9, 0) | the kernels need | kernels=
 | bank_dtype=float32 | (9, 0) | the kernels need | kernels=
 interpreted | bank_dtype=float32 attention_impl=dense | None | the kernels need | kernels=
-interpreted | dtype=float32 bank_dtype=float32 | None | Triton's interpreter | compile=false
 | pointer_dim=48 | (9, 0) | the pointer's kernel needs | pointer_dim=128
 | kernels= | None | FlashAttention needs | attention_impl=dense
 | kernels= | (7, 5) | FlashAttention needs | attention_impl=dense
@@ -91,12 +93,14 @@ interpreted | dtype=float32 bank_dtype=float32 | None | Triton's interpreter | c
 def test_unsupported_settings(set_machine, case):
     """The error names one setting; with it there is none, or another reason."""
     machine, settings, capability, reason, fix = map(str.strip, case.split("|"))
-    set_machine(**{"triton": {"triton": None}, "interpreted": {"interpreted": "1"}}.get(machine, {}))
+    capability = ast.literal_eval(capability)
+    machine = {"triton": {"triton": None}, "interpreted": {"interpreted": "1"}}.get(machine, {})
+    set_machine(**machine, capability=capability)
     cfg = functools.reduce(tg.override, settings.split(), tg.RECORD)
-    machine = (HOST,) if capability == "None" else (CUDA, ast.literal_eval(capability))
+    device = CUDA if capability else HOST
     with pytest.raises(tg.UserError, match=f"{reason}.*--set {fix}$"):
-        tg.select_backend(cfg, *machine)
+        tg.select_backend(cfg, device)
     try:
-        tg.select_backend(tg.override(cfg, fix), *machine)
+        tg.select_backend(tg.override(cfg, fix), device)
     except tg.UserError as error:
         assert reason not in str(error)

@@ -58,9 +58,7 @@ def recorded(model, optimizer):
     hidden_states, add_row_grads = model.hidden_states, optimizer.add_row_grads
 
     def begin(micro_batch, *args):
-        optimizer.finish_gathers()
-        if optimizer.ngrams:
-            optimizer.ngrams.arrived()
+        optimizer.wait_for()
         if args[1:]:  # not in validation
             at["weights"], at["recording"] = micro_batch.loss_weights.tolist(), Recording()
             at["recording"].__enter__()

@@ -82,10 +82,9 @@ def train(cfg, backend):
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = [loss.item() for _, loss in run_steps(model, optimizer)]
-    optimizer.finish_gathers()
+    optimizer.wait_for()
     changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     if optimizer.ngrams:
-        optimizer.ngrams.finish()
         changes |= {"ngrams": optimizer.ngrams.block, "moments": optimizer.ngrams.stored[1]}
     squares = {name: part["exp_avg_sq"] for name, part in states(model, optimizer) if "exp_avg_sq" in part}
     known = {name: (v > 0, v > NOISE**2 * v.max()) for name, v in squares.items()}

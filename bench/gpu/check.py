@@ -307,7 +307,7 @@ def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, T
             training.validate()  # as before a run's first step
         batch = training.batches.next()
         batch = batch._replace(micro_batches=batch.micro_batches[:1])
-        optimizer.finish_gathers()
+        optimizer.wait_for()
         model.fp8_scales[:, 2] = 1
         for _ in range(2):  # the first finds the scales of squares and of their gradients in FP8
             optimizer.drop_grads()
@@ -449,7 +449,8 @@ def timed_run(setup: Setup, name: str, settings: str, gpus: int) -> Iterator[Row
     cfg, length = with_settings(tg.PRESETS[setup.preset], settings), 0.05 if setup.on_gpu else 1.0
     settings += f" length={length}" * setup.on_gpu
     # A document has 700 tokens on average, of which a batch takes at most max_doc_len.
-    tokens = tg.train_tokens(cfg) * (2 + 3000 // min(stage.max_doc_len for stage in cfg.stages))
+    tokens = sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
+    tokens *= 2 + 3000 // min(stage.max_doc_len for stage in cfg.stages)
     tokens = int(tokens * length)
     data, cwd = setup.scratch / f"data_{tokens}", setup.out / name.replace(" ", "_")
     write_shards(data, tokens, cfg.val_slices * cfg.val_slice_tokens + 1, cfg.vocab_size)

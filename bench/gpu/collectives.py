@@ -84,8 +84,7 @@ def train_small(cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, sh
         for _ in range(cfg.steps):
             tg.train_step(model, optimizer, batches.next(), batches.peek)
     loader.close()
-    optimizer.finish_gathers()
-    optimizer.ngrams.finish()
+    optimizer.wait_for()
     tensors = [*model.parameters(), *optimizer.ngrams.stored]
     return [t.detach().to(exchange.device) for t in tensors]
 
