@@ -1376,19 +1376,13 @@ def inverse(permutation: np.ndarray) -> np.ndarray:
 NO_ROWS = np.empty(0, np.int32)
 
 
-def index_rows(ids: np.ndarray, sign_ids: np.ndarray | None = None) -> RowIndex:
+def index_rows(ids: Tensor, sign_ids: Tensor | None = None) -> RowIndex:
     """Sorts a micro-batch's positions by row `ids`, int32, (T,) or (K, T) with a range of rows for each k."""
-    flat = ids.ravel()
-    # Sorts 16 bits at a time: numpy then uses a radix sort, in a third of the time.
-    perm = np.argsort(flat.astype(np.uint16), kind="stable")
-    if flat.max(initial=0) >= 1 << 16:
-        perm = perm[np.argsort((flat >> 16).astype(np.uint16)[perm], kind="stable")]
-    by_row = flat[perm]
-    first = np.flatnonzero(np.diff(by_row, prepend=np.int32(-1)))
-    parts = [by_row[first], perm % max(1, ids.shape[-1]), np.append(first, len(flat))]
-    if sign_ids is not None:
-        parts.append(sign_ids.ravel()[perm])
-    return RowIndex(*map(int32, parts))
+    by_row, perm = ids.flatten().sort(stable=True)
+    row_ids, counts = by_row.unique_consecutive(return_counts=True)
+    offsets = F.pad(counts.cumsum(0), (1, 0))
+    by_row_signs = None if sign_ids is None else sign_ids.flatten()[perm]
+    return RowIndex(row_ids, (perm % ids.shape[-1]).int(), offsets.int(), by_row_signs)
 
 
 def choose_candidates(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
@@ -1581,10 +1575,9 @@ class Prefetcher:
         shares = [weight / len(parts) for weight in plan.loss_weights]
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
         for part in parts:
-            sign_ids = None if part.sign_ids is None else part.sign_ids.numpy()
             indices = {
-                "tokens": index_rows(part.inputs.numpy()),
-                hashed_kind: index_rows(part.hashed_rows.numpy(), sign_ids),
+                "tokens": index_rows(part.inputs),
+                hashed_kind: index_rows(part.hashed_rows, part.sign_ids),
             }
             micro_batches.append(part._replace(indices=indices, loss_weights=loss_weights))
         routes = {}
@@ -3551,7 +3544,7 @@ class Exchange:
             recv_counts = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
             arriving = self.send_rows("row ids", name, arriving, send_counts, recv_counts).wait()
         arriving = arriving.cpu()
-        return order, RowRoutes(send_counts, recv_counts, arriving, index_rows(arriving.numpy()))
+        return order, RowRoutes(send_counts, recv_counts, arriving, index_rows(arriving))
 
     def send_rows(
         self,

@@ -80,8 +80,8 @@ def check_batches(rank, world_size, cfg):
         want = [loader.micro_batches(plan.batch_tokens, plan.max_doc_len) for loader in alone]
         assert batch.plan == plan and batch.position == alone[rank].position()
         for actual, expected in zip(batch.micro_batches, want[rank], strict=True):
-            rows, sign_ids = expected.hashed_rows.numpy(), expected.sign_ids.numpy()
-            indices = tg.index_rows(expected.inputs.numpy()), tg.index_rows(rows, sign_ids)
+            rows, sign_ids = expected.hashed_rows, expected.sign_ids
+            indices = tg.index_rows(expected.inputs), tg.index_rows(rows, sign_ids)
             shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights])
             indices = dict(zip(("tokens", "bigrams"), indices))
             expected = expected._replace(indices=indices, loss_weights=shares)
@@ -257,8 +257,8 @@ def test_segment_sum_rows(shape, dtype, signed):
     signs = (torch.randint(0, 2, (11, math.prod(shape[1:])), generator=g) * 2 - 1).to(dtype)
     for T in (60, 90, 90, 1, 60):
         # Most positions are on few rows, as in text; in the last round all are on one.
-        ids = (shape[0] * rng.random(T) ** (8 if T != 60 else 99)).astype(np.int32)
-        index = tg.index_rows(ids, rng.integers(0, 11, (1, T)).astype(np.int32) if signed else None)
+        ids = tg.int32(shape[0] * rng.random(T) ** (8 if T != 60 else 99))
+        index = tg.index_rows(ids, tg.int32(rng.integers(0, 11, (1, T))) if signed else None)
         grad, touched = cancelling_numbers((T, *shape[1:]), dtype, g), index.row_ids.long()
         out[touched] = out[touched].nan_to_num(7)
         before, grad_before = out.clone(), grad.clone()

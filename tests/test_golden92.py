@@ -127,7 +127,7 @@ def gradients(case, kind):
         p = getattr(model, name)
         grads[name] = torch.zeros_like(p).index_add_(0, batch.inputs, leaves[name].grad)
     table = torch.zeros_like(model.ngrams.rows)
-    index = tg.index_rows(batch.hashed_rows.numpy(), batch.sign_ids.numpy())
+    index = tg.index_rows(batch.hashed_rows, batch.sign_ids)
     tg.segment_sum_rows(table, leaves["ngrams"].grad, index, model.signs)
     return loss.item(), golden_layout(grads, model.cfg) | {"bigram_embed.weight": table}
 
