@@ -1223,10 +1223,14 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
     return Shard(tokens, np.flatnonzero(tokens == cfg.bos_id))
 
 
+def int32(numbers: np.ndarray) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int32, copy=False))
+
+
 HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
-def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
+def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Tensor, Tensor | None]:
     """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, a range of rows for
     each order; and the rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0.
 
@@ -1236,26 +1240,24 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
     """
     T, size = len(tokens), ngrams.rows_per_order
     words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
-    rows = np.empty((len(ngrams.orders), T), np.int32)
-    sign_ids = np.empty_like(rows) if sign_rows else None
+    h = np.empty((len(ngrams.orders), T), np.uint32)
     for n in range(1, max(ngrams.orders) + 1):
         mixed[n - 1 :] += words[: max(0, T - n + 1)]
         mixed *= HASH_MULTIPLIER
-        if n not in ngrams.orders:
-            continue
-        i, h = ngrams.orders.index(n), mixed.copy()
-        if sign_rows:
-            upper = h * 0x27D4EB2F >> 16  # another odd factor
-            sign_ids[i] = upper * sign_rows >> 16
-        h ^= h >> 16
-        h *= 0x85EBCA6B
-        h ^= h >> 13
-        h *= 0xC2B2AE35
-        h ^= h >> 16
-        h -= h // (size - 1) * (size - 1)  # NumPy's % is not vectorized
-        h[: n - 1] = size - 1
-        rows[i] = h + i * size
-    return rows, sign_ids
+        if n in ngrams.orders:
+            h[ngrams.orders.index(n)] = mixed
+    upper = h * 0x27D4EB2F >> 16  # another odd factor
+    sign_ids = int32(upper * sign_rows >> 16) if sign_rows else None
+    h ^= h >> 16
+    h *= 0x85EBCA6B
+    h ^= h >> 13
+    h *= 0xC2B2AE35
+    h ^= h >> 16
+    h -= h // (size - 1) * (size - 1)  # NumPy's % is not vectorized
+    for i, n in enumerate(ngrams.orders):
+        h[i, : n - 1] = size - 1
+        h[i] += i * size
+    return int32(h), sign_ids
 
 
 def default_max_docs(tokens: int) -> int:
@@ -1350,14 +1352,9 @@ def make_micro_batch(
     )
     inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
-    hashes = hash_ngrams(inputs.numpy(), hashed, cfg.sign_rows)
-    rows, sign_ids = (None if ids is None else int32(ids) for ids in hashes)
+    rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)
     cu_seqlens.numpy()[: len(starts)] = starts
     return MicroBatch(inputs, int32(tokens[1:]).long(), rows, sign_ids, cu_seqlens, max_doc_len)
-
-
-def int32(numbers: np.ndarray) -> Tensor:
-    return torch.from_numpy(numbers.astype(np.int32, copy=False))
 
 
 def distinct_rows(micro_batches: list[MicroBatch], kind: str, *others: np.ndarray) -> np.ndarray:

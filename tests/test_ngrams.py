@@ -106,7 +106,7 @@ def test_the_hash_is_pythons(rows):
             ngrams = tg.Ngrams(orders, rows)
             got, signs = tg.hash_ngrams(np.array(tokens, np.int32), ngrams, sign_rows)
             want = python_rows(tokens, ngrams, sign_rows)
-            assert got.dtype == np.int32 and got.tolist() == want[0]
+            assert got.dtype == torch.int32 and got.tolist() == want[0]
             assert signs is None if sign_rows == 0 else signs.tolist() == want[1]
 
 
@@ -140,9 +140,7 @@ def python_index(ranges):
 def test_index_rows():
     """Checks one range and several, with signs, which follow the positions; within a row these ascend."""
     rng = np.random.default_rng(4)
-    cases = [
-        rng.integers(0, high, T) for high in (1, 300, 65_536, 65_537, 2**29) for T in (1, 2, 300, 40_000)
-    ]
+    cases = [rng.integers(0, high, T) for high in (1, 300, 65_536, 65_537, 2**29) for T in (1, 2, 300)]
     cases += [np.array([65_535, top, 0, top, 1]) for top in (65_536, 131_071)]  # of equal lower halves
     for ids in cases:
         first = np.arange(3)[:, None] * (int(ids.max()) + 1)
@@ -156,4 +154,6 @@ def test_index_rows():
                 s[t] for s, places in zip(signs.tolist(), order) for t in places
             ]
             assert tg.index_rows(rows).sign_ids is None
+    ids = rng.integers(0, 5000, 40_000)  # so many are sorted in another way
+    assert tg.index_rows(tg.int32(ids)).perm.tolist() == np.argsort(ids, kind="stable").tolist()
     assert [part.tolist() for part in tg.index_rows(tg.int32(tg.NO_ROWS))[:3]] == [[], [], [0]]
