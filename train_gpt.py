@@ -193,8 +193,8 @@ class Param:
     #     exchanged and updated as one vector.
     # matmul: the backwards of matrix products sum the gradient in main_grad.
     # bank: the same for a stack of matrices, padded so that each rank owns equally many.
-    # tokens, bigrams: a table, of which a token or a bigram selects rows.
-    kind: Literal["small", "matmul", "bank", "tokens", "bigrams"] = "small"
+    # tokens, hashed: a table, of which a token or a bigram's hash selects rows.
+    kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number, which is roughly the order in
@@ -211,7 +211,7 @@ class Param:
 
     @property
     def is_table(self) -> bool:
-        return self.kind in ("tokens", "bigrams")
+        return self.kind in ("tokens", "hashed")
 
 
 GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
@@ -241,7 +241,7 @@ PARAMS = (  # gradients are exchanged in this order, small parameters' last
     Param("pointer_gain",   "min(1,c)",     "1",            1.00,   0, dtype="float32"),
     Param("pointer_sink",   "c",            "normal c**-.5",1.00,   0, dtype="float32"),
     Param("lm_head",        "d V",          "normal 0.005", 1.00, 150, "matmul", work=2, betas=(.50, .95)),
-    Param("bigram_embed",   "B d",          "0",           75.00,   5, "bigrams", "sparse", work=1,
+    Param("bigram_embed",   "B d",          "0",           75.00,   5, "hashed", "sparse", work=1,
           betas=(.75, .95)),
     Param("value_embeds",   "V E d",        "normal 0.01", 70.00,   5, "tokens", "sparse", work=5,
           betas=(.75, .95), every=(2, 4)),
@@ -1294,14 +1294,13 @@ class RowRoutes(NamedTuple):
 class MicroBatch(NamedTuple):
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
-    # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table; None if there are compact_rows
-    hashed_rows: Tensor | None
+    # (K, T) int32: rows of bigram_embed (K = 1), of the n-gram table or, in training, of NgramTable.compact
+    hashed_rows: Tensor
     sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
     cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
     max_doc_len: int  # bound on such a document's length
     # In training:
-    compact_rows: Tensor | None = None  # (K, T) int32: where the rows of n-grams lie in NgramTable.compact
-    # Of the rows that tokens and bigrams select, and of compact_rows. Packed apart: their sizes vary.
+    # Of the rows that "tokens" select, and of "hashed" rows. Packed apart: their sizes vary.
     indices: dict[str, RowIndex] = {}
     candidates: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     loss_weights: Tensor | None = None  # (K,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
@@ -1359,15 +1358,8 @@ def make_micro_batch(
 
 def distinct_rows(micro_batches: list[MicroBatch], kind: str, *others: np.ndarray) -> np.ndarray:
     """Returns the distinct rows of their indices of this kind, and of other lists, ascending."""
-    return np.unique(
-        np.concatenate([part.indices[kind].row_ids.numpy() for part in micro_batches] + [*others])
-    )
-
-
-def inverse(permutation: np.ndarray) -> np.ndarray:
-    places = np.empty(len(permutation), np.int32)
-    places[permutation] = np.arange(len(permutation))
-    return places
+    rows = [part.indices[kind].row_ids.numpy() for part in micro_batches]
+    return np.unique(np.concatenate([*rows, *others]))
 
 
 NO_ROWS = np.empty(0, np.int32)
@@ -1512,6 +1504,16 @@ class TrainLoader:
         return micro_batches
 
 
+def compact(part: MicroBatch, read: np.ndarray, places: np.ndarray) -> MicroBatch:
+    """Gives a micro-batch's rows of n-grams, some of those `read`, their `places` in NgramTable.compact."""
+    index = part.indices["hashed"]
+    row_ids = int32(places[np.searchsorted(read, index.row_ids.numpy())])
+    by_row = row_ids.repeat_interleave(index.offsets.diff()).view(part.hashed_rows.shape)
+    rows = torch.empty_like(by_row).scatter_(1, index.perm.view(by_row.shape).long(), by_row)
+    indices = part.indices | {"hashed": index._replace(row_ids=row_ids)}
+    return part._replace(hashed_rows=rows, indices=indices)
+
+
 class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
@@ -1566,7 +1568,7 @@ class Prefetcher:
     @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
         """Builds a batch, but for the routes of n-grams; not packed yet."""
-        micro_batches, hashed_kind = [], "ngrams" if self.cfg.ngrams.orders else "bigrams"
+        micro_batches = []
         shape = plan.batch_tokens, plan.max_doc_len, plan.attention_cap, plan.candidates
         parts = self.loader.micro_batches(*shape)
         shares = [weight / len(parts) for weight in plan.loss_weights]
@@ -1574,7 +1576,7 @@ class Prefetcher:
         for part in parts:
             indices = {
                 "tokens": index_rows(part.inputs),
-                hashed_kind: index_rows(part.hashed_rows, part.sign_ids),
+                "hashed": index_rows(part.hashed_rows, part.sign_ids),
             }
             micro_batches.append(part._replace(indices=indices, loss_weights=loss_weights))
         routes = {}
@@ -1591,39 +1593,23 @@ class Prefetcher:
                 self.touched[spec.name] = rows
         return Batch(plan, micro_batches, self.loader.position(), pack(routes))
 
-    def _finish(self, together: list[Batch]) -> Iterator[Batch]:
-        """Packs batches that read the same rows of n-grams; the first has the rows' routes."""
-        routes, parts = None, iter([part for batch in together for part in batch.micro_batches])
-        if self.cfg.ngrams.orders and together:
-            routes, parts = self._route_ngrams([*parts])
-        packed = (pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts)
-        for batch in together:
-            micro_batches = [next(packed) for _ in batch.micro_batches]
-            yield batch._replace(micro_batches=micro_batches, ngram_routes=routes)
-            routes = None
-
     @traced("index")
-    def _route_ngrams(self, micro_batches: list[MicroBatch]) -> tuple[RowRoutes, Iterator[MicroBatch]]:
-        """Routes the fetch of the n-grams' rows that these read, and the return of their gradients.
-
-        Also returns these with the rows' places in NgramTable.compact.
+    def _finish(self, together: list[Batch]) -> list[Batch]:
+        """Packs batches that read the same rows of n-grams; the first has the rows' routes: of their fetch,
+        and of the return of their gradients.
         """
-        read, ranks = distinct_rows(micro_batches, "ngrams"), self.exchange.world_size
-        order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
-        place_of_row = inverse(order)
-
-        def placed(part: MicroBatch) -> MicroBatch:
-            index = part.indices["ngrams"]
-            own = int32(place_of_row[np.searchsorted(read, index.row_ids.numpy())])
-            by_row = own.repeat_interleave(index.offsets.diff()).view(part.hashed_rows.shape)
-            perm = index.perm.view(by_row.shape).long()
-            return part._replace(
-                hashed_rows=None,
-                compact_rows=torch.empty_like(by_row).scatter_(1, perm, by_row),
-                indices={"tokens": part.indices["tokens"], "compact": index._replace(row_ids=own)},
-            )
-
-        return pack(routes), map(placed, micro_batches)
+        finished, routes, has_ngrams = [], None, bool(self.cfg.ngrams.orders)
+        if has_ngrams and together:
+            parts = [part for batch in together for part in batch.micro_batches]
+            read, ranks = distinct_rows(parts, "hashed"), self.exchange.world_size
+            order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
+            routes, places = pack(routes), np.argsort(order)
+        for batch in together:
+            parts = [compact(part, read, places) if has_ngrams else part for part in batch.micro_batches]
+            packed = [pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts]
+            finished.append(batch._replace(micro_batches=packed, ngram_routes=routes))
+            routes = None
+        return finished
 
 
 class ValLoader:
@@ -3335,7 +3321,7 @@ class GPT(nn.Module):
         name = "bigram_embed" if rows is not None else "ngrams"
         self.wait_for(name)
         if rows is None and training:
-            ids, rows = micro_batch.compact_rows, self.ngrams.arrived()
+            rows = self.ngrams.arrived()
         elif rows is None:
             row_ids, ids = ids.unique(return_inverse=True)
             rows = self.ngrams.fetch(row_ids)
@@ -4025,7 +4011,7 @@ class NgramTable:
         order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
         rows, to, back = self.block[routes.arriving], routes.recv_counts, routes.send_counts
         received = self.exchange.send_rows("rows outside training", "ngrams", rows, to, back).wait()
-        return received[inverse(order)]
+        return received[np.argsort(order)]
 
 
 # ============================================================================================================
@@ -4120,7 +4106,7 @@ class Optimizer:
         """
         for name, leaf in leaves.items():
             if name == "ngrams":
-                main_grad, index = self.ngrams.main_grad, indices["compact"]
+                main_grad, index = self.ngrams.main_grad, indices["hashed"]
             else:
                 main_grad, index = self.grads[name].main_grad, indices[self.specs[name].kind]
             if leaf.grad is not None:  # of bigrams, if no layer adds them

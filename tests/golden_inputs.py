@@ -336,11 +336,11 @@ class FixedLoader:
 def row_plans(cfg, exchange, ids):
     """Returns RowRoutes, by kind, of a step that updates all tables. Its one micro-batch reads rows `ids`."""
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
-    batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, nothing, 0)
+    batch = tg.MicroBatch(ids["tokens"], nothing, ids["hashed"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
     routes = batches.next().routes
     batches.loader.close()
-    return {"tokens": routes["embed"], "bigrams": routes["bigram_embed"]}
+    return {"tokens": routes["embed"], "hashed": routes["bigram_embed"]}
 
 
 def flatten(nest):

@@ -57,7 +57,7 @@ def tensors_of(nest):
     return [t for t in tree_leaves(nest) if isinstance(t, torch.Tensor)]
 
 
-TABLES = {"value_embeds": ("tokens", 264), "embed": ("tokens", 264), "bigram_embed": ("bigrams", 640)}
+TABLES = {"value_embeds": ("tokens", 264), "embed": ("tokens", 264), "bigram_embed": ("hashed", 640)}
 
 
 def check_routes(routes, touched, rank, rows):
@@ -83,7 +83,7 @@ def check_batches(rank, world_size, cfg):
             rows, sign_ids = expected.hashed_rows, expected.sign_ids
             indices = tg.index_rows(expected.inputs), tg.index_rows(rows, sign_ids)
             shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights])
-            indices = dict(zip(("tokens", "bigrams"), indices))
+            indices = dict(zip(("tokens", "hashed"), indices))
             expected = expected._replace(indices=indices, loss_weights=shares)
             tensors = tensors_of(actual), tensors_of(expected)
             assert all(map(same_bits, *tensors)) and len(tensors[0]) == len(tensors[1]) == 13
@@ -91,7 +91,7 @@ def check_batches(rank, world_size, cfg):
         for own, micro_batches in zip(seen, want):
             for micro_batch in micro_batches:
                 own["tokens"].update(micro_batch.inputs.tolist())
-                own["bigrams"].update(micro_batch.hashed_rows[0].tolist())
+                own["hashed"].update(micro_batch.hashed_rows[0].tolist())
         due = TABLES if plan.updates((2, 2)) else {}
         assert batch.routes.keys() == {*due} and batch.ngram_routes is None
         for name, (kind, rows) in due.items():

@@ -228,9 +228,9 @@ def table_events(dtype):
         table.begin(batch)
         for k, (micro_batch, fed) in enumerate(zip(batch.micro_batches, golden_slices(plan.step))):
             now = table.block[fed.hashed_rows.long()]
-            assert torch.equal(table.arrived()[micro_batch.compact_rows.long()], now)
+            assert torch.equal(table.arrived()[micro_batch.hashed_rows.long()], now)
             db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
-            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.indices["compact"], signs)
+            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.indices["hashed"], signs)
         assert plan.updates(cfg.ngrams.every) == (plan.step in rates)
         if plan.step in rates:
             owned, grads = table.routes.row_index.row_ids, table.send_grads().wait().clone()

@@ -316,7 +316,7 @@ def bytes_sent(cfg, rank, n):
         nbytes, shape = itemsize * size, shapes.get(name)
         touched, fp32 = set(), row.reduction == "fp32"
         for plan in plans:
-            touched |= reads[rank][plan.step][row.kind == "bigrams"]
+            touched |= reads[rank][plan.step][row.kind == "hashed"]
             if not plan.updates(row.every):
                 continue
             is_due = row.name != "embed" or plan.step > tg.untie_step(cfg)
