@@ -1677,34 +1677,42 @@ def dense_attention(
     T * (window + block) scores instead of T * T.
     """
     T, H, _ = q.shape
-    if q.is_cuda or torch.compiler.is_compiling():
-        q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, T - 1))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
-        return y.transpose(1, 2).flatten(0, 1)[:T]
-    bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
-    return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
-
-
-def query_blocks(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cuts queries (T, H, D) into n blocks (n, H, block, D), with the keys and values that these may see.
-
-    Also returns a mask (n, 1, block, keys): which key is in a query's document and window.
-    """
-    T, block = len(q), min(max(32, window), 256)
+    if not (q.is_cuda or torch.compiler.is_compiling()):
+        bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
+        return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
+    window = min(window, T - 1)
+    block = min(max(32, window), 256)
     before, tail = padded(window, block), -T % block  # keys before a block's own; what the last block lacks
-    doc = document_numbers(cu_seqlens, T)
-    doc_q = F.pad(doc, (0, tail), value=-1).view(-1, block, 1)
-    doc_k = F.pad(doc, (before, tail), value=-1).unfold(0, before + block, block).unsqueeze(1)
-    offs = torch.arange(-before, block, device=q.device)
-    distance = offs[before:, None] - offs
-    mask = (doc_q == doc_k) & (distance >= 0) & (distance <= window)
     q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (-1, block))
     # Overlapping blocks of keys from neighbouring ones: the backward of unfold() is five times as slow.
     k, v = (F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block)) for t in (k, v))
     k, v = (torch.cat([t[i : i + len(q)] for i in range(before // block + 1)], dim=1) for t in (k, v))
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask.unsqueeze(1)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = seen_keys(cu_seqlens, T, block, window).unsqueeze(1)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    return y.transpose(1, 2).flatten(0, 1)[:T]
+
+
+def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Returns which document each of T positions belongs to, (T,) int64, from 1 on."""
+    pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, pos, right=True)
+
+
+def first_seen(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
+    """Returns the first position, (T,) int64, in each of T positions' document and window."""
+    positions = torch.arange(T, device=cu_seqlens.device)
+    return torch.maximum(cu_seqlens[document_numbers(cu_seqlens, T) - 1], positions - window)
+
+
+def seen_keys(cu_seqlens: Tensor, T: int, block: int, window: int) -> Tensor:
+    """Returns which keys a query sees, (n, block, keys), for blocks of queries. A block's keys are its own
+    positions and `window` or more before them, whole blocks. Behind T there is one more document.
+    """
+    positions, before = torch.arange(padded(T, block), device=cu_seqlens.device), padded(window, block)
+    first = first_seen(cu_seqlens, len(positions), window).view(-1, block, 1)
+    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + block, block).unsqueeze(1)
+    return (first <= keys) & (keys <= positions.view(-1, block, 1))
 
 
 # Without a compiler, on a CPU: smaller blocks, whose keys are not copied, and a backward of its own.
@@ -1717,15 +1725,7 @@ def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) ->
     """Returns what is added to BlockAttention's scores, (H * blocks, BLOCK, keys): 0, or -inf where a query
     does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
     """
-    positions = torch.arange(padded(T, BLOCK), device=cu_seqlens.device)
-    starts = F.pad(cu_seqlens, (1, 0))[document_numbers(cu_seqlens, len(positions))]
-    first = torch.maximum(starts, positions - window).view(-1, BLOCK, 1)
-    queries = positions.view(-1, BLOCK, 1)
-    keys = F.pad(positions, (padded(window, BLOCK), 0), value=-1).unfold(
-        0, padded(window, BLOCK) + BLOCK, BLOCK
-    )
-    seen = (first <= keys[:, None]) & (keys[:, None] <= queries)
-    return torch.where(seen, 0.0, -math.inf).repeat(H, 1, 1)
+    return torch.where(seen_keys(cu_seqlens, T, BLOCK, window), 0.0, -math.inf).repeat(H, 1, 1)
 
 
 class BlockAttention(torch.autograd.Function):
@@ -1737,9 +1737,8 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, bias):
-        q, k, by_key = (
-            blocks_by_head(t, bias, n) for t, n in ((q, BLOCK), (k, bias.size(2)), (v, bias.size(2)))
-        )
+        q = blocks_by_head(q, bias, BLOCK)
+        k, by_key = (blocks_by_head(t, bias, bias.size(2)) for t in (k, v))
         weights = torch.baddbmm(bias, q, k.mT).softmax(-1)
         ctx.save_for_backward(q, k, by_key, weights)
         return by_position(weights @ by_key, v)
@@ -1776,12 +1775,6 @@ def by_position(rows: Tensor, like: Tensor) -> Tensor:
     """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
     T, H, _ = like.shape
     return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
-
-
-def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Returns which document each of T positions belongs to, (T,) int64, from 1 on."""
-    pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens, pos, right=True)
 
 
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
@@ -1945,11 +1938,10 @@ def pointer_blocks(
     (n, m) in at least fp32, -inf where they do not see the source; and which sources hold the next token.
     """
     (q, k, _), tokens, T = queries, micro_batch.inputs, len(queries.q)
-    documents, positions = document_numbers(micro_batch.cu_seqlens, T), torch.arange(T, device=q.device)
+    first, positions = first_seen(micro_batch.cu_seqlens, T, window), torch.arange(T, device=q.device)
     for i in range(0, T, 256):
         rows, columns = slice(i, i + 256), slice(max(0, i - window), i + 256)
-        distance = positions[rows, None] - positions[columns]
-        seen = (documents[rows, None] == documents[columns]) & (distance > 0) & (distance <= window)
+        seen = (first[rows, None] <= positions[columns]) & (positions[columns] < positions[rows, None])
         scores = upcast(q[rows]) @ upcast(k[columns]).T * q.size(1) ** -0.5
         scores.masked_fill_(~seen, -math.inf)
         yield rows, columns, scores, tokens[columns] == micro_batch.targets[rows, None]
