@@ -393,7 +393,6 @@ class Config:
     momentum_cooldown: Steps = 50  # last steps, back towards min
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
-    max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
     endings: tuple[Ending, ...] = ENDINGS  # what is done to parameters after the last step, in this order
     # optimizers
     params: tuple[Param, ...] = PARAMS
@@ -1209,7 +1208,7 @@ def dataset_hash(paths: list[Path]) -> str:
 
 class Shard(NamedTuple):
     tokens: np.ndarray  # uint16
-    starts: np.ndarray  # int64: positions of BOS tokens
+    bounds: np.ndarray  # int64: positions of BOS tokens, and the end
 
 
 def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
@@ -1220,7 +1219,7 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
         f"{path.name} has tokens outside the vocabulary of {cfg.vocab_size}: it is damaged, or another "
         "tokenizer's; build it again",
     )
-    return Shard(tokens, np.flatnonzero(tokens == cfg.bos_id))
+    return Shard(tokens, np.append(np.flatnonzero(tokens == cfg.bos_id), len(tokens)))
 
 
 def int32(numbers: np.ndarray) -> Tensor:
@@ -1261,7 +1260,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Ten
 
 
 def default_max_docs(tokens: int) -> int:
-    """Returns the entries of cu_seqlens for a micro-batch of `tokens`: fixed, so that shapes never change."""
+    """Returns the usual entries of cu_seqlens for a micro-batch of `tokens`: so its shape seldom changes."""
     return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
@@ -1297,7 +1296,7 @@ class MicroBatch(NamedTuple):
     # (K, T) int32: rows of bigram_embed (K = 1), of the n-gram table or, in training, of NgramTable.compact
     hashed_rows: Tensor
     sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
-    cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
+    cu_seqlens: Tensor  # (n,) int32: 0, the ends of the documents, as attention cuts them, then T
     max_doc_len: int  # bound on such a document's length
     # In training:
     # Of the rows that "tokens" select, and of "hashed" rows. Packed apart: their sizes vary.
@@ -1336,7 +1335,7 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
 
 
 def make_micro_batch(
-    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, cfg: Config, attention_cap: int = 0
+    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, cfg: Config, attention_cap: int = 0
 ) -> MicroBatch:
     """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
     T, starts = len(tokens) - 1, np.append(0, ends)
@@ -1344,12 +1343,8 @@ def make_micro_batch(
         pieces = zip(starts, np.append(ends, T))
         starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
         max_doc_len = min(max_doc_len, attention_cap)
-    refuse_if(
-        len(starts) >= max_docs,
-        f"a micro-batch of {T} tokens has {len(starts)} documents, cu_seqlens room for {max_docs - 1}; "
-        f"use --set max_docs={padded(len(starts) + 1, 128)}",
-    )
-    inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
+    size = max(default_max_docs(T), padded(len(starts) + 1, 128))
+    inputs, cu_seqlens = int32(tokens[:-1]), torch.full((size,), T, dtype=torch.int32)
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
     rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)
     cu_seqlens.numpy()[: len(starts)] = starts
@@ -1428,7 +1423,7 @@ class TrainLoader:
         # For choose_candidates(): the offset of each of this rank's micro-batches.
         own = range(rank, self.microbatches, world_size)
         self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in own]
-        self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
+        self.upcoming = self._read(self.opened)
         self.is_partial = not any(position[:2])
         if self.is_partial:
             # The clock runs already, so the first batches only wait for the shard's first tokens. A batch
@@ -1448,7 +1443,7 @@ class TrainLoader:
 
     def _open(self) -> None:
         """Opens the shard that is being read: all of the present one, or the next."""
-        self.shard, self.upcoming, self.ends = self.upcoming.result(), self._read(self.opened + 1), {}
+        self.shard, self.upcoming = self.upcoming.result(), self._read(self.opened + 1)
 
     def close(self) -> None:
         self.builder.shutdown()  # not cancelled: other ranks may wait for this one to build the same batch
@@ -1457,10 +1452,8 @@ class TrainLoader:
     def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
         """Skips a batch. Returns each micro-batch's first document, and the one after the last."""
         for _ in range(len(self.paths) + 2):  # the rest of this shard, its tokens as yet unread, every shard
-            if max_doc_len not in self.ends:
-                lengths = np.diff(self.shard.starts, append=len(self.shard.tokens))
-                self.ends[max_doc_len] = np.append(0, np.cumsum(np.minimum(lengths, max_doc_len)))
-            ends, cuts = self.ends[max_doc_len], [self.document]
+            lengths = np.minimum(np.diff(self.shard.bounds), max_doc_len)
+            ends, cuts = np.append(0, np.cumsum(lengths)), [self.document]
             while len(cuts) <= self.microbatches and cuts[-1] < len(ends):
                 end = ends[cuts[-1]] + batch_tokens // self.microbatches + 1
                 cuts.append(int(np.searchsorted(ends, end)))
@@ -1476,28 +1469,20 @@ class TrainLoader:
             "add larger shards, or lower batch_tokens"
         )
 
-    def micro_batches(
-        self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0, candidates: int = 0
-    ) -> list[MicroBatch]:
-        """Builds this rank's micro-batches of the next batch, with `candidates` columns of the head each; 0:
-        all.
-        """
-        T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
-        ends, micro_batches = self.ends[max_doc_len], []
-        max_docs = self.cfg.max_docs or default_max_docs(T)
+    def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
+        """Builds this rank's micro-batches of the next batch, and chooses their candidates."""
+        T, cuts = plan.batch_tokens // self.microbatches, self.advance(plan.batch_tokens, plan.max_doc_len)
+        cfg, micro_batches = self.cfg, []
         for i, (first, last) in enumerate([*zip(cuts, cuts[1:])][self.rank :: self.world_size]):
-            begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
-            tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
-            doc_ends = ends[first + 1 : last] - ends[first]
-            part = make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
-            if candidates:
-                slot = [self.cfg.vocab_size] if self.cfg.pointer_dim else []
+            bounds = self.shard.bounds[first : last + 1]
+            lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
+            tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
+            ends = np.cumsum(lengths)[:-1]
+            part = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, plan.attention_cap)
+            if plan.candidates:
+                needed = np.append(tokens[1:], cfg.vocab_size) if cfg.pointer_dim else tokens[1:]
                 chosen, self.offsets[i] = choose_candidates(
-                    # astype, since an empty list makes floats
-                    np.append(tokens[1:], slot).astype(int),
-                    candidates,
-                    self.cfg.padded_vocab,
-                    self.offsets[i],
+                    needed, plan.candidates, cfg.padded_vocab, self.offsets[i]
                 )
                 part = part._replace(candidates=chosen)
             micro_batches.append(part)
@@ -1569,8 +1554,7 @@ class Prefetcher:
     def _build(self, plan: StepPlan) -> Batch:
         """Builds a batch, but for the routes of n-grams; not packed yet."""
         micro_batches = []
-        shape = plan.batch_tokens, plan.max_doc_len, plan.attention_cap, plan.candidates
-        parts = self.loader.micro_batches(*shape)
+        parts = self.loader.micro_batches(plan)
         shares = [weight / len(parts) for weight in plan.loss_weights]
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
         for part in parts:
@@ -1618,7 +1602,6 @@ class ValLoader:
     def __init__(self, cfg: Config, paths: list[Path]):
         self.cfg, need = cfg, cfg.val_slices * cfg.val_slice_tokens + 1
         self.tokens = np.concatenate([read_shard(path, cfg, need).tokens for path in paths])[:need]
-        self.max_docs = max(cfg.max_docs, default_max_docs(cfg.val_slice_tokens))
 
     def slice(self, i: int) -> MicroBatch:
         """Builds slice i, packed."""
@@ -1626,7 +1609,7 @@ class ValLoader:
         tokens = self.tokens[i * T : (i + 1) * T + 1]
         starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
         max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-        return pack(make_micro_batch(tokens, starts, max_doc_len, self.max_docs, self.cfg))
+        return pack(make_micro_batch(tokens, starts, max_doc_len, self.cfg))
 
 
 # ============================================================================================================
@@ -3335,7 +3318,7 @@ class GPT(nn.Module):
         are computed again. The columns of padding have the rest, but never the slot.
         """
         text = np.array([*tokens, 0])  # there is no target yet
-        micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), 2, self.cfg)), self.device)
+        micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), self.cfg)), self.device)
         x = self.hidden_states(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
         z = SOFTCAP_SCALE * softcap_sigmoid(x[-1:] @ self.weight("lm_head"))
         if not self.cfg.pointer_dim:

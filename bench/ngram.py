@@ -159,7 +159,7 @@ def trained_text(cfg: tg.Config, paths: list[Path]) -> tuple:
     """Returns the tokens that a run trains on, in order, and the loader's position after them."""
     loader, parts = tg.TrainLoader(cfg, paths, 0, 1), []
     for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
-        parts += [part.inputs.numpy() for part in loader.micro_batches(plan.batch_tokens, plan.max_doc_len)]
+        parts += [part.inputs.numpy() for part in loader.micro_batches(plan)]
     loader.close()
     return np.concatenate(parts), loader.position()
 

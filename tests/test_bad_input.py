@@ -232,7 +232,6 @@ CASES = [
          lambda folder: (folder / "corpus/vocabulary.txt").unlink()),
     *[Case(f"a vocabulary of other {what}", "", write_text("corpus/vocabulary.txt", text))
       for what, text in (("digits", "the\nan\n"), ("size", "61\n6162\n"))],
-    Case("more documents than max_docs", "--set max_docs=3", steps=0),
     # options and settings
     *map(Case, WRONG),
     Case("--set microbatches=4", world_size="3"),

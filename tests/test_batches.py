@@ -77,7 +77,7 @@ def check_batches(rank, world_size, cfg):
     batches = prefetcher(train_loader(cfg, rank, world_size), plans_of(cfg), rank, world_size)
     seen, shards = [defaultdict(set) for _ in alone], set()  # the rows touched since the last Adam step
     for plan, batch in [(plan, batches.next()) for plan in plans_of(cfg)]:
-        want = [loader.micro_batches(plan.batch_tokens, plan.max_doc_len) for loader in alone]
+        want = [loader.micro_batches(plan) for loader in alone]
         assert batch.plan == plan and batch.position == alone[rank].position()
         for actual, expected in zip(batch.micro_batches, want[rank], strict=True):
             rows, sign_ids = expected.hashed_rows, expected.sign_ids
@@ -174,15 +174,16 @@ def test_inputs_of_equal_shapes_have_equal_addresses(folder):
 # ----------------------------------------------------------------------------------------------------- errors
 
 
-def test_too_many_documents(tmp_path):
+def test_an_error_in_the_thread(tmp_path):
     """Checks that next() raises the thread's error for its own batch, not for the good one before."""
-    write_shard(tmp_path / "x_train_000001.bin", [BOS] + 19 * [1] + 300 * [BOS], VOCAB, BOS)
-    cfg = config(tmp_path, microbatches=1, max_docs=13)
+    for i, other in enumerate((1, VOCAB)):
+        write_shard(tmp_path / f"x_train_{i:06d}.bin", ([BOS] + 19 * [other]) * 2, VOCAB, BOS)
+    cfg = config(tmp_path, microbatches=1)
     batches = prefetcher(train_loader(cfg), plans_of(cfg))
     wait(batches.queue)
     assert len(batches.next().micro_batches[0].inputs) == 30
     for call in (batches.peek, batches.peek, batches.next):
-        with pytest.raises(tg.UserError, match="has 31 documents"):
+        with pytest.raises(tg.UserError, match="outside the vocabulary"):
             call()
     batches.loader.close()
 

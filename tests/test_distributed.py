@@ -292,7 +292,7 @@ def touched_rows(cfg, rank, world_size):
     loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
     steps = []
     for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
-        parts = loader.micro_batches(plan.batch_tokens, plan.max_doc_len)
+        parts = loader.micro_batches(plan)
         found = [[part.inputs for part in parts], [part.hashed_rows.flatten() for part in parts]]
         steps.append([set(torch.cat(ids).tolist()) for ids in found])
     loader.close()

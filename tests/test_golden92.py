@@ -55,7 +55,7 @@ def golden_config(dtype):
 def golden_batch(case, cfg, cap):
     want, ngrams = MODEL["cases"][case], ("bigram", "trigram")
     tokens, starts = np.array(want["tokens"], np.uint16), np.array(want["starts"][1:])
-    batch = tg.make_micro_batch(tokens, starts, 64, 8, cfg, cap)
+    batch = tg.make_micro_batch(tokens, starts, 64, cfg, cap)
     rows, signs = (
         torch.tensor([want[f"{name}_{what}"] for name in ngrams], dtype=torch.int32)
         for what in ("rows", "signs")
@@ -101,9 +101,9 @@ def test_loss_without_the_attention_cap():
 def test_attention_cap(case):
     ends = np.cumsum(case["pieces"])
     tokens, cfg = np.zeros(ends[-1] + 1, np.uint16), golden_config("float32")
-    batch = tg.make_micro_batch(tokens, ends[:-1], 6000, 16, cfg, attention_cap=2560)
+    batch = tg.make_micro_batch(tokens, ends[:-1], 6000, cfg, attention_cap=2560)
     want = case["cu_seqlens"]
-    assert batch.cu_seqlens.tolist() == want + (16 - len(want)) * want[-1:] and batch.max_doc_len == 2560
+    assert batch.cu_seqlens.tolist() == want + (128 - len(want)) * want[-1:] and batch.max_doc_len == 2560
 
 
 @pytest.mark.parametrize("kind", DTYPES)

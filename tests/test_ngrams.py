@@ -115,7 +115,7 @@ def test_micro_batches_have_rows_and_signs(folder, orders, sign_rows):
     """Checks rows of bigrams or n-grams, of the inputs alone."""
     cfg = tg.override(ngram_config(folder, orders=orders), f"sign_rows={sign_rows}")
     tokens = np.random.default_rng(8).integers(0, 60, 38).astype(np.uint16)
-    batch = tg.make_micro_batch(tokens, np.array([7, 20]), 30, 8, cfg)
+    batch = tg.make_micro_batch(tokens, np.array([7, 20]), 30, cfg)
     ngrams = cfg.ngrams if orders else tg.Ngrams((2,), 360)
     rows, signs = python_rows(tokens[:-1].tolist(), ngrams, sign_rows)
     assert batch.hashed_rows.tolist() == rows
