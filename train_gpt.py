@@ -134,13 +134,13 @@ Steps = Annotated[int, 0, 2**31 - 1]
 Rate = Annotated[float, 0, 1, "a tick"]
 # A pair: steps between two updates before Config.second_cadence_from, and from that step on. Gradients are
 # summed in between.
-Cadence = tuple[Literal[1, 2, 4], ...]
+Cadence = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 
 
 @dataclass(frozen=True)
 class Layer:
-    # paired: two heads share one stream of twice the length. None: this layer does not attend.
-    attention: Literal["plain", "paired"] | None = "plain"
+    # paired: two heads share one stream of twice the length. Empty: this layer does not attend.
+    attention: Literal["plain", "paired", ""] = "plain"
     window: Literal["short", "long"] = "short"  # a field of Windows
     # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
     narrow_qk: bool = False
@@ -162,12 +162,12 @@ LAYERS = (
     Layer("plain", narrow_qk=True, narrow_v=True, value=True, xsa=True, x0=True, bigram=True),
     Layer("paired", narrow_qk=True, value=True, x0=True),
     Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-    Layer(None, x0=True, bigram=True),
+    Layer("", x0=True, bigram=True),
     Layer("paired", narrow_qk=True, x0=True, bigram=True),
-    Layer(None),
-    Layer(None, x0=True, mlps=0),
+    Layer(""),
+    Layer("", x0=True, mlps=0),
     Layer("plain", narrow_qk=True, narrow_v=True, value=True, mlps=2),
-    Layer(None, bigram=True),
+    Layer("", bigram=True),
     Layer("plain", "long", key_shift=True, value=True, gate=True, connections=True),
 )
 
@@ -201,7 +201,7 @@ class Param:
     # which the next forward reads them. lm_head comes before embed, which is a copy of it at first.
     work: int = 0
     optimizer: Literal["adam", "anvil"] = "adam"
-    betas: tuple[Fraction, ...] = (0.90, 0.99)  # Adam's
+    betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
     every: Cadence = (2, 2)
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
     # How ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: by
@@ -722,19 +722,19 @@ def rescale(cfg: Config, factor: float) -> Config:
 
 
 def parse(text: str, hint, name: str):
-    """Parses a bool, number, str or Literal, a tuple of one of these, or one of these or None."""
+    """Parses a bool, number, str or Literal, or a tuple or a pair of one of these."""
     args, limits = typing.get_args(hint), [0, sys.float_info.max]
     if hasattr(hint, "__metadata__"):  # Annotated
         (hint, *limits), args = args[:3], ()
     if typing.get_origin(hint) is tuple:
-        return tuple(parse(part, args[0], name) for part in text.split(",") if part)
-    if type(None) in args:
-        return None if text.lower() == "none" else parse(text, args[0], name)
+        parts = [part for part in text.split(",") if part]
+        refuse_if(Ellipsis not in args and len(parts) != len(args), f"--set {name}={text}: give two values")
+        return tuple(parse(part, args[0], name) for part in parts)
     choices = {str(choice).lower(): choice for choice in ((True, False) if hint is bool else args)}
     try:
         value = choices[text.lower()] if choices else hint(text)
     except (KeyError, ValueError):
-        kinds = " or ".join(choices) or hint.__name__
+        kinds = " or ".join(filter(None, choices)) or hint.__name__
         raise UserError(f"--set {name}={text}: give {kinds}") from None
     low, high = limits
     refuse_if(
@@ -758,11 +758,9 @@ def check_config(cfg: Config, world_size: int) -> None:
             spec.kind != "small" and shapes[spec.name][0] % world_size,
             f"{cannot_share} the rows of {spec.name}; change one of these numbers",
         )
-        fits = (
-            spec.kind == "bank" if spec.optimizer == "anvil" else [b < 1 for b in spec.betas] == [True, True]
-        )
+        fits = spec.kind == "bank" or spec.optimizer != "anvil"
         fits &= spec.is_table or spec.exchange != "sparse"
-        refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank, sparse a table")
+        refuse_if(not fits, f"params.{spec.name}: anvil needs a bank, sparse a table")
     refuse_if(
         {spec.every for spec in cfg.params if spec.name in ("lm_head", "embed")} not in ({(1, 1)}, {(2, 2)}),
         "lm_head and embed are tied: give both params.*.every the same value, 1,1 or 2,2",
@@ -803,11 +801,10 @@ def check_config(cfg: Config, world_size: int) -> None:
     for i, ending in enumerate(cfg.endings):
         unknown = {*ending.params} - {spec.name for spec in cfg.params if spec.kind != "small"}
         refuse_if(unknown, f"endings.{i}.params: {unknown}: use names of banks, tables and lm_head")
-    for name, every in [(spec.name, spec.every) for spec in cfg.params] + [("ngrams", n.every)]:
-        refuse_if(
-            len(every) != 2 or every[0] > every[1],
-            f"{name}.every: give two numbers, the second not below the first",
-        )
+    refuse_if(
+        any(row.every[0] > row.every[1] for row in (n, *cfg.params)),
+        "ngrams.every, params.*.every: the second number must not be below the first",
+    )
     refuse_if(
         sorted({*n.orders} - {0, 1}) != sorted(n.orders) or len(n.orders) * n.rows_per_order >= 2**31,
         "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",

@@ -34,6 +34,7 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
     "params.lm_head.wd_mul=3": {"['params'][19]['wd_mul']": 3.0},
     "layers.1.value=false": {"['layers'][1]['value']": False},
     "layers.1.attention=paired": {"['layers'][1]['attention']": "paired"},
+    "layers.1.attention=": {"['layers'][1]['attention']": ""},
 }
 
 
@@ -346,12 +347,12 @@ paired short 1: x0 bigram narrow_qk
 plain short 1: x0 bigram narrow_qk narrow_v xsa value
 paired short 1: x0 narrow_qk value
 plain long 1: xsa gate key_shift
-None short 1: x0 bigram
+- short 1: x0 bigram
 paired short 1: x0 bigram narrow_qk
-None short 1:
-None short 0: x0
+- short 1:
+- short 0: x0
 plain short 2: narrow_qk narrow_v value
-None short 1: bigram
+- short 1: bigram
 plain long 1: gate key_shift connections value
 """
 ENDING_ROWS = (  # record 92: the last steps that it looks at, its rate, its share, and every how many steps
@@ -386,7 +387,7 @@ def test_the_record_has_the_published_constants():
         assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
     assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
     for layer, expected in zip(cfg.layers, LAYERS.strip().splitlines(), strict=True):
-        row = f"{layer.attention} {layer.window} {layer.mlps}:"
+        row = f"{layer.attention or '-'} {layer.window} {layer.mlps}:"
         assert " ".join([row, *(flag for flag in flags if getattr(layer, flag))]) == expected
     endings = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.endings)
     assert endings == ENDING_ROWS

@@ -62,7 +62,7 @@ def few_layers(tmp_path_factory):
     layers = (
         tg.Layer("paired", narrow_qk=True, value=True, gate=True, x0=True, bigram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True, x0=True),
-        tg.Layer(None, bigram=True, mlps=2),
+        tg.Layer("", bigram=True, mlps=2),
         tg.Layer("plain", narrow_v=True, value=True, xsa=True, gate=True, connections=True),
     )
     parts = zip(cfg.stages, ((0.25,), (0.25,), (), ()), ((96, 80), (64,), (), ()))
