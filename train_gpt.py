@@ -306,15 +306,13 @@ class Stage:
     max_doc_len: Positive  # documents are cut to this many tokens
     windows: Windows
     lr_mul: float  # the last stage's is what the cooldown ends at
-    # Loss weights of the next, second and third next token, interpolated linearly over the stage. Later
-    # tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle et
-    # al. 2024, arXiv:2404.19737).
-    mtp_start: tuple[float, ...]
-    mtp_end: tuple[float, ...]
+    # Loss weights of the next, second and third next token; the last of several falls to 0 over the stage.
+    # Later tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle
+    # et al. 2024, arXiv:2404.19737).
+    mtp: tuple[float, ...] = (1.0,)
     # Weights of another loss, in equal parts of the stage: on the longest token that the next token begins
     # with. It is easier to predict, and so teaches early (record 88).
     prefix: tuple[float, ...] = ()
-    attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
     # Sampled softmax (record 92): how many columns of the head a micro-batch computes, in equal parts of the
     # stage: its targets, filled up with others in turn. Empty, or 0: all.
     candidates: tuple[int, ...] = ()
@@ -361,6 +359,8 @@ class Config:
     pointer_window: Positive = 2560
     pointer_val_window: Positive = 16384
     window_unit: Positive = 128
+    # In training, tokens: attention cuts longer documents into such pieces; 0: it cuts none.
+    attention_cap: int = 2560
     # The attention windows of the final validation.
     val_windows: Windows = Windows(6, 20)
     # The softmax scales of heads with wide and with narrow queries, before any window grows.
@@ -375,14 +375,11 @@ class Config:
     # the rate that the cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,),
-              candidates=(10240,)),
-        Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05),
-              candidates=(10240,)),
-        Stage(378, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560,
-              candidates=(14336, 14336, 24576)),
-        Stage( 59, 327680, 3072, Windows(5, 11), 1.5793, (1.0,), (1.0,), attention_cap=2560),
-        Stage( 20, 131072, 3072, Windows(6, 13), 0.30, (1.0,), (1.0,), attention_cap=2560),
+        Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (.25,), candidates=(10240,)),
+        Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (.20, .15, .10, .05), candidates=(10240,)),
+        Stage(378, 393216, 3072, Windows(5, 11), 1.73, candidates=(14336, 14336, 24576)),
+        Stage( 59, 327680, 3072, Windows(5, 11), 1.5793),
+        Stage( 20, 131072, 3072, Windows(6, 13), 0.30),
     )
     # fmt: on
     # The last part of the steps before the last stage, in which the rate falls to the last stage's.
@@ -468,10 +465,10 @@ CPU = replace(
     microbatches=2,
     endings=(Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 96, 2 / 49, 0.5),),
     stages=(
-        Stage( 82, 2048, 256, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        Stage( 82, 4096, 512, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage( 82, 4096, 512, Windows(5, 11), 1.73, (1.0,), (1.0,)),
-        Stage( 20, 4096, 512, Windows(6, 13), 1.00, (1.0,), (1.0,)),
+        Stage( 82, 2048, 256, Windows(3, 9), 1.00, (1.0, 0.5, 0.25)),
+        Stage( 82, 4096, 512, Windows(4, 10), 1.52, (1.0, 0.5)),
+        Stage( 82, 4096, 512, Windows(5, 11), 1.73),
+        Stage( 20, 4096, 512, Windows(6, 13), 1.00),
     ))
 # fmt: on
 
@@ -486,7 +483,7 @@ WORDS = replace(
     adam_lr=0.02, bank_lr=0.018, second_cadence_from=34, momentum_warmup=50, momentum_cooldown=9,
     rails_step=50, endings=(replace(CPU.endings[0], window=42, rate=0.09, keep_norm=False),),
     stages=tuple(
-        replace(stage, steps=steps, batch_tokens=2048, mtp_start=(1.0,), mtp_end=(1.0,), candidates=columns)
+        replace(stage, steps=steps, batch_tokens=2048, mtp=(1.0,), candidates=columns)
         for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), ((4096,), (4096,), (4096,), ()))
     ))
 # fmt: on
@@ -766,15 +763,11 @@ def check_config(cfg: Config, world_size: int) -> None:
         "lm_head and embed are tied: give both params.*.every the same value, 1,1 or 2,2",
     )
     for i, stage in enumerate(cfg.stages):
-        start, end = stage.mtp_start, stage.mtp_end
         refuse_if(
             stage.batch_tokens % count,
             f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
         )
-        refuse_if(
-            len(start) != len(end) or not (start and start[0] * end[0]),
-            f"stages.{i}: mtp_start and mtp_end must have as many weights, the first not 0",
-        )
+        refuse_if(not (stage.mtp and stage.mtp[0]), f"stages.{i}.mtp: the first weight must not be 0")
         refuse_if(
             any(
                 c > cfg.padded_vocab or cfg.padded_vocab % CANDIDATE_STRIDE == 0
@@ -841,7 +834,6 @@ class StepPlan(NamedTuple):
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
     max_doc_len: int
-    attention_cap: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
     candidates: int  # columns of the head that are computed; 0: all
@@ -895,7 +887,9 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     start, end = cfg.momentum_warmup - step, step - cfg.steps + cfg.momentum_cooldown
     decline = max(0, start / max(1, cfg.momentum_warmup), end / max(1, cfg.momentum_cooldown))
     momentum = cfg.momentum_max - (cfg.momentum_max - cfg.momentum_min) * decline
-    t = (step - starts[index]) / stage.steps
+    t, mtp = (step - starts[index]) / stage.steps, stage.mtp
+    if len(mtp) > 1:
+        mtp = (*mtp[:-1], mtp[-1] - mtp[-1] * t)
     return StepPlan(
         step=step,
         stage=index,
@@ -904,8 +898,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         windows=window_tokens(cfg, stage.windows),
         batch_tokens=stage.batch_tokens,
         max_doc_len=stage.max_doc_len,
-        attention_cap=stage.attention_cap,
-        mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
+        mtp=mtp,
         prefix=part_at(t, stage.prefix),
         candidates=part_at(t, stage.candidates),
         second_cadence=step >= cfg.second_cadence_from,
@@ -1475,7 +1468,7 @@ class TrainLoader:
             lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
             ends = np.cumsum(lengths)[:-1]
-            part = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, plan.attention_cap)
+            part = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
             if plan.candidates:
                 needed = np.append(tokens[1:], cfg.vocab_size) if cfg.pointer_dim else tokens[1:]
                 chosen, self.offsets[i] = choose_candidates(

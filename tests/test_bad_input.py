@@ -196,7 +196,7 @@ WRONG = """--preset huge
 --set stages.*.windows.long=0
 --set stages.*.steps=0
 --set stages.0.steps=-1
---set stages.1.mtp_start=0 stages.1.mtp_end=0
+--set stages.1.mtp=0
 --set ngrams.orders=2 ngrams.rows_per_order=1
 --set sign_rows=65537
 --set stages.0.candidates=64 padded_vocab=20011
@@ -205,7 +205,6 @@ WRONG = """--preset huge
 --set fp8=true fp8_mlp=false
 --set layers.0.xsa=true
 --set layers.0.key_shift=true
---set stages.0.mtp_end=1
 --set microbatches=5
 --set endings.0.params=lm_haed
 --set ngrams.orders=2,2

@@ -179,7 +179,7 @@ def test_schedule_rows(row):
     assert plan.lr_mul == pytest.approx(row["lr_mul"], rel=1e-4 if plan.stage >= 3 else 1e-12)
     assert list(plan.windows.values()) == [blocks * unit for blocks in row["windows_blocks"]]
     assert plan.max_doc_len == row["longest_piece"]
-    assert min(plan.max_doc_len, plan.attention_cap or plan.max_doc_len) == row["attention_cap"]
+    assert min(plan.max_doc_len, tg.RECORD.attention_cap) == row["attention_cap"]
     assert tg.default_max_docs(plan.batch_tokens // 8) == row["slots"]
     assert plan.mtp == pytest.approx(row["mtp_weights"], rel=1e-12) and plan.prefix == row["prefix_weight"]
 
