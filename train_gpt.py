@@ -73,7 +73,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from functools import cache, lru_cache, partial, reduce, wraps
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -109,18 +109,14 @@ def refuse_if(wrong: object, message: str) -> None:
         raise UserError(message)
 
 
-def first_line(error: Exception) -> str:
-    """Shortens a library's error to its first sentence."""
-    return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
-
-
 @contextlib.contextmanager
 def explain(problem: str, fix: str, *kinds: type[Exception]):
-    """Turns errors of these kinds into a UserError: the problem, the error's own reason, what to do."""
+    """Turns errors of these kinds into a UserError: the problem, the error's own first line, what to do."""
     try:
         yield
     except kinds as e:
-        raise UserError(f"{problem}: {first_line(e)}; {fix}") from None
+        reason, *_ = f"{e}\n".splitlines()
+        raise UserError(f"{problem}: {reason}; {fix}") from None
 
 
 Float = Literal["bfloat16", "float32", "float64"]
@@ -289,7 +285,7 @@ class Ngrams:
     """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
 
     orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
-    rows_per_order: Annotated[int, 2, 2**28] = 42301440
+    rows_per_order: Positive = 42301440
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
     dtype: Float = "bfloat16"
@@ -335,7 +331,7 @@ class Config:
     # Rows of embedding tables and columns of the head; those of padding train like the rest.
     padded_vocab: Positive = 50304
     bos_id: int = 50256
-    bigram_vocab_size: Annotated[int, 2, 2**31 - 1] = 50304 * 15 // 2
+    bigram_vocab_size: Positive = 50304 * 15 // 2
     ngrams: Ngrams = Ngrams((2, 3))
     # Rows of random signs, by which rows of bigrams or n-grams are multiplied; 0: none.
     sign_rows: Annotated[int, 0, 65536] = 8192
@@ -355,7 +351,7 @@ class Config:
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
     # softmax (section 6). Its width, 0: no pointer; and how many tokens it looks back.
-    pointer_dim: Annotated[int, 0, 1024] = 128
+    pointer_dim: int = 128
     pointer_window: Positive = 2560
     pointer_val_window: Positive = 16384
     window_unit: Positive = 128
@@ -440,7 +436,7 @@ class Config:
 
     @property
     def stage_starts(self) -> list[int]:
-        return [sum(stage.steps for stage in self.stages[:i]) for i in range(len(self.stages))]
+        return [0, *accumulate(stage.steps for stage in self.stages[:-1])]
 
     @property
     def predicts_prefixes(self) -> bool:
@@ -541,8 +537,7 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
     for i, layer in enumerate(cfg.layers):
         attends, own = bool(layer.attention), not layer.connections  # these compute four for each token
         adds = attends or layer.x0 or layer.bigram and i > 0
-        resid_mlp, post_mlp = own, own and layer.mlps > 0
-        used += [LayerScalars(attends, attends, own and adds, resid_mlp, own and attends, post_mlp)]
+        used += [LayerScalars(attends, attends, own and adds, own, own and attends, own and layer.mlps > 0)]
     return used
 
 
@@ -741,10 +736,6 @@ def parse(text: str, hint, name: str):
     return value
 
 
-# Candidates are taken from a vocabulary in steps of this prime.
-CANDIDATE_STRIDE = 20011
-
-
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
     count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
@@ -768,14 +759,8 @@ def check_config(cfg: Config, world_size: int) -> None:
             f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
         )
         refuse_if(not (stage.mtp and stage.mtp[0]), f"stages.{i}.mtp: the first weight must not be 0")
-        refuse_if(
-            any(
-                c > cfg.padded_vocab or cfg.padded_vocab % CANDIDATE_STRIDE == 0
-                for c in stage.candidates
-                if c
-            ),
-            f"stages.{i}.candidates: up to padded_vocab, itself no multiple of {CANDIDATE_STRIDE}",
-        )
+        columns = max(stage.candidates, default=0)
+        refuse_if(columns > cfg.padded_vocab, f"stages.{i}.candidates: give numbers up to padded_vocab")
         widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
         refuse_if(
             cfg.fp8 and math.gcd(16, *widths, *stage.candidates) < 16,
@@ -1357,6 +1342,9 @@ def index_rows(ids: Tensor, sign_ids: Tensor | None = None) -> RowIndex:
     offsets = F.pad(counts.cumsum(0), (1, 0))
     by_row_signs = None if sign_ids is None else sign_ids.flatten()[perm]
     return RowIndex(row_ids, (perm % ids.shape[-1]).int(), offsets.int(), by_row_signs)
+
+
+CANDIDATE_STRIDE = 20011  # a prime
 
 
 def choose_candidates(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:

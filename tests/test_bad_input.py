@@ -197,9 +197,7 @@ WRONG = """--preset huge
 --set stages.*.steps=0
 --set stages.0.steps=-1
 --set stages.1.mtp=0
---set ngrams.orders=2 ngrams.rows_per_order=1
 --set sign_rows=65537
---set stages.0.candidates=64 padded_vocab=20011
 --set length=0
 --set length=nan
 --set fp8=true fp8_mlp=false
