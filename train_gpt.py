@@ -1390,8 +1390,8 @@ class TrainLoader:
         world_size: int,
         position: tuple[int, ...] = (0, 0),
     ):
-        self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
-        self.microbatches = num_microbatches(cfg, world_size)
+        self.cfg, self.paths, self.microbatches = cfg, paths, num_microbatches(cfg, world_size)
+        self.own = range(rank, self.microbatches, world_size)
         # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0: if
         # it page-locked memory, every rank would make a context there.
         on_gpu = torch.cuda.is_initialized()
@@ -1399,16 +1399,11 @@ class TrainLoader:
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
         self.opened, self.document, *self.offsets = position
         # For choose_candidates(): the offset of each of this rank's micro-batches.
-        own = range(rank, self.microbatches, world_size)
-        self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in own]
+        self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in self.own]
         self.upcoming = self._read(self.opened)
-        self.is_partial = not any(position[:2])
-        if self.is_partial:
-            # The clock runs already, so the first batches only wait for the shard's first tokens. A batch
-            # that needs more of the last of these documents is taken from the whole shard.
-            self.shard = read_shard(self.paths[0], cfg, FIRST_READ)
-        else:
-            self._open()
+        # The clock runs already, so the first batches only wait for the shard's first tokens. A batch that
+        # needs later ones, or more of the last of these documents, is taken from the whole shard.
+        self.shard, self.is_partial = read_shard(self._path(self.opened), cfg, FIRST_READ), True
 
     def position(self) -> tuple[int, ...]:
         """Returns where the next batch begins: number of the shard, counting on in later epochs; document;
@@ -1416,8 +1411,11 @@ class TrainLoader:
         """
         return self.opened, self.document, *self.offsets
 
+    def _path(self, i: int) -> Path:
+        return self.paths[i % len(self.paths)]
+
     def _read(self, i: int) -> Future:
-        return self.reader.submit(read_shard, self.paths[i % len(self.paths)], self.cfg)
+        return self.reader.submit(read_shard, self._path(i), self.cfg)
 
     def _open(self) -> None:
         """Opens the shard that is being read: all of the present one, or the next."""
@@ -1451,8 +1449,8 @@ class TrainLoader:
         """Builds this rank's micro-batches of the next batch, and chooses their candidates."""
         T, cuts = plan.batch_tokens // self.microbatches, self.advance(plan.batch_tokens, plan.max_doc_len)
         cfg, micro_batches = self.cfg, []
-        for i, (first, last) in enumerate([*zip(cuts, cuts[1:])][self.rank :: self.world_size]):
-            bounds = self.shard.bounds[first : last + 1]
+        for i, m in enumerate(self.own):
+            bounds = self.shard.bounds[cuts[m] : cuts[m + 1] + 1]
             lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
             ends = np.cumsum(lengths)[:-1]
@@ -1847,23 +1845,23 @@ def softcap_loss(
     s_at, total = s.gather(1, at), row_weights.sum(dim=-1, keepdim=True)
     if copies is None:
         sums = exp_z.sum(dim=-1, keepdim=True)
-        losses = (row_weights * (sums.log() - SOFTCAP_SCALE * s_at)).sum(dim=-1)
         factor = slope * total / sums
     else:
+        slot_exp = exp_z[:, copies.slot]
+        words = exp_z.index_fill_(1, copies.slot, 0).sum(dim=-1, keepdim=True)
+        sums = words + slot_exp
+    row_losses = row_weights * (sums.log() - SOFTCAP_SCALE * s_at)
+    if copies is not None:
         # The gate alpha is the slot's softmax. 1 - alpha is computed as such: near 0 a difference has no
         # digits.
         found, sink = copies.weights[..., None]
-        slot_exp, first = exp_z[:, copies.slot], row_weights[:, :1].clone()
-        words = exp_z.index_fill_(1, copies.slot, 0).sum(dim=-1, keepdim=True)
-        sums = words + slot_exp
-        alpha, rest = slot_exp / sums, words / sums
+        first, alpha, rest = row_weights[:, :1].clone(), slot_exp / sums, words / sums
         by_head = (SOFTCAP_SCALE * s_at[:, :1]).exp() / words
         kept = by_head * (rest + alpha * sink)
         p = kept + alpha * found + COPY_FLOOR
         gain, later = alpha * rest * (found - by_head * (1 - sink)), total - first
-        row_losses = row_weights * (sums.log() - SOFTCAP_SCALE * s_at)
         row_losses[:, :1] = -first * p.log()
-        losses, first = row_losses.sum(dim=-1), first / p
+        first = first / p
         copies.grad.copy_(torch.stack([-first * alpha, -first * alpha * by_head])[..., 0])
         factor = slope * (first * (kept + gain) / words + later / sums)
         row_weights[:, :1] = first * kept
@@ -1872,7 +1870,8 @@ def softcap_loss(
     grad.scatter_add_(1, at, -slope * row_weights * s_at * (1 - s_at))
     if copies is not None:
         grad.index_copy_(1, copies.slot, slope * slot_grad * s_slot * (1 - s_slot))
-    return losses, *(both_layouts(grad, unit, torch.float8_e5m2) if unit else [grad.to(logits.dtype)])
+    grads = both_layouts(grad, unit, torch.float8_e5m2) if unit else [grad.to(logits.dtype)]
+    return row_losses.sum(dim=-1), *grads
 
 
 # The copy pointer (PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843). Each position is
