@@ -473,14 +473,14 @@ CPU = replace(
 # fmt: off
 WORDS = replace(
     CPU, preset="words", track="words", data="data/words", target=2.9,
-    val_slice_tokens=512, val_slices=128, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
+    val_slice_tokens=512, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
     heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
     adam_lr=0.02, bank_lr=0.018, second_cadence_from=34, momentum_warmup=50, momentum_cooldown=9,
     rails_step=50, endings=(replace(CPU.endings[0], window=42, rate=0.09, keep_norm=False),),
     stages=tuple(
-        replace(stage, steps=steps, batch_tokens=2048, mtp=(1.0,), candidates=columns)
-        for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), ((4096,), (4096,), (4096,), ()))
+        replace(stage, steps=steps, batch_tokens=2048, mtp=(1.0,), candidates=(columns,))
+        for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), (4096, 4096, 4096, 0))
     ))
 # fmt: on
 
@@ -746,9 +746,6 @@ def check_config(cfg: Config, world_size: int) -> None:
             spec.kind != "small" and shapes[spec.name][0] % world_size,
             f"{cannot_share} the rows of {spec.name}; change one of these numbers",
         )
-        fits = spec.kind == "bank" or spec.optimizer != "anvil"
-        fits &= spec.is_table or spec.exchange != "sparse"
-        refuse_if(not fits, f"params.{spec.name}: anvil needs a bank, sparse a table")
     refuse_if(
         {spec.every for spec in cfg.params if spec.name in ("lm_head", "embed")} not in ({(1, 1)}, {(2, 2)}),
         "lm_head and embed are tied: give both params.*.every the same value, 1,1 or 2,2",
