@@ -777,7 +777,7 @@ def check_config(cfg: Config, world_size: int) -> None:
         unknown = {*ending.params} - {spec.name for spec in cfg.params if spec.kind != "small"}
         refuse_if(unknown, f"endings.{i}.params: {unknown}: use names of banks, tables and lm_head")
     refuse_if(
-        any(row.every[0] > row.every[1] for row in (n, *cfg.params)),
+        any(first > second for first, second in [n.every, *(spec.every for spec in cfg.params)]),
         "ngrams.every, params.*.every: the second number must not be below the first",
     )
     refuse_if(

@@ -172,9 +172,9 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
     cfg = model.cfg
     data = tg.open_dataset(replace(cfg, data=str(folder)))
     last = tg.read_shard(data.train[-1], cfg)
-    first = np.searchsorted(last.starts, 0.98 * len(last.tokens))
+    first = np.searchsorted(last.bounds, 0.98 * len(last.tokens))
     trained, position = trained_text(cfg, data.train)
-    fitted = last.tokens[last.starts[first] :] if first < len(last.starts) else []
+    fitted = last.tokens[last.bounds[first] :]
     if len(fitted) < cfg.val_slice_tokens or position[:2] > (len(data.train) - 1, first):
         raise UserError("too few tokens are left to fit weights on, or the run has read them; add text")
     train = np.concatenate([read_tokens(path) for path in data.train])[: -len(fitted)]

@@ -36,10 +36,10 @@ def make_config(folder):
     (folder / "vocabulary.txt").write_text("".join(f"{token:02x}\n" for token in range(61)))
     # fmt: off
     stages = (
-        tg.Stage(2, 128, 24, tg.Windows(1, 3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        tg.Stage(1, 256, 40, tg.Windows(3, 7), 1.52, (1.0, 0.5), (1.0, 0.0)),
-        tg.Stage(1, 384, 40, tg.Windows(5, 11), 1.73, (1.0,), (1.0,)),
-        tg.Stage(4, 384, 40, tg.Windows(6, 13), 0.15, (1.0,), (1.0,)),
+        tg.Stage(2, 128, 24, tg.Windows(1, 3), 1.00, (1.0, 0.5, 0.25)),
+        tg.Stage(1, 256, 40, tg.Windows(3, 7), 1.52, (1.0, 0.5)),
+        tg.Stage(1, 384, 40, tg.Windows(5, 11), 1.73),
+        tg.Stage(4, 384, 40, tg.Windows(6, 13), 0.15),
     )
     return replace(
         tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, ngrams=tg.Ngrams(),

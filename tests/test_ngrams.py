@@ -32,7 +32,7 @@ def ngram_config(folder, microbatches=12, last=1, **ngrams):
         write_shard(folder / f"x_{name}.bin", random_documents(rng, count, 61, 60, 40), 61, 60)
     weights, stages = ((1.0, 0.5), (1.0, 0.5), (1.0,), (1.0,)), []
     for i, (steps, T) in enumerate(zip((2, 2, 1, last), (12, 16, 24, 24))):
-        stage = tg.Stage(steps, microbatches * T, 30, WINDOWS[i], 1.0, weights[i], weights[i])
+        stage = tg.Stage(steps, microbatches * T, 30, WINDOWS[i], 1.0, weights[i])
         stages.append(stage)
     table = dict(orders=(3, 2, 5, 4), rows_per_order=301, width=12, dtype="float32", every=(1, 1)) | ngrams
     return replace(
