@@ -455,7 +455,7 @@ CPU = replace(
     bigram_vocab_size=16384, pointer_dim=0, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
     ngrams=Ngrams((2, 3, 4, 5), rows_per_order=65536, width=64, dtype="float32", every=(1, 1)),
-    mix_groups=4, window_unit=16, attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32",
+    mix_groups=4, window_unit=16, attention_cap=0, attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32",
     bank_dtype="float32", cooldown_frac=0.4, second_cadence_from=75, momentum_warmup=115,
     momentum_cooldown=20, rails_step=115, kernels=(), attention_impl="dense", fp8=False, compile=False,
     microbatches=2,
