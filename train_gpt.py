@@ -73,7 +73,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from functools import cache, lru_cache, partial, reduce, wraps
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -109,18 +109,14 @@ def refuse_if(wrong: object, message: str) -> None:
         raise UserError(message)
 
 
-def first_line(error: Exception) -> str:
-    """Shortens a library's error to its first sentence."""
-    return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
-
-
 @contextlib.contextmanager
 def explain(problem: str, fix: str, *kinds: type[Exception]):
-    """Turns errors of these kinds into a UserError: the problem, the error's own reason, what to do."""
+    """Turns errors of these kinds into a UserError: the problem, the error's own first line, what to do."""
     try:
         yield
     except kinds as e:
-        raise UserError(f"{problem}: {first_line(e)}; {fix}") from None
+        reason, *_ = f"{e}\n".splitlines()
+        raise UserError(f"{problem}: {reason}; {fix}") from None
 
 
 Float = Literal["bfloat16", "float32", "float64"]
@@ -134,13 +130,13 @@ Steps = Annotated[int, 0, 2**31 - 1]
 Rate = Annotated[float, 0, 1, "a tick"]
 # A pair: steps between two updates before Config.second_cadence_from, and from that step on. Gradients are
 # summed in between.
-Cadence = tuple[Literal[1, 2, 4], ...]
+Cadence = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 
 
 @dataclass(frozen=True)
 class Layer:
-    # paired: two heads share one stream of twice the length. None: this layer does not attend.
-    attention: Literal["plain", "paired"] | None = "plain"
+    # paired: two heads share one stream of twice the length. Empty: this layer does not attend.
+    attention: Literal["plain", "paired", ""] = "plain"
     window: Literal["short", "long"] = "short"  # a field of Windows
     # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
     narrow_qk: bool = False
@@ -162,12 +158,12 @@ LAYERS = (
     Layer("plain", narrow_qk=True, narrow_v=True, value=True, xsa=True, x0=True, bigram=True),
     Layer("paired", narrow_qk=True, value=True, x0=True),
     Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-    Layer(None, x0=True, bigram=True),
+    Layer("", x0=True, bigram=True),
     Layer("paired", narrow_qk=True, x0=True, bigram=True),
-    Layer(None),
-    Layer(None, x0=True, mlps=0),
+    Layer(""),
+    Layer("", x0=True, mlps=0),
     Layer("plain", narrow_qk=True, narrow_v=True, value=True, mlps=2),
-    Layer(None, bigram=True),
+    Layer("", bigram=True),
     Layer("plain", "long", key_shift=True, value=True, gate=True, connections=True),
 )
 
@@ -193,15 +189,15 @@ class Param:
     #     exchanged and updated as one vector.
     # matmul: the backwards of matrix products sum the gradient in main_grad.
     # bank: the same for a stack of matrices, padded so that each rank owns equally many.
-    # tokens, bigrams: a table, of which a token or a bigram selects rows.
-    kind: Literal["small", "matmul", "bank", "tokens", "bigrams"] = "small"
+    # tokens, hashed: a table, of which a token or a bigram's hash selects rows.
+    kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number, which is roughly the order in
     # which the next forward reads them. lm_head comes before embed, which is a copy of it at first.
     work: int = 0
     optimizer: Literal["adam", "anvil"] = "adam"
-    betas: tuple[Fraction, ...] = (0.90, 0.99)  # Adam's
+    betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
     every: Cadence = (2, 2)
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
     # How ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: by
@@ -211,7 +207,7 @@ class Param:
 
     @property
     def is_table(self) -> bool:
-        return self.kind in ("tokens", "bigrams")
+        return self.kind in ("tokens", "hashed")
 
 
 GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
@@ -241,7 +237,7 @@ PARAMS = (  # gradients are exchanged in this order, small parameters' last
     Param("pointer_gain",   "min(1,c)",     "1",            1.00,   0, dtype="float32"),
     Param("pointer_sink",   "c",            "normal c**-.5",1.00,   0, dtype="float32"),
     Param("lm_head",        "d V",          "normal 0.005", 1.00, 150, "matmul", work=2, betas=(.50, .95)),
-    Param("bigram_embed",   "B d",          "0",           75.00,   5, "bigrams", "sparse", work=1,
+    Param("bigram_embed",   "B d",          "0",           75.00,   5, "hashed", "sparse", work=1,
           betas=(.75, .95)),
     Param("value_embeds",   "V E d",        "normal 0.01", 70.00,   5, "tokens", "sparse", work=5,
           betas=(.75, .95), every=(2, 4)),
@@ -289,7 +285,7 @@ class Ngrams:
     """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
 
     orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
-    rows_per_order: Annotated[int, 2, 2**28] = 42301440
+    rows_per_order: Positive = 42301440
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
     dtype: Float = "bfloat16"
@@ -306,15 +302,13 @@ class Stage:
     max_doc_len: Positive  # documents are cut to this many tokens
     windows: Windows
     lr_mul: float  # the last stage's is what the cooldown ends at
-    # Loss weights of the next, second and third next token, interpolated linearly over the stage. Later
-    # tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle et
-    # al. 2024, arXiv:2404.19737).
-    mtp_start: tuple[float, ...]
-    mtp_end: tuple[float, ...]
+    # Loss weights of the next, second and third next token; the last of several falls to 0 over the stage.
+    # Later tokens teach more while there is much to learn; the next alone counts in the end (PR 178; Gloeckle
+    # et al. 2024, arXiv:2404.19737).
+    mtp: tuple[float, ...] = (1.0,)
     # Weights of another loss, in equal parts of the stage: on the longest token that the next token begins
     # with. It is easier to predict, and so teaches early (record 88).
     prefix: tuple[float, ...] = ()
-    attention_cap: int = 0  # tokens: attention cuts longer documents into such pieces; 0: it cuts none
     # Sampled softmax (record 92): how many columns of the head a micro-batch computes, in equal parts of the
     # stage: its targets, filled up with others in turn. Empty, or 0: all.
     candidates: tuple[int, ...] = ()
@@ -337,7 +331,7 @@ class Config:
     # Rows of embedding tables and columns of the head; those of padding train like the rest.
     padded_vocab: Positive = 50304
     bos_id: int = 50256
-    bigram_vocab_size: Annotated[int, 2, 2**31 - 1] = 50304 * 15 // 2
+    bigram_vocab_size: Positive = 50304 * 15 // 2
     ngrams: Ngrams = Ngrams((2, 3))
     # Rows of random signs, by which rows of bigrams or n-grams are multiplied; 0: none.
     sign_rows: Annotated[int, 0, 65536] = 8192
@@ -357,10 +351,12 @@ class Config:
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
     # softmax (section 6). Its width, 0: no pointer; and how many tokens it looks back.
-    pointer_dim: Annotated[int, 0, 1024] = 128
+    pointer_dim: int = 128
     pointer_window: Positive = 2560
     pointer_val_window: Positive = 16384
     window_unit: Positive = 128
+    # In training, tokens: attention cuts longer documents into such pieces; 0: it cuts none.
+    attention_cap: int = 2560
     # The attention windows of the final validation.
     val_windows: Windows = Windows(6, 20)
     # The softmax scales of heads with wide and with narrow queries, before any window grows.
@@ -375,14 +371,11 @@ class Config:
     # the rate that the cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (.25,),
-              candidates=(10240,)),
-        Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (1.0, 0.0), (.20, .15, .10, .05),
-              candidates=(10240,)),
-        Stage(378, 393216, 3072, Windows(5, 11), 1.73, (1.0,), (1.0,), attention_cap=2560,
-              candidates=(14336, 14336, 24576)),
-        Stage( 59, 327680, 3072, Windows(5, 11), 1.5793, (1.0,), (1.0,), attention_cap=2560),
-        Stage( 20, 131072, 3072, Windows(6, 13), 0.30, (1.0,), (1.0,), attention_cap=2560),
+        Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (.25,), candidates=(10240,)),
+        Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (.20, .15, .10, .05), candidates=(10240,)),
+        Stage(378, 393216, 3072, Windows(5, 11), 1.73, candidates=(14336, 14336, 24576)),
+        Stage( 59, 327680, 3072, Windows(5, 11), 1.5793),
+        Stage( 20, 131072, 3072, Windows(6, 13), 0.30),
     )
     # fmt: on
     # The last part of the steps before the last stage, in which the rate falls to the last stage's.
@@ -393,7 +386,6 @@ class Config:
     momentum_cooldown: Steps = 50  # last steps, back towards min
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
-    max_docs: int = 0  # entries of a training micro-batch's cu_seqlens; 0: from its length
     endings: tuple[Ending, ...] = ENDINGS  # what is done to parameters after the last step, in this order
     # optimizers
     params: tuple[Param, ...] = PARAMS
@@ -444,7 +436,7 @@ class Config:
 
     @property
     def stage_starts(self) -> list[int]:
-        return [sum(stage.steps for stage in self.stages[:i]) for i in range(len(self.stages))]
+        return [0, *accumulate(stage.steps for stage in self.stages[:-1])]
 
     @property
     def predicts_prefixes(self) -> bool:
@@ -463,16 +455,16 @@ CPU = replace(
     bigram_vocab_size=16384, pointer_dim=0, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
     ngrams=Ngrams((2, 3, 4, 5), rows_per_order=65536, width=64, dtype="float32", every=(1, 1)),
-    mix_groups=4, window_unit=16, attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32",
+    mix_groups=4, window_unit=16, attention_cap=0, attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32",
     bank_dtype="float32", cooldown_frac=0.4, second_cadence_from=75, momentum_warmup=115,
     momentum_cooldown=20, rails_step=115, kernels=(), attention_impl="dense", fp8=False, compile=False,
     microbatches=2,
     endings=(Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 96, 2 / 49, 0.5),),
     stages=(
-        Stage( 82, 2048, 256, Windows(3, 9), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        Stage( 82, 4096, 512, Windows(4, 10), 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage( 82, 4096, 512, Windows(5, 11), 1.73, (1.0,), (1.0,)),
-        Stage( 20, 4096, 512, Windows(6, 13), 1.00, (1.0,), (1.0,)),
+        Stage( 82, 2048, 256, Windows(3, 9), 1.00, (1.0, 0.5, 0.25)),
+        Stage( 82, 4096, 512, Windows(4, 10), 1.52, (1.0, 0.5)),
+        Stage( 82, 4096, 512, Windows(5, 11), 1.73),
+        Stage( 20, 4096, 512, Windows(6, 13), 1.00),
     ))
 # fmt: on
 
@@ -481,14 +473,14 @@ CPU = replace(
 # fmt: off
 WORDS = replace(
     CPU, preset="words", track="words", data="data/words", target=2.9,
-    val_slice_tokens=512, val_slices=128, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
+    val_slice_tokens=512, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
     heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
     adam_lr=0.02, bank_lr=0.018, second_cadence_from=34, momentum_warmup=50, momentum_cooldown=9,
     rails_step=50, endings=(replace(CPU.endings[0], window=42, rate=0.09, keep_norm=False),),
     stages=tuple(
-        replace(stage, steps=steps, batch_tokens=2048, mtp_start=(1.0,), mtp_end=(1.0,), candidates=columns)
-        for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), ((4096,), (4096,), (4096,), ()))
+        replace(stage, steps=steps, batch_tokens=2048, mtp=(1.0,), candidates=(columns,))
+        for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), (4096, 4096, 4096, 0))
     ))
 # fmt: on
 
@@ -545,8 +537,7 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
     for i, layer in enumerate(cfg.layers):
         attends, own = bool(layer.attention), not layer.connections  # these compute four for each token
         adds = attends or layer.x0 or layer.bigram and i > 0
-        resid_mlp, post_mlp = own, own and layer.mlps > 0
-        used += [LayerScalars(attends, attends, own and adds, resid_mlp, own and attends, post_mlp)]
+        used += [LayerScalars(attends, attends, own and adds, own, own and attends, own and layer.mlps > 0)]
     return used
 
 
@@ -723,19 +714,19 @@ def rescale(cfg: Config, factor: float) -> Config:
 
 
 def parse(text: str, hint, name: str):
-    """Parses a bool, number, str or Literal, a tuple of one of these, or one of these or None."""
+    """Parses a bool, number, str or Literal, or a tuple or a pair of one of these."""
     args, limits = typing.get_args(hint), [0, sys.float_info.max]
     if hasattr(hint, "__metadata__"):  # Annotated
         (hint, *limits), args = args[:3], ()
     if typing.get_origin(hint) is tuple:
-        return tuple(parse(part, args[0], name) for part in text.split(",") if part)
-    if type(None) in args:
-        return None if text.lower() == "none" else parse(text, args[0], name)
+        parts = [part for part in text.split(",") if part]
+        refuse_if(Ellipsis not in args and len(parts) != len(args), f"--set {name}={text}: give two values")
+        return tuple(parse(part, args[0], name) for part in parts)
     choices = {str(choice).lower(): choice for choice in ((True, False) if hint is bool else args)}
     try:
         value = choices[text.lower()] if choices else hint(text)
     except (KeyError, ValueError):
-        kinds = " or ".join(choices) or hint.__name__
+        kinds = " or ".join(filter(None, choices)) or hint.__name__
         raise UserError(f"--set {name}={text}: give {kinds}") from None
     low, high = limits
     refuse_if(
@@ -743,10 +734,6 @@ def parse(text: str, hint, name: str):
         f"--set {name}={text}: give a number from {low:g} to {high:g}",
     )
     return value
-
-
-# Candidates are taken from a vocabulary in steps of this prime.
-CANDIDATE_STRIDE = 20011
 
 
 def check_config(cfg: Config, world_size: int) -> None:
@@ -759,33 +746,18 @@ def check_config(cfg: Config, world_size: int) -> None:
             spec.kind != "small" and shapes[spec.name][0] % world_size,
             f"{cannot_share} the rows of {spec.name}; change one of these numbers",
         )
-        fits = (
-            spec.kind == "bank" if spec.optimizer == "anvil" else [b < 1 for b in spec.betas] == [True, True]
-        )
-        fits &= spec.is_table or spec.exchange != "sparse"
-        refuse_if(not fits, f"params.{spec.name}: adam needs two betas below 1, anvil a bank, sparse a table")
     refuse_if(
         {spec.every for spec in cfg.params if spec.name in ("lm_head", "embed")} not in ({(1, 1)}, {(2, 2)}),
         "lm_head and embed are tied: give both params.*.every the same value, 1,1 or 2,2",
     )
     for i, stage in enumerate(cfg.stages):
-        start, end = stage.mtp_start, stage.mtp_end
         refuse_if(
             stage.batch_tokens % count,
             f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
         )
-        refuse_if(
-            len(start) != len(end) or not (start and start[0] * end[0]),
-            f"stages.{i}: mtp_start and mtp_end must have as many weights, the first not 0",
-        )
-        refuse_if(
-            any(
-                c > cfg.padded_vocab or cfg.padded_vocab % CANDIDATE_STRIDE == 0
-                for c in stage.candidates
-                if c
-            ),
-            f"stages.{i}.candidates: up to padded_vocab, itself no multiple of {CANDIDATE_STRIDE}",
-        )
+        refuse_if(not (stage.mtp and stage.mtp[0]), f"stages.{i}.mtp: the first weight must not be 0")
+        columns = max(stage.candidates, default=0)
+        refuse_if(columns > cfg.padded_vocab, f"stages.{i}.candidates: give numbers up to padded_vocab")
         widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
         refuse_if(
             cfg.fp8 and math.gcd(16, *widths, *stage.candidates) < 16,
@@ -804,11 +776,10 @@ def check_config(cfg: Config, world_size: int) -> None:
     for i, ending in enumerate(cfg.endings):
         unknown = {*ending.params} - {spec.name for spec in cfg.params if spec.kind != "small"}
         refuse_if(unknown, f"endings.{i}.params: {unknown}: use names of banks, tables and lm_head")
-    for name, every in [(spec.name, spec.every) for spec in cfg.params] + [("ngrams", n.every)]:
-        refuse_if(
-            len(every) != 2 or every[0] > every[1],
-            f"{name}.every: give two numbers, the second not below the first",
-        )
+    refuse_if(
+        any(first > second for first, second in [n.every, *(spec.every for spec in cfg.params)]),
+        "ngrams.every, params.*.every: the second number must not be below the first",
+    )
     refuse_if(
         sorted({*n.orders} - {0, 1}) != sorted(n.orders) or len(n.orders) * n.rows_per_order >= 2**31,
         "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
@@ -845,7 +816,6 @@ class StepPlan(NamedTuple):
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
     max_doc_len: int
-    attention_cap: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
     candidates: int  # columns of the head that are computed; 0: all
@@ -899,7 +869,9 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
     start, end = cfg.momentum_warmup - step, step - cfg.steps + cfg.momentum_cooldown
     decline = max(0, start / max(1, cfg.momentum_warmup), end / max(1, cfg.momentum_cooldown))
     momentum = cfg.momentum_max - (cfg.momentum_max - cfg.momentum_min) * decline
-    t = (step - starts[index]) / stage.steps
+    t, mtp = (step - starts[index]) / stage.steps, stage.mtp
+    if len(mtp) > 1:
+        mtp = (*mtp[:-1], mtp[-1] - mtp[-1] * t)
     return StepPlan(
         step=step,
         stage=index,
@@ -908,8 +880,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         windows=window_tokens(cfg, stage.windows),
         batch_tokens=stage.batch_tokens,
         max_doc_len=stage.max_doc_len,
-        attention_cap=stage.attention_cap,
-        mtp=tuple(a + (b - a) * t for a, b in zip(stage.mtp_start, stage.mtp_end)),
+        mtp=mtp,
         prefix=part_at(t, stage.prefix),
         candidates=part_at(t, stage.candidates),
         second_cadence=step >= cfg.second_cadence_from,
@@ -1205,7 +1176,7 @@ def dataset_hash(paths: list[Path]) -> str:
 
 class Shard(NamedTuple):
     tokens: np.ndarray  # uint16
-    starts: np.ndarray  # int64: positions of BOS tokens
+    bounds: np.ndarray  # int64: positions of BOS tokens, and the end
 
 
 def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
@@ -1216,13 +1187,17 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
         f"{path.name} has tokens outside the vocabulary of {cfg.vocab_size}: it is damaged, or another "
         "tokenizer's; build it again",
     )
-    return Shard(tokens, np.flatnonzero(tokens == cfg.bos_id))
+    return Shard(tokens, np.append(np.flatnonzero(tokens == cfg.bos_id), len(tokens)))
+
+
+def int32(numbers: np.ndarray) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int32, copy=False))
 
 
 HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
-def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
+def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Tensor, Tensor | None]:
     """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, a range of rows for
     each order; and the rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0.
 
@@ -1232,30 +1207,28 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[np.
     """
     T, size = len(tokens), ngrams.rows_per_order
     words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
-    rows = np.empty((len(ngrams.orders), T), np.int32)
-    sign_ids = np.empty_like(rows) if sign_rows else None
+    h = np.empty((len(ngrams.orders), T), np.uint32)
     for n in range(1, max(ngrams.orders) + 1):
         mixed[n - 1 :] += words[: max(0, T - n + 1)]
         mixed *= HASH_MULTIPLIER
-        if n not in ngrams.orders:
-            continue
-        i, h = ngrams.orders.index(n), mixed.copy()
-        if sign_rows:
-            upper = h * 0x27D4EB2F >> 16  # another odd factor
-            sign_ids[i] = upper * sign_rows >> 16
-        h ^= h >> 16
-        h *= 0x85EBCA6B
-        h ^= h >> 13
-        h *= 0xC2B2AE35
-        h ^= h >> 16
-        h -= h // (size - 1) * (size - 1)  # NumPy's % is not vectorized
-        h[: n - 1] = size - 1
-        rows[i] = h + i * size
-    return rows, sign_ids
+        if n in ngrams.orders:
+            h[ngrams.orders.index(n)] = mixed
+    upper = h * 0x27D4EB2F >> 16  # another odd factor
+    sign_ids = int32(upper * sign_rows >> 16) if sign_rows else None
+    h ^= h >> 16
+    h *= 0x85EBCA6B
+    h ^= h >> 13
+    h *= 0xC2B2AE35
+    h ^= h >> 16
+    h -= h // (size - 1) * (size - 1)  # NumPy's % is not vectorized
+    for i, n in enumerate(ngrams.orders):
+        h[i, : n - 1] = size - 1
+        h[i] += i * size
+    return int32(h), sign_ids
 
 
 def default_max_docs(tokens: int) -> int:
-    """Returns the entries of cu_seqlens for a micro-batch of `tokens`: fixed, so that shapes never change."""
+    """Returns the usual entries of cu_seqlens for a micro-batch of `tokens`: so its shape seldom changes."""
     return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
@@ -1288,14 +1261,13 @@ class RowRoutes(NamedTuple):
 class MicroBatch(NamedTuple):
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
-    # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table; None if there are compact_rows
-    hashed_rows: Tensor | None
+    # (K, T) int32: rows of bigram_embed (K = 1), of the n-gram table or, in training, of NgramTable.compact
+    hashed_rows: Tensor
     sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
-    cu_seqlens: Tensor  # (max_docs,) int32: 0, the ends of the documents, as attention cuts them, then T
+    cu_seqlens: Tensor  # (n,) int32: 0, the ends of the documents, as attention cuts them, then T
     max_doc_len: int  # bound on such a document's length
     # In training:
-    compact_rows: Tensor | None = None  # (K, T) int32: where the rows of n-grams lie in NgramTable.compact
-    # Of the rows that tokens and bigrams select, and of compact_rows. Packed apart: their sizes vary.
+    # Of the rows that "tokens" select, and of "hashed" rows. Packed apart: their sizes vary.
     indices: dict[str, RowIndex] = {}
     candidates: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     loss_weights: Tensor | None = None  # (K,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
@@ -1331,7 +1303,7 @@ def move(packed, device: torch.device, empty: Callable = torch.empty):
 
 
 def make_micro_batch(
-    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, max_docs: int, cfg: Config, attention_cap: int = 0
+    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, cfg: Config, attention_cap: int = 0
 ) -> MicroBatch:
     """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
     T, starts = len(tokens) - 1, np.append(0, ends)
@@ -1339,52 +1311,33 @@ def make_micro_batch(
         pieces = zip(starts, np.append(ends, T))
         starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
         max_doc_len = min(max_doc_len, attention_cap)
-    refuse_if(
-        len(starts) >= max_docs,
-        f"a micro-batch of {T} tokens has {len(starts)} documents, cu_seqlens room for {max_docs - 1}; "
-        f"use --set max_docs={padded(len(starts) + 1, 128)}",
-    )
-    inputs, cu_seqlens = int32(tokens[:-1]), torch.full((max_docs,), T, dtype=torch.int32)
+    size = max(default_max_docs(T), padded(len(starts) + 1, 128))
+    inputs, cu_seqlens = int32(tokens[:-1]), torch.full((size,), T, dtype=torch.int32)
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
-    hashes = hash_ngrams(inputs.numpy(), hashed, cfg.sign_rows)
-    rows, sign_ids = (None if ids is None else int32(ids) for ids in hashes)
+    rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)
     cu_seqlens.numpy()[: len(starts)] = starts
     return MicroBatch(inputs, int32(tokens[1:]).long(), rows, sign_ids, cu_seqlens, max_doc_len)
 
 
-def int32(numbers: np.ndarray) -> Tensor:
-    return torch.from_numpy(numbers.astype(np.int32, copy=False))
-
-
 def distinct_rows(micro_batches: list[MicroBatch], kind: str, *others: np.ndarray) -> np.ndarray:
     """Returns the distinct rows of their indices of this kind, and of other lists, ascending."""
-    return np.unique(
-        np.concatenate([part.indices[kind].row_ids.numpy() for part in micro_batches] + [*others])
-    )
-
-
-def inverse(permutation: np.ndarray) -> np.ndarray:
-    places = np.empty(len(permutation), np.int32)
-    places[permutation] = np.arange(len(permutation))
-    return places
+    rows = [part.indices[kind].row_ids.numpy() for part in micro_batches]
+    return np.unique(np.concatenate([*rows, *others]))
 
 
 NO_ROWS = np.empty(0, np.int32)
 
 
-def index_rows(ids: np.ndarray, sign_ids: np.ndarray | None = None) -> RowIndex:
+def index_rows(ids: Tensor, sign_ids: Tensor | None = None) -> RowIndex:
     """Sorts a micro-batch's positions by row `ids`, int32, (T,) or (K, T) with a range of rows for each k."""
-    flat = ids.ravel()
-    # Sorts 16 bits at a time: numpy then uses a radix sort, in a third of the time.
-    perm = np.argsort(flat.astype(np.uint16), kind="stable")
-    if flat.max(initial=0) >= 1 << 16:
-        perm = perm[np.argsort((flat >> 16).astype(np.uint16)[perm], kind="stable")]
-    by_row = flat[perm]
-    first = np.flatnonzero(np.diff(by_row, prepend=np.int32(-1)))
-    parts = [by_row[first], perm % max(1, ids.shape[-1]), np.append(first, len(flat))]
-    if sign_ids is not None:
-        parts.append(sign_ids.ravel()[perm])
-    return RowIndex(*map(int32, parts))
+    by_row, perm = ids.flatten().sort(stable=True)
+    row_ids, counts = by_row.unique_consecutive(return_counts=True)
+    offsets = F.pad(counts.cumsum(0), (1, 0))
+    by_row_signs = None if sign_ids is None else sign_ids.flatten()[perm]
+    return RowIndex(row_ids, (perm % ids.shape[-1]).int(), offsets.int(), by_row_signs)
+
+
+CANDIDATE_STRIDE = 20011  # a prime
 
 
 def choose_candidates(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
@@ -1430,8 +1383,8 @@ class TrainLoader:
         world_size: int,
         position: tuple[int, ...] = (0, 0),
     ):
-        self.cfg, self.paths, self.rank, self.world_size = cfg, paths, rank, world_size
-        self.microbatches = num_microbatches(cfg, world_size)
+        self.cfg, self.paths, self.microbatches = cfg, paths, num_microbatches(cfg, world_size)
+        self.own = range(rank, self.microbatches, world_size)
         # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0: if
         # it page-locked memory, every rank would make a context there.
         on_gpu = torch.cuda.is_initialized()
@@ -1439,16 +1392,11 @@ class TrainLoader:
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
         self.opened, self.document, *self.offsets = position
         # For choose_candidates(): the offset of each of this rank's micro-batches.
-        own = range(rank, self.microbatches, world_size)
-        self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in own]
-        self.upcoming, self.ends = self._read(self.opened), {}  # max_doc_len -> running total of lengths
-        self.is_partial = not any(position[:2])
-        if self.is_partial:
-            # The clock runs already, so the first batches only wait for the shard's first tokens. A batch
-            # that needs more of the last of these documents is taken from the whole shard.
-            self.shard = read_shard(self.paths[0], cfg, FIRST_READ)
-        else:
-            self._open()
+        self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in self.own]
+        self.upcoming = self._read(self.opened)
+        # The clock runs already, so the first batches only wait for the shard's first tokens. A batch that
+        # needs later ones, or more of the last of these documents, is taken from the whole shard.
+        self.shard, self.is_partial = read_shard(self._path(self.opened), cfg, FIRST_READ), True
 
     def position(self) -> tuple[int, ...]:
         """Returns where the next batch begins: number of the shard, counting on in later epochs; document;
@@ -1456,12 +1404,15 @@ class TrainLoader:
         """
         return self.opened, self.document, *self.offsets
 
+    def _path(self, i: int) -> Path:
+        return self.paths[i % len(self.paths)]
+
     def _read(self, i: int) -> Future:
-        return self.reader.submit(read_shard, self.paths[i % len(self.paths)], self.cfg)
+        return self.reader.submit(read_shard, self._path(i), self.cfg)
 
     def _open(self) -> None:
         """Opens the shard that is being read: all of the present one, or the next."""
-        self.shard, self.upcoming, self.ends = self.upcoming.result(), self._read(self.opened + 1), {}
+        self.shard, self.upcoming = self.upcoming.result(), self._read(self.opened + 1)
 
     def close(self) -> None:
         self.builder.shutdown()  # not cancelled: other ranks may wait for this one to build the same batch
@@ -1470,10 +1421,8 @@ class TrainLoader:
     def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
         """Skips a batch. Returns each micro-batch's first document, and the one after the last."""
         for _ in range(len(self.paths) + 2):  # the rest of this shard, its tokens as yet unread, every shard
-            if max_doc_len not in self.ends:
-                lengths = np.diff(self.shard.starts, append=len(self.shard.tokens))
-                self.ends[max_doc_len] = np.append(0, np.cumsum(np.minimum(lengths, max_doc_len)))
-            ends, cuts = self.ends[max_doc_len], [self.document]
+            lengths = np.minimum(np.diff(self.shard.bounds), max_doc_len)
+            ends, cuts = np.append(0, np.cumsum(lengths)), [self.document]
             while len(cuts) <= self.microbatches and cuts[-1] < len(ends):
                 end = ends[cuts[-1]] + batch_tokens // self.microbatches + 1
                 cuts.append(int(np.searchsorted(ends, end)))
@@ -1489,32 +1438,34 @@ class TrainLoader:
             "add larger shards, or lower batch_tokens"
         )
 
-    def micro_batches(
-        self, batch_tokens: int, max_doc_len: int, attention_cap: int = 0, candidates: int = 0
-    ) -> list[MicroBatch]:
-        """Builds this rank's micro-batches of the next batch, with `candidates` columns of the head each; 0:
-        all.
-        """
-        T, cuts = batch_tokens // self.microbatches, self.advance(batch_tokens, max_doc_len)
-        ends, micro_batches = self.ends[max_doc_len], []
-        max_docs = self.cfg.max_docs or default_max_docs(T)
-        for i, (first, last) in enumerate([*zip(cuts, cuts[1:])][self.rank :: self.world_size]):
-            begin, lengths = self.shard.starts[first:last], np.diff(ends[first : last + 1])
-            tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(begin, lengths)])[: T + 1]
-            doc_ends = ends[first + 1 : last] - ends[first]
-            part = make_micro_batch(tokens, doc_ends, max_doc_len, max_docs, self.cfg, attention_cap)
-            if candidates:
-                slot = [self.cfg.vocab_size] if self.cfg.pointer_dim else []
+    def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
+        """Builds this rank's micro-batches of the next batch, and chooses their candidates."""
+        T, cuts = plan.batch_tokens // self.microbatches, self.advance(plan.batch_tokens, plan.max_doc_len)
+        cfg, micro_batches = self.cfg, []
+        for i, m in enumerate(self.own):
+            bounds = self.shard.bounds[cuts[m] : cuts[m + 1] + 1]
+            lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
+            tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
+            ends = np.cumsum(lengths)[:-1]
+            part = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
+            if plan.candidates:
+                needed = np.append(tokens[1:], cfg.vocab_size) if cfg.pointer_dim else tokens[1:]
                 chosen, self.offsets[i] = choose_candidates(
-                    # astype, since an empty list makes floats
-                    np.append(tokens[1:], slot).astype(int),
-                    candidates,
-                    self.cfg.padded_vocab,
-                    self.offsets[i],
+                    needed, plan.candidates, cfg.padded_vocab, self.offsets[i]
                 )
                 part = part._replace(candidates=chosen)
             micro_batches.append(part)
         return micro_batches
+
+
+def compact(part: MicroBatch, read: np.ndarray, places: np.ndarray) -> MicroBatch:
+    """Gives a micro-batch's rows of n-grams, some of those `read`, their `places` in NgramTable.compact."""
+    index = part.indices["hashed"]
+    row_ids = int32(places[np.searchsorted(read, index.row_ids.numpy())])
+    by_row = row_ids.repeat_interleave(index.offsets.diff()).view(part.hashed_rows.shape)
+    rows = torch.empty_like(by_row).scatter_(1, index.perm.view(by_row.shape).long(), by_row)
+    indices = part.indices | {"hashed": index._replace(row_ids=row_ids)}
+    return part._replace(hashed_rows=rows, indices=indices)
 
 
 class Batch(NamedTuple):
@@ -1571,16 +1522,14 @@ class Prefetcher:
     @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
         """Builds a batch, but for the routes of n-grams; not packed yet."""
-        micro_batches, hashed_kind = [], "ngrams" if self.cfg.ngrams.orders else "bigrams"
-        shape = plan.batch_tokens, plan.max_doc_len, plan.attention_cap, plan.candidates
-        parts = self.loader.micro_batches(*shape)
+        micro_batches = []
+        parts = self.loader.micro_batches(plan)
         shares = [weight / len(parts) for weight in plan.loss_weights]
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
         for part in parts:
-            sign_ids = None if part.sign_ids is None else part.sign_ids.numpy()
             indices = {
-                "tokens": index_rows(part.inputs.numpy()),
-                hashed_kind: index_rows(part.hashed_rows.numpy(), sign_ids),
+                "tokens": index_rows(part.inputs),
+                "hashed": index_rows(part.hashed_rows, part.sign_ids),
             }
             micro_batches.append(part._replace(indices=indices, loss_weights=loss_weights))
         routes = {}
@@ -1597,39 +1546,23 @@ class Prefetcher:
                 self.touched[spec.name] = rows
         return Batch(plan, micro_batches, self.loader.position(), pack(routes))
 
-    def _finish(self, together: list[Batch]) -> Iterator[Batch]:
-        """Packs batches that read the same rows of n-grams; the first has the rows' routes."""
-        routes, parts = None, iter([part for batch in together for part in batch.micro_batches])
-        if self.cfg.ngrams.orders and together:
-            routes, parts = self._route_ngrams([*parts])
-        packed = (pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts)
-        for batch in together:
-            micro_batches = [next(packed) for _ in batch.micro_batches]
-            yield batch._replace(micro_batches=micro_batches, ngram_routes=routes)
-            routes = None
-
     @traced("index")
-    def _route_ngrams(self, micro_batches: list[MicroBatch]) -> tuple[RowRoutes, Iterator[MicroBatch]]:
-        """Routes the fetch of the n-grams' rows that these read, and the return of their gradients.
-
-        Also returns these with the rows' places in NgramTable.compact.
+    def _finish(self, together: list[Batch]) -> list[Batch]:
+        """Packs batches that read the same rows of n-grams; the first has the rows' routes: of their fetch,
+        and of the return of their gradients.
         """
-        read, ranks = distinct_rows(micro_batches, "ngrams"), self.exchange.world_size
-        order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
-        place_of_row = inverse(order)
-
-        def placed(part: MicroBatch) -> MicroBatch:
-            index = part.indices["ngrams"]
-            own = int32(place_of_row[np.searchsorted(read, index.row_ids.numpy())])
-            by_row = own.repeat_interleave(index.offsets.diff()).view(part.hashed_rows.shape)
-            perm = index.perm.view(by_row.shape).long()
-            return part._replace(
-                hashed_rows=None,
-                compact_rows=torch.empty_like(by_row).scatter_(1, perm, by_row),
-                indices={"tokens": part.indices["tokens"], "compact": index._replace(row_ids=own)},
-            )
-
-        return pack(routes), map(placed, micro_batches)
+        finished, routes, has_ngrams = [], None, bool(self.cfg.ngrams.orders)
+        if has_ngrams and together:
+            parts = [part for batch in together for part in batch.micro_batches]
+            read, ranks = distinct_rows(parts, "hashed"), self.exchange.world_size
+            order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
+            routes, places = pack(routes), np.argsort(order)
+        for batch in together:
+            parts = [compact(part, read, places) if has_ngrams else part for part in batch.micro_batches]
+            packed = [pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts]
+            finished.append(batch._replace(micro_batches=packed, ngram_routes=routes))
+            routes = None
+        return finished
 
 
 class ValLoader:
@@ -1638,7 +1571,6 @@ class ValLoader:
     def __init__(self, cfg: Config, paths: list[Path]):
         self.cfg, need = cfg, cfg.val_slices * cfg.val_slice_tokens + 1
         self.tokens = np.concatenate([read_shard(path, cfg, need).tokens for path in paths])[:need]
-        self.max_docs = max(cfg.max_docs, default_max_docs(cfg.val_slice_tokens))
 
     def slice(self, i: int) -> MicroBatch:
         """Builds slice i, packed."""
@@ -1646,7 +1578,7 @@ class ValLoader:
         tokens = self.tokens[i * T : (i + 1) * T + 1]
         starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
         max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-        return pack(make_micro_batch(tokens, starts, max_doc_len, self.max_docs, self.cfg))
+        return pack(make_micro_batch(tokens, starts, max_doc_len, self.cfg))
 
 
 # ============================================================================================================
@@ -1697,34 +1629,42 @@ def dense_attention(
     T * (window + block) scores instead of T * T.
     """
     T, H, _ = q.shape
-    if q.is_cuda or torch.compiler.is_compiling():
-        q, k, v, mask = query_blocks(q, k, v, cu_seqlens, min(window, T - 1))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
-        return y.transpose(1, 2).flatten(0, 1)[:T]
-    bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
-    return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
-
-
-def query_blocks(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cuts queries (T, H, D) into n blocks (n, H, block, D), with the keys and values that these may see.
-
-    Also returns a mask (n, 1, block, keys): which key is in a query's document and window.
-    """
-    T, block = len(q), min(max(32, window), 256)
+    if not (q.is_cuda or torch.compiler.is_compiling()):
+        bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
+        return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
+    window = min(window, T - 1)
+    block = min(max(32, window), 256)
     before, tail = padded(window, block), -T % block  # keys before a block's own; what the last block lacks
-    doc = document_numbers(cu_seqlens, T)
-    doc_q = F.pad(doc, (0, tail), value=-1).view(-1, block, 1)
-    doc_k = F.pad(doc, (before, tail), value=-1).unfold(0, before + block, block).unsqueeze(1)
-    offs = torch.arange(-before, block, device=q.device)
-    distance = offs[before:, None] - offs
-    mask = (doc_q == doc_k) & (distance >= 0) & (distance <= window)
     q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (-1, block))
     # Overlapping blocks of keys from neighbouring ones: the backward of unfold() is five times as slow.
     k, v = (F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block)) for t in (k, v))
     k, v = (torch.cat([t[i : i + len(q)] for i in range(before // block + 1)], dim=1) for t in (k, v))
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask.unsqueeze(1)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = seen_keys(cu_seqlens, T, block, window).unsqueeze(1)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    return y.transpose(1, 2).flatten(0, 1)[:T]
+
+
+def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Returns which document each of T positions belongs to, (T,) int64, from 1 on."""
+    pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, pos, right=True)
+
+
+def first_seen(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
+    """Returns the first position, (T,) int64, in each of T positions' document and window."""
+    positions = torch.arange(T, device=cu_seqlens.device)
+    return torch.maximum(cu_seqlens[document_numbers(cu_seqlens, T) - 1], positions - window)
+
+
+def seen_keys(cu_seqlens: Tensor, T: int, block: int, window: int) -> Tensor:
+    """Returns which keys a query sees, (n, block, keys), for blocks of queries. A block's keys are its own
+    positions and `window` or more before them, whole blocks. Behind T there is one more document.
+    """
+    positions, before = torch.arange(padded(T, block), device=cu_seqlens.device), padded(window, block)
+    first = first_seen(cu_seqlens, len(positions), window).view(-1, block, 1)
+    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + block, block).unsqueeze(1)
+    return (first <= keys) & (keys <= positions.view(-1, block, 1))
 
 
 # Without a compiler, on a CPU: smaller blocks, whose keys are not copied, and a backward of its own.
@@ -1737,15 +1677,7 @@ def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) ->
     """Returns what is added to BlockAttention's scores, (H * blocks, BLOCK, keys): 0, or -inf where a query
     does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
     """
-    positions = torch.arange(padded(T, BLOCK), device=cu_seqlens.device)
-    starts = F.pad(cu_seqlens, (1, 0))[document_numbers(cu_seqlens, len(positions))]
-    first = torch.maximum(starts, positions - window).view(-1, BLOCK, 1)
-    queries = positions.view(-1, BLOCK, 1)
-    keys = F.pad(positions, (padded(window, BLOCK), 0), value=-1).unfold(
-        0, padded(window, BLOCK) + BLOCK, BLOCK
-    )
-    seen = (first <= keys[:, None]) & (keys[:, None] <= queries)
-    return torch.where(seen, 0.0, -math.inf).repeat(H, 1, 1)
+    return torch.where(seen_keys(cu_seqlens, T, BLOCK, window), 0.0, -math.inf).repeat(H, 1, 1)
 
 
 class BlockAttention(torch.autograd.Function):
@@ -1757,9 +1689,8 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, bias):
-        q, k, by_key = (
-            blocks_by_head(t, bias, n) for t, n in ((q, BLOCK), (k, bias.size(2)), (v, bias.size(2)))
-        )
+        q = blocks_by_head(q, bias, BLOCK)
+        k, by_key = (blocks_by_head(t, bias, bias.size(2)) for t in (k, v))
         weights = torch.baddbmm(bias, q, k.mT).softmax(-1)
         ctx.save_for_backward(q, k, by_key, weights)
         return by_position(weights @ by_key, v)
@@ -1796,12 +1727,6 @@ def by_position(rows: Tensor, like: Tensor) -> Tensor:
     """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
     T, H, _ = like.shape
     return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
-
-
-def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Returns which document each of T positions belongs to, (T,) int64, from 1 on."""
-    pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens, pos, right=True)
 
 
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
@@ -1913,23 +1838,23 @@ def softcap_loss(
     s_at, total = s.gather(1, at), row_weights.sum(dim=-1, keepdim=True)
     if copies is None:
         sums = exp_z.sum(dim=-1, keepdim=True)
-        losses = (row_weights * (sums.log() - SOFTCAP_SCALE * s_at)).sum(dim=-1)
         factor = slope * total / sums
     else:
+        slot_exp = exp_z[:, copies.slot]
+        words = exp_z.index_fill_(1, copies.slot, 0).sum(dim=-1, keepdim=True)
+        sums = words + slot_exp
+    row_losses = row_weights * (sums.log() - SOFTCAP_SCALE * s_at)
+    if copies is not None:
         # The gate alpha is the slot's softmax. 1 - alpha is computed as such: near 0 a difference has no
         # digits.
         found, sink = copies.weights[..., None]
-        slot_exp, first = exp_z[:, copies.slot], row_weights[:, :1].clone()
-        words = exp_z.index_fill_(1, copies.slot, 0).sum(dim=-1, keepdim=True)
-        sums = words + slot_exp
-        alpha, rest = slot_exp / sums, words / sums
+        first, alpha, rest = row_weights[:, :1].clone(), slot_exp / sums, words / sums
         by_head = (SOFTCAP_SCALE * s_at[:, :1]).exp() / words
         kept = by_head * (rest + alpha * sink)
         p = kept + alpha * found + COPY_FLOOR
         gain, later = alpha * rest * (found - by_head * (1 - sink)), total - first
-        row_losses = row_weights * (sums.log() - SOFTCAP_SCALE * s_at)
         row_losses[:, :1] = -first * p.log()
-        losses, first = row_losses.sum(dim=-1), first / p
+        first = first / p
         copies.grad.copy_(torch.stack([-first * alpha, -first * alpha * by_head])[..., 0])
         factor = slope * (first * (kept + gain) / words + later / sums)
         row_weights[:, :1] = first * kept
@@ -1938,7 +1863,8 @@ def softcap_loss(
     grad.scatter_add_(1, at, -slope * row_weights * s_at * (1 - s_at))
     if copies is not None:
         grad.index_copy_(1, copies.slot, slope * slot_grad * s_slot * (1 - s_slot))
-    return losses, *(both_layouts(grad, unit, torch.float8_e5m2) if unit else [grad.to(logits.dtype)])
+    grads = both_layouts(grad, unit, torch.float8_e5m2) if unit else [grad.to(logits.dtype)]
+    return row_losses.sum(dim=-1), *grads
 
 
 # The copy pointer (PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843). Each position is
@@ -1965,11 +1891,10 @@ def pointer_blocks(
     (n, m) in at least fp32, -inf where they do not see the source; and which sources hold the next token.
     """
     (q, k, _), tokens, T = queries, micro_batch.inputs, len(queries.q)
-    documents, positions = document_numbers(micro_batch.cu_seqlens, T), torch.arange(T, device=q.device)
+    first, positions = first_seen(micro_batch.cu_seqlens, T, window), torch.arange(T, device=q.device)
     for i in range(0, T, 256):
         rows, columns = slice(i, i + 256), slice(max(0, i - window), i + 256)
-        distance = positions[rows, None] - positions[columns]
-        seen = (documents[rows, None] == documents[columns]) & (distance > 0) & (distance <= window)
+        seen = (first[rows, None] <= positions[columns]) & (positions[columns] < positions[rows, None])
         scores = upcast(q[rows]) @ upcast(k[columns]).T * q.size(1) ** -0.5
         scores.masked_fill_(~seen, -math.inf)
         yield rows, columns, scores, tokens[columns] == micro_batch.targets[rows, None]
@@ -3283,7 +3208,7 @@ class GPT(nn.Module):
         name = "bigram_embed" if rows is not None else "ngrams"
         self.wait_for(name)
         if rows is None and training:
-            ids, rows = micro_batch.compact_rows, self.ngrams.compact
+            rows = self.ngrams.compact
         elif rows is None:
             row_ids, ids = ids.unique(return_inverse=True)
             rows = self.ngrams.fetch(row_ids)
@@ -3315,7 +3240,7 @@ class GPT(nn.Module):
         are computed again. The columns of padding have the rest, but never the slot.
         """
         text = np.array([*tokens, 0])  # there is no target yet
-        micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), 2, self.cfg)), self.device)
+        micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), self.cfg)), self.device)
         x = self.hidden_states(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
         z = SOFTCAP_SCALE * softcap_sigmoid(x[-1:] @ self.lm_head)
         if not self.cfg.pointer_dim:
@@ -3499,7 +3424,7 @@ class Exchange:
             recv_counts = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
             arriving = self.send_rows("row ids", name, arriving, send_counts, recv_counts).wait()
         arriving = arriving.cpu()
-        return order, RowRoutes(send_counts, recv_counts, arriving, index_rows(arriving.numpy()))
+        return order, RowRoutes(send_counts, recv_counts, arriving, index_rows(arriving))
 
     def send_rows(
         self,
@@ -3962,7 +3887,7 @@ class NgramTable:
         order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
         rows, to, back = self.block[routes.arriving], routes.recv_counts, routes.send_counts
         received = self.exchange.send_rows("rows outside training", "ngrams", rows, to, back).wait()
-        return received[inverse(order)]
+        return received[np.argsort(order)]
 
 
 # ============================================================================================================
@@ -4054,7 +3979,7 @@ class Optimizer:
         """
         for name, leaf in leaves.items():
             if name == "ngrams":
-                main_grad, index = self.ngrams.main_grad, indices["compact"]
+                main_grad, index = self.ngrams.main_grad, indices["hashed"]
             else:
                 main_grad, index = self.grads[name].main_grad, indices[self.specs[name].kind]
             if leaf.grad is not None:  # of bigrams, if no layer adds them

@@ -159,7 +159,7 @@ def trained_text(cfg: tg.Config, paths: list[Path]) -> tuple:
     """Returns the tokens that a run trains on, in order, and the loader's position after them."""
     loader, parts = tg.TrainLoader(cfg, paths, 0, 1), []
     for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
-        parts += [part.inputs.numpy() for part in loader.micro_batches(plan.batch_tokens, plan.max_doc_len)]
+        parts += [part.inputs.numpy() for part in loader.micro_batches(plan)]
     loader.close()
     return np.concatenate(parts), loader.position()
 
@@ -172,9 +172,9 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
     cfg = model.cfg
     data = tg.open_dataset(replace(cfg, data=str(folder)))
     last = tg.read_shard(data.train[-1], cfg)
-    first = np.searchsorted(last.starts, 0.98 * len(last.tokens))
+    first = np.searchsorted(last.bounds, 0.98 * len(last.tokens))
     trained, position = trained_text(cfg, data.train)
-    fitted = last.tokens[last.starts[first] :] if first < len(last.starts) else []
+    fitted = last.tokens[last.bounds[first] :]
     if len(fitted) < cfg.val_slice_tokens or position[:2] > (len(data.train) - 1, first):
         raise UserError("too few tokens are left to fit weights on, or the run has read them; add text")
     train = np.concatenate([read_tokens(path) for path in data.train])[: -len(fitted)]

@@ -287,7 +287,7 @@ PUBLISHED_379 = 40.575, 36.009  # s, of record 92 and of PR 379, on one node
 
 SETTINGS_80 = """
     mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0 ngrams.orders=
-    bigram_vocab_size=251520 mlp_dim=3072 stages.*.prefix= stages.*.attention_cap=0 stages.*.candidates=
+    bigram_vocab_size=251520 mlp_dim=3072 stages.*.prefix= attention_cap=0 stages.*.candidates=
     params.value_embeds.exchange=reduce_scatter params.embed.exchange=reduce_scatter
     params.value_embeds.every=2,2 layers.*.narrow_qk=false layers.*.narrow_v=false layers.*.mlps=1
     layers.*.x0=true layers.*.bigram=true layers.10.connections=false

@@ -134,7 +134,7 @@ class SingleRankExchange(tg.Exchange):
         others = np.arange(ranks, dtype=own.dtype)[:, None]
         arriving = ((own + others - self.rank) % (own.max(initial=0) + 1)).ravel()
         counts = np.bincount(owner, minlength=ranks).tolist(), [len(own)] * ranks
-        routes = tg.RowRoutes(*counts, tg.int32(arriving), tg.index_rows(arriving))
+        routes = tg.RowRoutes(*counts, tg.int32(arriving), tg.index_rows(tg.int32(arriving)))
         return np.argsort(owner, kind="stable"), routes
 
     def send_rows(

@@ -113,7 +113,7 @@ def pack(documents: Sequence[Document], cfg: tg.Config) -> tg.MicroBatch:
     the second has the key of the document's own BOS, to which that is shifted.
     """
     lengths = [len(d.tokens) for d in documents]
-    alone = [tg.make_micro_batch(np.append(t, 0), tg.NO_ROWS, len(t), 2, cfg) for t, _ in documents]
+    alone = [tg.make_micro_batch(np.append(t, 0), tg.NO_ROWS, len(t), cfg) for t, _ in documents]
 
     def join(name: str) -> torch.Tensor:
         return torch.cat([getattr(b, name)[..., [0, 0, *range(len(b.inputs))]] for b in alone], -1)

@@ -76,7 +76,7 @@ def document_losses(model: tg.GPT, tokens: np.ndarray, token_bytes: np.ndarray) 
     """
     cfg, starts = model.cfg, np.flatnonzero(tokens[:-1] == model.cfg.bos_id)
     longest = int(np.diff(starts, prepend=0, append=len(tokens) - 1).max())
-    batch = tg.pack(tg.make_micro_batch(tokens, starts, longest, len(starts) + 2, cfg))
+    batch = tg.pack(tg.make_micro_batch(tokens, starts, longest, cfg))
     batch = tg.move(batch, model.device)
     nats = model.token_losses(batch, tg.window_tokens(cfg, cfg.val_windows)).double().cpu().numpy()
     counts = np.stack([nats, np.ones(len(nats)), token_bytes[tokens[1:]]])

@@ -242,7 +242,7 @@ def tiny_batch():
     tokens = (31 * j * j + 7 * j) % 500
     tokens[[0, 4, 57]] = 511
     cfg = tiny_config("float32")
-    return tg.make_micro_batch(tokens.astype(np.uint16), np.array([4, 57]), 64, 8, cfg)
+    return tg.make_micro_batch(tokens.astype(np.uint16), np.array([4, 57]), 64, cfg)
 
 
 def targets_of(model, batch, plan):
@@ -269,6 +269,11 @@ def write_shard(path, tokens, vocab_size=0, bos_id=0, text_bytes=0):
     header = shard_header(len(tokens), vocab_size, bos_id, text_bytes)
     Path(path).write_bytes(header + np.asarray(tokens, dtype="<u2").tobytes())
     return Path(path)
+
+
+def batch_plan(batch_tokens, max_doc_len):
+    """Returns the plan of a step with such a batch, without candidates."""
+    return tg.plan_step(tg.CPU, 0)._replace(batch_tokens=batch_tokens, max_doc_len=max_doc_len)
 
 
 def random_documents(rng, count, vocab_size, bos_id, max_doc_len=200):
@@ -336,11 +341,11 @@ class FixedLoader:
 def row_plans(cfg, exchange, ids):
     """Returns RowRoutes, by kind, of a step that updates all tables. Its one micro-batch reads rows `ids`."""
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
-    batch = tg.MicroBatch(ids["tokens"], nothing, ids["bigrams"], None, nothing, 0)
+    batch = tg.MicroBatch(ids["tokens"], nothing, ids["hashed"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
     routes = batches.next().routes
     batches.loader.close()
-    return {"tokens": routes["embed"], "bigrams": routes["bigram_embed"]}
+    return {"tokens": routes["embed"], "hashed": routes["bigram_embed"]}
 
 
 def flatten(nest):

@@ -179,8 +179,6 @@ WRONG = """--preset huge
 --set bank_wd=-1
 --set params.embed.betas=.9,1.5
 --set params.embed.betas=.9
---set params.embed.optimizer=anvil
---set params.scalars.exchange=sparse
 --set params.embed.kind=bank
 --set params.lm_head.every=2,4
 --set params.*.every=2,4
@@ -196,16 +194,13 @@ WRONG = """--preset huge
 --set stages.*.windows.long=0
 --set stages.*.steps=0
 --set stages.0.steps=-1
---set stages.1.mtp_start=0 stages.1.mtp_end=0
---set ngrams.orders=2 ngrams.rows_per_order=1
+--set stages.1.mtp=0
 --set sign_rows=65537
---set stages.0.candidates=64 padded_vocab=20011
 --set length=0
 --set length=nan
 --set fp8=true fp8_mlp=false
 --set layers.0.xsa=true
 --set layers.0.key_shift=true
---set stages.0.mtp_end=1
 --set microbatches=5
 --set endings.0.params=lm_haed
 --set ngrams.orders=2,2
@@ -232,7 +227,6 @@ CASES = [
          lambda folder: (folder / "corpus/vocabulary.txt").unlink()),
     *[Case(f"a vocabulary of other {what}", "", write_text("corpus/vocabulary.txt", text))
       for what, text in (("digits", "the\nan\n"), ("size", "61\n6162\n"))],
-    Case("more documents than max_docs", "--set max_docs=3", steps=0),
     # options and settings
     *map(Case, WRONG),
     Case("--set microbatches=4", world_size="3"),

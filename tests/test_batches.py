@@ -57,7 +57,7 @@ def tensors_of(nest):
     return [t for t in tree_leaves(nest) if isinstance(t, torch.Tensor)]
 
 
-TABLES = {"value_embeds": ("tokens", 264), "embed": ("tokens", 264), "bigram_embed": ("bigrams", 640)}
+TABLES = {"value_embeds": ("tokens", 264), "embed": ("tokens", 264), "bigram_embed": ("hashed", 640)}
 
 
 def check_routes(routes, touched, rank, rows):
@@ -77,13 +77,13 @@ def check_batches(rank, world_size, cfg):
     batches = prefetcher(train_loader(cfg, rank, world_size), plans_of(cfg), rank, world_size)
     seen, shards = [defaultdict(set) for _ in alone], set()  # the rows touched since the last Adam step
     for plan, batch in [(plan, batches.next()) for plan in plans_of(cfg)]:
-        want = [loader.micro_batches(plan.batch_tokens, plan.max_doc_len) for loader in alone]
+        want = [loader.micro_batches(plan) for loader in alone]
         assert batch.plan == plan and batch.position == alone[rank].position()
         for actual, expected in zip(batch.micro_batches, want[rank], strict=True):
-            rows, sign_ids = expected.hashed_rows.numpy(), expected.sign_ids.numpy()
-            indices = tg.index_rows(expected.inputs.numpy()), tg.index_rows(rows, sign_ids)
+            rows, sign_ids = expected.hashed_rows, expected.sign_ids
+            indices = tg.index_rows(expected.inputs), tg.index_rows(rows, sign_ids)
             shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights])
-            indices = dict(zip(("tokens", "bigrams"), indices))
+            indices = dict(zip(("tokens", "hashed"), indices))
             expected = expected._replace(indices=indices, loss_weights=shares)
             tensors = tensors_of(actual), tensors_of(expected)
             assert all(map(same_bits, *tensors)) and len(tensors[0]) == len(tensors[1]) == 13
@@ -91,7 +91,7 @@ def check_batches(rank, world_size, cfg):
         for own, micro_batches in zip(seen, want):
             for micro_batch in micro_batches:
                 own["tokens"].update(micro_batch.inputs.tolist())
-                own["bigrams"].update(micro_batch.hashed_rows[0].tolist())
+                own["hashed"].update(micro_batch.hashed_rows[0].tolist())
         due = TABLES if plan.updates((2, 2)) else {}
         assert batch.routes.keys() == {*due} and batch.ngram_routes is None
         for name, (kind, rows) in due.items():
@@ -174,15 +174,16 @@ def test_inputs_of_equal_shapes_have_equal_addresses(folder):
 # ----------------------------------------------------------------------------------------------------- errors
 
 
-def test_too_many_documents(tmp_path):
+def test_an_error_in_the_thread(tmp_path):
     """Checks that next() raises the thread's error for its own batch, not for the good one before."""
-    write_shard(tmp_path / "x_train_000001.bin", [BOS] + 19 * [1] + 300 * [BOS], VOCAB, BOS)
-    cfg = config(tmp_path, microbatches=1, max_docs=13)
+    for i, other in enumerate((1, VOCAB)):
+        write_shard(tmp_path / f"x_train_{i:06d}.bin", ([BOS] + 19 * [other]) * 2, VOCAB, BOS)
+    cfg = config(tmp_path, microbatches=1)
     batches = prefetcher(train_loader(cfg), plans_of(cfg))
     wait(batches.queue)
     assert len(batches.next().micro_batches[0].inputs) == 30
     for call in (batches.peek, batches.peek, batches.next):
-        with pytest.raises(tg.UserError, match="has 31 documents"):
+        with pytest.raises(tg.UserError, match="outside the vocabulary"):
             call()
     batches.loader.close()
 
@@ -257,8 +258,8 @@ def test_segment_sum_rows(shape, dtype, signed):
     signs = (torch.randint(0, 2, (11, math.prod(shape[1:])), generator=g) * 2 - 1).to(dtype)
     for T in (60, 90, 90, 1, 60):
         # Most positions are on few rows, as in text; in the last round all are on one.
-        ids = (shape[0] * rng.random(T) ** (8 if T != 60 else 99)).astype(np.int32)
-        index = tg.index_rows(ids, rng.integers(0, 11, (1, T)).astype(np.int32) if signed else None)
+        ids = tg.int32(shape[0] * rng.random(T) ** (8 if T != 60 else 99))
+        index = tg.index_rows(ids, tg.int32(rng.integers(0, 11, (1, T))) if signed else None)
         grad, touched = cancelling_numbers((T, *shape[1:]), dtype, g), index.row_ids.long()
         out[touched] = out[touched].nan_to_num(7)
         before, grad_before = out.clone(), grad.clone()

@@ -114,7 +114,7 @@ def test_golden_untying():
     params = {"lm_head": fill((3, 5), 58900, 0.2).double()}
     params["embed"] = params["lm_head"].T.contiguous()
     five = torch.arange(5, dtype=torch.int32)
-    all_rows = tg.RowRoutes([5], [5], five, tg.index_rows(five.numpy()), five)
+    all_rows = tg.RowRoutes([5], [5], five, tg.index_rows(five), five)
     optimizer, events = tg.Optimizer(cfg, params, tg.Exchange(0, 1)), iter(golden["fp64_after_adam_steps"])
     for step in golden["steps"]:
         for name, k in (("lm_head", 58000), ("embed", 58100)):
@@ -228,9 +228,9 @@ def table_events(dtype):
         table.begin(batch, {})
         for k, (micro_batch, fed) in enumerate(zip(batch.micro_batches, golden_slices(plan.step))):
             now = table.block[fed.hashed_rows.long()]
-            assert torch.equal(table.compact[micro_batch.compact_rows.long()], now)
+            assert torch.equal(table.compact[micro_batch.hashed_rows.long()], now)
             db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
-            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.indices["compact"], signs)
+            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.indices["hashed"], signs)
         assert plan.updates(cfg.ngrams.every) == (plan.step in rates)
         if plan.step in rates:
             owned, grads = table.routes.row_index.row_ids, table.send_grads().wait().clone()

@@ -29,11 +29,12 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
     "ngrams.orders=": {"['ngrams']['orders'][0]": None, "['ngrams']['orders'][1]": None},
     "ngrams.every=1,1": {"['ngrams']['every'][0]": 1, "['ngrams']['every'][1]": 1},
     "val_windows.long=4": {"['val_windows']['long']": 4},
-    "stages.3.mtp_start=2,0.5": {f"['stages'][3]['mtp_start'][{i}]": x for i, x in enumerate((2.0, 0.5))},
+    "stages.3.mtp=2,0.5": {f"['stages'][3]['mtp'][{i}]": x for i, x in enumerate((2.0, 0.5))},
     "stages.*.windows.long=9": {f"['stages'][{i}]['windows']['long']": 9 for i in range(5)},
     "params.lm_head.wd_mul=3": {"['params'][19]['wd_mul']": 3.0},
     "layers.1.value=false": {"['layers'][1]['value']": False},
     "layers.1.attention=paired": {"['layers'][1]['attention']": "paired"},
+    "layers.1.attention=": {"['layers'][1]['attention']": ""},
 }
 
 
@@ -286,6 +287,7 @@ mlp_dim 2816
 mix_groups 12
 mudd_dim 64
 window_unit 128
+attention_cap 2560
 microbatches 8
 val_windows Windows(short=6, long=20)
 sign_rows 8192
@@ -311,13 +313,13 @@ fast_beta 0.85
 fast_weight 0.4385
 """  # of record 92; Adam's (A); but for ANVIL's margin, which README explains
 NGRAMS = tg.Ngrams((2, 3), 42301440, 768, "bfloat16", (2, 4), 0.008 * 70, 0.95, 0.005 * 5)
-# steps, tokens, longest document, windows, rate, weights of next tokens at both ends, of prefixes, cap
+# steps, tokens, longest document, windows, rate, weights of next tokens, of prefixes, candidates
 STAGES = """
-(279, 131072, 896, (1, 3), 1.0, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), 0, (10240,))
-(314, 262144, 2048, (3, 7), 1.52, (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), 0, (10240,))
-(378, 393216, 3072, (5, 11), 1.73, (1.0,), (1.0,), (), 2560, (14336, 14336, 24576))
-(59, 327680, 3072, (5, 11), 1.5793, (1.0,), (1.0,), (), 2560, ())
-(20, 131072, 3072, (6, 13), 0.3, (1.0,), (1.0,), (), 2560, ())
+(279, 131072, 896, (1, 3), 1.0, (1.0, 0.5, 0.25), (0.25,), (10240,))
+(314, 262144, 2048, (3, 7), 1.52, (1.0, 0.5), (0.2, 0.15, 0.1, 0.05), (10240,))
+(378, 393216, 3072, (5, 11), 1.73, (1.0,), (), (14336, 14336, 24576))
+(59, 327680, 3072, (5, 11), 1.5793, (1.0,), (), ())
+(20, 131072, 3072, (6, 13), 0.3, (1.0,), (), ())
 """
 # Betas, factors of rate and decay, steps between updates at both cadences (record 89; record 92: 70 and 4)
 ADAM = """
@@ -347,12 +349,12 @@ paired short 1: x0 bigram narrow_qk
 plain short 1: x0 bigram narrow_qk narrow_v xsa value
 paired short 1: x0 narrow_qk value
 plain long 1: xsa gate key_shift
-None short 1: x0 bigram
+- short 1: x0 bigram
 paired short 1: x0 bigram narrow_qk
-None short 1:
-None short 0: x0
+- short 1:
+- short 0: x0
 plain short 2: narrow_qk narrow_v value
-None short 1: bigram
+- short 1: bigram
 plain long 1: gate key_shift connections value
 """
 ENDING_ROWS = (  # record 92: the last steps that it looks at, its rate, its share, and every how many steps
@@ -387,7 +389,7 @@ def test_the_record_has_the_published_constants():
         assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
     assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
     for layer, expected in zip(cfg.layers, LAYERS.strip().splitlines(), strict=True):
-        row = f"{layer.attention} {layer.window} {layer.mlps}:"
+        row = f"{layer.attention or '-'} {layer.window} {layer.mlps}:"
         assert " ".join([row, *(flag for flag in flags if getattr(layer, flag))]) == expected
     endings = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.endings)
     assert endings == ENDING_ROWS

@@ -36,10 +36,10 @@ def make_config(folder):
     (folder / "vocabulary.txt").write_text("".join(f"{token:02x}\n" for token in range(61)))
     # fmt: off
     stages = (
-        tg.Stage(2, 128, 24, tg.Windows(1, 3), 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-        tg.Stage(1, 256, 40, tg.Windows(3, 7), 1.52, (1.0, 0.5), (1.0, 0.0)),
-        tg.Stage(1, 384, 40, tg.Windows(5, 11), 1.73, (1.0,), (1.0,)),
-        tg.Stage(4, 384, 40, tg.Windows(6, 13), 0.15, (1.0,), (1.0,)),
+        tg.Stage(2, 128, 24, tg.Windows(1, 3), 1.00, (1.0, 0.5, 0.25)),
+        tg.Stage(1, 256, 40, tg.Windows(3, 7), 1.52, (1.0, 0.5)),
+        tg.Stage(1, 384, 40, tg.Windows(5, 11), 1.73),
+        tg.Stage(4, 384, 40, tg.Windows(6, 13), 0.15),
     )
     return replace(
         tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, ngrams=tg.Ngrams(),
@@ -62,7 +62,7 @@ def few_layers(tmp_path_factory):
     layers = (
         tg.Layer("paired", narrow_qk=True, value=True, gate=True, x0=True, bigram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True, x0=True),
-        tg.Layer(None, bigram=True, mlps=2),
+        tg.Layer("", bigram=True, mlps=2),
         tg.Layer("plain", narrow_v=True, value=True, xsa=True, gate=True, connections=True),
     )
     parts = zip(cfg.stages, ((0.25,), (0.25,), (), ()), ((96, 80), (64,), (), ()))
@@ -295,7 +295,7 @@ def touched_rows(cfg, rank, world_size):
     loader = tg.TrainLoader(cfg, tg.find_shards(cfg.data, "train"), rank, world_size)
     steps = []
     for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
-        parts = loader.micro_batches(plan.batch_tokens, plan.max_doc_len)
+        parts = loader.micro_batches(plan)
         found = [[part.inputs for part in parts], [part.hashed_rows.flatten() for part in parts]]
         steps.append([set(torch.cat(ids).tolist()) for ids in found])
     loader.close()
@@ -319,7 +319,7 @@ def bytes_sent(cfg, rank, n):
         nbytes, shape = itemsize * size, shapes.get(name)
         touched, fp32 = set(), row.reduction == "fp32"
         for plan in plans:
-            touched |= reads[rank][plan.step][row.kind == "bigrams"]
+            touched |= reads[rank][plan.step][row.kind == "hashed"]
             if not plan.updates(row.every):
                 continue
             is_due = row.name != "embed" or plan.step > tg.untie_step(cfg)

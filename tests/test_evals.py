@@ -88,7 +88,7 @@ def test_a_tokens_distribution_is_the_training_forwards(run, ngrams):
     cfg, rng = model.cfg, np.random.default_rng(0)
     lengths = [40, 7, 5]
     tokens = np.concatenate([[cfg.bos_id, *rng.integers(97, 104, n - 1)] for n in lengths] + [[0]])
-    batch = tg.make_micro_batch(tokens, np.cumsum([0, *lengths[:-1]]), max(lengths), 8, cfg)
+    batch = tg.make_micro_batch(tokens, np.cumsum([0, *lengths[:-1]]), max(lengths), cfg)
     windows = tg.window_tokens(cfg, cfg.val_windows)
     expected = (-model.token_losses(batch, windows)).exp()
     document = tokens[:40].tolist()
@@ -313,7 +313,7 @@ def test_a_texts_loss_is_that_of_its_passages(run, capsys):
         file.writelines(json.dumps({"body": word}) + "\n" for word in words)
     passages = [passage for word in words if word for passage in tt.cut_passages(word.encode(), 60)]
     tokens = np.array([token for passage in passages for token in (256, *passage)] + [256])
-    batch = tg.make_micro_batch(tokens, np.flatnonzero(tokens[:-1] == 256), 61, 32, model.cfg)
+    batch = tg.make_micro_batch(tokens, np.flatnonzero(tokens[:-1] == 256), 61, model.cfg)
     both = (tg.window_tokens(model.cfg, w) for w in (model.cfg.val_windows, model.cfg.stages[-1].windows))
     total, stages = (model.token_losses(batch, windows).double().sum().item() for windows in both)
     nats, *_ = loss.document_losses(model, tokens, np.ones(257))

@@ -52,12 +52,12 @@ def golden_config(dtype):
 def golden_batch(case, cfg, cap):
     want, ngrams = MODEL["cases"][case], ("bigram", "trigram")
     tokens, starts = np.array(want["tokens"], np.uint16), np.array(want["starts"][1:])
-    batch = tg.make_micro_batch(tokens, starts, 64, 8, cfg, cap)
+    batch = tg.make_micro_batch(tokens, starts, 64, cfg, cap)
     rows, signs = (
         torch.tensor([want[f"{name}_{what}"] for name in ngrams], dtype=torch.int32)
         for what in ("rows", "signs")
     )
-    return batch._replace(hashed_rows=rows, compact_rows=rows, sign_ids=signs)
+    return batch._replace(hashed_rows=rows, sign_ids=signs)
 
 
 @functools.cache
@@ -98,9 +98,9 @@ def test_loss_without_the_attention_cap():
 def test_attention_cap(case):
     ends = np.cumsum(case["pieces"])
     tokens, cfg = np.zeros(ends[-1] + 1, np.uint16), golden_config("float32")
-    batch = tg.make_micro_batch(tokens, ends[:-1], 6000, 16, cfg, attention_cap=2560)
+    batch = tg.make_micro_batch(tokens, ends[:-1], 6000, cfg, attention_cap=2560)
     want = case["cu_seqlens"]
-    assert batch.cu_seqlens.tolist() == want + (16 - len(want)) * want[-1:] and batch.max_doc_len == 2560
+    assert batch.cu_seqlens.tolist() == want + (128 - len(want)) * want[-1:] and batch.max_doc_len == 2560
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -124,7 +124,7 @@ def gradients(case, kind):
         p = getattr(model, name)
         grads[name] = torch.zeros_like(p).index_add_(0, batch.inputs, leaves[name].grad)
     table = torch.zeros_like(model.ngrams.compact)
-    index = tg.index_rows(batch.hashed_rows.numpy(), batch.sign_ids.numpy())
+    index = tg.index_rows(batch.hashed_rows, batch.sign_ids)
     tg.segment_sum_rows(table, leaves["ngrams"].grad, index, model.signs)
     return loss.item(), golden_layout(grads, model.cfg) | {"bigram_embed.weight": table}
 
@@ -176,7 +176,7 @@ def test_schedule_rows(row):
     assert plan.lr_mul == pytest.approx(row["lr_mul"], rel=1e-4 if plan.stage >= 3 else 1e-12)
     assert list(plan.windows.values()) == [blocks * unit for blocks in row["windows_blocks"]]
     assert plan.max_doc_len == row["longest_piece"]
-    assert min(plan.max_doc_len, plan.attention_cap or plan.max_doc_len) == row["attention_cap"]
+    assert min(plan.max_doc_len, tg.RECORD.attention_cap) == row["attention_cap"]
     assert tg.default_max_docs(plan.batch_tokens // 8) == row["slots"]
     assert plan.mtp == pytest.approx(row["mtp_weights"], rel=1e-12) and plan.prefix == row["prefix_weight"]
 

@@ -50,7 +50,7 @@ def losses_alone(model, document):
     windows, n = tg.window_tokens(model.cfg, model.cfg.val_windows), len(document.tokens)
 
     def last_loss(text):
-        batch = tg.make_micro_batch(text, tg.NO_ROWS, len(text), 2, model.cfg)
+        batch = tg.make_micro_batch(text, tg.NO_ROWS, len(text), model.cfg)
         return model.token_losses(batch, windows)[-1].item()
 
     return np.array([last_loss(document.tokens[: i + 1]) for i in range(n - document.scored, n)])
@@ -73,7 +73,7 @@ def test_packed_losses_are_those_of_each_text_alone(saved):
     # In validation's micro-batches they would differ: these weights show it.
     lengths = [len(d.tokens) for d in second]
     tokens = np.concatenate([*(d.tokens for d in second), [0]])
-    batch = tg.make_micro_batch(tokens, np.cumsum(lengths)[:-1], max(lengths), 30, model.cfg)
+    batch = tg.make_micro_batch(tokens, np.cumsum(lengths)[:-1], max(lengths), model.cfg)
     losses = model.token_losses(batch, tg.window_tokens(model.cfg, model.cfg.val_windows)).numpy()
     last = losses[len(losses) - 1 - second[-1].scored : -1]
     assert abs(last - losses_alone(model, second[-1])).max() > 1e-5

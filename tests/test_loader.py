@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import random_documents, write_shard
+from golden_inputs import batch_plan, random_documents, write_shard
 from launch import WAIT
 
 VOCAB, BOS = 257, 256
@@ -107,7 +107,7 @@ def check_micro_batch(batch, tokens, starts, cfg):
     assert batch.targets.dtype == torch.int64
     hashed, _ = tg.hash_ngrams(np.array(tokens[:T]), tg.Ngrams((2,), cfg.bigram_vocab_size), 0)
     assert batch.hashed_rows.tolist() == hashed.tolist()
-    max_docs = cfg.max_docs or tg.default_max_docs(T)
+    max_docs = tg.default_max_docs(T)
     assert batch.cu_seqlens.tolist() == starts + [T] * (max_docs - len(starts))
 
 
@@ -134,7 +134,7 @@ def test_micro_batches(tmp_path, seed):
         loaders[5, 8] = tg.TrainLoader(cfg, loaders[0, 1].paths, 5, 8, position)
         assert loaders[5, 8].position() == position and position[:2] == loaders[0, 1].position()[:2]
         for (rank, world_size), loader in loaders.items():
-            micro_batches = loader.micro_batches(batch_tokens, max_doc_len)
+            micro_batches = loader.micro_batches(batch_plan(batch_tokens, max_doc_len))
             assert len(micro_batches) == 8 // world_size
             for m, micro_batch in enumerate(micro_batches):
                 assert micro_batch.max_doc_len == max_doc_len
@@ -142,7 +142,7 @@ def test_micro_batches(tmp_path, seed):
     for loader in loaders.values():
         if len(want) < 40:
             with pytest.raises(tg.UserError, match="no training shard holds a batch"):
-                loader.micro_batches(*schedule[len(want)])
+                loader.micro_batches(batch_plan(*schedule[len(want)]))
         loader.close()
 
 
@@ -151,7 +151,7 @@ def test_more_ranks_than_micro_batches_give_each_rank_one(tmp_path):
     cfg = config(tmp_path, microbatches=2)
     want = next(naive_batches(shards, [(4 * 64, 50)], 4))
     for rank in range(4):
-        (micro_batch,) = train_loader(cfg, rank, 4).micro_batches(4 * 64, 50)
+        (micro_batch,) = train_loader(cfg, rank, 4).micro_batches(batch_plan(4 * 64, 50))
         check_micro_batch(micro_batch, *want[rank], cfg)
 
 
@@ -166,10 +166,16 @@ def test_the_next_shard_is_the_next_by_name(tmp_path):
     write_shard(tmp_path / "x_train_000002.bin", document(2, 5), VOCAB, BOS)
     write_shard(tmp_path / "x_train_000001.bin", [9] * 8 + document(1, 30), VOCAB, BOS)
     loader = train_loader(cfg)
-    assert [loader.micro_batches(20, 100)[0].inputs[-1].item() for _ in range(5)] == [1, 3, 4, 1, 3]
+    assert [loader.micro_batches(batch_plan(20, 100))[0].inputs[-1].item() for _ in range(5)] == [
+        1,
+        3,
+        4,
+        1,
+        3,
+    ]
     assert loader.position()[:2] == (5, 1)
     with pytest.raises(tg.UserError, match="no training shard holds"):
-        loader.micro_batches(70, 100)
+        loader.micro_batches(batch_plan(70, 100))
 
 
 @pytest.mark.parametrize("first_read", [1, 60, 1500, 5000, *range(2, 900, 99)])
@@ -195,7 +201,7 @@ def test_a_runs_first_batches_need_only_the_first_tokens(tmp_path, monkeypatch, 
     for i, micro_batches in enumerate(want):
         if i == at_once:
             may_read.set()
-        for got, expected in zip(loader.micro_batches(*schedule[0]), micro_batches, strict=True):
+        for got, expected in zip(loader.micro_batches(batch_plan(*schedule[0])), micro_batches, strict=True):
             check_micro_batch(got, *expected, loader.cfg)
         whole.advance(*schedule[0])
         assert loader.position() == whole.position()
@@ -209,10 +215,10 @@ def test_a_batch_may_end_exactly_with_its_shard(tmp_path):
         write_shard(tmp_path / "x_train_000001.bin", [BOS] + [1] * (size - 1), VOCAB, BOS)
         loader = train_loader(cfg)
         if enough:
-            assert loader.micro_batches(20, 100)[0].inputs.numel() == 20
+            assert loader.micro_batches(batch_plan(20, 100))[0].inputs.numel() == 20
         else:
             with pytest.raises(tg.UserError, match="no training shard holds a batch of 20 tokens"):
-                loader.micro_batches(20, 100)
+                loader.micro_batches(batch_plan(20, 100))
 
 
 def test_default_max_docs():
@@ -220,14 +226,15 @@ def test_default_max_docs():
     assert {T: tg.default_max_docs(T) for T in wanted} == wanted
 
 
-def test_max_docs_just_suffices(tmp_path):
-    """Checks that n documents need n + 1 entries, even if only a target is left of the last document."""
-    cfg = config(tmp_path, microbatches=1, max_docs=6)
-    write_shard(tmp_path / "x_train_000001.bin", [BOS, 1] * 40, VOCAB, BOS)
+def test_more_documents_than_usual(tmp_path):
+    """Checks that cu_seqlens grows, and that n documents need n + 1 entries."""
+    cfg = config(tmp_path, microbatches=1)
+    write_shard(tmp_path / "x_train_000001.bin", [BOS, 1] * 400, VOCAB, BOS)
     loader = train_loader(cfg)
-    assert loader.micro_batches(8, 10)[0].cu_seqlens.tolist() == [0, 2, 4, 6, 8, 8]
-    with pytest.raises(tg.UserError, match="has 6 documents"):
-        loader.micro_batches(10, 10)
+    for documents, size in ((127, 128), (128, 256)):
+        T = 2 * documents - 1
+        cu_seqlens = loader.micro_batches(batch_plan(T, 10))[0].cu_seqlens.tolist()
+        assert cu_seqlens == [*range(0, T, 2)] + [T] * (size - documents)
 
 
 # ------------------------------------------------------------------------------------------------- validation

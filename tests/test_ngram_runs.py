@@ -85,7 +85,7 @@ FAILURES = {
     "a batch": (0, 5, FaultAtCall("Prefetcher._build", 5, fail_when_other_waits)),
     "a batch, between its collectives": (
         *(0, 6),
-        FaultAtCall("Prefetcher._route_ngrams", 6, fail_when_other_waits),
+        FaultAtCall("Prefetcher._finish", 6, fail_when_other_waits),
     ),
     "a read": (1, 2, FaultAtCall("read_shard", 4, fail_when_other_waits)),
 }

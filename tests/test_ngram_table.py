@@ -89,7 +89,7 @@ hidden_states, lookups = tg.GPT.hidden_states, tg.GPT.lookups
 def whole_ids(model, batch):
     """Hashes the tokens again, for in training a batch has places among what is fetched; looks up signs."""
     rows, sign_ids = tg.hash_ngrams(batch.inputs.numpy(), model.cfg.ngrams, model.cfg.sign_rows)
-    return torch.from_numpy(rows).long(), model.signs[torch.from_numpy(sign_ids)]
+    return rows.long(), model.signs[sign_ids]
 
 
 def look_up_whole(model, batch, training):

@@ -275,7 +275,7 @@ def document(seed, length=20):
 def losses_of(model, *documents):
     starts = np.cumsum([len(part) for part in documents[:-1]])
     tokens = np.concatenate([*documents, [60]])
-    batch = tg.make_micro_batch(tokens, starts, 64, 8, model.cfg)
+    batch = tg.make_micro_batch(tokens, starts, 64, model.cfg)
     return model.token_losses(batch, tg.window_tokens(model.cfg, model.cfg.val_windows))
 
 

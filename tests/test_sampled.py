@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import test_golden92 as golden92
 import train_gpt as tg
-from golden_inputs import GOLDEN92, RECORD92, distance, fill, golden_prefixes, hash_words
+from golden_inputs import GOLDEN92, RECORD92, batch_plan, distance, fill, golden_prefixes, hash_words
 from test_distributed import assert_close, everything, join, one_rank, same_on_all_ranks, train  # noqa: F401
 from test_kernels import interpreted, rel_err  # noqa: F401 (a fixture)
 from test_resume import assert_same_end, corpus, launch, log_of, stopped, uninterrupted  # noqa: F401
@@ -251,14 +251,16 @@ def test_ranks_share_the_candidates_of_micro_batches(sampled):
         assert loader.position()[2:] == tuple(V * m // 8 for m in range(rank, 8, ranks))
         for plan in map(tg.plan_step, [sampled] * 5, range(5)):
             offsets = loader.position()[2:]
-            parts = loader.micro_batches(plan.batch_tokens, plan.max_doc_len, 0, plan.candidates)
+            parts = loader.micro_batches(plan)
             after = loader.position()[2:]
             for i, part in enumerate(parts):
                 want = tg.choose_candidates(part.targets.numpy(), plan.candidates, V, offsets[i])
                 found = part.candidates.tolist(), after[i]
                 assert found == (want[0].tolist(), want[1])
                 assert seen.setdefault((plan.step, i * ranks + rank), found) == found
-        assert loader.micro_batches(192, 30)[0].candidates is None and loader.position()[2:] == after
+        assert (
+            loader.micro_batches(batch_plan(192, 30))[0].candidates is None and loader.position()[2:] == after
+        )
     assert len({after for _, after in seen.values()}) > 20
 
 

@@ -17,11 +17,11 @@ from golden_inputs import CountingExchange, prefetch_exchange, row_plans, same_b
 from test_distributed import cfg  # noqa: F401 (a fixture)
 
 ROUNDS = 12
-ROWS_PER_RANK = {"tokens": 8, "bigrams": 40}
+ROWS_PER_RANK = {"tokens": 8, "hashed": 40}
 ROW_SHAPES = {  # kind of rows, and a row's shape
     "value_embeds": ("tokens", (3, 5)),
     "embed": ("tokens", (4,)),
-    "bigram_embed": ("bigrams", (7,)),
+    "bigram_embed": ("hashed", (7,)),
 }
 
 
@@ -53,7 +53,7 @@ def compare(rank, world_size, dtype):
         tg.CPU,
         ngrams=tg.Ngrams(),
         padded_vocab=sizes["tokens"] * world_size,
-        bigram_vocab_size=sizes["bigrams"] * world_size,
+        bigram_vocab_size=sizes["hashed"] * world_size,
     )
     means = {name: torch.zeros((sizes[kind], *shape)) for name, (kind, shape) in ROW_SHAPES.items()}
     for i in range(ROUNDS):

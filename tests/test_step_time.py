@@ -34,7 +34,7 @@ def test_mean_keys_are_those_of_the_reference_attention():
 
 def test_flops_by_hand():
     """Counts for two layers of width 12: one with narrow queries and keys, one with two MLPs alone."""
-    layers = tg.Layer("plain", narrow_qk=True), tg.Layer(None, mlps=2)
+    layers = tg.Layer("plain", narrow_qk=True), tg.Layer("", mlps=2)
     cfg = replace(tg.CPU, heads=2, head_dim=6, mlp_dim=20, padded_vocab=32, layers=layers)
     qk, vo, mlps, head = 2 * 12 * 6, 2 * 12 * 12, 3 * (2 * 20 * 12), 12 * 32
     scores = 2 * (2 * (3 + 6) * 7.5)  # q k^T and p v of two heads, with 7.5 keys

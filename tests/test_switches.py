@@ -175,7 +175,7 @@ def random_layer(rng):
     """Draws a row of the table; three of four rows have only what their attention uses."""
     flags = {name: rng.random() < 0.3 for name in "narrow_qk narrow_v x0 bigram gate".split()}
     more = {name: rng.random() < 0.3 for name in "key_shift xsa value connections".split()}
-    attention, fits = rng.choice(["plain", "paired", None]), rng.random() < 0.9
+    attention, fits = rng.choice(["plain", "paired", ""]), rng.random() < 0.9
     if fits:
         plain = attention == "plain"
         more["xsa"] &= plain

@@ -11,6 +11,7 @@ import pytest
 
 import synthetic
 import train_gpt as tg
+from golden_inputs import batch_plan
 from tokenize_text import VOCABULARY, Header, read_header, read_tokens
 
 VAL, TRAIN = "synthetic_val_000000.bin", [f"synthetic_train_{i:06d}.bin" for i in (1, 2, 3)]
@@ -139,7 +140,7 @@ def test_the_default_is_enough_for_the_record_preset(tmp_path):
     assert data.bytes_per_token == 0 and f"{synthetic.VAL_TOKENS} for validation" in data.fingerprint
     with contextlib.closing(tg.TrainLoader(cfg, data.train, 0, 1)) as loader:
         for stage in stages:
-            micro_batches = loader.micro_batches(stage.batch_tokens, stage.max_doc_len)
+            micro_batches = loader.micro_batches(batch_plan(stage.batch_tokens, stage.max_doc_len))
             documents = sum((m.inputs == cfg.bos_id).sum().item() for m in micro_batches)
             assert len(micro_batches) == 8 and 400 < stage.batch_tokens / documents < 800
     last = tg.ValLoader(cfg, data.val).slice(cfg.val_slices - 1)

@@ -109,7 +109,7 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         grad_args = *pointer_args, *tg.pointer(*pointer_args), weights_grad
         yield Case("pointer_grad", what, grad_args, flops=4 * product)
 
-    kinds = {"value_embeds": "tokens", "bigram_embed": "bigrams", "ngrams": "compact"}
+    kinds = {"value_embeds": "tokens", "ngrams" if cfg.ngrams.orders else "bigram_embed": "hashed"}
     for name, table_kind in kinds.items():
         if index := indices.get(table_kind):
             # A step has more rows of n-grams than this batch reads.

@@ -67,7 +67,7 @@ def failure(check: Check, error: Exception) -> Row:
     text = str(error).strip()
     if isinstance(error, Unable):
         return Row(check.name, seen=UNCHECKED + text, step=check.step)
-    last = text.splitlines()[-1] if "Traceback" in text else tg.first_line(error)
+    *_, last = text.splitlines() if "Traceback" in text else text.split("\n")[:1]
     seen, details = f"{type(error).__name__}: {last}", traceback.format_exc()
     return Row(check.name, "no error", seen, False, details=details, step=check.step, **check.judges)
 
