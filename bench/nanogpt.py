@@ -94,7 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("nanogpt", type=Path, help="folder of nanoGPT; its data/shakespeare_char gets the text")
+    parser.add_argument(
+        "nanogpt", type=Path, help="folder of nanoGPT; its data/shakespeare_char gets the text"
+    )
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each")
     args = parser.parse_args(argv)
     if not (args.nanogpt / "train.py").exists() or not (DATA / "input.txt").exists():
