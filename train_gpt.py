@@ -1111,6 +1111,7 @@ class Dataset(NamedTuple):
 
     train: list[Path]
     val: list[Path]
+    val_slices: int  # the config's, or as many as the validation text has
     bytes_per_token: float  # of the validation text; 0: unknown
     fingerprint: str
     vocabulary: Sequence[bytes] = ()  # each token's, if a loss or texts need them
@@ -1126,19 +1127,19 @@ def open_dataset(cfg: Config) -> Dataset:
             f"{cfg.vocab_size} and {cfg.bos_id}; choose the matching --preset or --data",
         )
     count, have = (sum(headers[path].tokens for path in paths) for paths in (train, val))
-    need = cfg.val_slices * cfg.val_slice_tokens + 1
     batch, fits = max(stage.batch_tokens for stage in cfg.stages), (have - 1) // cfg.val_slice_tokens
     refuse_if(
-        have < need or count <= batch,
-        f"{cfg.data}: {have:,} tokens for validation and {count:,} for training; the run needs {need:,} and "
-        f"more than {batch:,}; add text, or lower val_slices (to {fits}) and stages.*.batch_tokens",
+        fits < 1 or count <= batch,
+        f"{cfg.data}: {have:,} tokens for validation and {count:,} for training; the run needs more than "
+        f"{cfg.val_slice_tokens:,} and {batch:,}; add text, or lower val_slice_tokens and batch_tokens",
     )
     text = [headers[path].text_bytes for path in val]
     counts = f"{count} training tokens in {len(train)} shards, {have} for validation"
     fingerprint, path = f"{dataset_hash(train + val)} ({counts})", Path(cfg.data, "vocabulary.txt")
     is_read = cfg.predicts_prefixes or cfg.samples and path.exists()
     vocabulary = read_vocabulary(path, cfg.vocab_size) if is_read else ()
-    return Dataset(train, val, sum(text) / have if all(text) else 0.0, fingerprint, vocabulary)
+    bytes_per_token = sum(text) / have if all(text) else 0.0
+    return Dataset(train, val, min(fits, cfg.val_slices), bytes_per_token, fingerprint, vocabulary)
 
 
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
@@ -4591,7 +4592,8 @@ def run(args: argparse.Namespace) -> None:
         fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
         resumed = read_saved(folder / f"rank{rank}.pt", fix)
     if args.data or not args.check:  # the preset's may not be there yet
-        data = open_dataset(cfg)
+        data, asked = open_dataset(cfg), cfg.val_slices
+        cfg = replace(cfg, val_slices=data.val_slices)
     if args.check:
         print(f"{args.check} processes can run this here")
         return
@@ -4617,6 +4619,8 @@ def run(args: argparse.Namespace) -> None:
         resumed.clear()  # or its files, which are mapped, could not be removed over a network
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
+    if cfg.val_slices < asked:
+        log.print0(f"validation: on {cfg.val_slices} slices, not {asked}, because there is no more text")
     if backend.mlp_dtype:
         log.print0("this CPU has AMX: the MLPs' products are in bf16")
     log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)

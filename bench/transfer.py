@@ -52,10 +52,8 @@ def both(without: str, with_it: str = "") -> dict[str, Pair]:
 
 
 PLAIN_PAIRS = "layers.0.attention=plain layers.2.attention=plain layers.5.attention=plain"
-ONE_WEIGHT = "stages.*.mtp_start=1 stages.*.mtp_end=1"
-LATER_TARGETS = (
-    "stages.0.mtp_start=1,0.5,0.25 stages.0.mtp_end=1,0.5,0 stages.1.mtp_start=1,0.5 stages.1.mtp_end=1,0"
-)
+ONE_WEIGHT = "stages.*.mtp=1"
+LATER_TARGETS = "stages.0.mtp=1,0.5,0.25 stages.1.mtp=1,0.5"
 WIDE = (
     "layers.*.narrow_qk=false layers.*.narrow_v=false layers.4.attention=plain layers.7.attention=plain "
     "layers.9.attention=paired"

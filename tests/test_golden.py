@@ -109,10 +109,12 @@ def test_validation_batches(shards):
     for golden in GOLDEN_LOADER["val"]:
         check_batch(loader.slice(golden["batch"] - 1), golden)
     assert len(loader.tokens) == 256 * GOLDEN_LOADER["val_exhausted_after_batch"] + 1
-    # One more does not fit; that is found before the run starts (the reference raises a RuntimeError in it).
+    # One more does not fit (the reference raises a RuntimeError in its run).
+    data = tg.open_dataset(replace(shards, val_slices=6))
+    assert (len(data.val), data.val_slices) == (1, 5)
+    assert tg.open_dataset(replace(shards, val_slices=4)).val_slices == 4
     with pytest.raises(tg.UserError, match="1,500 tokens for validation"):
-        tg.open_dataset(replace(shards, val_slices=6))
-    assert len(tg.open_dataset(shards).val) == 1
+        tg.open_dataset(replace(shards, val_slice_tokens=1500))
 
 
 # --------------------------------------------------------------------------------------------------- i prefix

@@ -281,7 +281,7 @@ def graphs(setup: Setup) -> Iterator[Row]:
     # Steps of all kinds: with one rail and with two, with updates of tables often and rarely.
     few = f"stages.*.steps=2 second_cadence_from=2 rails_step=4 val_slices=1 val_every=0 {FEW_ROWS}"
     cfg = with_settings(setup.cfg, few)
-    data, backend = tg.Dataset(setup.paths, setup.paths, 0.0, ""), tg.select_backend(cfg, setup.device)
+    data, backend = tg.Dataset(setup.paths, setup.paths, 1, 0.0, ""), tg.select_backend(cfg, setup.device)
     exchange = tg.Exchange(0, 1, device=setup.device, sum_rows=backend.segment_sum_rows)
     built = tg.build(cfg, backend, exchange, 0)
     parts, stats = (data, *built, tg.ValLoader(cfg, setup.paths), tg.Exchange(0, 1)), counters["stats"]
