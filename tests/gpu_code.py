@@ -232,7 +232,7 @@ class MetaRun:
         self.model, self.optimizer = tg.build(self.cfg, backend, exchange, 0)
         self.folder = tempfile.TemporaryDirectory()
         paths = synthetic_shard(self.folder.name, self.cfg, range(len(cfg.stages)), 20)
-        self.data, self.val = tg.Dataset(paths, paths, 0.0, "", ()), tg.ValLoader(self.cfg, paths)
+        self.data, self.val = tg.Dataset(paths, paths, 1, 0.0, "", ()), tg.ValLoader(self.cfg, paths)
 
     def warm_up(self):
         tg.warm_up(self.data, self.model, self.optimizer, self.val, self.ids_exchange)
