@@ -302,7 +302,8 @@ def main(argv: list[str] | None = None) -> None:
         run(args.run, args.jobs)
     effects = all_effects()
     print(report(effects))
-    draw(effects, HERE.parent / "docs" / "transfer.png")
+    if effects:
+        draw(effects, HERE.parent / "docs" / "transfer.png")
 
 
 if __name__ == "__main__":
