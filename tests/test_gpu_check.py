@@ -71,7 +71,7 @@ def pass_check(setup):
 
 def raise_error(setup):
     yield from pass_check(setup)
-    raise ValueError("a bad number. With details")
+    raise ValueError("a bad number\nWith details")
 
 
 def kill_process(setup):
