@@ -120,7 +120,7 @@ def explain(problem: str, fix: str, *kinds: type[Exception]):
 
 
 Float = Literal["bfloat16", "float32", "float64"]
-Kernel = Literal["gram", "relu_square", "softcap_loss", "pointer", "segment_sum_rows"]
+Kernel = Literal["gram", "relu_square", "both_layouts", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
@@ -1771,14 +1771,23 @@ class FP8MLP(NamedTuple):
     transposed: Tensor  # (2, d, F)
     # (3, 2, 1, 1) fp32: of h and dy; of fc and proj; of relu_square's result and of its gradient
     scales: Tensor
-    amax: Tensor  # (2,) fp32: maxima of that result and that gradient in this step so far
+    # Of all MLPs, (L, 2) fp32: maxima of that result and that gradient in this step so far.
+    amax: Tensor
+    i: int = 0  # which MLP this is
+
+    def split(self) -> Iterator["FP8MLP"]:
+        """Returns the MLPs one by one, from all, stacked. Maxima stay whole: of a part that a kernel changes,
+        Inductor would lose the place.
+        """
+        return (FP8MLP(*part, self.amax, i) for i, part in enumerate(zip(*self[:3])))
 
 
 def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns relu_square(h, fc) in e4m3, or, given that, relu_square_grad(dy, proj, square) in e5m2: (T, F),
     and transposed.
 
-    a8 (T, d): h in e4m3, or dy in e5m2. The result is first rounded to bf16. Raises mlp.amax to its maximum.
+    a8 (T, d): h in e4m3, or dy in e5m2. The result is first rounded to bf16. Raises the MLP's number in
+    mlp.amax to its maximum.
     """
     backward = int(square8 is not None)
     a_scale, w_scale, scale = mlp.scales[:, backward]
@@ -1787,7 +1796,7 @@ def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> t
         result = product.bfloat16().relu_().square()
     else:
         result = (product * (square8.float() * mlp.scales[2, 0]).sqrt_().mul_(2)).bfloat16()
-    amax = mlp.amax[backward]
+    amax = mlp.amax.view(-1)[2 * mlp.i + backward]
     amax.copy_(torch.maximum(amax, result.abs().max()))
     return both_layouts(result.float() * scale.reciprocal(), 1.0, a8.dtype)
 
@@ -2045,8 +2054,32 @@ if triton is not None:
             offs, mask = places(cols, rows, M, M)
             tl.store(out + offs, tl.trans(tile), mask=mask)
 
+    @triton.jit
+    def store_fp8(units, out, transposed, rows, cols, M, N, FP8_MAX: tl.constexpr):
+        """Stores a tile of units, saturated, in FP8, and its transpose. FP8 products need M that 16 divides;
+        to know it allows stores of 16 bytes, where a tensor's size may vary.
+
+        Each store converts by itself: of code in which both have the same bytes, ptxas 12.8 can make a
+        program that transposes some bytes of the tile before.
+        """
+        M = M // 16 * 16
+        units = tl.clamp(units, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
+        offs, mask = places(rows, cols, M, N)
+        tl.store(out + offs, units.to(out.dtype.element_ty), mask=mask)
+        offs, exist = places(cols, rows, N, M)
+        turned = tl.trans(tl.where(mask, units, 0.0).to(out.dtype.element_ty))
+        tl.store(transposed + offs, turned, mask=exist)
+
     # The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
-    @triton.jit(do_not_specialize_on_alignment=["scales", "amax"])
+    @triton.jit(do_not_specialize_on_alignment=["scale"])
+    def both_layouts_kernel(x, scale, out, transposed, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
+        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        offs, mask = places(rows, cols, M, N)
+        units = load_fp32(x + offs, mask) * (1 / tl.load(scale))
+        store_fp8(units, out, transposed, rows, cols, M, N, FP8_MAX)
+
+    @triton.jit(do_not_specialize_on_alignment=["scales"])
     def relu_square_kernel(
         a,
         b,
@@ -2055,6 +2088,7 @@ if triton is not None:
         transposed,
         scales,
         amax,
+        amax_place,
         scale_step,
         M,
         N,
@@ -2072,7 +2106,7 @@ if triton is not None:
     ):
         """Computes a tile of a b^T and its epilogue. GROUP rows of tiles share operands in the L2 cache.
 
-        FP8_MAX: the result's; the last three pointers are then relu_square_fp8's. 0: no FP8.
+        FP8_MAX: the result's; the last pointers and their numbers are then relu_square_fp8's. 0: no FP8.
         """
         i, j = tl.program_id(1), tl.program_id(0)
         i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
@@ -2096,13 +2130,11 @@ if triton is not None:
         result = result.to(dtype)
         if FP8_MAX:
             units = result.to(tl.float32)
-            tl.atomic_max(amax + BACKWARD, tl.max(tl.abs(units)), sem="relaxed")  # exact in any order
+            tl.atomic_max(amax + amax_place, tl.max(tl.abs(units)), sem="relaxed")  # exact in any order
             units *= 1 / tl.load(scale + 4 * scale_step)
-            units = tl.clamp(units, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-            result = units.to(out.dtype.element_ty)
-            turned, exist = places(cols, rows, N, M)
-            tl.store(transposed + turned, tl.trans(result), mask=exist)
-        tl.store(out + offs, result, mask=mask)
+            store_fp8(units, out, transposed, rows, cols, M, N, FP8_MAX)
+        else:
+            tl.store(out + offs, result, mask=mask)
 
     # Of section 6, as kernels read them.
     SCALE, SHIFT = tl.constexpr(SOFTCAP_SCALE), tl.constexpr(SOFTCAP_SHIFT)
@@ -2188,10 +2220,10 @@ if triton is not None:
                 g = tl.where(cols == slot_column, slot_grad + total * e, g)
             g *= s * (1 - s) * dz_scale
             g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
-            g = g.to(grad.dtype.element_ty)
-            tl.store(grad + cols, g, mask=cols < V)
+            tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
             if transposed is not None:
                 turned = transposed + cols.to(tl.int64) * n + tile_rows
+                g = tl.where(cols < V, g, 0.0).to(grad.dtype.element_ty)  # once more: see store_fp8
                 tl.store(turned, g, mask=(cols < V) & (tile_rows < n))
 
     @triton.jit
@@ -2287,16 +2319,20 @@ if triton is not None:
 
 
 # Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
-# GPUs, 163 on the A100, 227 on H100 and B200. Not tuned on a GPU yet.
-GRAM_TILES = {size: dict(BLOCK=size, BLOCK_K=64, num_warps=size // 16, num_stages=3) for size in (64, 128)}
+# GPUs, 163 on the A100, 227 on H100 and B200. On one H200 no neighbours were faster.
+GRAM_TILES = {
+    64: dict(BLOCK=64, BLOCK_K=128, num_warps=4, num_stages=3),
+    128: dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3),
+}
+BOTH_LAYOUTS_TILES = dict(BLOCK=64, num_warps=4)
 RELU_SQUARE_TILES = {
     name: dict(BLOCK_M=128, BLOCK_N=n, BLOCK_K=k, GROUP=8, num_warps=8, num_stages=stages)
     for name, n, k, stages in (("small", 128, 32, 4), ("large", 256, 64, 3), ("large fp8", 256, 128, 3))
 }
 POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 # One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
-# bytes; 8 numbers a thread leave registers for 16 to 32 warps on a multiprocessor.
-LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=16)}
+# bytes.
+LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
 SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
 
 
@@ -2310,28 +2346,47 @@ def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: 
     return out
 
 
-def triton_relu_square(a: Tensor, b: Tensor, square: Tensor | None = None, *fp8: Tensor) -> Tensor:
+def triton_both_layouts(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    out, transposed = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
+    grid = triton.cdiv(M, BOTH_LAYOUTS_TILES["BLOCK"]), triton.cdiv(N, BOTH_LAYOUTS_TILES["BLOCK"])
+    limit = int(torch.finfo(dtype).max)
+    both_layouts_kernel[grid](x.contiguous(), unit, out, transposed, M, N, limit, **BOTH_LAYOUTS_TILES)
+    return out, transposed
+
+
+def triton_relu_square(
+    a: Tensor,
+    b: Tensor,
+    square: Tensor | None = None,
+    transposed: Tensor | None = None,
+    mlp: FP8MLP | None = None,
+) -> Tensor:
     """Computes relu_square(h, fc), or, given its result, relu_square_grad(dy, proj, square).
 
-    fp8: relu_square_fp8's transposed result, mlp.scales and mlp.amax.
+    With `mlp` it is relu_square_fp8, whose other result goes to `transposed`.
     """
     (M, K), N = a.shape, len(b)
     out = a.new_empty(M, N)
     large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
-    fp8_tiles = "large fp8" if fp8 else "large"  # torch 2.11 cannot trace bool() of a tuple
-    tiles = RELU_SQUARE_TILES[fp8_tiles if large else "small"]
+    backward = int(square is not None)
+    tiles = RELU_SQUARE_TILES["small" if not large else "large" if mlp is None else "large fp8"]
     grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
-    tensors = a, b, out if square is None else square, out, *(fp8 or [out] * 3)
-    step, fp8_max = (fp8[1].stride(1), int(torch.finfo(a.dtype).max)) if fp8 else (1, 0)
-    sizes = step, M, N, K, *a.stride(), *b.stride()
-    relu_square_kernel[grid](*tensors, *sizes, int(square is not None), fp8_max, **tiles)
+    fp8: tuple = (out, out, out, 0, 1)
+    if mlp is not None:
+        fp8 = transposed, mlp.scales, mlp.amax, 2 * mlp.i + backward, mlp.scales.stride(1)
+    limit = 0 if mlp is None else int(torch.finfo(a.dtype).max)
+    sizes = M, N, K, *a.stride(), *b.stride()
+    relu_square_kernel[grid](
+        a, b, out if square is None else square, out, *fp8, *sizes, backward, limit, **tiles
+    )
     return out
 
 
 def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
     w8 = mlp.weights[int(square8 is not None)]
     transposed = a8.new_empty(len(w8), len(a8))
-    return triton_relu_square(a8, w8, square8, transposed, mlp.scales, mlp.amax), transposed
+    return triton_relu_square(a8, w8, square8, transposed, mlp), transposed
 
 
 def triton_softcap_loss(
@@ -2405,6 +2460,7 @@ class Backend(NamedTuple):
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
     relu_square_fp8: Callable = relu_square_fp8
+    both_layouts: Callable = both_layouts
     softcap_loss: Callable = softcap_loss
     pointer: Callable = pointer
     pointer_grad: Callable = pointer_grad
@@ -2420,6 +2476,7 @@ KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in
     "relu_square": triton_relu_square,
     "relu_square_grad": triton_relu_square,
     "relu_square_fp8": triton_relu_square_fp8,
+    "both_layouts": triton_both_layouts,
     "softcap_loss": triton_softcap_loss,
     "pointer": triton_pointer,
     "pointer_grad": triton_pointer_grad,
@@ -2555,10 +2612,12 @@ def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor]
 
 
 # As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
-# copies of this script can be imported: a second operation of one name would remove the first.
-OPERATION = f"{__name__.replace('.', '_')}::write_grad"
-write_grad_op = torch.library.custom_op(OPERATION, write_grad, mutates_args={"main_grad"})
-write_grad_op.register_fake(lambda *_: None)
+# copies of this script can be imported. torch.library.custom_op would take 0.1 ms more a call.
+LIBRARY = torch.library.Library(__name__.replace(".", "_"), "FRAGMENT")
+LIBRARY.define("write_grad(Tensor(a!) main_grad, Tensor a, Tensor b, Tensor[] scales, Tensor written) -> ()")
+LIBRARY.impl("write_grad", write_grad, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LIBRARY)
+write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
 
 
 class Gradient:
@@ -2695,7 +2754,7 @@ class MLP(torch.autograd.Function):
             ctx.save_for_backward(h, square, fc, proj)
             return square @ proj
         (h_scale, _), (_, proj_scale), (scale, _) = fp8.scales
-        h8, ht8 = both_layouts(h, h_scale, torch.float8_e4m3fn)
+        h8, ht8 = backend.both_layouts(h, h_scale, torch.float8_e4m3fn)
         square8, squaret8 = backend.relu_square_fp8(h8, fp8)
         ctx.save_for_backward(ht8, square8, squaret8)
         return fp8_matmul(square8, fp8.transposed[1].T, (scale, proj_scale), h.dtype, fast=True)
@@ -2709,7 +2768,7 @@ class MLP(torch.autograd.Function):
             return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
         ht8, square8, squaret8 = ctx.saved_tensors
         (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
-        dy8, dyt8 = both_layouts(dy, dy_scale, torch.float8_e5m2)
+        dy8, dyt8 = ctx.backend.both_layouts(dy, dy_scale, torch.float8_e5m2)
         da8, dat8 = ctx.backend.relu_square_fp8(dy8, fp8, square8)
         dh = fp8_matmul(da8, fp8.transposed[0].T, (da_scale, fc_scale), dy.dtype)
         dfc = to_fc.gradient(dat8.T, ht8.T, (da_scale, h_scale))
@@ -3027,7 +3086,7 @@ class GPT(nn.Module):
         # A bank has the heads' matrices of queries and keys one by one.
         heads = {"qk_bank": cfg.heads, "narrow_qk_bank": cfg.heads}
         matrices = {name: bank.split(heads.get(name, 1) * bank.w.size(1)) for name, bank in banks.items()}
-        mlps_fp8 = iter(map(FP8MLP, *fp8) if fp8 else ())
+        mlps_fp8 = iter(fp8.split() if fp8 else ())
         value_tables = iter(tables)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
@@ -3573,7 +3632,6 @@ ANVIL_MAPS = (
 )
 
 
-@compiled
 def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]:
     """Returns matrices x (n, rows, cols) divided by `margin` times their norms, and the new Gram matrices.
 
@@ -3624,7 +3682,7 @@ def anvil(
     """
     one_rail, dtype = plan.step < cfg.rails_step, state["slow_rail"].dtype
     beta, weight = (plan.momentum, 1.0) if one_rail else (cfg.fast_beta, cfg.fast_weight)
-    numbers = [host_scalar(number, dtype) for number in (1 - beta, weight, plan.momentum)]
+    numbers = tuple(host_scalar(number, dtype) for number in (1 - beta, weight, plan.momentum))
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
@@ -3632,14 +3690,30 @@ def anvil(
     # In blocks on a CPU, as in adam(). The state is in anvil_init's order.
     size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
     for parts in zip(*(t.split(size) for t in (p, grad, *state.values()))):
-        block, grad, fast_rail, slow_rail, buffer, lr_mul, *mantissa = parts
-        x = mix_rails(grad, fast_rail, slow_rail, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
-        x = orthogonalize(x, cfg.bank_margin, backend.gram)
-        x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
-        anvil_update(block, x, slow_rail, lr_mul, *rates, *mantissa)
+        update_matrices(cfg, backend.gram, numbers, rates, *parts)
 
 
-@compiled
+@compiled  # one graph: launched from Python, the products of the banks alone would take milliseconds
+def update_matrices(
+    cfg: Config,
+    gram_of: Callable,
+    numbers: Sequence[Tensor],
+    rates: Sequence[Tensor],
+    p: Tensor,
+    grad: Tensor,
+    fast_rail: Tensor,
+    slow_rail: Tensor,
+    buffer: Tensor,
+    lr_mul: Tensor,
+    mantissa: Tensor | None = None,
+) -> None:
+    (fast_rate, fast_weight, momentum), (lr, decay), dtype = numbers, rates, dtype_of(cfg.bank_dtype)
+    x = mix_rails(grad, fast_rail, slow_rail, cfg.slow_rate, fast_rate, fast_weight, momentum, dtype)
+    x = orthogonalize(x, cfg.bank_margin, gram_of)
+    x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
+    anvil_update(p, x, slow_rail, lr_mul, lr, decay, mantissa)
+
+
 def mix_rails(
     grad: Tensor,
     fast_rail: Tensor,
@@ -3664,7 +3738,6 @@ def mix_rails(
     return (grad + momentum * (mean - grad)).to(dtype)
 
 
-@compiled
 def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2: float) -> Tensor:
     """Scales the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares.
 
@@ -3681,7 +3754,6 @@ def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2:
     return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
 
 
-@compiled
 def anvil_update(
     p: Tensor,
     x: Tensor,

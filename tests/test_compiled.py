@@ -140,7 +140,7 @@ def test_updates_in_generated_code(compile):
             for t, plan in enumerate(plans, 1):
                 rule.update(p, grad * t, state, row, plan, cfg, tg.TORCH_BACKEND)
             results[-1] += [p.float(), *(t.float() for t in state.values())]
-    assert counters["stats"]["unique_graphs"] > 2
+    assert counters["stats"]["unique_graphs"] == 2
     for plain, generated in zip(*results):
         assert (generated - plain).norm() <= 1e-5 * plain.norm() and plain.any()
 
@@ -154,7 +154,7 @@ def test_mantissas_in_generated_code(compile):
     for prepare in (lambda: None, compile):
         prepare()
         p, mantissa = high.clone(), low.clone()
-        tg.anvil_update(p, x, slow, lr, torch.tensor(1.0), torch.tensor(0.1), mantissa)
+        tg.compiled(tg.anvil_update)(p, x, slow, lr, torch.tensor(1.0), torch.tensor(0.1), mantissa)
         assert not torch.equal(p, high)
         results.append(tg.merge_mantissa(p, mantissa))
     assert counters["stats"]["unique_graphs"] == 1

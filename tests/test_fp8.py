@@ -30,11 +30,12 @@ def watch_steps(rank, world_size, cfg):
     count = tg.num_microbatches(cfg, world_size) // world_size
 
     def watched(a8, mlp, *square8):
-        backward, before = len(square8), mlp.amax.clone()
-        mlp.amax.zero_()
+        backward, maxima = len(square8), mlp.amax[mlp.i]
+        before = maxima.clone()
+        maxima.zero_()
         result = tg.relu_square_fp8(a8, mlp, *square8)
-        largest, scale = torch.stack([mlp.amax[backward], mlp.scales[2, backward, 0, 0]]) * count**backward
-        mlp.amax.copy_(torch.maximum(mlp.amax, before))
+        largest, scale = torch.stack([maxima[backward], mlp.scales[2, backward, 0, 0]]) * count**backward
+        maxima.copy_(torch.maximum(maxima, before))
         scales = mlp.scales[1, backward].item(), scale.item()
         codes = digest_of({"codes": result[0].view(torch.uint8)})
         steps_seen[-1].append((backward, *scales, largest.item(), codes))

@@ -229,7 +229,7 @@ def fp8_case(T, d, width, backward):
     square = (h @ bank[0].T).relu().square()
     da = 2 * square.sqrt() * (dy @ bank[1].T)
     pair[1, 2, :, 0, 0] = torch.stack([square.max() / 600, da.abs().max() / 70000])
-    mlp = tg.FP8MLP(weights[1], transposed[1], pair[1], torch.tensor([0.0, 1e-9, 1e-9])[1:])
+    mlp = tg.FP8MLP(weights[1], transposed[1], pair[1], torch.full((3, 2), 1e-9), 1)
     if not backward:
         return tg.to_fp8(h, pair[1, 0, 0], torch.float8_e4m3fn), mlp
     square8 = tg.to_fp8(square, pair[1, 2, 0], torch.float8_e4m3fn)
@@ -237,7 +237,7 @@ def fp8_case(T, d, width, backward):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("T, d, width", [(1, 16, 16), (130, 48, 144), (200, 80, 16), (17, 16, 272)])
+@pytest.mark.parametrize("T, d, width", [(16, 16, 16), (144, 48, 144), (208, 80, 16), (32, 16, 272)])
 def test_relu_square_fp8(interpreted, guarded, T, d, width, backward):
     """Compares codes, both layouts, and maxima; sums of another order may round to the next bf16 number."""
     a8, mlp, *square8 = fp8_case(T, d, width, backward)
@@ -252,12 +252,24 @@ def test_relu_square_fp8(interpreted, guarded, T, d, width, backward):
     apart = fp8_steps_apart(found, want)
     assert apart.max() <= 1 and apart.float().mean() < 0.001
     torch.testing.assert_close(mlp.amax, want_amax, rtol=2**-7, atol=0)
-    assert mlp.amax[int(backward)] > 1e-6 > mlp.amax[int(not backward)]
+    assert [n > 1e-6 for n in mlp.amax.flatten().tolist()] == [i == 2 + backward for i in range(6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("T, d", [(16, 16), (144, 48), (80, 200)])
+def test_both_layouts(interpreted, guarded, T, d, dtype):
+    """Compares codes, also of numbers that saturate, for a scale whose inverse is exact, as in a step."""
+    x, unit = randn(T, d) * 1000, torch.tensor([[2.0**-6]])
+    x[0, 1] = math.nan
+    want, want_turned = tg.both_layouts(x, unit, dtype)
+    found, turned = interpreted.triton_both_layouts(x, unit, dtype)
+    assert (want.float().abs() == torch.finfo(dtype).max).any() and found.dtype == turned.dtype == dtype
+    assert torch.equal(bits(found), bits(want)) and torch.equal(bits(turned), bits(want_turned))
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_relu_square_fp8_leaves_a_larger_maximum(interpreted, backward):
-    a8, mlp, *square8 = fp8_case(20, 16, 16, backward)
+    a8, mlp, *square8 = fp8_case(32, 16, 16, backward)
     for run in (tg.relu_square_fp8, interpreted.triton_relu_square_fp8):
         mlp.amax.fill_(1e9)
         run(a8, mlp, *square8)

@@ -1,0 +1,65 @@
+"""Follows FP8 numbers through a kernel's machine code (SASS), to find bytes that are stored too late.
+
+ptxas 12.8 can merge two conversions into one register and yet read a byte of the first from the register that
+had it in the loop's pass before. So of every block of code that packs FP8 this runs the instructions that
+move bytes, on symbols. Opcodes: docs.nvidia.com/cuda/cuda-binary-utilities.
+"""
+
+import re
+import subprocess
+from functools import partial
+from pathlib import Path
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?(\S+)\s*(.*?) ;")
+
+
+def disassemble(cubin, triton_folder, folder):
+    """Returns the blocks of a kernel's code: lists of (opcode, operands)."""
+    (path := Path(folder, "kernel.cubin")).write_bytes(cubin)
+    tool = Path(triton_folder, "backends", "nvidia", "bin", "nvdisasm")
+    sass = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+    blocks = [[]]
+    for line in sass.splitlines():
+        if found := INSTRUCTION.search(line):
+            opcode, operands = found.groups()
+            blocks[-1].append((opcode, re.sub(r"\.reuse", "", operands).split(", ")))
+        if re.match(r"\.L_x_\d+:", line.strip()) or found and opcode.split(".")[0] in ("BRA", "EXIT", "CALL"):
+            blocks.append([])
+    return blocks
+
+
+def read(registers, operand):
+    return registers.setdefault(operand, [f"{operand} before"] * 4)
+
+
+def stale_stores(blocks):
+    """Returns the stores of one or two bytes that come from before their block, if it packs FP8."""
+    stale = []
+    for block in blocks:
+        if not any(opcode.startswith("F2FP") and re.search("E[45]M[23].F32", opcode) for opcode, _ in block):
+            continue
+        registers = {"RZ": ["zero"] * 4}
+        for place, (opcode, operands) in enumerate(block):
+            name, out = opcode.split(".")[0], operands[0]
+
+            get = partial(read, registers)
+            if name == "STS":
+                size = 1 if ".U8" in opcode else 2 if ".U16" in opcode else 0
+                if any("before" in byte for byte in get(operands[-1])[:size]):
+                    stale.append((opcode, operands))
+            elif "PACK_AB_MERGE_C" in opcode:  # two new bytes, and two of the last operand
+                registers[out] = [f"pack {place}"] * 2 + get(operands[3])[:2]
+            elif name == "PRMT" and operands[2].startswith("0x"):
+                source, selectors = get(operands[1]) + get(operands[3]), int(operands[2], 16)
+                registers[out] = [source[selectors >> 4 * i & 7] for i in range(4)]
+            elif name == "LOP3" and operands[2:5:2] == ["0xffff", "0xc0"]:
+                registers[out] = get(operands[1])[:2] + ["zero"] * 2
+            elif name == "SHF" and ".R." in opcode and operands[1:3] == ["RZ", "0x8"]:
+                registers[out] = get(operands[3])[1:] + ["zero"]
+            elif name in ("MOV", "IMAD") and ".MOV" in f".{opcode}" and operands[-1].startswith("R"):
+                registers[out] = list(get(operands[-1]))
+            elif re.fullmatch(r"R\d+", out):
+                wide = 4 if ".128" in opcode else 2 if ".64" in opcode or "WIDE" in opcode else 1
+                for i in range(wide):
+                    registers[f"R{int(out[1:]) + i}"] = [opcode] * 4
+    return stale
