@@ -1,6 +1,6 @@
 """
 A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on FineWeb to a validation loss of
-3.28 nats per token, in as little time as possible on 8 H100s. Runs the same steps on a two-core laptop.
+3.28 nats per token, in as little time as possible on 8 H100s. Smaller presets run the same code on a laptop.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py                # the record preset: 8 GPUs, FineWeb
     torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu   # the cpu preset: no GPU
@@ -1776,8 +1776,8 @@ class FP8MLP(NamedTuple):
     i: int = 0  # which MLP this is
 
     def split(self) -> Iterator["FP8MLP"]:
-        """Returns the MLPs one by one, from all, stacked. Maxima stay whole: of a part that a kernel changes,
-        Inductor would lose the place.
+        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor forgets where in its
+        tensor a part begins that a Triton kernel changes.
         """
         return (FP8MLP(*part, self.amax, i) for i, part in enumerate(zip(*self[:3])))
 
@@ -2067,6 +2067,7 @@ if triton is not None:
         offs, mask = places(rows, cols, M, N)
         tl.store(out + offs, units.to(out.dtype.element_ty), mask=mask)
         offs, exist = places(cols, rows, N, M)
+        # Zeros are not stored. They make this another conversion, which no compiler merges with the first.
         turned = tl.trans(tl.where(mask, units, 0.0).to(out.dtype.element_ty))
         tl.store(transposed + offs, turned, mask=exist)
 
@@ -2106,7 +2107,7 @@ if triton is not None:
     ):
         """Computes a tile of a b^T and its epilogue. GROUP rows of tiles share operands in the L2 cache.
 
-        FP8_MAX: the result's; the last pointers and their numbers are then relu_square_fp8's. 0: no FP8.
+        FP8_MAX: the result's; `transposed`, `scales` and `amax` are then relu_square_fp8's. 0: no FP8.
         """
         i, j = tl.program_id(1), tl.program_id(0)
         i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
@@ -2319,7 +2320,7 @@ if triton is not None:
 
 
 # Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
-# GPUs, 163 on the A100, 227 on H100 and B200. On one H200 no neighbours were faster.
+# GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried on one H200.
 GRAM_TILES = {
     64: dict(BLOCK=64, BLOCK_K=128, num_warps=4, num_stages=3),
     128: dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3),
@@ -2373,9 +2374,10 @@ def triton_relu_square(
     tiles = RELU_SQUARE_TILES["small" if not large else "large" if mlp is None else "large fp8"]
     grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
     fp8: tuple = (out, out, out, 0, 1)
+    limit = 0
     if mlp is not None:
         fp8 = transposed, mlp.scales, mlp.amax, 2 * mlp.i + backward, mlp.scales.stride(1)
-    limit = 0 if mlp is None else int(torch.finfo(a.dtype).max)
+        limit = int(torch.finfo(a.dtype).max)
     sizes = M, N, K, *a.stride(), *b.stride()
     relu_square_kernel[grid](
         a, b, out if square is None else square, out, *fp8, *sizes, backward, limit, **tiles
@@ -3682,7 +3684,7 @@ def anvil(
     """
     one_rail, dtype = plan.step < cfg.rails_step, state["slow_rail"].dtype
     beta, weight = (plan.momentum, 1.0) if one_rail else (cfg.fast_beta, cfg.fast_weight)
-    numbers = tuple(host_scalar(number, dtype) for number in (1 - beta, weight, plan.momentum))
+    numbers = host_scalar(1 - beta, dtype), host_scalar(weight, dtype), host_scalar(plan.momentum, dtype)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
@@ -3697,8 +3699,8 @@ def anvil(
 def update_matrices(
     cfg: Config,
     gram_of: Callable,
-    numbers: Sequence[Tensor],
-    rates: Sequence[Tensor],
+    numbers: tuple[Tensor, Tensor, Tensor],
+    rates: tuple[Tensor, Tensor],
     p: Tensor,
     grad: Tensor,
     fast_rail: Tensor,
@@ -3707,11 +3709,10 @@ def update_matrices(
     lr_mul: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    (fast_rate, fast_weight, momentum), (lr, decay), dtype = numbers, rates, dtype_of(cfg.bank_dtype)
-    x = mix_rails(grad, fast_rail, slow_rail, cfg.slow_rate, fast_rate, fast_weight, momentum, dtype)
+    x = mix_rails(grad, fast_rail, slow_rail, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
     x = orthogonalize(x, cfg.bank_margin, gram_of)
     x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
-    anvil_update(p, x, slow_rail, lr_mul, lr, decay, mantissa)
+    anvil_update(p, x, slow_rail, lr_mul, *rates, mantissa)
 
 
 def mix_rails(

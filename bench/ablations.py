@@ -5,8 +5,9 @@
     python bench/ablations.py "bigrams: ngrams.orders=" "rate 0.5: ngrams.lr=0.5 ngrams.every=2,2" --jobs 2 \\
         --set length=0.5 val_slices=48
 
-A variant is NAME=VALUE ..., in quotes, after a LABEL: if it is to have another name. A word that ends in
-.patch is a file, which `git apply` applies to a copy of the script. The preset as it is comes first, and is
+A variant is NAME=VALUE ..., in quotes, after a LABEL: if it is to have another name. A word that ends in .py
+is a script to run in place of train_gpt.py; one that ends in .patch is a file, which `git apply` applies to a
+copy of the script. The preset as it is comes first, and is
 what they are compared with. --set has settings of all, and comes after the variants; with length=0.5 the
 whole schedule is half as long. Every run is one process with one thread, so that --jobs of
 them share a machine, and so its time is no measurement. All variants run with the first seed, then all with
@@ -45,21 +46,25 @@ import compare
 class Variant(NamedTuple):
     label: str
     settings: list[str]
-    patches: list[str] = []
+    files: list[str] = []  # a script, patches
 
 
 def parse_variant(text: str) -> Variant:
-    """Parses "NAME=VALUE ..." or "LABEL: NAME=VALUE ...", in which words may be names of patches."""
+    """Parses "NAME=VALUE ..." or "LABEL: NAME=VALUE ...", in which words may be names of files."""
     label, _, rest = text.rpartition(":")
-    patches = [word for word in rest.split() if word.endswith(".patch")]
-    settings = [word for word in rest.split() if word not in patches]
+    files = [word for word in rest.split() if word.endswith((".py", ".patch"))]
+    settings = [word for word in rest.split() if word not in files]
     if not rest.strip() or not all("=" in setting for setting in settings):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE ... or LABEL: NAME=VALUE ...")
-    return Variant(label.strip() or rest.strip(), settings, patches)
+    return Variant(label.strip() or rest.strip(), settings, files)
 
 
-def patched(script: Path, patches: list[str], folder: Path) -> Path:
-    """Returns the script, or its copy in `folder` with the patches. Raises UserError if one does not fit."""
+def script_of(files: list[str], script: Path, folder: Path) -> Path:
+    """Returns the files' script, or else `script`; with patches a copy in `folder`. Raises UserError if one
+    does not fit.
+    """
+    patches = [file for file in files if file.endswith(".patch")]
+    script = Path(next(iter({*files} - {*patches}), script)).resolve()
     if not patches:
         return script
     folder.mkdir()
@@ -149,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
 def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -> dict[str, list[float]]:
     """Trains all variants with all seeds; returns their losses by label. Patched scripts go to `folder`."""
     scripts = {
-        variant.label: patched(args.script.resolve(), variant.patches, folder / str(i))
+        variant.label: script_of(variant.files, args.script, folder / str(i))
         for i, variant in enumerate(variants)
     }
     seeds = range(args.first_seed, args.first_seed + args.seeds)

@@ -7,8 +7,8 @@ Runs steps of rank 0 at the preset's real shapes on torch's "meta" device, where
 one that updates the banks alone, and one with all updates. Collectives return at once.
 
     launches     kernels, copies and fills on the GPU: the next three columns
-    eager        of operations of torch, called one by one. FlashAttention's forward counts 2 (it fills its
-                 random state), its backward 3; baddbmm 2 (it copies what it adds to)
+    eager        of operations of torch, called one by one. Here and in compiled code FlashAttention's forward
+                 counts 2 (it fills its random state), its backward 3; baddbmm 2 (it copies what it adds to)
     triton       of the script's own kernels, called one by one
     inductor     of compiled code, as torch.compile generates it for an H100; with its matmuls, FlashAttention
                  and kernels
@@ -63,7 +63,7 @@ LAUNCHES = {"_varlen_attn": 2, "_varlen_attn_backward": 3, "baddbmm": 2}
 
 def launches_of(graph: dict) -> int:
     """Returns the launches of one run of a graph of gpu_code."""
-    others = ((name.split(".")[-2], n) for name, n in graph["others"].items())
+    others = ((name.removesuffix(".default").split(".")[-1], n) for name, n in graph["others"].items())
     return sum(graph["kernels"].values()) + sum(n * LAUNCHES.get(name, 1) for name, n in others)
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Trains nanoGPT's recipe for a CPU and the `cpu` preset on Tiny Shakespeare, in turns, on this machine.
 
-    git clone https://github.com/karpathy/nanoGPT
+    git clone https://github.com/karpathy/nanoGPT ../nanoGPT
     python data/shakespeare.py
-    python bench/nanogpt.py nanoGPT --runs 3
+    python bench/nanogpt.py ../nanoGPT --runs 3
 
 nanoGPT's recipe is the command of its README. Its time is that of 2,000 iterations without evaluations, at
 the mean of those iterations that hold none. Its loss is the last that it prints, an estimate from 20 random

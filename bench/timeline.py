@@ -30,8 +30,8 @@ each other.
 
 --picture draws the first traced step: a lane for each thread and stream, and a black line
 along the critical path. All ranks must share one machine's clock. Tracing slows threads: an operation takes
-microseconds more. Tested on traces of gloo processes and, of GPUs, on small ones written by hand; it has read real ones of one
-H200.
+microseconds more. Tested on traces of gloo processes and, of GPUs, on small ones written by hand; it has read
+real ones of one H200.
 """
 
 import argparse

@@ -39,10 +39,9 @@ def stale_stores(blocks):
         if not any(opcode.startswith("F2FP") and re.search("E[45]M[23].F32", opcode) for opcode, _ in block):
             continue
         registers = {"RZ": ["zero"] * 4}
+        get = partial(read, registers)
         for place, (opcode, operands) in enumerate(block):
             name, out = opcode.split(".")[0], operands[0]
-
-            get = partial(read, registers)
             if name == "STS":
                 size = 1 if ".U8" in opcode else 2 if ".U16" in opcode else 0
                 if any("before" in byte for byte in get(operands[-1])[:size]):

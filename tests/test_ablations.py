@@ -67,8 +67,10 @@ def test_a_script_prints_its_log_twice_and_beside_itself(tmp_path, monkeypatch):
     assert Path(ablations.train(script, "cpu", [], 0)["log"]).resolve() == log
 
 
-def test_a_patch_changes_a_copy_of_the_script(tmp_path, monkeypatch):
-    """A variant's patches are applied, in order, and its runs count as another script's."""
+def test_a_patch_changes_a_copy_of_a_script(tmp_path, monkeypatch):
+    """A variant's patches are applied, in order, and its runs count as another script's. So do those of a
+    variant's own script.
+    """
     ran = []
 
     def train(script, preset, settings, seed):
@@ -89,6 +91,9 @@ def test_a_patch_changes_a_copy_of_the_script(tmp_path, monkeypatch):
     assert ran == [("one\n", []), ("three\n", ["x=1"])]
     ablations.main([f"again: x=1 {both}", *options])
     assert len(ran) == 2
+    (other := tmp_path / "other.py").write_text("two\n")
+    ablations.main([f"other: {other}", f"patched, too: {other} {patches[1]}", *options])
+    assert ran[2:] == [("two\n", []), ("three\n", [])]
     with pytest.raises(SystemExit, match="three.patch does not fit"):
         ablations.main([f"x=1 {patches[1]}", *options])
 

@@ -185,7 +185,7 @@ def test_errors(dtype):
     da = tg.relu_square_grad(dy.double(), proj64, square).detach()
     scales[0, 2, :, 0, 0] = torch.stack([square.max() * 1.8 / 448, da.abs().max() * 1.25 / 57344])
     weights8 = tg.fp8_mlp_weights(bank, scales, torch.zeros(1, 2))
-    mlp = tg.FP8MLP(*(t[0] for t in (*weights8, scales)), torch.zeros(2))
+    mlp = tg.FP8MLP(*(t[0] for t in (*weights8, scales)), torch.zeros(1, 2))
     fc, proj = (w.clone().requires_grad_() for w in bank)
     h.requires_grad_()
     y = tg.MLP.apply(h, (tg.Weight(fc), tg.Weight(proj)), fc, proj, FP8, mlp)

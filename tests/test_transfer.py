@@ -63,7 +63,7 @@ def test_every_variant_is_another_run(track, tmp_path):
     sides = {side for technique in transfer.TECHNIQUES for side in getattr(technique, track) or ()} - {""}
     for number, side in enumerate(sides):
         variant = ablations.parse_variant(transfer.variant(side))
-        copy = ablations.patched(script, variant.patches, tmp_path / str(number))
+        copy = ablations.script_of(variant.files, script, tmp_path / str(number))
         cfg = reduce(tg.override, variant.settings, preset)
         tg.check_config(cfg, 1)
         assert cfg != preset or copy.read_bytes() != script.read_bytes(), side

@@ -70,9 +70,9 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         return torch.randn(shape, device=device).to(dtype)
 
     h, fc, square, dy = rand(T, d), rand(F, d), rand(T, F).relu().square(), rand(T, d)
-    before, amax = torch.zeros(2, 2, device=device)
+    before, amax = torch.zeros(2, 1, 2, device=device)
     scales = torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, 1]], device=device)[None, ..., None, None]
-    weights8 = tg.fp8_mlp_weights(torch.stack([fc, fc]), scales, before[None])
+    weights8 = tg.fp8_mlp_weights(torch.stack([fc, fc]), scales, before)
     scales[0, 2, :, 0, 0] = square.max() / torch.tensor([tg.E4M3_MAX, tg.E5M2_MAX], device=device)
     fp8_mlp = tg.FP8MLP(*(t[0] for t in (*weights8, scales)), amax)  # type: ignore[call-arg]
     h8, dy8 = tg.to_fp8(h, tg.FP8_H, torch.float8_e4m3fn), tg.to_fp8(dy, tg.FP8_DY, torch.float8_e5m2)
