@@ -89,10 +89,14 @@ def fake_gpu():
 def fake_gpu_for_inductor():
     """Lets Inductor generate code for the H100 of fake_gpu(), and stops it where it would load that code."""
     from torch._dynamo.device_interface import CudaInterface
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
     from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.graph import GraphLowering
+
+    # Dynamo does not ask the tensor.
+    TensorVariable.method_attr_is_cuda = lambda self, tx: ConstantVariable.create(self.device.type != "cpu")
 
     def answer(owner, wrap, **answers):
         for name, value in answers.items():
