@@ -3,13 +3,13 @@
 
     git clone https://github.com/karpathy/nanoGPT ../nanoGPT
     python data/shakespeare.py
-    python bench/nanogpt.py ../nanoGPT --runs 3
+    python bench/nanogpt.py ../nanoGPT --runs 3 [--picture docs/shakespeare.png]
 
 nanoGPT's recipe is the command of its README. Its time is that of 2,000 iterations without evaluations, at
 the mean of those iterations that hold none. Its loss is the last that it prints, an estimate from 20 random
 batches. Ours is a run of docs/shakespeare.md, with a validation after every 20 steps, which the clock leaves
 out. Both losses are nats per character of the last tenth of the text. nanoGPT sees up to 64 characters before
-each, ours as many as its windows allow. The picture is docs/shakespeare.png.
+each, ours as many as its windows allow.
 """
 
 import argparse
@@ -96,13 +96,14 @@ def main(argv: list[str] | None = None) -> None:
         "nanogpt", type=Path, help="folder of nanoGPT; its data/shakespeare_char gets the text"
     )
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw all losses over time")
     args = parser.parse_args(argv)
     if not (args.nanogpt / "train.py").exists() or not (DATA / "input.txt").exists():
         sys.exit("nanogpt.py: clone nanoGPT, and run data/shakespeare.py first")
-    prepared = args.nanogpt / "data" / "shakespeare_char"
-    shutil.copy(DATA / "input.txt", prepared)  # or prepare.py would download it
-    output_of([sys.executable, str(prepared / "prepare.py")], args.nanogpt)
-    sides = {"nanoGPT's recipe": (nanogpt, args.nanogpt), "the cpu preset": (ours, REPOSITORY)}
+    folder = args.nanogpt.resolve()
+    shutil.copy(DATA / "input.txt", folder / "data" / "shakespeare_char")  # or prepare.py would download it
+    output_of([sys.executable, "data/shakespeare_char/prepare.py"], folder)
+    sides = {"nanoGPT's recipe": (nanogpt, folder), "the cpu preset": (ours, REPOSITORY)}
     curves: dict[str, list[Curve]] = {label: [] for label in sides}
     for seed in range(args.runs):
         for label, (train, folder) in sides.items():
@@ -120,7 +121,8 @@ def main(argv: list[str] | None = None) -> None:
         next((time for time, loss in curve if loss <= level), None) for curve in curves["the cpu preset"]
     ]
     print(f"the cpu preset is at nanoGPT's mean loss, {level:.4f}, after (s): {reached}")
-    draw(curves, REPOSITORY / "docs" / "shakespeare.png")
+    if args.picture:
+        draw(curves, args.picture)
 
 
 if __name__ == "__main__":
