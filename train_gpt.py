@@ -1228,7 +1228,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Ten
     return int32(h), sign_ids
 
 
-def default_max_docs(tokens: int) -> int:
+def usual_docs(tokens: int) -> int:
     """Returns the usual entries of cu_seqlens for a micro-batch of `tokens`: so its shape seldom changes."""
     return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
@@ -1312,7 +1312,7 @@ def make_micro_batch(
         pieces = zip(starts, np.append(ends, T))
         starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
         max_doc_len = min(max_doc_len, attention_cap)
-    size = max(default_max_docs(T), padded(len(starts) + 1, 128))
+    size = max(usual_docs(T), padded(len(starts) + 1, 128))
     inputs, cu_seqlens = int32(tokens[:-1]), torch.full((size,), T, dtype=torch.int32)
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
     rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)

@@ -177,7 +177,7 @@ def test_schedule_rows(row):
     assert list(plan.windows.values()) == [blocks * unit for blocks in row["windows_blocks"]]
     assert plan.max_doc_len == row["longest_piece"]
     assert min(plan.max_doc_len, tg.RECORD.attention_cap) == row["attention_cap"]
-    assert tg.default_max_docs(plan.batch_tokens // 8) == row["slots"]
+    assert tg.usual_docs(plan.batch_tokens // 8) == row["slots"]
     assert plan.mtp == pytest.approx(row["mtp_weights"], rel=1e-12) and plan.prefix == row["prefix_weight"]
 
 
