@@ -148,6 +148,7 @@ def interpreted():
     with np.errstate(all="ignore"):
         yield module
     del sys.modules[spec.name]
+    module.LIBRARY = None  # which ends its operation: another module's fixture defines one of the same name
 
 
 @pytest.fixture
