@@ -2074,6 +2074,7 @@ if triton is not None:
     # The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
     @triton.jit(do_not_specialize_on_alignment=["scale"])
     def both_layouts_kernel(x, scale, out, transposed, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
+        """Converts a tile of x / scale. The scale is a power of 2, so its inverse is exact."""
         rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         offs, mask = places(rows, cols, M, N)
@@ -3709,6 +3710,7 @@ def update_matrices(
     lr_mul: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
+    """Does anvil() for a block of matrices. numbers, rates: of mix_rails and of anvil_update, on the host."""
     x = mix_rails(grad, fast_rail, slow_rail, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
     x = orthogonalize(x, cfg.bank_margin, gram_of)
     x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
