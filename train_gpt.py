@@ -177,6 +177,20 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class Softcap:
+    """Caps the logits x: they become scale * sigmoid((x + shift) / span).
+
+    So none runs away, and gradients stay small (record 9; Gemma 2, arXiv:2408.00118). The defaults leave more
+    room below than above: most tokens are never right, and their logits lie far below the few that may be (PR
+    181). 30, 0, 7.5 are 15 tanh(x / 15) before them, but for a constant, which the softmax does not see.
+    """
+
+    scale: Annotated[float, 1, 80] = 23.0  # exp(80) is finite in fp32
+    shift: float = 5.0
+    span: Annotated[float, 1, 1e3] = 7.5
+
+
+@dataclass(frozen=True)
 class Param:
     """Declares a parameter: a row of PARAMS."""
 
@@ -349,6 +363,7 @@ class Config:
     mudd_connections: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
+    softcap: Softcap = Softcap()
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
     # softmax (section 6). Its width, 0: no pointer; and how many tokens it looks back.
     pointer_dim: int = 128
@@ -447,39 +462,40 @@ RECORD = Config()
 
 # All layers, at widths that two laptop cores train in a minute or two, on bytes; no prefixes, which bytes do
 # not have. A third of such a small step is the cost of many small operations, so there are only two
-# micro-batches. Documents of about 1 KiB are cut short, so that a batch has parts of more of them.
+# micro-batches. Documents of about 1 KiB are cut short, so that a batch has parts of more of them. Bytes are
+# easy to predict: so logits need room above, and later tokens, which are harder, teach too little.
 # fmt: off
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07,
     val_slice_tokens=4096, val_slices=128, vocab_size=257, padded_vocab=264, bos_id=256,
     bigram_vocab_size=16384, pointer_dim=0, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
-    ngrams=Ngrams((2, 3, 4, 5), rows_per_order=65536, width=64, dtype="float32", every=(1, 1)),
-    mix_groups=4, window_unit=16, attention_cap=0, attn_scale=0.25, narrow_attn_scale=0.4, dtype="float32",
-    bank_dtype="float32", cooldown_frac=0.4, second_cadence_from=75, momentum_warmup=115,
-    momentum_cooldown=20, rails_step=115, kernels=(), attention_impl="dense", fp8=False, compile=False,
-    microbatches=2,
-    endings=(Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 96, 2 / 49, 0.5),),
+    ngrams=Ngrams((2, 3, 4, 5, 6), rows_per_order=65536, width=64, dtype="float32", every=(1, 1)),
+    mix_groups=4, softcap=Softcap(30.0, 0.0, 7.5), window_unit=16, attention_cap=0, attn_scale=0.25,
+    narrow_attn_scale=0.4, dtype="float32", bank_dtype="float32", cooldown_frac=0.4, second_cadence_from=56,
+    momentum_warmup=86, momentum_cooldown=15, rails_step=86, kernels=(), attention_impl="dense", fp8=False,
+    compile=False, microbatches=2,
+    endings=(Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 72, 2 / 37, 0.5),),
     stages=(
-        Stage( 82, 2048, 256, Windows(3, 9), 1.00, (1.0, 0.5, 0.25)),
-        Stage( 82, 4096, 512, Windows(4, 10), 1.52, (1.0, 0.5)),
-        Stage( 82, 4096, 512, Windows(5, 11), 1.73),
-        Stage( 20, 4096, 512, Windows(6, 13), 1.00),
+        Stage(41, 2048, 256, Windows(3, 9), 1.00),
+        Stage(69, 4096, 512, Windows(4, 10), 1.52),
+        Stage(66, 4096, 512, Windows(5, 11), 1.73),
+        Stage(15, 4096, 512, Windows(6, 13), 1.00),
     ))
 # fmt: on
 
 # The record preset's parts on GPT-2's tokens, at widths for two cores: it shows what depends on the
-# vocabulary. So short a run learns more from the next token alone than from later ones and prefixes.
+# vocabulary. So short a run learns less from prefixes, too.
 # fmt: off
 WORDS = replace(
     CPU, preset="words", track="words", data="data/words", target=2.9,
     val_slice_tokens=512, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
-    heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32,
+    heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32, softcap=RECORD.softcap,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
     adam_lr=0.02, bank_lr=0.018, second_cadence_from=34, momentum_warmup=50, momentum_cooldown=9,
     rails_step=50, endings=(replace(CPU.endings[0], window=42, rate=0.09, keep_norm=False),),
     stages=tuple(
-        replace(stage, steps=steps, batch_tokens=2048, mtp=(1.0,), candidates=(columns,))
+        replace(stage, steps=steps, batch_tokens=2048, candidates=(columns,))
         for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), (4096, 4096, 4096, 0))
     ))
 # fmt: on
@@ -1801,15 +1817,9 @@ def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> t
     return both_layouts(result.float() * scale.reciprocal(), 1.0, a8.dtype)
 
 
-# Logits are capped, so that none runs away and gradients stay small (record 9; Gemma 2, arXiv:2408.00118).
-# The cap is asymmetric, 0 to 23: most tokens are never right, and their logits lie far below the few that may
-# be (PR 181).
-SOFTCAP_SCALE, SOFTCAP_SHIFT, SOFTCAP_SPAN = 23.0, 5.0, 7.5
-
-
-def softcap_sigmoid(logits: Tensor) -> Tensor:
-    """Returns sigmoid((logits + 5) / 7.5) in at least fp32; 23 times that are the softcapped logits."""
-    return (upcast(logits) + SOFTCAP_SHIFT).div_(SOFTCAP_SPAN).sigmoid_()
+def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
+    """Returns the capped logits divided by the cap's scale, in at least fp32."""
+    return (upcast(logits) + cap.shift).div_(cap.span).sigmoid_()
 
 
 class Copies(NamedTuple):
@@ -1832,6 +1842,7 @@ def softcap_loss(
     weights: Tensor,
     unit: float = 0.0,
     copies: Copies | None = None,
+    cap: Softcap = RECORD.softcap,
 ) -> tuple[Tensor, ...]:
     """Returns each row's weighted sum of the cross-entropies of its targets, after the softcap, and the
     gradient of their sum.
@@ -1841,9 +1852,9 @@ def softcap_loss(
     saturating, and comes twice: (n, V), and transposed. With `copies` the first target has its probability in
     the mixture (below); to the others the slot is one more column.
     """
-    # In place where possible: on a CPU memory traffic is the limit. z is at most 23: exp(z) cannot overflow.
-    s, slope = softcap_sigmoid(logits), SOFTCAP_SCALE / SOFTCAP_SPAN
-    exp_z = (SOFTCAP_SCALE * s).exp_()
+    # In place where possible: on a CPU memory traffic is the limit. exp(z) cannot overflow.
+    s, slope = softcap_sigmoid(logits, cap), cap.scale / cap.span
+    exp_z = (cap.scale * s).exp_()
     at, row_weights = targets.clamp_min(0), (targets >= 0) * weights
     s_at, total = s.gather(1, at), row_weights.sum(dim=-1, keepdim=True)
     if copies is None:
@@ -1853,13 +1864,13 @@ def softcap_loss(
         slot_exp = exp_z[:, copies.slot]
         words = exp_z.index_fill_(1, copies.slot, 0).sum(dim=-1, keepdim=True)
         sums = words + slot_exp
-    row_losses = row_weights * (sums.log() - SOFTCAP_SCALE * s_at)
+    row_losses = row_weights * (sums.log() - cap.scale * s_at)
     if copies is not None:
         # The gate alpha is the slot's softmax. 1 - alpha is computed as such: near 0 a difference has no
         # digits.
         found, sink = copies.weights[..., None]
         first, alpha, rest = row_weights[:, :1].clone(), slot_exp / sums, words / sums
-        by_head = (SOFTCAP_SCALE * s_at[:, :1]).exp() / words
+        by_head = (cap.scale * s_at[:, :1]).exp() / words
         kept = by_head * (rest + alpha * sink)
         p = kept + alpha * found + COPY_FLOOR
         gain, later = alpha * rest * (found - by_head * (1 - sink)), total - first
@@ -2138,12 +2149,10 @@ if triton is not None:
         else:
             tl.store(out + offs, result, mask=mask)
 
-    # Of section 6, as kernels read them.
-    SCALE, SHIFT = tl.constexpr(SOFTCAP_SCALE), tl.constexpr(SOFTCAP_SHIFT)
-    PER_SPAN, FLOOR = tl.constexpr(1 / SOFTCAP_SPAN), tl.constexpr(COPY_FLOOR)
+    FLOOR = tl.constexpr(COPY_FLOOR)
 
     @triton.jit
-    def load_sigmoid(logits, cols, V):
+    def load_sigmoid(logits, cols, V, SHIFT, PER_SPAN):
         """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
         return tl.sigmoid((tl.load(logits + cols, mask=cols < V).to(tl.float32) + SHIFT) * PER_SPAN)
 
@@ -2165,11 +2174,14 @@ if triton is not None:
         K: tl.constexpr,
         fp8_max,
         dz_scale,
+        SCALE: tl.constexpr,
+        SHIFT: tl.constexpr,
+        PER_SPAN: tl.constexpr,
         ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """Computes the losses and the gradient of ROWS rows. z lies in 0 .. 23: exponentials need no maximum
-        subtracted. Rows behind the last one repeat it: they write the same numbers.
+        """Computes the losses and the gradient of ROWS rows. z lies in 0 .. SCALE: exponentials need no
+        maximum subtracted. Rows behind the last one repeat it: they write the same numbers.
         """
         tile_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
         rows, offs = tl.minimum(tile_rows, n - 1).to(tl.int64), tl.arange(0, BLOCK)[None, :]
@@ -2181,18 +2193,18 @@ if triton is not None:
             slot_column = tl.load(slot).to(tl.int32)
         for start in range(0, V, BLOCK):
             cols = start + offs
-            z = load_sigmoid(logits, cols, V) * SCALE
+            z = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN) * SCALE
             sums += tl.where((cols < V) & (cols != slot_column), tl.exp(z), 0.0)
         words = tl.sum(sums, 1, keep_dims=True)
         whole = words
         if copies is not None:
-            slot_exp = tl.exp(load_sigmoid(logits, slot_column, V) * SCALE)
+            slot_exp = tl.exp(load_sigmoid(logits, slot_column, V, SHIFT, PER_SPAN) * SCALE)
             whole += slot_exp
         lse = tl.log(whole)
         loss, total, factor = 0.0, 0.0, 0.0
         for k in tl.static_range(K):
             target = tl.load(targets + k)
-            z = load_sigmoid(logits, tl.maximum(target, 0), V) * SCALE
+            z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
             weight = tl.load(weights + k) * (target >= 0)
             if k > 0 or copies is None:
                 loss += weight * (lse - z)
@@ -2212,7 +2224,7 @@ if triton is not None:
         factor += total
         for start in range(0, V, BLOCK):
             cols = start + offs
-            s = load_sigmoid(logits, cols, V)
+            s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
             e = tl.exp(s * SCALE - lse)
             g = factor * e
             for k in tl.static_range(K):
@@ -2392,7 +2404,12 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
 
 
 def triton_softcap_loss(
-    logits: Tensor, targets: Tensor, weights: Tensor, unit: float = 0.0, copies: Copies | None = None
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    unit: float = 0.0,
+    copies: Copies | None = None,
+    cap: Softcap = RECORD.softcap,
 ) -> tuple[Tensor, ...]:
     n, V = logits.shape
     losses = logits.new_empty(n, dtype=torch.float32)
@@ -2400,10 +2417,11 @@ def triton_softcap_loss(
     transposed = grad.new_empty(V, n) if unit else None
     tensors, sizes = (logits, targets, weights, losses, grad, transposed), (n, V, logits.stride(0))
     pointed = (*copies, copies.weights.stride(0)) if copies else [None] * 4
-    limits = torch.finfo(grad.dtype).max, SOFTCAP_SCALE / SOFTCAP_SPAN / (unit or 1.0)
+    limits = torch.finfo(grad.dtype).max, cap.scale / cap.span / (unit or 1.0)
+    numbers = cap.scale, cap.shift, 1 / cap.span
     tiles = LOSS_TILES["fp8" if unit else "row"]
     blocks = triton.cdiv(n, tiles["ROWS"])
-    softcap_loss_kernel[(blocks,)](*tensors, *sizes, *pointed, len(weights), *limits, **tiles)
+    softcap_loss_kernel[(blocks,)](*tensors, *sizes, *pointed, len(weights), *limits, *numbers, **tiles)
     return (losses, grad, transposed) if unit else (losses, grad)
 
 
@@ -2908,11 +2926,13 @@ def fp8_mlp_weights(bank: Tensor, scales: Tensor, before: Tensor) -> tuple[Tenso
 
 
 @compiled
-def next_token_losses(logits: Tensor, targets: Tensor, copies: Copies | None = None) -> Tensor:
+def next_token_losses(
+    logits: Tensor, targets: Tensor, copies: Copies | None = None, cap: Softcap = RECORD.softcap
+) -> Tensor:
     """Returns the cross-entropies (n,) of logits (n, V) after the softcap, in at least fp32; with `copies`
     those of the mixture.
     """
-    z = SOFTCAP_SCALE * softcap_sigmoid(logits)
+    z = cap.scale * softcap_sigmoid(logits, cap)
     if copies is not None:
         alpha, z = open_gate(z, copies.slot)
     losses = F.cross_entropy(z, targets, reduction="none")
@@ -3305,7 +3325,8 @@ class GPT(nn.Module):
         text = np.array([*tokens, 0])  # there is no target yet
         micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), self.cfg)), self.device)
         x = self.hidden_states(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
-        z = SOFTCAP_SCALE * softcap_sigmoid(x[-1:] @ self.lm_head)
+        cap = self.cfg.softcap
+        z = cap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cap)
         if not self.cfg.pointer_dim:
             return z.softmax(1)[0, : self.cfg.vocab_size]
         sources = slice(-1 - self.cfg.pointer_val_window, -1)
@@ -3324,7 +3345,8 @@ class GPT(nn.Module):
         if window := self.cfg.pointer_dim and self.cfg.pointer_val_window:
             found, _ = self.backend.pointer(self.pointer_queries(x), micro_batch, window)
             columns.append(Copies(part, part, self.slot) for part in found.split(n, dim=1))
-        return torch.cat([next_token_losses(x_part @ w, *rest) for x_part, *rest in zip(*columns)])
+        losses = partial(next_token_losses, cap=self.cfg.softcap)
+        return torch.cat([losses(x_part @ w, *rest) for x_part, *rest in zip(*columns)])
 
     @traced("head")
     def head_loss_and_grad(
@@ -3370,7 +3392,7 @@ class GPT(nn.Module):
                 w8, wt8 = converted
             for i in range(0, len(x), n):
                 part = slice(i, i + n)
-                how = targets[part], weights, unit, copies and copies.part(part)
+                how = targets[part], weights, unit, copies and copies.part(part), self.cfg.softcap
                 if self.backend.fp8:
                     logits = fp8_matmul(x8[part], wt8.T, (x_scale, w_scale), x8.dtype, fast=True)
                     part_losses, dlogits, turned = self.backend.softcap_loss(logits, *how)

@@ -29,11 +29,21 @@ SEEDS = 5, 10  # of every variant; of those of a technique whose effect is near 
 FIRST_SEED = 70
 # Neither changes the final loss.
 COMMON = ["warmup=false", "val_every=0", "samples=0"]
+# What the presets were at the first run, where a later record changed them.
+AT_FIRST = {
+    "cpu": "softcap.scale=23 softcap.shift=5 stages.0.mtp=1,0.5,0.25 stages.1.mtp=1,0.5 stages.0.steps=82 "
+    "stages.1.steps=82 stages.2.steps=82 stages.3.steps=20 ngrams.orders=2,3,4,5 second_cadence_from=75 "
+    "momentum_warmup=115 momentum_cooldown=20 rails_step=115 endings.0.window=96 "
+    "endings.0.rate=0.04081632653061224",
+    "words": "",
+}
+# The label that runs of another form of the same settings have.
+RENAMED = {"softcap.patch": "softcap.scale=30 softcap.shift=0", "as it is": ""}
 RESOLVED = 2.0  # standard errors
 NEAR = 3.0  # an effect of fewer standard errors than that gets more seeds
 
 Group = Literal["optimizer", "architecture", "data and schedule", "vocabulary"]
-Pair = tuple[str, str]  # the settings without and with a technique; "": the preset
+Pair = tuple[str, str]  # the settings without and with a technique; "": the preset at first
 
 
 class Technique(NamedTuple):
@@ -109,7 +119,8 @@ TECHNIQUES = (
               **both("layers.*.gate=false")),
     Technique("key shift", "architecture", "50 steps", "2025-12-14",
               **both("layers.*.key_shift=false")),
-    Technique("asymmetric softcap", "vocabulary", "40 steps", "2025-12-26", **both("softcap.patch")),
+    Technique("asymmetric softcap", "vocabulary", "40 steps", "2025-12-26",
+              **both("softcap.scale=30 softcap.shift=0")),
     Technique("cautious decay of matrices", "optimizer", "40 steps", "2025-11-10",
               **both("matrix_decay.patch")),
     Technique("cautious decay of Adam's parameters", "optimizer", "20 steps", "2025-12-18",
@@ -149,7 +160,7 @@ def read_losses(track: str) -> dict[str, dict[int, float]]:
     losses: dict[str, dict[int, float]] = defaultdict(dict)
     for line in runs_of(track).read_text().splitlines():
         entry = json.loads(line)
-        losses["" if entry["label"] == "as it is" else entry["label"]][entry["run"][-1]] = entry["loss"]
+        losses[RENAMED.get(entry["label"], entry["label"])][entry["run"][-1]] = entry["loss"]
     return losses
 
 
@@ -189,9 +200,8 @@ def run(track: str, jobs: int) -> None:
     def train(pairs: list[Pair | None], seeds: int) -> None:
         labels = sorted({side for pair in pairs if pair for side in pair} - {""})
         options = ["--preset", track, "--jobs", jobs, "--first-seed", FIRST_SEED, "--seeds", seeds]
-        ablations.main(
-            [*map(variant, labels), *map(str, options), "--out", str(runs_of(track)), "--set", *COMMON]
-        )
+        options += ["--out", runs_of(track), "--set", *COMMON, *AT_FIRST[track].split()]
+        ablations.main([*map(variant, labels), *map(str, options)])
 
     pairs = [getattr(technique, track) for technique in TECHNIQUES]
     train(pairs, SEEDS[0])

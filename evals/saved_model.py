@@ -42,7 +42,12 @@ def map_rows(path: str, run_id: str, count: int, row_bytes: int) -> np.ndarray:
 
 
 # The fields that models saved by an earlier script lack; others that they have say nothing of a model.
-BEFORE_THE_POINTER = {"pointer_dim": 0, "pointer_window": 1, "pointer_val_window": 1}
+EARLIER = {
+    "pointer_dim": 0,
+    "pointer_window": 1,
+    "pointer_val_window": 1,
+    "softcap": {"scale": 23.0, "shift": 5.0, "span": 7.5},
+}
 
 
 def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
@@ -50,7 +55,7 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     fix = "give a file that --save of this script wrote"
     saved = tg.read_saved(path, fix)
     with tg.explain(f"cannot load {path}", fix, Exception):  # which one depends on the script that wrote it
-        config = BEFORE_THE_POINTER | json.loads(saved["config"])
+        config = EARLIER | json.loads(saved["config"])
         config.pop("delay_head_grad", None)
         for row in config["params"]:
             row.pop("tied_to", None)

@@ -38,12 +38,13 @@ WAIT = 200
 GRACE = 3
 # The cpu preset at a size that takes seconds: all layers and stages. It validates before steps 0, 3 and 6,
 # and at the end; embed is untied after step 5. It has bigram_embed, tests of n-grams set theirs. And all that
-# the model can have: the copy pointer, signs, XSA, prefixes.
+# the model can have: the copy pointer, signs, XSA, later targets, prefixes.
 TINY = """
 heads=2 head_dim=8 mlp_dim=32 ngrams.orders= bigram_vocab_size=320 samples=0 microbatches=8
 val_slices=3 val_slice_tokens=256 val_every=3
 stages.0.steps=2 stages.1.steps=1 stages.2.steps=1 stages.3.steps=4 stages.3.lr_mul=1 stages.*.max_doc_len=40
 pointer_dim=8 sign_rows=64 layers.1.xsa=true layers.3.xsa=true stages.0.prefix=0.25 stages.1.prefix=0.2,0.1
+stages.0.mtp=1,0.5,0.25 stages.1.mtp=1,0.5
 stages.0.batch_tokens=192 stages.1.batch_tokens=256 stages.2.batch_tokens=384 stages.3.batch_tokens=384
 """.split()
 

@@ -108,18 +108,20 @@ def test_a_loaded_model_computes_as_the_saved_one(run):
     assert not torch.equal(model.next_token_probs(text), expected)
 
 
-def test_a_model_from_before_the_pointer_loads(run):
-    model, text = random_model(run, "pointer_dim=0"), [256, *range(97, 104)]
+def test_a_model_of_an_earlier_script_loads(run):
+    """Loads one from before the copy pointer and the settings of the softcap."""
+    was = "pointer_dim=0", "softcap.scale=23", "softcap.shift=5"
+    model, text = random_model(run, *was), [256, *range(97, 104)]
     save("before.pt", model)
     saved = torch.load("before.pt")
     config = json.loads(saved["config"])
-    fields = [name for name in config if name.startswith("pointer")]
+    fields = [name for name in config if name.startswith(("pointer", "softcap"))]
     for name in fields:
         config.pop(name)
     rows = [row for row in config["params"] if not row["name"].startswith("pointer")]
     config |= {"params": [row | {"tied_to": ""} for row in rows], "delay_head_grad": False}
     torch.save(saved | {"config": json.dumps(config)}, "before.pt")
-    assert len(fields) == 3
+    assert len(fields) == 4
     assert torch.equal(load_model("before.pt").next_token_probs(text), model.next_token_probs(text))
 
 

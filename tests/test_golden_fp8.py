@@ -1,5 +1,6 @@
 """Compares MLPs and logits in FP8 with golden numbers: tests/golden/README.md says how they were made."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,7 +139,7 @@ def test_head():
         return losses, *grads
 
     backend = tg.TORCH_BACKEND._replace(fp8=True, softcap_loss=watched)
-    model = SimpleNamespace(lm_head=w, cfg=SimpleNamespace(head_chunk=n), backend=backend)
+    model = SimpleNamespace(lm_head=w, cfg=replace(tg.RECORD, head_chunk=n), backend=backend)
     grad, converted = tg.Gradient(w, torch.zeros_like(w)), []
     loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, grad, 1.0, converted)
     ((apart, losses, dlogits8),) = seen

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
@@ -320,6 +321,18 @@ def test_softcap_loss(interpreted, guarded, V, weights):
         logits, targets = loss_case(n, V, len(weights), seed)
         actual = interpreted.triton_softcap_loss(logits, targets, weights)
         check_loss(actual, tg.softcap_loss(logits.double(), targets, weights))
+
+
+def test_softcap_loss_of_another_cap(interpreted, guarded):
+    """Compares plain torch with autograd through 15 tanh(x / 15), and the kernel with plain torch."""
+    cap, weights = tg.Softcap(30.0, 0.0, 7.5), torch.ones(1)
+    logits, targets = loss_case(7, 131, 1, 0)
+    exact = tg.softcap_loss(logits.double(), targets, weights, cap=cap)
+    x, target = logits.double().requires_grad_(), targets[:, 0]
+    losses = F.cross_entropy(15 * (x / 15).tanh(), target, ignore_index=-1, reduction="none")
+    losses.sum().backward()
+    torch.testing.assert_close(exact, (losses.detach(), x.grad))
+    check_loss(interpreted.triton_softcap_loss(logits, targets, weights, cap=cap), exact)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=len)

@@ -34,7 +34,7 @@ def randn(*shape, seed):
 def run_head(x, w, grad):
     model = tg.GPT.__new__(tg.GPT)  # only its head is needed
     torch.nn.Module.__init__(model)
-    model.cfg, model.lm_head = replace(tg.CPU, head_chunk=3, dtype="float64"), w
+    model.cfg, model.lm_head = replace(tg.RECORD, head_chunk=3, dtype="float64"), w
     model.wait_for, model.backend = lambda name: None, tg.TORCH_BACKEND
     targets = tg.loss_targets(TARGETS, 2, PREFIXES)
     weights = torch.tensor([1.0, 0.5, 0.25], dtype=x.dtype)
@@ -204,7 +204,7 @@ def autograds_gradients(cfg):
         p.requires_grad_()
     for micro_batch in batch.micro_batches:
         x = model.hidden_states(micro_batch, batch.plan.windows)
-        z = 23 * torch.sigmoid((x @ model.lm_head + 5) / 7.5)
+        z = cfg.softcap.scale * torch.sigmoid((x @ model.lm_head + cfg.softcap.shift) / cfg.softcap.span)
         targets, logp = targets_of(model, micro_batch, batch.plan), z.log_softmax(-1)
         # The copy pointer, by all scores of a micro-batch at once.
         queries, T = model.pointer_queries(x), len(x)

@@ -156,7 +156,8 @@ def run_head(case, dtype, chunk):
         return result
 
     backend = tg.TORCH_BACKEND._replace(softcap_loss=softcap_loss)
-    cfg, grad = replace(tg.CPU, head_chunk=chunk, padded_vocab=HEAD["V"]), tg.Gradient(w, torch.zeros_like(w))
+    cfg = replace(tg.RECORD, head_chunk=chunk, padded_vocab=HEAD["V"])
+    grad = tg.Gradient(w, torch.zeros_like(w))
     model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
     prefix, weights = case["prefix_weight"], list(case["weights"])
     prefixes = torch.tensor(HEAD["prefix_table"]) if prefix else None

@@ -157,15 +157,17 @@ def test_softcap_loss_of_bf16_logits_is_fp32():
     torch.testing.assert_close(grad.double(), exact_grad, rtol=2**-8, atol=1e-8)  # rounded once
 
 
+@pytest.mark.parametrize("softcap", [tg.Softcap(), tg.Softcap(30.0, 0.0, 7.5)], ids=["asymmetric", "tanh"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_token_losses_are_cross_entropies_of_capped_logits(dtype):
+def test_token_losses_are_cross_entropies_of_capped_logits(dtype, softcap):
     """Compares the losses of a micro-batch of several head chunks."""
-    model, batch = fill_model(tg.GPT(tiny_config(dtype), WORLD)), tiny_batch()
+    model, batch = fill_model(tg.GPT(tiny_config(dtype, softcap=softcap), WORLD)), tiny_batch()
     with torch.no_grad():
         x = model.hidden_states(batch, WINDOWS)
         logits = (x @ model.lm_head).to(tg.acc_dtype(model.cfg))
     near = FP64 if dtype == "float64" else dict(rtol=1e-6, atol=1e-6)  # fp32 from the logits on
-    losses = F.cross_entropy(23 / (1 + (-(logits + 5) / 7.5).exp()), batch.targets, reduction="none")
+    z = 15 * (logits / 15).tanh() if softcap.shift == 0 else 23 / (1 + (-(logits + 5) / 7.5).exp())
+    losses = F.cross_entropy(z, batch.targets, reduction="none")
     torch.testing.assert_close(model.token_losses(batch, WINDOWS), losses, **near)
 
 
