@@ -472,15 +472,15 @@ CPU = replace(
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
     ngrams=Ngrams((2, 3, 4, 5, 6), rows_per_order=65536, width=64, dtype="float32", every=(1, 1)),
     mix_groups=4, softcap=Softcap(30.0, 0.0, 7.5), window_unit=16, attention_cap=0, attn_scale=0.25,
-    narrow_attn_scale=0.4, dtype="float32", bank_dtype="float32", cooldown_frac=0.4, second_cadence_from=56,
-    momentum_warmup=86, momentum_cooldown=15, rails_step=86, kernels=(), attention_impl="dense", fp8=False,
+    narrow_attn_scale=0.4, dtype="float32", bank_dtype="float32", cooldown_frac=0.4, second_cadence_from=58,
+    momentum_warmup=90, momentum_cooldown=16, rails_step=90, kernels=(), attention_impl="dense", fp8=False,
     compile=False, microbatches=2,
-    endings=(Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 72, 2 / 37, 0.5),),
+    endings=(Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 75, 2 / 38, 0.5),),
     stages=(
-        Stage(41, 2048, 256, Windows(3, 9), 1.00),
-        Stage(69, 4096, 512, Windows(4, 10), 1.52),
-        Stage(66, 4096, 512, Windows(5, 11), 1.73),
-        Stage(15, 4096, 512, Windows(6, 13), 1.00),
+        Stage(43, 2048, 256, Windows(3, 9), 1.00),
+        Stage(72, 4096, 512, Windows(4, 10), 1.52),
+        Stage(69, 4096, 512, Windows(5, 11), 1.73),
+        Stage(16, 4096, 512, Windows(6, 13), 1.00),
     ))
 # fmt: on
 

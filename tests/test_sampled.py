@@ -311,14 +311,14 @@ def test_schedule():
     changes = [step for step in range(1, len(counts)) if counts[step] != counts[step - 1]]
     assert changes == golden["candidates_change_at"]
     assert sum(count or record.padded_vocab for count in counts) == golden["sums"]["candidates"]
-    last = tg.CPU.stage_starts[3]  # 15 steps follow
-    parts = tg.override(tg.CPU, "stages.3.candidates=30,20,10")
-    counts = [tg.plan_step(parts, step).candidates for step in range(last - 1, last + 15)]
-    assert counts == [0] + [30] * 5 + [20] * 5 + [10] * 5
-    settings = "stages.3.prefix=.1,0,.1", "second_cadence_from=40"
+    last = tg.CPU.stage_starts[3]  # 16 steps follow
+    parts = tg.override(tg.CPU, "stages.3.candidates=40,30,20,10")
+    counts = [tg.plan_step(parts, step).candidates for step in range(last - 1, last + 16)]
+    assert counts == [0] + [40] * 4 + [30] * 4 + [20] * 4 + [10] * 4
+    settings = "stages.3.prefix=.1,.1,0,.1", "second_cadence_from=40"
     prefixes, slow = (tg.override(tg.CPU, setting) for setting in settings)
-    at = last, last + 5, last + 10
-    cases = (record, changes), (parts, at), (prefixes, at[:2]), (slow, (40,))
+    at = last, last + 4, last + 8, last + 12
+    cases = (record, changes), (parts, at), (prefixes, at[:3:2]), (slow, (40,))
     for cfg, steps in cases:
         rehearsed = {step for steps in tg.warmup_steps(cfg) for step in steps}
         assert all({step - 1, step, step + 1} <= rehearsed for step in steps)
