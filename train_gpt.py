@@ -7,8 +7,8 @@ A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on Fin
     python train_gpt.py -h
 
 Results
-    cpu preset     1.051 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
-                   runs of 266 steps, 56 s on two cores of an Intel Xeon, PyTorch 2.13
+    cpu preset     1.060 nats per token on the Python library's own text (a 4-gram model has 1.47): mean of 10
+                   runs of 200 steps, 41 s on two cores of an Intel Xeon, PyTorch 2.13
     record preset  no whole run yet. It is the configuration of the public record 92, which took 39.9 s
                    on 8 H100s, with the copy pointer and the schedule of PR 379 (36.0 s); docs/settings.md
                    says what it lacks
