@@ -7,11 +7,11 @@
 
 A variant is NAME=VALUE ..., in quotes, after a LABEL: if it is to have another name. A word that ends in .py
 is a script to run in place of train_gpt.py; one that ends in .patch is a file, which `git apply` applies to a
-copy of the script. The preset as it is comes first, and is
-what they are compared with. --set has settings of all, and comes after the variants; with length=0.5 the
-whole schedule is half as long. Every run is one process with one thread, so that --jobs of
-them share a machine, and so its time is no measurement. All variants run with the first seed, then all with
-the next. A run of the `cpu` or `words` preset takes two minutes.
+copy of the script. The preset as it is comes first, and is what they are compared with. --set, after the
+variants, has settings of all. They are applied before a variant's: with length=0.5 the whole schedule is half
+as long, but stages.0.steps=40 of a variant means 40 steps. Every run is one process with one thread, so that
+--jobs of them share a machine, and so its time is no measurement. All variants run with the first seed, then
+all with the next. A run of the `cpu` or `words` preset takes up to two minutes.
 
 A difference is the mean over seeds of (variant - baseline), with its standard error: seeds change the initial
 weights, and the runs of one seed begin with the same. p is that of the paired t-test. A difference below two
@@ -100,7 +100,8 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
         raise compare.UserError(f"{script} has not printed the path of its log")
     path = os.path.relpath(paths[-1])
     (result,), _ = compare.read_log(path)
-    return {"loss": result.val_loss, "log": path}
+    # The last validation's, which val_loss leaves out if a small text was read twice.
+    return {"loss": result.curve[-1][1], "log": path}
 
 
 def paired(losses: list[float], base: list[float]) -> tuple[float, float, float]:

@@ -60,7 +60,8 @@ def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
 
 def test_a_script_prints_its_log_twice_and_beside_itself(tmp_path, monkeypatch):
     """Runs a script without --check, as early records are."""
-    monkeypatch.setattr(ablations.compare, "read_log", lambda path: ([SimpleNamespace(val_loss=path)], 0))
+    run = SimpleNamespace(curve=[(9, 1.0, 1.0)])
+    monkeypatch.setattr(ablations.compare, "read_log", lambda path: ([run], 0))
     script, log = tmp_path / "script.py", tmp_path / "a.txt"
     script.write_text("print('log: a.txt\\nlog: a.txt')")
     log.touch()
