@@ -140,6 +140,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
     parser.add_argument("--out", type=Path, default=Path("ablations.jsonl"))
     args = parser.parse_args(argv)
+    import scipy.stats  # noqa: F401  if it is not installed, this should fail before the runs
+
     variants = [Variant("as it is", []), *args.variants]
     if len({variant.label for variant in variants}) < len(variants):
         parser.error("two variants have the same label")

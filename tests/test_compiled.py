@@ -45,9 +45,9 @@ class Graphs:
     def compile(self, function, options, **more):
         compiled, stats = self.torch_compile(function, backend=self.backend, **more), counters["stats"]
 
-        def call(*args):
+        def call(*args, **kwargs):
             before = stats["unique_graphs"]
-            result = compiled(*args)
+            result = compiled(*args, **kwargs)
             self.counts[function.__name__] += stats["unique_graphs"] - before
             return result
 

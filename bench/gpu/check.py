@@ -66,7 +66,8 @@ TINY = (  # the cpu preset in seconds; multiples of 16, for FP8
     "heads=2 head_dim=16 mlp_dim=64 pointer_dim=16 padded_vocab=272 head_chunk=64 ngrams.orders=2,3 "
     "ngrams.width=32 ngrams.rows_per_order=4096 fp8=true dtype=bfloat16 bank_dtype=bfloat16 microbatches=2 "
     "stages.*.steps=1 stages.0.steps=2 stages.*.batch_tokens=256 stages.2.batch_tokens=384 "
-    "stages.*.max_doc_len=40 val_slices=1 val_slice_tokens=256 val_every=0"
+    "stages.*.max_doc_len=40 val_slices=1 val_slice_tokens=256 val_every=0 softcap.scale=23 softcap.shift=5 "
+    "stages.0.mtp=1,0.5,0.25 stages.1.mtp=1,0.5"  # as in the record preset
 )
 
 
