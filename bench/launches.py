@@ -178,9 +178,9 @@ class Counts(TorchDispatchMode):
     def as_kernel(self, plain: Callable) -> Callable:
         """Wraps an operation as one launch of a Triton kernel."""
 
-        def call(*args):
+        def call(*args, **kwargs):
             with self.paused():
-                out = plain(*args)
+                out = plain(*args, **kwargs)
             self.add_kernel(plain.__name__, (args, out))
             return out
 
