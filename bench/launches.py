@@ -178,9 +178,9 @@ class Counts(TorchDispatchMode):
     def as_kernel(self, plain: Callable) -> Callable:
         """Wraps an operation as one launch of a Triton kernel."""
 
-        def call(*args, **kwargs):
+        def call(*args):
             with self.paused():
-                out = plain(*args, **kwargs)
+                out = plain(*args)
             self.add_kernel(plain.__name__, (args, out))
             return out
 
@@ -189,9 +189,9 @@ class Counts(TorchDispatchMode):
     def as_compiled(self, function: Callable) -> Callable:
         """Makes a function's compiled form, as torch.compile would. All backwards are one, the layers'."""
 
-        def call(*args):
+        def call(*args, **kwargs):
             with self.inside(function.__name__) as results:
-                results.append(function(*args))
+                results.append(function(*args, **kwargs))
             return results[0]
 
         return call
