@@ -24,6 +24,7 @@ Begin another file after a change of the data.
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -140,8 +141,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
     parser.add_argument("--out", type=Path, default=Path("ablations.jsonl"))
     args = parser.parse_args(argv)
-    import scipy.stats  # noqa: F401  if it is not installed, this should fail before the runs
-
+    if importlib.util.find_spec("scipy") is None:
+        parser.error("needs scipy, which this Python lacks: pip install -r requirements.txt")
     variants = [Variant("as it is", []), *args.variants]
     if len({variant.label for variant in variants}) < len(variants):
         parser.error("two variants have the same label")

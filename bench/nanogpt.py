@@ -21,15 +21,15 @@ from pathlib import Path
 from statistics import mean
 
 from ablations import compare
+from transfer import AT_FIRST
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "data" / "shakespeare"
-SETTINGS = (
-    "heads=4 mlp_dim=512 stages.0.max_doc_len=512 ngrams.rows_per_order=262144 ngrams.orders=2,3,4,5 "
-    "softcap.scale=23 softcap.shift=5 stages.0.mtp=1,0.5,0.25 stages.1.mtp=1,0.5 stages.0.steps=82 "
-    "stages.1.steps=82 stages.2.steps=82 stages.3.steps=20 second_cadence_from=75 momentum_warmup=115 "
-    "momentum_cooldown=20 rails_step=115 endings.0.window=96 endings.0.rate=0.04081632653061224"
-).split()
+# The second part makes the cpu preset what it was before its record of 2026-11-26.
+SETTINGS = [
+    *"heads=4 mlp_dim=512 stages.0.max_doc_len=512 ngrams.rows_per_order=262144".split(),
+    *AT_FIRST["cpu"].split(),
+]
 RECIPE = (
     "train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
     "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "

@@ -58,6 +58,14 @@ def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
             ablations.main([change, *options, count])
 
 
+def test_without_scipy_nothing_is_trained(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ablations.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ablations, "train_all", lambda *args: pytest.fail("it trained"))
+    with pytest.raises(SystemExit):
+        ablations.main(["x=1", "--out", str(tmp_path / "runs.jsonl")])
+    assert "needs scipy" in capsys.readouterr().err
+
+
 def test_a_script_prints_its_log_twice_and_beside_itself(tmp_path, monkeypatch):
     """Runs a script without --check, as early records are."""
     run = SimpleNamespace(curve=[(9, 1.0, 1.0)])
