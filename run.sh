@@ -1,37 +1,40 @@
 #!/usr/bin/env bash
-# ./run.sh [SCRIPT.py] [--runs N] [options of the script]
+# ./run.sh [SCRIPT.py] [--runs N] [--against OTHER.py] [options of the script]
 #
 # Finds or makes a Python environment, gets the data, and trains SCRIPT.py (train_gpt.py): the preset `record`
 # on 8, 4, 2 or 1 GPUs; without any, `cpu` or, with --preset words, `words` in 2 processes. --runs N: N runs,
-# with seeds from --seed (0) on; if they have a --name, a table follows. --data DIR: nothing is downloaded.
-# `python train_gpt.py -h` lists the script's options. Variables: PYTHON, to use or to make .venv with;
-# NPROC_PER_NODE; and on several machines NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, as torchrun's.
+# with seeds from --seed (0) on; if they have a --name, a table follows. --against OTHER.py: OTHER.py follows
+# each run, as a record's baseline, with the same preset, data and seed but no other option. --data DIR:
+# nothing is downloaded. `python train_gpt.py -h` lists the script's options. Variables: PYTHON, to use or to
+# make .venv with; NPROC_PER_NODE; on several machines NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: torchrun's.
 
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 export RUN_COMMAND=$(printf '%q\n' "${0/#run.sh/./run.sh}" "$@" | paste -sd ' ' -)   # for compare.py, too
-script=train_gpt.py preset='' runs=1 seed=0 args=()
+script=train_gpt.py against='' name='' preset='' data='' runs=1 seed=0 args=()
 if [[ ${1-} == *.py ]]; then script=$(from_caller "$1"); shift; fi
 [[ -f $script ]] || die "there is no $script"
 while (( $# )); do
-    if [[ $1 =~ ^--(runs|seed|preset|data|save|resume)$ ]]; then
+    if [[ $1 =~ ^--(runs|seed|preset|data|save|resume|against|name)$ ]]; then
         (( $# > 1 )) || die "$1 needs a value"
         set -- "$1=$2" "${@:3}"
     fi
     case $1 in
         -h|--help) sed -n '2,/^$/s/^# \{0,1\}//p' run.sh; exit ;;
         --check|--check=*) die "only python $script takes --check" ;;
-        --runs=*) runs=${1#*=} ;;
-        --seed=*) seed=${1#*=} ;;
-        --preset=*) preset=${1#*=} ;;
-        --data=*|--save=*|--resume=*) args+=("${1%%=*}=$(from_caller "${1#*=}")") ;;
+        --runs=*|--seed=*|--preset=*|--name=*) declare "${1#--}" ;;
+        --against=*) against=$(from_caller "${1#*=}") ;;
+        --data=*) data=$(from_caller "${1#*=}") ;;
+        --save=*|--resume=*) args+=("${1%%=*}=$(from_caller "${1#*=}")") ;;
         *) args+=("$1") ;;
     esac
     shift
 done
 if [[ ! $preset ]]; then (( gpus )) && preset=record || preset=cpu; fi
-args+=(--preset="$preset")
+same=(--preset="$preset" ${data:+--data="$data"})
+args+=("${same[@]}" ${name:+--name="$name"})
+[[ ! $against || -f $against && $name ]] || die "--against needs a script that is there, and --name"
 runs=$(whole --runs "$runs" 1 1000000)
 seed=$(whole --seed "$seed" 0 $(( 9223372036854775807 - runs )))
 processes=$(whole NPROC_PER_NODE "${NPROC_PER_NODE:-$(( gpus ? gpus : 2 ))}" 1 10000)
@@ -60,16 +63,20 @@ train() {   # a background job, so that signals reach the shell, which waits for
             die "Triton: $problem; it needs a C compiler and Python.h (Debian: gcc python3-dev)"
     fi
     declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
-    if [[ " ${args[*]}" != *" --data="* ]]; then "$python" data/${sources[$preset]:-fineweb.py}; fi
+    [[ $data ]] || "$python" data/${sources[$preset]:-fineweb.py}
     for (( ; runs; runs--, seed++ )); do
-        say "$script, preset $preset, seed $seed, $processes processes${NNODES:+, node $node}, python $python"
-        mkdir "$folder/ranks"   # where every process enters its id before it begins
-        rank=(sh -c ': 2>/dev/null >"$0/$$" && exec "$@"' "$folder/ranks" "$python" "$script")
-        rank+=(--seed="$seed" "${args[@]}")
-        "$python" -c "$module" torch.distributed.run "${launch[@]}" --nproc_per_node="$processes" \
-            --no-python "${rank[@]//\$/\$\$}"   # torchrun makes one $ of two
-        rm -r "$folder/ranks"
+        start "$script" "${args[@]}"
+        [[ ! $against ]] || start "$against" "${same[@]}" --name="$name/baseline"
     done
+}
+start() {   # SCRIPT OPTION...
+    say "$1, preset $preset, seed $seed, $processes processes${NNODES:+, node $node}, python $python"
+    mkdir "$folder/ranks"   # where every process enters its id before it begins
+    local rank=(sh -c ': 2>/dev/null >"$0/$$" && exec "$@"' "$folder/ranks" "$python" "$1")
+    rank+=(--seed="$seed" "${@:2}")
+    "$python" -c "$module" torch.distributed.run "${launch[@]}" --nproc_per_node="$processes" \
+        --no-python "${rank[@]//\$/\$\$}"   # torchrun makes one $ of two
+    rm -r "$folder/ranks"
 }
 # The names of the runs' logs, and an empty line where a run begins
 logs() { sed -nE "s/^$(basename "$0"): .*//p; s/^log:? +(.*\.txt)$/\1/p" "$folder/output"; }
@@ -88,7 +95,7 @@ stop() {   # STATUS: ends what still runs, and says how to continue
     checkpoint=$(ls "${log%/*}/${run%%.*}.checkpoint" 2>/dev/null | grep -x 'step[0-9]*' | tail -n 1) || true
     echo $'\n'"$(say "unfinished; log: $log; checkpoint: ${checkpoint:-none}")"
     (( runs == 1 )) || RUN_COMMAND+=" --runs 1 --seed $(tr -dc 0-9 <<<"${run%%_*}")"
-    [[ ! $checkpoint ]] || echo "$RUN_COMMAND --resume $(printf '%q' "$log")"
+    [[ ! $checkpoint || $against ]] || echo "$RUN_COMMAND --resume $(printf '%q' "$log")"
     exit "$1"
 }
 
@@ -104,7 +111,7 @@ set +m
 wait $! || stop $?
 exec 3>&-
 wait "$screen"
-(( runs == 1 )) || folders=$(logs | sed -n 's|/[^/]*$||p' | sort -u)
+[[ $runs == 1 && ! $against ]] || folders=$(logs | sed -nE 's#(/baseline)?/[^/]*$##p' | sort -u)
 case ${folders-} in
     ''|*/attempts) ;;
     *$'\n'*) say "midnight passed: for a table, give compare.py one folder with all logs of" $folders ;;

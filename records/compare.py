@@ -27,7 +27,7 @@ validation must be equal in both groups.
 
 --curves draws losses over steps and over training time. With dots: validation loss, mean and standard
 deviation of a group's runs, at the steps that all validated; up to four dots are not joined by lines. A
-default run validates every 250 steps, which is only three times in the `cpu` preset: make the runs of a
+default run of the `cpu` preset validates only before its first step and at its end: make the runs of a
 picture with --set val_every=20. Thin, if logged: training loss, mean of the runs, smoothed by a centred
 window of 5 % of the steps, shorter at both ends. train_gpt.py logs the first process's, which is higher in
 stages that also predict later tokens. It is dotted if a stage has a sampled softmax, whose loss is lower
@@ -694,6 +694,7 @@ def begin_readme(folder: Path, paths: list[str], table: str) -> str:
     name = folder.resolve().name
     parts = [
         f"# {name.partition('_')[2] or name}",
+        "![Losses over steps and over training time](curves.png)",
         "(What was changed, against which record, and why.)",
     ]
     if command := os.environ.get("RUN_COMMAND"):

@@ -327,7 +327,8 @@ def test_a_records_readme_is_begun_once(run, monkeypatch):
         code, out, _ = run(f"--begin {folder}")
         assert code == 0 and out.startswith(table)
         assert readme.read_text() == (
-            f"# My_Idea\n\n(What was changed, against which record, and why.)\n\n{command}"
+            "# My_Idea\n\n![Losses over steps and over training time](curves.png)\n\n"
+            f"(What was changed, against which record, and why.)\n\n{command}"
             f"What `python records/compare.py {folder}` prints:\n\n{textwrap.indent(table, '    ')}"
         )
         readme.write_text("mine")

@@ -132,7 +132,7 @@ def test_options_of_the_user_have_priority(ready):
     options = "old.py --data mine --seed=010 --set a=1 b=2 --preset=record --name '$A b' --checkpoint-every 9"
     status, commands = run(ready, options, NPROC_PER_NODE="3", OMP_NUM_THREADS="5")
     assert status == 0 and "threads: 5" in run.text
-    want = "3 old.py --seed=10 --data=mine --set a=1 b=2 --name $$A b --checkpoint-every 9 --preset=record"
+    want = "3 old.py --seed=10 --set a=1 b=2 --checkpoint-every 9 --preset=record --data=mine --name=$$A b"
     assert commands == [STANDALONE + want]  # torchrun makes one $ of two
 
 
@@ -165,6 +165,22 @@ def test_seeds_count_up_and_a_table_of_the_folder_that_the_runs_name_follows(rea
     assert ("28_Idea records/b/29_Idea" in run.text) == ("seed%" in prints)
 
 
+def test_a_baseline_runs_in_turn(ready):
+    """It gets the same preset, data and seed, and a folder in that of the runs, of which a table follows."""
+    (ready / "records/b/21_Idea/baseline").mkdir(parents=True)
+    prints = "log: records/b/21_Idea/$([[ $* == *baseline ]] && echo baseline/)seed${seed%% *}.txt"
+    options = "old.py --against train_gpt.py --set a=1 --data . --seed 3 --runs 2 --name Idea"
+    status, commands = run(ready, options, PRINTS=prints)
+    start = f"{STANDALONE}2"
+    assert status == 0 and commands == [
+        f"{start} old.py --seed=3 --set a=1 --preset=cpu --data=. --name=Idea",
+        f"{start} train_gpt.py --seed=3 --preset=cpu --data=. --name=Idea/baseline",
+        f"{start} old.py --seed=4 --set a=1 --preset=cpu --data=. --name=Idea",
+        f"{start} train_gpt.py --seed=4 --preset=cpu --data=. --name=Idea/baseline",
+        "records/compare.py --begin records/b/21_Idea",
+    ]
+
+
 def test_failures_end_the_rest(ready):
     """One of several runs; what the script refuses, which is not fetched; kernels without a compiler."""
     status, commands = run(ready, "--runs 3 --name Idea", FAILS="--seed=1 ")
@@ -176,7 +192,8 @@ def test_failures_end_the_rest(ready):
 
 
 WRONG = f"""--runs=0 --runs=x --runs= --seed --seed=-1 --seed={2**63 - 1} --seed={2**64 + 1} --check
---seed=0x1 none.py NPROC_PER_NODE=auto NPROC_PER_NODE=0 NNODES=1:2 NODE_RANK=1 PYTHON=none TOO_OLD=1"""
+--seed=0x1 none.py --against=old.py --against=none.py
+NPROC_PER_NODE=auto NPROC_PER_NODE=0 NNODES=1:2 NODE_RANK=1 PYTHON=none TOO_OLD=1"""
 
 
 @pytest.mark.parametrize("wrong", WRONG.split())
