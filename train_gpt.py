@@ -1,6 +1,6 @@
 """
 A NanoGPT speedrun in one file. Trains a GPT-2-small-class language model on FineWeb to a validation loss of
-3.28 nats per token, in as little time as possible on 8 H100s. Smaller presets run the same code on a laptop.
+3.28 nats per token, in as little time as possible on 8 H100s. Smaller presets run the same code on two cores.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py                # the record preset: 8 GPUs, FineWeb
     torchrun --standalone --nproc_per_node=2 train_gpt.py --preset cpu   # the cpu preset: no GPU
@@ -379,7 +379,8 @@ class Config:
     narrow_attn_scale: float = 0.13
     dtype: Float = "bfloat16"  # of weights and activations
     # The schedule. `--set length=0.5` halves all of it: the steps of stages, momentum and endings,
-    # second_cadence_from and rails_step. It takes them as the settings before it left them.
+    # second_cadence_from and rails_step. It takes them as the settings before it left them, or as the preset
+    # has them, which may also give a length.
     length: Annotated[float, 1e-3, 1e3] = 1.0
     # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
     # agree, large ones average out noise later. At the end batches shrink again, and the last stage trains at
@@ -492,15 +493,13 @@ WORDS = replace(
     val_slice_tokens=512, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
     heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32, softcap=RECORD.softcap,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
-    adam_lr=0.02, bank_lr=0.018, second_cadence_from=34, momentum_warmup=50, momentum_cooldown=9,
+    adam_lr=0.02, bank_lr=0.018, length=1.0, second_cadence_from=34, momentum_warmup=50, momentum_cooldown=9,
     rails_step=50, endings=(replace(CPU.endings[0], window=42, rate=0.09, keep_norm=False),),
     stages=tuple(
         replace(stage, steps=steps, batch_tokens=2048, candidates=(columns,))
         for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), (4096, 4096, 4096, 0))
     ))
 # fmt: on
-
-PRESETS = {"record": RECORD, "cpu": CPU, "words": WORDS}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -713,7 +712,7 @@ def override(cfg: Config, setting: str) -> Config:
     new = map_settings(change, dataclasses.asdict(cfg))
     near = ", ".join(difflib.get_close_matches(name, known, cutoff=0.4)) or "a field of Config"
     refuse_if(not fnmatch.filter(known, name), f"--set {name}: unknown; did you mean {near}?")
-    return new if new.length == cfg.length else rescale(new, new.length / cfg.length)
+    return rescale(new, new.length / cfg.length)
 
 
 def rescale(cfg: Config, factor: float) -> Config:
@@ -726,7 +725,10 @@ def rescale(cfg: Config, factor: float) -> Config:
             return tuple(change(steps, Steps, path) for steps in value)
         return 1 - (1 - value) ** (1 / factor) if hint == Rate else value
 
-    return map_settings(change, dataclasses.asdict(cfg))
+    return cfg if factor == 1 else map_settings(change, dataclasses.asdict(cfg))
+
+
+PRESETS = {cfg.preset: rescale(cfg, cfg.length) for cfg in (RECORD, CPU, WORDS)}
 
 
 def parse(text: str, hint, name: str):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -217,6 +218,23 @@ def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
         kept = [math.prod(1 - rate for rate in row if rate < 1) for row in rates]
         assert abs(len(rates[0]) - 2 * len(rates[1])) <= 4 and kept[0] == pytest.approx(kept[1], abs=0.02)
     assert tg.config_from_dict(json.loads(tg.config_json(half))) == tg.override(half, "length=0.5") == half
+
+
+def test_a_preset_with_a_length_is_the_preset_with_that_setting(tmp_path):
+    """It does not reach the preset that is derived from it."""
+    text = Path(tg.__file__).read_text()
+    edited = text.replace('preset="cpu", track="cpu",', 'preset="cpu", track="cpu", length=0.9,')
+    assert edited != text
+    (tmp_path / "shorter.py").write_text(edited)
+    spec = importlib.util.spec_from_file_location("shorter", tmp_path / "shorter.py")
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    del sys.modules[spec.name]
+    want = {"cpu": tg.override(CPU, "length=0.9"), "words": tg.WORDS}
+    assert {name: module.config_json(module.PRESETS[name]) for name in want} == {
+        name: tg.config_json(cfg) for name, cfg in want.items()
+    }
+    assert module.override(module.PRESETS["cpu"], "length=1").steps == CPU.steps
 
 
 def test_no_cooldown_and_no_schedule():
