@@ -26,7 +26,8 @@ seed 0:
     2 x 256          128       1024    2e-3   1.471       6 x 148          64        1024    2e-3   1.549
     2 x 256          64        1024    2e-3   1.479
 
-The defaults on all 524,288 targets: 1.334 after 138 s; the cpu preset 1.062 after 42 s (bench/curves/).
+The defaults on all 524,288 targets: 1.334 after 205 and 240 s, in two runs between runs of the cpu preset,
+which took 53 and 54 s to 1.062 (bench/curves/ has the second of each).
 """
 
 import argparse
