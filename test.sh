@@ -3,7 +3,8 @@
 #
 # Without arguments: ruff, mypy and all tests, in a quarter of an hour on two cores. The environment is that of
 # run.sh, and gets what only tests need. --fast: tests that take less than a second, of every section of the
-# script, in a minute. --cpus: tests marked numeric, as on a CPU without AVX-512, then as on one without AVX2.
+# script, in two minutes. --cpus: tests marked numeric, as on a CPU without AVX-512, then as on one without
+# AVX2.
 
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
