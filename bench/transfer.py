@@ -287,17 +287,23 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
             if points:
                 x, y, error = zip(*points)
                 ax.errorbar(x, y, error, fmt="o", capsize=3, color=f"C{number}", label=group)
-        for technique, effect in shown:
-            ax.annotate(technique.name.split(",")[0], (technique.published, effect.mean), fontsize=7,
-                        xytext=(4, 4), textcoords="offset points")  # fmt: skip
+        # Names stand on the left of points on the right, and above and below in turn, so that few overlap.
+        for i, (technique, effect) in enumerate(sorted(shown, key=lambda point: point[0].published)):
+            side, x = ("right", -5) if technique.published > 10 else ("left", 5)
+            ax.annotate(technique.name.split(",")[0], (technique.published, effect.mean), fontsize=7, ha=side,
+                        xytext=(x, -9 if i % 2 else 4), textcoords="offset points")  # fmt: skip
         # Both scales are linear near 0, and logarithmic beyond.
         ax.set_xscale("symlog", linthresh=5)
         ax.set_yscale("symlog", linthresh=5)
+        ax.set_xticks([-10, -5, 0, 5, 10, 20, 40], [-10, -5, 0, 5, 10, 20, 40])
+        ax.set_yticks([-20, -10, -5, 0, 5, 10, 20, 50, 100], [-20, -10, -5, 0, 5, 10, 20, 50, 100])
+        ax.minorticks_off()
+        ax.margins(0.1, 0.15)
         ax.axhline(0, color="0.6", linewidth=1)
         ax.axvline(0, color="0.6", linewidth=1)
         ax.set(title=f"the {track} preset", xlabel="published effect, thousandths of a nat")
         ax.set_ylabel("effect here, thousandths of a nat; bars: standard error")
-        ax.legend(loc="lower right")
+        ax.legend(loc="upper left")
     figure.savefig(path, dpi=120)
 
 
