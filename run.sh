@@ -34,7 +34,10 @@ done
 if [[ ! $preset ]]; then (( gpus )) && preset=record || preset=cpu; fi
 same=(--preset="$preset" ${data:+--data="$data"})
 args+=("${same[@]}" ${name:+--name="$name"})
-[[ ! $against || -f $against && $name ]] || die "--against needs a script that is there, and --name"
+if [[ $against ]]; then
+    [[ -f $against && $name ]] || die "--against needs a script that is there, and --name"
+    ! compgen -G "records/*/$(date +%F)_$name" || die "that is there already; give another --name, and new seeds"
+fi
 runs=$(whole --runs "$runs" 1 1000000)
 seed=$(whole --seed "$seed" 0 $(( 9223372036854775807 - runs )))
 processes=$(whole NPROC_PER_NODE "${NPROC_PER_NODE:-$(( gpus ? gpus : 2 ))}" 1 10000)
@@ -64,6 +67,7 @@ train() {   # a background job, so that signals reach the shell, which waits for
     fi
     declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
     [[ $data ]] || "$python" data/${sources[$preset]:-fineweb.py}
+    [[ ! $against ]] || works 'import matplotlib, scipy' || die "for the table at the end: $problem"
     for (( ; runs; runs--, seed++ )); do
         start "$script" "${args[@]}"
         [[ ! $against ]] || start "$against" "${same[@]}" --name="$name/baseline"
@@ -114,6 +118,6 @@ wait "$screen"
 [[ $runs == 1 && ! $against ]] || folders=$(logs | sed -nE 's#(/baseline)?/[^/]*$##p' | sort -u)
 case ${folders-} in
     ''|*/attempts) ;;
-    *$'\n'*) say "midnight passed: for a table, give compare.py one folder with all logs of" $folders ;;
+    *$'\n'*) say "midnight passed, or the options change the track: no table of" $folders ;;
     *) "$(<"$folder/python")" records/compare.py --begin "$(from_script "$folders")" ;;
 esac

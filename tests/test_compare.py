@@ -325,7 +325,7 @@ def test_a_records_readme_is_begun_once(run, monkeypatch):
     monkeypatch.setenv("RUN_COMMAND", "./run.sh --name My_Idea")
     for command in ("    ./run.sh --name My_Idea\n\n", ""):
         code, out, _ = run(f"--begin {folder}")
-        assert code == 0 and out.startswith(table)
+        assert code == 0 and out.endswith(table)
         assert readme.read_text() == (
             "# My_Idea\n\n![Losses over steps and over training time](curves.png)\n\n"
             f"(What was changed, against which record, and why.)\n\n{command}"

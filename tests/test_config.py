@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -220,21 +221,20 @@ def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
     assert tg.config_from_dict(json.loads(tg.config_json(half))) == tg.override(half, "length=0.5") == half
 
 
-def test_a_preset_with_a_length_is_the_preset_with_that_setting(tmp_path):
-    """It does not reach the preset that is derived from it."""
+def test_a_presets_length_is_applied_once_and_to_no_other(tmp_path):
+    """To the script's tables, whatever length the preset has now; --set length is then relative to it."""
     text = Path(tg.__file__).read_text()
-    edited = text.replace('preset="cpu", track="cpu",', 'preset="cpu", track="cpu", length=0.9,')
-    assert edited != text
+    edited, count = re.subn(r'(preset="cpu".*?\blength=)[\d.]+', r"\g<1>0.9", text, count=1, flags=re.S)
     (tmp_path / "shorter.py").write_text(edited)
     spec = importlib.util.spec_from_file_location("shorter", tmp_path / "shorter.py")
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     del sys.modules[spec.name]
-    want = {"cpu": tg.override(CPU, "length=0.9"), "words": tg.WORDS}
+    want = {"cpu": replace(tg.rescale(CPU, 0.9), length=1.0), "words": tg.PRESETS["words"]}
+    assert count == 1 and want["cpu"].steps < CPU.steps
     assert {name: module.config_json(module.PRESETS[name]) for name in want} == {
         name: tg.config_json(cfg) for name, cfg in want.items()
     }
-    assert module.override(module.PRESETS["cpu"], "length=1").steps == CPU.steps
 
 
 def test_no_cooldown_and_no_schedule():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,8 @@ def test_a_baseline_runs_in_turn(ready):
         f"{start} train_gpt.py --seed=4 --preset=cpu --data=. --name=Idea/baseline",
         "records/compare.py --begin records/b/21_Idea",
     ]
+    (ready / f"records/cpu/{date.today()}_Idea").mkdir(parents=True)
+    assert run(ready, options) == (1, []) and "_Idea" in run.text  # its seeds may be the same
 
 
 def test_failures_end_the_rest(ready):
