@@ -464,7 +464,7 @@ RECORD = Config()
 # All layers, at widths that two laptop cores train in a minute or two, on bytes; no prefixes, which bytes do
 # not have. A third of such a small step is the cost of many small operations, so there are only two
 # micro-batches. Documents of about 1 KiB are cut short, so that a batch has parts of more of them. On this
-# text a symmetric softcap and the next token alone give a lower loss; on Tiny Shakespeare they do not.
+# text a symmetric softcap and the next token alone give a lower loss; on others that is not sure.
 # fmt: off
 CPU = replace(
     RECORD, preset="cpu", track="cpu", data="data/local", target=1.07,

@@ -21,15 +21,10 @@ from pathlib import Path
 from statistics import mean
 
 from ablations import compare
-from transfer import AT_FIRST
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "data" / "shakespeare"
-# The second part makes the cpu preset what it was before its record of 2026-11-26.
-SETTINGS = [
-    *"heads=4 mlp_dim=512 stages.0.max_doc_len=512 ngrams.rows_per_order=262144".split(),
-    *AT_FIRST["cpu"].split(),
-]
+SETTINGS = "heads=4 mlp_dim=512 length=1.1".split()
 RECIPE = (
     "train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
     "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "

@@ -4,11 +4,13 @@
     python data/shakespeare.py [FILE] [--out data/shakespeare]
 
 Without FILE the text is downloaded from where nanoGPT has it, Karpathy's char-rnn. Training reads only the
-beginning of a document, so the training text is cut into passages of at most 512 bytes. The validation text
-is one document: every position sees as far back as the model's windows allow.
+beginning of a document, so the training text is cut into passages of at most 512 bytes. They come in random
+order: a run is about one pass, and in the text's order its end would depend on which play comes last. The
+validation text is one document: every position sees as far back as the model's windows allow.
 """
 
 import argparse
+import random
 import urllib.request
 from pathlib import Path
 
@@ -36,7 +38,9 @@ def run(args: argparse.Namespace) -> None:
         with urllib.request.urlopen(URL, timeout=60) as response:
             text = response.read()
     begin, encoding = len(text) * 9 // 10, get_encoding("bytes")
-    splits = {"train": cut_passages(text[:begin], PASSAGE_BYTES["bytes"]), "val": [text[begin:]]}
+    passages = cut_passages(text[:begin], PASSAGE_BYTES["bytes"])
+    random.Random(0).shuffle(passages)
+    splits = {"train": passages, "val": [text[begin:]]}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "input.txt").write_bytes(text)  # for bench/nanogpt.py, which gives it to nanoGPT
     for split, passages in splits.items():
