@@ -4,9 +4,10 @@
 # Finds or makes a Python environment, gets the data, and trains SCRIPT.py (train_gpt.py): the preset `record`
 # on 8, 4, 2 or 1 GPUs; without any, `cpu` or, with --preset words, `words` in 2 processes. --runs N: N runs,
 # with seeds from --seed (0) on; if they have a --name, a table follows. --against OTHER.py: OTHER.py follows
-# each run, as a record's baseline, with the same preset, data and seed but no other option. --data DIR:
-# nothing is downloaded. `python train_gpt.py -h` lists the script's options. Variables: PYTHON, to use or to
-# make .venv with; NPROC_PER_NODE; on several machines NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: torchrun's.
+# each run, as a record's baseline, with the same preset, data and seed but no other option; it needs a new
+# --name. --data DIR: nothing is downloaded. `python train_gpt.py -h` lists the script's options. Variables:
+# PYTHON, to use or to make .venv with; NPROC_PER_NODE; and, as torchrun's on several machines, NNODES,
+# NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
@@ -36,7 +37,9 @@ same=(--preset="$preset" ${data:+--data="$data"})
 args+=("${same[@]}" ${name:+--name="$name"})
 if [[ $against ]]; then
     [[ -f $against && $name ]] || die "--against needs a script that is there, and --name"
-    ! compgen -G "records/*/$(date +%F)_$name" || die "that is there already; give another --name, and new seeds"
+    [[ "${args[*]}" != *--@(resume|save|profile|checkpoint-every)* ]] ||
+        die "--against goes without --resume, --save, --profile and --checkpoint-every"
+    ! compgen -G "records/*/$(date +%F)_$name" || die "that is there; give another --name, and new seeds"
 fi
 runs=$(whole --runs "$runs" 1 1000000)
 seed=$(whole --seed "$seed" 0 $(( 9223372036854775807 - runs )))
@@ -65,9 +68,9 @@ train() {   # a background job, so that signals reach the shell, which waits for
         works 'import triton; triton.runtime.driver.active.get_current_device()' ||
             die "Triton: $problem; it needs a C compiler and Python.h (Debian: gcc python3-dev)"
     fi
+    [[ ! $against ]] || works 'import scipy' || die "compare.py needs scipy: $problem"
     declare -A sources=([cpu]="local_corpus.py" [words]="local_corpus.py --encoding gpt2")
     [[ $data ]] || "$python" data/${sources[$preset]:-fineweb.py}
-    [[ ! $against ]] || works 'import matplotlib, scipy' || die "for the table at the end: $problem"
     for (( ; runs; runs--, seed++ )); do
         start "$script" "${args[@]}"
         [[ ! $against ]] || start "$against" "${same[@]}" --name="$name/baseline"
@@ -99,7 +102,8 @@ stop() {   # STATUS: ends what still runs, and says how to continue
     checkpoint=$(ls "${log%/*}/${run%%.*}.checkpoint" 2>/dev/null | grep -x 'step[0-9]*' | tail -n 1) || true
     echo $'\n'"$(say "unfinished; log: $log; checkpoint: ${checkpoint:-none}")"
     (( runs == 1 )) || RUN_COMMAND+=" --runs 1 --seed $(tr -dc 0-9 <<<"${run%%_*}")"
-    [[ ! $checkpoint || $against ]] || echo "$RUN_COMMAND --resume $(printf '%q' "$log")"
+    [[ ! $against ]] || say "begin again with another --name and new seeds"
+    [[ ! $checkpoint ]] || echo "$RUN_COMMAND --resume $(printf '%q' "$log")"
     exit "$1"
 }
 
@@ -118,6 +122,6 @@ wait "$screen"
 [[ $runs == 1 && ! $against ]] || folders=$(logs | sed -nE 's#(/baseline)?/[^/]*$##p' | sort -u)
 case ${folders-} in
     ''|*/attempts) ;;
-    *$'\n'*) say "midnight passed, or the options change the track: no table of" $folders ;;
+    *$'\n'*) say "no table, because midnight passed, or an option changes the track:" $folders ;;
     *) "$(<"$folder/python")" records/compare.py --begin "$(from_script "$folders")" ;;
 esac

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # ./test.sh [--fast | --cpus] [pytest options or tests]
 #
-# Without arguments: ruff, mypy and all tests, in a quarter of an hour on two cores. The environment is that of
-# run.sh, and gets what only tests need. --fast: tests that take less than a second, of every section of the
-# script, in two minutes. --cpus: tests marked numeric, as on a CPU without AVX-512, then as on one without
-# AVX2.
+# Without arguments: ruff, mypy and all tests, in a quarter of an hour on two cores. The environment is that
+# of run.sh, and gets what only tests need. --fast: tests under a second each, of every section of the script,
+# in two minutes. --cpus: tests marked numeric, as on a CPU without AVX-512, then as on one without AVX2.
 
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"

@@ -68,6 +68,8 @@ import train_gpt as tg
 from golden_inputs import RECORD92
 from launches import on_meta, patched
 
+RECORD = tg.PRESETS["record"]
+
 RANKS = 8
 PARTS = "matmuls", "attention", "other", "exchange", "fixed"  # of the device's ms
 PEAKS = dict.fromkeys(("bf16", "varlen", "fa3", "pointer"), 989e12)  # FLOP/s
@@ -484,13 +486,13 @@ def print_estimates(changed: dict[str, tg.Config]) -> None:
     """Prints all tables, and of each changed config the run's."""
     print("estimates for 8 H100s: what is not called published was never measured")
     print("takes some minutes, each what-if more\n", flush=True)
-    of_record, no_pointer = count_all(tg.RECORD), count_all(RECORD92)
+    of_record, no_pointer = count_all(RECORD), count_all(RECORD92)
     of_92 = with_techniques(no_pointer, *TECHNIQUES)
     without = {"pointer_dim=0": with_steps_of(of_record, no_pointer)}
-    without |= {"fp8_mlp=false": count_all(tg.override(tg.RECORD, "fp8_mlp=false"))}
+    without |= {"fp8_mlp=false": count_all(tg.override(RECORD, "fp8_mlp=false"))}
     model = fit(of_92)
     print_379(of_record, of_92, model)
-    seconds = print_run("the record preset: ms of a step", tg.RECORD, of_record, model)
+    seconds = print_run("the record preset: ms of a step", RECORD, of_record, model)
     print_changes(of_record, without, model, host_of_92(of_92, model))
     for changes, cfg in changed.items():
         new = print_run(changes, cfg, count_all(cfg), model)
@@ -503,8 +505,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--what-if", action="append", default=[], metavar="'NAME=VALUE ...'")
     args = parser.parse_args(argv)
     try:
-        changed = {changes: reduce(tg.override, changes.split(), tg.RECORD) for changes in args.what_if}
-        for cfg in (tg.RECORD, *changed.values()):
+        changed = {changes: reduce(tg.override, changes.split(), RECORD) for changes in args.what_if}
+        for cfg in (RECORD, *changed.values()):
             # FlashAttention-3 is a package of its own, which no count needs.
             has_fa3 = cfg.attention_impl == "fa3"
             launches.check(replace(cfg, attention_impl="varlen") if has_fa3 else cfg, RANKS)

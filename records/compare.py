@@ -701,7 +701,7 @@ def begin_readme(folder: Path, paths: list[str], table: str) -> str:
         parts.append(textwrap.indent(command, "    "))
     parts += [f"What `python records/compare.py {' '.join(paths)}` prints:", textwrap.indent(table, "    ")]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return f"{path} begins with the table below; say in it what was changed"
+    return f"{path} is begun, with the table below; say in it what was changed"
 
 
 def markdown_table(head: list[str], body: list[list[str]]) -> list[str]:

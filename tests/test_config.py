@@ -235,6 +235,8 @@ def test_a_presets_length_is_applied_once_and_to_no_other(tmp_path):
     assert {name: module.config_json(module.PRESETS[name]) for name in want} == {
         name: tg.config_json(cfg) for name, cfg in want.items()
     }
+    half, cpu = module.override(module.PRESETS["cpu"], "length=0.5"), tg.override(want["cpu"], "length=0.5")
+    assert module.config_json(half) == tg.config_json(cpu)
 
 
 def test_no_cooldown_and_no_schedule():

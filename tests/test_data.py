@@ -256,15 +256,17 @@ def test_the_last_tenth_of_shakespeare_is_one_document(tmp_path, monkeypatch):
     text = b"".join(b"SPEAKER %d:\nA line of speech.\n\n" % i for i in range(1000))
     (tmp_path / "input.txt").write_bytes(text)
     monkeypatch.setattr(shakespeare, "URL", (tmp_path / "input.txt").as_uri())
+    written: list = []
     for source, arguments in ("file", [str(tmp_path / "input.txt")]), ("download", []):
         out = tmp_path / source
         shakespeare.main([*arguments, "--out", str(out)])
         train, val = (documents_in(out, split) for split in ("train", "val"))
         begin = int(len(text) * 0.9)  # as nanoGPT's prepare.py has it
-        passages = tt.cut_passages(text[:begin], 512)
+        passages, written = tt.cut_passages(text[:begin], 512), [*written, train]
         assert train != passages and sorted(train) == sorted(passages) and val == [text[begin:]]
         assert len((out / "vocabulary.txt").read_text().splitlines()) == 257
         assert (out / "input.txt").read_bytes() == text
+    assert written[0] == written[1]  # the random order is always the same
     with pytest.raises(SystemExit, match="^shakespeare.py: .*none"):
         shakespeare.main([str(tmp_path / "none"), "--out", str(tmp_path / "c")])
 

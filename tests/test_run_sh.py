@@ -180,6 +180,13 @@ def test_a_baseline_runs_in_turn(ready):
         f"{start} train_gpt.py --seed=4 --preset=cpu --data=. --name=Idea/baseline",
         "records/compare.py --begin records/b/21_Idea",
     ]
+    status, commands = run(ready, options, FAILS="Idea/baseline")
+    assert status == 3 and "--seed=3 --preset=cpu --data=. --name=Idea/baseline" in commands[-1]
+    one = options.replace("--runs 2", "")
+    assert "compare.py --begin" in run(ready, one, PRINTS=prints)[1][-1]
+    refused = "none.py --name X;train_gpt.py;train_gpt.py --name X --resume a.txt"
+    for wrong in refused.split(";"):
+        assert run(ready, f"old.py --against {wrong}") == (1, []) and len(run.text.splitlines()) == 1, wrong
     (ready / f"records/cpu/{date.today()}_Idea").mkdir(parents=True)
     assert run(ready, options) == (1, []) and "_Idea" in run.text  # its seeds may be the same
 
@@ -195,8 +202,7 @@ def test_failures_end_the_rest(ready):
 
 
 WRONG = f"""--runs=0 --runs=x --runs= --seed --seed=-1 --seed={2**63 - 1} --seed={2**64 + 1} --check
---seed=0x1 none.py --against=old.py --against=none.py
-NPROC_PER_NODE=auto NPROC_PER_NODE=0 NNODES=1:2 NODE_RANK=1 PYTHON=none TOO_OLD=1"""
+--seed=0x1 none.py NPROC_PER_NODE=auto NPROC_PER_NODE=0 NNODES=1:2 NODE_RANK=1 PYTHON=none TOO_OLD=1"""
 
 
 @pytest.mark.parametrize("wrong", WRONG.split())
