@@ -775,7 +775,9 @@ class Picture(NamedTuple):
         ticks = MaxNLocator(8, steps=[1, 2, 2.5, 5, 10])
         axes[0].yaxis.set(major_locator=ticks, major_formatter="{x:g}", minor_locator=NullLocator())
         fig.legend(handles=handles, loc="outside upper left")
-        fig.legend(kinds.values(), kinds, loc="outside upper right")
+        has_bars = any(len(group.counted) > 1 for group in self.groups)
+        names = [kind if has_bars else kind.partition(";")[0] for kind in kinds]
+        fig.legend(kinds.values(), names, loc="outside upper right")
         fig.savefig(path, format="png", metadata={"Source": self.mark})
 
 
