@@ -281,17 +281,18 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     for ax, (track, found) in zip(figure.subplots(1, len(effects), squeeze=False)[0], effects.items()):
-        shown = [(t, e) for t, e in found.items() if not isinstance(t.published, str)]
+        shown = sorted(
+            (t.published, e.mean, e.error, t) for t, e in found.items() if not isinstance(t.published, str)
+        )
         for number, group in enumerate(typing.get_args(Group)):
-            points = [(t.published, e.mean, e.error) for t, e in shown if t.group == group]
+            points = [point[:3] for point in shown if point[3].group == group]
             if points:
-                x, y, error = zip(*points)
-                ax.errorbar(x, y, error, fmt="o", capsize=3, color=f"C{number}", label=group)
+                ax.errorbar(*zip(*points), fmt="o", capsize=3, color=f"C{number}", label=group)
         # Names stand on the left of points on the right, and above and below in turn, so that few overlap.
-        for i, (technique, effect) in enumerate(sorted(shown, key=lambda point: point[0].published)):
-            side, x = ("right", -5) if technique.published > 10 else ("left", 5)
-            ax.annotate(technique.name.split(",")[0], (technique.published, effect.mean), fontsize=7, ha=side,
-                        xytext=(x, -9 if i % 2 else 4), textcoords="offset points")  # fmt: skip
+        for i, (published, mean, _, technique) in enumerate(shown):
+            side, shift = ("right", -5) if published > 10 else ("left", 5)
+            ax.annotate(technique.name.split(",")[0], (published, mean), fontsize=7, ha=side,
+                        xytext=(shift, -9 if i % 2 else 4), textcoords="offset points")  # fmt: skip
         # Both scales are linear near 0, and logarithmic beyond.
         ax.set_xscale("symlog", linthresh=5)
         ax.set_yscale("symlog", linthresh=5)
