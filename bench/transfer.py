@@ -279,8 +279,8 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
     """Draws published effects against ours, a point each with its standard error."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    for ax, (track, found) in zip(figure.subplots(1, len(effects), squeeze=False)[0], effects.items()):
+    figure = Figure(figsize=(11, 5 * len(effects)), layout="constrained")
+    for ax, (track, found) in zip(figure.subplots(len(effects), squeeze=False)[:, 0], effects.items()):
         shown = sorted(
             (t.published, e.mean, e.error, t) for t, e in found.items() if not isinstance(t.published, str)
         )
@@ -297,7 +297,7 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
         ax.set_xscale("symlog", linthresh=5)
         ax.set_yscale("symlog", linthresh=5)
         ax.set_xticks([-10, -5, 0, 5, 10, 20, 40], [-10, -5, 0, 5, 10, 20, 40])
-        ax.set_yticks([-20, -10, -5, 0, 5, 10, 20, 50, 100], [-20, -10, -5, 0, 5, 10, 20, 50, 100])
+        ax.set_yticks([-20, -10, -5, 0, 5, 10, 20, 50, 100, 300], [-20, -10, -5, 0, 5, 10, 20, 50, 100, 300])
         ax.minorticks_off()
         ax.margins(0.1, 0.15)
         ax.axhline(0, color="0.6", linewidth=1)
