@@ -27,8 +27,10 @@ PATCHES = HERE / "ablations" / "transfer"
 TRACKS = "cpu", "words"
 SEEDS = 5, 10  # of every variant; of those of a technique whose effect is near its error
 FIRST_SEED = 70
-# Neither changes the final loss.
-COMMON = ["warmup=false", "val_every=0", "samples=0"]
+# Without the last, as in the first runs, the MLPs' products are in bf16 where the CPU has AMX. The others do
+# not change the final loss.
+FP32 = "bf16_mlp=false"
+COMMON = ["warmup=false", "val_every=0", "samples=0", FP32]
 # What the presets were at the first run, where a later record changed them.
 AT_FIRST = {
     "cpu": "softcap.scale=23 softcap.shift=5 stages.0.mtp=1,0.5,0.25 stages.1.mtp=1,0.5 stages.0.steps=82 "
@@ -44,6 +46,8 @@ NEAR = 3.0  # an effect of fewer standard errors than that gets more seeds
 
 Group = Literal["optimizer", "architecture", "data and schedule", "vocabulary"]
 Pair = tuple[str, str]  # the settings without and with a technique; "": the preset at first
+# Losses by settings, and by what both sides of a pair must share: the seed, and the MLPs' products in fp32.
+Losses = dict[str, dict[tuple[int, bool], float]]
 
 
 class Technique(NamedTuple):
@@ -155,25 +159,26 @@ def runs_of(track: str) -> Path:
     return HERE / "ablations" / f"transfer_{track}.jsonl"
 
 
-def read_losses(track: str) -> dict[str, dict[int, float]]:
-    """Returns the losses of a track's runs, by settings and seed."""
-    losses: dict[str, dict[int, float]] = defaultdict(dict)
+def read_losses(track: str) -> Losses:
+    """Returns the losses of a track's runs."""
+    losses: Losses = defaultdict(dict)
     for line in runs_of(track).read_text().splitlines():
         entry = json.loads(line)
-        losses[RENAMED.get(entry["label"], entry["label"])][entry["run"][-1]] = entry["loss"]
+        *_, settings, seed = entry["run"]
+        losses[RENAMED.get(entry["label"], entry["label"])][seed, FP32 in settings] = entry["loss"]
     return losses
 
 
-def effect(pair: Pair | None, losses: dict[str, dict[int, float]]) -> Effect | None:
-    """Returns a technique's effect in a track, from the seeds with which both sides ran; None: not two."""
+def effect(pair: Pair | None, losses: Losses) -> Effect | None:
+    """Returns a technique's effect in a track, from the runs that both sides have; None: not two."""
     if pair is None:
         return None
     without, with_it = (losses.get(side, {}) for side in pair)
-    seeds = sorted(without.keys() & with_it.keys())
-    if len(seeds) < 2:
+    runs = sorted(without.keys() & with_it.keys())
+    if len(runs) < 2:
         return None
-    mean, error, _ = ablations.paired([without[s] for s in seeds], [with_it[s] for s in seeds])
-    return Effect(1000 * mean, 1000 * error, len(seeds))
+    mean, error, _ = ablations.paired([without[run] for run in runs], [with_it[run] for run in runs])
+    return Effect(1000 * mean, 1000 * error, len(runs))
 
 
 def variant(settings: str) -> str:

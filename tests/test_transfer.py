@@ -21,17 +21,20 @@ def technique(published: float | str, group: transfer.Group = "optimizer") -> Te
 
 
 def test_an_effect_is_the_loss_without_minus_with(tmp_path, monkeypatch):
-    """Pairs are of equal seeds; the effect is in thousandths of a nat."""
+    """Pairs have equal seeds and equal dtypes of the MLPs; the effect is in thousandths of a nat."""
     monkeypatch.setattr(transfer, "runs_of", lambda track: tmp_path / "runs.jsonl")
     runs = [
-        ("as it is", 1, 2.0),
-        ("as it is", 2, 3.0),
-        ("as it is", 3, 9.0),
-        ("a=1", 2, 3.3),
-        ("a=1", 1, 2.1),
+        ("as it is", "", 1, 2.0),
+        ("as it is", "", 2, 3.0),
+        ("as it is", "", 3, 9.0),
+        ("as it is", transfer.FP32, 2, 9.0),
+        ("a=1", "", 2, 3.3),
+        ("a=1", "", 1, 2.1),
+        ("a=1", transfer.FP32, 3, 1.0),
     ]
     lines = [
-        json.dumps({"run": ["", "cpu", "", seed], "label": label, "loss": loss}) for label, seed, loss in runs
+        json.dumps({"run": ["", "cpu", settings, seed], "label": label, "loss": loss})
+        for label, settings, seed, loss in runs
     ]
     (tmp_path / "runs.jsonl").write_text("\n".join(lines))
     losses = transfer.read_losses("cpu")
