@@ -284,20 +284,19 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
     """Draws published effects against ours, a point each with its standard error."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5 * len(effects)), layout="constrained")
+    figure = Figure(figsize=(13, 5 * len(effects)), layout="constrained")
+    groups = typing.get_args(Group)
+    numbered = sorted((t.published, t) for t in TECHNIQUES if not isinstance(t.published, str))
     for ax, (track, found) in zip(figure.subplots(len(effects), squeeze=False)[:, 0], effects.items()):
-        shown = sorted(
-            (t.published, e.mean, e.error, t) for t, e in found.items() if not isinstance(t.published, str)
-        )
-        for number, group in enumerate(typing.get_args(Group)):
-            points = [point[:3] for point in shown if point[3].group == group]
-            if points:
-                ax.errorbar(*zip(*points), fmt="o", capsize=3, color=f"C{number}", label=group)
-        # Names stand on the left of points on the right, and above and below in turn, so that few overlap.
-        for i, (published, mean, _, technique) in enumerate(shown):
-            side, shift = ("right", -5) if published > 10 else ("left", 5)
-            ax.annotate(technique.name.split(",")[0], (published, mean), fontsize=7, ha=side,
-                        xytext=(shift, -9 if i % 2 else 4), textcoords="offset points")  # fmt: skip
+        for number, (published, technique) in enumerate(numbered, 1):
+            if technique in found:
+                mean, error, _ = found[technique]
+                label = f"{number}  {technique.name.split(',')[0]} ({technique.group})"
+                color = f"C{groups.index(technique.group)}"
+                ax.errorbar(published, mean, error, fmt="o", capsize=3, color=color, label=label)
+                side, shift = ("left", 5) if number % 2 else ("right", -5)
+                ax.annotate(str(number), (published, mean), ha=side, xytext=(shift, 4),
+                            textcoords="offset points")  # fmt: skip
         # Both scales are linear near 0, and logarithmic beyond.
         ax.set_xscale("symlog", linthresh=5)
         ax.set_yscale("symlog", linthresh=5)
@@ -309,7 +308,7 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
         ax.axvline(0, color="0.6", linewidth=1)
         ax.set(title=f"the {track} preset", xlabel="published effect, thousandths of a nat")
         ax.set_ylabel("effect here, thousandths of a nat; bars: standard error")
-        ax.legend(loc="upper left")
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
 
 
