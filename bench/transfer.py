@@ -174,7 +174,8 @@ def effect(pair: Pair | None, losses: Losses) -> Effect | None:
     if pair is None:
         return None
     without, with_it = (losses.get(side, {}) for side in pair)
-    runs = sorted(without.keys() & with_it.keys())
+    # One pair a seed: fp32 if both sides have that, too.
+    runs = {run[0]: run for run in sorted(without.keys() & with_it.keys())}.values()
     if len(runs) < 2:
         return None
     mean, error, _ = ablations.paired([without[run] for run in runs], [with_it[run] for run in runs])
@@ -290,13 +291,15 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
     for ax, (track, found) in zip(figure.subplots(len(effects), squeeze=False)[:, 0], effects.items()):
         for number, (published, technique) in enumerate(numbered, 1):
             if technique in found:
-                mean, error, _ = found[technique]
+                effect = found[technique]
                 label = f"{number}  {technique.name.split(',')[0]} ({technique.group})"
                 color = f"C{groups.index(technique.group)}"
-                ax.errorbar(published, mean, error, fmt="o", capsize=3, color=color, label=label)
+                face = color if effect.resolved else "white"
+                ax.errorbar(published, effect.mean, effect.error, fmt="o", capsize=3, color=color,
+                            markerfacecolor=face, label=label)  # fmt: skip
                 side, shift = ("left", 5) if number % 2 else ("right", -5)
-                ax.annotate(str(number), (published, mean), ha=side, xytext=(shift, 4),
-                            textcoords="offset points")  # fmt: skip
+                ax.annotate(str(number), (published, effect.mean), ha=side, va="center",
+                            xytext=(shift, 0), textcoords="offset points")  # fmt: skip
         # Both scales are linear near 0, and logarithmic beyond.
         ax.set_xscale("symlog", linthresh=5)
         ax.set_yscale("symlog", linthresh=5)

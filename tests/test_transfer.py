@@ -21,7 +21,7 @@ def technique(published: float | str, group: transfer.Group = "optimizer") -> Te
 
 
 def test_an_effect_is_the_loss_without_minus_with(tmp_path, monkeypatch):
-    """Pairs have equal seeds and equal dtypes of the MLPs; the effect is in thousandths of a nat."""
+    """Pairs have equal seeds and equal dtypes of the MLPs, one a seed; it is in thousandths of a nat."""
     monkeypatch.setattr(transfer, "runs_of", lambda track: tmp_path / "runs.jsonl")
     runs = [
         ("as it is", "", 1, 2.0),
@@ -30,6 +30,7 @@ def test_an_effect_is_the_loss_without_minus_with(tmp_path, monkeypatch):
         ("as it is", transfer.FP32, 2, 9.0),
         ("a=1", "", 2, 3.3),
         ("a=1", "", 1, 2.1),
+        ("a=1", transfer.FP32, 2, 9.3),
         ("a=1", transfer.FP32, 3, 1.0),
     ]
     lines = [
