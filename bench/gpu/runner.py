@@ -73,12 +73,13 @@ def failure(check: Check, error: Exception) -> Row:
 
 
 def serve(pipe: Connection, make_setup: Callable, checks: Sequence[Check]) -> None:
-    """Runs checks, in a process of its own. Sends each one's rows, then whether the process goes on."""
+    """Runs checks, in a process of its own. Sends None, each one's rows, then whether the process goes on."""
     os.setsid()  # so that it can be killed with all that it starts
     if sys.platform == "linux":  # PR_SET_PDEATHSIG: it ends with the call, however that ends
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     setup, goes_on = None, True
     for check in checks:
+        pipe.send(None)  # its limit counts from here, else a slow start of the process would count
         try:
             setup = setup or make_setup()
             for row in check.function(setup, *check.args):
@@ -102,17 +103,20 @@ class Worker:
         theirs.close()
 
     def rows(self, check: Check, seconds: float) -> Generator[Row, None, bool]:
-        """Yields the rows of the check that it runs now. Returns whether the process goes on."""
-        end = time.monotonic() + seconds
+        """Yields the rows of the check that comes now, for `seconds` at most. Returns whether it goes on."""
+        end = last = time.monotonic() + seconds
         judged: dict[str, Any] = {"expected": "no error", "ok": False, **check.judges}
         try:
             while self.pipe.poll(max(0, end - time.monotonic())):
                 answer = self.pipe.recv()
                 if isinstance(answer, bool):
                     return answer
-                yield answer
-            seen = f"no end after {seconds:.0f} s"
-            if seconds < check.limit:
+                if answer is None:
+                    end = min(last, time.monotonic() + check.limit)
+                else:
+                    yield answer
+            seen = f"no end after {check.limit:.0f} s"
+            if end == last:
                 seen, judged = f"{UNCHECKED}stopped, the time is over", {}
         except (EOFError, OSError):
             self.process.join()
@@ -139,7 +143,7 @@ def run_checks(checks: Sequence[Check], seconds: float, make_setup: Callable) ->
                 yield Row(check.name, seen=f"{UNCHECKED}the time is over", step=check.step)
                 continue
             worker = worker or Worker(make_setup, checks[i:])
-            if not (yield from worker.rows(check, min(check.limit, left))):
+            if not (yield from worker.rows(check, left)):
                 worker.stop()
                 worker = None
     finally:
