@@ -198,6 +198,17 @@ def all_effects() -> dict[str, dict[Technique, Effect]]:
     return effects
 
 
+def is_near(pair: Pair | None, losses: Losses) -> bool:
+    """True if the effect is near its error after the first seeds, so that it gets more.
+
+    Those must not count here. Otherwise an interrupted run would choose anew when it goes on.
+    """
+    end = FIRST_SEED + SEEDS[0]
+    first = {side: {run: loss for run, loss in runs.items() if run[0] < end} for side, runs in losses.items()}
+    found = effect(pair, first)
+    return found is not None and abs(found.mean) < NEAR * found.error
+
+
 def run(track: str, jobs: int) -> None:
     """Trains what a track's file of runs lacks: all variants, then more seeds where an effect is near its
     error.
@@ -212,7 +223,7 @@ def run(track: str, jobs: int) -> None:
     pairs = [getattr(technique, track) for technique in TECHNIQUES]
     train(pairs, SEEDS[0])
     losses = read_losses(track)
-    near = [pair for pair in pairs if (e := effect(pair, losses)) and abs(e.mean) < NEAR * e.error]
+    near = [pair for pair in pairs if is_near(pair, losses)]
     if near:
         train(near, SEEDS[1])
 

@@ -44,6 +44,16 @@ def test_an_effect_is_the_loss_without_minus_with(tmp_path, monkeypatch):
     assert transfer.effect(("b=1", ""), losses) is transfer.effect(None, losses) is None
 
 
+def test_more_seeds_do_not_change_who_gets_them():
+    first, later = (range(transfer.FIRST_SEED + start, transfer.FIRST_SEED + start + 5) for start in (0, 5))
+    zeros = {(seed, True): 0.0 for seed in (*first, *later)}
+    near = {(seed, True): 1.0 * i for i, seed in enumerate(first, start=-1)}
+    far = {(seed, True): 9.0 + i for i, seed in enumerate(first)}
+    more = {(seed, True): 9.0 for seed in later}, {(seed, True): 0.0 for seed in later}
+    losses = {"": zeros, "near": near | more[0], "far": far | more[1], "one": {(70, True): 1.0}}
+    assert [transfer.is_near((side, ""), losses) for side in ("near", "far", "one")] == [True, False, False]
+
+
 def test_signs_count_where_both_sides_are_resolved():
     found = {
         technique(3.0): HELPS,
