@@ -199,9 +199,9 @@ def all_effects() -> dict[str, dict[Technique, Effect]]:
 
 
 def is_near(pair: Pair | None, losses: Losses) -> bool:
-    """True if the effect is near its error after the first seeds, so that it gets more.
+    """True if the effect is near its error after the first seeds, so that it gets more seeds.
 
-    Those must not count here. Otherwise an interrupted run would choose anew when it goes on.
+    The later seeds do not count. Otherwise an interrupted run would choose anew when it goes on.
     """
     end = FIRST_SEED + SEEDS[0]
     first = {side: {run: loss for run, loss in runs.items() if run[0] < end} for side, runs in losses.items()}
