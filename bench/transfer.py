@@ -299,6 +299,7 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
     figure = Figure(figsize=(13, 5 * len(effects)), layout="constrained")
     groups = typing.get_args(Group)
     numbered = sorted((t.published, t) for t in TECHNIQUES if not isinstance(t.published, str))
+    values = [published for published, _ in numbered]
     for ax, (track, found) in zip(figure.subplots(len(effects), squeeze=False)[:, 0], effects.items()):
         for number, (published, technique) in enumerate(numbered, 1):
             if technique in found:
@@ -308,9 +309,10 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
                 face = color if effect.resolved else "white"
                 ax.errorbar(published, effect.mean, effect.error, fmt="o", capsize=3, color=color,
                             markerfacecolor=face, label=label)  # fmt: skip
-                side, shift = ("left", 5) if number % 2 else ("right", -5)
-                ax.annotate(str(number), (published, effect.mean), ha=side, va="center",
-                            xytext=(shift, 0), textcoords="offset points")  # fmt: skip
+                # Above the bar, on the side away from the nearer neighbour, so that numbers do not overlap.
+                before, after = values[number - 2], values[number % len(values)]
+                side = "right" if abs(after - published) < abs(published - before) else "left"
+                ax.annotate(str(number), (published, effect.mean + effect.error), ha=side, va="bottom")
         # Both scales are linear near 0, and logarithmic beyond.
         ax.set_xscale("symlog", linthresh=5)
         ax.set_yscale("symlog", linthresh=5)
