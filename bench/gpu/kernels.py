@@ -202,5 +202,7 @@ def compare(case: Case, backend: tg.Backend) -> tuple[float, float]:
         if a.shape != e.shape:
             raise RuntimeError(f"{case.operation}: shapes {a.shape} and {e.shape}")
         bound = ATTENTION if case.operation == "attention" else BOUNDS.get(dtype, 0.0)
+        if dtype in in_fp8:  # a number halfway between two may become either: of few numbers, one is much
+            bound += torch.finfo(dtype).eps * float(e.double().abs().max() / e.double().norm())
         errors.append((rel_err(a, e), bound))
     return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / max(e[1], 1e-9))
