@@ -6,8 +6,8 @@
 
 TECHNIQUES has, for each technique, what was published, and the settings without and with it in both presets.
 Its effect is the loss without it minus the loss with it, in thousandths of a nat, at equal steps: positive
-means that it helps. All that decides how effects are judged stands in docs/transfer.md, and was fixed before
-the first run. Runs are kept in bench/ablations/transfer_TRACK.jsonl, as bench/ablations.py keeps them.
+means that it helps. docs/transfer.md says how effects are judged. Runs are kept in
+bench/ablations/transfer_TRACK.jsonl, as bench/ablations.py keeps them.
 """
 
 import argparse
