@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares published effects of techniques at the real scale with their effects in the small presets.
 
-    python bench/transfer.py --run cpu --jobs 2   # trains; resumes where it was interrupted; three hours
+    python bench/transfer.py --run cpu --jobs 2   # trains; resumes where it was interrupted; many hours
     python bench/transfer.py                      # prints the tables of docs/transfer.md, draws its picture
 
 TECHNIQUES has, for each technique, what was published, and the settings without and with it in both presets.
