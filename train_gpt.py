@@ -28,7 +28,7 @@ an NgramTable (11)
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
     11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
-    12 Optimizer    scatter, work, gather, in explicit orders; the endings
+    12 Optimizer    scatter, work, gather, in explicit orders; the averages
     13 Step         train_step, validate, losses that leave the device asynchronously
     14 Saving       saved models, checkpoints
     15 Main         command line, warm-up, the timed loop
@@ -104,13 +104,14 @@ class UserError(Exception):
     """An error that the user can fix. Its message is one line: what is wrong, and what to do."""
 
 
-def refuse_if(wrong: object, message: str) -> None:
-    if wrong:
+def require(ok: object, message: str) -> None:
+    """Raises UserError(message) unless `ok`."""
+    if not ok:
         raise UserError(message)
 
 
 @contextlib.contextmanager
-def explain(problem: str, fix: str, *kinds: type[Exception]):
+def user_error_on(problem: str, fix: str, *kinds: type[Exception]):
     """Turns errors of these kinds into a UserError: the problem, the error's own first line, what to do."""
     try:
         yield
@@ -120,7 +121,7 @@ def explain(problem: str, fix: str, *kinds: type[Exception]):
 
 
 Float = Literal["bfloat16", "float32", "float64"]
-Kernel = Literal["gram", "relu_square", "both_layouts", "softcap_loss", "pointer", "segment_sum_rows"]
+Kernel = Literal["gram", "relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
@@ -128,9 +129,9 @@ Fraction = Annotated[float, 0, 1]
 # moves at each tick. The text only makes Rate another type than Fraction.
 Steps = Annotated[int, 0, 2**31 - 1]
 Rate = Annotated[float, 0, 1, "a tick"]
-# A pair: steps between two updates before Config.second_cadence_from, and from that step on. Gradients are
+# A pair: steps between two updates before Config.late_updates_from, and from that step on. Gradients are
 # summed in between.
-Cadence = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
+UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 
 
 @dataclass(frozen=True)
@@ -146,25 +147,25 @@ class Layer:
     xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
     gate: bool = False  # each head's output is gated
     x0: bool = False  # a gated share of x0 is added to the stream
-    bigram: bool = False  # so is one of the bigrams; in layer 0 before attention reads the stream
+    ngram: bool = False  # so is one of the bigrams; in layer 0 before attention reads the stream
     mlps: int = 1  # how many; all read the same input
     # MUDD: a small MLP computes weights for each token. Earlier streams, times these weights, are added to
     # this layer's values and to its stream.
-    connections: bool = False
+    mudd: bool = False
 
 
 LAYERS = (
-    Layer("paired", narrow_qk=True, x0=True, bigram=True),
-    Layer("plain", narrow_qk=True, narrow_v=True, value=True, xsa=True, x0=True, bigram=True),
+    Layer("paired", narrow_qk=True, x0=True, ngram=True),
+    Layer("plain", narrow_qk=True, narrow_v=True, value=True, xsa=True, x0=True, ngram=True),
     Layer("paired", narrow_qk=True, value=True, x0=True),
     Layer("plain", "long", key_shift=True, xsa=True, gate=True),
-    Layer("", x0=True, bigram=True),
-    Layer("paired", narrow_qk=True, x0=True, bigram=True),
+    Layer("", x0=True, ngram=True),
+    Layer("paired", narrow_qk=True, x0=True, ngram=True),
     Layer(""),
     Layer("", x0=True, mlps=0),
     Layer("plain", narrow_qk=True, narrow_v=True, value=True, mlps=2),
-    Layer("", bigram=True),
-    Layer("plain", "long", key_shift=True, value=True, gate=True, connections=True),
+    Layer("", ngram=True),
+    Layer("plain", "long", key_shift=True, value=True, gate=True, mudd=True),
 )
 
 
@@ -209,10 +210,10 @@ class Param:
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number, which is roughly the order in
     # which the next forward reads them. lm_head comes before embed, which is a copy of it at first.
-    work: int = 0
+    update_order: int = 0
     optimizer: Literal["adam", "anvil"] = "adam"
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
-    every: Cadence = (2, 2)
+    update_every: UpdateInterval = (2, 2)
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
     # How ranks' gradients are summed. collective: by NCCL or gloo, in the gradient's dtype. fp32: by
     # all-to-all, then in fp32 and in rank order (sparse always does this).
@@ -227,7 +228,7 @@ class Param:
 GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 
 # fmt: off
-Bank = partial(Param, kind="bank", work=4, optimizer="anvil", every=(1, 1))
+Bank = partial(Param, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
 PARAMS = (  # gradients are exchanged in this order, small parameters' last
     #     name              shape          init           lr_mul wd_mul kind
@@ -250,22 +251,23 @@ PARAMS = (  # gradients are exchanged in this order, small parameters' last
     Param("pointer_bank",   "2 c d",        "uniform 1",    1.00,   1),
     Param("pointer_gain",   "min(1,c)",     "1",            1.00,   0, dtype="float32"),
     Param("pointer_sink",   "c",            "normal c**-.5",1.00,   0, dtype="float32"),
-    Param("lm_head",        "d V",          "normal 0.005", 1.00, 150, "matmul", work=2, betas=(.50, .95)),
-    Param("bigram_embed",   "B d",          "0",           75.00,   5, "hashed", "sparse", work=1,
+    Param("lm_head",        "d V",          "normal 0.005", 1.00, 150, "matmul", update_order=2,
+          betas=(.50, .95)),
+    Param("bigram_embed",   "B d",          "0",           75.00,   5, "hashed", "sparse", update_order=1,
           betas=(.75, .95)),
-    Param("value_embeds",   "V E d",        "normal 0.01", 70.00,   5, "tokens", "sparse", work=5,
-          betas=(.75, .95), every=(2, 4)),
-    Param("embed",          "V d",          "0",            1.00, 150, "tokens", "sparse", work=3,
+    Param("value_embeds",   "V E d",        "normal 0.01", 70.00,   5, "tokens", "sparse", update_order=5,
+          betas=(.75, .95), update_every=(2, 4)),
+    Param("embed",          "V d",          "0",            1.00, 150, "tokens", "sparse", update_order=3,
           betas=(.50, .95)),  # until the untie step it is lm_head's transpose
 )
 # fmt: on
 
 
 @dataclass(frozen=True)
-class Ending:
+class WeightAverage:
     """A running average of parameters, which in the end replaces their last values or is mixed with them.
 
-    A row of Config.endings. Averages take noise out where the rate is still high, in the place of the last
+    A row of Config.averages. Averages take noise out where the rate is still high, in the place of the last
     part of a cooldown (record 92, PR 360). Rows of n-grams have none.
     """
 
@@ -285,12 +287,14 @@ class Ending:
 # Record 92's. Some parameters have two rows: the second row starts from what the first one wrote. The record
 # ticks lm_head's average after every step, at 2 / 299. As lm_head changes after every second step only, two
 # of these ticks are one here; the last stays single.
-ENDINGS = (
-    Ending(("lm_head", "embed"), 298, 1 - (1 - 2 / 299) ** 2, 0.65, every=2, also=(297,), last_rate=2 / 299),
-    Ending(("vo_bank", "mlp_bank"), 250, 4 / 53, every=4),
-    Ending(("value_embeds",), 250, 4 / 53, every=4, offset=2, keep_norm=False),
-    Ending(("qk_bank", "narrow_qk_bank"), 298, 2 / 75, 0.55, every=4, also=(1,)),
-    Ending(("vo_bank", "mlp_bank"), 298, 2 / 75, 0.3493, every=4, also=(1,)),
+AVERAGES = (
+    WeightAverage(
+        ("lm_head", "embed"), 298, 1 - (1 - 2 / 299) ** 2, 0.65, every=2, also=(297,), last_rate=2 / 299
+    ),
+    WeightAverage(("vo_bank", "mlp_bank"), 250, 4 / 53, every=4),
+    WeightAverage(("value_embeds",), 250, 4 / 53, every=4, offset=2, keep_norm=False),
+    WeightAverage(("qk_bank", "narrow_qk_bank"), 298, 2 / 75, 0.55, every=4, also=(1,)),
+    WeightAverage(("vo_bank", "mlp_bank"), 298, 2 / 75, 0.3493, every=4, also=(1,)),
 )
 
 
@@ -303,7 +307,7 @@ class Ngrams:
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
     dtype: Float = "bfloat16"
-    every: Cadence = (2, 4)
+    update_every: UpdateInterval = (2, 4)
     lr: float = 0.56
     beta2: Fraction = 0.95  # decay of a row's second moment at every update of the table
     wd: float = 0.025
@@ -325,7 +329,7 @@ class Stage:
     prefix: tuple[float, ...] = ()
     # Sampled softmax (record 92): how many columns of the head a micro-batch computes, in equal parts of the
     # stage: its targets, filled up with others in turn. Empty, or 0: all.
-    candidates: tuple[int, ...] = ()
+    sampled_columns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -360,7 +364,7 @@ class Config:
     backout_from: int = 7
     # Gates, and the connections' weights, come from small MLPs of every token; false: learned constants.
     mudd_gates: bool = True
-    mudd_connections: bool = True
+    mudd_weights: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     softcap: Softcap = Softcap()
@@ -378,18 +382,19 @@ class Config:
     attn_scale: float = 0.085
     narrow_attn_scale: float = 0.13
     dtype: Float = "bfloat16"  # of weights and activations
-    # The schedule. `--set length=0.5` halves all of it: the steps of stages, momentum and endings,
-    # second_cadence_from and rails_step. It takes them as the settings before it left them. A preset's own
-    # length is applied first: a copy of the script can be shortened in one place.
+    # The schedule. `--set length=0.5` halves all of it: the steps of stages, momentum and averages,
+    # late_updates_from and two_momenta_from. It takes them as the settings before it left them. A preset's
+    # own length is applied first: a copy of the script can be shortened in one place.
     length: Annotated[float, 1e-3, 1e3] = 1.0
     # Batches and windows grow (PR 163, record 13): small batches learn fast while gradients
     # agree, large ones average out noise later. At the end batches shrink again, and the last stage trains at
     # the rate that the cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
-        Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (.25,), candidates=(10240,)),
-        Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (.20, .15, .10, .05), candidates=(10240,)),
-        Stage(378, 393216, 3072, Windows(5, 11), 1.73, candidates=(14336, 14336, 24576)),
+        Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (.25,), sampled_columns=(10240,)),
+        Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (.20, .15, .10, .05),
+              sampled_columns=(10240,)),
+        Stage(378, 393216, 3072, Windows(5, 11), 1.73, sampled_columns=(14336, 14336, 24576)),
         Stage( 59, 327680, 3072, Windows(5, 11), 1.5793),
         Stage( 20, 131072, 3072, Windows(6, 13), 0.30),
     )
@@ -402,10 +407,12 @@ class Config:
     momentum_cooldown: Steps = 50  # last steps, back towards min
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
-    endings: tuple[Ending, ...] = ENDINGS  # what is done to parameters after the last step, in this order
+    averages: tuple[WeightAverage, ...] = (
+        AVERAGES  # what is done to parameters after the last step, in this order
+    )
     # optimizers
     params: tuple[Param, ...] = PARAMS
-    second_cadence_from: Steps = 336  # the first step with the second cadence of Param.every and Ngrams.every
+    late_updates_from: Steps = 336  # the first step with the second cadence of Param.every and Ngrams.every
     adam_lr: float = 0.008  # times Param.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
@@ -420,7 +427,7 @@ class Config:
     # A rail is a running average of the gradients. Before this step momentum is the fast rail alone, with the
     # scheduled decay; the slow one only decides where weight decay acts. From it on momentum is their mean,
     # with this decay and this weight of the fast rail.
-    rails_step: Steps = 514
+    two_momenta_from: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
     # the run
@@ -471,12 +478,14 @@ CPU = replace(
     val_slice_tokens=4096, val_slices=128, vocab_size=257, padded_vocab=264, bos_id=256,
     bigram_vocab_size=16384, pointer_dim=0, heads=2, head_dim=32, mlp_dim=256,
     layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
-    ngrams=Ngrams((2, 3, 4, 5, 6), rows_per_order=65536, width=64, dtype="float32", every=(1, 1)),
+    ngrams=Ngrams((2, 3, 4, 5, 6), rows_per_order=65536, width=64, dtype="float32", update_every=(1, 1)),
     mix_groups=4, softcap=Softcap(30.0, 0.0, 7.5), window_unit=16, attention_cap=0, attn_scale=0.25,
-    narrow_attn_scale=0.4, dtype="float32", bank_dtype="float32", cooldown_frac=0.4, second_cadence_from=58,
-    length=1.0, momentum_warmup=90, momentum_cooldown=16, rails_step=90, microbatches=2,
+    narrow_attn_scale=0.4, dtype="float32", bank_dtype="float32", cooldown_frac=0.4, late_updates_from=58,
+    length=1.0, momentum_warmup=90, momentum_cooldown=16, two_momenta_from=90, microbatches=2,
     kernels=(), attention_impl="dense", fp8=False, compile=False,
-    endings=(Ending(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 75, 2 / 38, 0.5),),
+    averages=(
+        WeightAverage(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 75, 2 / 38, 0.5),
+    ),
     stages=(
         Stage(43, 2048, 256, Windows(3, 9), 1.00),
         Stage(72, 4096, 512, Windows(4, 10), 1.52),
@@ -493,10 +502,10 @@ WORDS = replace(
     val_slice_tokens=512, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
     heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32, softcap=RECORD.softcap,
     ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
-    adam_lr=0.02, bank_lr=0.018, length=1.0, second_cadence_from=34, momentum_warmup=50, momentum_cooldown=9,
-    rails_step=50, endings=(replace(CPU.endings[0], window=42, rate=0.09, keep_norm=False),),
+    adam_lr=0.02, bank_lr=0.018, length=1.0, late_updates_from=34, momentum_warmup=50, momentum_cooldown=9,
+    two_momenta_from=50, averages=(replace(CPU.averages[0], window=42, rate=0.09, keep_norm=False),),
     stages=tuple(
-        replace(stage, steps=steps, batch_tokens=2048, candidates=(columns,))
+        replace(stage, steps=steps, batch_tokens=2048, sampled_columns=(columns,))
         for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), (4096, 4096, 4096, 0))
     ))
 # fmt: on
@@ -533,7 +542,7 @@ def gate_table(cfg: Config) -> tuple[list[Gate], ...]:
     """
     H, tables = cfg.heads, ([], [])
     # Each row lists the gates of one layer after the other.
-    x0, bigram = ("x0", 1, 0.0), ("bigram", 1, 0.5)
+    x0, bigram = ("x0", 1, 0.0), ("ngram", 1, 0.5)
     for row in [("xsa", H, 0.0)], [("output", H, 2.5)], [x0, bigram], [("skip", 1, 5.0)]:
         for i, layer in enumerate(cfg.layers):
             has = vars(layer) | {"output": layer.gate, "skip": i == cfg.skip_to}
@@ -550,8 +559,8 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
     """Returns which of its scalars each layer uses."""
     used = []
     for i, layer in enumerate(cfg.layers):
-        attends, own = bool(layer.attention), not layer.connections  # these compute four for each token
-        adds = attends or layer.x0 or layer.bigram and i > 0
+        attends, own = bool(layer.attention), not layer.mudd  # these compute four for each token
+        adds = attends or layer.x0 or layer.ngram and i > 0
         used += [LayerScalars(attends, attends, own and adds, own, own and attends, own and layer.mlps > 0)]
     return used
 
@@ -560,7 +569,7 @@ MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
 # The outputs of the connections' MLP, and their initial biases divided by MUDD_SCALE. Each is one token's
 # weight of one stream; x is the layer's own.
-CONNECTIONS = {
+MUDD_WEIGHTS = {
     "first to value": 0,
     "backout to value": 0,
     "x to value": 0,
@@ -572,11 +581,11 @@ CONNECTIONS = {
     "resid_attention": RESID_BIAS,  # this and the next, and the last two, in place of LayerScalars'
     "post_attention": 10,
     "first after": 0,  # added with attention's output
-    "bigram after": 0.5,
+    "ngram after": 0.5,
     "resid_mlp": RESID_BIAS,
     "post_mlp": 10,
 }
-# The same of the mix before the head, of the streams that GPT.run_layers lists; those left out have 0. The
+# The same of the mix before the head, of the streams that GPT.trunk lists; those left out have 0. The
 # second, "backout", is taken off: it served only middle layers (PR 140).
 MIX_BIASES = (0, -5, 0, 0, 0, 0)
 
@@ -601,14 +610,14 @@ def named_sizes(cfg: Config) -> dict[str, int]:
         "mlps": sum(layer.mlps for layer in cfg.layers),
         # Tables of value embeddings, and those of them with gates.
         "E": tables,
-        "Eg": sum(layer.value and not layer.connections for layer in readers),
+        "Eg": sum(layer.value and not layer.mudd for layer in readers),
         "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
         "c": cfg.pointer_dim,
         "gate": GATE_DIM,
         # Biases, outputs and hidden units of the small MLPs, of connections and of gates.
-        "M": max(len(CONNECTIONS), mixed),
-        "W": max(len(CONNECTIONS), mixed * (1 + cfg.mix_groups)),
-        "m": cfg.mudd_dim * cfg.mudd_connections,
+        "M": max(len(MUDD_WEIGHTS), mixed),
+        "W": max(len(MUDD_WEIGHTS), mixed * (1 + cfg.mix_groups)),
+        "m": cfg.mudd_dim * cfg.mudd_weights,
         "G": gates,
         "g": cfg.mudd_dim * cfg.mudd_gates * min(1, gates),
     }
@@ -636,7 +645,7 @@ def mlp_biases(cfg: Config) -> dict[str, Sequence[Sequence[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
     gates = [[gate.bias for gate in gates for _ in range(gate.columns)] for gates in gate_table(cfg)]
     mix = MIX_BIASES + named_sizes(cfg)["E"] * (0,)
-    return {"mudd": (tuple(CONNECTIONS.values()), mix), "mudd_gate": gates}
+    return {"mudd": (tuple(MUDD_WEIGHTS.values()), mix), "mudd_gate": gates}
 
 
 def seeded(name: str, seed: int) -> torch.Generator:
@@ -696,22 +705,22 @@ def override(cfg: Config, setting: str) -> Config:
     stages.*.windows.long=9, params.embed.lr_mul=2.
     """
     name, eq, text = setting.partition("=")
-    refuse_if(not eq, f"--set {setting}: write name=value")
+    require(eq, f"--set {setting}: write name=value")
     known: list[str] = []
 
     def change(value, hint, path: str):
         known.append(path)
         if not fnmatch.fnmatch(path, name):
             return value
-        refuse_if(
-            path.split(".")[-1] in ("preset", "track", "name", "shape", "kind"),
+        require(
+            path.split(".")[-1] not in ("preset", "track", "name", "shape", "kind"),
             f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
         return parse(text, hint, path)
 
     new = map_settings(change, dataclasses.asdict(cfg))
     near = ", ".join(difflib.get_close_matches(name, known, cutoff=0.4)) or "a field of Config"
-    refuse_if(not fnmatch.filter(known, name), f"--set {name}: unknown; did you mean {near}?")
+    require(fnmatch.filter(known, name), f"--set {name}: unknown; did you mean {near}?")
     return rescale(new, new.length / cfg.length)
 
 
@@ -738,7 +747,7 @@ def parse(text: str, hint, name: str):
         (hint, *limits), args = args[:3], ()
     if typing.get_origin(hint) is tuple:
         parts = [part for part in text.split(",") if part]
-        refuse_if(Ellipsis not in args and len(parts) != len(args), f"--set {name}={text}: give two values")
+        require(Ellipsis in args or len(parts) == len(args), f"--set {name}={text}: give two values")
         return tuple(parse(part, args[0], name) for part in parts)
     choices = {str(choice).lower(): choice for choice in ((True, False) if hint is bool else args)}
     try:
@@ -747,8 +756,8 @@ def parse(text: str, hint, name: str):
         kinds = " or ".join(filter(None, choices)) or hint.__name__
         raise UserError(f"--set {name}={text}: give {kinds}") from None
     low, high = limits
-    refuse_if(
-        hint in (int, float) and not low <= value <= high,  # NaN is never between
+    require(
+        hint not in (int, float) or low <= value <= high,  # NaN is never between
         f"--set {name}={text}: give a number from {low:g} to {high:g}",
     )
     return value
@@ -758,27 +767,28 @@ def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
     count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
     cannot_share = f"{world_size} processes cannot share"
-    refuse_if(count % world_size, f"{cannot_share} {count} micro-batches; change one of these numbers")
+    require(count % world_size == 0, f"{cannot_share} {count} micro-batches; change one of these numbers")
     for spec in used_params(cfg):
-        refuse_if(
-            spec.kind != "small" and shapes[spec.name][0] % world_size,
+        require(
+            spec.kind == "small" or shapes[spec.name][0] % world_size == 0,
             f"{cannot_share} the rows of {spec.name}; change one of these numbers",
         )
-    refuse_if(
-        {spec.every for spec in cfg.params if spec.name in ("lm_head", "embed")} not in ({(1, 1)}, {(2, 2)}),
-        "lm_head and embed are tied: give both params.*.every the same value, 1,1 or 2,2",
+    require(
+        {spec.update_every for spec in cfg.params if spec.name in ("lm_head", "embed")}
+        in ({(1, 1)}, {(2, 2)}),
+        "lm_head and embed are tied: give both params.*.update_every the same value, 1,1 or 2,2",
     )
     for i, stage in enumerate(cfg.stages):
-        refuse_if(
-            stage.batch_tokens % count,
+        require(
+            stage.batch_tokens % count == 0,
             f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
         )
-        refuse_if(not (stage.mtp and stage.mtp[0]), f"stages.{i}.mtp: the first weight must not be 0")
-        columns = max(stage.candidates, default=0)
-        refuse_if(columns > cfg.padded_vocab, f"stages.{i}.candidates: give numbers up to padded_vocab")
+        require(stage.mtp and stage.mtp[0], f"stages.{i}.mtp: the first weight must not be 0")
+        columns = max(stage.sampled_columns, default=0)
+        require(columns <= cfg.padded_vocab, f"stages.{i}.sampled_columns: give numbers up to padded_vocab")
         widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
-        refuse_if(
-            cfg.fp8 and math.gcd(16, *widths, *stage.candidates) < 16,
+        require(
+            not cfg.fp8 or math.gcd(16, *widths, *stage.sampled_columns) >= 16,
             f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, candidates, head_chunk, "
             "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
         )
@@ -787,38 +797,44 @@ def check_config(cfg: Config, world_size: int) -> None:
         unused |= layer.key_shift and layer.narrow_qk
         parts = layer.gate, layer.value, layer.narrow_qk, layer.narrow_v
         unused |= any(parts) and not layer.attention
-        unused |= layer.connections and not layer.value
-        refuse_if(
-            unused, f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts"
+        unused |= layer.mudd and not layer.value
+        require(
+            not unused,
+            f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts",
         )
-    for i, ending in enumerate(cfg.endings):
+    for i, ending in enumerate(cfg.averages):
         unknown = {*ending.params} - {spec.name for spec in cfg.params if spec.kind != "small"}
-        refuse_if(unknown, f"endings.{i}.params: {unknown}: use names of banks, tables and lm_head")
-    refuse_if(
-        any(first > second for first, second in [n.every, *(spec.every for spec in cfg.params)]),
-        "ngrams.every, params.*.every: the second number must not be below the first",
+        require(not unknown, f"averages.{i}.params: {unknown}: use names of banks, tables and lm_head")
+    require(
+        all(
+            first <= second for first, second in [n.update_every, *(spec.update_every for spec in cfg.params)]
+        ),
+        "ngrams.update_every, params.*.update_every: the second number must not be below the first",
     )
-    refuse_if(
-        sorted({*n.orders} - {0, 1}) != sorted(n.orders) or len(n.orders) * n.rows_per_order >= 2**31,
+    require(
+        sorted({*n.orders} - {0, 1}) == sorted(n.orders) and len(n.orders) * n.rows_per_order < 2**31,
         "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
     )
-    refuse_if(cfg.vocab_size > cfg.padded_vocab, "padded_vocab must not be below vocab_size")
-    refuse_if(
-        cfg.pointer_dim and cfg.vocab_size == cfg.padded_vocab,
+    require(cfg.vocab_size <= cfg.padded_vocab, "padded_vocab must not be below vocab_size")
+    require(
+        not cfg.pointer_dim or cfg.vocab_size != cfg.padded_vocab,
         "the copy pointer needs a column of the head: raise padded_vocab, or use --set pointer_dim=0",
     )
-    refuse_if(not cfg.steps, "stages.*.steps are all 0: there is nothing to train")
-    refuse_if(
-        cfg.skip_from >= cfg.skip_to or cfg.backout_from >= len(cfg.layers),
+    require(cfg.steps, "stages.*.steps are all 0: there is nothing to train")
+    require(
+        cfg.skip_from < cfg.skip_to and cfg.backout_from < len(cfg.layers),
         "skip_from must be below skip_to, and backout_from the number of a layer",
     )
     pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
-    refuse_if(
-        cfg.heads % pairs or cfg.head_dim % 4 or cfg.dim < GATE_DIM or cfg.dim % cfg.mix_groups,
+    require(
+        cfg.heads % pairs == 0
+        and cfg.head_dim % 4 == 0
+        and cfg.dim >= GATE_DIM
+        and cfg.dim % cfg.mix_groups == 0,
         f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
         "paired; head_dim a multiple of 4",
     )
-    refuse_if(n.orders and n.width > cfg.dim, "ngrams.width must not be above the model's width")
+    require(not n.orders or n.width <= cfg.dim, "ngrams.width must not be above the model's width")
 
 
 # ============================================================================================================
@@ -836,8 +852,8 @@ class StepPlan(NamedTuple):
     max_doc_len: int
     mtp: tuple[float, ...]  # weights of the losses on the next tokens
     prefix: float  # of the loss on the next token's prefix; 0: none
-    candidates: int  # columns of the head that are computed; 0: all
-    second_cadence: bool  # from Config.second_cadence_from on
+    sampled_columns: int  # columns of the head that are computed; 0: all
+    late_updates: bool  # from Config.late_updates_from on
     # Up to the untie step's update embed is the transpose of lm_head: at first one matrix learns faster from
     # both ends, later two fit better (PRs 175, 178).
     tied: bool
@@ -848,21 +864,21 @@ class StepPlan(NamedTuple):
         """Returns the weights of loss_targets' columns."""
         return (*self.mtp, self.prefix) if self.prefix else self.mtp
 
-    def cadence_ratio(self, every: Cadence) -> int:
+    def interval_ratio(self, every: UpdateInterval) -> int:
         """Returns how many times rarer updates are than at first.
 
         Adam raises its betas to this power and multiplies weight decay by it: a step still counts the same.
         """
-        return every[self.second_cadence] // every[0]
+        return every[self.late_updates] // every[0]
 
-    def updates(self, every: Cadence) -> bool:
+    def updates(self, every: UpdateInterval) -> bool:
         """True if what has this cadence is updated after this step, from all gradients since its last update.
 
         Adam's parameters need it only after every second step, at next to no cost in loss (PR 136): half the
-        traffic of the tables. The largest, from Config.second_cadence_from on, need it after every fourth
+        traffic of the tables. The largest, from Config.late_updates_from on, need it after every fourth
         (PR 360). The gradients of last steps that no update follows are lost.
         """
-        return (self.step + 1) % every[self.second_cadence] == 0
+        return (self.step + 1) % every[self.late_updates] == 0
 
 
 def untie_step(cfg: Config) -> int:
@@ -900,14 +916,14 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         max_doc_len=stage.max_doc_len,
         mtp=mtp,
         prefix=part_at(t, stage.prefix),
-        candidates=part_at(t, stage.candidates),
-        second_cadence=step >= cfg.second_cadence_from,
+        sampled_columns=part_at(t, stage.sampled_columns),
+        late_updates=step >= cfg.late_updates_from,
         tied=step <= untie_step(cfg),
         untie=step == untie_step(cfg),
     )
 
 
-def tick_rates(ending: Ending, steps: int) -> dict[int, float]:
+def tick_rates(ending: WeightAverage, steps: int) -> dict[int, float]:
     """Returns the steps, of a run of `steps`, after which an ending's average ticks, and each tick's rate."""
     left = range(min(ending.window, steps))
     ticks = [steps - 1 - n for n in left if n % ending.every == ending.offset or n in ending.also]
@@ -928,7 +944,9 @@ def warmup_steps(cfg: Config) -> list[range]:
     From the last stage's start on four: the first two untie embed, the others update it on its own.
     """
     plans, last = [plan_step(cfg, step) for step in reversed(range(cfg.steps))], cfg.stage_starts[-1]
-    kinds = {(plan.stage, plan.candidates, plan.prefix > 0, plan.second_cadence): plan.step for plan in plans}
+    kinds = {
+        (plan.stage, plan.sampled_columns, plan.prefix > 0, plan.late_updates): plan.step for plan in plans
+    }
     starts = sorted(kinds.values())
     return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
 
@@ -993,7 +1011,7 @@ def compiler_of(cfg: Config) -> Callable | None:
     if not cfg.compile:
         return None
     torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
-    # These vary without a new graph of GPT.run_layers; only dense attention needs one for each window.
+    # These vary without a new graph of GPT.trunk; only dense attention needs one for each window.
     torch.compiler.config.dynamic_sources = r"L\['(embed|bigram|values|sequence|windows)'\].*"
 
     @cache
@@ -1104,8 +1122,8 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
     words, size = np.fromfile(path, dtype="<i4", count=256).tolist(), path.stat().st_size
-    refuse_if(
-        words[:2] != [MAGIC, VERSION] or size != HEADER_BYTES + 2 * words[2],
+    require(
+        words[:2] == [MAGIC, VERSION] and size == HEADER_BYTES + 2 * words[2],
         f"{path}: not a whole token shard of version {VERSION}; delete it, and download or build it again",
     )
     vocab_size, bos_id = words[3:5] if words[3] else (50257, 50256)
@@ -1116,8 +1134,8 @@ def find_shards(folder: str, split: str) -> list[Path]:
     """Returns the shards of a split, train or val: by the end of their names, NAME_train_000001.bin."""
     name = re.compile(rf"(?!\._).+_{split}_\d+\.bin")  # macOS keeps ._NAME beside NAME
     paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
-    refuse_if(
-        not paths,
+    require(
+        paths,
         f"no {split} shards (NAME_{split}_000000.bin) in {folder}: ./run.sh without --data gets a preset's; "
         "data/tokenize_text.py makes them from your text",
     )
@@ -1139,15 +1157,15 @@ def open_dataset(cfg: Config) -> Dataset:
     train, val = find_shards(cfg.data, "train"), find_shards(cfg.data, "val")
     headers = {path: read_header(path) for path in train + val}
     for path, header in headers.items():
-        refuse_if(
-            header[1:3] != (cfg.vocab_size, cfg.bos_id),
+        require(
+            header[1:3] == (cfg.vocab_size, cfg.bos_id),
             f"{path}: its vocabulary has {header.vocab_size} tokens and bos_id {header.bos_id}, the config "
             f"{cfg.vocab_size} and {cfg.bos_id}; choose the matching --preset or --data",
         )
     count, have = (sum(headers[path].tokens for path in paths) for paths in (train, val))
     batch, fits = max(stage.batch_tokens for stage in cfg.stages), (have - 1) // cfg.val_slice_tokens
-    refuse_if(
-        fits < 1 or count <= batch,
+    require(
+        fits >= 1 and count > batch,
         f"{cfg.data}: {have:,} tokens for validation and {count:,} for training; the run needs more than "
         f"{cfg.val_slice_tokens:,} and {batch:,}; add text, or lower val_slice_tokens and batch_tokens",
     )
@@ -1164,9 +1182,9 @@ def read_vocabulary(path: Path, size: int) -> list[bytes]:
     """Returns the bytes of each of `size` tokens, from a line each of hexadecimal digits; none: b""."""
     settings = "--set samples=0 --set stages.*.prefix="
     fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
-    with explain(f"cannot read {path}", fix, OSError, ValueError):
+    with user_error_on(f"cannot read {path}", fix, OSError, ValueError):
         vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]
-    refuse_if(len(vocabulary) != size, f"{path}: {len(vocabulary)} tokens, the config has {size}; {fix}")
+    require(len(vocabulary) == size, f"{path}: {len(vocabulary)} tokens, the config has {size}; {fix}")
     return vocabulary
 
 
@@ -1201,8 +1219,8 @@ class Shard(NamedTuple):
 def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
     """Reads a shard, or up to `count` of its first tokens, into memory."""
     tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES, count=count)
-    refuse_if(
-        tokens.max(initial=0) >= cfg.vocab_size,
+    require(
+        tokens.max(initial=0) < cfg.vocab_size,
         f"{path.name} has tokens outside the vocabulary of {cfg.vocab_size}: it is damaged, or another "
         "tokenizer's; build it again",
     )
@@ -1246,7 +1264,7 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Ten
     return int32(h), sign_ids
 
 
-def usual_docs(tokens: int) -> int:
+def cu_seqlens_capacity(tokens: int) -> int:
     """Returns the usual entries of cu_seqlens for a micro-batch of `tokens`: so its shape seldom changes."""
     return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
@@ -1263,17 +1281,17 @@ class RowIndex(NamedTuple):
     sign_ids: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
 
 
-class RowRoutes(NamedTuple):
+class RowExchange(NamedTuple):
     """Which rows' gradients this rank sends to each owner, and which it receives (diagram: section 9).
 
     The rows are those that ranks touch between two updates of the table.
     """
 
-    send_counts: list[int]  # of rows, by owner
-    recv_counts: list[int]
-    arriving: Tensor  # (sum(recv_counts),) int32: the rows of its block that an owner receives
+    input_splits: list[int]  # of rows, by owner
+    output_splits: list[int]
+    arriving: Tensor  # (sum(output_splits),) int32: the rows of its block that an owner receives
     row_index: RowIndex  # of these: which of them are the same row
-    # (sum(send_counts),) int32: the rows of main_grad that are sent. Those of n-grams lie in this order.
+    # (sum(input_splits),) int32: the rows of main_grad that are sent. Those of n-grams lie in this order.
     rows_to_send: Tensor | None = None
 
 
@@ -1288,7 +1306,7 @@ class MicroBatch(NamedTuple):
     # In training:
     # Of the rows that "tokens" select, and of "hashed" rows. Packed apart: their sizes vary.
     indices: dict[str, RowIndex] = {}
-    candidates: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
+    sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     loss_weights: Tensor | None = None  # (K,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
 
 
@@ -1330,7 +1348,7 @@ def make_micro_batch(
         pieces = zip(starts, np.append(ends, T))
         starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
         max_doc_len = min(max_doc_len, attention_cap)
-    size = max(usual_docs(T), padded(len(starts) + 1, 128))
+    size = max(cu_seqlens_capacity(T), padded(len(starts) + 1, 128))
     inputs, cu_seqlens = int32(tokens[:-1]), torch.full((size,), T, dtype=torch.int32)
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
     rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)
@@ -1356,24 +1374,26 @@ def index_rows(ids: Tensor, sign_ids: Tensor | None = None) -> RowIndex:
     return RowIndex(row_ids, (perm % ids.shape[-1]).int(), offsets.int(), by_row_signs)
 
 
-CANDIDATE_STRIDE = 20011  # a prime
+COLUMN_STRIDE = 20011  # a prime
 
 
-def choose_candidates(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
+def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
     """Returns `count` tokens (ascending, int32), all that are needed and others, and the next call's offset.
 
     The others come from a walk through a fixed permutation of the vocabulary, from `offset` on: the first
     that are not needed. The next call goes on behind this walk's interval. If the interval has too few, they
     are spread over all (record 92).
-    `vocab` must not be a multiple of the prime CANDIDATE_STRIDE.
+    `vocab` must not be a multiple of the prime COLUMN_STRIDE.
     """
     chosen = np.zeros(vocab, bool)
     chosen[needed] = True
     distinct = int(chosen.sum())
-    refuse_if(distinct > count, f"{distinct} distinct targets, {count} candidates: raise stages.*.candidates")
+    require(
+        distinct <= count, f"{distinct} distinct targets, {count} candidates: raise stages.*.sampled_columns"
+    )
     if missing := count - distinct:
         size = min(vocab, missing * 17 // 10 + 256)
-        others = np.arange(offset, offset + size) * CANDIDATE_STRIDE % vocab
+        others = np.arange(offset, offset + size) * COLUMN_STRIDE % vocab
         others, offset = others[~chosen[others]], (offset + size) % vocab
         if len(others) < missing:
             others = np.flatnonzero(~chosen)
@@ -1410,7 +1430,7 @@ class TrainLoader:
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
         self.opened, self.document, *self.offsets = position
-        # For choose_candidates(): the offset of each of this rank's micro-batches.
+        # For choose_sampled_columns(): the offset of each of this rank's micro-batches.
         self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in self.own]
         self.upcoming = self._read(self.opened)
         # The clock runs already, so the first batches only wait for the shard's first tokens. A batch that
@@ -1467,12 +1487,12 @@ class TrainLoader:
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
             ends = np.cumsum(lengths)[:-1]
             part = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
-            if plan.candidates:
+            if plan.sampled_columns:
                 needed = np.append(tokens[1:], cfg.vocab_size) if cfg.pointer_dim else tokens[1:]
-                chosen, self.offsets[i] = choose_candidates(
-                    needed, plan.candidates, cfg.padded_vocab, self.offsets[i]
+                chosen, self.offsets[i] = choose_sampled_columns(
+                    needed, plan.sampled_columns, cfg.padded_vocab, self.offsets[i]
                 )
-                part = part._replace(candidates=chosen)
+                part = part._replace(sampled_columns=chosen)
             micro_batches.append(part)
         return micro_batches
 
@@ -1491,10 +1511,10 @@ class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]
     position: tuple[int, ...]  # of the loader, after it
-    routes: dict[str, RowRoutes]  # packed: of the tables that this step updates
+    routes: dict[str, RowExchange]  # packed: of the tables that this step updates
     # Packed: of the rows of n-grams that are read from this step up to the next update of their table. The
     # other steps up to there have None.
-    ngram_routes: RowRoutes | None = None
+    ngram_routes: RowExchange | None = None
 
 
 class Prefetcher:
@@ -1511,7 +1531,7 @@ class Prefetcher:
         # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
         # failed batch's exchange on other ranks.
         self.batches = self._batches(plans)
-        self.queue = [self._submit() for _ in range(max(2, *self.cfg.ngrams.every))]
+        self.queue = [self._submit() for _ in range(max(2, *self.cfg.ngrams.update_every))]
 
     def _submit(self) -> Future:
         return self.loader.builder.submit(next, self.batches, None)
@@ -1533,7 +1553,7 @@ class Prefetcher:
         together, ngrams = [], self.cfg.ngrams
         for plan in plans:
             together.append(self._build(plan))
-            if not ngrams.orders or plan.updates(ngrams.every):
+            if not ngrams.orders or plan.updates(ngrams.update_every):
                 yield from self._finish(together)
                 together = []
         yield from self._finish(together)
@@ -1556,7 +1576,7 @@ class Prefetcher:
             if not spec.is_table:
                 continue
             rows = distinct_rows(micro_batches, spec.kind, self.touched.pop(spec.name, NO_ROWS))
-            if plan.updates(spec.every):
+            if plan.updates(spec.update_every):
                 ranks = self.exchange.world_size if spec.exchange == "sparse" else 1
                 owner, place = np.divmod(rows, self.shapes[spec.name][0] // ranks)
                 order, arriving = self.exchange.route(spec.name, owner, place, ranks)
@@ -1774,7 +1794,7 @@ def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the formats' largest numbers
 FP8_LEAST = 1e-12  # maxima below count as that, or as none
 # Factors from a maximum to the next step's: activations change more than gradients, weights less.
-FP8_ACT_ROOM, FP8_GRAD_ROOM, FP8_WEIGHT_ROOM = 1.80, 1.25, 1.12
+FP8_ACT_MARGIN, FP8_GRAD_MARGIN, FP8_WEIGHT_MARGIN = 1.80, 1.25, 1.12
 FP8_EXACT_STEPS = 17  # proj starts at 0, and grows by more than its room at first
 
 
@@ -1816,7 +1836,7 @@ def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> t
         result = (product * (square8.float() * mlp.scales[2, 0]).sqrt_().mul_(2)).bfloat16()
     amax = mlp.amax.view(-1)[2 * mlp.i + backward]
     amax.copy_(torch.maximum(amax, result.abs().max()))
-    return both_layouts(result.float() * scale.reciprocal(), 1.0, a8.dtype)
+    return cast_and_transpose(result.float() * scale.reciprocal(), 1.0, a8.dtype)
 
 
 def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
@@ -1824,18 +1844,18 @@ def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
     return (upcast(logits) + cap.shift).div_(cap.span).sigmoid_()
 
 
-class Copies(NamedTuple):
+class PointerProbs(NamedTuple):
     """What the copy pointer says of the next tokens of n positions."""
 
     weights: Tensor  # (2, n), at least fp32: of the sources that hold the next token; of the sink
     grad: Tensor  # (2, n): where softcap_loss writes the gradient of the weights
-    slot: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
+    gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
 
-    def part(self, n: slice) -> "Copies":
+    def part(self, n: slice) -> "PointerProbs":
         return self._replace(weights=self.weights[:, n], grad=self.grad[:, n])
 
 
-COPY_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
+PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
 
 
 def softcap_loss(
@@ -1843,7 +1863,7 @@ def softcap_loss(
     targets: Tensor,
     weights: Tensor,
     unit: float = 0.0,
-    copies: Copies | None = None,
+    copies: PointerProbs | None = None,
     cap: Softcap = RECORD.softcap,
 ) -> tuple[Tensor, ...]:
     """Returns each row's weighted sum of the cross-entropies of its targets, after the softcap, and the
@@ -1863,8 +1883,8 @@ def softcap_loss(
         sums = exp_z.sum(dim=-1, keepdim=True)
         factor = slope * total / sums
     else:
-        slot_exp = exp_z[:, copies.slot]
-        words = exp_z.index_fill_(1, copies.slot, 0).sum(dim=-1, keepdim=True)
+        slot_exp = exp_z[:, copies.gate_column]
+        words = exp_z.index_fill_(1, copies.gate_column, 0).sum(dim=-1, keepdim=True)
         sums = words + slot_exp
     row_losses = row_weights * (sums.log() - cap.scale * s_at)
     if copies is not None:
@@ -1874,19 +1894,19 @@ def softcap_loss(
         first, alpha, rest = row_weights[:, :1].clone(), slot_exp / sums, words / sums
         by_head = (cap.scale * s_at[:, :1]).exp() / words
         kept = by_head * (rest + alpha * sink)
-        p = kept + alpha * found + COPY_FLOOR
+        p = kept + alpha * found + PROB_FLOOR
         gain, later = alpha * rest * (found - by_head * (1 - sink)), total - first
         row_losses[:, :1] = -first * p.log()
         first = first / p
         copies.grad.copy_(torch.stack([-first * alpha, -first * alpha * by_head])[..., 0])
         factor = slope * (first * (kept + gain) / words + later / sums)
         row_weights[:, :1] = first * kept
-        s_slot, slot_grad = s[:, copies.slot], later * alpha - first * gain
+        s_slot, slot_grad = s[:, copies.gate_column], later * alpha - first * gain
     grad = (1 - s).mul_(s).mul_(exp_z).mul_(factor)
     grad.scatter_add_(1, at, -slope * row_weights * s_at * (1 - s_at))
     if copies is not None:
-        grad.index_copy_(1, copies.slot, slope * slot_grad * s_slot * (1 - s_slot))
-    grads = both_layouts(grad, unit, torch.float8_e5m2) if unit else [grad.to(logits.dtype)]
+        grad.index_copy_(1, copies.gate_column, slope * slot_grad * s_slot * (1 - s_slot))
+    grads = cast_and_transpose(grad, unit, torch.float8_e5m2) if unit else [grad.to(logits.dtype)]
     return row_losses.sum(dim=-1), *grads
 
 
@@ -1901,14 +1921,14 @@ def softcap_loss(
 # the pointer's own backward.
 
 
-class Queries(NamedTuple):
+class PointerInputs(NamedTuple):
     q: Tensor  # (T, D)
     k: Tensor  # (T, D)
     sink_scores: Tensor  # (T,), at least fp32
 
 
 def pointer_blocks(
-    queries: Queries, micro_batch: MicroBatch, window: int
+    queries: PointerInputs, micro_batch: MicroBatch, window: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Yields for successive queries: their slice; that of the sources which they may see; their scores,
     (n, m) in at least fp32, -inf where they do not see the source; and which sources hold the next token.
@@ -1924,8 +1944,8 @@ def pointer_blocks(
 
 
 @torch.no_grad()
-def pointer(queries: Queries, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
-    """Returns Copies.weights (2, T), and for each query the logarithm of the sum of its exponentials (T,)."""
+def pointer(queries: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
+    """Returns PointerProbs.weights (2, T), and each query's logarithm of its sum of exponentials (T,)."""
     sink_scores = queries.sink_scores
     weights, lse = sink_scores.new_empty(2, len(sink_scores)), torch.empty_like(sink_scores)
     for rows, _, scores, holds in pointer_blocks(queries, micro_batch, window):
@@ -1937,8 +1957,13 @@ def pointer(queries: Queries, micro_batch: MicroBatch, window: int) -> tuple[Ten
 
 @torch.no_grad()
 def pointer_grad(
-    queries: Queries, micro_batch: MicroBatch, window: int, weights: Tensor, lse: Tensor, weights_grad: Tensor
-) -> Queries:
+    queries: PointerInputs,
+    micro_batch: MicroBatch,
+    window: int,
+    weights: Tensor,
+    lse: Tensor,
+    weights_grad: Tensor,
+) -> PointerInputs:
     """Returns the gradients of the queries, given pointer()'s arguments, its results, and the gradient of its
     weights (2, T).
     """
@@ -1950,7 +1975,7 @@ def pointer_grad(
         slopes *= scores.sub_(lse[rows, None]).exp_().mul_(scale)
         dq[rows] = slopes @ upcast(k[columns])
         dk[columns] += slopes.T @ upcast(q[rows])
-    return Queries(dq, dk.to(k.dtype), weights[1] * (weights_grad[1] - mean))
+    return PointerInputs(dq, dk.to(k.dtype), weights[1] * (weights_grad[1] - mean))
 
 
 @compiled
@@ -1961,7 +1986,7 @@ def to_fp8(x: Tensor, unit: float | Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, memory_format=torch.contiguous_format)
 
 
-def both_layouts(x: Tensor, unit: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cast_and_transpose(x: Tensor, unit: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns to_fp8 of x (..., n, m), and of its transpose."""
     return to_fp8(x, unit, dtype), to_fp8(x.mT, unit, dtype)
 
@@ -2086,7 +2111,9 @@ if triton is not None:
 
     # The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
     @triton.jit(do_not_specialize_on_alignment=["scale"])
-    def both_layouts_kernel(x, scale, out, transposed, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
+    def cast_and_transpose_kernel(
+        x, scale, out, transposed, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr
+    ):
         """Converts a tile of x / scale. The scale is a power of 2, so its inverse is exact."""
         rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -2151,7 +2178,7 @@ if triton is not None:
         else:
             tl.store(out + offs, result, mask=mask)
 
-    FLOOR = tl.constexpr(COPY_FLOOR)
+    FLOOR = tl.constexpr(PROB_FLOOR)
 
     @triton.jit
     def load_sigmoid(logits, cols, V, SHIFT, PER_SPAN):
@@ -2340,7 +2367,7 @@ GRAM_TILES = {
     64: dict(BLOCK=64, BLOCK_K=128, num_warps=4, num_stages=3),
     128: dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3),
 }
-BOTH_LAYOUTS_TILES = dict(BLOCK=64, num_warps=4)
+CAST_TILES = dict(BLOCK=64, num_warps=4)
 RELU_SQUARE_TILES = {
     name: dict(BLOCK_M=128, BLOCK_N=n, BLOCK_K=k, GROUP=8, num_warps=8, num_stages=stages)
     for name, n, k, stages in (("small", 128, 32, 4), ("large", 256, 64, 3), ("large fp8", 256, 128, 3))
@@ -2361,12 +2388,12 @@ def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: 
     return out
 
 
-def triton_both_layouts(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def triton_cast_and_transpose(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     out, transposed = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
-    grid = triton.cdiv(M, BOTH_LAYOUTS_TILES["BLOCK"]), triton.cdiv(N, BOTH_LAYOUTS_TILES["BLOCK"])
+    grid = triton.cdiv(M, CAST_TILES["BLOCK"]), triton.cdiv(N, CAST_TILES["BLOCK"])
     limit = int(torch.finfo(dtype).max)
-    both_layouts_kernel[grid](x.contiguous(), unit, out, transposed, M, N, limit, **BOTH_LAYOUTS_TILES)
+    cast_and_transpose_kernel[grid](x.contiguous(), unit, out, transposed, M, N, limit, **CAST_TILES)
     return out, transposed
 
 
@@ -2410,7 +2437,7 @@ def triton_softcap_loss(
     targets: Tensor,
     weights: Tensor,
     unit: float = 0.0,
-    copies: Copies | None = None,
+    copies: PointerProbs | None = None,
     cap: Softcap = RECORD.softcap,
 ) -> tuple[Tensor, ...]:
     n, V = logits.shape
@@ -2440,7 +2467,7 @@ def pointer_sides(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: i
 
 
 def launch_pointer(
-    queries: Queries, micro_batch: MicroBatch, window: int, outs: Sequence[Tensor], *rest: Tensor | None
+    queries: PointerInputs, micro_batch: MicroBatch, window: int, outs: Sequence[Tensor], *rest: Tensor | None
 ) -> None:
     """Launches pointer_kernel for queries, and, if there is a second output, for keys."""
     sides = pointer_sides(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
@@ -2451,19 +2478,24 @@ def launch_pointer(
         pointer_kernel[grid](*own, *other, *rest, out, T, own is k, D, **POINTER_TILES)
 
 
-def triton_pointer(queries: Queries, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
+def triton_pointer(queries: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
     out = queries.sink_scores.new_empty(3, len(queries.q))
     launch_pointer(queries, micro_batch, window, [out], queries.sink_scores, None, None)
     return out[:2], out[2]
 
 
 def triton_pointer_grad(
-    queries: Queries, micro_batch: MicroBatch, window: int, weights: Tensor, lse: Tensor, weights_grad: Tensor
-) -> Queries:
+    queries: PointerInputs,
+    micro_batch: MicroBatch,
+    window: int,
+    weights: Tensor,
+    lse: Tensor,
+    weights_grad: Tensor,
+) -> PointerInputs:
     mean = (weights * weights_grad).sum(0)
     dq, dk = (t.new_empty(t.shape) for t in queries[:2])
     launch_pointer(queries, micro_batch, window, [dq, dk], lse, mean, weights_grad)
-    return Queries(dq, dk, weights[1] * (weights_grad[1] - mean))
+    return PointerInputs(dq, dk, weights[1] * (weights_grad[1] - mean))
 
 
 def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
@@ -2482,7 +2514,7 @@ class Backend(NamedTuple):
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
     relu_square_fp8: Callable = relu_square_fp8
-    both_layouts: Callable = both_layouts
+    cast_and_transpose: Callable = cast_and_transpose
     softcap_loss: Callable = softcap_loss
     pointer: Callable = pointer
     pointer_grad: Callable = pointer_grad
@@ -2498,7 +2530,7 @@ KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in
     "relu_square": triton_relu_square,
     "relu_square_grad": triton_relu_square,
     "relu_square_fp8": triton_relu_square_fp8,
-    "both_layouts": triton_both_layouts,
+    "cast_and_transpose": triton_cast_and_transpose,
     "softcap_loss": triton_softcap_loss,
     "pointer": triton_pointer,
     "pointer_grad": triton_pointer_grad,
@@ -2523,7 +2555,7 @@ def check_driver() -> None:
     if torch.cuda.device_count() and not torch.cuda.is_available():  # the first asks the driver, not CUDA
         cuda = torch.version.cuda
         fix = f"this torch needs a driver for CUDA {cuda}: install one, or a torch for an older CUDA, from "
-        with explain("cannot use the GPUs", f"{fix}download.pytorch.org, and set PYTHON", RuntimeError):
+        with user_error_on("cannot use the GPUs", f"{fix}download.pytorch.org, and set PYTHON", RuntimeError):
             torch.cuda.init()
 
 
@@ -2537,22 +2569,22 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
     lacks_kernels = triton is None or too_old and not interpreted
-    refuse_if(
-        cfg.kernels and (lacks_kernels or {cfg.dtype, cfg.bank_dtype} != {kernel_dtype}),
+    require(
+        not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
         "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
         "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
     )
-    refuse_if(
-        "pointer" in cfg.kernels and cfg.pointer_dim not in (0, 16, 32, 64, 128),
+    require(
+        "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
         "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
     )
-    refuse_if(
-        cfg.attention_impl != "dense" and (too_old or cfg.dtype != "bfloat16"),
+    require(
+        cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
         "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
         "bfloat16; use --set attention_impl=dense",
     )
-    refuse_if(
-        cfg.fp8 and on_gpu and capability < (8, 9),
+    require(
+        not cfg.fp8 or not on_gpu or capability >= (8, 9),
         "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
     )
     chosen: dict = {name: function for name, function in KERNELS.items() if name.startswith(cfg.kernels)}
@@ -2560,7 +2592,7 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
         chosen["attention"] = flash_attention
     if cfg.attention_impl == "fa3":
         fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
-        with explain("FlashAttention-3 cannot be used", fix, Exception):
+        with user_error_on("FlashAttention-3 cannot be used", fix, Exception):
             torch.nn.attention.activate_flash_attention_impl("FA3")
     plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
     if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
@@ -2777,7 +2809,7 @@ class MLP(torch.autograd.Function):
             ctx.save_for_backward(h, square, fc, proj)
             return square @ proj
         (h_scale, _), (_, proj_scale), (scale, _) = fp8.scales
-        h8, ht8 = backend.both_layouts(h, h_scale, torch.float8_e4m3fn)
+        h8, ht8 = backend.cast_and_transpose(h, h_scale, torch.float8_e4m3fn)
         square8, squaret8 = backend.relu_square_fp8(h8, fp8)
         ctx.save_for_backward(ht8, square8, squaret8)
         return fp8_matmul(square8, fp8.transposed[1].T, (scale, proj_scale), h.dtype, fast=True)
@@ -2791,7 +2823,7 @@ class MLP(torch.autograd.Function):
             return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
         ht8, square8, squaret8 = ctx.saved_tensors
         (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
-        dy8, dyt8 = ctx.backend.both_layouts(dy, dy_scale, torch.float8_e5m2)
+        dy8, dyt8 = ctx.backend.cast_and_transpose(dy, dy_scale, torch.float8_e5m2)
         da8, dat8 = ctx.backend.relu_square_fp8(dy8, fp8, square8)
         dh = fp8_matmul(da8, fp8.transposed[0].T, (da_scale, fc_scale), dy.dtype)
         dfc = to_fc.gradient(dat8.T, ht8.T, (da_scale, h_scale))
@@ -2920,28 +2952,28 @@ def fp8_mlp_weights(bank: Tensor, scales: Tensor, before: Tensor) -> tuple[Tenso
     weights = bank.unflatten(0, (-1, 2))
     amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
     exact = (amax / E4M3_MAX).to(bank.dtype).float()
-    delayed = before * (FP8_WEIGHT_ROOM / E4M3_MAX)
+    delayed = before * (FP8_WEIGHT_MARGIN / E4M3_MAX)
     scale = torch.where(before > 0, delayed, exact)[:, :, None, None]
     scales[:, 1] = scale
     before.copy_(amax)
-    return both_layouts(weights, scale, torch.float8_e4m3fn)
+    return cast_and_transpose(weights, scale, torch.float8_e4m3fn)
 
 
 @compiled
 def next_token_losses(
-    logits: Tensor, targets: Tensor, copies: Copies | None = None, cap: Softcap = RECORD.softcap
+    logits: Tensor, targets: Tensor, copies: PointerProbs | None = None, cap: Softcap = RECORD.softcap
 ) -> Tensor:
     """Returns the cross-entropies (n,) of logits (n, V) after the softcap, in at least fp32; with `copies`
     those of the mixture.
     """
     z = cap.scale * softcap_sigmoid(logits, cap)
     if copies is not None:
-        alpha, z = open_gate(z, copies.slot)
+        alpha, z = open_gate(z, copies.gate_column)
     losses = F.cross_entropy(z, targets, reduction="none")
     if copies is None:
         return losses
     found, sink = copies.weights
-    return -((-losses).exp() * (1 - alpha * (1 - sink)) + alpha * found + COPY_FLOOR).log()
+    return -((-losses).exp() * (1 - alpha * (1 - sink)) + alpha * found + PROB_FLOOR).log()
 
 
 def open_gate(z: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
@@ -2961,7 +2993,7 @@ def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor
 
 
 @compiled
-def places_among(ids: Tensor, candidates: Tensor) -> Tensor:
+def index_in(ids: Tensor, candidates: Tensor) -> Tensor:
     """Returns the places of `ids` int64 among ascending `candidates` (P,) int32; -1: absent."""
     at = torch.searchsorted(candidates.long(), ids).clamp_max(len(candidates) - 1)
     return torch.where(candidates[at] == ids, at, -1)
@@ -3016,10 +3048,14 @@ class GPT(nn.Module):
         # cuBLAS takes scales at multiples of 16 bytes only.
         self.fp8_scales = self.fp8_scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)[:, :, :, :1]
         self.fp8_amax, self.weight_amax = (torch.zeros(mlps, 2, device=device) for _ in range(2))
-        self.fp8_rooms = torch.tensor([FP8_ACT_ROOM / E4M3_MAX, FP8_GRAD_ROOM / E5M2_MAX], device=device)
+        self.fp8_margins = torch.tensor(
+            [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX], device=device
+        )
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
-        self.slot = torch.tensor([cfg.vocab_size], device=device)  # Copies.slot, among all columns
+        self.gate_column = torch.tensor(
+            [cfg.vocab_size], device=device
+        )  # PointerProbs.gate_column, among all columns
         self.initialize(seed)
 
     @torch.no_grad()
@@ -3066,7 +3102,7 @@ class GPT(nn.Module):
         return RotaryFamily(cos, sin, freq.new_full((), scale))
 
     @traced("forward")
-    def hidden_states(
+    def forward(
         self,
         micro_batch: MicroBatch,
         windows: dict[str, int],
@@ -3081,7 +3117,7 @@ class GPT(nn.Module):
         leaves its gradients; outside it, rows of n-grams are fetched first. With `fp8`, the result of
         GPT.fp8_mlps, MLPs are in FP8.
         """
-        found = self.lookups(micro_batch, leaves is not None)
+        found = self.embeddings(micro_batch, leaves is not None)
         if leaves is not None:
             leaves |= {name: t.detach().requires_grad_() for name, t in found.items()}
             found = leaves
@@ -3090,9 +3126,9 @@ class GPT(nn.Module):
         banks = {name: grads[name].weight() if grads else Weight(getattr(self, name)) for name in self.banks}
         looked_up = embed, bigram, values[0] if values else embed[:, None][:, :0]
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
-        return compiled(GPT.run_layers)(self, *looked_up, sequence, windows, banks, fp8)
+        return compiled(GPT.trunk)(self, *looked_up, sequence, windows, banks, fp8)
 
-    def run_layers(
+    def trunk(
         self,
         embed: Tensor,
         bigram: Tensor,
@@ -3102,7 +3138,7 @@ class GPT(nn.Module):
         banks: dict[str, Weight],
         fp8: FP8MLP | None,
     ) -> Tensor:
-        """Does hidden_states after the lookups: one graph, if it is compiled, and so is its backward.
+        """Does forward after the embeddings: one graph, if it is compiled, and so is its backward.
 
         embed (T, d); bigram (T, width); values (T, tables, d); sequence: cu_seqlens, longest document.
         """
@@ -3120,7 +3156,7 @@ class GPT(nn.Module):
         gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], self.smear_gate))
         x0 = norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
         gates = self.gates(0, x0)
-        x = mix((None, x0), (gates["bigram", 0], bigram)) if cfg.layers[0].bigram else x0
+        x = mix((None, x0), (gates["ngram", 0], bigram)) if cfg.layers[0].ngram else x0
         # Later layers read some of these.
         first = skipped = backout = normed_backout = connected = mlp_input = x
         for i, (layer, scalars) in enumerate(zip(cfg.layers, self.layer_scalars(T))):
@@ -3130,35 +3166,35 @@ class GPT(nn.Module):
             if layer.attention:
                 h = norm(x) if i <= cfg.backout_from else normed_backout
                 value = next(value_tables) if layer.value else None
-                ve_gate = next(ve_gates) if layer.value and not layer.connections else None
-                if layer.connections:
+                ve_gate = next(ve_gates) if layer.value and not layer.mudd else None
+                if layer.mudd:
                     connected = x
-                    w = dict(zip(CONNECTIONS, self.token_weights("mudd", 0, x)[:, :, None].unbind()))
+                    w = dict(zip(MUDD_WEIGHTS, self.token_weights("mudd", 0, x)[:, :, None].unbind()))
                     left, right = value.chunk(2, 1)
                     value = torch.cat([w["left value"] * left, w["right value"] * right], 1) + mix(
                         (w["first to value"], first), (w["backout to value"], backout), (w["x to value"], x)
                     )
                     x = mix((1 + w["x"], x), (w["first"], first), (w["backout"], backout))
-                    terms += [(w["first after"], first), (w["bigram after"], bigram)]
+                    terms += [(w["first after"], first), (w["ngram after"], bigram)]
                     scalars = scalars._replace(**{name: w[name] for name in LayerScalars._fields[2:]})
                 v, out = next(matrices["vo_bank"]), next(matrices["vo_bank"])
                 if layer.narrow_v:  # half of both matrices is used
                     v, out = v._replace(w=v.w[: d // 2]), out._replace(w=out.w[:, : d // 2])
                 weights = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"]), v
                 span = *sequences[layer.attention], windows[layer.window]
-                y = self.attend(i, h, weights, scalars.qkv, span, gates, value, ve_gate)
+                y = self.attention(i, h, weights, scalars.qkv, span, gates, value, ve_gate)
                 terms = [
                     (scalars.out * scalars.post_attention, Linear.apply(y.flatten(1), out, out.w)),
                     *terms,
                 ]
             if layer.x0:
                 terms += [(gates["x0", i], x0)]
-            if layer.bigram and i > 0:
-                terms += [(gates["bigram", i], bigram)]
+            if layer.ngram and i > 0:
+                terms += [(gates["ngram", i], bigram)]
             if terms:
                 x = mix((scalars.resid_attention, x), *terms)
-            h = norm(x) if layer.mlps or layer.connections else None
-            if layer.connections:
+            h = norm(x) if layer.mlps or layer.mudd else None
+            if layer.mudd:
                 mlp_input = h
             terms = []
             for _ in range(layer.mlps):
@@ -3231,9 +3267,9 @@ class GPT(nn.Module):
         scales = self.fp8_scales[:, 2, :, 0, 0]
         # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
         is_known = (amax > FP8_LEAST) & (amax < math.inf)
-        scales.copy_(torch.where(is_known, amax * self.fp8_rooms, scales))
+        scales.copy_(torch.where(is_known, amax * self.fp8_margins, scales))
 
-    def attend(
+    def attention(
         self,
         i: int,
         h: Tensor,
@@ -3282,7 +3318,7 @@ class GPT(nn.Module):
         y = self.backend.attention(softmax_scale * q, k, v, *span)
         return finish_heads(y.reshape(T, heads, -1), v, gates.get(("xsa", i)), gates.get(("output", i)))
 
-    def lookups(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
+    def embeddings(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
         """Returns what a micro-batch's positions look up, by table: rows of embed, (T, d), sums of rows of
         bigrams or n-grams, (T, width), and rows of value_embeds, (T, tables, d).
 
@@ -3308,7 +3344,7 @@ class GPT(nn.Module):
         return found
 
     @compiled
-    def pointer_queries(self, x: Tensor) -> Queries:
+    def pointer_inputs(self, x: Tensor) -> PointerInputs:
         """Returns the pointer's queries, keys and sink scores of the head's inputs x (T, d).
 
         q and k are normed in at least fp32, and rounded once: without norms scores explode with some seeds
@@ -3317,7 +3353,7 @@ class GPT(nn.Module):
         bank, sink = self.pointer_bank, self.pointer_sink
         q, k = norm(upcast(F.linear(x, bank.flatten(0, 1)).unflatten(1, (2, -1)))).unbind(1)
         q, k = (self.pointer_gain * q).to(x.dtype), k.to(x.dtype)
-        return Queries(q, k, upcast(q) @ sink * len(sink) ** -0.5)
+        return PointerInputs(q, k, upcast(q) @ sink * len(sink) ** -0.5)
 
     @torch.no_grad()
     def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
@@ -3326,27 +3362,27 @@ class GPT(nn.Module):
         """
         text = np.array([*tokens, 0])  # there is no target yet
         micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), self.cfg)), self.device)
-        x = self.hidden_states(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
+        x = self.forward(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
         cap = self.cfg.softcap
         z = cap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cap)
         if not self.cfg.pointer_dim:
             return z.softmax(1)[0, : self.cfg.vocab_size]
         sources = slice(-1 - self.cfg.pointer_val_window, -1)
-        q, k, sink_scores = self.pointer_queries(x)
+        q, k, sink_scores = self.pointer_inputs(x)
         scores = upcast(k[sources]) @ upcast(q[-1]) * len(self.pointer_sink) ** -0.5
         sink, weights = torch.cat([sink_scores[-1:], scores]).softmax(0).split([1, len(scores)])
-        alpha, z = open_gate(z, self.slot)
+        alpha, z = open_gate(z, self.gate_column)
         probs = z.softmax(1)[0] * (1 - alpha * (1 - sink))
         return probs.index_add_(0, micro_batch.inputs[sources], alpha * weights)[: self.cfg.vocab_size]
 
     @torch.no_grad()
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
-        x, w, n = self.hidden_states(micro_batch, windows), self.lm_head, self.cfg.head_chunk
+        x, w, n = self.forward(micro_batch, windows), self.lm_head, self.cfg.head_chunk
         columns: list[Iterable] = [x.split(n), micro_batch.targets.split(n)]
         if window := self.cfg.pointer_dim and self.cfg.pointer_val_window:
-            found, _ = self.backend.pointer(self.pointer_queries(x), micro_batch, window)
-            columns.append(Copies(part, part, self.slot) for part in found.split(n, dim=1))
+            found, _ = self.backend.pointer(self.pointer_inputs(x), micro_batch, window)
+            columns.append(PointerProbs(part, part, self.gate_column) for part in found.split(n, dim=1))
         losses = partial(next_token_losses, cap=self.cfg.softcap)
         return torch.cat([losses(x_part @ w, *rest) for x_part, *rest in zip(*columns)])
 
@@ -3360,7 +3396,7 @@ class GPT(nn.Module):
         grad_scale: float,
         converted: list[Tensor],
         candidates: Tensor | None = None,
-        copies: Copies | None = None,
+        copies: PointerProbs | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the head's forward and backward at once, in chunks of tokens.
 
@@ -3379,9 +3415,9 @@ class GPT(nn.Module):
         w, n, dx, losses = self.lm_head, self.cfg.head_chunk, torch.empty_like(x), []
         with torch.no_grad():
             if candidates is not None:
-                w, targets = w.index_select(1, candidates), places_among(targets, candidates)
+                w, targets = w.index_select(1, candidates), index_in(targets, candidates)
                 if copies:
-                    copies = copies._replace(slot=places_among(copies.slot, candidates))
+                    copies = copies._replace(gate_column=index_in(copies.gate_column, candidates))
                 n *= self.cfg.padded_vocab // len(candidates)  # about as many logits
                 converted.clear()
             unit = FP8_GRAD * grad_scale if self.backend.fp8 else 0.0
@@ -3497,39 +3533,39 @@ class Exchange:
 
     def route(
         self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
-    ) -> tuple[np.ndarray, RowRoutes]:
+    ) -> tuple[np.ndarray, RowExchange]:
         """Tells each row's owner that this rank touches the row. Blocks.
 
         owner[i] and place[i]: the rank that has row i, and where in its block. ranks: of the owners; with 1
         every rank owns the whole table. Returns the order of the rows by owner, and their routes.
         """
         order = np.argsort(owner.astype(np.uint16), kind="stable")
-        send_counts = recv_counts = np.bincount(owner, minlength=ranks).tolist()
+        input_splits = output_splits = np.bincount(owner, minlength=ranks).tolist()
         arriving = int32(place[order]).to(self.device)
         if ranks > 1:
-            ones, counts = [1] * ranks, torch.tensor(send_counts, device=self.device)
-            recv_counts = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
-            arriving = self.send_rows("row ids", name, arriving, send_counts, recv_counts).wait()
+            ones, counts = [1] * ranks, torch.tensor(input_splits, device=self.device)
+            output_splits = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
+            arriving = self.send_rows("row ids", name, arriving, input_splits, output_splits).wait()
         arriving = arriving.cpu()
-        return order, RowRoutes(send_counts, recv_counts, arriving, index_rows(arriving))
+        return order, RowExchange(input_splits, output_splits, arriving, index_rows(arriving))
 
     def send_rows(
         self,
         kind: str,
         name: str,
         rows: Tensor,
-        send_counts: list[int],
-        recv_counts: list[int],
+        input_splits: list[int],
+        output_splits: list[int],
         out: Tensor | None = None,
     ) -> Pending:
-        """Sends rows (sum(send_counts), ...), by receiver; returns those sent here, by sender, in `out`."""
+        """Sends rows (sum(input_splits), ...), by receiver; returns those sent here, by sender, in `out`."""
         if self.world_size == 1:
             return Pending(rows if out is None else out.copy_(rows))
-        out = rows.new_empty((sum(recv_counts), *rows.shape[1:])) if out is None else out
-        return Pending(out, dist.all_to_all_single(out, rows, recv_counts, send_counts, **self.options))
+        out = rows.new_empty((sum(output_splits), *rows.shape[1:])) if out is None else out
+        return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
 
     def mean_rows(self, out: Tensor, index: RowIndex, row_grads: Tensor) -> Tensor:
-        """Sums row_grads (sum(recv_counts), ...), which arrived, in `out`, 0 before; divides by the ranks.
+        """Sums row_grads (sum(output_splits), ...), which arrived, in `out`, 0 before; divides by the ranks.
 
         They arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
         """
@@ -3595,7 +3631,7 @@ def adam(
     2025, arXiv:2510.12402).
     """
     t = state["steps"].add_(1).item()
-    slowdown, lr = plan.cadence_ratio(spec.every), cfg.adam_lr * plan.lr_mul * spec.lr_mul
+    slowdown, lr = plan.interval_ratio(spec.update_every), cfg.adam_lr * plan.lr_mul * spec.lr_mul
     beta1, beta2 = (beta**slowdown for beta in spec.betas)
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
     decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
@@ -3689,8 +3725,8 @@ def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     cycle = spec.matrix_lr_mul or (1.0,)
     factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
     state = {
-        "fast_rail": torch.zeros_like(p, dtype=dtype),
-        "slow_rail": torch.zeros_like(p, dtype=dtype),
+        "fast_momentum": torch.zeros_like(p, dtype=dtype),
+        "slow_momentum": torch.zeros_like(p, dtype=dtype),
         "second_momentum_buffer": p.new_zeros((n, rows, 1) if rows >= cols else (n, 1, cols), dtype=dtype),
         # On the device from the start: a copy in a step would make it wait.
         "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
@@ -3707,8 +3743,8 @@ def anvil(
 
     The update is momentum of two rails, orthogonalized, then scaled to even rows (columns of wide matrices).
     """
-    one_rail, dtype = plan.step < cfg.rails_step, state["slow_rail"].dtype
-    beta, weight = (plan.momentum, 1.0) if one_rail else (cfg.fast_beta, cfg.fast_weight)
+    one_momentum, dtype = plan.step < cfg.two_momenta_from, state["slow_momentum"].dtype
+    beta, weight = (plan.momentum, 1.0) if one_momentum else (cfg.fast_beta, cfg.fast_weight)
     numbers = host_scalar(1 - beta, dtype), host_scalar(weight, dtype), host_scalar(plan.momentum, dtype)
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
@@ -3728,23 +3764,25 @@ def update_matrices(
     rates: tuple[Tensor, Tensor],
     p: Tensor,
     grad: Tensor,
-    fast_rail: Tensor,
-    slow_rail: Tensor,
+    fast_momentum: Tensor,
+    slow_momentum: Tensor,
     buffer: Tensor,
     lr_mul: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """Does anvil() for a block of matrices. numbers, rates: of mix_rails and of anvil_update, on the host."""
-    x = mix_rails(grad, fast_rail, slow_rail, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype))
+    """Does anvil() for a block of matrices. `numbers` are nesterov_momentum's, `rates` anvil_update's."""
+    x = nesterov_momentum(
+        grad, fast_momentum, slow_momentum, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype)
+    )
     x = orthogonalize(x, cfg.bank_margin, gram_of)
     x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
-    anvil_update(p, x, slow_rail, lr_mul, *rates, mantissa)
+    anvil_update(p, x, slow_momentum, lr_mul, *rates, mantissa)
 
 
-def mix_rails(
+def nesterov_momentum(
     grad: Tensor,
-    fast_rail: Tensor,
-    slow_rail: Tensor,
+    fast_momentum: Tensor,
+    slow_momentum: Tensor,
     slow_rate: float,
     fast_rate: Tensor,
     fast_weight: Tensor,
@@ -3756,12 +3794,12 @@ def mix_rails(
     Its buffer is the mean of two rails, `fast_weight` on the fast one: an average of recent gradients and one
     of the long run. Moves the rails towards grad by their rates.
     """
-    grad = grad.to(fast_rail.dtype)
+    grad = grad.to(fast_momentum.dtype)
     # No lerp and no 1 - fast_weight: generated code would compute these numbers by a kernel on the host.
-    fast_rail.add_(fast_rate * (grad - fast_rail))
-    slow_rail.add_(slow_rate * (grad - slow_rail))
+    fast_momentum.add_(fast_rate * (grad - fast_momentum))
+    slow_momentum.add_(slow_rate * (grad - slow_momentum))
     # With fast_weight 1 this is exactly the fast rail.
-    mean = fast_weight * fast_rail + (slow_rail - fast_weight * slow_rail)
+    mean = fast_weight * fast_momentum + (slow_momentum - fast_weight * slow_momentum)
     return (grad + momentum * (mean - grad)).to(dtype)
 
 
@@ -3784,19 +3822,19 @@ def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2:
 def anvil_update(
     p: Tensor,
     x: Tensor,
-    slow_rail: Tensor,
+    slow_momentum: Tensor,
     lr_mul: Tensor,
     lr: Tensor,
     decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """p -= r x + decay r p [slow_rail p >= 0], r = lr lr_mul, exact to fp32 for bf16 p with its `mantissa`.
+    """p -= r x + decay r p [slow_momentum p >= 0], r = lr lr_mul; for bf16 p with its `mantissa` as in fp32.
 
     Decay acts only where the gradients of the long run shrink p too, or are 0. lr_mul (n, 1, 1).
     """
     lr = lr * lr_mul
     p32 = p if mantissa is None else merge_mantissa(p, mantissa)
-    new = p32 - p32 * (slow_rail * p32 >= 0) * decay * lr - x.to(p32.dtype) * lr
+    new = p32 - p32 * (slow_momentum * p32 >= 0) * decay * lr - x.to(p32.dtype) * lr
     if mantissa is None:
         p.copy_(new)
     else:
@@ -3831,7 +3869,7 @@ def row_adam(
     is no first moment, and bias correction is the table's: a row's first step is 1 / sqrt(1 - beta2) times as
     long as one of a row that is always touched (PR 360). Decay acts as in adam().
     """
-    slowdown, dtype = plan.cadence_ratio(ngrams.every), state["moments"].dtype
+    slowdown, dtype = plan.interval_ratio(ngrams.update_every), state["moments"].dtype
     state["clock"] += torch.tensor([1, slowdown])
     count, time = state["clock"].tolist()
     beta2, lr = ngrams.beta2**slowdown, ngrams.lr * plan.lr_mul
@@ -3882,7 +3920,7 @@ OPTIMIZERS = {
 #    rows that these steps read are fetched once, and their gradients return once. On the left what the
 #    batch-building thread does, while earlier steps train; on the right the main thread, from top to bottom:
 #
-#    index  hash_ngrams, index_rows          each forward    lookups sum rows of `compact`
+#    index  hash_ngrams, index_rows          each forward    embeddings sum rows of `compact`
 #    ids    route: asker -> owner,           each backward   add_row_grads, to main_grad, at the same places
 #           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
 #                                                            update: owners' mean in rank order, and the rule
@@ -3899,7 +3937,7 @@ def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
     """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
     n, tokens = cfg.ngrams, max(stage.batch_tokens for stage in cfg.stages) // world_size
     orders, size = len(n.orders), n.rows_per_order
-    return orders * min(max(n.every) * tokens, size), -(-orders * size // world_size)
+    return orders * min(max(n.update_every) * tokens, size), -(-orders * size // world_size)
 
 
 def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
@@ -3924,7 +3962,7 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
     fits = int((0.9 * have - rest) / max(1, table) * cfg.ngrams.rows_per_order)
     fix = f"ngrams.rows_per_order={fits}" if fits > 1 else f"microbatches={2 * cfg.microbatches}"
     message = f"the n-gram table does not fit in memory: use --set {fix}, or more processes on as many GPUs"
-    refuse_if(table and fits < cfg.ngrams.rows_per_order, message)
+    require(not table or fits >= cfg.ngrams.rows_per_order, message)
 
 
 class NgramTable:
@@ -3941,7 +3979,7 @@ class NgramTable:
         zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
         self.compact, self.main_grad = zeros(2, touched, n.width)
         self.batch: Batch | None = None  # the first of these steps
-        self.routes: RowRoutes | None = None  # of its rows, on the device
+        self.routes: RowExchange | None = None  # of its rows, on the device
         # Row r lies at r // world_size on rank r % world_size.
         self.block = zeros(block, n.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
@@ -3955,27 +3993,27 @@ class NgramTable:
         if batch and batch.ngram_routes and batch is not self.batch:
             self.batch = batch
             self.routes = routes = move(batch.ngram_routes, self.device)
-            rows, counts = self.block.index_select(0, routes.arriving), routes.send_counts
+            rows, counts = self.block.index_select(0, routes.arriving), routes.input_splits
             out = self.compact[: sum(counts)]
-            fetched = self.exchange.send_rows("rows", "ngrams", rows, routes.recv_counts, counts, out)
+            fetched = self.exchange.send_rows("rows", "ngrams", rows, routes.output_splits, counts, out)
             in_flight["ngrams"] = fetched
 
     @traced("rows ngrams")
     def send_grads(self) -> Pending:
         """Starts the return of the gradient rows; the result is their mean, for each row of the index."""
-        send_counts, recv_counts, _, index, _ = self.routes
-        rows, n = self.main_grad[: sum(send_counts)], len(index.row_ids)
+        input_splits, output_splits, _, index, _ = self.routes
+        rows, n = self.main_grad[: sum(input_splits)], len(index.row_ids)
         sums = rows.new_zeros((n, rows.size(1)), dtype=self.state["moments"].dtype)
         index = index._replace(row_ids=torch.arange(n, dtype=torch.int32, device=self.device))
         mean = partial(self.exchange.mean_rows, sums, index)
-        arriving = self.exchange.send_rows("gradient rows", "ngrams", rows, send_counts, recv_counts)
+        arriving = self.exchange.send_rows("gradient rows", "ngrams", rows, input_splits, output_splits)
         return arriving._replace(finish=mean)
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, from the result of send_grads(). Begins a new sum."""
         touched = self.routes.row_index.row_ids, grads
         row_adam(self.block, touched, self.state, self.cfg, plan)
-        self.main_grad[: sum(self.routes.send_counts)].zero_()
+        self.main_grad[: sum(self.routes.input_splits)].zero_()
 
     @torch.no_grad()
     def fetch(self, row_ids: Tensor) -> Tensor:
@@ -3985,13 +4023,13 @@ class NgramTable:
         """
         ids, n = row_ids.cpu().numpy(), self.exchange.world_size
         order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
-        rows, to, back = self.block[routes.arriving], routes.recv_counts, routes.send_counts
+        rows, to, back = self.block[routes.arriving], routes.output_splits, routes.input_splits
         received = self.exchange.send_rows("rows outside training", "ngrams", rows, to, back).wait()
         return received[np.argsort(order)]
 
 
 # ============================================================================================================
-# 12  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters; endings.
+# 12  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters; averages.
 # ============================================================================================================
 
 
@@ -3999,7 +4037,7 @@ class Optimizer:
     """Spreads updates over ranks: scatters gradients, updates its blocks (work), gathers parameters.
 
     Gradients are exchanged in the order of cfg.params, small parameters' last; updates are done by
-    Param.work; n-grams come before all others. A gradient is summed from one update to the next, over
+    Param.update_order; n-grams come before all others. A gradient is summed from one update to the next, over
     micro-batches and steps, in its parameter's dtype, by its Gradient in `grads`. Until the untie step embed,
     lm_head's transpose, adds its gradient to that one's and copies its values.
 
@@ -4018,11 +4056,11 @@ class Optimizer:
         self.grads: dict[str, typing.Any] = {}  # its Gradient
         self.state = {}  # the update rule's state of this rank's block
         self.in_flight: dict[str, Pending] = {}  # gathers, and the fetch "ngrams", under way
-        self.routes: dict[str, RowRoutes] = {}  # of the tables that this step updates
+        self.routes: dict[str, RowExchange] = {}  # of the tables that this step updates
         groups = defaultdict(list)
         for spec in used_params(cfg):
             if spec.kind == "small":
-                groups[spec.dtype, spec.betas, spec.every, spec.reduction].append(spec)
+                groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
                 continue
             p, has_main_grad = params[spec.name], spec.kind != "bank" or cfg.main_grad
             p.requires_grad_(not has_main_grad)
@@ -4034,11 +4072,11 @@ class Optimizer:
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             self.add_vector(f"small_{i}", group, [params[spec.name] for spec in group])
         self.ngrams = NgramTable(cfg, exchange) if cfg.ngrams.orders else None
-        # Averages of own blocks, by row of cfg.endings and parameter; when each row ticks, and how far.
-        self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.endings]
+        # Averages of own blocks, by row of cfg.averages and parameter; when each row ticks, and how far.
+        self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.averages]
         self.averages = {
             (i, name): torch.zeros_like(self.block_of(name), dtype=acc_dtype(cfg))
-            for i, ending in enumerate(cfg.endings)
+            for i, ending in enumerate(cfg.averages)
             for name in ending.params
             if name in self.params and self.tick_rates[i]
         }
@@ -4094,10 +4132,10 @@ class Optimizer:
 
     def scatter(self, plan: StepPlan) -> dict[str, Pending]:
         """Starts the exchange of every gradient that is due: n-grams', then in the order of the table."""
-        due = self.ngrams and plan.updates(self.cfg.ngrams.every)
+        due = self.ngrams and plan.updates(self.cfg.ngrams.update_every)
         pending = {"ngrams": self.ngrams.send_grads()} if due else {}
         for name, spec in self.specs.items():
-            if not plan.updates(spec.every) or plan.tied and name == "embed":  # it is copied instead
+            if not plan.updates(spec.update_every) or plan.tied and name == "embed":  # it is copied instead
                 continue
             grad = self.grads[name].take()
             if plan.tied and name == "lm_head":
@@ -4105,9 +4143,9 @@ class Optimizer:
                 add_columns(grad, touched, self.grads["embed"].take_rows(touched).T)
             with traced(f"exchange {name}"):
                 if spec.exchange == "sparse":  # only touched rows; the mean of those that arrive is put there
-                    send_counts, recv_counts, _, index, sent = self.routes[name]
+                    input_splits, output_splits, _, index, sent = self.routes[name]
                     rows = self.grads[name].take_rows(sent)
-                    arriving = self.exchange.send_rows("rows", name, rows, send_counts, recv_counts)
+                    arriving = self.exchange.send_rows("rows", name, rows, input_splits, output_splits)
                     mean = partial(self.exchange.mean_rows, self.exchange.block(grad), index)
                     pending[name] = arriving._replace(finish=mean)
                 else:
@@ -4130,7 +4168,7 @@ class Optimizer:
         if "ngrams" in pending:
             self.ngrams.update(pending["ngrams"].wait(), plan)
             self.ngrams.begin(following(), self.in_flight)
-        for name, spec in sorted(self.specs.items(), key=lambda item: item[1].work):
+        for name, spec in sorted(self.specs.items(), key=lambda item: item[1].update_order):
             if name not in pending:
                 continue
             grad, block = pending[name].wait(), self.block_of(name)
@@ -4187,9 +4225,9 @@ class Optimizer:
             if rate := self.tick_rates[i].get(step):
                 average.mul_(1 - rate).add_(self.block_of(name), alpha=rate)
 
-    @traced("endings")
+    @traced("averages")
     @torch.no_grad()
-    def apply_endings(self) -> None:
+    def apply_averages(self) -> None:
         """Moves parameters to their averages, after the last step, and restores their norms.
 
         Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
@@ -4197,11 +4235,11 @@ class Optimizer:
         self.wait_for()
         self.tick(self.cfg.steps - 1)
         norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # so that padding changes no digit
-        kept = {name for ending in self.cfg.endings if ending.keep_norm for name in ending.params}
+        kept = {name for ending in self.cfg.averages if ending.keep_norm for name in ending.params}
         norms = {name: norm_of(self.params[name].detach()) for _, name in self.averages}
         for (i, name), average in self.averages.items():
             block = self.block_of(name)
-            block.copy_(block.to(average.dtype).lerp(average, self.cfg.endings[i].blend))
+            block.copy_(block.to(average.dtype).lerp(average, self.cfg.averages[i].blend))
         for name, before in norms.items():
             p = self.gather(name).wait()
             if name in kept:
@@ -4245,14 +4283,14 @@ def train_step(
     for micro_batch in micro_batches:
         indices, leaves = move(micro_batch.indices, model.device), {}
         micro_batch = move(micro_batch._replace(indices={}), model.device, model.input_buffer)
-        x = model.hidden_states(micro_batch, plan.windows, grads, leaves, fp8)
+        x = model.forward(micro_batch, plan.windows, grads, leaves, fp8)
         prefixes = model.prefixes if plan.prefix else None
         targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
         copies = None
         if window := model.cfg.pointer_dim and model.cfg.pointer_window:
-            queries = model.pointer_queries(x)
+            queries = model.pointer_inputs(x)
             found, lse = model.backend.pointer(queries, micro_batch, window)
-            copies = Copies(found, torch.empty_like(found), model.slot)
+            copies = PointerProbs(found, torch.empty_like(found), model.gate_column)
         loss, dx = model.head_loss_and_grad(
             x,
             targets,
@@ -4260,7 +4298,7 @@ def train_step(
             grads["lm_head"],
             1 / count,
             fp8_head,
-            micro_batch.candidates,
+            micro_batch.sampled_columns,
             copies,
         )
         roots, root_grads = [x], [dx]
@@ -4325,7 +4363,7 @@ class AsyncLoss:
         while self.queue and (self.queue[0][2] is None or self.queue[0][2].query()):
             step, loss, _ = self.queue.pop(0)
             self.latest = step, loss.item()
-            refuse_if(not loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
+            require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
 
 
 # ============================================================================================================
@@ -4351,7 +4389,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     names, shapes, rows_path = [], param_shapes(model.cfg, 1), f"{path}.ngrams{exchange.rank}"
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
     # torch.save raises RuntimeError when the disk is full.
-    with explain(f"cannot write {path}", fix, OSError, RuntimeError):
+    with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
         if exchange.rank == 0:
             model.wait_for()
             weights = {
@@ -4401,7 +4439,7 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
 
 def read_saved(path: str | Path, fix: str) -> dict:
     """Reads a file of torch.save: its tensors are mapped, not copied. Raises UserError if it is damaged."""
-    with explain(f"cannot read {path}", fix, Exception):  # which one depends on the damage
+    with user_error_on(f"cannot read {path}", fix, Exception):  # which one depends on the damage
         with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
             if damaged := file.testzip():
                 raise ValueError(f"checksum of {damaged}")
@@ -4418,7 +4456,7 @@ def find_checkpoint(log: str) -> Path:
     run = Path(log).name.split(".")[0]
     steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/step????????"))
     message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
-    refuse_if(not steps, f"--resume {log}: {message}")
+    require(steps, f"--resume {log}: {message}")
     return steps[-1]
 
 
@@ -4435,7 +4473,7 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
     aside = final.with_suffix(".partial")
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
     # torch.save raises RuntimeError when the disk is full.
-    with explain(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError):
+    with user_error_on(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError):
         aside.mkdir(parents=True, exist_ok=True)
         with open(aside / f"rank{rank}.pt", "wb") as file:
             torch.save(state, file)
@@ -4548,7 +4586,7 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, ids
             t.zero_()
         optimizer.drop_grads()
     loader.close()
-    optimizer.apply_endings()
+    optimizer.apply_averages()
     restore(before, model, optimizer)
 
 
@@ -4605,7 +4643,7 @@ def train(
                 losses.poll()
                 save({"step": n, "train_ms": ms, "position": batch.position}, model, optimizer)
                 log.print0(f"checkpoint: after step {n}; the same command with --resume {log.path} continues")
-    optimizer.apply_endings()
+    optimizer.apply_averages()
     summary = validate_after(cfg.steps, window_tokens(cfg, cfg.val_windows))
     bar.close()
     loader.close()
@@ -4649,12 +4687,14 @@ def open_log(
     folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
     first, path = exchange.from_rank_0((about, folder / f"seed{args.seed}_{uuid.uuid4().hex[:12]}"))
     different = differences(about, first)
-    refuse_if(different, f"this rank differs from rank 0 in {different}; start all ranks alike")
+    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
     exchange.from_rank_0(None)  # otherwise rank 0 would begin a log before another one finds a difference
     suffix = ".txt"
     if resumed:
         different = differences(resumed["task"], task)
-        refuse_if(different, f"{args.resume} is of a run with another {different}; start it as that one was")
+        require(
+            not different, f"{args.resume} is of a run with another {different}; start it as that one was"
+        )
         suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
         path = find_checkpoint(args.resume).parent.with_suffix("")
 
@@ -4678,8 +4718,9 @@ def run(args: argparse.Namespace) -> None:
     cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
     processes = args.check or int(os.environ.get("WORLD_SIZE", 1))
     check_config(cfg, processes)
-    refuse_if(
-        args.save and (os.path.isdir(args.save) or not os.access(Path(args.save).resolve().parent, os.W_OK)),
+    require(
+        not args.save
+        or (not os.path.isdir(args.save) and os.access(Path(args.save).resolve().parent, os.W_OK)),
         f"--save {args.save}: give a file, in a folder that exists and can be written to",
     )
     rank, world_size, device = init_distributed(join=not args.check)

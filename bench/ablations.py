@@ -2,8 +2,8 @@
 """Trains variants of a preset with paired seeds, and prints how their losses differ from the preset's.
 
     python bench/ablations.py "mudd_gates=false" --jobs 2
-    python bench/ablations.py "bigrams: ngrams.orders=" "rate 0.5: ngrams.lr=0.5 ngrams.every=2,2" --jobs 2 \\
-        --set length=0.5 val_slices=48
+    python bench/ablations.py "bigrams: ngrams.orders=" \\
+        "rate 0.5: ngrams.lr=0.5 ngrams.update_every=2,2" --jobs 2 --set length=0.5 val_slices=48
 
 A variant is NAME=VALUE ..., in quotes, after a LABEL: if it is to have another name. A word that ends in .py
 is a script to run in place of train_gpt.py; one that ends in .patch is a file, which `git apply` applies to a

@@ -222,8 +222,8 @@ class CountingExchange(SingleRankExchange):
         return super().reduce(name, grad, in_rank_order)
 
     def send_rows(self, *args) -> tg.Pending:
-        kind, name, rows, send_counts, *_ = args
-        others = 1 - send_counts[self.rank] / max(1, len(rows))
+        kind, name, rows, input_splits, *_ = args
+        others = 1 - input_splits[self.rank] / max(1, len(rows))
         self.counts.add_collective(kind, name, round(others * rows.nbytes))
         with self.counts.paused():
             return super().send_rows(*args)
@@ -278,7 +278,7 @@ class GeneratedCounts(Counts):
 PHASE_OF = [
     (tg, "move", "copies"),
     (tg.Optimizer, "begin", "copies"),
-    (tg.GPT, "hidden_states", "forward"),
+    (tg.GPT, "forward", "forward"),
     (tg.GPT, "head_loss_and_grad", "head"),
     (torch.autograd, "backward", "backward"),
     (tg.Optimizer, "add_row_grads", "rows"),
@@ -372,7 +372,9 @@ def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Count
 
 def check(cfg: tg.Config, world_size: int) -> None:
     """Raises UserError for a config that no H100 runs, or whose steps cannot be counted."""
-    tg.refuse_if(tg.triton is None, "this needs the package triton, without a GPU too: ./test.sh installs it")
+    tg.require(
+        tg.triton is not None, "this needs the package triton, without a GPU too: ./test.sh installs it"
+    )
     tg.check_config(cfg, world_size)
     h100_backend(cfg)
 
@@ -390,8 +392,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         cfg = reduce(tg.override, args.settings, tg.PRESETS[args.preset])
         with_steps = [i for i, stage in enumerate(cfg.stages) if stage.steps]
-        tg.refuse_if(args.stage not in with_steps, f"--stage: those with steps are {with_steps}")
-        tg.refuse_if(args.ranks < 1, "--ranks: give 1 or more")
+        tg.require(args.stage in with_steps, f"--stage: those with steps are {with_steps}")
+        tg.require(args.ranks >= 1, "--ranks: give 1 or more")
         check(cfg, args.ranks)
         print("generates code: takes one to four minutes", flush=True)
         steps, peak = count_steps(cfg, args.stage, args.ranks)

@@ -32,7 +32,7 @@ launches, the prefetch thread's share of the host.
 
 Phases are in ms of a step. tokens: of each GPU's micro-batch; columns: of the head; matmuls, attention,
 other: the sum over launches; exchange: what is not hidden of collectives; seconds: of all the phase's steps;
-total: with the published 0.21 s of endings and the fetch of validation's rows.
+total: with the published 0.21 s of averages and the fetch of validation's rows.
 
 Record 92 is the record preset without the pointer, with record 92's steps, CUDA graphs and the TECHNIQUES,
 each a factor on counted parts. Not expressed of it: its kernels' fusions, FP8 logits' faster sigmoid,
@@ -79,11 +79,11 @@ KINDS = {1: "fp8", 2: "bf16", 4: "fp32"}  # of matmuls, by bytes of a factor's e
 MATMULS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # first factor's place
 # Compiled code of the layers: bytes that the kernels of generated code read and write, 6.18 and 9.78 GB in
 # stage 0, over what is counted if each tensor is read and written once, 2.01 and 3.61 GB.
-LAYERS_TRAFFIC = {"run_layers": 3.1, "layers backward": 2.7}
+LAYERS_TRAFFIC = {"trunk": 3.1, "layers backward": 2.7}
 # Its elementwise kernels, beside the one that is listed. In stage 0 bench/launches.py counts 589 launches a
 # step, and 618 with Adam's updates; 299 and 325 are listed. All these are of the script without the pointer,
 # with the MLPs' backward in bf16, and with several compiled calls for the update of a bank.
-LAYERS_LAUNCHES = {"run_layers": 145, "layers backward": 145}
+LAYERS_LAUNCHES = {"trunk": 145, "layers backward": 145}
 PART_OF = {"": "other", "exchange": "exchange"}  # by kind of FLOPs
 PART_OF |= dict.fromkeys(("varlen", "fa3", "pointer"), "attention")
 # These read or change no more of their first argument than the largest of the others, or the result, has.
@@ -288,11 +288,11 @@ PUBLISHED_92 = 39.914  # s
 PUBLISHED_379 = 40.575, 36.009  # s, of record 92 and of PR 379, on one node
 
 SETTINGS_80 = """
-    mudd_gates=false mudd_connections=false layers.*.xsa=false fp8_mlp=false sign_rows=0 ngrams.orders=
-    bigram_vocab_size=251520 mlp_dim=3072 stages.*.prefix= attention_cap=0 stages.*.candidates=
+    mudd_gates=false mudd_weights=false layers.*.xsa=false fp8_mlp=false sign_rows=0 ngrams.orders=
+    bigram_vocab_size=251520 mlp_dim=3072 stages.*.prefix= attention_cap=0 stages.*.sampled_columns=
     params.value_embeds.exchange=reduce_scatter params.embed.exchange=reduce_scatter
-    params.value_embeds.every=2,2 layers.*.narrow_qk=false layers.*.narrow_v=false layers.*.mlps=1
-    layers.*.x0=true layers.*.bigram=true layers.10.connections=false
+    params.value_embeds.update_every=2,2 layers.*.narrow_qk=false layers.*.narrow_v=false layers.*.mlps=1
+    layers.*.x0=true layers.*.ngram=true layers.10.mudd=false
     layers.4.attention=plain layers.7.attention=plain layers.9.attention=paired
     layers.9.value=true layers.*.gate=true layers.6.gate=false
     stages.2.max_doc_len=2048 attention_impl=fa3"""
@@ -303,7 +303,7 @@ def config_80() -> tg.Config:
     cfg = reduce(tg.override, SETTINGS_80.split(), RECORD92)
     *first, third = cfg.stages[:3]
     return replace(
-        cfg, endings=(), stages=(*first, third, replace(third, steps=15, windows=tg.Windows(6, 13)))
+        cfg, averages=(), stages=(*first, third, replace(third, steps=15, windows=tg.Windows(6, 13)))
     )
 
 
@@ -343,10 +343,10 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
 def count_all(cfg: tg.Config) -> list[Phase]:
     """Counts each phase of a run."""
     plans = (tg.plan_step(cfg, step) for step in range(cfg.steps))
-    steps = Counter((plan.stage, plan.candidates) for plan in plans)
+    steps = Counter((plan.stage, plan.sampled_columns) for plan in plans)
     phases = []
     for (stage, columns), n in tqdm(steps.items(), "counting", unit="phase"):
-        ops = count(tg.override(cfg, f"stages.{stage}.candidates={columns}"), stage)
+        ops = count(tg.override(cfg, f"stages.{stage}.sampled_columns={columns}"), stage)
         phases.append(Phase(stage, columns or cfg.padded_vocab, n, ops))
     return phases
 

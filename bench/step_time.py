@@ -128,13 +128,13 @@ class SingleRankExchange(tg.Exchange):
 
     def route(
         self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
-    ) -> tuple[np.ndarray, tg.RowRoutes]:
+    ) -> tuple[np.ndarray, tg.RowExchange]:
         """Routes this rank's own rows to itself; every other rank sends as many, of rows next to these."""
         own = place[owner == self.rank]
         others = np.arange(ranks, dtype=own.dtype)[:, None]
         arriving = ((own + others - self.rank) % (own.max(initial=0) + 1)).ravel()
         counts = np.bincount(owner, minlength=ranks).tolist(), [len(own)] * ranks
-        routes = tg.RowRoutes(*counts, tg.int32(arriving), tg.index_rows(tg.int32(arriving)))
+        routes = tg.RowExchange(*counts, tg.int32(arriving), tg.index_rows(tg.int32(arriving)))
         return np.argsort(owner, kind="stable"), routes
 
     def send_rows(
@@ -142,13 +142,13 @@ class SingleRankExchange(tg.Exchange):
         kind: str,
         name: str,
         rows: Tensor,
-        send_counts: list[int],
-        recv_counts: list[int],
+        input_splits: list[int],
+        output_splits: list[int],
         out: Tensor | None = None,
     ) -> tg.Pending:
         """Fills this rank's part of `out`; others' keep what they have, 0 if it is new."""
-        out = rows.new_zeros((sum(recv_counts), *rows.shape[1:])) if out is None else out
-        out.split(recv_counts)[self.rank].copy_(rows.split(send_counts)[self.rank])
+        out = rows.new_zeros((sum(output_splits), *rows.shape[1:])) if out is None else out
+        out.split(output_splits)[self.rank].copy_(rows.split(input_splits)[self.rank])
         return tg.Pending(out)
 
     def gather(self, name: str, t: Tensor) -> tg.Pending:
@@ -258,7 +258,7 @@ class Training:
         for m in batch.micro_batches:
             self.tokens += len(m.inputs)
             keys = layer_keys(self.cfg, batch.plan, m.cu_seqlens.numpy())
-            columns = batch.plan.candidates or self.cfg.padded_vocab
+            columns = batch.plan.sampled_columns or self.cfg.padded_vocab
             self.flops.append(flops_per_token(self.cfg, keys, columns))
 
     def pairs(self) -> np.ndarray:
@@ -386,7 +386,7 @@ def find_shards(
     try:
         paths, source = tg.find_shards(cfg.data, "train"), cfg.data
     except tg.UserError:
-        tg.refuse_if(cfg.data != tg.PRESETS[args.preset].data, f"{cfg.data} has no training shards")
+        tg.require(cfg.data == tg.PRESETS[args.preset].data, f"{cfg.data} has no training shards")
         paths, source = synthetic_shard(folder, cfg, stages, steps), "synthetic tokens"
     print(f"data: {source}")
     return paths
@@ -406,8 +406,8 @@ def scale_changes(cfg: tg.Config, stage: int, name: str) -> dict[int, str]:
     if name == "tokens":
         return {n * tokens // 4: f"stages.{stage}.batch_tokens={n * tokens // 4}" for n in (1, 2, 4, 8, 16)}
     if name == "rows":
-        tg.refuse_if(
-            not orders, "--scale rows: there is no n-gram table; name other sizes, or --set ngrams.orders=2,3"
+        tg.require(
+            orders, "--scale rows: there is no n-gram table; name other sizes, or --set ngrams.orders=2,3"
         )
         return {2**n: f"ngrams.rows_per_order={2**n // orders}" for n in range(14, 25, 2)}
     # The same number of micro-batches for all: others would pack documents differently.
@@ -428,7 +428,7 @@ def time_processes(
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         said = [line for line in done.stderr.splitlines() if line.startswith("train_gpt.py: error")]
-        tg.refuse_if(done.returncode, f"{count} processes failed: {(said or [done.stderr])[0]}")
+        tg.require(not done.returncode, f"{count} processes failed: {(said or [done.stderr])[0]}")
         (log,) = Path(folder).glob("records/*/attempts/*.txt")
         clock = re.findall(r"^step:\d+/\d+ train_time:(\d+)ms", log.read_text(encoding="utf-8"), re.M)
     times = np.diff([0, *map(int, clock)])[warmup:]
@@ -451,7 +451,10 @@ def report_scale(name: str, pairs: dict[int, np.ndarray]) -> None:
 def scale(args: argparse.Namespace, cfg: tg.Config, stage: int, device: torch.device) -> None:
     """Times the stage's steps at all sizes of --scale."""
     names, sizes, variants = args.scale.split(","), {}, {}
-    tg.refuse_if(set(names) - {*SCALES} or args.against, f"--scale: of {','.join(SCALES)}, without --against")
+    tg.require(
+        not (set(names) - {*SCALES}) and not args.against,
+        f"--scale: of {','.join(SCALES)}, without --against",
+    )
     for name in names:
         sizes[name] = scale_changes(cfg, stage, name)
         configs = [reduce(tg.override, changes.split(), cfg) for changes in sizes[name].values()]
@@ -487,11 +490,12 @@ def run(args: argparse.Namespace) -> None:
     with_steps = [str(i) for i in range(len(cfg.stages)) if all(each.stages[i].steps for each in configs)]
     wanted = args.stages.split(",") if args.stages else with_steps
     known = ",".join(with_steps) or "none"
-    tg.refuse_if(not wanted or set(wanted) - set(with_steps), f"--stages: those with steps are {known}")
+    tg.require(wanted and not (set(wanted) - set(with_steps)), f"--stages: those with steps are {known}")
     stages = [*map(int, wanted)]
     args.steps = (8 if args.scale else 20) if args.steps is None else args.steps
-    tg.refuse_if(
-        args.steps < 2 or args.steps % 2, "--steps: give an even number: Adam updates every second step"
+    tg.require(
+        args.steps >= 2 and args.steps % 2 == 0,
+        "--steps: give an even number: Adam updates every second step",
     )
     print(*tg.describe_environment(device, 1), f"preset {args.preset} {' '.join(args.settings)}", sep="\n")
     if args.scale:

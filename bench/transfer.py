@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Compares published effects of techniques at the real scale with their effects in the small presets.
 
-    python bench/transfer.py --run cpu --jobs 2   # trains; resumes where it was interrupted; many hours
-    python bench/transfer.py                      # prints the tables of docs/transfer.md, draws its picture
+    python bench/transfer.py    # prints the tables of docs/transfer.md, draws its picture
 
 TECHNIQUES has, for each technique, what was published, and the settings without and with it in both presets.
 Its effect is the loss without it minus the loss with it, in thousandths of a nat, at equal steps: positive
-means that it helps. docs/transfer.md says how effects are judged. Runs are kept in
-bench/ablations/transfer_TRACK.jsonl, as bench/ablations.py keeps them.
+means that it helps. docs/transfer.md says how effects are judged. The runs are in
+bench/ablations/transfer_TRACK.jsonl. They were made with the script of commit 4a73373; the settings and the
+patches are those of that script. `bench/transfer.py --run` of commit 1cdcaab makes them again.
 """
 
 import argparse
@@ -23,26 +23,13 @@ import ablations
 from ablations import compare
 
 HERE = Path(__file__).resolve().parent
-PATCHES = HERE / "ablations" / "transfer"
 TRACKS = "cpu", "words"
-SEEDS = 5, 10  # of every variant; of those of a technique whose effect is near its error
-FIRST_SEED = 70
-# Without the last, as in the first runs, the MLPs' products are in bf16 where the CPU has AMX. The others do
-# not change the final loss.
+# Runs without this setting, the first ones, had the MLPs' products in bf16 where the CPU has AMX.
 FP32 = "bf16_mlp=false"
-COMMON = ["warmup=false", "val_every=0", "samples=0", FP32]
-# What the presets were at the first run, where a later record changed them.
-AT_FIRST = {
-    "cpu": "softcap.scale=23 softcap.shift=5 stages.0.mtp=1,0.5,0.25 stages.1.mtp=1,0.5 stages.0.steps=82 "
-    "stages.1.steps=82 stages.2.steps=82 stages.3.steps=20 ngrams.orders=2,3,4,5 second_cadence_from=75 "
-    "momentum_warmup=115 momentum_cooldown=20 rails_step=115 endings.0.window=96 "
-    "endings.0.rate=0.04081632653061224",
-    "words": "",
-}
 # The label that runs of another form of the same settings have.
 RENAMED = {"softcap.patch": "softcap.scale=30 softcap.shift=0", "as it is": ""}
+MIN_PAIRS = 5  # with fewer an effect is not resolved
 RESOLVED = 2.0  # standard errors
-NEAR = 3.0  # an effect of fewer standard errors than that gets more seeds
 
 Group = Literal["optimizer", "architecture", "data and schedule", "vocabulary"]
 Pair = tuple[str, str]  # the settings without and with a technique; "": the preset at first
@@ -149,7 +136,7 @@ class Effect(NamedTuple):
 
     @property
     def resolved(self) -> bool:
-        return self.pairs >= SEEDS[0] and abs(self.mean) > RESOLVED * self.error
+        return self.pairs >= MIN_PAIRS and abs(self.mean) > RESOLVED * self.error
 
     def __str__(self) -> str:
         return f"{self.mean:+.1f} ± {self.error:.1f}{'' if self.resolved else ' ?'}"
@@ -182,12 +169,6 @@ def effect(pair: Pair | None, losses: Losses) -> Effect | None:
     return Effect(1000 * mean, 1000 * error, len(runs))
 
 
-def variant(settings: str) -> str:
-    """Returns the settings as bench/ablations.py takes them; they are the label, too."""
-    words = (f"{PATCHES}/{word}" if word.endswith(".patch") else word for word in settings.split())
-    return f"{settings}: {' '.join(words)}"
-
-
 def all_effects() -> dict[str, dict[Technique, Effect]]:
     """Returns the effects in each track, as far as its file of runs has them."""
     effects = {}
@@ -196,36 +177,6 @@ def all_effects() -> dict[str, dict[Technique, Effect]]:
         found = {technique: effect(getattr(technique, track), losses) for technique in TECHNIQUES}
         effects[track] = {technique: e for technique, e in found.items() if e}
     return effects
-
-
-def is_near(pair: Pair | None, losses: Losses) -> bool:
-    """True if the effect is near its error after the first seeds, so that it gets more seeds.
-
-    The later seeds do not count. Otherwise an interrupted run would choose anew when it goes on.
-    """
-    end = FIRST_SEED + SEEDS[0]
-    first = {side: {run: loss for run, loss in runs.items() if run[0] < end} for side, runs in losses.items()}
-    found = effect(pair, first)
-    return found is not None and abs(found.mean) < NEAR * found.error
-
-
-def run(track: str, jobs: int) -> None:
-    """Trains what a track's file of runs lacks: all variants, then more seeds where an effect is near its
-    error.
-    """
-
-    def train(pairs: list[Pair | None], seeds: int) -> None:
-        labels = sorted({side for pair in pairs if pair for side in pair} - {""})
-        options = ["--preset", track, "--jobs", jobs, "--first-seed", FIRST_SEED, "--seeds", seeds]
-        options += ["--out", runs_of(track), "--set", *COMMON, *AT_FIRST[track].split()]
-        ablations.main([*map(variant, labels), *map(str, options)])
-
-    pairs = [getattr(technique, track) for technique in TECHNIQUES]
-    train(pairs, SEEDS[0])
-    losses = read_losses(track)
-    near = [pair for pair in pairs if is_near(pair, losses)]
-    if near:
-        train(near, SEEDS[1])
 
 
 def is_resolved(published: float | str) -> bool:
@@ -332,11 +283,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--run", choices=TRACKS, help="train this preset's variants first")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
-    args = parser.parse_args(argv)
-    if args.run:
-        run(args.run, args.jobs)
+    parser.parse_args(argv)
     effects = all_effects()
     print(report(effects))
     if effects:

@@ -47,7 +47,7 @@ def umask() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    with tg.explain("this needs safetensors", "python -m pip install safetensors", ImportError):
+    with tg.user_error_on("this needs safetensors", "python -m pip install safetensors", ImportError):
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     model = load_model(args.model)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     if model.ngrams:  # reads the whole table into memory
         n = model.cfg.ngrams
         tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(n.orders) * n.rows_per_order))
-    with tg.explain(f"cannot write {args.out}", "choose another place", SafetensorError):
+    with tg.user_error_on(f"cannot write {args.out}", "choose another place", SafetensorError):
         save_file(tensors, args.out, {"config": tg.config_json(model.cfg)})
         Path(args.out).chmod(0o666 & ~umask())  # safetensors lets nobody else read it
     for name, tensor in sorted(tensors.items()):

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
         raw = args.prompt_file.read_bytes()
     else:  # an argument's bytes that are no text here are surrogates
         raw = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
-    with tg.explain("the prompt is not UTF-8", "convert it", UnicodeDecodeError):
+    with tg.user_error_on("the prompt is not UTF-8", "convert it", UnicodeDecodeError):
         prompt = raw.decode()
     tokens, context = [model.cfg.bos_id, *encoding.encode_ordinary(prompt)], max_context(model.cfg)
     if len(tokens) > context:

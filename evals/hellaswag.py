@@ -80,7 +80,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     for line, text in enumerate(path.read_bytes().splitlines(), 1):
         if not text.strip():
             continue
-        with tg.explain(
+        with tg.user_error_on(
             f"{path}:{line}: not an item", needs, ValueError, LookupError, TypeError, RecursionError
         ):
             entry = json.loads(text)

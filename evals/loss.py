@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
             parts = cut_text(tokens, model.cfg.bos_id, model.cfg.val_slice_tokens)
         progress = tqdm(parts, desc=path.name, disable=None, leave=False)
         losses = [document_losses(model, part, token_bytes) for part in progress]
-        tg.refuse_if(not sum(part[2].sum() for part in losses), f"{path} has no text")
+        tg.require(sum(part[2].sum() for part in losses), f"{path} has no text")
         found.append(np.hstack(losses))
         print(report(found[-1], str(path)), flush=True)
     if len(found) > 1:

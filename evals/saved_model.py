@@ -32,11 +32,11 @@ class NgramFiles(NamedTuple):
 def map_rows(path: str, run_id: str, count: int, row_bytes: int) -> np.ndarray:
     """Maps a file of `count` rows, which ends with the id of the run that wrote it."""
     fix = "copy and rename all files of a model together"
-    with tg.explain(f"cannot read {path}", fix, OSError, ValueError):
+    with tg.user_error_on(f"cannot read {path}", fix, OSError, ValueError):
         file = np.memmap(path, np.uint8, "r")
     size, end = count * row_bytes, run_id.encode()
-    tg.refuse_if(
-        len(file) != size + len(end) or file[size:].tobytes() != end, f"{path} is another model's; {fix}"
+    tg.require(
+        len(file) == size + len(end) and file[size:].tobytes() == end, f"{path} is another model's; {fix}"
     )
     return file[:size].reshape(count, row_bytes)
 
@@ -54,7 +54,9 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss."""
     fix = "give a file that --save of this script wrote"
     saved = tg.read_saved(path, fix)
-    with tg.explain(f"cannot load {path}", fix, Exception):  # which one depends on the script that wrote it
+    with tg.user_error_on(
+        f"cannot load {path}", fix, Exception
+    ):  # which one depends on the script that wrote it
         config = EARLIER | json.loads(saved["config"])
         config.pop("delay_head_grad", None)
         for row in config["params"]:

@@ -255,7 +255,7 @@ def loss_weights(plan, model):
 
 def backward(model, batch, plan, leaves=None):
     """Runs a micro-batch forward and backward; returns its loss, summed over tokens. Fills .grad."""
-    x, w = model.hidden_states(batch, plan.windows, None, leaves), model.lm_head
+    x, w = model.forward(batch, plan.windows, None, leaves), model.lm_head
     head_grad = tg.Gradient(w, torch.zeros_like(w))
     targets = targets_of(model, batch, plan)
     weights = loss_weights(plan, model)
@@ -309,9 +309,9 @@ class CountingExchange(tg.Exchange):
         self.count(f"{kind} {name}", grad.nbytes * (self.world_size - 1) // self.world_size)
         return super().reduce(name, grad, in_rank_order)
 
-    def send_rows(self, kind, name, rows, send_counts, recv_counts, out=None):
-        self.count(f"{kind} {name}", rows.nbytes - rows.split(send_counts)[self.rank].nbytes)
-        return super().send_rows(kind, name, rows, send_counts, recv_counts, out)
+    def send_rows(self, kind, name, rows, input_splits, output_splits, out=None):
+        self.count(f"{kind} {name}", rows.nbytes - rows.split(input_splits)[self.rank].nbytes)
+        return super().send_rows(kind, name, rows, input_splits, output_splits, out)
 
     def gather(self, name, t):
         self.count(f"all_gather {name}", t.nbytes * (self.world_size - 1) // self.world_size)
@@ -339,7 +339,7 @@ class FixedLoader:
 
 
 def row_plans(cfg, exchange, ids):
-    """Returns RowRoutes, by kind, of a step that updates all tables. Its one micro-batch reads rows `ids`."""
+    """Returns a RowExchange for each kind of rows, where a step updates all tables and reads rows `ids`."""
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
     batch = tg.MicroBatch(ids["tokens"], nothing, ids["hashed"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)

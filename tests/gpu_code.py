@@ -441,7 +441,7 @@ def main(out):
     tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
     tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
     MetaRun(BIGRAMS, 8, code.compiler).warm_up()
-    stages = tuple(replace(stage, candidates=()) for stage in tg.RECORD.stages[1:3])
+    stages = tuple(replace(stage, sampled_columns=()) for stage in tg.RECORD.stages[1:3])
     cfg = replace(tg.RECORD, microbatches=1, stages=stages)
     MetaRun(cfg, 1, compile_of_rows).warm_up()
     kernels = compile_kernels([*code.graphs, *of_rows.graphs])

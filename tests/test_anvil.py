@@ -109,8 +109,8 @@ def test_golden_steps_in_fp64(name):
     for want, state, p, x in golden_run(name, "float64"):
         want = want["fp64"]
         ours = {
-            "V0": state["fast_rail"],
-            "V1": state["slow_rail"],
+            "V0": state["fast_momentum"],
+            "V1": state["slow_momentum"],
             "p": p,
             "energy": state["second_momentum_buffer"],
         }
@@ -133,7 +133,7 @@ def test_golden_steps_in_bf16(name):
         else:
             assert distance(x, want["X"]) < 1e-12
             assert distance(tg.merge_mantissa(p, mantissa), want["p_joined"]) < 1e-12
-        assert state["fast_rail"].dtype == state["slow_rail"].dtype == torch.float32
+        assert state["fast_momentum"].dtype == state["slow_momentum"].dtype == torch.float32
 
 
 def test_update_alone_bit_for_bit():
@@ -157,10 +157,10 @@ def rails_after(cfg, step, fast=0.0, slow=0.0):
     """Returns both rails and the momentum after `step` on a gradient of ones, from rails of these numbers."""
     rails = torch.full((1, 2, 2), fast, dtype=torch.float64), torch.full((1, 2, 2), slow, dtype=torch.float64)
     row, p = tg.Param("bank", "", "0", optimizer="anvil"), torch.zeros(1, 2, 2, dtype=torch.float64)
-    state = tg.anvil_init(p, row, torch.float64, 0) | dict(zip(("fast_rail", "slow_rail"), rails))
-    mixed, mix = [], tg.mix_rails
+    state = tg.anvil_init(p, row, torch.float64, 0) | dict(zip(("fast_momentum", "slow_momentum"), rails))
+    mixed, mix = [], tg.nesterov_momentum
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "mix_rails", lambda *args: mixed.append(mix(*args)) or mixed[0])
+        patch.setattr(tg, "nesterov_momentum", lambda *args: mixed.append(mix(*args)) or mixed[0])
         cfg = replace(cfg, bank_dtype="float64")
         tg.anvil(p, torch.ones_like(p), state, row, tg.plan_step(cfg, step), cfg, tg.TORCH_BACKEND)
     return [t[0, 0, 0].item() for t in (*rails, *mixed)]
@@ -182,7 +182,7 @@ def test_momentum_of_all_steps():
 
 
 def test_rails_switch_at_the_records_step():
-    assert tg.RECORD.rails_step == GOLDEN92["g_schedule"]["rails_switch"]
+    assert tg.RECORD.two_momenta_from == GOLDEN92["g_schedule"]["rails_switch"]
     assert rails_after(tg.RECORD, 513)[0] == pytest.approx(1 - 0.93)
     assert rails_after(tg.RECORD, 514)[0] == pytest.approx(1 - 0.85)
 
@@ -192,7 +192,7 @@ def test_weight_1_is_exactly_the_fast_rail():
     results = []
     for slow in (torch.zeros(1, 8, 8), fill((1, 8, 8), 3, 1e4)):
         numbers = 0.02, *map(torch.tensor, (0.1, 1.0, 0.9)), torch.float32
-        results.append(tg.mix_rails(grad, fast.clone(), slow, *numbers))
+        results.append(tg.nesterov_momentum(grad, fast.clone(), slow, *numbers))
     assert torch.equal(*results)
 
 

@@ -61,14 +61,14 @@ TABLES = {"value_embeds": ("tokens", 264), "embed": ("tokens", 264), "bigram_emb
 
 
 def check_routes(routes, touched, rank, rows):
-    """Checks a rank's RowRoutes of a table of `rows`, if the ranks have touched these rows."""
+    """Checks a rank's RowExchange of a table of `rows`, if the ranks have touched these rows."""
     shard, numbers = rows // len(touched), [sorted(own) for own in touched]
     arriving = [[row % shard for row in own if row // shard == rank] for own in numbers]
     assert routes.rows_to_send.dtype == routes.arriving.dtype == torch.int32
     assert routes.rows_to_send.tolist() == numbers[rank] and routes.arriving.tolist() == sum(arriving, [])
     owners = [row // shard for row in numbers[rank]]
-    assert routes.send_counts == [owners.count(owner) for owner in range(len(touched))]
-    assert routes.recv_counts == list(map(len, arriving))
+    assert routes.input_splits == [owners.count(owner) for owner in range(len(touched))]
+    assert routes.output_splits == list(map(len, arriving))
 
 
 def check_batches(rank, world_size, cfg):
@@ -119,7 +119,7 @@ def test_batches_are_built_ahead(folder):
     batches = prefetcher(loader, plans_of(cfg))
     for step, plan in enumerate(plans_of(cfg)):
         wait(batches.queue)
-        assert len(built) == min(step + max(cfg.ngrams.every), cfg.steps)
+        assert len(built) == min(step + max(cfg.ngrams.update_every), cfg.steps)
         ahead = batches.peek()
         assert ahead is batches.peek() is batches.next() and ahead.plan == plan
     assert batches.peek() is None
@@ -131,7 +131,7 @@ def test_batches_are_built_ahead(folder):
 
 def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypatch):
     """Checks also where each lies in the buffer, at multiples of 16 bytes."""
-    cfg = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, every=(1, 1)))
+    cfg = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, update_every=(1, 1)))
     batches = prefetcher(train_loader(cfg), plans_of(cfg))
     batch = [batches.next(), batches.next()][-1]
     batches.loader.close()
@@ -156,7 +156,7 @@ def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypa
 
 def test_inputs_of_equal_shapes_have_equal_addresses(folder):
     """Moves all micro-batches of a run, each of which must keep its values until the next one's move."""
-    cfg, cpu = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, every=(1, 1))), torch.device("cpu")
+    cfg, cpu = config(folder, ngrams=tg.Ngrams((2, 3), 301, 12, update_every=(1, 1))), torch.device("cpu")
     model, batches, addresses = tg.GPT(cfg), prefetcher(train_loader(cfg), plans_of(cfg)), defaultdict(set)
     while batch := batches.next():
         for part in batch.micro_batches:

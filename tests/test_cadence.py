@@ -33,22 +33,22 @@ def test_updates_of_the_record():
     for row in SCHEDULE["rows"]:
         plan = tg.plan_step(RECORD92, row["step"])
         assert (plan.updates(HALF), plan.updates(RARE)) == (row["adam"], row["table_event"])
-        assert plan.cadence_ratio(RARE) == row["table_wd_mul"] / 5
-        assert plan.cadence_ratio(ALWAYS) == plan.cadence_ratio(HALF) == 1
-        assert 0.95 ** plan.cadence_ratio(RARE) == pytest.approx(row["table_beta2"])
-    every = {row.name: row.every for row in tg.RECORD.params if row.every != HALF}
+        assert plan.interval_ratio(RARE) == row["table_wd_mul"] / 5
+        assert plan.interval_ratio(ALWAYS) == plan.interval_ratio(HALF) == 1
+        assert 0.95 ** plan.interval_ratio(RARE) == pytest.approx(row["table_beta2"])
+    every = {row.name: row.update_every for row in tg.RECORD.params if row.update_every != HALF}
     banks = dict.fromkeys(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"), ALWAYS)
     assert every == banks | {"value_embeds": RARE}
 
 
-@pytest.mark.parametrize("second_cadence_from", range(5, 9))
-def test_an_update_at_four_steps_is_one_at_two(second_cadence_from):
+@pytest.mark.parametrize("late_updates_from", range(5, 9))
+def test_an_update_at_four_steps_is_one_at_two(late_updates_from):
     """Checks any step of the change: after the rarest updates no gradient awaits one."""
-    cfg = replace(tg.RECORD, second_cadence_from=second_cadence_from)
+    cfg = replace(tg.RECORD, late_updates_from=late_updates_from)
     rare = updates(RARE, 20, cfg)
     assert set(rare) <= set(updates(HALF, 20, cfg)) and rare[-1] == 19
     gaps = np.diff([-1, *rare])
-    assert set(gaps) <= {2, 4} and all(b - a == 4 for a, b in zip(rare, rare[1:]) if a >= second_cadence_from)
+    assert set(gaps) <= {2, 4} and all(b - a == 4 for a, b in zip(rare, rare[1:]) if a >= late_updates_from)
 
 
 # ------------------------------------------------------------------------------------------------ golden Adam
@@ -79,7 +79,7 @@ def adam_events(name, dtype):
     for step in ADAM["steps"]:
         grad += coarse(p.shape, STREAMS[name] + step - 332)
         plan = tg.plan_step(RECORD92, step)
-        if plan.updates(row.every):
+        if plan.updates(row.update_every):
             want = next(events)
             assert want["step"] == step and grad.tolist() == want["summed_gradient"]
             plan = plan._replace(lr_mul=want["eta"] / (0.008 * row.lr_mul))
@@ -114,7 +114,7 @@ def test_golden_untying():
     params = {"lm_head": fill((3, 5), 58900, 0.2).double()}
     params["embed"] = params["lm_head"].T.contiguous()
     five = torch.arange(5, dtype=torch.int32)
-    all_rows = tg.RowRoutes([5], [5], five, tg.index_rows(five), five)
+    all_rows = tg.RowExchange([5], [5], five, tg.index_rows(five), five)
     optimizer, events = tg.Optimizer(cfg, params, tg.Exchange(0, 1)), iter(golden["fp64_after_adam_steps"])
     for step in golden["steps"]:
         for name, k in (("lm_head", 58000), ("embed", 58100)):
@@ -141,7 +141,7 @@ SMALL = (
     tg.Param("a", "3 5", "0", lr_mul=4.0, wd_mul=0.5),
     tg.Param("b", "7", "0", lr_mul=0.125, wd_mul=0.0, betas=(0.5, 0.95)),
     tg.Param("c", "2 2", "0", lr_mul=0.5, wd_mul=64.0),
-    tg.Param("d", "6", "0", lr_mul=2.0, every=RARE),
+    tg.Param("d", "6", "0", lr_mul=2.0, update_every=RARE),
 )
 
 
@@ -151,7 +151,7 @@ def small_values(seed):
 
 
 SMALL_CFG = replace(
-    tg.CPU, params=SMALL, ngrams=tg.Ngrams(), dtype="float64", second_cadence_from=2, endings=()
+    tg.CPU, params=SMALL, ngrams=tg.Ngrams(), dtype="float64", late_updates_from=2, averages=()
 )
 PLANS = [tg.plan_step(SMALL_CFG, step) for step in range(8)]
 
@@ -176,7 +176,7 @@ def test_joined_parameters_are_updated_as_each_alone(workers, world_size):
         state = tg.adam_init(p, row, torch.float64, 0)
         for plan in PLANS:
             sums = [t + small_values(10 * rank + plan.step)[row.name] for rank, t in enumerate(sums)]
-            if plan.updates(row.every):
+            if plan.updates(row.update_every):
                 tg.adam(p, sum(sums) / world_size, state, row, plan, SMALL_CFG, tg.TORCH_BACKEND)
                 sums = [0] * world_size
         for params, names in results:
@@ -231,7 +231,7 @@ def table_events(dtype):
             assert torch.equal(table.compact[micro_batch.hashed_rows.long()], now)
             db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
             tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.indices["hashed"], signs)
-        assert plan.updates(cfg.ngrams.every) == (plan.step in rates)
+        assert plan.updates(cfg.ngrams.update_every) == (plan.step in rates)
         if plan.step in rates:
             owned, grads = table.routes.row_index.row_ids, table.send_grads().wait().clone()
             table.update(grads, plan)

@@ -101,7 +101,7 @@ def test_a_compiled_run_is_the_plain_run(few_layers, compile, monkeypatch, chang
     assert losses == pytest.approx(want, rel=1e-12)
     for name, t in tensors.items():
         torch.testing.assert_close(compiled_tensors[name], t, rtol=1e-11, atol=1e-12, msg=name)
-    assert graphs.counts["run_layers"] == 2, graphs.counts
+    assert graphs.counts["trunk"] == 2, graphs.counts
 
 
 def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch):  # noqa: F811
@@ -122,11 +122,11 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
         tg.warm_up(*parts)
         warm = dict(graphs.counts)
         tg.train(*parts, tg.RunLog())
-    assert warm == graphs.counts and warm["run_layers"] == 2
+    assert warm == graphs.counts and warm["trunk"] == 2
 
 
 def test_updates_in_generated_code(compile):
-    cfg, g, results = replace(tg.CPU, bank_wd=5.0, rails_step=2), torch.Generator().manual_seed(0), []
+    cfg, g, results = replace(tg.CPU, bank_wd=5.0, two_momenta_from=2), torch.Generator().manual_seed(0), []
     start, grad = (torch.randn(3, 10, 8, generator=g) for _ in range(2))
     rates = {"adam": {"rates": torch.rand(2, 240, generator=g)}}  # of small parameters' vectors
     plans = [tg.plan_step(cfg, t)._replace(lr_mul=1 / t, momentum=0.85 + t / 100) for t in (1, 2)]

@@ -48,7 +48,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 def test_places_among(device):
     candidates = torch.tensor([0, 3, 4, 9, 40]).int()
     ids = torch.tensor([[-1, 0, 1], [9, 40, 41], [3, 4, 39]])
-    found = tg.places_among(*on(device, ids, candidates))
+    found = tg.index_in(*on(device, ids, candidates))
     assert found.tolist() == [[-1, 0, -1], [3, 4, -1], [1, 2, -1]]
 
 

@@ -29,7 +29,7 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
     "warmup=false": {"['warmup']": False},
     "data=some where/x=y": {"['data']": "some where/x=y"},
     "ngrams.orders=": {"['ngrams']['orders'][0]": None, "['ngrams']['orders'][1]": None},
-    "ngrams.every=1,1": {"['ngrams']['every'][0]": 1, "['ngrams']['every'][1]": 1},
+    "ngrams.update_every=1,1": {"['ngrams']['update_every'][0]": 1, "['ngrams']['update_every'][1]": 1},
     "val_windows.long=4": {"['val_windows']['long']": 4},
     "stages.3.mtp=2,0.5": {f"['stages'][3]['mtp'][{i}]": x for i, x in enumerate((2.0, 0.5))},
     "stages.*.windows.long=9": {f"['stages'][{i}]['windows']['long']": 9 for i in range(5)},
@@ -111,7 +111,7 @@ def test_param_shapes(world_size):
     for setting, absent in (
         ("ngrams.orders=2", {"bigram_embed"}),  # its table takes the place of bigrams'
         ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),  # constants need no weights
-        ("mudd_connections=false", {"mudd_w1", "mudd_w2"}),
+        ("mudd_weights=false", {"mudd_w1", "mudd_w2"}),
         ("pointer_dim=0", {"pointer_bank", "pointer_gain", "pointer_sink"}),
     ):
         cfg = tg.override(BIGRAMS, setting)
@@ -163,7 +163,7 @@ def test_initial_values():
         (one.resid_lambdas.flatten(), [root] * 22),
     ):
         assert p.tolist() == pytest.approx(values, rel=1e-5)
-    initial = {"xsa": 0, "output": 0.25, "x0": 0, "bigram": 0.05, "skip": 0.5}
+    initial = {"xsa": 0, "output": 0.25, "x0": 0, "ngram": 0.05, "skip": 0.5}
     for gates, biases in zip(one.gate_table, one.mudd_gate_b2 * 0.1):
         values = [initial[gate.kind] for gate in gates for _ in range(gate.columns)]
         assert biases.tolist() == pytest.approx(values + [0] * (len(biases) - len(values)))
@@ -175,7 +175,7 @@ def test_initial_values():
 def test_initial_values_do_not_depend_on_other_parameters():
     """Checks a model without some parameters, from a table in another order."""
     model = tg.GPT(tg.CPU, seed=5)
-    fewer = tg.GPT(replace(tg.CPU, mudd_connections=False, params=tg.CPU.params[::-1]), seed=5)
+    fewer = tg.GPT(replace(tg.CPU, mudd_weights=False, params=tg.CPU.params[::-1]), seed=5)
     assert all(p.equal(getattr(model, name)) for name, p in fewer.named_parameters())
     assert fewer.signs.equal(model.signs)
     assert len({bank.flatten()[0].item() for bank in (model.qk_bank, model.vo_bank, model.mlp_bank)}) == 3
@@ -204,16 +204,18 @@ def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
     cfg = tg.PRESETS[preset]
     half, names = (
         tg.override(cfg, "length=0.5"),
-        "lr_mul momentum second_cadence stage prefix candidates".split(),
+        "lr_mul momentum late_updates stage prefix sampled_columns".split(),
     )
-    assert abs(half.steps - cfg.steps / 2) <= len(cfg.stages) and half.rails_step == round(cfg.rails_step / 2)
+    assert abs(half.steps - cfg.steps / 2) <= len(cfg.stages) and half.two_momenta_from == round(
+        cfg.two_momenta_from / 2
+    )
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     for step in range(half.steps):
         for name in names:
             near = [getattr(plan, name) for plan in plans[max(0, 2 * step - 9) : 2 * step + 10]]
             now = getattr(tg.plan_step(half, step), name)
             assert min(near) - 0.01 <= now <= max(near) + 0.01, (step, name)
-    for before, after in zip(cfg.endings, half.endings):
+    for before, after in zip(cfg.averages, half.averages):
         # What is left of an average's first tick, and how many ticks there are.
         rates = [[*tg.tick_rates(e, c.steps).values()] for e, c in ((before, cfg), (after, half))]
         kept = [math.prod(1 - rate for rate in row if rate < 1) for row in rates]
@@ -321,7 +323,7 @@ momentum_min 0.85
 momentum_max 0.93
 momentum_warmup 240
 momentum_cooldown 50
-second_cadence_from 336
+late_updates_from 336
 adam_lr 0.008
 adam_eps 1e-10
 adam_wd 0.005
@@ -330,7 +332,7 @@ bank_wd 2.25
 bank_beta2 0.9
 bank_margin 1.06
 slow_rate 0.02
-rails_step 514
+two_momenta_from 514
 fast_beta 0.85
 fast_weight 0.4385
 """  # of record 92; Adam's (A); but for ANVIL's margin, which README explains
@@ -367,19 +369,19 @@ value_embeds 0.75 0.95 70 5 2 4
 """
 # Record 92's layers: attention, window, value table, MLPs, and what else they have
 LAYERS = """
-paired short 1: x0 bigram narrow_qk
-plain short 1: x0 bigram narrow_qk narrow_v xsa value
+paired short 1: x0 ngram narrow_qk
+plain short 1: x0 ngram narrow_qk narrow_v xsa value
 paired short 1: x0 narrow_qk value
 plain long 1: xsa gate key_shift
-- short 1: x0 bigram
-paired short 1: x0 bigram narrow_qk
+- short 1: x0 ngram
+paired short 1: x0 ngram narrow_qk
 - short 1:
 - short 0: x0
 plain short 2: narrow_qk narrow_v value
-- short 1: bigram
-plain long 1: gate key_shift connections value
+- short 1: ngram
+plain long 1: gate key_shift mudd value
 """
-ENDING_ROWS = (  # record 92: the last steps that it looks at, its rate, its share, and every how many steps
+AVERAGE_ROWS = (  # record 92: the last steps that it looks at, its rate, its share, and every how many steps
     ({"lm_head", "embed"}, 298, 1 - (1 - 2 / 299) ** 2, 0.65, 2),
     ({"vo_bank", "mlp_bank"}, 250, 4 / 53, 1, 4),
     ({"value_embeds"}, 250, 4 / 53, 1, 4),
@@ -397,27 +399,27 @@ MAPS = (  # ANVIL's: a x + b x^3 + c x^5 of singular values (record 92)
 
 
 def test_the_record_has_the_published_constants():
-    cfg, flags = tg.RECORD, "x0 bigram narrow_qk narrow_v xsa gate key_shift connections value".split()
+    cfg, flags = tg.RECORD, "x0 ngram narrow_qk narrow_v xsa gate key_shift mudd value".split()
     for line in FIELDS.strip().splitlines():
         name, value = line.split(" ", 1)
         assert str(getattr(cfg, name)) == value, name
     assert cfg.ngrams == NGRAMS
     assert [str(dataclasses.astuple(stage)) for stage in cfg.stages] == STAGES.strip().splitlines()
     adam, banks = ([row for row in cfg.params if row.optimizer == name] for name in ("adam", "anvil"))
-    rows = [f"{r.name} %g %g %g %g %d %d" % (*r.betas, r.lr_mul, r.wd_mul, *r.every) for r in adam]
+    rows = [f"{r.name} %g %g %g %g %d %d" % (*r.betas, r.lr_mul, r.wd_mul, *r.update_every) for r in adam]
     assert sorted(rows) == sorted(ADAM.strip().splitlines())
     for row in banks:
-        assert (row.lr_mul, row.wd_mul, row.every) == (1, 1, (1, 1))
+        assert (row.lr_mul, row.wd_mul, row.update_every) == (1, 1, (1, 1))
         assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
     assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
     for layer, expected in zip(cfg.layers, LAYERS.strip().splitlines(), strict=True):
         row = f"{layer.attention or '-'} {layer.window} {layer.mlps}:"
         assert " ".join([row, *(flag for flag in flags if getattr(layer, flag))]) == expected
-    endings = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.endings)
-    assert endings == ENDING_ROWS
+    averages = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.averages)
+    assert averages == AVERAGE_ROWS
     assert tg.ANVIL_MAPS == MAPS
     # The head: 23 sigmoid((logits + 5) / 7.5) (A). FP8, record 92: scales of e4m3, and of gradients in e5m2.
     assert cfg.softcap == tg.Softcap(23, 5, 7.5)
-    assert (tg.FP8_ACT_ROOM, tg.FP8_GRAD_ROOM, tg.FP8_WEIGHT_ROOM) == (1.80, 1.25, 1.12)
+    assert (tg.FP8_ACT_MARGIN, tg.FP8_GRAD_MARGIN, tg.FP8_WEIGHT_MARGIN) == (1.80, 1.25, 1.12)
     assert (tg.FP8_H, tg.FP8_DY) == (1 / 16, 1 / 64)
     assert (tg.FP8_X, tg.FP8_W, tg.FP8_GRAD) == (100 / 448, 2 / 448, 0.75 / 8 / 448)

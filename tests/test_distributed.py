@@ -45,7 +45,8 @@ def make_config(folder):
         tg.CPU, data=str(folder), vocab_size=61, padded_vocab=64, bos_id=60, ngrams=tg.Ngrams(),
         bigram_vocab_size=320, heads=2, head_dim=8, mlp_dim=32, window_unit=3, microbatches=8, stages=stages,
         val_slices=3, val_slice_tokens=100, val_every=0, momentum_warmup=3, momentum_cooldown=2,
-        rails_step=2, head_chunk=20, dtype="float64", bank_dtype="float64", pointer_dim=8, pointer_window=17,
+        two_momenta_from=2, head_chunk=20, dtype="float64", bank_dtype="float64", pointer_dim=8,
+        pointer_window=17,
     )
     # fmt: on
 
@@ -60,31 +61,31 @@ def few_layers(tmp_path_factory):
     """Returns the same with a layer of each kind, prefixes, candidates, and two micro-batches."""
     cfg = make_config(tmp_path_factory.mktemp("shards"))
     layers = (
-        tg.Layer("paired", narrow_qk=True, value=True, gate=True, x0=True, bigram=True),
+        tg.Layer("paired", narrow_qk=True, value=True, gate=True, x0=True, ngram=True),
         tg.Layer("plain", "long", key_shift=True, xsa=True, gate=True, x0=True),
-        tg.Layer("", bigram=True, mlps=2),
-        tg.Layer("plain", narrow_v=True, value=True, xsa=True, gate=True, connections=True),
+        tg.Layer("", ngram=True, mlps=2),
+        tg.Layer("plain", narrow_v=True, value=True, xsa=True, gate=True, mudd=True),
     )
     parts = zip(cfg.stages, ((0.25,), (0.25,), (), ()), ((96, 80), (64,), (), ()))
-    stages = tuple(replace(stage, prefix=prefix, candidates=counts) for stage, prefix, counts in parts)
+    stages = tuple(replace(stage, prefix=prefix, sampled_columns=counts) for stage, prefix, counts in parts)
     cfg = replace(cfg, layers=layers, skip_from=0, backout_from=1, skip_to=2, microbatches=2, stages=stages)
     return replace(cfg, padded_vocab=128)
 
 
 # Of runs of eight steps. embed is untied after step 5.
-ENDINGS = (
-    tg.Ending(("lm_head", "embed"), 5, 0.4, 0.65, every=2, also=(3,), last_rate=0.3),
-    tg.Ending(("vo_bank", "mlp_bank"), 4, 0.3, every=2, offset=1),
-    tg.Ending(("value_embeds",), 6, 0.2, every=3, offset=2, keep_norm=False),
-    tg.Ending(("qk_bank", "vo_bank", "mlp_bank"), 3, 0.4, 0.5),
+AVERAGES = (
+    tg.WeightAverage(("lm_head", "embed"), 5, 0.4, 0.65, every=2, also=(3,), last_rate=0.3),
+    tg.WeightAverage(("vo_bank", "mlp_bank"), 4, 0.3, every=2, offset=1),
+    tg.WeightAverage(("value_embeds",), 6, 0.2, every=3, offset=2, keep_norm=False),
+    tg.WeightAverage(("qk_bank", "vo_bank", "mlp_bank"), 3, 0.4, 0.5),
 )
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """Returns a config of eight steps, in fp64, with n-grams, sparse exchange, all cadences and endings."""
-    cfg = ngram_config(tmp_path_factory.mktemp("shards"), 8, last=3, every=(2, 4))
-    return with_dtype(replace(cfg, endings=ENDINGS), "float64")
+    """Returns a config of eight steps, in fp64, with n-grams, sparse exchange, all cadences and averages."""
+    cfg = ngram_config(tmp_path_factory.mktemp("shards"), 8, last=3, update_every=(2, 4))
+    return with_dtype(replace(cfg, averages=AVERAGES), "float64")
 
 
 def with_dtype(cfg, dtype):
@@ -231,7 +232,7 @@ def warm_up(model, optimizer, steps, prefetch):
 
 
 def train(rank, world_size, cfg, warm=(), after_step=look):
-    """Trains a whole run, with its endings and validations before and after. Returns what it found, by name.
+    """Trains a whole run, with its averages and validations before and after. Returns what it found, by name.
 
     warm: steps of a warm-up. steps: what after_step(model) returned. sent: this rank's bytes in training.
     """
@@ -253,7 +254,7 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
         found["steps"].append(after_step(model))
     batches.loader.close()
     found["sent"] = dict(exchange.bytes_sent | batches.exchange.bytes_sent)
-    optimizer.apply_endings()
+    optimizer.apply_averages()
     found["val"] = tg.validate(model, val, exchange, windows)
     found["final"] = whole(model)
     if optimizer.ngrams:
@@ -310,7 +311,7 @@ def bytes_sent(cfg, rank, n):
     accurate, groups, numbers = tg.acc_dtype(cfg).itemsize, defaultdict(list), itertools.count()
     for row in tg.used_params(cfg):
         name = "" if row.kind == "small" else row.name
-        groups[name, row.dtype, row.betas, row.every, row.reduction].append(row)
+        groups[name, row.dtype, row.betas, row.update_every, row.reduction].append(row)
     for (name, *_), rows in groups.items():
         row, sizes = rows[0], [math.prod(shapes[row.name]) for row in rows]
         size = sizes[0] if name else tg.padded(sum(tg.padded(size, 8) for size in sizes), 8 * n)
@@ -320,7 +321,7 @@ def bytes_sent(cfg, rank, n):
         touched, fp32 = set(), row.reduction == "fp32"
         for plan in plans:
             touched |= reads[rank][plan.step][row.kind == "hashed"]
-            if not plan.updates(row.every):
+            if not plan.updates(row.update_every):
                 continue
             is_due = row.name != "embed" or plan.step > tg.untie_step(cfg)
             if row.exchange == "sparse":
@@ -342,7 +343,7 @@ def bytes_sent(cfg, rank, n):
         for plan in plans:
             for ids, steps in zip(read, reads):
                 ids |= steps[plan.step][1]
-            if plan.updates(cfg.ngrams.every):
+            if plan.updates(cfg.ngrams.update_every):
                 away = sum(id % n != rank for id in read[rank])
                 asked = sum(id % n == rank for r in range(n) if r != rank for id in read[r])
                 sent["counts ngrams"] += 8 * others
@@ -393,7 +394,9 @@ def test_what_changes_no_bit(workers, everything):
     Where it is dense, a table takes the bytes of all rows.
     """
     cfg = with_dtype(tg.override(everything, "ngrams.orders="), "float32")
-    reverse = replace(cfg, params=tuple(replace(row, work=-row.work) for row in cfg.params[::-1]))
+    reverse = replace(
+        cfg, params=tuple(replace(row, update_order=-row.update_order) for row in cfg.params[::-1])
+    )
     variants = [
         cfg,
         dense(shuffled(cfg, 7)),

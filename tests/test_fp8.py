@@ -154,13 +154,13 @@ def test_what_is_not_in_fp8(cfg, main_grad):
         _, model, optimizer = build(0, 1, replace(cfg, fp8_mlp=on), backend=backend)
         losses.append(model.token_losses(batch.micro_batches[0], plan.windows))
         optimizer.step = lambda *_: None
-        seen = model.hidden_states
+        seen = model.forward
 
-        def hidden_states(*args, seen=seen):
+        def forward(*args, seen=seen):
             states.append(seen(*args))
             return states[-1]
 
-        model.hidden_states = hidden_states
+        model.forward = forward
         for _ in range(3):  # the first find scales
             optimizer.drop_grads()
             tg.train_step(model, optimizer, batch)

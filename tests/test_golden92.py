@@ -75,7 +75,7 @@ def training_losses(case, kind, cap):
     model, plan = golden_model(case, kind)
     batch = golden_batch(case, model.cfg, cap)
     with torch.no_grad():
-        logits = model.hidden_states(batch, plan.windows) @ model.lm_head
+        logits = model.forward(batch, plan.windows) @ model.lm_head
         return tg.softcap_loss(logits, targets_of(model, batch, plan), loss_weights(plan, model))[0]
 
 
@@ -177,7 +177,7 @@ def test_schedule_rows(row):
     assert list(plan.windows.values()) == [blocks * unit for blocks in row["windows_blocks"]]
     assert plan.max_doc_len == row["longest_piece"]
     assert min(plan.max_doc_len, tg.RECORD.attention_cap) == row["attention_cap"]
-    assert tg.usual_docs(plan.batch_tokens // 8) == row["slots"]
+    assert tg.cu_seqlens_capacity(plan.batch_tokens // 8) == row["slots"]
     assert plan.mtp == pytest.approx(row["mtp_weights"], rel=1e-12) and plan.prefix == row["prefix_weight"]
 
 

@@ -52,8 +52,8 @@ def mlps():
     """
     steps, scales = [], torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, tg.FP8_DY]])[None, ..., None, None]
     before, amax = torch.zeros(2, 1, 2)
-    rooms = torch.tensor([1.03 / tg.E4M3_MAX, tg.FP8_GRAD_ROOM / tg.E5M2_MAX])  # the golden ones
-    model = SimpleNamespace(fp8_scales=scales, fp8_rooms=rooms)
+    rooms = torch.tensor([1.03 / tg.E4M3_MAX, tg.FP8_GRAD_MARGIN / tg.E5M2_MAX])  # the golden ones
+    model = SimpleNamespace(fp8_scales=scales, fp8_margins=rooms)
     for step, golden in enumerate(MLP["steps"]):
         h, fc, proj, dy = mlp_inputs(step)
         if step < MLP["exact_refreshes"]:

@@ -133,10 +133,10 @@ FP8_WINS = row("relu_square", ms=(0.1, 1.4), operation="relu_square_fp8")
         ([row(name, ok=True, ms=(1.0, 2.0)) for name in (*tg.RECORD.kernels, "fp8", "attention")], ""),
         (
             [row("gram", ok=True), row("gram", ok=False)],
-            "kernels=relu_square,both_layouts,softcap_loss,pointer,segment_sum_rows",
+            "kernels=relu_square,cast_and_transpose,softcap_loss,pointer,segment_sum_rows",
         ),
         ([FP8_WINS, GRAD_LOSES], ""),
-        ([GRAD_LOSES], "kernels=gram,both_layouts,softcap_loss,pointer,segment_sum_rows fp8_mlp=false"),
+        ([GRAD_LOSES], "kernels=gram,cast_and_transpose,softcap_loss,pointer,segment_sum_rows fp8_mlp=false"),
         # Times of several shapes add up; 3% are noise.
         ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.1, 2.0))], ""),
         ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.2, 1.9))], "attention_impl=dense"),
@@ -215,10 +215,10 @@ def test_compare_accepts_plain_torch_and_notices_mutants(setup):
 
 def test_compare_accepts_the_largest_fp8_number_rounded_the_other_way(setup):
     """Another machine's sums, whose last bits differ, do that now and then. In two rows it weighs much."""
-    cfg, compared = replace(setup.cfg, kernels=("relu_square", "both_layouts")), set()
+    cfg, compared = replace(setup.cfg, kernels=("relu_square", "cast_and_transpose")), set()
     for case in kernels.kernel_cases(cfg, [0], setup.paths, setup.device):
         plain = getattr(tg.TORCH_BACKEND, case.operation)
-        if case.operation not in ("relu_square_fp8", "both_layouts"):
+        if case.operation not in ("relu_square_fp8", "cast_and_transpose"):
             continue
 
         def rounded_down(*args, plain=plain):
@@ -233,7 +233,9 @@ def test_compare_accepts_the_largest_fp8_number_rounded_the_other_way(setup):
         backend = tg.TORCH_BACKEND._replace(**{case.operation: rounded_down})
         error, bound = kernels.compare(case, backend)
         assert 0 < error <= bound, case[:2]
-        compared.add((case.operation, case.args[-1] if case.operation == "both_layouts" else len(case.args)))
+        compared.add(
+            (case.operation, case.args[-1] if case.operation == "cast_and_transpose" else len(case.args))
+        )
     assert len(compared) == 4
 
 

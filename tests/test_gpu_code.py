@@ -38,7 +38,7 @@ ALLOWED = {
     "torch.ops.torch_attn._varlen_attn_backward.default": "FlashAttention",
     "extern_kernels.baddbmm": "the same, for batches, added to a matrix",
     "relu_square_kernel.run": "the script's kernel",
-    "both_layouts_kernel.run": "the script's kernel",
+    "cast_and_transpose_kernel.run": "the script's kernel",
     "gram_kernel.run": "the script's kernel",
 }
 # Functions that change a few rows, or all, of tables and main_grads: in place.
@@ -109,9 +109,9 @@ def test_generated_code(tmp_path):
     assert {graph["function"] for graph in of_rows if graph["wide"]} == {"gather_rows", "update_rows"}
     decorated = tg.adam_update.__code__  # compiled() makes functions of one code
     used = {name for name, value in vars(tg).items() if getattr(value, "__code__", None) is decorated}
-    used = used - {"update_rows"} | {"run_layers", "pointer_queries"}
+    used = used - {"update_rows"} | {"trunk", "pointer_inputs"}
     assert used <= functions, f"the record preset does not run {used - functions}"
-    layers = [graph["backward"] for graph in graphs if graph["function"] == "run_layers"]
+    layers = [graph["backward"] for graph in graphs if graph["function"] == "trunk"]
     assert sorted(layers) == [False, False, True]  # of validation and of training, for all stages
     assert functions == {graph["function"] for graph in graphs}
     problems = [problem for graph in [*graphs, *of_rows] for problem in bad_for_a_gpu(graph)]

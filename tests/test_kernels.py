@@ -263,8 +263,8 @@ def test_both_layouts(interpreted, guarded, T, d, dtype):
     """Compares codes, also of numbers that saturate, for a scale whose inverse is exact, as in a step."""
     x, unit = randn(T, d) * 1000, torch.tensor([[2.0**-6]])
     x[0, 1] = math.nan
-    want, want_turned = tg.both_layouts(x, unit, dtype)
-    found, turned = interpreted.triton_both_layouts(x, unit, dtype)
+    want, want_turned = tg.cast_and_transpose(x, unit, dtype)
+    found, turned = interpreted.triton_cast_and_transpose(x, unit, dtype)
     assert (want.float().abs() == torch.finfo(dtype).max).any() and found.dtype == turned.dtype == dtype
     assert torch.equal(bits(found), bits(want)) and torch.equal(bits(turned), bits(want_turned))
 
@@ -374,7 +374,7 @@ def test_layouts_of_the_fp8_gradient(interpreted, guarded, n, V, pointed):
     """Compares bytes, for plain torch too; rows of several tiles, the last one in part."""
     logits, targets = loss_case(n, V, 2, seed=1)
     numbers = torch.rand(2, n, generator=generator(2)) / 2
-    copies = tg.Copies(numbers, torch.empty_like(numbers), torch.tensor([V - 1])) if pointed else None
+    copies = tg.PointerProbs(numbers, torch.empty_like(numbers), torch.tensor([V - 1])) if pointed else None
     for run in (tg.softcap_loss, interpreted.triton_softcap_loss):
         _, grad, transposed = run(logits, targets, WEIGHTS[1], 1e-4, copies)
         assert transposed.dtype == torch.float8_e5m2 and transposed.is_contiguous()
@@ -388,7 +388,7 @@ def pointer_case(T, D, cuts, window, seed):
     tokens = torch.randint(0, 4, (T + 1,), generator=g)
     q, k, sink_scores = (nan_padded(torch.randn(n, generator=g)) for n in ((T, D), (T, D), (T,)))
     micro_batch = tg.MicroBatch(tokens[:-1].int(), tokens[1:], None, None, ends, T)
-    return (tg.Queries(q, k, sink_scores), micro_batch, window), torch.randn(2, T, generator=g)
+    return (tg.PointerInputs(q, k, sink_scores), micro_batch, window), torch.randn(2, T, generator=g)
 
 
 def pointer_and_grad(script, args, grad, prefix=""):
@@ -398,7 +398,7 @@ def pointer_and_grad(script, args, grad, prefix=""):
 
 
 def exact_pointer(args, grad):
-    queries = tg.Queries(*(t.double() for t in args[0]))
+    queries = tg.PointerInputs(*(t.double() for t in args[0]))
     return pointer_and_grad(tg, (queries, *args[1:]), grad.double())
 
 

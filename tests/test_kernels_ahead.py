@@ -85,8 +85,8 @@ def kernel_cases():
     scales = meta(12, 3, 2, 1, 1, dtype=torch.float32)[1]
     mlp = tg.FP8MLP(weights8, None, scales, meta(12, 2, dtype=torch.float32), 1)
     for dtype in (x8.dtype, dy8.dtype):
-        call = functools.partial(tg.triton_both_layouts, x[1:], scales[0, 1], dtype)
-        cases[f"both_layouts fp8 {dtype}"] = "both_layouts_kernel", None, call
+        call = functools.partial(tg.triton_cast_and_transpose, x[1:], scales[0, 1], dtype)
+        cases[f"cast_and_transpose fp8 {dtype}"] = "cast_and_transpose_kernel", None, call
     calls = {
         "": functools.partial(tg.triton_relu_square, x, fc),
         " backward": functools.partial(tg.triton_relu_square, x, fc, square),
@@ -102,11 +102,11 @@ def kernel_cases():
         logits = meta(chunk, V, dtype=torch.float8_e4m3fn if unit else torch.bfloat16)
         args = logits, targets, weights.to("meta"), unit
         name = f"softcap_loss {len(weights)} {'e5m2' if unit else 'bf16'}"
-        for copies in (None, tg.Copies(numbers, numbers, meta(1, dtype=torch.int64))):
+        for copies in (None, tg.PointerProbs(numbers, numbers, meta(1, dtype=torch.int64))):
             call = functools.partial(tg.triton_softcap_loss, *args, copies)
             cases[name + " copies" * bool(copies)] = "softcap_loss_kernel", None, call
     for D in (16, 128):
-        queries = tg.Queries(meta(T, D), meta(T, D), meta(T, dtype=torch.float32))
+        queries = tg.PointerInputs(meta(T, D), meta(T, D), meta(T, dtype=torch.float32))
         ids = meta(T, dtype=torch.int32), meta(T, dtype=torch.int64)
         text = tg.MicroBatch(*ids, None, None, meta(64, dtype=torch.int32), T)
         weights, lse = meta(2, T, dtype=torch.float32), meta(T, dtype=torch.float32)

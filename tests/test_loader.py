@@ -107,7 +107,7 @@ def check_micro_batch(batch, tokens, starts, cfg):
     assert batch.targets.dtype == torch.int64
     hashed, _ = tg.hash_ngrams(np.array(tokens[:T]), tg.Ngrams((2,), cfg.bigram_vocab_size), 0)
     assert batch.hashed_rows.tolist() == hashed.tolist()
-    max_docs = tg.usual_docs(T)
+    max_docs = tg.cu_seqlens_capacity(T)
     assert batch.cu_seqlens.tolist() == starts + [T] * (max_docs - len(starts))
 
 
@@ -223,7 +223,7 @@ def test_a_batch_may_end_exactly_with_its_shard(tmp_path):
 
 def test_usual_docs():
     wanted = {1: 128, 38399: 128, 38400: 128, 38700: 256, 262144: 896}  # the record's: test_golden92.py
-    assert {T: tg.usual_docs(T) for T in wanted} == wanted
+    assert {T: tg.cu_seqlens_capacity(T) for T in wanted} == wanted
 
 
 def test_more_documents_than_usual(tmp_path):

@@ -203,11 +203,11 @@ def autograds_gradients(cfg):
     for p in model.parameters():
         p.requires_grad_()
     for micro_batch in batch.micro_batches:
-        x = model.hidden_states(micro_batch, batch.plan.windows)
+        x = model.forward(micro_batch, batch.plan.windows)
         z = cfg.softcap.scale * torch.sigmoid((x @ model.lm_head + cfg.softcap.shift) / cfg.softcap.span)
         targets, logp = targets_of(model, micro_batch, batch.plan), z.log_softmax(-1)
         # The copy pointer, by all scores of a micro-batch at once.
-        queries, T = model.pointer_queries(x), len(x)
+        queries, T = model.pointer_inputs(x), len(x)
         documents = tg.document_numbers(micro_batch.cu_seqlens, T)
         back = torch.arange(T)[:, None] - torch.arange(T)
         seen = (documents[:, None] == documents) & (back > 0) & (back <= cfg.pointer_window)
@@ -216,7 +216,7 @@ def autograds_gradients(cfg):
         copied = (weights[0] * (micro_batch.inputs == micro_batch.targets[:, None])).sum(1)
         alpha, slot = logp[:, cfg.vocab_size].exp(), torch.arange(cfg.padded_vocab) == cfg.vocab_size
         by_head = z.masked_fill(slot, -math.inf).softmax(-1)[torch.arange(T), micro_batch.targets]
-        mixed = by_head * (1 - alpha * (1 - sink[:, 0])) + alpha * copied + tg.COPY_FLOOR
+        mixed = by_head * (1 - alpha * (1 - sink[:, 0])) + alpha * copied + tg.PROB_FLOOR
         for k, (weight, column) in enumerate(zip(batch.plan.loss_weights, targets.T)):
             rows = (column >= 0).nonzero()[:, 0]
             right = logp[rows, column[rows]] if k else mixed.log()

@@ -100,7 +100,7 @@ def test_a_failure_ends_all_ranks(launch_two, tmp_path, what):
     rank, batch, *failures = FAILURES[what]
     tell = FaultAtCall("Prefetcher._build", batch, partial(Path.touch, Path("waiting")))
     faults = {rank: Faults(NO_TIMEOUT, *failures), 1 - rank: Faults(NO_TIMEOUT, tell)}
-    with launch_two(tmp_path, change=["ngrams.every=1,1"], faults=faults) as run:
+    with launch_two(tmp_path, change=["ngrams.update_every=1,1"], faults=faults) as run:
         wait_for(tmp_path / "failed")
         assert all(run.wait(SOON)), run.err
     assert "injected" in run.err
@@ -108,7 +108,7 @@ def test_a_failure_ends_all_ranks(launch_two, tmp_path, what):
 
 # ---- a whole run, its saved model, and the same run in two parts -------------------------------------------
 
-CHANGE = "warmup=true", "second_cadence_from=2", "ngrams.every=2,4", "ngrams.lr=3"
+CHANGE = "warmup=true", "late_updates_from=2", "ngrams.update_every=2,4", "ngrams.lr=3"
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ SMALL = (  # matrices and tables of the preset, without what needs a GPU
     *("vocab_size=785", "padded_vocab=792", "bos_id=784", "ngrams.rows_per_order=4096", "ngrams.width=96"),
     *("val_slice_tokens=256", "val_slices=8", "val_every=0", "samples=0", "warmup=false"),
     *(f"stages.{i}.batch_tokens={tokens}" for i, tokens in enumerate((256, 512, 768, 640, 256))),
-    *("stages.*.max_doc_len=256", "stages.*.steps=1", "stages.4.steps=2", "stages.*.candidates=128,256"),
+    *("stages.*.max_doc_len=256", "stages.*.steps=1", "stages.4.steps=2", "stages.*.sampled_columns=128,256"),
     *("kernels=", "attention_impl=dense", "fp8=false", "compile=false"),
 )
 

@@ -74,7 +74,11 @@ class WholeTable:
         return tg.Pending(total / n)
 
     def update(self, grads, plan):
-        n, rows, slowdown = self.cfg, self.touched.nonzero()[:, 0].int(), plan.cadence_ratio(self.cfg.every)
+        n, rows, slowdown = (
+            self.cfg,
+            self.touched.nonzero()[:, 0].int(),
+            plan.interval_ratio(self.cfg.update_every),
+        )
         self.clock = [self.clock[0] + 1, self.clock[1] + slowdown]
         beta2, lr = n.beta2**slowdown, n.lr * plan.lr_mul
         numbers = 1 - beta2, lr * (1 - beta2 ** self.clock[0]) ** 0.5, lr * lr * n.wd * slowdown
@@ -83,7 +87,7 @@ class WholeTable:
             tg.update_rows(*self.stored, rows, grads[rows], self.decays, self.clock[1], *numbers)
 
 
-hidden_states, lookups = tg.GPT.hidden_states, tg.GPT.lookups
+forward, embeddings = tg.GPT.forward, tg.GPT.embeddings
 
 
 def whole_ids(model, batch):
@@ -99,12 +103,12 @@ def look_up_whole(model, batch, training):
     sums = F.embedding(ids[0], table).to(dtype) * signs[0]
     for row, sign in zip(ids[1:], signs[1:]):
         sums = sums + F.embedding(row, table).to(dtype) * sign
-    return lookups(model, batch, training) | {"ngrams": sums.to(tg.dtype_of(model.cfg.dtype))}
+    return embeddings(model, batch, training) | {"ngrams": sums.to(tg.dtype_of(model.cfg.dtype))}
 
 
 def hidden_states_whole(model, batch, windows, grads=None, leaves=None, *more):
     """Keeps the leaf in which autograd leaves the sums' gradient."""
-    x = hidden_states(model, batch, windows, grads, leaves, *more)
+    x = forward(model, batch, windows, grads, leaves, *more)
     if leaves is not None:
         model.ngrams.looked_up.append((*whole_ids(model, batch), leaves["ngrams"]))
     return x
@@ -114,16 +118,16 @@ def train_whole(rank, world_size, cfg):
     """Trains a run with the reference in place of the table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "NgramTable", WholeTable)
-        patch.setattr(tg.GPT, "lookups", look_up_whole)
-        patch.setattr(tg.GPT, "hidden_states", hidden_states_whole)
+        patch.setattr(tg.GPT, "embeddings", look_up_whole)
+        patch.setattr(tg.GPT, "forward", hidden_states_whole)
         return train(rank, world_size, cfg)
 
 
 CASES = [  # ranks, micro-batches, dtypes of model and table, settings
-    (1, 2, "float32", "float32", ["ngrams.every=2,4", "ngrams.beta2=0.9", "main_grad=false"]),
-    (2, 4, "float64", "bfloat16", ["ngrams.every=1,1", "ngrams.beta2=0.5"]),
-    (4, 4, "bfloat16", "bfloat16", ["ngrams.every=2,2", "main_grad=false"]),
-    (8, 8, "bfloat16", "float32", ["ngrams.every=2,4"]),
+    (1, 2, "float32", "float32", ["ngrams.update_every=2,4", "ngrams.beta2=0.9", "main_grad=false"]),
+    (2, 4, "float64", "bfloat16", ["ngrams.update_every=1,1", "ngrams.beta2=0.5"]),
+    (4, 4, "bfloat16", "bfloat16", ["ngrams.update_every=2,2", "main_grad=false"]),
+    (8, 8, "bfloat16", "float32", ["ngrams.update_every=2,4"]),
 ]
 
 

@@ -14,9 +14,9 @@ import train_gpt as tg
 from golden_inputs import random_documents, write_shard
 
 LAYERS = (
-    tg.Layer("plain", value=True, x0=True, bigram=True),
-    tg.Layer("plain", narrow_qk=True, narrow_v=True, xsa=True, bigram=True),
-    tg.Layer("paired", "long", value=True, gate=True, connections=True),
+    tg.Layer("plain", value=True, x0=True, ngram=True),
+    tg.Layer("plain", narrow_qk=True, narrow_v=True, xsa=True, ngram=True),
+    tg.Layer("paired", "long", value=True, gate=True, mudd=True),
 )
 WINDOWS = [tg.Windows(n, 2 * n) for n in (1, 2, 3, 3)]
 
@@ -34,7 +34,9 @@ def ngram_config(folder, microbatches=12, last=1, **ngrams):
     for i, (steps, T) in enumerate(zip((2, 2, 1, last), (12, 16, 24, 24))):
         stage = tg.Stage(steps, microbatches * T, 30, WINDOWS[i], 1.0, weights[i])
         stages.append(stage)
-    table = dict(orders=(3, 2, 5, 4), rows_per_order=301, width=12, dtype="float32", every=(1, 1)) | ngrams
+    table = (
+        dict(orders=(3, 2, 5, 4), rows_per_order=301, width=12, dtype="float32", update_every=(1, 1)) | ngrams
+    )
     return replace(
         tg.CPU,
         data=str(folder),
@@ -53,13 +55,13 @@ def ngram_config(folder, microbatches=12, last=1, **ngrams):
         val_windows=WINDOWS[3],
         microbatches=microbatches,
         stages=tuple(stages),
-        second_cadence_from=2,
+        late_updates_from=2,
         val_slices=3,
         val_slice_tokens=50,
         val_every=0,
         momentum_warmup=3,
         momentum_cooldown=2,
-        rails_step=2,
+        two_momenta_from=2,
         head_chunk=20,
         ngrams=tg.Ngrams(**table),
     )

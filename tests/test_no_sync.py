@@ -48,14 +48,14 @@ def train_on_meta(cfg, monkeypatch, **backend):
             assert loss.device.type == "meta" and loss.shape == ()
     finally:
         batches.loader.close()
-    optimizer.apply_endings()
+    optimizer.apply_averages()
     state = tree_leaves((optimizer.state, optimizer.averages))
     assert {t.device.type for t in state if t.dim()} == {"meta"}  # counts of steps are on the host
 
 
 NGRAMS = tg.Ngrams(orders=(2, 3), rows_per_order=200, width=12)
 VARIANTS = {
-    "in place": dict(endings=tg.ENDINGS),
+    "in place": dict(averages=tg.AVERAGES),
     "ngrams": dict(ngrams=NGRAMS),
     "autograd": dict(main_grad=False),
 }

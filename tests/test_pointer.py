@@ -48,7 +48,7 @@ def check_golden(pointer, pointer_grad, case, dtype):
         torch.tensor(case[name], dtype=dtype) for name in ("q", "k", "sink", "d_p_copy", "d_a_sink")
     )
     q.requires_grad_(), k.requires_grad_(), sink.requires_grad_()
-    queries = tg.Queries(q, k, q @ sink * len(sink) ** -0.5)
+    queries = tg.PointerInputs(q, k, q @ sink * len(sink) ** -0.5)
     weights, lse = pointer(queries, text(case), window_of(case))
     hard = case["name"] in ("large_scores", "a_sink_near_1")
     near = {"fp64": 1e-9, "fp32": 1e-5} if hard else {}
@@ -64,7 +64,7 @@ def check_golden(pointer, pointer_grad, case, dtype):
 
 def queries_of(x, bank, gain, sink):
     model = SimpleNamespace(pointer_bank=bank, pointer_gain=gain, pointer_sink=sink)
-    return tg.GPT.pointer_queries(model, x)
+    return tg.GPT.pointer_inputs(model, x)
 
 
 CASES = pytest.mark.parametrize("case", ATTENDS, ids=lambda case: case["name"])
@@ -98,7 +98,7 @@ def test_golden_queries(dtype):
 
 def copies_of(case, dtype, slot):
     weights = torch.tensor([case["p_copy"], case["a_sink"]], dtype=dtype)
-    return tg.Copies(weights, torch.empty_like(weights), torch.tensor([slot]))
+    return tg.PointerProbs(weights, torch.empty_like(weights), torch.tensor([slot]))
 
 
 @DTYPES
@@ -166,7 +166,7 @@ def run_head(case, dtype, chunk):
     candidates = torch.tensor(HEAD["candidates"]).int() if "target_places" in case else None
     queries = queries_of(x, bank, gain, sink)
     found, lse = tg.pointer(queries, batch, window_of(case))
-    copies = tg.Copies(found, torch.empty_like(found), torch.tensor([HEAD["column"]]))
+    copies = tg.PointerProbs(found, torch.empty_like(found), torch.tensor([HEAD["column"]]))
     loss, dx = tg.GPT.head_loss_and_grad(
         model, x.detach(), targets, weights, grad, 1.0, [], candidates, copies
     )
@@ -188,19 +188,21 @@ def test_golden_head(name, dtype, chunk):
         close(grad, case[f"d_{name}"], dtype)
 
 
-def distribution(tokens, cu_seqlens, candidates=None):
+def distribution(tokens, cu_seqlens, sampled_columns=None):
     """Returns the probabilities (T, columns) of all next tokens of a golden text: a loss for each."""
     x, bank, gain, sink, w = (
         torch.tensor(HEAD[name], dtype=torch.float64) for name in ("x", "bank", "gain", "sink", "lm_head")
     )
-    columns = torch.tensor(candidates or range(HEAD["V"]))
+    columns = torch.tensor(sampled_columns or range(HEAD["V"]))
     slot, logits = (columns == HEAD["column"]).nonzero()[0], x @ w[:, columns]
     queries, probs = queries_of(x, bank, gain, sink), []
     for i, token in enumerate(columns.tolist()):
         batch = text({"cu_seqlens": cu_seqlens}, tokens[:-1], [token] * len(x))
         weights, _ = tg.pointer(queries, batch, 1000)
-        losses = tg.next_token_losses(logits, torch.full((len(x),), i), tg.Copies(weights, weights, slot))
-        probs.append((-losses).exp() - tg.COPY_FLOOR)
+        losses = tg.next_token_losses(
+            logits, torch.full((len(x),), i), tg.PointerProbs(weights, weights, slot)
+        )
+        probs.append((-losses).exp() - tg.PROB_FLOOR)
     return torch.stack(probs, dim=1)
 
 
@@ -225,9 +227,9 @@ def test_golden_candidates():
         if offset is not None:
             assert offset == step["offset_before"]
         needed = np.array([*step["targets"], golden["copy"]])
-        chosen, offset = tg.choose_candidates(needed, golden["P"], golden["V"], step["offset_before"])
+        chosen, offset = tg.choose_sampled_columns(needed, golden["P"], golden["V"], step["offset_before"])
         assert chosen.tolist() == step["candidates"] and offset == step["offset_after"]
-        assert tg.places_among(torch.tensor([golden["copy"]]), chosen).item() == step["place_of_copy"]
+        assert tg.index_in(torch.tensor([golden["copy"]]), chosen).item() == step["place_of_copy"]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -243,10 +245,10 @@ def test_what_is_trained_sums_to_one(seed, columns):
     total = 0.0
     for token in range(columns):
         weights = torch.stack([found[token], found[-1]])[:, None]
-        copies = tg.Copies(weights, torch.empty_like(weights), torch.tensor([slot]))
+        copies = tg.PointerProbs(weights, torch.empty_like(weights), torch.tensor([slot]))
         target, one = torch.tensor([[token]]), torch.ones(1, dtype=torch.float64)
         loss, _ = tg.softcap_loss(logits, target, one, copies=copies)
-        total += (-loss).exp().item() - tg.COPY_FLOOR if token != slot else 0.0
+        total += (-loss).exp().item() - tg.PROB_FLOOR if token != slot else 0.0
     assert total == pytest.approx(1, abs=1e-12)
 
 
@@ -256,7 +258,7 @@ def test_what_is_trained_sums_to_one(seed, columns):
 @pytest.fixture(scope="module", params=[8, 0])
 def model(request):
     """Returns a model with and without pointer; its head has as many columns as these tokens, or one more."""
-    layers = tuple(replace(layer, connections=False) for layer in tg.LAYERS[:4])
+    layers = tuple(replace(layer, mudd=False) for layer in tg.LAYERS[:4])
     dim = request.param
     cfg = replace(
         tg.WORDS, vocab_size=61, padded_vocab=61 + bool(dim), bos_id=60, head_dim=8, mlp_dim=32,
@@ -288,7 +290,7 @@ def test_probabilities_sum_to_one_and_are_those_of_the_losses(model, seed):
         probs = model.next_token_probs(tokens[: i + 1].tolist())
         assert probs.shape == (61,) and probs.sum() == pytest.approx(1, abs=1e-12)
         target = [*tokens, 60][i + 1]
-        floor = tg.COPY_FLOOR * bool(model.cfg.pointer_dim)
+        floor = tg.PROB_FLOOR * bool(model.cfg.pointer_dim)
         assert (probs[target] + floor).log() == pytest.approx(-losses[i].item(), rel=1e-9)
 
 
@@ -301,13 +303,13 @@ def test_a_token_changes_nothing_before_it(model):
 
 
 def test_no_source_is_in_another_document():
-    tokens, queries = torch.arange(24) % 3, tg.Queries(*torch.randn(2, 24, 8), torch.randn(24))
+    tokens, queries = torch.arange(24) % 3, tg.PointerInputs(*torch.randn(2, 24, 8), torch.randn(24))
     ends = [0, 5, 17, 24]
     batch = text({"cu_seqlens": ends}, tokens.tolist(), tokens.tolist())
     whole, _ = tg.pointer(queries, batch, 1000)
     for begin, end in zip(ends, ends[1:]):
         alone = tokens[begin:end].tolist()
-        part = tg.Queries(*(t[begin:end] for t in queries))
+        part = tg.PointerInputs(*(t[begin:end] for t in queries))
         weights, _ = tg.pointer(part, text({"cu_seqlens": [0, end - begin]}, alone, alone), 1000)
         torch.testing.assert_close(weights, whole[:, begin:end])
 
@@ -320,7 +322,7 @@ def test_all_columns_as_candidates_change_no_bit(model):
     found = []
     for candidates in (None, torch.arange(62, dtype=torch.int32)):
         grad = tg.Gradient(model.lm_head, torch.zeros_like(model.lm_head))
-        copies = tg.Copies(copied, torch.empty_like(copied), model.slot)
+        copies = tg.PointerProbs(copied, torch.empty_like(copied), model.gate_column)
         loss, dx = model.head_loss_and_grad(x, targets, weights, grad, 1.0, [], candidates, copies)
         found.append((loss, dx, grad.main_grad, copies.grad))
     assert all(map(torch.equal, *found))
@@ -336,16 +338,16 @@ def test_the_schedule_of_pr_379():
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     assert [*cfg.stage_starts, cfg.steps] == want["stage_ends"]
     assert sum(plan.batch_tokens for plan in plans) == want["training_tokens"]
-    for name in ("candidates", "prefix"):
+    for name in ("sampled_columns", "prefix"):
         changes = [b.step for a, b in zip(plans, plans[1:]) if getattr(a, name) != getattr(b, name)]
-        assert changes == want[f"{name}_change_at" if name == "candidates" else "prefix_changes_at"]
+        assert changes == want["candidates_change_at" if name == "sampled_columns" else "prefix_changes_at"]
     assert [plan.step for plan in plans if plan.untie] == [want["untie_step"]]
     updates = [sum(plan.updates(every) for plan in plans) for every in ((2, 2), (2, 4))]
     assert updates == [want["adam_updates"], want["period_4_events"]]
     assert sum(plan.lr_mul for plan in plans) == pytest.approx(want["sum_of_lr_mul"], rel=1e-4)
     for row in want["rows"]:
         plan = plans[row["step"]]
-        assert (plan.batch_tokens, plan.candidates) == (row["batch_tokens"], row["candidates"])
+        assert (plan.batch_tokens, plan.sampled_columns) == (row["batch_tokens"], row["candidates"])
         assert (plan.mtp, plan.prefix) == (pytest.approx(row["mtp"]), pytest.approx(row["prefix"]))
         assert plan.lr_mul == pytest.approx(row["lr_mul"], rel=1e-4)
         assert plan.momentum == pytest.approx(row["momentum"])

@@ -36,7 +36,7 @@ def test_time_by_hand():
 
 
 def test_the_layers_launch_more_kernels_than_are_listed():
-    model, op = Model(call_us=0, launch_us=1000), Op("run_layers", 8, calls=1)
+    model, op = Model(call_us=0, launch_us=1000), Op("trunk", 8, calls=1)
     assert projection.step_ms(4 * [op], model)["host"] == pytest.approx(146)
 
 
@@ -101,7 +101,7 @@ STEPS_92 = 320, 361, 284, 142, 67, 20
 
 
 def test_share_of_pr_379_by_hand(capsys):
-    """Each step takes 10 ms, and 1 ms more with the pointer; the seconds of endings count too."""
+    """Each step takes 10 ms, and 1 ms more with the pointer; the seconds of averages count too."""
     pointer = 4 * [Op("pointer", 8, "pointer", 0.175 * 989e9)]
     of_379 = phases(279, 314, 252, 126, 59, 20, ops=pointer)
     projection.print_379(of_379, phases(*STEPS_92), Model(fixed=10.0, kernel_us=0))
@@ -132,7 +132,7 @@ def test_the_fit_finds_what_made_the_times():
 @pytest.mark.slow
 def test_flops_of_a_step_are_those_of_the_config():
     """Checks against 6 FLOPs a weight and token, and ANVIL's on an eighth of the banks' matrices."""
-    cfg, steps, (columns,) = tg.RECORD, 4, tg.RECORD.stages[1].candidates
+    cfg, steps, (columns,) = tg.RECORD, 4, tg.RECORD.stages[1].sampled_columns
     ops = projection.count(cfg, 1)
     tokens, d, banks = steps * cfg.stages[1].batch_tokens // 8, cfg.dim, {}
     anvil = 0.0

@@ -163,7 +163,7 @@ def test_token_losses_are_cross_entropies_of_capped_logits(dtype, softcap):
     """Compares the losses of a micro-batch of several head chunks."""
     model, batch = fill_model(tg.GPT(tiny_config(dtype, softcap=softcap), WORLD)), tiny_batch()
     with torch.no_grad():
-        x = model.hidden_states(batch, WINDOWS)
+        x = model.forward(batch, WINDOWS)
         logits = (x @ model.lm_head).to(tg.acc_dtype(model.cfg))
     near = FP64 if dtype == "float64" else dict(rtol=1e-6, atol=1e-6)  # fp32 from the logits on
     z = 15 * (logits / 15).tanh() if softcap.shift == 0 else 23 / (1 + (-(logits + 5) / 7.5).exp())

@@ -242,8 +242,8 @@ def test_each_rank_saves_its_own_shards(stopped, corpus):
     cfg, numbers = make_config(corpus), {}
     for name in saved[0]["params"]:
         shards, states = ([s[key][name] for s in saved] for key in ("params", "optimizer"))
-        is_anvil = "slow_rail" in states[0]
-        moments = [state["slow_rail" if is_anvil else "exp_avg"] for state in states]
+        is_anvil = "slow_momentum" in states[0]
+        moments = [state["slow_momentum" if is_anvil else "exp_avg"] for state in states]
         assert len({t.shape for t in (*shards, *moments)}) == 1
         assert not is_anvil or all(state["mantissa"].dtype == torch.uint16 for state in states)
         numbers[name] = sum(p.numel() for p in shards)

@@ -56,10 +56,10 @@ def test_golden_candidates(size, V):
     for case in SETS[size]:
         rank, targets = case.get("rank", 5), golden_targets(case)
         offset = offsets.get(rank, V * rank // 8)
-        chosen, offsets[rank] = tg.choose_candidates(targets, case["P"], V, offset)
+        chosen, offsets[rank] = tg.choose_sampled_columns(targets, case["P"], V, offset)
         assert (offset, offsets[rank]) == (case["offset_before"], case["offset_after"])
-        places = tg.places_among(torch.from_numpy(targets), chosen)
-        prefix_places = tg.places_among(golden_prefixes(V)[targets], chosen)
+        places = tg.index_in(torch.from_numpy(targets), chosen)
+        prefix_places = tg.index_in(golden_prefixes(V)[targets], chosen)
         found = {"candidates": chosen, "target_positions": places, "prefix_positions": prefix_places}
         for name, numbers in found.items():
             assert listed(numbers, case[name]) == case[name], name
@@ -70,7 +70,7 @@ def test_special_candidates():
     cases = {"no_negatives": 5 * np.arange(60), "too_few": np.arange(9, 269) * 20011 % 512}
     for name, targets in cases.items():
         case = SETS[name]
-        chosen, after = tg.choose_candidates(targets, case["P"], 512, case["offset_before"])
+        chosen, after = tg.choose_sampled_columns(targets, case["P"], 512, case["offset_before"])
         assert len(chosen) == case["P"] and after == case["offset_after"]
         assert {*chosen.tolist()} - {*targets} == {*case.get("negatives", ())}
 
@@ -81,10 +81,10 @@ def test_random_candidates():
         V = int(rng.integers(1, 3000))
         targets = rng.integers(0, V, rng.integers(1, 400)).astype(np.uint16)
         count = int(rng.integers(len({*targets}), V + 1))
-        chosen, after = tg.choose_candidates(targets, count, V, int(rng.integers(V)))
+        chosen, after = tg.choose_sampled_columns(targets, count, V, int(rng.integers(V)))
         assert len(chosen) == count and chosen.dtype == torch.int32 and (chosen.diff() > 0).all()
         assert {*targets} <= {*chosen.tolist()} and 0 <= after < V
-        found = tg.places_among(torch.arange(-1, V), chosen)
+        found = tg.index_in(torch.arange(-1, V), chosen)
         assert found[chosen + 1].tolist() == [*range(count)] and (found >= 0).sum() == count
 
 
@@ -123,7 +123,7 @@ CANDIDATES, ALL = torch.tensor(LOSS["candidates"]).int(), torch.arange(LOSS["V"]
 def test_golden_loss(name):
     """Compares losses and gradients; a prefix that is no candidate counts for nothing."""
     case, (x, w, targets, weights) = golden_loss(name)
-    places = tg.places_among(targets, CANDIDATES)
+    places = tg.index_in(targets, CANDIDATES)
     assert places[:, [0, -1]].T.tolist() == [LOSS["target_positions"], LOSS["prefix_positions"]]
     losses, _ = tg.softcap_loss(x @ w[:, CANDIDATES], places, weights)
     assert losses.tolist() == pytest.approx(case["loss"], rel=1e-12)
@@ -183,7 +183,7 @@ def test_golden_model(monkeypatch):
     candidates, head, found = torch.tensor(MODEL["candidates"]).int(), tg.GPT.head_loss_and_grad, []
 
     def sampled(self, x, targets, weights, *more):
-        places = tg.places_among(targets, candidates)
+        places = tg.index_in(targets, candidates)
         found.append(tg.softcap_loss(x @ self.lm_head[:, candidates], places, weights)[0])
         loss, dx = head(self, x, targets, weights, *more, candidates)
         found.append(dx)
@@ -200,7 +200,7 @@ def test_golden_model(monkeypatch):
 
     model, plan = golden92.golden_model(MODEL["case"], "fp64")
     batch = golden92.golden_batch(MODEL["case"], model.cfg, 0)
-    mean = model.token_losses(batch._replace(candidates=candidates), plan.windows).mean().item()
+    mean = model.token_losses(batch._replace(sampled_columns=candidates), plan.windows).mean().item()
     assert mean == pytest.approx(golden92.MODEL["cases"][MODEL["case"]]["eval_mean"], rel=1e-12)
 
 
@@ -239,7 +239,7 @@ def test_other_backends(interpreted, fp8, kernel):
 def sampled(everything):
     """Returns a config of eight steps; the first three stages have candidates, one of them two numbers."""
     counts = ((96,), (96, 64), (64,), (0,))
-    stages = tuple(replace(stage, candidates=n) for stage, n in zip(everything.stages, counts))
+    stages = tuple(replace(stage, sampled_columns=n) for stage, n in zip(everything.stages, counts))
     return replace(everything, padded_vocab=480, stages=stages)
 
 
@@ -254,12 +254,13 @@ def test_ranks_share_the_candidates_of_micro_batches(sampled):
             parts = loader.micro_batches(plan)
             after = loader.position()[2:]
             for i, part in enumerate(parts):
-                want = tg.choose_candidates(part.targets.numpy(), plan.candidates, V, offsets[i])
-                found = part.candidates.tolist(), after[i]
+                want = tg.choose_sampled_columns(part.targets.numpy(), plan.sampled_columns, V, offsets[i])
+                found = part.sampled_columns.tolist(), after[i]
                 assert found == (want[0].tolist(), want[1])
                 assert seen.setdefault((plan.step, i * ranks + rank), found) == found
         assert (
-            loader.micro_batches(batch_plan(192, 30))[0].candidates is None and loader.position()[2:] == after
+            loader.micro_batches(batch_plan(192, 30))[0].sampled_columns is None
+            and loader.position()[2:] == after
         )
     assert len({after for _, after in seen.values()}) > 20
 
@@ -276,7 +277,7 @@ def test_world_size_does_not_matter(workers, sampled, world_size):
     assert want["losses"][0] < math.log(100) < want["losses"][-1]  # of 96 columns, and of 480
 
 
-RUN = ("padded_vocab=1024", "stages.*.candidates=40", "stages.3.candidates=24,0")
+RUN = ("padded_vocab=1024", "stages.*.sampled_columns=40", "stages.3.sampled_columns=24,0")
 
 
 @pytest.mark.slow
@@ -294,7 +295,7 @@ def test_a_sampled_run_resumes(launch, uninterrupted, stopped):
 @pytest.mark.slow
 def test_too_few_candidates_end_a_run(launch, tmp_path):
     """Every rank fails; those that see the reason say it in one line."""
-    with launch(tmp_path / "run", change=("stages.1.candidates=3",), world_size=2) as run:
+    with launch(tmp_path / "run", change=("stages.1.sampled_columns=3",), world_size=2) as run:
         assert all(run.wait())
     said = re.findall(r"^train_gpt.py: error.*", run.err, re.MULTILINE)
     start = r"train_gpt.py: error on rank \d: [789] distinct targets, 3 candidates: raise"
@@ -307,15 +308,15 @@ def test_too_few_candidates_end_a_run(launch, tmp_path):
 def test_schedule():
     """Checks golden steps, equal parts of a stage, and that the warm-up rehearses each change."""
     record, golden = RECORD92, GOLDEN92["g_schedule"]
-    counts = [tg.plan_step(record, step).candidates for step in range(record.steps)]
+    counts = [tg.plan_step(record, step).sampled_columns for step in range(record.steps)]
     changes = [step for step in range(1, len(counts)) if counts[step] != counts[step - 1]]
     assert changes == golden["candidates_change_at"]
     assert sum(count or record.padded_vocab for count in counts) == golden["sums"]["candidates"]
     last = tg.CPU.stage_starts[3]  # 16 steps follow
-    parts = tg.override(tg.CPU, "stages.3.candidates=40,30,20,10")
-    counts = [tg.plan_step(parts, step).candidates for step in range(last - 1, last + 16)]
+    parts = tg.override(tg.CPU, "stages.3.sampled_columns=40,30,20,10")
+    counts = [tg.plan_step(parts, step).sampled_columns for step in range(last - 1, last + 16)]
     assert counts == [0] + [40] * 4 + [30] * 4 + [20] * 4 + [10] * 4
-    settings = "stages.3.prefix=.1,.1,0,.1", "second_cadence_from=40"
+    settings = "stages.3.prefix=.1,.1,0,.1", "late_updates_from=40"
     prefixes, slow = (tg.override(tg.CPU, setting) for setting in settings)
     at = last, last + 4, last + 8, last + 12
     cases = (record, changes), (parts, at), (prefixes, at[:3:2]), (slow, (40,))

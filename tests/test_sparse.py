@@ -64,7 +64,7 @@ def compare(rank, world_size, dtype):
             grad, plan = grads[name].clone(), routes[kind]
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
             pending[name] = sparse.send_rows(
-                "rows", name, grad[plan.rows_to_send], plan.send_counts, plan.recv_counts
+                "rows", name, grad[plan.rows_to_send], plan.input_splits, plan.output_splits
             )
         for name in reversed(ROW_SHAPES):
             kind, shape = ROW_SHAPES[name]

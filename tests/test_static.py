@@ -55,19 +55,19 @@ class Recording(TorchDispatchMode):
 def recorded(model, optimizer):
     """Yields what micro-batches do, their losses' weights and operations, by what a graph would be for."""
     found, train_step, at = defaultdict(list), tg.train_step, {}
-    hidden_states, add_row_grads = model.hidden_states, optimizer.add_row_grads
+    forward, add_row_grads = model.forward, optimizer.add_row_grads
 
     def begin(micro_batch, *args):
         optimizer.wait_for()
         if args[1:]:  # not in validation
             at["weights"], at["recording"] = micro_batch.loss_weights.tolist(), Recording()
             at["recording"].__enter__()
-        return hidden_states(micro_batch, *args)
+        return forward(micro_batch, *args)
 
     def end(*args):
         at["recording"].__exit__(None, None, None)
         plan, weights = at["plan"], at["weights"]
-        key = plan.stage, plan.candidates, len(weights), at["later"], plan.step % 2
+        key = plan.stage, plan.sampled_columns, len(weights), at["later"], plan.step % 2
         found[key].append((weights, at["recording"].operations))
         at["later"] = True
         add_row_grads(*args)
@@ -77,7 +77,7 @@ def recorded(model, optimizer):
         return train_step(model, optimizer, batch, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "hidden_states", begin)
+        patch.setattr(model, "forward", begin)
         patch.setattr(optimizer, "add_row_grads", end)
         patch.setattr(tg, "train_step", step)
         yield found
@@ -88,7 +88,7 @@ def cfg(few_layers):  # noqa: F811
     """Returns a config with four or more steps of each number of candidates and of losses."""
     parts = zip(few_layers.stages, (8, 4, 4, 6), ((0.25, 0.0), (0.25,), (), ()))
     stages = tuple(replace(stage, steps=steps, prefix=prefix) for stage, steps, prefix in parts)
-    cfg = replace(few_layers, stages=stages, head_chunk=16, second_cadence_from=10)
+    cfg = replace(few_layers, stages=stages, head_chunk=16, late_updates_from=10)
     return replace(cfg, dtype="float32", bank_dtype="float32")
 
 

@@ -113,12 +113,12 @@ def train_switched(cfg, names):
 # Parts of the model that can be left out: the setting, and the parameters that it takes away.
 PARTS = {
     "mudd_gates": ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),
-    "mudd_connections": ("mudd_connections=false", {"mudd_w1", "mudd_w2"}),
+    "mudd_weights": ("mudd_weights=false", {"mudd_w1", "mudd_w2"}),
     "sign_rows": ("sign_rows=0", set()),
     "xsa": ("layers.*.xsa=false", set()),
     "gate": ("layers.*.gate=false", set()),
     "x0": ("layers.*.x0=false", set()),
-    "bigram": ("layers.*.bigram=false", set()),
+    "ngram": ("layers.*.ngram=false", set()),
     "prefix": ("stages.*.prefix=", set()),
 }
 
@@ -157,7 +157,7 @@ def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, name
 
 
 @pytest.mark.parametrize(
-    "part, ngrams", [*((part, True) for part in PARTS), ("bigram", False), ("sign_rows", False)]
+    "part, ngrams", [*((part, True) for part in PARTS), ("ngram", False), ("sign_rows", False)]
 )
 def test_a_part_of_the_model_can_be_left_out(cfg, plain, part, ngrams):
     """Checks that the run is another, that only the part's parameters are gone, and that all else trains."""
@@ -173,15 +173,15 @@ def test_a_part_of_the_model_can_be_left_out(cfg, plain, part, ngrams):
 
 def random_layer(rng):
     """Draws a row of the table; three of four rows have only what their attention uses."""
-    flags = {name: rng.random() < 0.3 for name in "narrow_qk narrow_v x0 bigram gate".split()}
-    more = {name: rng.random() < 0.3 for name in "key_shift xsa value connections".split()}
+    flags = {name: rng.random() < 0.3 for name in "narrow_qk narrow_v x0 ngram gate".split()}
+    more = {name: rng.random() < 0.3 for name in "key_shift xsa value mudd".split()}
     attention, fits = rng.choice(["plain", "paired", ""]), rng.random() < 0.9
     if fits:
         plain = attention == "plain"
         more["xsa"] &= plain
         more["key_shift"] &= plain and not flags["narrow_qk"]
-        more["value"] = bool(attention) and (more["value"] or more["connections"])
-        more["connections"] &= bool(attention)
+        more["value"] = bool(attention) and (more["value"] or more["mudd"])
+        more["mudd"] &= bool(attention)
         flags["gate"] &= bool(attention)
     window, mlps = rng.choice(["short", "long"]), rng.choice([0, 1, 1, 2])
     return tg.Layer(attention, window, mlps=mlps, **flags, **more)
@@ -194,7 +194,7 @@ def test_any_layers_train_or_are_refused(cfg):
         rng = random.Random(seed)
         layers = tuple(random_layer(rng) for _ in range(rng.choice([1, 2, 4])))
         if rng.random() < 0.4:  # none of a kind
-            none = rng.choice([{"mlps": 0}, {"bigram": False}, {"value": False, "connections": False}])
+            none = rng.choice([{"mlps": 0}, {"ngram": False}, {"value": False, "mudd": False}])
             layers = tuple(replace(layer, **none) for layer in layers)
         first, last = rng.randrange(len(layers)), rng.randrange(1, 5)
         drawn = replace(

@@ -1,15 +1,12 @@
 """Tests bench/transfer.py: effects, which signs count, and that every variant is another run."""
 
 import json
-from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
 
-import ablations
-import train_gpt as tg
 import transfer
 from transfer import Effect, Technique
 
@@ -44,16 +41,6 @@ def test_an_effect_is_the_loss_without_minus_with(tmp_path, monkeypatch):
     assert transfer.effect(("b=1", ""), losses) is transfer.effect(None, losses) is None
 
 
-def test_more_seeds_do_not_change_who_gets_them():
-    first, later = (range(transfer.FIRST_SEED + start, transfer.FIRST_SEED + start + 5) for start in (0, 5))
-    zeros = {(seed, True): 0.0 for seed in (*first, *later)}
-    near = {(seed, True): 1.0 * i for i, seed in enumerate(first, start=-1)}
-    far = {(seed, True): 9.0 + i for i, seed in enumerate(first)}
-    more = {(seed, True): 9.0 for seed in later}, {(seed, True): 0.0 for seed in later}
-    losses = {"": zeros, "near": near | more[0], "far": far | more[1], "one": {(70, True): 1.0}}
-    assert [transfer.is_near((side, ""), losses) for side in ("near", "far", "one")] == [True, False, False]
-
-
 def test_signs_count_where_both_sides_are_resolved():
     found = {
         technique(3.0): HELPS,
@@ -68,20 +55,6 @@ def test_signs_count_where_both_sides_are_resolved():
     lines = transfer.summary("cpu", found)
     assert lines[0] == "cpu: 2 of 4 signs agree, p 1"
     assert lines[-4] == "optimizer: 2 of 4 signs agree, of 6 techniques"
-
-
-@pytest.mark.parametrize("track", transfer.TRACKS)
-def test_every_variant_is_another_run(track, tmp_path):
-    """Every patch fits the script, every setting is one, and together they change something."""
-    preset = reduce(tg.override, transfer.AT_FIRST[track].split(), tg.PRESETS[track])
-    script = Path(tg.__file__)
-    sides = {side for technique in transfer.TECHNIQUES for side in getattr(technique, track) or ()} - {""}
-    for number, side in enumerate(sides):
-        variant = ablations.parse_variant(transfer.variant(side))
-        copy = ablations.script_of(variant.files, script, tmp_path / str(number))
-        cfg = reduce(tg.override, variant.settings, preset)
-        tg.check_config(cfg, 1)
-        assert cfg != preset or copy.read_bytes() != script.read_bytes(), side
 
 
 def test_the_page_has_the_tables():

@@ -238,7 +238,7 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
     """
     if not (cfg := setup.cfg).fp8:
         raise Unable("this GPU has no FP8")
-    n, d, V = min(2048, cfg.head_chunk), cfg.dim, tg.plan_step(cfg, 0).candidates or cfg.padded_vocab
+    n, d, V = min(2048, cfg.head_chunk), cfg.dim, tg.plan_step(cfg, 0).sampled_columns or cfg.padded_vocab
     x, w = (setup.rand(rows, d).to(torch.float8_e4m3fn) for rows in (n, V))
     grad = setup.rand(n, V).to(torch.float8_e5m2)
     square, proj = (setup.rand(rows, cfg.mlp_dim).to(torch.float8_e4m3fn) for rows in (n, d))
@@ -280,7 +280,7 @@ def graphs(setup: Setup) -> Iterator[Row]:
     from torch._dynamo.utils import counters  # slow
 
     # Steps of all kinds: with one rail and with two, with updates of tables often and rarely.
-    few = f"stages.*.steps=2 second_cadence_from=2 rails_step=4 val_slices=1 val_every=0 {FEW_ROWS}"
+    few = f"stages.*.steps=2 late_updates_from=2 two_momenta_from=4 val_slices=1 val_every=0 {FEW_ROWS}"
     cfg = with_settings(setup.cfg, few)
     data, backend = tg.Dataset(setup.paths, setup.paths, 1, 0.0, ""), tg.select_backend(cfg, setup.device)
     exchange = tg.Exchange(0, 1, device=setup.device, sum_rows=backend.segment_sum_rows)
@@ -318,7 +318,7 @@ def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, T
             for name, p in model.named_parameters()
         }
         if table := optimizer.ngrams:
-            grads["ngrams"] = table.main_grad[: sum(table.routes.send_counts)]
+            grads["ngrams"] = table.main_grad[: sum(table.routes.input_splits)]
         return loss, grads
 
 
@@ -608,7 +608,7 @@ def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int
     if not set(only) <= set(steps):
         parser.error(f"--only {args.only}: name steps of {','.join(steps)}")
     try:
-        tg.refuse_if(not args.minutes > 0, "--minutes: give more than 0")  # nan is no more than that
+        tg.require(args.minutes > 0, "--minutes: give more than 0")  # nan is no more than that
         tg.select_backend(tg.CPU, torch.device("cpu"))  # raises if there are GPUs that torch cannot use
         if torch.cuda.is_available():
             minutes = f"up to {args.minutes:g} minutes"

@@ -48,12 +48,12 @@ def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
         touches[:empty_ranks] = False
         row_ids = touches[rank].nonzero()[:, 0].int()
         _, routes = exchange.route("tokens", *np.divmod(row_ids.numpy(), 2), n)
-        send_counts, recv_counts, places, index, _ = tg.move(tg.pack(routes), grad.device)
+        input_splits, output_splits, places, index, _ = tg.move(tg.pack(routes), grad.device)
         owners = touches[:, 2 * rank : 2 * rank + 2].nonzero()[:, 1]
         yield f"row ids with {name}, {case}", places, owners.to(places)
-        out = grad.new_empty((sum(recv_counts), *grad.shape[1:])) if case == "uneven" else None
+        out = grad.new_empty((sum(output_splits), *grad.shape[1:])) if case == "uneven" else None
         rows = grad[row_ids.to(grad.device)]
-        arrived = exchange.send_rows("rows", "p", rows, send_counts, recv_counts, out).wait()
+        arrived = exchange.send_rows("rows", "p", rows, input_splits, output_splits, out).wait()
         mean = (every.float() * touches.to(every.device)[:, :, None, None]).mean(0)
         result = exchange.mean_rows(torch.zeros_like(exchange.block(mean)), index, arrived)
         yield f"sparse {name}, {case}", result, exchange.block(mean)

@@ -87,14 +87,14 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         direction = " backward" if len(args) == 3 else ""
         yield Case(operation, f"{T} x {d} x {F}{direction}", args, flops=2 * T * F * d)
     for x, scale8, dtype8 in ((h, scales[0, 0, 0], h8.dtype), (dy, scales[0, 0, 1], dy8.dtype)):
-        yield Case("both_layouts", f"{T} x {d}, {dtype8}", (x, scale8, dtype8), nbytes=4 * x.numel())
+        yield Case("cast_and_transpose", f"{T} x {d}, {dtype8}", (x, scale8, dtype8), nbytes=4 * x.numel())
 
-    V, K = plan.candidates or cfg.padded_vocab, len(batch.loss_weights)
+    V, K = plan.sampled_columns or cfg.padded_vocab, len(batch.loss_weights)
     n = min(cfg.head_chunk * (cfg.padded_vocab // V), T)
     prefixes = torch.arange(-1, cfg.padded_vocab - 1, device=device) if plan.prefix else None
     logits, targets = rand(n, V), tg.loss_targets(batch.targets, len(plan.mtp), prefixes)[:n]
-    if plan.candidates:
-        targets = tg.places_among(targets, batch.candidates)
+    if plan.sampled_columns:
+        targets = tg.index_in(targets, batch.sampled_columns)
     # In FP8 the gradient comes in two layouts.
     grad_dtypes = {cfg.dtype: (0.0, 2 * logits.element_size()), "e5m2": (tg.FP8_GRAD / cfg.microbatches, 3)}
     for grad_dtype, (unit, size) in grad_dtypes.items():
@@ -104,7 +104,7 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
 
     if D := cfg.pointer_dim:
         q, k, sink_scores = (tg.norm(rand(T, n)) for n in (D, D, 1))
-        pointer_args = tg.Queries(q, k, sink_scores[:, 0].float()), batch, cfg.pointer_window
+        pointer_args = tg.PointerInputs(q, k, sink_scores[:, 0].float()), batch, cfg.pointer_window
         what, product = f"stage {stage}: {T} x {D}, {sources:.0f} sources", 2 * T * D * sources
         yield Case("pointer", what, pointer_args, flops=product)
         weights_grad = torch.randn(2, T, device=device)
@@ -143,7 +143,7 @@ def kernel_cases(
     if cfg.attention_impl != "dense":
         operations.add("attention")
     if not (cfg.fp8 and cfg.fp8_mlp):  # the GPU may have no FP8
-        operations -= {"relu_square_fp8", "both_layouts"}
+        operations -= {"relu_square_fp8", "cast_and_transpose"}
     for cases in (gram_cases(cfg, device), *(stage_cases(cfg, stage, paths, device) for stage in stages)):
         for case in cases:
             if case.operation in operations and case[:2] not in seen:

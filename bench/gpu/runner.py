@@ -157,7 +157,7 @@ class Report:
 
     def __init__(self, out: Path):
         self.out, self.rows, self.began = out, [], time.monotonic()
-        with tg.explain(f"--out {out} cannot be written to", "name another folder", OSError):
+        with tg.user_error_on(f"--out {out} cannot be written to", "name another folder", OSError):
             out.mkdir(parents=True, exist_ok=True)
             self.file = open(out / "rows.jsonl", "a", buffering=1)
         self.file.write(json.dumps({"call": sys.argv[1:], "began": time.strftime("%F %T")}) + "\n")

@@ -1,4 +1,4 @@
-"""Tests the endings: averages of parameters over the last steps, which replace their last values."""
+"""Tests the averages: averages of parameters over the last steps, which replace their last values."""
 
 # ruff: noqa: F811 (fixtures are imported)
 
@@ -11,7 +11,7 @@ import torch
 import train_gpt as tg
 from golden_inputs import GOLDEN92, distance, fill, same_bits, stats
 from test_distributed import (  # noqa: F401 (a fixture)
-    ENDINGS,
+    AVERAGES,
     batches_of,
     build,
     digest,
@@ -25,7 +25,7 @@ from test_distributed import (  # noqa: F401 (a fixture)
 
 GOLDEN = GOLDEN92["f_endings"]
 TINY = GOLDEN["tiny"]
-TAIL_EMA, TAIL_AVERAGE, VALUE_AVERAGE, *BANK_BLEND = tg.RECORD.endings
+TAIL_EMA, TAIL_AVERAGE, VALUE_AVERAGE, *BANK_BLEND = tg.RECORD.averages
 # By the golden name of an accumulator, the rows that keep it.
 ROWS = {
     "tail_ema": [TAIL_EMA],
@@ -74,7 +74,7 @@ def test_the_last_iterates_weight_in_what_is_shipped():
     want |= {"embed": want["lm_head"], "vo_bank": want["vo_and_mlp"], "mlp_bank": want["vo_and_mlp"]}
     for name in ("lm_head", "embed", "qk_bank", "vo_bank", "mlp_bank"):
         share = 1.0
-        for row in tg.RECORD.endings:
+        for row in tg.RECORD.averages:
             if name in row.params:
                 share = (1 - row.blend) * share + row.blend * weights_of(tg.tick_rates(row, 1194))[1193]
         assert close(share, want[name])
@@ -83,10 +83,10 @@ def test_the_last_iterates_weight_in_what_is_shipped():
 @pytest.mark.parametrize(
     "row, steps, want",
     [
-        (tg.Ending((), 9, 0.5, every=2), 4, {1: 1, 3: 0.5}),  # a run shorter than the window
-        (tg.Ending((), 9, 0.5, every=2, last_rate=0.1), 1, {0: 1}),
-        (tg.Ending((), 4, 0.5, every=4, offset=2, also=(3, 5)), 10, {6: 1, 7: 0.5}),
-        (tg.Ending((), 0, 0.5), 10, {}),
+        (tg.WeightAverage((), 9, 0.5, every=2), 4, {1: 1, 3: 0.5}),  # a run shorter than the window
+        (tg.WeightAverage((), 9, 0.5, every=2, last_rate=0.1), 1, {0: 1}),
+        (tg.WeightAverage((), 4, 0.5, every=4, offset=2, also=(3, 5)), 10, {6: 1, 7: 0.5}),
+        (tg.WeightAverage((), 0, 0.5), 10, {}),
     ],
 )
 def test_tick_rates(row, steps, want):
@@ -118,12 +118,12 @@ def run_tiny(rank, world_size, dtype):
     """Goes through the golden weights.
 
     Returns {(row, parameter): [(step, this rank's average after it)]}, for the steps that tick, and the
-    parameters after the endings.
+    parameters after the averages.
     """
     # Two stages: lm_head and embed are untied in the second one.
     stages = tuple(replace(tg.CPU.stages[0], steps=steps) for steps in (TINY["N"] - 2, 2))
     rows = tuple(row for row in tg.PARAMS if row.name in TINY["shapes"])
-    cfg = replace(with_dtype(tg.CPU, dtype), stages=stages, endings=TINY_ENDINGS, params=rows)
+    cfg = replace(with_dtype(tg.CPU, dtype), stages=stages, averages=TINY_ENDINGS, params=rows)
     shapes = {name: (-1, *shape[-2:]) if len(shape) == 4 else shape for name, shape in TINY["shapes"].items()}
 
     def weights(step):
@@ -142,9 +142,9 @@ def run_tiny(rank, world_size, dtype):
             if step < TINY["N"] - 1:
                 optimizer.tick(step)
             else:
-                optimizer.apply_endings()
+                optimizer.apply_averages()
         for (i, name), average in optimizer.averages.items():
-            if step in tg.tick_rates(cfg.endings[i], TINY["N"]):
+            if step in tg.tick_rates(cfg.averages[i], TINY["N"]):
                 averages.setdefault((i, name), []).append((step, average.clone()))
     return averages, {name: p.detach() for name, p in params.items()}
 
@@ -184,12 +184,12 @@ def test_the_bits_that_the_tiny_run_ships(workers, world_size):
 
 def test_parameters_or_averages_of_zero_stay_zero(everything):
     """Without a norm there is nothing to restore."""
-    cfg = replace(everything, endings=(tg.Ending(("qk_bank", "vo_bank"), 1, 1.0),))
+    cfg = replace(everything, averages=(tg.WeightAverage(("qk_bank", "vo_bank"), 1, 1.0),))
     _, model, optimizer = build(0, 1, cfg)
     with torch.no_grad():
         model.qk_bank.zero_()
     optimizer.tick = lambda step: None  # averages stay as they began
-    optimizer.apply_endings()
+    optimizer.apply_averages()
     assert not model.qk_bank.any() and not model.vo_bank.any()
 
 
@@ -197,9 +197,9 @@ def test_parameters_or_averages_of_zero_stay_zero(everything):
 
 
 def ship(history):
-    """Returns what ENDINGS make of the parameters after each step."""
+    """Returns what AVERAGES make of the parameters after each step."""
     final = {name: p.clone() for name, p in history[-1].items()}
-    for row in ENDINGS:
+    for row in AVERAGES:
         for name in row.params:
             average = torch.zeros_like(final[name])
             for step, rate in sorted(tg.tick_rates(row, len(history)).items()):
@@ -217,7 +217,7 @@ def test_what_a_run_ships(everything):
     history, final = run["steps"], run["final"]
     for name, want in ship(history).items():
         torch.testing.assert_close(final[name], want, rtol=1e-12, atol=1e-14)
-        named = any(name in row.params for row in ENDINGS)
+        named = any(name in row.params for row in AVERAGES)
         assert torch.equal(want, history[-1][name]) != named, name
 
 
@@ -225,7 +225,7 @@ def test_what_a_run_ships(everything):
 @pytest.mark.parametrize("params", [("lm_head",), ("embed",)])
 def test_what_is_still_tied_is_shipped_as_a_transpose(workers, everything, params):
     stages = (replace(everything.stages[0], steps=4),)  # with one stage nothing is untied
-    cfg = replace(everything, stages=stages, endings=(replace(ENDINGS[0], params=params),))
+    cfg = replace(everything, stages=stages, averages=(replace(AVERAGES[0], params=params),))
     for run in workers(2, train, cfg, (), whole):
         final, last = run["final"], run["steps"][-1]
         assert torch.equal(final["embed"], final["lm_head"].T)
@@ -234,10 +234,14 @@ def test_what_is_still_tied_is_shipped_as_a_transpose(workers, everything, param
 
 def test_no_averages_of_what_is_not_there(everything):
     """Checks rows without steps, and rows of parameters that the model lacks."""
-    endings = (tg.Ending((), 9, 0.5), tg.Ending(("qk_bank",), 0, 0.5), tg.Ending(("bigram_embed",), 9, 0.5))
-    _, model, optimizer = build(0, 1, replace(everything, endings=endings))
+    averages = (
+        tg.WeightAverage((), 9, 0.5),
+        tg.WeightAverage(("qk_bank",), 0, 0.5),
+        tg.WeightAverage(("bigram_embed",), 9, 0.5),
+    )
+    _, model, optimizer = build(0, 1, replace(everything, averages=averages))
     before = digest(model)
-    optimizer.apply_endings()
+    optimizer.apply_averages()
     assert optimizer.averages == {} and digest(model) == before
 
 
@@ -255,14 +259,14 @@ def test_endings_are_on_the_clock_and_before_the_final_validation(everything, mo
 
         monkeypatch.setattr(owner, name, recorded)
 
-    record(tg.Optimizer, "apply_endings")
+    record(tg.Optimizer, "apply_averages")
     record(tg.Clock, "synchronized")
     record(tg, "validate")
     data, (exchange, model, optimizer) = tg.open_dataset(cfg), build(0, 1, cfg)
     tg.train(data, model, optimizer, tg.ValLoader(cfg, data.val), exchange, tg.RunLog())
     validation = ["synchronized", "validate", "synchronized"]
     # The clock starts; validation before steps 0, 3 and 6 is of the raw weights.
-    assert calls == ["synchronized", *validation * 3, "apply_endings", *validation]
+    assert calls == ["synchronized", *validation * 3, "apply_averages", *validation]
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -314,6 +318,6 @@ def resume_each(rank, world_size, cfg, folder):
 @pytest.mark.parametrize("main_grad", [True, False])
 def test_every_checkpoint_resumes(workers, everything, tmp_path, main_grad):
     """Before, between and after the first ticks of every row, which are in steps 2 to 5."""
-    cfg = replace(with_dtype(everything, "bfloat16"), second_cadence_from=99, main_grad=main_grad)
+    cfg = replace(with_dtype(everything, "bfloat16"), late_updates_from=99, main_grad=main_grad)
     results = workers(2, resume_each, cfg, tmp_path)
     assert results == [dict.fromkeys((0, 2, 4, 6), True)] * 2
