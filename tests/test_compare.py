@@ -412,6 +412,17 @@ RESUMED = {
 }
 
 
+def write_resumed(name, seconds, after, last, validated):
+    """Writes the log of a run of seed 1 that was resumed after this step; 0: that began."""
+    data = "ab12"
+    if after:
+        data += f"\nresumed: seed1 after step {after}; by another script"
+    closing = "complete: yes\n" if last == 500 else ""
+    first = math.ceil(after / 125) * 125
+    text = own_log(3.0, seconds, data=data, closing=closing, first=first, last=last, validate_last=validated)
+    Path(f"{name}.txt").write_text(text)
+
+
 @pytest.mark.parametrize("logs, counts", RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_counts_once(run, logs, counts):
     names = []
@@ -431,17 +442,6 @@ def test_a_resumed_run_counts_once(run, logs, counts):
     (joined,) = [note for note in group.notes if "resumed, one run with" in note]
     for name in names:
         assert name in joined
-
-
-def write_resumed(name, seconds, after, last, validated):
-    """Writes the log of a run of seed 1 that was resumed after this step; 0: that began."""
-    data = "ab12"
-    if after:
-        data += f"\nresumed: seed1 after step {after}; by another script"
-    closing = "complete: yes\n" if last == 500 else ""
-    first = math.ceil(after / 125) * 125
-    text = own_log(3.0, seconds, data=data, closing=closing, first=first, last=last, validate_last=validated)
-    Path(f"{name}.txt").write_text(text)
 
 
 def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(run):
@@ -790,6 +790,11 @@ def committed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def without_indentation(text):
+    """Returns the text without indentation and empty lines."""
+    return re.sub(r"\n\s*", "\n", text.strip())
+
+
 def test_the_tables_and_pictures_are_what_the_logs_give(committed, capsys):
     """So are the records' READMEs, without indentation and empty lines."""
     errors = []
@@ -812,11 +817,6 @@ def test_the_tables_and_pictures_are_what_the_logs_give(committed, capsys):
         table = without_indentation(capsys.readouterr().out)
         readme = without_indentation((folder / "README.md").read_text())
         assert table in readme and "](curves.png)" in readme, folder
-
-
-def without_indentation(text):
-    """Returns the text without indentation and empty lines."""
-    return re.sub(r"\n\s*", "\n", text.strip())
 
 
 def test_the_public_history():
