@@ -37,15 +37,21 @@ from tokenize_text import (
 
 def name_setting(error: Exception) -> str:
     """Returns which of the environment's variables an error is about, and the error; if none, raises it."""
-    names = [name for name in os.environ if re.match("HF_|HUGGING|SSL|.*_PROXY$", name, re.IGNORECASE)]
+    settings = {}
+    for name, value in os.environ.items():
+        if re.match("HF_|HUGGING|SSL|.*_PROXY$", name, re.IGNORECASE):
+            settings[name] = value
     if isinstance(error, UnicodeError):
-        found = [name for name in names if not os.environ[name].isascii()] or ["the file of your HF token"]
+        found = [name for name, value in settings.items() if not value.isascii()]
+        if not found:
+            found = ["the file of your HF token"]
     elif isinstance(error, ImportError):  # of a package that SOCKS needs
-        found = [name for name in names if os.environ[name].lower().startswith("socks")]
+        found = [name for name, value in settings.items() if value.lower().startswith("socks")]
     else:
-        usual = "SSL" if isinstance(error, OSError) else "HF_ENDPOINT|.*_PROXY"
-        found = [name for name in names if repr(os.environ[name]) in str(error)]
-        found = found or [name for name in names if re.match(usual, name, re.IGNORECASE)]
+        found = [name for name, value in settings.items() if repr(value) in str(error)]
+        if not found:
+            usual = "SSL" if isinstance(error, OSError) else "HF_ENDPOINT|.*_PROXY"
+            found = [name for name in settings if re.match(usual, name, re.IGNORECASE)]
     if not found:
         raise error
     return f"{', '.join(found)}: {str(error).rstrip('.')}; fix or unset it"
@@ -58,7 +64,8 @@ try:  # not from huggingface_hub itself, which would print the error
 except ValueError as error:  # the hub reads these settings when it is imported
     sys.exit(f"fineweb.py: {name_setting(error)}")
 
-DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
+DATASET = "kjj0/fineweb10B-gpt2"
+TRAINING_SHARDS = 103  # in the dataset
 VOCAB_SIZE = 50257
 MAX_PARALLEL = 4
 WITHOUT_NETWORK = (
@@ -201,19 +208,22 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     logging.set_verbosity_error()  # of its retries; the last error is reported below
-    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1)]
+    training = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1)]
     pool = ThreadPoolExecutor(MAX_PARALLEL)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        fetch(args.out, names[0])  # alone, so that a missing network is reported once
-        for shard in as_completed([pool.submit(fetch, args.out, name) for name in names[1:]]):
-            shard.result()
+        fetch(args.out, "fineweb_val_000000.bin")  # alone, so that a missing network is reported once
+        downloads = [pool.submit(fetch, args.out, name) for name in training]
+        for future in as_completed(downloads):
+            future.result()  # raises the download's error
         make_vocabulary(args.out)  # last: the shards arrive even if tiktoken's server cannot be reached
     except KeyboardInterrupt:
         stop(130, "interrupted.")
     except ERRORS as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        more = "" if isinstance(error, UserError) else WITHOUT_NETWORK
+        more = WITHOUT_NETWORK
+        if isinstance(error, UserError):
+            more = ""  # a network would not help
         stop(1, f"cannot get {DATASET}: {reason}.", more)
     print(f"{args.out.name}: validation shard and {args.shards} training shards are there")
 

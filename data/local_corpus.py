@@ -47,35 +47,56 @@ LEFT_OUT_FILES = ("test_*.py", "*_test.py", "_sysconfigdata*.py", "sitecustomize
 HEADER_SUFFIXES = (".h", ".hpp", ".cuh")
 
 
+def is_left_out(path: Path) -> bool:
+    """Tells whether this file of the library, a path relative to it, is left out."""
+    for folder in path.parts[:-1]:
+        if any(Path(folder).match(pattern) for pattern in LEFT_OUT_FOLDERS):
+            return True
+    if any(path.match(pattern) for pattern in LEFT_OUT_FILES):
+        return True
+    return path.as_posix() == "pydoc_data/topics.py"  # its topics are documents of their own
+
+
 def stdlib_texts(stdlib: Path) -> dict[str, bytes]:
     """Returns the library's files and pydoc's topics, bytes as on disk, by name.
 
     Raises UserError for a Python without them: it may have its library compiled, or in an archive.
     """
-
-    def kept(path: Path) -> bool:
-        return not (
-            any(Path(folder).match(pattern) for folder in path.parts[:-1] for pattern in LEFT_OUT_FOLDERS)
-            or any(path.match(pattern) for pattern in LEFT_OUT_FILES)
-            or path.as_posix() == "pydoc_data/topics.py"  # its topics are documents of their own
-        )
-
-    names = filter(kept, (path.relative_to(stdlib) for path in stdlib.rglob("*.py")))
-    texts = {path.as_posix(): (stdlib / path).read_bytes() for path in names}
+    texts = {}
+    for file in stdlib.rglob("*.py"):
+        path = file.relative_to(stdlib)
+        if not is_left_out(path):
+            texts[path.as_posix()] = file.read_bytes()
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
         topics = {}
-    if not (texts and topics):
-        what = "pydoc_data.topics" if texts else f"the source of its library, .py files in {stdlib}"
-        raise UserError(f"this Python lacks {what}; run this script with another Python")
-    return texts | {f"pydoc_data/topics/{name}": text.encode() for name, text in topics.items()}
+    lacks = None
+    if not texts:
+        lacks = f"the source of its library, .py files in {stdlib}"
+    elif not topics:
+        lacks = "pydoc_data.topics"
+    if lacks:
+        raise UserError(f"this Python lacks {lacks}; run this script with another Python")
+    for name, text in topics.items():
+        texts[f"pydoc_data/topics/{name}"] = text.encode()
+    return texts
+
+
+def torch_folder() -> Path:
+    torch = importlib.util.find_spec("torch")
+    if not torch or not torch.submodule_search_locations:
+        raise UserError("no torch here, whose headers are the text; use .venv/bin/python")
+    return Path(torch.submodule_search_locations[0])
 
 
 def header_texts(package: Path) -> dict[str, bytes]:
     """Returns the package's C++ headers, bytes as on disk, by name."""
-    files = (path for suffix in HEADER_SUFFIXES for path in (package / "include").rglob(f"*{suffix}"))
-    return {path.relative_to(package).as_posix(): path.read_bytes() for path in files}
+    texts = {}
+    for suffix in HEADER_SUFFIXES:
+        for path in (package / "include").rglob(f"*{suffix}"):
+            texts[path.relative_to(package).as_posix()] = path.read_bytes()
+    return texts
 
 
 def corpus(texts: dict[str, bytes], longest: int | None = None) -> list[Document]:
@@ -83,14 +104,13 @@ def corpus(texts: dict[str, bytes], longest: int | None = None) -> list[Document
 
     Passages of more than `longest` bytes are left out.
     """
-    parts = {
-        f"{name}#{i}": (name, raw)
-        for name, text in texts.items()
-        for i, raw in enumerate(cut(text, PASSAGE_BYTES))
-        if not longest or len(raw) <= longest
-    }
-    order = sorted(parts, key=lambda part: hashlib.sha256(part.encode()).digest())
-    return [Document(path=name, line=1, raw=raw, key=name) for name, raw in map(parts.__getitem__, order)]
+    passages: dict[str, Document] = {}
+    for name, text in texts.items():
+        for i, raw in enumerate(cut(text, PASSAGE_BYTES)):
+            if not longest or len(raw) <= longest:
+                passages[f"{name}#{i}"] = Document(path=name, line=1, raw=raw, key=name)
+    order = sorted(passages, key=lambda passage: hashlib.sha256(passage.encode()).digest())
+    return [passages[passage] for passage in order]
 
 
 def describe_source(documents: list[Document], name: str, version: str, encoding: str) -> dict:
@@ -98,8 +118,17 @@ def describe_source(documents: list[Document], name: str, version: str, encoding
     digest = hashlib.sha256()
     for document in documents:
         digest.update(f"{document.key} {len(document.raw)}\n".encode() + document.raw)
-    identity = {"documents": len(documents), "sha256": digest.hexdigest(), "encoding": encoding}
-    return {name: version, **identity}
+    return {
+        name: version,
+        "documents": len(documents),
+        "sha256": digest.hexdigest(),
+        "encoding": encoding,
+    }
+
+
+def tokens_of_shards(out: Path) -> dict[str, int]:
+    """Returns the number of tokens of each shard in `out`, by name."""
+    return {path.name: read_header(path).tokens for path in sorted(out.glob(SHARDS))}
 
 
 def is_complete(out: Path, source: dict) -> bool:
@@ -107,7 +136,7 @@ def is_complete(out: Path, source: dict) -> bool:
     try:
         (out / VOCABULARY).stat()
         saved = json.loads((out / "source.json").read_text())
-        tokens = {path.name: read_header(path).tokens for path in sorted(out.glob(SHARDS))}
+        tokens = tokens_of_shards(out)
     except (FileNotFoundError, ValueError, UserError):
         return False
     return saved == source | {"tokens": tokens}
@@ -115,23 +144,24 @@ def is_complete(out: Path, source: dict) -> bool:
 
 def run(args: argparse.Namespace) -> None:
     if args.headers:
-        if not (torch := importlib.util.find_spec("torch")) or not torch.submodule_search_locations:
-            raise UserError("no torch here, whose headers are the text; use .venv/bin/python")
-        origin, version = "torch", importlib.metadata.version("torch")
-        texts = header_texts(Path(torch.submodule_search_locations[0]))
+        texts = header_texts(torch_folder())
+        origin = "torch"
+        version = importlib.metadata.version("torch")
+        usual_folder = "headers"
     else:
-        origin, version = "python", platform.python_version()
         texts = stdlib_texts(Path(sysconfig.get_path("stdlib")))
-    usual = "headers" if args.headers else "words" if args.encoding == "gpt2" else "local"
-    out = args.out or Path(__file__).resolve().parent / usual
+        origin = "python"
+        version = platform.python_version()
+        usual_folder = "words" if args.encoding == "gpt2" else "local"
+    out = args.out or Path(__file__).resolve().parent / usual_folder
     documents = corpus(texts, LONGEST_PASSAGE[args.encoding])
     source = describe_source(documents, origin, version, args.encoding)
     if is_complete(out, source):
         print(f"{out.name}: the text of {origin.title()} {version} is there already")
         return
     written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN)
-    tokens = {path.name: read_header(path).tokens for path in sorted(out.glob(SHARDS))}
-    write_lines(out / "source.json", [json.dumps(source | {"tokens": tokens}, indent=1)])
+    complete = source | {"tokens": tokens_of_shards(out)}
+    write_lines(out / "source.json", [json.dumps(complete, indent=1)])
     print(
         f"{out.name}: {written.train.tokens:,} training tokens ({written.train.documents:,} documents), "
         f"{written.val.tokens:,} validation tokens ({written.val.documents:,} documents), the text of "

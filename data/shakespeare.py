@@ -37,15 +37,17 @@ def run(args: argparse.Namespace) -> None:
     else:
         with urllib.request.urlopen(URL, timeout=60) as response:
             text = response.read()
-    begin, encoding = len(text) * 9 // 10, get_encoding("bytes")
-    passages = cut_passages(text[:begin], PASSAGE_BYTES["bytes"])
-    random.Random(0).shuffle(passages)
-    splits = {"train": passages, "val": [text[begin:]]}
+    encoding = get_encoding("bytes")
+    val_begin = len(text) * 9 // 10
+    train_passages = cut_passages(text[:val_begin], PASSAGE_BYTES["bytes"])
+    random.Random(0).shuffle(train_passages)
+    splits = {"train": train_passages, "val": [text[val_begin:]]}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "input.txt").write_bytes(text)  # for bench/nanogpt.py, which gives it to nanoGPT
     for split, passages in splits.items():
         writer = SplitWriter(args.out, "shakespeare", split, encoding, SHARD_TOKENS)
-        writer.add([np.frombuffer(passage, np.uint8) for passage in passages], [*map(len, passages)])
+        tokens = [np.frombuffer(passage, np.uint8) for passage in passages]  # a byte is its token
+        writer.add(tokens, list(map(len, passages)))
         writer.close()
         print(f"{args.out}: {writer.tokens:,} tokens in {len(passages):,} passages for {split}")
     write_token_bytes(args.out, token_bytes(encoding))

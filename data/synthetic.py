@@ -41,9 +41,11 @@ from tokenize_text import (
 HERE = Path(__file__).resolve().parent
 PRESET_FOLDERS = ("fineweb10B", "local", "words")  # in data/
 # The record preset's schedule uses up 481M tokens, since it cuts long documents; its validation 10,485,761.
-TRAIN_TOKENS, VAL_TOKENS = 600_000_000, 10_500_000
+TRAIN_TOKENS = 600_000_000
+VAL_TOKENS = 10_500_000
 VOCAB_SIZE = 50257  # GPT-2's
-MEDIAN_LENGTH, SIGMA = 400, 1.05  # of documents, in tokens with BOS
+MEDIAN_LENGTH = 400  # of documents, in tokens with BOS
+SIGMA = 1.05  # standard deviation of the lengths' natural logarithm
 RESOLUTION = 1 << 24  # entries of the table of tokens; the rarest of GPT-2's has 29
 
 
@@ -62,13 +64,14 @@ def make_up_tokens(vocab_size: int) -> list[bytes]:
     """
     words = vocab_size - 1
     tokens = [bytes([i]) for i in range(min(256, words))]
-    known, rng = set(tokens), np.random.default_rng(0)
+    known = set(tokens)
+    rng = np.random.default_rng(0)
     while len(tokens) < words:
         token = tokens[rng.integers(len(tokens))] + bytes([rng.integers(256)])
         if token not in known:
             known.add(token)
             tokens.append(token)
-    return [*tokens, b""]
+    return tokens + [b""]
 
 
 def draw_documents(bos_id: int, seed: int | list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -76,13 +79,32 @@ def draw_documents(bos_id: int, seed: int | list[int]) -> Iterator[tuple[np.ndar
 
     A document is BOS, then at least one token below it. Bounded memory: n is about 355,000.
     """
-    rng, table = np.random.default_rng(seed), token_table(bos_id)
+    rng = np.random.default_rng(seed)
+    table = token_table(bos_id)
     while True:
         lengths = np.maximum(2, rng.lognormal(math.log(MEDIAN_LENGTH), SIGMA, 512)).astype(np.int64)
         # A table lookup takes a ninth of the time of a binary search in cumulative probabilities.
         tokens = table[rng.integers(RESOLUTION, size=lengths.sum(), dtype=np.uint32)]
         tokens[np.cumsum(lengths) - lengths] = bos_id
         yield tokens, lengths
+
+
+def plan_shards(train_tokens: int, val_tokens: int, vocab_size: int) -> dict[str, Header]:
+    """Returns the headers of the shards to write, by name. Training counts from 1, validation from 0."""
+    headers = {}
+    for split, total, first in (("train", train_tokens, 1), ("val", val_tokens, 0)):
+        for i, begin in enumerate(range(0, total, SHARD_TOKENS), first):
+            tokens = min(SHARD_TOKENS, total - begin)
+            header = Header(tokens, vocab_size, bos_id=vocab_size - 1, text_bytes=0)
+            headers[f"synthetic_{split}_{i:06d}.bin"] = header
+    return headers
+
+
+def is_complete(path: Path, header: Header) -> bool:
+    try:
+        return read_header(path) == header
+    except (FileNotFoundError, UserError):
+        return False
 
 
 def write_shards(
@@ -101,11 +123,7 @@ def write_shards(
         raise UserError(f"--vocab-size {vocab_size}: must be 2 to 65536, since a shard's tokens are uint16")
     if out.resolve() in [HERE / folder for folder in PRESET_FOLDERS]:
         raise UserError(f"{out} is for a preset's own data; choose another folder, such as data/synthetic")
-    headers = {}
-    for split, total, first in ("train", train_tokens, 1), ("val", val_tokens, 0):
-        for i, begin in enumerate(range(0, total, SHARD_TOKENS), first):
-            name = f"synthetic_{split}_{i:06d}.bin"
-            headers[name] = Header(min(SHARD_TOKENS, total - begin), vocab_size, vocab_size - 1, 0)
+    headers = plan_shards(train_tokens, val_tokens, vocab_size)
     for path in sorted(out.glob(SHARDS)):
         if path.name not in headers:
             raise UserError(
@@ -114,14 +132,7 @@ def write_shards(
             )
 
     out.mkdir(parents=True, exist_ok=True)
-
-    def is_complete(name: str) -> bool:
-        try:
-            return read_header(out / name) == headers[name]
-        except (FileNotFoundError, UserError):
-            return False
-
-    missing = [name for name in headers if not is_complete(name)]
+    missing = [name for name, header in headers.items() if not is_complete(out / name, header)]
     total = sum(headers[name].tokens for name in missing)
     with (
         tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=out) as folder,

@@ -35,6 +35,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -50,7 +51,9 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     import tiktoken
 
-MAGIC, VERSION, HEADER_WORDS = 20240520, 1, 256
+MAGIC = 20240520
+VERSION = 1
+HEADER_WORDS = 256
 SHARD_TOKENS = 100_000_000
 # About what the presets use of a document: `cpu` 512 tokens, of a byte; `record` 2048, of about 4 bytes.
 PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
@@ -155,11 +158,18 @@ class SplitWriter:
     """
 
     def __init__(self, folder: Path, name: str, split: str, encoding: tiktoken.Encoding, shard_tokens: int):
-        self.stem, self.number = folder / f"{name}_{split}", 0 if split == "val" else 1
-        self.encoding, self.shard_tokens = encoding, shard_tokens
-        self.file: BinaryIO | None = None
-        self.documents = self.passages = self.tokens = self.text_bytes = 0  # in all shards
-        self.shard = (0, 0)  # tokens and bytes of text in the open shard
+        self.stem = folder / f"{name}_{split}"
+        self.number = 0 if split == "val" else 1
+        self.encoding = encoding
+        self.shard_tokens = shard_tokens
+        self.file: BinaryIO | None = None  # the open shard
+        self.file_tokens = 0
+        self.file_text_bytes = 0
+        # In all shards:
+        self.documents = 0
+        self.passages = 0
+        self.tokens = 0
+        self.text_bytes = 0
 
     def add(self, passages: list[np.ndarray], text_bytes: list[int]) -> None:
         """Writes a document: each passage's tokens, without BOS, and bytes of text.
@@ -168,24 +178,32 @@ class SplitWriter:
         """
         for tokens, size in zip(passages, text_bytes):
             count = 1 + len(tokens)
-            if self.file and self.shard[0] + count > self.shard_tokens:
+            if self.file and self.file_tokens + count > self.shard_tokens:
                 self.close()
             if not self.file:
                 self.file = open(f"{self.stem}_{self.number:06d}.bin", "wb")
                 self.file.write(shard_header(0))  # replaced in close(), when the counts are known
             self.file.write(np.concatenate(([self.encoding.eot_token], tokens)).astype("<u2").data)
-            self.shard = (self.shard[0] + count, self.shard[1] + size)
-            self.tokens, self.text_bytes = self.tokens + count, self.text_bytes + size
-        self.documents, self.passages = self.documents + 1, self.passages + len(passages)
+            self.file_tokens += count
+            self.file_text_bytes += size
+            self.tokens += count
+            self.text_bytes += size
+        self.documents += 1
+        self.passages += len(passages)
 
     def close(self) -> None:
         if not self.file:
             return
-        tokens, text_bytes = self.shard
+        header = shard_header(
+            self.file_tokens, self.encoding.n_vocab, self.encoding.eot_token, self.file_text_bytes
+        )
         self.file.seek(0)
-        self.file.write(shard_header(tokens, self.encoding.n_vocab, self.encoding.eot_token, text_bytes))
+        self.file.write(header)
         self.file.close()
-        self.file, self.shard, self.number = None, (0, 0), self.number + 1
+        self.file = None
+        self.file_tokens = 0
+        self.file_text_bytes = 0
+        self.number += 1
 
 
 # ---- Documents ---------------------------------------------------------------------------------------------
@@ -218,16 +236,23 @@ def is_json_array(file: io.BufferedIOBase) -> bool:
         file.seek(0)
 
 
+def open_text(path: Path) -> io.BufferedReader | gzip.GzipFile:
+    """Opens a file to read its bytes, without compression."""
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(path, "rb")
+    return open(path, "rb")
+
+
 def read_documents(paths: list[Path], field: str) -> Iterator[Document | BadDocument]:
     """Yields the documents of `paths` in order, without byte order marks.
 
     One BadDocument replaces a file that is no UTF-8 text or an array, or what a broken .gz file lacks.
     """
     for path in paths:
-        name, line = path.name.lower(), 1
-        with (gzip.open if name.endswith(".gz") else open)(path, "rb") as file:
+        name = path.name.lower().removesuffix(".gz")
+        line = 1
+        with open_text(path) as file:
             try:
-                name = name.removesuffix(".gz")
                 begin = file.peek(8192).removeprefix(codecs.BOM_UTF8)
                 if b"\0" in begin:
                     yield BadDocument(f"{path}:1: UTF-16, or no text: it has NUL bytes; convert it to UTF-8")
@@ -277,7 +302,9 @@ def decode(document: Document) -> str:
     return value
 
 
-BLANK_LINES, LINE_END, SPACE = rb"\n(?:[ \t\r]*\n)+", rb"\n", rb"\s+"
+BLANK_LINES = rb"\n(?:[ \t\r]*\n)+"
+LINE_END = rb"\n"
+SPACE = rb"\s+"
 CHARACTER = rb"(?=[^\x80-\xbf])"  # where a UTF-8 character begins
 
 
@@ -288,7 +315,9 @@ def cut(raw: bytes, size: int, boundary: bytes = BLANK_LINES) -> list[bytes]:
     """
     if len(raw) <= size:
         return [raw]
-    begin, end, parts = 0, 0, []
+    parts = []
+    begin = 0  # of the next part
+    end = 0  # of the last match
     for match in re.finditer(boundary + rb"|\Z", raw):
         if match.end() > end > begin and match.end() - begin > size:
             parts.append(raw[begin:end])
@@ -301,7 +330,10 @@ def cut_passages(raw: bytes, size: int) -> list[bytes]:
     """Cuts UTF-8 text into passages of at most `size` >= 4 bytes, at the coarsest sufficient boundaries."""
     parts = [raw]
     for boundary in (BLANK_LINES, LINE_END, SPACE, CHARACTER):
-        parts = [smaller for part in parts for smaller in cut(part, size, boundary)]
+        smaller = []
+        for part in parts:
+            smaller += cut(part, size, boundary)
+        parts = smaller
     return parts
 
 
@@ -382,32 +414,62 @@ def encode(texts: list[Text], encoding: tiktoken.Encoding) -> list[list[np.ndarr
     """Returns each text's passages as tokens, or a BadDocument for a text that cannot be tokenized."""
     if encoding.name == "bytes":
         return [[np.frombuffer(part, np.uint8) for part in text.passages] for text in texts]
+    strings = []
+    for text in texts:
+        strings += [passage.decode("utf-8") for passage in text.passages]
+    results: list[list[np.ndarray] | BadDocument] = []
     try:  # in tiktoken's threads; "<|endoftext|>" in a text is ordinary text
-        strings = [part.decode("utf-8") for text in texts for part in text.passages]
-        threads = os.cpu_count() or 1
-        passages = iter(encoding.encode_batch(strings, num_threads=threads, disallowed_special=()))
+        encoded = encoding.encode_batch(strings, num_threads=os.cpu_count() or 1, disallowed_special=())
     except ValueError as error:  # the regex engine gives up, for instance at a million spaces in a row
-        if len(texts) > 1:
-            return [result for text in texts for result in encode([text], encoding)]
-        (text,) = texts
-        return [BadDocument(f"{text.document.path}:{text.document.line}: cannot be tokenized ({error})")]
-    return [[np.array(next(passages), np.uint16) for _ in text.passages] for text in texts]
+        if len(texts) == 1:
+            document = texts[0].document
+            return [BadDocument(f"{document.path}:{document.line}: cannot be tokenized ({error})")]
+        for text in texts:
+            results += encode([text], encoding)
+        return results
+    begin = 0
+    for text in texts:
+        end = begin + len(text.passages)
+        results.append([np.array(tokens, np.uint16) for tokens in encoded[begin:end]])
+        begin = end
+    return results
 
 
 def batches(documents: Iterable[Document | BadDocument], size: int = 1 << 20) -> Iterator[list]:
     """Yields lists of documents of about `size` bytes, which are encoded together."""
-    batch, total = [], 0
+    batch = []
+    total = 0
     for document in documents:
         batch.append(document)
-        total += len(document.raw) if isinstance(document, Document) else 0
+        total += raw_bytes(document)
         if total >= size:
             yield batch
-            batch, total = [], 0
+            batch = []
+            total = 0
     if batch:
         yield batch
 
 
+def raw_bytes(document: Document | BadDocument) -> int:
+    return len(document.raw) if isinstance(document, Document) else 0
+
+
 # ---- Everything together -----------------------------------------------------------------------------------
+
+
+class LeftOut:
+    """Counts the documents that are left out, and names the bad ones on stderr."""
+
+    def __init__(self) -> None:
+        self.bad = 0
+        self.empty = 0
+        self.last: BadDocument | None = None
+
+    def add(self, error: BadDocument) -> None:
+        self.bad += 1
+        self.last = error
+        if self.bad <= NAMED:
+            tqdm.write(f"left out: {error}", file=sys.stderr)
 
 
 class Written(NamedTuple):
@@ -441,18 +503,10 @@ def write_shards(
         )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=out) as folder:
-        train, val = (
-            SplitWriter(Path(folder), name, split, encoding, shard_tokens) for split in ("train", "val")
-        )
-        bad = empty = divided = 0
-        fix = "give more text, or another --val-one-in"
-
-        def leave_out(error: BadDocument) -> None:
-            nonlocal bad, fix
-            bad, fix = bad + 1, f"the last bad one is {error}"
-            if bad <= NAMED:
-                tqdm.write(f"left out: {error}", file=sys.stderr)
-
+        train = SplitWriter(Path(folder), name, "train", encoding, shard_tokens)
+        val = SplitWriter(Path(folder), name, "val", encoding, shard_tokens)
+        left_out = LeftOut()
+        divided = 0
         documents = iter(documents)
         first = list(itertools.islice(documents, FEW * val_one_in))
         few = len(first) < FEW * val_one_in
@@ -462,41 +516,55 @@ def write_shards(
                 try:
                     texts.append(prepare(document, val_one_in, passage_bytes))
                 except BadDocument as error:
-                    leave_out(error)
+                    left_out.add(error)
             for text, passages in zip(texts, encode(texts, encoding)):
+                sizes = list(map(len, text.passages))
                 if isinstance(passages, BadDocument):
-                    leave_out(passages)
+                    left_out.add(passages)
+                elif not passages:
+                    left_out.empty += 1
                 elif few and len(passages) > 1:
-                    sizes, last = list(map(len, text.passages)), -(-len(passages) // val_one_in)
+                    last = math.ceil(len(passages) / val_one_in)
                     train.add(passages[:-last], sizes[:-last])
                     val.add(passages[-last:], sizes[-last:])
                     divided += 1
-                elif passages:
-                    (val if text.validation else train).add(passages, list(map(len, text.passages)))
+                elif text.validation:
+                    val.add(passages, sizes)
                 else:
-                    empty += 1
+                    train.add(passages, sizes)
         train.close()
         val.close()
         if divided:
             print(f"few documents: the last passages of each, one in {val_one_in}, are for validation")
-        for what, split in (("training", train), ("validation", val)):
-            if not split.documents:
-                all_documents = train.documents + val.documents
-                raise UserError(
-                    f"none of {all_documents} documents fell to {what} ({bad} bad and {empty} empty ones "
-                    f"left out), and train_gpt.py needs both splits: nothing was written; {fix}"
-                )
+        check_splits(train, val, left_out)
         write_token_bytes(Path(folder), token_bytes(encoding))
         for path in sorted(Path(folder).iterdir()):
             os.replace(path, out / path.name)
-    return Written(train, val, bad, empty)
+    return Written(train, val, left_out.bad, left_out.empty)
+
+
+def check_splits(train: SplitWriter, val: SplitWriter, left_out: LeftOut) -> None:
+    """Raises UserError if a split has no documents."""
+    fix = "give more text, or another --val-one-in"
+    if left_out.last:
+        fix = f"the last bad one is {left_out.last}"
+    for what, split in (("training", train), ("validation", val)):
+        if not split.documents:
+            raise UserError(
+                f"none of {train.documents + val.documents} documents fell to {what} ({left_out.bad} bad and "
+                f"{left_out.empty} empty ones left out), and train_gpt.py needs both splits: nothing was "
+                f"written; {fix}"
+            )
 
 
 def run(args: argparse.Namespace) -> None:
     total = sum(path.stat().st_size for path in args.files)
-    if folders := [str(path) for path in args.files if path.is_dir()]:
-        raise UserError(f"{folders[0]} is a folder: name the files in it")
-    passage_bytes = PASSAGE_BYTES[args.encoding] if args.passage_bytes is None else args.passage_bytes
+    for path in args.files:
+        if path.is_dir():
+            raise UserError(f"{path} is a folder: name the files in it")
+    passage_bytes = args.passage_bytes
+    if passage_bytes is None:
+        passage_bytes = PASSAGE_BYTES[args.encoding]
     if 0 < passage_bytes < 4:
         raise UserError("--passage-bytes must be 0 or at least 4, which a character may take")
     if next(args.out.glob(SHARDS), None):
@@ -507,7 +575,7 @@ def run(args: argparse.Namespace) -> None:
 
         def documents():
             for document in read_documents(args.files, args.field):
-                bar.update(len(document.raw) if isinstance(document, Document) else 0)
+                bar.update(raw_bytes(document))
                 yield document
 
         written = write_shards(
@@ -519,12 +587,14 @@ def run(args: argparse.Namespace) -> None:
             val_one_in=args.val_one_in,
             passage_bytes=passage_bytes,
         )
+    cut_any = False
     for what, split in (("training", written.train), ("validation", written.val)):
-        print(
-            f"{args.out}: {split.tokens:,} {what} tokens, {split.documents:,} documents"
-            + (f" in {split.passages:,} passages" if split.passages > split.documents else "")
-        )
-    if sum(split.passages - split.documents for split in written[:2]):
+        line = f"{args.out}: {split.tokens:,} {what} tokens, {split.documents:,} documents"
+        if split.passages > split.documents:
+            line += f" in {split.passages:,} passages"
+            cut_any = True
+        print(line)
+    if cut_any:
         print(f"Documents above {passage_bytes:,} bytes were cut into passages; --passage-bytes 0 cuts none.")
     if written.bad or written.empty:
         bad = f"{written.bad:,} bad documents (named above, at most {NAMED})"

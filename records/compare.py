@@ -144,14 +144,21 @@ class Header:
 
     torch: str | None = None
     hardware: str | None = None
-    commit: str | None = (
-        None  # the hash, with " (modified)" unless the log says that the script is the commit's
-    )
+    # The hash, with " (modified)" unless the log says that the script is the commit's.
+    commit: str | None = None
     script: str | None = None  # the name, and the hash of its text
     data: str | None = None  # the fingerprint, and what it is of
     config: dict = field(default_factory=dict)
     origin: str | None = None  # the run that this log continues, and after which step
     after: int = 0
+
+
+class Point(NamedTuple):
+    """Holds one logged loss."""
+
+    step: int
+    loss: float  # nats per token
+    time_s: float | None  # training time; None: not logged
 
 
 @dataclass
@@ -163,8 +170,8 @@ class Run:
     header: Header
     final_step: int  # the last one logged
     total_steps: int | None  # None: not logged (llm.c), and the run was cut off
-    curve: list[list]  # validations: step, loss (nats per token), training time (s) or None
-    training: list[tuple]  # the same of training losses
+    curve: list[Point]  # validation losses
+    training: list[Point]  # training losses
     peak_mem_mib: int | None = None
     per_byte: float | None = None
     epochs: int = 1  # how often training began to read its data
@@ -177,17 +184,21 @@ class Run:
 
         A run of ours must have ended, too. Its log says so; its screen lacks that line, and the config.
         """
-        ended = self.closed if self.header.config else self.final_step == self.total_steps
-        validated = bool(self.curve) and self.curve[-1][0] == self.final_step
-        return validated and self.epochs == 1 and (ended or not (self.header.config or self.header.commit))
+        if not self.curve or self.curve[-1].step != self.final_step or self.epochs != 1:
+            return False
+        if self.header.config:
+            return self.closed
+        if self.header.commit:
+            return self.final_step == self.total_steps
+        return True
 
     @property
     def val_loss(self) -> float | None:
-        return self.curve[-1][1] if self.counted else None
+        return self.curve[-1].loss if self.counted else None
 
     @property
     def train_time_s(self) -> float | None:
-        return self.curve[-1][2] if self.counted else None
+        return self.curve[-1].time_s if self.counted else None
 
     @property
     def complete(self) -> bool:
@@ -209,6 +220,14 @@ class Run:
         return self.path if self.index == 0 else f"{self.path} (run {self.index})"
 
 
+class StepLine(NamedTuple):
+    """Holds what a line says of its step."""
+
+    position: int  # where the line begins in the file
+    step: int
+    total: int | None  # number of steps; None: not logged (llm.c)
+
+
 def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], list[str]]:
     """Returns a file's runs, and notes on it. Raises OSError; UserError if a config line is not JSON.
 
@@ -217,88 +236,153 @@ def read_log(path: str, errors: list[str] | None = None) -> tuple[list[Run], lis
     text = clean(Path(path).read_bytes())
     source_end = SOURCE_END.search(text)
     header_start = source_end.start() if source_end else 0
-    steps, validations = scan(text, header_start)
-    runs, notes, header, lines_of_runs = [], [], Header(), []
-    read = {position for position, *_ in validations}
-    for m in LOSS.finditer(text, header_start):
-        if m.start() not in read:
-            before = text[: m.start() + 1]
-            number = before.count(b"\n") - before.count(b"\r\n")
-            (notes if errors is None else errors).append(
-                f"{path}:{number}: cannot read this validation: {decode(m[0].strip())[:100]!r}"
-            )
+    steps = find_steps(text, header_start)
+    validations = find_validations(text, header_start)
+    runs: list[Run] = []
+    notes: list[str] = []
+    unreadable = name_unreadable(text, header_start, validations, path)
+    if errors is None:
+        notes += unreadable
+    else:
+        errors += unreadable
 
-    # A run begins where the step falls or the number of steps changes. Times do not show it: some formats
-    # restart the clock near step 10.
-    pairs = enumerate(zip(steps, steps[1:]), 1)
-    firsts = [0] * bool(steps) + [i for i, (a, b) in pairs if b[1] < a[1] or b[2] != a[2]]
-    for first, next_first in zip(firsts, firsts[1:] + [len(steps)]):
-        (start, _, _), (last, final_step, total) = steps[first], steps[next_first - 1]
-        end = steps[next_first][0] if next_first < len(steps) else len(text)
+    header = Header()
+    lines_of_runs: list[set[bytes]] = []
+    steps_of_runs = split_runs(steps)
+    ends = [run_steps[0].position for run_steps in steps_of_runs[1:]]
+    ends.append(len(text))
+    for run_steps, end in zip(steps_of_runs, ends):
+        start = run_steps[0].position
+        last = run_steps[-1]
         lines = set(re.findall(rb"\n(?:step|s):.*\S", text[start:end]))
         if any(lines <= earlier for earlier in lines_of_runs):
             notes.append(f"{path}: a run's lines occur twice; the repetition is left out")
         else:
             header = read_header(decode(text[header_start : start + 1]), path, header)
-            curve = [validation for position, *validation in validations if start <= position < end]
-            if total is None and curve and curve[-1][0] == final_step:
-                total = final_step  # llm.c does not log it, but validates the last step
+            curve = [point for position, point in validations.items() if start <= position < end]
             training = read_training(text[start : end + 1])
-            runs.append(Run(path, len(runs), header, final_step, total, curve, training))
+            total = last.total
+            if total is None and curve and curve[-1].step == last.step:
+                total = last.step  # llm.c does not log it, but validates the last step
+            runs.append(Run(path, len(runs), header, last.step, total, curve, training))
             lines_of_runs.append(lines)
         # A repetition's too: it may hold closing lines that the run lacks.
-        for line, name, kind in CLOSING:
-            for m in line.finditer(text, last, end + 1):
-                setattr(runs[-1], name, kind(m[1]))
-        header_start = last
+        read_closing(runs[-1], text, last.position, end + 1)
+        header_start = last.position
     return runs, notes
 
 
-def scan(text: bytes, start: int) -> tuple[list[tuple], list[tuple]]:
-    """Returns (position, step, number of steps) of step lines, (position, step, loss, s) of validations."""
+def find_steps(text: bytes, start: int) -> list[StepLine]:
+    """Returns the step lines of `text` from `start` on."""
+    steps = []
     if b"\nstep:" in text:
-        steps = [(m.start(), int(m[1]), int(m[2])) for m in STEP.finditer(text, start)]
-        found = VALIDATION.finditer(text, start)
-        return steps, [(m.start(), int(m[1]), float(m[2]), seconds(m[3], m[4])) for m in found]
-    # llm.c's training line s is update s, after which s + 1 are done; other formats log the number done.
-    steps = [(m.start(), int(m[1]) + (m[2] == b"trl"), None) for m in LLMC_STEP.finditer(text, start)]
-    return steps, [(m.start(), int(m[1]), float(m[2]), None) for m in LLMC_VALIDATION.finditer(text, start)]
+        for m in STEP.finditer(text, start):
+            steps.append(StepLine(m.start(), int(m[1]), int(m[2])))
+        return steps
+    for m in LLMC_STEP.finditer(text, start):
+        step = int(m[1])
+        if m[2] == b"trl":
+            step += 1  # llm.c's training line s is update s; other formats log the number of updates done
+        steps.append(StepLine(m.start(), step, None))
+    return steps
+
+
+def find_validations(text: bytes, start: int) -> dict[int, Point]:
+    """Returns the validations of `text` from `start` on, by the position of their lines."""
+    validations = {}
+    if b"\nstep:" in text:
+        for m in VALIDATION.finditer(text, start):
+            validations[m.start()] = Point(int(m[1]), float(m[2]), seconds(m[3], m[4]))
+    else:
+        for m in LLMC_VALIDATION.finditer(text, start):
+            validations[m.start()] = Point(int(m[1]), float(m[2]), None)
+    return validations
+
+
+def name_unreadable(text: bytes, start: int, validations: dict[int, Point], path: str) -> list[str]:
+    """Returns a message for each validation line that is not in `validations`, with its line number."""
+    messages = []
+    for m in LOSS.finditer(text, start):
+        if m.start() not in validations:
+            before = text[: m.start() + 1]
+            number = before.count(b"\n") - before.count(b"\r\n")
+            line = decode(m[0].strip())[:100]
+            messages.append(f"{path}:{number}: cannot read this validation: {line!r}")
+    return messages
+
+
+def split_runs(steps: list[StepLine]) -> list[list[StepLine]]:
+    """Splits a file's step lines into those of each run.
+
+    A run begins where the step falls or the number of steps changes. Times do not show it: some formats
+    restart the clock near step 10.
+    """
+    runs: list[list[StepLine]] = []
+    previous = None
+    for line in steps:
+        if previous is None or line.step < previous.step or line.total != previous.total:
+            runs.append([])
+        runs[-1].append(line)
+        previous = line
+    return runs
 
 
 def seconds(time: bytes, unit: bytes) -> float:
     return float(time) / (1000 if unit == b"ms" else 1)
 
 
-def read_training(text: bytes) -> list[tuple[int, float, float | None]]:
-    """Returns (step, training loss, training time in s or None) of a run's lines, of each step once."""
+def read_training(text: bytes) -> list[Point]:
+    """Returns the training losses in a run's lines, of each step once."""
     times: dict[int, float] = {}
-    losses = {int(update) + 1: float(loss) for update, loss in LLMC_TRAINING.findall(text)}
+    losses: dict[int, float] = {}
+    for update, loss in LLMC_TRAINING.findall(text):
+        losses[int(update) + 1] = float(loss)
     for step, loss, time, unit, late_loss, at in TRAINING.findall(text):
         times[int(step)] = seconds(time, unit)
         if loss or late_loss:
             losses[int(at or step)] = float(loss or late_loss)
-    return [(step, loss, times.get(step)) for step, loss in losses.items()]
+    return [Point(step, loss, times.get(step)) for step, loss in losses.items()]
+
+
+def read_closing(run: Run, text: bytes, start: int, end: int) -> None:
+    """Sets the fields of `run` that lines between `start` and `end` name."""
+    for line, name, kind in CLOSING:
+        for m in line.finditer(text, start, end):
+            setattr(run, name, kind(m[1]))
 
 
 def read_header(text: str, path: str, before: Header) -> Header:
     """Reads the lines before a run. Returns `before`, the previous run's header, if there are none."""
-    found = {name: re.findall(rf"\n{line}[ \t\r]*(?=\n)", text) for name, line in HEADER.items()}
-    last = {name: matches[-1] for name, matches in found.items() if matches}
+    last: dict[str, Any] = {}
+    for name, line in HEADER.items():
+        matches = re.findall(rf"\n{line}[ \t\r]*(?=\n)", text)
+        if matches:
+            last[name] = matches[-1]
     if not last:
         return before
-    torch, device, world_size = last.get("torch", ("", "", ""))
-    devices = Counter({device: int(world_size)}) if device else Counter(dict(re.findall(GPU, text)).values())
-    try:
-        config = json.loads(last.get("config", "{}"))
-    except ValueError:
-        raise UserError(f"{path}: its config line is not JSON") from None
-    origin, after = last.get("resumed", (None, 0))
-    hardware = " + ".join(f"{n} x {name}" for name, n in devices.items())
-    commit, state = last.get("commit", (None, ""))
-    if state:
-        commit += " (modified)"
-    script, data = map(last.get, ("script", "data"))
-    return Header(torch or None, hardware or None, commit, script, data, config, origin, int(after))
+    header = Header(script=last.get("script"), data=last.get("data"))
+    device = None
+    if "torch" in last:
+        header.torch, device, world_size = last["torch"]
+    if device:
+        header.hardware = f"{int(world_size)} x {device}"
+    else:
+        gpus = dict(re.findall(GPU, text))  # by number, since the table may be there twice
+        counts = Counter(gpus.values())
+        header.hardware = " + ".join(f"{count} x {name}" for name, count in counts.items()) or None
+    if "commit" in last:
+        header.commit, state = last["commit"]
+        if state:
+            header.commit += " (modified)"
+    if "config" in last:
+        try:
+            header.config = json.loads(last["config"])
+        except ValueError:
+            raise UserError(f"{path}: its config line is not JSON") from None
+    if "resumed" in last:
+        header.origin, after = last["resumed"]
+        header.after = int(after)
+    return header
 
 
 def decode(text: bytes) -> str:
@@ -340,24 +424,34 @@ class Group:
 
     @property
     def counted(self) -> list[Run]:
-        return [r for r in self.runs if r.counted]
+        return [run for run in self.runs if run.counted]
 
     @property
     def losses(self) -> list[float]:
-        return [r.val_loss for r in self.counted]
+        return [run.val_loss for run in self.counted]
 
     @property
     def times(self) -> list[float]:
-        return [time for r in self.counted if (time := finite(r.train_time_s)) is not None]
+        """Returns the training times in s, without those that are not logged."""
+        times = [finite(run.train_time_s) for run in self.counted]
+        return [time for time in times if time is not None]
 
     @property
-    def means(self) -> tuple:
-        """Returns mean and standard deviation of the losses, and of the times."""
-        return mean_and_sd(self.losses), mean_and_sd(self.times)
+    def loss(self) -> "Summary":
+        return mean_and_sd(self.losses)
+
+    @property
+    def time(self) -> "Summary":
+        return mean_and_sd(self.times)
+
+    @property
+    def warnings(self) -> list[str]:
+        return self.notes + self.faults
 
     def distinct(self, value: Value) -> list:
         """Returns the distinct values of value(run) over the counted runs, sorted, without None."""
-        return sorted({value(r) for r in self.counted} - {None})
+        values = set(map(value, self.counted))
+        return sorted(values - {None})
 
     def listed(self, value: Value) -> str:
         return "; ".join(map(str, self.distinct(value))) or "-"
@@ -366,14 +460,21 @@ class Group:
 def find_logs(path: str) -> list[list[Path]]:
     """Returns lists of files to try in order: `path` means the first list that has runs."""
     folder = Path(path)
-    if folder.is_dir():
-        logs = sorted(p for p in folder.rglob("*") if p.suffix in SUFFIXES and not p.is_dir())
-        deeper = [p for p in logs if p.parent != folder and folder / "baseline" not in p.parents]
-        return [[p for p in logs if p.parent == folder], deeper]
-    files = [path] if folder.exists() else sorted(glob.glob(path, recursive=True))
-    if not files:
-        raise UserError(f"{path}: no such file or folder, and no file matches it")
-    return [list(map(Path, files))]
+    if not folder.is_dir():
+        files = [path] if folder.exists() else sorted(glob.glob(path, recursive=True))
+        if not files:
+            raise UserError(f"{path}: no such file or folder, and no file matches it")
+        return [list(map(Path, files))]
+    in_folder = []
+    in_subfolders = []
+    for file in sorted(folder.rglob("*")):
+        if file.suffix not in SUFFIXES or file.is_dir():
+            continue
+        if file.parent == folder:
+            in_folder.append(file)
+        elif folder / "baseline" not in file.parents:
+            in_subfolders.append(file)
+    return [in_folder, in_subfolders]
 
 
 def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group], list[str]]:
@@ -382,13 +483,7 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
     errors: list[str] = []
     for argument in arguments:
         try:
-            label, equals, path = argument.partition("=")
-            if not (label and equals) or Path(argument).exists() or glob.glob(argument):  # a file's own "="
-                label = path = argument
-                here = Path(os.path.abspath(path))
-                if here.exists():
-                    label = here.name if here.is_dir() else here.stem
-                label = path if label in groups else label  # two folders of one name are two groups
+            label, path = split_label(argument, groups)
             read_into(groups.setdefault(label, Group(label)), path, errors)
         except UserError as e:
             errors.append(str(e))
@@ -402,42 +497,53 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
         warn(group)
     base, *others = groups.values()
     for group in others:
-        group.faults += [f"it differs from {base.label} in {name}" for name in differences(group, base)]
-        steps, base_steps = (g.listed(WITHIN["steps"]) for g in (group, base))
-        if steps != base_steps:
-            group.notes.append(
-                f"it has {steps} steps and {base.label} {base_steps}: "
-                "only the p (mean < target) of its own runs shows its loss"
-            )
+        warn_of_baseline(group, base)
     return list(groups.values()), errors
+
+
+def split_label(argument: str, groups: dict[str, Group]) -> tuple[str, str]:
+    """Returns label and path of [LABEL=]PATH. Without a label, it is the name of the file or folder."""
+    label, equals, path = argument.partition("=")
+    has_label = label and equals
+    if has_label and not Path(argument).exists() and not glob.glob(argument):  # a name may have a "="
+        return label, path
+    label = argument
+    here = Path(os.path.abspath(argument))
+    if here.exists():
+        label = here.name if here.is_dir() else here.stem
+    if label in groups:
+        label = argument  # two folders of one name are two groups
+    return label, argument
 
 
 def read_into(group: Group, path: str, errors: list[str]) -> None:
     """Adds the runs of `path` to the group, and what could not be read to `errors`."""
-    had_runs, had_errors = len(group.runs), len(errors)
+    runs_before = len(group.runs)
+    errors_before = len(errors)
     for files in find_logs(path):
         notes = []
         for file in map(str, files):
             try:
-                runs, of_file = read_log(file, errors)
+                runs, file_notes = read_log(file, errors)
                 group.runs += runs
-                notes += of_file if runs else [f"{file}: holds no run"]
+                notes += file_notes if runs else [f"{file}: holds no run"]
             except OSError as e:
                 errors.append(f"{file}: cannot be read: {e.strerror}")
             except UserError as e:
                 errors.append(str(e))
-        if len(group.runs) > had_runs:
+        if len(group.runs) > runs_before:
             group.notes += notes
             return
-    if len(errors) == had_errors:
+    if len(errors) == errors_before:
         errors.append(
             f"{path}: holds no run: no line like 'step:9/9 val_loss:3.28 train_time:9ms step_avg:1ms'"
         )
 
 
 def drop_repeats(group: Group) -> None:
+    """Keeps one of the copies of a run: rather its log than its screen output, which has no header."""
     kept: dict[str, Run] = {}
-    for run in sorted(group.runs, key=lambda r: (not r.header.config, not r.header.torch)):  # screens last
+    for run in sorted(group.runs, key=lambda r: (not r.header.config, not r.header.torch)):
         same = kept.setdefault(run.identity, run)
         if same is not run:
             group.notes.append(f"{run.name}: dropped, the same run as {same.name}")
@@ -450,19 +556,21 @@ def join_resumed(group: Group) -> None:
     The others may end in a validation too, and would count as more runs. The curves become the whole run's.
     Loss and time are the whole run's already, since a resumed clock continues.
     """
-    for origin in dict.fromkeys(r.origin for r in group.runs if r.header.after):
-        logs = [r for r in group.runs if r.origin == origin]
+    origins = [run.origin for run in group.runs if run.header.after]
+    for origin in dict.fromkeys(origins):
+        logs = [run for run in group.runs if run.origin == origin]
         logs.sort(key=lambda r: (r.header.after, r.final_step))
         kept = max(logs, key=lambda r: (r.final_step, r.counted, r.header.after))
         if len(logs) > 1:
-            names = ", ".join(r.name for r in logs if r is not kept)
+            names = ", ".join(run.name for run in logs if run is not kept)
             group.notes.append(f"{kept.name}: stopped and resumed, one run with {names}, and taken for it")
         after = kept.header.after
         for run in reversed(logs[: logs.index(kept)]):
-            kept.curve = [point for point in run.curve if point[0] < after] + kept.curve
-            kept.training = [point for point in run.training if point[0] <= after] + kept.training
+            # A validation of step `after` itself is taken from the log that resumed.
+            kept.curve = [point for point in run.curve if point.step < after] + kept.curve
+            kept.training = [point for point in run.training if point.step <= after] + kept.training
             after = run.header.after
-        group.runs = [r for r in group.runs if r is kept or r.origin != origin]
+        group.runs = [run for run in group.runs if run is kept or run.origin != origin]
 
 
 def warn(group: Group) -> None:
@@ -477,19 +585,38 @@ def warn(group: Group) -> None:
         elif run.final_step != run.total_steps:
             group.notes.append(f"{run.name}: stopped at {reached}, counted")
     for what, value in WITHIN.items():
-        if group.distinct(value)[1:]:
+        if len(group.distinct(value)) > 1:
             group.faults.append(f"its runs differ in {what} ({group.listed(value)})")
-    for seed, count in Counter(r.header.config.get("seed") for r in group.counted).items():
+    seeds = Counter(run.header.config.get("seed") for run in group.counted)
+    for seed, count in seeds.items():
         if seed is not None and count > 1:
             group.faults.append(f"{count} of its runs have seed {seed}, so they are not independent")
     if "other" in group.distinct(WITHIN["tracks"]):
         group.faults.append("it has runs of the track `other`, which holds no records")
 
 
+def warn_of_baseline(group: Group, base: Group) -> None:
+    """Adds notes on what differs between the group and its baseline."""
+    for name in differences(group, base):
+        group.faults.append(f"it differs from {base.label} in {name}")
+    steps = group.listed(WITHIN["steps"])
+    base_steps = base.listed(WITHIN["steps"])
+    if steps != base_steps:
+        group.notes.append(
+            f"it has {steps} steps and {base.label} {base_steps}: "
+            "only the p (mean < target) of its own runs shows its loss"
+        )
+
+
 def differences(group: Group, base: Group) -> list[str]:
     """Returns which values of ALIKE both groups have, and not the same."""
-    found = {name: (group.distinct(value), base.distinct(value)) for name, value in ALIKE.items()}
-    return [name for name, (here, there) in found.items() if here and there and here != there]
+    names = []
+    for name, value in ALIKE.items():
+        here = group.distinct(value)
+        there = base.distinct(value)
+        if here and there and here != there:
+            names.append(name)
+    return names
 
 
 # ============================================================================================================
@@ -497,12 +624,31 @@ def differences(group: Group, base: Group) -> list[str]:
 # ============================================================================================================
 
 
-def mean_and_sd(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns the mean and the sample standard deviation (ddof 1)."""
+class Summary(NamedTuple):
+    """Holds mean and sample standard deviation of n values: sd^2 = sum((value - mean)^2) / (n - 1)."""
+
+    mean: float | None
+    sd: float | None
+
+
+class Difference(NamedTuple):
+    """Holds the difference of two means, and Welch's t-test of it."""
+
+    delta: float | None
+    t: float | None
+    df: float | None  # degrees of freedom
+    p: float | None  # two-sided
+
+
+def mean_and_sd(values: Sequence[float]) -> Summary:
     import numpy as np
 
-    mean = finite(np.mean(values)) if values else None
-    return mean, finite(np.std(values, ddof=1)) if mean is not None and len(values) > 1 else None
+    if not values:
+        return Summary(None, None)
+    mean = finite(np.mean(values))
+    if mean is None or len(values) == 1:
+        return Summary(mean, None)
+    return Summary(mean, finite(np.std(values, ddof=1)))
 
 
 def varies(values: Sequence[float]) -> bool:
@@ -510,7 +656,10 @@ def varies(values: Sequence[float]) -> bool:
 
 
 def p_below(values: list[float], target: float) -> float | None:
-    """Returns the one-sided p of the one-sample t-test whose alternative is a mean below the target."""
+    """Returns the one-sided p of the one-sample t-test whose alternative is a mean below the target.
+
+    t = (mean - target) / (sd / sqrt(n)), and p = P(T <= t) for Student's T with n - 1 degrees of freedom.
+    """
     if not varies(values):
         return None
     from scipy.stats import ttest_1samp
@@ -518,61 +667,27 @@ def p_below(values: list[float], target: float) -> float | None:
     return finite(ttest_1samp(values, target, alternative="less").pvalue)
 
 
-def difference(values: list[float], base: list[float]) -> tuple[float | None, ...]:
-    """Returns mean(values) - mean(base) and Welch's t, degrees of freedom and two-sided p."""
-    (mean, _), (base_mean, _) = mean_and_sd(values), mean_and_sd(base)
+def difference(values: list[float], base: list[float]) -> Difference:
+    """Returns mean(values) - mean(base), and Welch's t-test, which allows unequal variances.
+
+    With v = sd^2 / n of each sample, 1 and 2:
+        t  = (mean1 - mean2) / sqrt(v1 + v2)
+        df = (v1 + v2)^2 / (v1^2 / (n1 - 1) + v2^2 / (n2 - 1))
+        p  = P(|T| >= |t|) for Student's T with df degrees of freedom
+    """
+    mean = mean_and_sd(values).mean
+    base_mean = mean_and_sd(base).mean
     delta = None if mean is None or base_mean is None else mean - base_mean
     if not (varies(values) and varies(base)):
-        return delta, None, None, None
+        return Difference(delta, None, None, None)
     from scipy.stats import ttest_ind
 
-    result = ttest_ind(values, base, equal_var=False)
-    return delta, finite(result.statistic), finite(result.df), finite(result.pvalue)
+    test = ttest_ind(values, base, equal_var=False)
+    return Difference(delta, finite(test.statistic), finite(test.df), finite(test.pvalue))
 
 
 def finite(x) -> float | None:
     return float(x) if x is not None and math.isfinite(x) else None
-
-
-def as_json(groups: list[Group]) -> dict:
-    """Returns all numbers of the groups and their comparisons."""
-    base, *others = groups
-    names = [f"{what}_{name}" for what in ("time", "loss") for name in ("delta", "t", "df", "p")]
-    names = ["group", "baseline", "time_delta_s", *names[1:], "record", "because"]
-    comparisons = []
-    for group in others:
-        tests = difference(group.times, base.times) + difference(group.losses, base.losses)
-        comparisons.append(dict(zip(names, (group.label, base.label, *tests, *record(group, base)))))
-    return {"groups": list(map(group_as_json, groups)), "comparisons": comparisons}
-
-
-def group_as_json(group: Group) -> dict:
-    (loss_mean, loss_std), (time_mean, time_std) = group.means
-    return {
-        "label": group.label,
-        "n": len(group.counted),
-        "steps": group.distinct(lambda r: r.final_step),
-        "loss_mean": loss_mean,
-        "loss_std": loss_std,
-        "time_mean_s": time_mean,
-        "time_std_s": time_std,
-        "p_target": p_below(group.losses, group.target),
-        "meets_target": below_target(group, group.target)[0],
-        "runs": [
-            {
-                "path": r.path,
-                "run_index": r.index,
-                "final_step": r.final_step,
-                "total_steps": r.total_steps,
-                "val_loss": finite(r.val_loss),
-                "train_time_s": finite(r.train_time_s),
-                "peak_mem_mib": r.peak_mem_mib,
-                "torch": r.header.torch,
-                "complete": r.complete,
-            }
-            for r in group.runs
-        ],
-    }
 
 
 # ============================================================================================================
@@ -580,110 +695,216 @@ def group_as_json(group: Group) -> dict:
 # ============================================================================================================
 
 
+class Verdict(NamedTuple):
+    """Holds whether something is shown, and a clause that says so."""
+
+    shown: bool
+    text: str
+
+
 def show(x: float | None, spec: str = ".4f") -> str:
     return "-" if x is None else format(x, spec)
 
 
 def show_p(p: float | None) -> str:
-    return "-" if p is None else f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
+    if p is None:
+        return "-"
+    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
 
 
 def show_all(values: list, spec: str) -> str:
     return " ".join(format(v, spec) for v in values) or "-"
 
 
-def below(what: str, mean: float | None, limit: float | None, name: str, p: float | None) -> tuple[bool, str]:
-    """Tells whether the mean is shown to be below the limit, and says so."""
+def mean_verdict(what: str, mean: float | None, limit: float | None, name: str, p: float | None) -> Verdict:
+    """Tells whether the mean is shown to be below the limit, which is called `name`."""
     lower = mean is not None and limit is not None and mean < limit
     shown = lower and p is not None and p < ALPHA
-    is_ = "is" if shown else "is not shown to be" if lower else "is not"
-    level = f"{'no p' if p is None else f'p {show_p(p)}'}{'' if shown else ', needs'} < {ALPHA:g}"
-    return shown, f"the mean {what} {is_} below {name} ({level})"
+    if shown:
+        claim = "is"
+    elif lower:
+        claim = "is not shown to be"
+    else:
+        claim = "is not"
+    level = "no p" if p is None else f"p {show_p(p)}"
+    if not shown:
+        level += ", needs"
+    return Verdict(shown, f"the mean {what} {claim} below {name} ({level} < {ALPHA:g})")
 
 
-def below_target(group: Group, target: float) -> tuple[bool, str]:
+def target_verdict(group: Group, target: float) -> Verdict:
+    """Tells whether the group's mean loss is shown to be below the target."""
     p = p_below(group.losses, target)
-    return below("loss", mean_and_sd(group.losses)[0], target, f"the target {target:g}", p)
+    return mean_verdict("loss", group.loss.mean, target, f"the target {target:g}", p)
 
 
-def record(group: Group, base: Group) -> tuple[bool, str]:
+def record_verdict(group: Group, base: Group) -> Verdict:
     """Tells whether the group is a record over the baseline, and why."""
-    no = [*group.faults, *(f"of {base.label}: {fault}" for fault in base.faults)]
-    if not all(map(WITHIN["tracks"], group.counted + base.counted)):
-        no.append("not every log names its track")
-    yes, (time, _), (limit, _) = [], mean_and_sd(group.times), mean_and_sd(base.times)
+    reasons_against = list(group.faults)
+    for fault in base.faults:
+        reasons_against.append(f"of {base.label}: {fault}")
+    track = WITHIN["tracks"]
+    if not all(map(track, group.counted + base.counted)):
+        reasons_against.append("not every log names its track")
+
     target = min(group.distinct(ALIKE["targets"]), default=group.target)  # the track's, not --target's
-    for shown, text in (
-        below_target(group, target),
-        below("time", time, limit, f"{base.label}'s", difference(group.times, base.times)[3]),
+    time_p = difference(group.times, base.times).p
+    reasons_for = []
+    for verdict in (
+        target_verdict(group, target),
+        mean_verdict("time", group.time.mean, base.time.mean, f"{base.label}'s", time_p),
     ):
-        (yes if shown else no).append(text)
-    return not no, "; ".join(" and ".join(clauses) for clauses in (no, yes) if clauses)
+        reasons = reasons_for if verdict.shown else reasons_against
+        reasons.append(verdict.text)
+    because = [" and ".join(reasons) for reasons in (reasons_against, reasons_for) if reasons]
+    return Verdict(not reasons_against, "; ".join(because))
+
+
+def as_json(groups: list[Group]) -> dict:
+    """Returns all numbers of the groups and their comparisons."""
+    base, *others = groups
+    return {
+        "groups": list(map(group_as_json, groups)),
+        "comparisons": [comparison_as_json(group, base) for group in others],
+    }
+
+
+def group_as_json(group: Group) -> dict:
+    return {
+        "label": group.label,
+        "n": len(group.counted),
+        "steps": group.distinct(WITHIN["steps"]),
+        "loss_mean": group.loss.mean,
+        "loss_std": group.loss.sd,
+        "time_mean_s": group.time.mean,
+        "time_std_s": group.time.sd,
+        "p_target": p_below(group.losses, group.target),
+        "meets_target": target_verdict(group, group.target).shown,
+        "runs": list(map(run_as_json, group.runs)),
+    }
+
+
+def run_as_json(run: Run) -> dict:
+    return {
+        "path": run.path,
+        "run_index": run.index,
+        "final_step": run.final_step,
+        "total_steps": run.total_steps,
+        "val_loss": finite(run.val_loss),
+        "train_time_s": finite(run.train_time_s),
+        "peak_mem_mib": run.peak_mem_mib,
+        "torch": run.header.torch,
+        "complete": run.complete,
+    }
+
+
+def comparison_as_json(group: Group, base: Group) -> dict:
+    time = difference(group.times, base.times)
+    loss = difference(group.losses, base.losses)
+    verdict = record_verdict(group, base)
+    return {
+        "group": group.label,
+        "baseline": base.label,
+        "time_delta_s": time.delta,
+        "time_t": time.t,
+        "time_df": time.df,
+        "time_p": time.p,
+        "loss_delta": loss.delta,
+        "loss_t": loss.t,
+        "loss_df": loss.df,
+        "loss_p": loss.p,
+        "record": verdict.shown,
+        "because": verdict.text,
+    }
 
 
 def table(group: Group) -> list[tuple[str, str]]:
     """Returns (name, value) of each line in a group's table. What no log has is left out."""
-    per_byte, _ = mean_and_sd([r.per_byte for r in group.counted if r.per_byte is not None])
-    peaks = group.distinct(lambda r: r.peak_mem_mib)
-    peak_range = " to ".join(map(str, peaks[:1] + peaks[1:][-1:]))
-    (mean, sd), (time, time_sd) = group.means
+    per_byte = mean_and_sd([run.per_byte for run in group.counted if run.per_byte is not None]).mean
+    verdict = target_verdict(group, group.target).text if group.counted else "-"
+    loss = group.loss
+    time = group.time
     rows = [
         ("runs (n)", str(len(group.counted))),
         ("steps", group.listed(WITHIN["steps"])),
         ("length", group.listed(lambda r: r.header.config.get("length"))),
-        ("loss: mean, sd", f"{show(mean)}, {show(sd)}"),
+        ("loss: mean, sd", f"{show(loss.mean)}, {show(loss.sd)}"),
         ("loss per byte", show(per_byte)),
-        ("time, s: mean, sd", f"{show(time, '.3f')}, {show(time_sd, '.3f')}"),
-        ("peak memory", f"{peak_range} MiB" if peaks else "-"),
+        ("time, s: mean, sd", f"{show(time.mean, '.3f')}, {show(time.sd, '.3f')}"),
+        ("peak memory", peak_memory(group)),
         ("hardware", group.listed(ALIKE["hardware"])),
         ("torch", group.listed(lambda r: r.header.torch)),
         ("script", group.listed(WITHIN["scripts"])),
         ("p (mean < target)", show_p(p_below(group.losses, group.target))),
-        ("verdict", below_target(group, group.target)[1] if group.counted else "-"),
+        ("verdict", verdict),
         ("losses", show_all(group.losses, ".4f")),
         ("times, s", show_all(group.times, ".3f")),
     ]
     return [(name, value) for name, value in rows if value.strip("-, ")]
 
 
+def peak_memory(group: Group) -> str:
+    peaks = group.distinct(lambda r: r.peak_mem_mib)
+    if not peaks:
+        return "-"
+    if len(peaks) == 1:
+        return f"{peaks[0]} MiB"
+    return f"{peaks[0]} to {peaks[-1]} MiB"
+
+
 def percentage(delta: float | None, base: Group, digits: int) -> str:
     """Returns a difference of times relative to the base's, "" if it is not defined."""
-    mean, _ = mean_and_sd(base.times)
+    mean = base.time.mean
     return f"{100 * delta / mean:+.{digits}f} %" if delta is not None and mean else ""
 
 
 def text_report(groups: list[Group], anyway: bool) -> str:
-    out, (base, *others), line = [], groups, "  {:6}  {:20}  {:9}  {:6}  {}".format
-    unlike = {name: None for group in others for name in differences(group, base) if not anyway}
+    """Returns a table of each group, and of its differences from the first."""
+    base, *others = groups
+    unlike: list[str] = []
+    if not anyway:
+        for group in others:
+            unlike += differences(group, base)
+    lines = []
     if unlike:
-        out += [f"warning: not the same {' and '.join(unlike)}, so no percentages; --anyway prints them", ""]
+        names = " and ".join(dict.fromkeys(unlike))
+        lines += [f"warning: not the same {names}, so no percentages; --anyway prints them", ""]
     for group in groups:
-        out += [
-            group.label,
-            *(f"  {name:18} {value}" for name, value in table(group)),
-            *(f"  warning: {note}" for note in group.notes + group.faults),
-            "",
-        ]
+        lines.append(group.label)
+        for name, value in table(group):
+            lines.append(f"  {name:18} {value}")
+        for warning in group.warnings:
+            lines.append(f"  warning: {warning}")
+        lines.append("")
     for group in others:
-        delta, *time_test = difference(group.times, base.times)
-        percent = "" if unlike else percentage(delta, base, 2)
-        time = "-" if delta is None else f"{delta:+.3f} s" + (f" ({percent})" if percent else "")
-        loss, *loss_test = difference(group.losses, base.losses)
-        out += [
-            f"{group.label} against {base.label}",
-            line("", "difference", "Welch t", "df", "p (two-sided)"),
-        ]
-        for what, shown, (t, df, p) in (("time", time, time_test), ("loss", show(loss, "+.4f"), loss_test)):
-            out.append(line(what, shown, show(t, ".2f"), show(df, ".1f"), show_p(p)))
-        yes, because = record(group, base)
-        out += [f"record: {'yes' if yes else 'no'}, because {because}", ""]
-    return "\n".join(out).rstrip()
+        lines += comparison_lines(group, base, with_percentage=not unlike)
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def comparison_lines(group: Group, base: Group, with_percentage: bool) -> list[str]:
+    """Returns the lines of a group's differences from the baseline."""
+    time = difference(group.times, base.times)
+    loss = difference(group.losses, base.losses)
+    time_delta = "-"
+    if time.delta is not None:
+        time_delta = f"{time.delta:+.3f} s"
+        percent = percentage(time.delta, base, 2)
+        if with_percentage and percent:
+            time_delta += f" ({percent})"
+    row = "  {:6}  {:20}  {:9}  {:6}  {}".format
+    lines = [f"{group.label} against {base.label}", row("", "difference", "Welch t", "df", "p (two-sided)")]
+    for what, delta, test in (("time", time_delta, time), ("loss", show(loss.delta, "+.4f"), loss)):
+        lines.append(row(what, delta, show(test.t, ".2f"), show(test.df, ".1f"), show_p(test.p)))
+    verdict = record_verdict(group, base)
+    lines.append(f"record: {'yes' if verdict.shown else 'no'}, because {verdict.text}")
+    return lines
 
 
 def print_warnings(groups: list[Group]) -> None:
     for group in groups:
-        for note in group.notes + group.faults:
-            print(f"compare.py: warning: {group.label}: {note}", file=sys.stderr)
+        for warning in group.warnings:
+            print(f"compare.py: warning: {group.label}: {warning}", file=sys.stderr)
 
 
 def begin_readme(folder: Path, paths: list[str], table: str) -> str:
@@ -697,30 +918,86 @@ def begin_readme(folder: Path, paths: list[str], table: str) -> str:
         "![Losses over steps and over training time](curves.png)",
         "(What was changed, against which record, and why.)",
     ]
-    if command := os.environ.get("RUN_COMMAND"):
+    command = os.environ.get("RUN_COMMAND")
+    if command:
         parts.append(textwrap.indent(command, "    "))
     parts += [f"What `python records/compare.py {' '.join(paths)}` prints:", textwrap.indent(table, "    ")]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return f"{path} is begun, with the table below; say in it what was changed"
 
 
-def markdown_table(head: list[str], body: list[list[str]]) -> list[str]:
+def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """Returns the table's lines, and an empty one."""
-    cells = [[c.replace("|", "\\|") for c in line] for line in [head, *body]]
-    cells.insert(1, ["---"] * len(head))
-    return ["| " + " | ".join(line) + " |" for line in cells] + [""]
+    lines = [markdown_row(head), markdown_row(["---"] * len(head))]
+    lines += map(markdown_row, body)
+    return [*lines, ""]
 
 
-STYLES: dict[str, dict[str, Any]] = {  # of curves: what they are, as the legend says
-    "validation; bars: standard deviation": {"linewidth": 2, "marker": "o", "markersize": 4},
-    "training, smoothed": {"linewidth": 0.8},
-    "training, over sampled columns: not comparable": {"linewidth": 0.8, "linestyle": ":"},
+def markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+# What curves are, as the legend says, and how they are drawn.
+VALIDATED = "validation; bars: standard deviation"
+TRAINED = "training, smoothed"
+TRAINED_SAMPLED = "training, over sampled columns: not comparable"
+STYLES: dict[str, dict[str, Any]] = {
+    VALIDATED: {"linewidth": 2, "marker": "o", "markersize": 4},
+    TRAINED: {"linewidth": 0.8},
+    TRAINED_SAMPLED: {"linewidth": 0.8, "linestyle": ":"},
 }
 
 
-def digest(drawn_by: type, *inputs: Any) -> str:
+class MeanPoint(NamedTuple):
+    """Holds what the runs of a group have at one step."""
+
+    step: int
+    time_s: float  # mean; nan where a run has none
+    loss: float  # mean
+    sd: float = math.nan  # standard deviation of the loss; nan: not defined, or not drawn
+
+
+def digest(drawn_by: Sequence[type], *inputs: Any) -> str:
     """Returns a hash of what is drawn, and of the code. (A picture's bytes vary with matplotlib.)"""
-    return hashlib.sha256(repr((inspect.getsource(drawn_by), inputs)).encode()).hexdigest()[:16]
+    code = list(map(inspect.getsource, drawn_by))
+    return hashlib.sha256(repr((code, inputs)).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Curve:
+    """Draws the validation or training losses of a group."""
+
+    kind: str  # a key of STYLES
+    color: str
+    points: list[MeanPoint]  # with finite losses
+
+    @property
+    def style(self) -> dict[str, Any]:
+        style = dict(STYLES[self.kind])
+        if len(self.points) <= FEW:
+            style["linestyle"] = "none"
+        return style
+
+    def fitted_losses(self) -> list[float]:
+        """Returns the losses that the picture must have room for."""
+        return [point.loss for point in self.points if point.step >= STEEP * self.points[-1].step]
+
+    def draw(self, ax, over: str) -> bool:
+        """Draws the losses over "step", else over training time. Tells whether there are any."""
+        x = []
+        losses = []
+        sds = []
+        for point in self.points:
+            at = point.step if over == "step" else point.time_s
+            if math.isfinite(at):
+                x.append(at)
+                losses.append(point.loss)
+                sds.append(point.sd)
+        if not x:
+            return False
+        bars = sds if self.kind == VALIDATED else None
+        ax.errorbar(x, losses, bars, color=self.color, capsize=3, **self.style)
+        return True
 
 
 class Picture(NamedTuple):
@@ -732,53 +1009,77 @@ class Picture(NamedTuple):
 
     @property
     def mark(self) -> str:
-        inputs = [(g.label, g.target, [(r.curve, r.training) for r in g.counted]) for g in self.groups]
-        return digest(Picture, inputs, self[1:], STYLES)
+        inputs = []
+        for group in self.groups:
+            curves = [(run.curve, run.training) for run in group.counted]
+            inputs.append((group.label, group.target, curves))
+        return digest([Picture, Curve], inputs, self.lines, self.over, STYLES)
 
     def draw(self, path: str | Path) -> None:
         """Writes a PNG with its mark."""
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
-        from matplotlib.ticker import MaxNLocator, NullLocator
 
         fig = Figure(figsize=(6 + 2 * len(self.over), 4.6), layout="constrained")
         axes = fig.subplots(1, len(self.over), sharey=True, squeeze=False)[0]
-        levels = [("target", target) for target in sorted({g.target for g in self.groups})] + self.lines
-        shown, handles, kinds = [level for _, level in levels], [], {}
+        labels = []
+        kinds = {}
+        losses = []
         for number, group in enumerate(self.groups):
-            color, ((loss, _), (time, _)) = f"C{number}", group.means
-            label = f"{group.label} (n={len(group.counted)}): {show(loss)} after {show(time, '.1f')} s"
-            handles.append(Line2D([], [], color=color, linewidth=2, label=label))
-            stages = [stage for run in group.counted for stage in run.header.config.get("stages", [])]
-            validation, *trainings = STYLES
-            training = trainings[any(stage.get("candidates") for stage in stages)]
-            for curve, kind in ((mean_curve(group), validation), (training_curve(group), training)):
-                points, style = [point for point in curve if math.isfinite(point[2])], STYLES[kind]
-                if len(points) <= FEW:
-                    style = style | {"linestyle": "none"}
-                shown += [point[2] for point in points if point[0] >= STEEP * points[-1][0]]
-                for ax, label in zip(axes, self.over):
-                    column = int(label != "step")
-                    drawn = [(point[column], *point[2:]) for point in points if math.isfinite(point[column])]
-                    if drawn:
-                        ax.errorbar(*zip(*drawn), color=color, capsize=3, **style)  # x, loss, sd
-                        kinds[kind] = Line2D([], [], color="0.4", **style)
-        for ax, label in zip(axes, self.over):
-            ax.set(xlabel=label, xlim=(0, None))
-            for _, level in levels:
+            color = f"C{number}"
+            final = f"{show(group.loss.mean)} after {show(group.time.mean, '.1f')} s"
+            label = f"{group.label} (n={len(group.counted)}): {final}"
+            labels.append(Line2D([], [], color=color, linewidth=2, label=label))
+            for curve in self.curves(group, color):
+                losses += curve.fitted_losses()
+                for ax, over in zip(axes, self.over):
+                    if curve.draw(ax, over):
+                        kinds[curve.kind] = Line2D([], [], color="0.4", **curve.style)
+        self.draw_levels(axes)
+        self.scale_axes(axes, losses)
+        fig.legend(handles=labels, loc="outside upper left")
+        names = list(kinds)
+        if all(len(group.counted) <= 1 for group in self.groups):
+            names = [kind.partition(";")[0] for kind in kinds]  # there are no bars
+        fig.legend(kinds.values(), names, loc="outside upper right")
+        fig.savefig(path, format="png", metadata={"Source": self.mark})
+
+    def curves(self, group: Group, color: str) -> list[Curve]:
+        """Returns the group's validation and training losses, where they are finite."""
+        training = TRAINED
+        for run in group.counted:
+            for stage in run.header.config.get("stages", []):
+                if stage.get("candidates"):
+                    training = TRAINED_SAMPLED
+        curves = []
+        for kind, points in ((VALIDATED, mean_curve(group)), (training, training_curve(group))):
+            curves.append(Curve(kind, color, [point for point in points if math.isfinite(point.loss)]))
+        return curves
+
+    def levels(self) -> list[tuple[str, float]]:
+        """Returns label and loss of the dashed lines."""
+        targets = sorted({group.target for group in self.groups})
+        return [("target", target) for target in targets] + self.lines
+
+    def draw_levels(self, axes) -> None:
+        for name, level in self.levels():
+            for ax in axes:
                 ax.axhline(level, color="0.4", linestyle="--", linewidth=1)
+            right_of_axes = axes[-1].get_yaxis_transform()  # x in widths of the axes, y a loss
+            axes[-1].text(1.01, level, f"{name} {level:g}", transform=right_of_axes, va="center")
+
+    def scale_axes(self, axes, losses: list[float]) -> None:
+        """Fits the loss axis to these losses and the levels."""
+        from matplotlib.ticker import MaxNLocator, NullLocator
+
+        for ax, over in zip(axes, self.over):
+            ax.set(xlabel=over, xlim=(0, None))
             clear(ax)
-        for name, level in levels:
-            axes[-1].text(1.01, level, f"{name} {level:g}", transform=ax.get_yaxis_transform(), va="center")
+        shown = losses + [level for _, level in self.levels()]
         axes[0].set(yscale="log", ylim=(0.98 * min(shown), 1.02 * max(shown)))
         axes[0].set_ylabel("loss, nats per token (logarithmic)")
         ticks = MaxNLocator(8, steps=[1, 2, 2.5, 5, 10])
         axes[0].yaxis.set(major_locator=ticks, major_formatter="{x:g}", minor_locator=NullLocator())
-        fig.legend(handles=handles, loc="outside upper left")
-        has_bars = any(len(group.counted) > 1 for group in self.groups)
-        names = [kind if has_bars else kind.partition(";")[0] for kind in kinds]
-        fig.legend(kinds.values(), names, loc="outside upper right")
-        fig.savefig(path, format="png", metadata={"Source": self.mark})
 
 
 def clear(ax) -> None:
@@ -786,76 +1087,116 @@ def clear(ax) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def columns(points: list) -> Any:
+def columns(points: list[Point]) -> Any:
     """Returns arrays of steps, losses and times. Before a restart of the clock times are nan."""
     import numpy as np
 
     steps, losses, times = np.array(points, float).T
-    times[times > np.fmin.accumulate(times[::-1])[::-1]] = math.nan
+    least_from_here = np.fmin.accumulate(times[::-1])[::-1]
+    times[times > least_from_here] = math.nan
     return steps, losses, times
 
 
-def mean_curve(group: Group) -> list[tuple]:
-    """Returns (step, mean time in s, mean loss, sd of the loss) at the steps that every run validated.
+def mean_curve(group: Group) -> list[MeanPoint]:
+    """Returns the mean validation losses at the steps that every run validated.
 
-    A mean over some of the runs would jump where one drops out. The time is nan where a run has none.
+    A mean over some of the runs would jump where one drops out.
     """
     import numpy as np
 
-    runs = [{int(step): values for step, *values in zip(*columns(r.curve))} for r in group.counted]
-    points = []
-    for step in sorted(set.intersection(*map(set, runs))) if runs else []:
-        losses, times = zip(*(run[step] for run in runs))
-        points.append((step, np.mean(times), np.mean(losses), mean_and_sd(losses)[1] or math.nan))
-    return points
+    if not group.counted:
+        return []
+    runs = []
+    for run in group.counted:
+        at_step = {}
+        for step, loss, time in zip(*columns(run.curve)):
+            at_step[int(step)] = Point(int(step), loss, time)
+        runs.append(at_step)
+    shared = set(runs[0])
+    for at_step in runs:
+        shared &= set(at_step)
+    curve = []
+    for step in sorted(shared):
+        points = [at_step[step] for at_step in runs]
+        losses = [point.loss for point in points]
+        times = [point.time_s for point in points]
+        sd = mean_and_sd(losses).sd or math.nan  # no bar for equal losses
+        curve.append(MeanPoint(step, float(np.mean(times)), float(np.mean(losses)), sd))
+    return curve
 
 
-def training_curve(group: Group) -> list[tuple]:
-    """Returns (step, mean time in s, mean training loss, smoothed) at each step that all runs' logs cover.
+def training_curve(group: Group) -> list[MeanPoint]:
+    """Returns the mean training losses, smoothed, at each step that all runs' logs cover.
 
     Smoothed: the mean of the covered steps from step - w to step + w, where 2 w is SMOOTHED of the last step.
     """
     import numpy as np
 
-    logged = [[point for point in run.training if math.isfinite(point[1])] for run in group.counted]
-    if not logged or not all(logged):
+    logged = []
+    for run in group.counted:
+        points = [point for point in run.training if math.isfinite(point.loss)]
+        if not points:
+            return []
+        logged.append(points)
+    if not logged:
         return []
     # On a GPU some losses are not logged, those that arrive together with a later one: they are interpolated.
-    last = min(run[-1][0] for run in logged)
-    steps = np.arange(max(run[0][0] for run in logged), last + 1)
-    times, losses = np.zeros(len(steps)), np.zeros(len(steps))
-    for at, loss, time in map(columns, logged):
+    first = max(points[0].step for points in logged)
+    last = min(points[-1].step for points in logged)
+    steps = np.arange(first, last + 1)
+    times = np.zeros(len(steps))
+    losses = np.zeros(len(steps))
+    for points in logged:
+        at, loss, time = columns(points)
         times += np.interp(steps, at, time) / len(logged)
         losses += np.interp(steps, at, loss) / len(logged)
     w = round(SMOOTHED * last / 2)
-    smoothed = (float(losses[max(i - w, 0) : i + w + 1].mean()) for i in range(len(steps)))
-    return list(zip(steps.tolist(), times.tolist(), smoothed))
+    curve = []
+    for i, step in enumerate(steps.tolist()):
+        smoothed = losses[max(i - w, 0) : i + w + 1].mean()
+        curve.append(MeanPoint(step, float(times[i]), float(smoothed)))
+    return curve
 
 
 def diff_report(path_a: str, path_b: str) -> str:
     """Reports what changed in config and script from log A to log B."""
-    sources, configs = [], []
-    for path in (path_a, path_b):
-        text = b"\n" + Path(path).read_bytes() + b"\n"
-        source_end = SOURCE_END.search(text)
-        if source_end is None:
-            raise UserError(f"{path}: holds no source: no line of = after it")
-        sources.append(decode(text[1 : source_end.start() + 1]).splitlines())
-        header = read_header(decode(text[source_end.start() :]), path, Header())
-        configs.append(sorted(flatten(header.config | {"script": header.script})))
-    out = []
-    for what, (a, b), context in (("config", configs, 0), ("script", sources, 3)):
-        changes = difflib.unified_diff(a, b, path_a, path_b, lineterm="", n=context)
-        out += [what, *changes] if a != b else [what, "  no difference"]
-    return "\n".join(out)
+    config_a, source_a = config_and_source(path_a)
+    config_b, source_b = config_and_source(path_b)
+    lines = ["config", *changed_lines(config_a, config_b, path_a, path_b, context=0)]
+    lines += ["script", *changed_lines(source_a, source_b, path_a, path_b, context=3)]
+    return "\n".join(lines)
+
+
+def config_and_source(path: str) -> tuple[list[str], list[str]]:
+    """Returns the lines of a log's config, flattened and sorted, and of its source."""
+    text = b"\n" + Path(path).read_bytes() + b"\n"
+    source_end = SOURCE_END.search(text)
+    if source_end is None:
+        raise UserError(f"{path}: holds no source: no line of = after it")
+    source = decode(text[1 : source_end.start() + 1]).splitlines()
+    header = read_header(decode(text[source_end.start() :]), path, Header())
+    config = flatten(header.config | {"script": header.script})
+    return sorted(config), source
+
+
+def changed_lines(a: list[str], b: list[str], path_a: str, path_b: str, context: int) -> list[str]:
+    if a == b:
+        return ["  no difference"]
+    return list(difflib.unified_diff(a, b, path_a, path_b, lineterm="", n=context))
 
 
 def flatten(config, name: str = "") -> list[str]:
     """Flattens nested JSON to ["layers.3.window: long", ...], so that a changed cell is one line."""
-    if isinstance(config, (dict, list)) and config:
-        items = config.items() if isinstance(config, dict) else enumerate(config)
-        return [line for key, value in items for line in flatten(value, f"{name}.{key}".lstrip("."))]
-    return [f"{name}: {json.dumps(config)}"]
+    if isinstance(config, dict) and config:
+        items = list(config.items())
+    elif isinstance(config, list) and config:
+        items = list(enumerate(config))
+    else:
+        return [f"{name}: {json.dumps(config)}"]
+    lines = []
+    for key, value in items:
+        lines += flatten(value, f"{name}.{key}".lstrip("."))
+    return lines
 
 
 # ============================================================================================================
@@ -889,62 +1230,94 @@ NAMED = {
 }
 
 
-def read_records(errors: list[str]) -> dict[Path, list[Group]]:
-    """Returns each record's group, and its baseline's, by folder. Adds what could not be read to `errors`."""
-    records = {}
-    for folder in sorted(p for track in TRACKS for p in HERE.glob(f"{track}/{DATED}")):
-        baseline = [f"baseline={path}" for path in folder.glob("baseline")]
-        groups, unreadable = read_groups([str(folder), *baseline], None)
+@dataclass
+class Record:
+    """Holds the runs of a record, and those that it was compared with, if there are any."""
+
+    folder: Path
+    group: Group
+    baseline: Group | None = None
+
+
+def read_records(errors: list[str]) -> list[Record]:
+    """Returns the records that have finished runs. Adds what could not be read to `errors`."""
+    folders: list[Path] = []
+    for track in TRACKS:
+        folders += HERE.glob(f"{track}/{DATED}")
+    records = []
+    for folder in sorted(folders):
+        baseline = folder / "baseline"
+        paths = [str(folder)]
+        if baseline.exists():
+            paths.append(f"baseline={baseline}")
+        groups, unreadable = read_groups(paths, None)
         errors += unreadable
         print_warnings(groups[:1])  # the baseline's would compare it with the record
         if groups[0].counted:
-            records[folder] = groups
+            record = Record(folder, groups[0])
+            if len(groups) > 1:
+                record.baseline = groups[1]
+            records.append(record)
         else:
             print(f"compare.py: warning: {folder}: left out, holds no finished run", file=sys.stderr)
     return records
 
 
-def record_tables(records: dict[Path, list[Group]]) -> str:
+def record_tables(records: list[Record]) -> str:
     """Returns a Markdown table of each track's records."""
-    out = []
+    lines = []
     for track in TRACKS:
-        body = [record_row(p, groups) for p, groups in records.items() if p.parent.name == track]
-        out += [f"### `{track}`", ""]
-        out += markdown_table(RECORD_COLUMNS, body) if body else ["None yet.", ""]
-    return "\n".join(out)
+        lines += [f"### `{track}`", ""]
+        rows = [record_row(record) for record in records if record.folder.parent.name == track]
+        lines += markdown_table(RECORD_COLUMNS, rows) if rows else ["None yet.", ""]
+    return "\n".join(lines)
 
 
-def record_row(folder: Path, groups: list[Group]) -> list[str]:
-    """Returns the cells of a record, groups[0], compared with its baseline, groups[1], if it has one."""
-    day, name = folder.name.split("_", 1)
-    group, *baseline = groups
-    ((loss, _), (time, _)), change = group.means, "-"
-    for base in baseline:
-        delta, _, _, p = difference(group.times, base.times)
-        percent = percentage(delta, base, 1)
-        if percent and not differences(group, base):
-            change = f"{percent}, p {show_p(p)}"
+def record_row(record: Record) -> list[str]:
+    """Returns the cells of a record's row."""
+    day, name = record.folder.name.split("_", 1)
+    group = record.group
     return [
         day,
-        f"[{name}]({folder.parent.name}/{folder.name})",
+        f"[{name}]({record.folder.parent.name}/{record.folder.name})",
         str(len(group.counted)),
-        show(loss),
+        show(group.loss.mean),
         show_p(p_below(group.losses, group.target)),
-        show(time, ".1f") + " s",
-        change,
+        show(group.time.mean, ".1f") + " s",
+        time_change(record),
         re.sub(r" \(.*?\)", "", group.listed(ALIKE["hardware"])),
         group.listed(lambda r: r.header.commit),
     ]
 
 
-class History(NamedTuple):
-    """Draws the public records' times over their dates. Rows: number, minutes, date, change, source."""
+def time_change(record: Record) -> str:
+    """Returns by how many percent the record is faster than its baseline, if they can be compared."""
+    base = record.baseline
+    if base is None or differences(record.group, base):
+        return "-"
+    time = difference(record.group.times, base.times)
+    percent = percentage(time.delta, base, 1)
+    return f"{percent}, p {show_p(time.p)}" if percent else "-"
 
-    rows: list[list[str]]  # a repeated number is the same record, timed again
+
+class PublicRecord(NamedTuple):
+    """Holds a line of history.csv."""
+
+    number: str  # repeated: the same record, timed again
+    minutes: str
+    date: str
+    change: str
+    source: str
+
+
+class History(NamedTuple):
+    """Draws the public records' times over their dates."""
+
+    rows: list[PublicRecord]
 
     @property
     def mark(self) -> str:
-        return digest(History, self.rows, NAMED)
+        return digest([History], self.rows, NAMED)
 
     def draw(self, path: Path) -> None:
         from matplotlib.figure import Figure
@@ -952,17 +1325,18 @@ class History(NamedTuple):
 
         fig = Figure(figsize=(9, 5), layout="constrained")
         ax: Any = fig.subplots()
-        days = [date.fromisoformat(row[2]) for row in self.rows]
-        times = [float(row[1]) for row in self.rows]
+        days = [date.fromisoformat(row.date) for row in self.rows]
+        times = [float(row.minutes) for row in self.rows]
         ax.step(days, times, "C0", where="post", linewidth=1)
         drawn = set()
-        for (number, *_), day, time in zip(self.rows, days, times):
-            ax.plot(day, time, "C0o", markersize=4, markerfacecolor="white" if number in drawn else "C0")
-            if int(number) in NAMED and number not in drawn:
-                name, right, above = NAMED[int(number)]
-                offset = {"xytext": (right, above), "textcoords": "offset points"}
-                ax.annotate(f"{number}: {name}", (day, time), fontsize=9, **offset)
-            drawn.add(number)
+        for row, day, time in zip(self.rows, days, times):
+            is_repeated = row.number in drawn
+            ax.plot(day, time, "C0o", markersize=4, markerfacecolor="white" if is_repeated else "C0")
+            if int(row.number) in NAMED and not is_repeated:
+                name, right, above = NAMED[int(row.number)]
+                text = f"{row.number}: {name}"
+                ax.annotate(text, (day, time), xytext=(right, above), textcoords="offset points", fontsize=9)
+            drawn.add(row.number)
         title = "Public NanoGPT speedrun: time to a validation loss of 3.28 on 8 H100s"
         ax.set(yscale="log", ylim=(0.5, 60), ylabel="time (logarithmic)", title=title)
         ax.set_yticks([0.5, 1, 2, 3, 5, 10, 20, 45])
@@ -974,24 +1348,37 @@ class History(NamedTuple):
 def read_history() -> History:
     """Returns the public records, in order."""
     with open(HERE / "history.csv", encoding="utf-8", newline="") as file:
-        return History(list(csv.reader(file))[1:])
+        rows = list(csv.reader(file))
+    return History(list(map(PublicRecord._make, rows[1:])))
 
 
 def is_current(path: Path, mark: str) -> bool:
     return path.exists() and mark.encode() in path.read_bytes()
 
 
-def readme_parts(records: dict[Path, list[Group]]) -> dict[str, str]:
+def readme_parts(records: list[Record]) -> dict[str, str]:
     """Returns the generated parts of records/README.md, by name."""
     history = markdown_table(["#", "minutes", "date", "change", "source"], read_history().rows)
     return {"records": record_tables(records), "history": "\n".join(history)}
 
 
-def find_pictures(records: dict[Path, list[Group]], errors: list[str]) -> dict[Path, Picture | History]:
+def replace_part(text: str, name: str, part: str) -> str:
+    """Replaces what is between the lines <!-- NAME --> and <!-- end of NAME -->."""
+    begin = f"<!-- {name} -->\n"
+    end = f"<!-- end of {name} -->\n"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return before + begin + part + end + after
+
+
+def find_pictures(records: list[Record], errors: list[str]) -> dict[Path, Picture | History]:
     """Returns all pictures, by file. Adds what could not be read to `errors`."""
     pictures: dict[Path, Picture | History] = {HERE / "history.png": read_history()}
-    for folder, (record, *baseline) in records.items():
-        pictures[folder / "curves.png"] = Picture([*baseline, record], [])
+    for record in records:
+        groups = [record.group]
+        if record.baseline is not None:
+            groups.insert(0, record.baseline)
+        pictures[record.folder / "curves.png"] = Picture(groups, [])
     folder = HERE.parent / "bench/curves"
     for name, (logs, over) in PICTURES.items():
         paths = [f"{label}={folder / log}" for label, log in logs.items()]
@@ -1008,13 +1395,11 @@ def update() -> list[str]:
     pictures = find_pictures(records, errors)
     if errors:
         return errors
-    path = HERE / "README.md"
-    text = path.read_text(encoding="utf-8")
+    readme = HERE / "README.md"
+    text = readme.read_text(encoding="utf-8")
     for name, part in readme_parts(records).items():
-        before, rest = text.split(f"<!-- {name} -->\n")
-        _, after = rest.split(f"<!-- end of {name} -->\n")
-        text = f"{before}<!-- {name} -->\n{part}<!-- end of {name} -->\n{after}"
-    path.write_text(text, encoding="utf-8")
+        text = replace_part(text, name, part)
+    readme.write_text(text, encoding="utf-8")
     for path, picture in pictures.items():
         if not is_current(path, picture.mark):
             picture.draw(path)
@@ -1065,17 +1450,20 @@ def main(argv: list[str] | None = None) -> int:
 
 def report(args: argparse.Namespace) -> list[str]:
     """Prints what the logs say; begins a record, draws curves. Returns what could not be read."""
+    paths = args.paths
     if args.begin:
         folder = Path(os.path.relpath(args.begin))
-        args.paths = [f"{path}" for path in [*folder.glob("baseline"), folder]]
-    groups, errors = read_groups(args.paths, args.target)
+        paths = [str(folder)]
+        if (folder / "baseline").exists():
+            paths.insert(0, str(folder / "baseline"))
+    groups, errors = read_groups(paths, args.target)
     if args.json:
         print(json.dumps(as_json(groups), indent=1, allow_nan=False))
         print_warnings(groups)
     else:
         text = text_report(groups, args.anyway)
         if args.begin and not errors:
-            print(begin_readme(folder, args.paths, text) + "\n")
+            print(begin_readme(folder, paths, text) + "\n")
         print(text)
     if args.curves:
         Picture(groups, []).draw(args.curves)

@@ -25,7 +25,8 @@ class Hub:
 
     def __init__(self, files):
         self.files = files
-        self.heads, self.requests = [], []
+        self.heads = []
+        self.requests = []
         # name: [(size, how)], one per response: it stops after `size` bytes. hold: it is silent until
         # `release` is set, and is then closed; reset: likewise, and is then reset.
         self.breaks = defaultdict(list)
@@ -58,10 +59,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def answer(self, status, **headers):
+    def answer(self, status, headers):
         self.send_response(status)
         for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), str(value))
+            self.send_header(name, str(value))
         self.end_headers()
 
     def do_HEAD(self):
@@ -73,14 +74,22 @@ class Handler(BaseHTTPRequestHandler):
         name = self.path.rpartition("/")[2]
         if self.path != f"/bytes/{name}":
             return self.redirect(name)
-        body, asked = self.hub.files[name], self.headers["Range"]
+        body = self.hub.files[name]
+        asked = self.headers["Range"]
         self.hub.requests.append((name, asked))
         if self.hub.gather:
             self.hub.gather.wait()
-        size, how = self.hub.breaks[name].pop(0) if self.hub.breaks[name] else (len(body), None)
-        begin = int(re.fullmatch(r"bytes=(\d+)-", asked)[1]) if asked else 0
-        part = {"Content_Range": f"bytes {begin}-{len(body) - 1}/{len(body)}"} if asked else {}
-        self.answer(206 if asked else 200, Content_Length=len(body) - begin, **part)
+        size = len(body)
+        how = None
+        if self.hub.breaks[name]:
+            size, how = self.hub.breaks[name].pop(0)
+        begin = 0
+        if asked:
+            begin = int(re.fullmatch(r"bytes=(\d+)-", asked)[1])
+            part = f"bytes {begin}-{len(body) - 1}/{len(body)}"
+            self.answer(206, {"Content-Length": len(body) - begin, "Content-Range": part})
+        else:
+            self.answer(200, {"Content-Length": len(body)})
         self.wfile.write(body[begin : begin + size])
         if how:
             self.hub.release.wait()
@@ -92,9 +101,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def redirect(self, name):
         if name not in self.hub.files or not self.path.startswith(self.hub.root):
-            return self.answer(404, X_Error_Code="EntryNotFound", Content_Length=0)
+            return self.answer(404, {"X-Error-Code": "EntryNotFound", "Content-Length": 0})
         body = self.hub.files[name]
         etag = self.hub.etags.get(name, hashlib.sha256(body).hexdigest())
-        facts = {"X-Repo-Commit": "0" * 40, "X-Linked-Etag": f'"{etag}"', "X-Linked-Size": len(body)}
-        place = f"http://localhost:{self.hub.port}/bytes/{name}"
-        self.answer(302, Location=place, Content_Length=0, **facts)
+        headers = {
+            "X-Repo-Commit": "0" * 40,
+            "X-Linked-Etag": f'"{etag}"',
+            "X-Linked-Size": len(body),
+            "Location": f"http://localhost:{self.hub.port}/bytes/{name}",
+            "Content-Length": 0,
+        }
+        self.answer(302, headers)

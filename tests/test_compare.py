@@ -13,6 +13,7 @@ from pathlib import Path
 import compare
 import numpy as np
 import pytest
+from compare import MeanPoint, Point
 from matplotlib.figure import Figure
 
 ROOT = Path(compare.__file__).resolve().parent.parent
@@ -43,18 +44,25 @@ SMI = """+-----------------------------------------+
 # Published runs: five of a change and three of its baseline (seconds).
 LOSSES = [3.2789, 3.2772, 3.2804, 3.277, 3.2792]
 TIMES = [95.168, 95.219, 95.069, 95.277, 95.303]
-BASE_LOSSES, BASE_TIMES = [3.2781, 3.2790, 3.2776], [95.972, 95.914, 95.985]
+BASE_LOSSES = [3.2781, 3.2790, 3.2776]
+BASE_TIMES = [95.972, 95.914, 95.985]
 
 
 def steps(loss=3.2785, seconds=95.0, total=500, first=0, last=None, validate_last=True):
     """Returns lines of steps `first` to `last` (default: all), validated every 125 steps and at the end."""
-    last, lines = last or total, []
+    last = last or total
+    lines = []
     for step in range(first, last + 1, 25):
-        time = f"train_time:{seconds * 1000 * step / total:.0f}ms step_avg:{'9.00' if step else 'nan'}ms"
+        average = "9.00" if step else "nan"
+        time = f"train_time:{seconds * 1000 * step / total:.0f}ms step_avg:{average}ms"
         if step:
             lines.append(f"step:{step}/{total} {time}")
-        if validate_last if step == last else step % 125 == 0:
-            value = loss if step == last else 11 - 7 * step / total
+        value = None
+        if step < last and step % 125 == 0:
+            value = 11 - 7 * step / total
+        if step == last and validate_last:
+            value = loss
+        if value is not None:
             lines.append(f"step:{step}/{total} val_loss:{value:.4f} {time}")
     return "\n".join(lines)
 
@@ -83,7 +91,13 @@ def own_log(
 def run(capsys, tmp_path, monkeypatch):
     """Returns a function that runs compare.py in an empty folder: its exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    return lambda command: (compare.main(shlex.split(command)), *capsys.readouterr())
+
+    def run(command):
+        code = compare.main(shlex.split(command))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
 
 
 def write(folder, *texts):
@@ -91,14 +105,29 @@ def write(folder, *texts):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for i, text in enumerate(texts):
-        text = own_log(text, 90 + i) if isinstance(text, float) else text
+        if isinstance(text, float):
+            text = own_log(text, 90 + i)
         (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+
+
+def write_runs(folder, losses, times, **options):
+    """Writes our logs 0.txt, 1.txt, ... with these losses and times (s)."""
+    logs = []
+    for loss, time in zip(losses, times, strict=True):
+        logs.append(own_log(loss, time, **options))
+    write(folder, *logs)
 
 
 def read(text):
     """Returns the runs in a log, and the notes on it."""
     Path("log").write_text(text)
     return compare.read_log("log")
+
+
+def read_group(path="."):
+    """Returns the group of the logs at `path`."""
+    (group,), _ = compare.read_groups([path], None)
+    return group
 
 
 def read_json(run, command):
@@ -110,18 +139,25 @@ def read_json(run, command):
 # ------------------------------------------------------------------------------------------------------- logs
 
 
+def text_of(fixture, end="\n"):
+    """Returns the lines of a fixture, each with this end."""
+    return end.join(fixture["tail"]) + end
+
+
 @pytest.mark.parametrize("fixture", FIXTURES, ids=[f["expect"]["format_era"] for f in FIXTURES])
 def test_formats_and_odd_lines(run, fixture):
     want = fixture["expect"]
-    for end in ("", "\n", "\r\n"):  # "": no final newline
-        (found,), notes = read((end or "\n").join(fixture["tail"]) + end)
+    no_final_newline = text_of(fixture).removesuffix("\n")
+    for text in (no_final_newline, text_of(fixture), text_of(fixture, "\r\n")):
+        (found,), notes = read(text)
         for name in ("final_step", "total_steps", "peak_mem_mib", "complete"):
             assert getattr(found, name) == want[name]
         assert (found.val_loss, notes) == (want["final_val_loss"], [])
         time = want["final_train_time_ms"]
         assert found.train_time_s == (time and pytest.approx(time / 1000))
         if "training" in want:
-            assert repr(found.training) == repr([*map(tuple, want["training"])])
+            training = list(map(Point._make, want["training"]))
+            assert repr(found.training) == repr(training)  # nan is not equal to nan
 
 
 def test_any_number_of_rules_may_follow_the_source(run):
@@ -170,7 +206,8 @@ def test_a_validation_that_cannot_be_read_is_named(run, line):
     assert err == f"compare.py: log:{first.count(chr(10)) + 2}: cannot read this validation: {line!r}\n"
 
 
-OURS, LATE, _ = ("\n".join(fixture["tail"]) + "\n" for fixture in FIXTURES[-3:])
+OURS = text_of(FIXTURES[-3])
+LATE = text_of(FIXTURES[-2])
 LLMC = "s:0 trl:11.5 lr:0\ns:1 tel:11.0\ns:1 trl:10.5 lr:0\ns:500 tel:3.27\n"
 
 
@@ -182,14 +219,16 @@ def test_several_runs_in_a_file(run):
     text += "\n".join(text.splitlines()[-4:]) + "\npeak memory allocated: 77 MiB reserved: 88 MiB\n"
     runs, notes = read(text)
     form = "{0.val_loss} {0.train_time_s} {0.total_steps} {0.header.torch} {0.peak_mem_mib}".format
-    assert [*map(form, runs)] == [
+    assert list(map(form, runs)) == [
         "3.27 90.0 500 2.13.0 31253",
         "3.26 91.0 500 2.14.0 31253",
         "None None 400 2.14.0 None",  # the header before it, whose config means that it must be closed
         "3.24 93.0 500 2.13.0 77",
     ]
     assert [r.index for r in runs if r.complete] == [0, 1, 3] and len(notes) == 1
-    assert [[step for step, *_ in found.training] for found in read(LATE + OURS)[0]] == [[1, 3], [1, 2]]
+    (late, ours), _ = read(LATE + OURS)
+    assert [point.step for point in late.training] == [1, 3]
+    assert [point.step for point in ours.training] == [1, 2]
 
 
 # ----------------------------------------------------------------------------------------------------- groups
@@ -208,7 +247,11 @@ def test_paths_and_labels(run):
     )
     out, _ = read_json(run, paths)
     assert [f"{g['label']}: {g['n']} {g['loss_mean']:.3f}" for g in out["groups"]] == [
-        *("new: 3 3.257", "my runs/[01].txt: 2 3.265", "lr=2: 1 3.250", "old: 1 3.300", "my runs: 2 3.265"),
+        "new: 3 3.257",
+        "my runs/[01].txt: 2 3.265",
+        "lr=2: 1 3.250",
+        "old: 1 3.300",
+        "my runs: 2 3.265",
         "other/my runs: 1 3.230",
     ]
     for name in "01":
@@ -217,7 +260,7 @@ def test_paths_and_labels(run):
 
 
 def test_repeats_are_dropped_and_named(run):
-    write("runs", *map(own_log, [3.27, 3.27, 3.28, 3.27], [90, 90, 90, 91]))
+    write_runs("runs", [3.27, 3.27, 3.28, 3.27], [90, 90, 90, 91])
     Path("runs/10.stdout").write_text(steps(3.28, 90))  # sorts before the log, and has no header
     out, err = read_json(run, "runs")
     assert [r["path"] for r in out["groups"][0]["runs"]] == ["runs/0.txt", "runs/2.txt", "runs/3.txt"]
@@ -239,8 +282,9 @@ def test_which_runs_count(run):
     for text, expected in WHICH.items():
         write("runs", 3.27, text)
         out, err = read_json(run, "runs")
-        (group,), (found, note) = out["groups"], expected.split(": ", 1)
-        assert "{val_loss} {train_time_s} {complete}".format(**group["runs"][1]) == found
+        (group,) = out["groups"]
+        found, note = expected.split(": ", 1)
+        assert "{val_loss} {train_time_s} {complete}".format_map(group["runs"][1]) == found
         assert group["n"] == 2 - found.startswith("None None") and note in err and bool(note) == bool(err)
     # The last has diverged, which counts against its group.
     assert (group["loss_mean"], group["p_target"], group["meets_target"]) == (None, None, False)
@@ -264,13 +308,16 @@ def test_warnings_about_what_is_mixed(run):
     write("base", own_log(3.27, 90, config={"seed": 3}), own_log(3.27, 91, config={"seed": 4}))
     for change, warning in MIXED:
         write("mixed", own_log(3.27, 92), own_log(3.26, 93, **change))
-        err, name = read_json(run, "base mixed")[1], warning.partition(" ")[0]
+        name = warning.partition(" ")[0]
+        _, err = read_json(run, "base mixed")
         assert f"mixed: its runs differ in {warning}\n" in err and "warning: base" not in err
         within_only = name in ("steps", "scripts", "tracks")
         assert (f"mixed: it differs from base in {name}\n" in err) != within_only
     assert "the target 2.92" in run("mixed")[1]  # the lowest
     # Seeds may repeat between groups, but not within one.
-    write("mixed", *(own_log(3.27, 90 + i, config={"seed": seed}) for i, seed in enumerate([3, 4, 3, 3])))
+    write("mixed")
+    for i, seed in enumerate([3, 4, 3, 3]):
+        Path(f"mixed/{i}.txt").write_text(own_log(3.27, 90 + i, config={"seed": seed}))
     assert read_json(run, "base mixed")[1].count("warning") == 1
 
 
@@ -294,9 +341,12 @@ def test_record(run):
         for group, seconds in (("base", 95), ("new", 90)):
             write(group)
             for i in range(5):
-                name, options = f"{group}/{i}.txt", {"loss": 3.27, "seconds": seconds}
-                options |= change if name.startswith(changed) else {}
-                options |= {"loss": options["loss"] + i / 999, "seconds": options["seconds"] + i / 9}
+                name = f"{group}/{i}.txt"
+                options = {"loss": 3.27, "seconds": seconds}
+                if name.startswith(changed):
+                    options |= change
+                options["loss"] += i / 999
+                options["seconds"] += i / 9
                 Path(name).write_text(own_log(**options))
         out = run("base new --target 9")[1]  # a record is of the track's target
         assert f"\nrecord: {answer}, because" in out, change
@@ -319,7 +369,8 @@ def test_no_percentage_between_machines_or_data(run):
 
 
 def test_a_records_readme_is_begun_once(run, monkeypatch):
-    folder, readme = "2026-11-24_My_Idea", Path("2026-11-24_My_Idea/README.md")
+    folder = "2026-11-24_My_Idea"
+    readme = Path(folder, "README.md")
     write(folder, 3.27, 3.26)
     table = run(folder)[1]
     monkeypatch.setenv("RUN_COMMAND", "./run.sh --name My_Idea")
@@ -361,22 +412,36 @@ RESUMED = {
 }
 
 
+def write_resumed(name, seconds, after, last, validated):
+    """Writes the log of a run of seed 1 that was resumed after this step; 0: that began."""
+    data = "ab12"
+    if after:
+        data += f"\nresumed: seed1 after step {after}; by another script"
+    closing = "complete: yes\n" if last == 500 else ""
+    first = math.ceil(after / 125) * 125
+    text = own_log(3.0, seconds, data=data, closing=closing, first=first, last=last, validate_last=validated)
+    Path(f"{name}.txt").write_text(text)
+
+
 @pytest.mark.parametrize("logs, counts", RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_counts_once(run, logs, counts):
-    for name, *numbers in map(str.split, logs.split(",")):
-        seconds, after, last, validated = map(int, numbers)
-        data = f"ab12\nresumed: seed1 after step {after}; by another script" if after else "ab12"
-        part = {"first": -(-after // 125) * 125, "last": last, "validate_last": validated}
-        closing = "complete: yes\n" if last == 500 else ""
-        Path(f"{name}.txt").write_text(own_log(3.0, seconds, data=data, closing=closing, **part))
+    names = []
+    for log in logs.split(","):
+        name, seconds, after, last, validated = log.split()
+        names.append(f"{name}.txt")
+        write_resumed(name, int(seconds), int(after), int(last), bool(int(validated)))
     Path("seed2.txt").write_text(own_log(3.1, 95))
-    (group,), _ = compare.read_groups(["."], None)
-    *kept, other = group.runs
-    points = [", ".join(f"{s} {500 * time / s:.0f}" for s, _, time in r.curve if s) for r in kept]
-    assert [f"{Path(r.path).stem}: {curve}" for r, curve in zip(kept, points)] == [counts]
+    group = read_group()
+    kept, other = group.runs
+    points = []
+    for point in kept.curve:
+        if point.step:
+            points.append(f"{point.step} {500 * point.time_s / point.step:.0f}")
+    assert f"{Path(kept.path).stem}: {', '.join(points)}" == counts
     assert other.val_loss == 3.1
-    (joined,) = (note for note in group.notes if "resumed, one run with" in note)
-    assert all(f"{log.split()[0]}.txt" in joined for log in logs.split(","))
+    (joined,) = [note for note in group.notes if "resumed, one run with" in note]
+    for name in names:
+        assert name in joined
 
 
 def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(run):
@@ -385,8 +450,7 @@ def test_training_losses_of_a_resumed_run_are_those_of_what_went_on(run):
     Path("seed1.from1.txt").write_text(
         f"config: {{}}\nresumed: seed1 after step 1\n{LATE.replace('@1', '@2')}"
     )
-    (group,), _ = compare.read_groups(["."], None)
-    assert [point[:2] for point in group.runs[0].training] == [(1, 5.5), (2, 5.5), (3, 3.5)]
+    assert [point[:2] for point in read_group().runs[0].training] == [(1, 5.5), (2, 5.5), (3, 3.5)]
 
 
 # ------------------------------------------------------------------------------------------------- statistics
@@ -438,8 +502,8 @@ def test_a_report(run):
 
     The degrees of freedom are (v1 + v2)^2 / sum(v^2 / (n - 1)).
     """
-    write("base", *map(own_log, BASE_LOSSES, BASE_TIMES))
-    write("new", *(own_log(loss, time, source=LOOK_ALIKES) for loss, time in zip(LOSSES, TIMES)))
+    write_runs("base", BASE_LOSSES, BASE_TIMES)
+    write_runs("new", LOSSES, TIMES, source=LOOK_ALIKES)
     assert run("old=base new") == (0, REPORT, "")
     out, _ = read_json(run, "old=base new")
     (result,) = out["comparisons"]
@@ -449,7 +513,7 @@ def test_a_report(run):
 
 
 def test_verdicts(run):
-    write("runs", *(own_log(loss, 90 + loss, config={"target": 3.285}) for loss in LOSSES))
+    write_runs("runs", LOSSES, TIMES, config={"target": 3.285})
     (group,) = read_json(run, "runs")[0]["groups"]
     assert group["meets_target"]
     assert "the mean loss is not below the target 3.27 (p" in run("runs --target 3.27")[1]
@@ -461,9 +525,11 @@ def test_what_is_not_defined_is_null(run, recwarn):
     write("times", own_log(3.26, 92), own_log(3.27, 92))
     Path("llmc.log").write_text("s:0 tel:11.0\ns:500 tel:3.27\n")
     out, _ = read_json(run, "one same llmc.log")
-    form = "{loss_mean} {loss_std} {time_mean_s} {p_target} {meets_target}".format
-    assert [form(**group) for group in out["groups"]] == [
-        *("3.27 None 90.0 None False", "3.27 0.0 90.5 None False", "3.27 None None None False"),
+    form = "{loss_mean} {loss_std} {time_mean_s} {p_target} {meets_target}".format_map
+    assert list(map(form, out["groups"])) == [
+        "3.27 None 90.0 None False",
+        "3.27 0.0 90.5 None False",
+        "3.27 None None None False",
     ]
     known = {name: value for name, value in out["comparisons"][1].items() if value is not None}
     assert "no p" in known.pop("because")
@@ -477,7 +543,7 @@ def test_what_is_not_defined_is_null(run, recwarn):
 @pytest.mark.slow
 def test_curves_are_drawn(run):
     """Also of runs that diverged, lack times, or were cut off."""
-    write("a", *map(own_log, LOSSES, TIMES))
+    write_runs("a", LOSSES, TIMES)
     write("diverged", math.nan)
     Path("llmc.log").write_text(LLMC)
     Path("cut.log").write_text(steps(last=150, validate_last=False))
@@ -500,10 +566,11 @@ def test_what_is_no_curve_is_not_drawn_as_one(run, monkeypatch):
         write("a", own_log(first=first, config=config, closing=TRAINED))
         run("a --curves a.png")
         figure = figures.pop()
-        dotted = [curve for curve in figure.axes[0].lines if curve.get_marker() == "o"]
-        assert [curve.get_linestyle() for curve in dotted] == [line]
-        kinds = [text.get_text() for text in figure.legends[1].get_texts()]
-        assert ["sampled" in kind for kind in kinds] == [False, bool(columns)]
+        (dotted,) = [curve for curve in figure.axes[0].lines if curve.get_marker() == "o"]
+        assert dotted.get_linestyle() == line
+        validation, training = figure.legends[1].get_texts()
+        assert "sampled" not in validation.get_text()
+        assert ("sampled" in training.get_text()) == bool(columns)
 
 
 def test_the_mark_of_curves_changes_with_what_is_drawn_only(run):
@@ -513,40 +580,53 @@ def test_the_mark_of_curves_changes_with_what_is_drawn_only(run):
         return compare.Picture(groups, list(lines)).mark
 
     assert mark() == mark("b", source="y = 2\n") == mark(config={"seed": 2})
-    values = {"loss": 3.26, "seconds": 96, "closing": TRAINED, "target": 3.3, "label": "other"}
-    changes = [{}, {"lines": [("4-gram", 1.5)]}, *({name: value} for name, value in values.items())]
-    assert len({mark(**change) for change in changes}) == 7
+    marks = {
+        mark(),
+        mark(lines=[("4-gram", 1.5)]),
+        mark(loss=3.26),
+        mark(seconds=96),
+        mark(closing=TRAINED),
+        mark(target=3.3),
+        mark(label="other"),
+    }
+    assert len(marks) == 7
 
 
 def group_of(*trainings):
     """Returns a group of counted runs with these training losses, each of (step, loss, seconds or None)."""
-    runs = [compare.Run("log", 0, compare.Header(), 9, 9, [[9, 3.0, 9.0]], points) for points in trainings]
+    runs = []
+    for training in trainings:
+        points = list(map(Point._make, training))
+        runs.append(compare.Run("log", 0, compare.Header(), 9, 9, [Point(9, 3.0, 9.0)], points))
     return compare.Group("label", runs)
 
 
 def test_smoothed_training_loss():
     """Checks means over both runs, and over steps s - w to s + w, w a fortieth of the last step."""
-    first, *_, last = compare.training_curve(
-        group_of([(i, i, i) for i in range(3, 131)], [(i, 3 * i, i + 1) for i in range(9, 99)])
-    )
-    assert (first, last) == ((9, 9.5, 2 * 10), (98, 98.5, 2 * 97))
+    a = [(step, step, step) for step in range(3, 131)]
+    b = [(step, 3 * step, step + 1) for step in range(9, 99)]
+    curve = compare.training_curve(group_of(a, b))
+    assert curve[0][:3] == (9, 9.5, 2 * 10)
+    assert curve[-1][:3] == (98, 98.5, 2 * 97)
 
 
-LACKING = [  # training losses of runs, the curve
-    ([[(1, 4.0, 1.0), (2, math.nan, 1.5), (3, 2.0, 2.0)]], "[(1, 1.0, 4.0), (2, 1.5, 3.0), (3, 2.0, 2.0)]"),
+LACKING = [  # training losses of runs; the curve: step, time, loss
+    ([[(1, 4.0, 1.0), (2, math.nan, 1.5), (3, 2.0, 2.0)]], [(1, 1.0, 4.0), (2, 1.5, 3.0), (3, 2.0, 2.0)]),
     # the clock restarted
-    ([[(1, 5.0, 2.5), (2, 5.0, 0.5), (3, 4.0, 3.0)]], "[(1, nan, 5.0), (2, 0.5, 5.0), (3, 3.0, 4.0)]"),
-    ([[(1, 4.0, None)], []], "[]"),
+    ([[(1, 5.0, 2.5), (2, 5.0, 0.5), (3, 4.0, 3.0)]], [(1, math.nan, 5.0), (2, 0.5, 5.0), (3, 3.0, 4.0)]),
+    ([[(1, 4.0, None)], []], []),
 ]
 
 
 def test_curves_of_what_lacks_something():
     for trainings, curve in LACKING:
-        assert repr(compare.training_curve(group_of(*trainings))) == curve
+        expected = [MeanPoint(step, time, loss) for step, time, loss in curve]
+        assert repr(compare.training_curve(group_of(*trainings))) == repr(expected)
     # Validations are those that all runs share.
     group = group_of([], [])
-    group.runs[0].curve = [[0, 9.0, 500.0], [5, 4.0, 1.0], [9, 3.0, 2.0]]  # the clock restarted
-    group.runs[1].curve = [[0, 9.0, 0.1], [5, 5.0, 3.0], [7, 3.5, 3.5], [9, 3.0, 4.0]]
+    restarted = [Point(0, 9.0, 500.0), Point(5, 4.0, 1.0), Point(9, 3.0, 2.0)]  # its clock did
+    group.runs[0].curve = restarted
+    group.runs[1].curve = [Point(0, 9.0, 0.1), Point(5, 5.0, 3.0), Point(7, 3.5, 3.5), Point(9, 3.0, 4.0)]
     expected = [(0, math.nan, 9, math.nan), (5, 2, 4.5, 0.5**0.5), (9, 3, 3, math.nan)]
     np.testing.assert_allclose(compare.mean_curve(group), expected)
 
@@ -564,7 +644,8 @@ def test_diff(run):
     )
     assert run("--diff a.txt a.txt")[1] == "config\n  no difference\nscript\n  no difference\n"
     Path("screen").write_text(steps())
-    assert [code, *(run(f"--diff a.txt {other}")[0] for other in ("screen", "gone"))] == [0, 2, 2]
+    assert code == 0
+    assert run("--diff a.txt screen")[0] == run("--diff a.txt gone")[0] == 2
 
 
 # -------------------------------------------------------------------------------------------------- bad input
@@ -580,7 +661,8 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
     others = f"empty.txt binary.txt broken/0.txt folder gone.txt *.missing {'x' * 300}"
     code, out, err = run(f"runs {others}")
     assert code == 2 and "3.2700" in out
-    assert re.findall("^compare.py: (.*?): .*\n", err, re.MULTILINE) == ["runs/dangling.txt", *others.split()]
+    named = re.findall("^compare.py: (.*?): .*\n", err, re.MULTILINE)
+    assert named == ["runs/dangling.txt"] + others.split()
     latin = own_log(3.27, source="\xff\xfe", header=HEADER.replace("H100", "H\xe9"))
     Path("latin.txt").write_bytes(latin.encode("latin-1"))
     code, out, err = run("latin.txt")
@@ -603,17 +685,23 @@ def test_a_missing_package_is_one_line(run, monkeypatch):
 
 # ------------------------------------------------------------------------------------------ records/README.md
 
-FIRST, NEXT = "cpu/2026-01-02_First", "cpu/2026-01-03_Next"
+FIRST = "cpu/2026-01-02_First"
+NEXT = "cpu/2026-01-03_Next"
 
 
 @pytest.fixture
 def records(tmp_path, monkeypatch):
     """Writes another records/, with two records, one of them with a baseline, and logs of no record."""
     folder = tmp_path / "records"
-    commits = "12ab (clean)", "56cd (modified)", "78ef (??)"
     write(folder / FIRST, own_log(3.27, 100), own_log(3.271, 102), "no log")
-    times = zip((3.27, 3.271, 3.272), (90, 92, 91), commits)
-    write(folder / NEXT, *(own_log(*x, header=HEADER.replace(commits[0], commit)) for *x, commit in times))
+    modified = HEADER.replace("12ab (clean)", "56cd (modified)")
+    untracked = HEADER.replace("12ab (clean)", "78ef (??)")
+    write(
+        folder / NEXT,
+        own_log(3.27, 90),
+        own_log(3.271, 92, header=modified),
+        own_log(3.272, 91, header=untracked),
+    )
     write(folder / NEXT / "baseline", own_log(3.27, 100), own_log(3.271, 101))
     write(folder / "cpu" / "attempts", 3.2)
     write(folder / "other" / "2026-01-02_Other", 3.2)
@@ -667,8 +755,9 @@ def test_update_writes_tables_and_draws_what_changed(run, records):
     readme = records / "README.md"
     assert (code, out, readme.read_text()) == (0, "", README)
     assert "0.txt: incomplete" in err and "2026-01-04_Aborted: left out" in err
-    names = [f"records/{FIRST}/curves", "bench/curves/a", f"records/{NEXT}/curves", "records/history"]
-    pictures = [Path(f"{name}.png") for name in names]
+    first = Path(f"records/{FIRST}/curves.png")
+    following = Path(f"records/{NEXT}/curves.png")
+    pictures = [first, following, Path("bench/curves/a.png"), Path("records/history.png")]
     assert sorted(Path().rglob("*.png")) == sorted(pictures)
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -677,12 +766,9 @@ def test_update_writes_tables_and_draws_what_changed(run, records):
         history.write("4,20,2025-01-01,a,b\n")
     write(records / NEXT / "baseline", own_log(3.26, 99, header=ON_A100))
     assert run("--update")[0] == 0
-    assert [picture.read_bytes().endswith(b"not drawn again") for picture in pictures] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    changed = [following, Path("records/history.png")]
+    for picture in pictures:
+        assert picture.read_bytes().endswith(b"not drawn again") == (picture not in changed)
     assert "| 4 | 20 |" in readme.read_text()
     assert "91.0 s | - | 8 x" in readme.read_text()  # another machine: no percentage
     # Nothing is written if a log is broken.
@@ -694,7 +780,8 @@ def test_update_writes_tables_and_draws_what_changed(run, records):
 @pytest.fixture
 def committed(tmp_path, monkeypatch):
     """Goes to a copy of records/ with the records that README.md links: a run may just have made others."""
-    records, copy = ROOT / "records", tmp_path / "records"
+    records = ROOT / "records"
+    copy = tmp_path / "records"
     shutil.copytree(records, copy, ignore=shutil.ignore_patterns("[0-9]*_*", "attempts"))
     for folder in re.findall(r"\((\w.*?/\d.*?_.*?)\)", (records / "README.md").read_text()):
         shutil.copytree(records / folder, copy / folder)
@@ -703,30 +790,43 @@ def committed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def without_indentation(text):
+    """Returns the text without indentation and empty lines."""
+    return re.sub(r"\n\s*", "\n", text.strip())
+
+
 def test_the_tables_and_pictures_are_what_the_logs_give(committed, capsys):
     """So are the records' READMEs, without indentation and empty lines."""
-    errors, fix = [], "python records/compare.py --update"
+    errors = []
+    fix = "python records/compare.py --update"
     records = compare.read_records(errors)
     pictures = compare.find_pictures(records, errors)
     assert errors == [] and len(records) >= 4, capsys.readouterr().err
+    readme = Path("records/README.md").read_text()
     for name, part in compare.readme_parts(records).items():
-        assert f"<!-- {name} -->\n{part}<!-- end of {name} -->\n" in Path("records/README.md").read_text(), (
-            fix
-        )
+        assert f"<!-- {name} -->\n{part}<!-- end of {name} -->\n" in readme, fix
     for path, picture in pictures.items():
         assert compare.is_current(path, picture.mark) and path.stat().st_size < 100_000, fix
     capsys.readouterr()
-    for folder in (path.relative_to(Path.cwd()) for path in records):
-        assert compare.main([*map(str, folder.glob("baseline")), str(folder)]) == 0
-        readme, out = (folder / "README.md").read_text(), capsys.readouterr().out
-        table, text = (re.sub(r"\n\s*", "\n", text.strip()) for text in (out, readme))
-        assert table in text and "](curves.png)" in text, folder
+    for record in records:
+        folder = record.folder.relative_to(Path.cwd())
+        paths = [str(folder)]
+        if (folder / "baseline").exists():
+            paths.insert(0, str(folder / "baseline"))
+        assert compare.main(paths) == 0
+        table = without_indentation(capsys.readouterr().out)
+        readme = without_indentation((folder / "README.md").read_text())
+        assert table in readme and "](curves.png)" in readme, folder
 
 
 def test_the_public_history():
-    numbers, minutes, days, changes, sources = zip(*compare.read_history().rows)
-    assert list(dict.fromkeys(numbers)) == [str(n) for n in range(1, 93)]
-    assert list(days) == sorted(days) and all(changes + sources)
+    rows = compare.read_history().rows
+    numbers = dict.fromkeys(row.number for row in rows)
+    assert list(numbers) == list(map(str, range(1, 93)))
+    days = [row.date for row in rows]
+    assert days == sorted(days)
+    for row in rows:
+        assert row.change and row.source
     # Each record is faster than the one before, except record 21 when it was timed again.
-    times = list(map(float, minutes))
+    times = [float(row.minutes) for row in rows]
     assert [i for i in range(1, len(times)) if times[i] >= times[i - 1]] == [21, 22]

@@ -31,8 +31,9 @@ MERGING = tiktoken.Encoding(
 )
 
 
-def tokenize(out, *files, options="--val-one-in 2"):
-    tt.main([str(out), *map(str, files), "--encoding", "bytes", *options.split()])
+def tokenize(out, files, options="--val-one-in 2"):
+    arguments = ["--encoding", "bytes"] + options.split()
+    tt.main([str(out)] + list(map(str, files)) + arguments)
 
 
 def documents_in(out, split, encoding=BYTES):
@@ -42,22 +43,42 @@ def documents_in(out, split, encoding=BYTES):
         tokens = tt.read_tokens(path)
         starts = np.flatnonzero(tokens == encoding.eot_token)
         assert starts[0] == 0, "a shard begins with a document"
-        texts += [encoding.decode_bytes(part[1:].tolist()) for part in np.split(tokens, starts[1:])]
+        for document in np.split(tokens, starts[1:]):
+            texts.append(encoding.decode_bytes(document[1:].tolist()))
     return texts
+
+
+def read_splits(out, encoding=BYTES):
+    """Returns the texts for training, and those for validation."""
+    return documents_in(out, "train", encoding), documents_in(out, "val", encoding)
 
 
 def is_validation(text, one_in=2):
     return int(hashlib.sha256(text).hexdigest(), 16) % one_in == 0
 
 
-TRAIN, VAL = (
-    next(t for t in map(str, range(99)) if is_validation(t.encode()) == val) for val in (False, True)
-)
+def in_split(texts, split):
+    """Returns which of the texts (bytes) belong to the split."""
+    return [text for text in texts if is_validation(text) == (split == "val")]
 
 
-def write_lines(path, *texts):
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+NUMBERS = [b"%d" % i for i in range(99)]
+TRAIN = in_split(NUMBERS, "train")[0].decode()
+VAL = in_split(NUMBERS, "val")[0].decode()
+
+
+def encode_all(texts):
+    return list(map(str.encode, texts))
+
+
+def write_lines(path, texts):
+    lines = [json.dumps({"text": text}) for text in texts]
+    path.write_text("\n".join(lines))
     return path
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # ---- tokenize_text.py --------------------------------------------------------------------------------------
@@ -66,86 +87,98 @@ def write_lines(path, *texts):
 @pytest.mark.parametrize("encoding", (BYTES, MERGING), ids=("bytes", "merging"))
 def test_round_trip_split_header_and_vocabulary(tmp_path, encoding, monkeypatch, capsys):
     """Of files of each kind, two gzipped, two with byte order marks."""
-    a, b, c, d, e, f = (f"text {i}: naïve 🙂 <|endoftext|>\r\n" * (i + 1) for i in range(6))
+    texts = [f"text {i}: naïve 🙂 <|endoftext|>\r\n" * (i + 1) for i in range(6)]
+    a, b, c, d, e, f = texts
+    line_d = json.dumps({"text": d, "body": "x"})
+    line_e = json.dumps({"text": e, "body": "x"})
     files = {
         "a.txt": a.encode("utf-8-sig"),
         "b.md": b.encode(),
         "c.py.gz": gzip.compress(c.encode()),
-        "d.JSONL": "\n\n".join(json.dumps({"text": t, "body": "x"}) for t in (d, e)).encode("utf-8-sig"),
+        "d.JSONL": f"{line_d}\n\n{line_e}".encode("utf-8-sig"),
         "e.ndjson.GZ": gzip.compress(json.dumps({"text": f}).encode()),
         "empty.txt": b"",
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    texts = [text.encode() for text in (a, b, c, d, e, f)]
-    out, bos = tmp_path / "out", encoding.eot_token
+    out = tmp_path / "out"
+    bos = encoding.eot_token
     monkeypatch.setattr(tt, "get_encoding", lambda name: encoding)
-    tokenize(out, *(tmp_path / name for name in files))
+    tokenize(out, map(tmp_path.joinpath, files))
     for name, split in (("out_train_000001.bin", "train"), ("out_val_000000.bin", "val")):
-        documents = [t for t in texts if is_validation(t) == (split == "val")]
+        documents = in_split(encode_all(texts), split)
         assert documents_in(out, split, encoding) == documents != []
         tokens = sum(len(encoding.encode_ordinary(text.decode())) + 1 for text in documents)
         words = np.frombuffer((out / name).read_bytes()[:1024], "<i4").tolist()
-        assert words == [20240520, 1, tokens, bos + 1, bos, sum(map(len, documents)), *[0] * 250]
+        assert words[:6] == [20240520, 1, tokens, bos + 1, bos, sum(map(len, documents))]
+        assert words[6:] == [0] * 250
     assert re.search("^Left out: 0 bad .* 1 empty ones", capsys.readouterr().out, re.MULTILINE)
-    assert len([*out.iterdir()]) == 3
-    *tokens, end = (out / "vocabulary.txt").read_text().split("\n")
-    known = [f"{i:02x}" for i in range(256)]
-    more = {} if encoding is BYTES else {256: "7465", 50_254: "7874", 50_255: "74657874"}
-    assert len(tokens) == bos + 1 and end == ""
-    assert {i: token for i, token in enumerate(tokens) if token} == dict(enumerate(known)) | more
+    assert len(contents(out)) == 3
+    vocabulary = (out / "vocabulary.txt").read_text()
+    tokens = vocabulary.splitlines()
+    assert len(tokens) == vocabulary.count("\n") == bos + 1 and vocabulary.endswith("\n")
+    known = {i: f"{i:02x}" for i in range(256)}
+    if encoding is MERGING:
+        known |= {256: "7465", 50_254: "7874", 50_255: "74657874"}
+    assert {i: token for i, token in enumerate(tokens) if token} == known
 
 
 def test_shards_hold_whole_documents(tmp_path):
-    sizes = 10, 10, 50, 5, 5, 5, 23, 1
-    documents = [tt.Document("a", 1, b"x" * n, key=TRAIN) for n in sizes] + [
-        tt.Document("a", 1, b"y", key=VAL)
-    ]
+    texts = [b"x" * size for size in (10, 10, 50, 5, 5, 5, 23, 1)]
+    documents = [tt.Document("a", 1, text, key=TRAIN) for text in texts]
+    documents.append(tt.Document("a", 1, b"y", key=VAL))
     written = tt.write_shards(tmp_path, "n", documents, "bytes", shard_tokens=24, val_one_in=2)
-    headers = [tt.read_header(tmp_path / f"n_train_{i:06d}.bin") for i in range(1, 6)]
-    # 51: a document longer than a shard.
-    assert [header.tokens for header in headers] == [22, 51, 18, 24, 2]
-    assert [header.text_bytes for header in headers] == [20, 50, 15, 23, 1]
+    tokens = []
+    text_bytes = []
+    for i in range(1, 6):
+        header = tt.read_header(tmp_path / f"n_train_{i:06d}.bin")
+        tokens.append(header.tokens)
+        text_bytes.append(header.text_bytes)
+    assert tokens == [22, 51, 18, 24, 2]  # 51: a document longer than a shard
+    assert text_bytes == [20, 50, 15, 23, 1]
     assert (written.train.tokens, written.train.text_bytes, written.val.tokens) == (117, 109, 2)
-    assert documents_in(tmp_path, "train") == [b"x" * n for n in sizes]
-    assert documents_in(tmp_path, "val") == [b"y"]
+    assert read_splits(tmp_path) == (texts, [b"y"])
 
 
 def test_long_documents_are_cut_into_passages(tmp_path, capsys, monkeypatch):
     """All passages of a document are in its split. No character is cut."""
     monkeypatch.setattr(tt, "FEW", 0)
     paragraphs = [f"{'naïve 🙂 ' * 30}{i}\n\n" for i in range(40)]  # two exceed a passage
-    lines, words, faces = [f"{1:099d}\n"] * 20, [f"{1:09d} "] * 100, ["🙂"] * 300
-    texts = [*map("".join, (paragraphs, lines, words, faces)), TRAIN, VAL]
-    file, found = write_lines(tmp_path / "a.jsonl", *texts), []
-    tokenize(tmp_path / "cut", file)
+    line = f"{1:099d}\n"
+    word = f"{1:09d} "
+    texts = ["".join(paragraphs), line * 20, word * 100, "🙂" * 300, TRAIN, VAL]
+    file = write_lines(tmp_path / "a.jsonl", texts)
+    tokenize(tmp_path / "cut", [file])
     output = capsys.readouterr().out
-    tokenize(tmp_path / "uncut", file, options="--val-one-in 2 --passage-bytes 0")
+    tokenize(tmp_path / "uncut", [file], options="--val-one-in 2 --passage-bytes 0")
+    found = set()
     for split in ("val", "train"):
-        expected = [text for text in texts if is_validation(text.encode()) == (split == "val")]
-        passages, uncut = ([t.decode() for t in documents_in(tmp_path / n, split)] for n in ("cut", "uncut"))
-        assert "".join(passages) == "".join(expected) and uncut == expected and len(expected) > 1
-        assert max(len(passage.encode()) for passage in passages) <= 512
+        expected = in_split(encode_all(texts), split)
+        passages = documents_in(tmp_path / "cut", split)
+        assert b"".join(passages) == b"".join(expected) and len(expected) > 1
+        assert documents_in(tmp_path / "uncut", split) == expected
+        assert max(map(len, passages)) <= 512
         assert f"{len(expected)} documents in {len(passages)} passages" in output
-        found += passages
-    assert {paragraphs[7], "".join(lines[:5]), "".join(words[:51]), "🙂" * 128} <= {*found}
+        found.update(map(bytes.decode, passages))
+    assert {paragraphs[7], line * 5, word * 51, "🙂" * 128} <= found
 
 
 def test_few_documents_are_split_by_passages(tmp_path):
     """Of each document the last passages are for validation, one in two."""
-    texts = {name: [f"{name} {i} {'x' * 490}\n\n" for i in range(n)] for name, n in (("a", 5), ("b", 2))}
-    for name, passages in texts.items():
-        (tmp_path / name).write_text("".join(passages))
-    tokenize(tmp_path / "out", tmp_path / "a", tmp_path / "b")
-    found = {split: documents_in(tmp_path / "out", split) for split in ("train", "val")}
-    want = {"train": texts["a"][:2] + texts["b"][:1], "val": texts["a"][2:] + texts["b"][1:]}
-    assert found == {split: [text.encode() for text in part] for split, part in want.items()}
+    a = [f"a {i} {'x' * 490}\n\n" for i in range(5)]
+    b = [f"b {i} {'x' * 490}\n\n" for i in range(2)]
+    (tmp_path / "a").write_text("".join(a))
+    (tmp_path / "b").write_text("".join(b))
+    tokenize(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
+    train, val = read_splits(tmp_path / "out")
+    assert train == encode_all(a[:2] + b[:1])
+    assert val == encode_all(a[2:] + b[1:])
 
 
 def test_cut():
     parts = [b"a" * 450 + b"\n\n" + b"b" * 450 + b"\n \n\n", b"c" * 450 + b"\r\n\r\n", b"d" * 5000 + b"\n\n"]
     assert tt.cut(b"".join(parts), 1024) == parts  # no empty last part
-    assert tt.cut(b"".join(parts) + b"e\n", 1024) == [*parts, b"e\n"]
+    assert tt.cut(b"".join(parts) + b"e\n", 1024) == parts + [b"e\n"]
     assert tt.cut(b"x", 1024) == [b"x"] and tt.cut(b"aa\nb\nccc", 4, tt.LINE_END) == [b"aa\n", b"b\n", b"ccc"]
     assert b"|".join(tt.cut_passages(b"aa bb ccccccc\ndd", 4)) == b"aa |bb |cccc|ccc\n|dd"
 
@@ -154,15 +187,18 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
     """Also files of another kind, and what GPT-2's regex cannot tokenize: it fails at a million spaces."""
 
     def give_up(texts, **options):
-        if any(text.isspace() for text in texts):
+        if any(map(str.isspace, texts)):
             raise ValueError("stack")
-        return [BYTES.encode_ordinary(text) for text in texts]
+        return list(map(BYTES.encode_ordinary, texts))
 
     monkeypatch.setattr(tt, "get_encoding", lambda name: MERGING)
     monkeypatch.setattr(MERGING, "encode_batch", give_up)
-    text, lines, cut, spaces, utf16, array = files = [
-        tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl.gz", "d.txt", "e.jsonl", "f.JSON")
-    ]
+    text = tmp_path / "a.txt"
+    lines = tmp_path / "b.jsonl"
+    cut = tmp_path / "c.jsonl.gz"
+    spaces = tmp_path / "d.txt"
+    utf16 = tmp_path / "e.jsonl"
+    array = tmp_path / "f.JSON"
     text.write_bytes(b"fine\nfine\n\xc3(\n")
     lines.write_bytes(
         b'{"text": null}\n{"text": \n{"other": 1}\n[1]\n{"text": "\\ud800"}\n{"text": "\xff"}\n'
@@ -173,40 +209,44 @@ def test_bad_documents_are_counted_and_located(tmp_path, capsys, monkeypatch):
     spaces.write_text("   ")
     utf16.write_text('{"text": "x"}\n' * 9, encoding="utf-16-le")
     array.write_text('[\n{"text": "x"},\n{"text": "y"}\n]')
-    tokenize(tmp_path / "out", *files)
-    found = [text for split in ("train", "val") for text in documents_in(tmp_path / "out", split, MERGING)]
-    assert sorted(found) == sorted([b"good", b"first", TRAIN.encode(), VAL.encode()])
+    tokenize(tmp_path / "out", [text, lines, cut, spaces, utf16, array])
+    train, val = read_splits(tmp_path / "out", MERGING)
+    assert sorted(train + val) == sorted([b"good", b"first", TRAIN.encode(), VAL.encode()])
     printed = capsys.readouterr()
-    places = ["a.txt:3", *(f"b.jsonl:{i}" for i in range(1, 8)), "c.jsonl.gz:2"]
-    places += ["d.txt:1", "e.jsonl:1", "f.JSON:1"]
+    places = ["a.txt:3"]
+    places += [f"b.jsonl:{i}" for i in range(1, 8)]
+    places += ["c.jsonl.gz:2", "d.txt:1", "e.jsonl:1", "f.JSON:1"]
     named = re.findall(rf"^left out: {tmp_path}/(.*?): ", printed.err, re.MULTILINE)
     assert sorted(named) == places and "12 bad documents" in printed.out
 
 
-@pytest.mark.parametrize("texts, missing", (((VAL,), "training"), ((TRAIN,), "validation"), ((), "training")))
+@pytest.mark.parametrize("texts, missing", (([VAL], "training"), ([TRAIN], "validation"), ([], "training")))
 def test_a_split_without_documents_is_an_error(tmp_path, texts, missing):
     """Nothing is written, so OUT is free for another try."""
-    file = write_lines(tmp_path / "a.jsonl", "", *texts)
+    file = write_lines(tmp_path / "a.jsonl", [""] + texts)
     message = rf"^tokenize_text.py: none of {len(texts)} documents fell to {missing} \(0 bad and 1 empty .*$"
     with pytest.raises(SystemExit, match=message):
-        tokenize(tmp_path / "out", file)
+        tokenize(tmp_path / "out", [file])
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_the_field_of_a_jsonl_is_an_option(tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(json.dumps({"text": "no", "body": text}) for text in (VAL, TRAIN)))
-    tokenize(tmp_path / "out", file, options="--field body --val-one-in 2")
+    first = json.dumps({"text": "no", "body": VAL})
+    second = json.dumps({"text": "no", "body": TRAIN})
+    file.write_text(f"{first}\n{second}")
+    tokenize(tmp_path / "out", [file], options="--field body --val-one-in 2")
     assert documents_in(tmp_path / "out", "val") == [VAL.encode()]
     with pytest.raises(SystemExit, match="^.*text, body.*$"):
-        tokenize(tmp_path / "wrong", file, options="--field bdy")
+        tokenize(tmp_path / "wrong", [file], options="--field bdy")
 
 
 def test_names_are_those_of_the_folder(tmp_path, monkeypatch):
     """Training ignores hidden files. A screen shows what its encoding lacks as escapes."""
     screen = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr("sys.stdout", screen)
-    tokenize(f"{tmp_path}/.\u00e9_val_2/", write_lines(tmp_path / "a.jsonl", TRAIN, VAL))
+    file = write_lines(tmp_path / "a.jsonl", [TRAIN, VAL])
+    tokenize(f"{tmp_path}/.\u00e9_val_2/", [file])
     names = sorted(path.name for path in tmp_path.glob(".*/*.bin"))
     assert names == ["\u00e9_val_2_train_000001.bin", "\u00e9_val_2_val_000000.bin"]
     with pytest.raises(SystemExit, match="^0$"):
@@ -216,14 +256,15 @@ def test_names_are_those_of_the_folder(tmp_path, monkeypatch):
 
 def test_one_document_is_split_by_passages(tmp_path):
     """Of any file's text, its last tenth of passages is for validation."""
-    long, short = tmp_path / "one.rst", tmp_path / "short.c"
+    long = tmp_path / "one.rst"
+    short = tmp_path / "short.c"
     long.write_text("".join(f"line {i} of a text\n" for i in range(200)))
-    tokenize(tmp_path / "out", long, options="--passage-bytes 100")
-    train, val = (documents_in(tmp_path / "out", split) for split in ("train", "val"))
+    tokenize(tmp_path / "out", [long], options="--passage-bytes 100")
+    train, val = read_splits(tmp_path / "out")
     assert b"".join(train + val) == long.read_bytes() and len(val) == len(train + val) // 10
     short.write_text("int x;\n")
     with pytest.raises(SystemExit):
-        tokenize(tmp_path / "short", short)
+        tokenize(tmp_path / "short", [short])
 
 
 def test_nothing_appears_before_everything_is_written(tmp_path):
@@ -238,14 +279,15 @@ def test_nothing_appears_before_everything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", ("b none", "b .", ". a", "b a --shard-tokens 0"))
-def test_wrong_arguments(tmp_path, arguments):
+@pytest.mark.parametrize(
+    "out, file, options", (("b", "none", ""), ("b", ".", ""), (".", "a", ""), ("b", "a", "--shard-tokens 0"))
+)
+def test_wrong_arguments(tmp_path, out, file, options):
     """A missing file, a folder as a file, a folder that has shards, shards of no tokens."""
     (tmp_path / "a").write_text("x")
     (tmp_path / "x_train_000001.bin").write_text("x")
-    out, file, *options = arguments.split()
     with pytest.raises(SystemExit) as error:
-        tokenize(tmp_path / out, tmp_path / file, options=" ".join(options))
+        tokenize(tmp_path / out, [tmp_path / file], options=options)
     assert error.value.code and not (tmp_path / "b").exists()
 
 
@@ -256,13 +298,14 @@ def test_the_last_tenth_of_shakespeare_is_one_document(tmp_path, monkeypatch):
     text = b"".join(b"SPEAKER %d:\nA line of speech.\n\n" % i for i in range(1000))
     (tmp_path / "input.txt").write_bytes(text)
     monkeypatch.setattr(shakespeare, "URL", (tmp_path / "input.txt").as_uri())
-    written: list = []
-    for source, arguments in ("file", [str(tmp_path / "input.txt")]), ("download", []):
+    begin = int(len(text) * 0.9)  # as nanoGPT's prepare.py has it
+    passages = tt.cut_passages(text[:begin], 512)
+    written = []
+    for source, arguments in (("file", [str(tmp_path / "input.txt")]), ("download", [])):
         out = tmp_path / source
-        shakespeare.main([*arguments, "--out", str(out)])
-        train, val = (documents_in(out, split) for split in ("train", "val"))
-        begin = int(len(text) * 0.9)  # as nanoGPT's prepare.py has it
-        passages, written = tt.cut_passages(text[:begin], 512), [*written, train]
+        shakespeare.main(arguments + ["--out", str(out)])
+        train, val = read_splits(out)
+        written.append(train)
         assert train != passages and sorted(train) == sorted(passages) and val == [text[begin:]]
         assert len((out / "vocabulary.txt").read_text().splitlines()) == 257
         assert (out / "input.txt").read_bytes() == text
@@ -278,15 +321,21 @@ def test_the_last_tenth_of_shakespeare_is_one_document(tmp_path, monkeypatch):
 def test_corpus_is_the_library_split_by_name(tmp_path):
     local_corpus.main(["--out", str(tmp_path)])
     stdlib = Path(local_corpus.sysconfig.get_path("stdlib"))
-    documents = [d for d in local_corpus.corpus(local_corpus.stdlib_texts(stdlib)) if d.raw]
-    names = {d.key for d in documents}
+    texts = local_corpus.stdlib_texts(stdlib)
+    documents = [document for document in local_corpus.corpus(texts) if document.raw]
+    names = {document.key for document in documents}
     assert {"argparse.py", "json/decoder.py", "unittest/case.py", "pydoc_data/topics/lambda"} < names
     left_out = {"site-packages", "test", "topics.py"}
-    assert not [name for name in names if left_out & {*name.split("/")}]
-    val = [is_validation(d.key.encode(), 20) for d in documents]  # so all passages of a file are in one split
-    for split in (True, False):
-        expected = [d.raw for d, v in zip(documents, val) if v == split]
-        assert documents_in(tmp_path, "val" if split else "train") == expected
+    for name in names:
+        assert left_out.isdisjoint(name.split("/")), name
+    train = []
+    val = []
+    for document in documents:
+        if is_validation(document.key.encode(), 20):  # so all passages of a file are in one split
+            val.append(document.raw)
+        else:
+            train.append(document.raw)
+    assert read_splits(tmp_path) == (train, val)
 
 
 def test_the_corpus_of_words_leaves_out_long_passages(tmp_path, monkeypatch):
@@ -298,12 +347,16 @@ def test_the_corpus_of_words_leaves_out_long_passages(tmp_path, monkeypatch):
     monkeypatch.setattr(tt, "get_encoding", lambda name: {"gpt2": MERGING, "bytes": BYTES}[name])
     for folder, encoding, name in (("words", MERGING, "gpt2"), ("local", BYTES, "bytes")):
         local_corpus.main(["--encoding", name])
-        found = [text for s in ("train", "val") for text in documents_in(tmp_path / folder, s, encoding)]
-        assert {text[:1] for text in found} == {b"a", b"b"} | ({b"0"} if name == "bytes" else set())
+        train, val = read_splits(tmp_path / folder, encoding)
+        expected = {b"a", b"b"}
+        if name == "bytes":
+            expected.add(b"0")
+        assert {text[:1] for text in train + val} == expected
 
 
 def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
-    out, source = tmp_path / "out", tmp_path / "a.py"
+    out = tmp_path / "out"
+    source = tmp_path / "a.py"
     source.write_text("pass")
     monkeypatch.setattr(local_corpus.sysconfig, "get_path", lambda name: str(tmp_path))
 
@@ -323,7 +376,7 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
     assert builds()
     source.write_text("pass\n")
     assert builds() and not builds()
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    before = contents(out)
     source.write_text("pass\n" * 1000)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, unlimited[1]))  # as a full disk
@@ -332,23 +385,26 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
             builds()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert before == {path.name: path.read_bytes() for path in out.iterdir()} and builds()
+    assert contents(out) == before and builds()
     source.unlink()
     with pytest.raises(SystemExit, match="^local_corpus.py: this Python lacks .*$"):
         builds()
 
 
 def test_the_second_corpus_is_a_packages_headers(tmp_path, monkeypatch):
-    include, out = tmp_path / "torch/include/a", tmp_path / "out"
+    include = tmp_path / "torch/include/a"
+    out = tmp_path / "out"
     include.mkdir(parents=True)
-    names = [f"{i}.{suffix}" for i in range(9) for suffix in ("h", "hpp", "cuh")]
-    for name in (*names, "not.txt", "../../not.h"):
+    names = []
+    for i in range(9):
+        names += [f"{i}.h", f"{i}.hpp", f"{i}.cuh"]
+    for name in names + ["not.txt", "../../not.h"]:
         (include / name).write_text(name)
     found = types.SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
     monkeypatch.setattr(local_corpus.importlib.util, "find_spec", lambda name: found)
     local_corpus.main(["--headers", "--out", str(out)])
-    documents = documents_in(out, "train") + documents_in(out, "val")
-    assert sorted(documents) == sorted(map(str.encode, names))
+    train, val = read_splits(out)
+    assert sorted(train + val) == sorted(encode_all(names))
     assert json.loads((out / "source.json").read_text())["torch"] == importlib.metadata.version("torch")
     monkeypatch.setattr(local_corpus.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="^local_corpus.py: .*$"):
@@ -361,20 +417,26 @@ def test_the_second_corpus_is_a_packages_headers(tmp_path, monkeypatch):
 def probability(train, context, token, vocabulary):
     """Computes the formula in bench/ngram.py's docstring."""
     n = len(context)
-    lower = probability(train, context[1:], token, vocabulary) if n else 1 / vocabulary
+    lower = 1 / vocabulary
+    if n:
+        lower = probability(train, context[1:], token, vocabulary)
     followers = [train[i] for i in range(n, len(train)) if train[i - n : i] == context]
+    if not followers:
+        return lower
     kinds = len(set(followers))
-    return (followers.count(token) + kinds * lower) / (len(followers) + kinds) if followers else lower
+    return (followers.count(token) + kinds * lower) / (len(followers) + kinds)
 
 
 @pytest.mark.parametrize("vocabulary, orders", ((3, 5), (257, 4), (50257, 4)))
 def test_ngram_equals_its_formula(vocabulary, orders):
     draw = random.Random(0)
-    train, val = ([draw.choice([0, 1, vocabulary - 1]) for _ in range(n)] for n in (300, 100))
+    tokens = [draw.choice([0, 1, vocabulary - 1]) for _ in range(400)]
+    train = tokens[:300]
+    val = tokens[300:]
     val[50] = vocabulary // 2  # never seen, if the vocabulary is larger than 3
     got = ngram.losses_by_order(np.array(train, np.uint16), np.array(val, np.uint16), vocabulary, orders)
-    want = [
-        [probability(train, val[max(0, i - n) : i], val[i], vocabulary) for i in range(1, len(val))]
-        for n in range(orders)
-    ]
+    want = np.empty((orders, len(val) - 1))
+    for n in range(orders):
+        for i in range(1, len(val)):
+            want[n, i - 1] = probability(train, val[max(0, i - n) : i], val[i], vocabulary)
     np.testing.assert_allclose(got, -np.log(want), rtol=1e-12)

@@ -14,7 +14,8 @@ import train_gpt as tg
 from golden_inputs import batch_plan
 from tokenize_text import VOCABULARY, Header, read_header, read_tokens
 
-VAL, TRAIN = "synthetic_val_000000.bin", [f"synthetic_train_{i:06d}.bin" for i in (1, 2, 3)]
+VAL = "synthetic_val_000000.bin"
+TRAIN = ["synthetic_train_000001.bin", "synthetic_train_000002.bin", "synthetic_train_000003.bin"]
 
 
 def contents(out):
@@ -24,6 +25,11 @@ def contents(out):
 # ---- What is drawn -----------------------------------------------------------------------------------------
 
 
+def draw(bos_id, seed, count):
+    """Returns the tokens and document lengths of the first `count` draws, each of 512 documents."""
+    return list(islice(synthetic.draw_documents(bos_id, seed), count))
+
+
 def assert_frequency(count, n, p):
     """Checks a binomial count: within four standard deviations of its mean, and the table's resolution."""
     assert abs(count - n * p) < 4 * (n * p * (1 - p)) ** 0.5 + n / synthetic.RESOLUTION
@@ -31,18 +37,23 @@ def assert_frequency(count, n, p):
 
 @pytest.mark.parametrize("words", (50256, 1))
 def test_token_k_is_drawn_in_proportion_to_its_rank(words):
-    drawn = list(islice(synthetic.draw_documents(words, 1), 12))
-    counts = np.bincount(np.concatenate([tokens for tokens, _ in drawn]), minlength=words + 1)
-    assert len(counts) == words + 1 and counts[words] == 12 * 512
-    n, p = counts[:words].sum(), 1 / np.arange(1, words + 1)
+    counts = np.zeros(words + 1, int)
+    for tokens, _ in draw(words, 1, 12):
+        assert tokens.max() <= words
+        counts += np.bincount(tokens, minlength=words + 1)
+    assert counts[words] == 12 * 512  # BOS
+    counts = counts[:words]
+    p = 1 / np.arange(1, words + 1)
     p /= p.sum()
-    groups = [slice(k, k + 1) for k in range(min(words, 100))]
-    for group in groups + [slice(2**i - 1, 2 ** (i + 1) - 1) for i in range(17)]:
-        assert_frequency(counts[:words][group].sum(), n, p[group].sum())
+    for k in range(min(words, 100)):
+        assert_frequency(counts[k], counts.sum(), p[k])
+    for i in range(17):
+        group = slice(2**i - 1, 2 ** (i + 1) - 1)
+        assert_frequency(counts[group].sum(), counts.sum(), p[group].sum())
 
 
 def test_document_lengths_are_log_normal():
-    drawn = list(islice(synthetic.draw_documents(50256, 2), 80))
+    drawn = draw(50256, 2, 80)
     for tokens, lengths in drawn:
         starts = np.flatnonzero(tokens == 50256)
         assert np.array_equal(np.diff(starts, append=len(tokens)), lengths) and starts[0] == 0
@@ -55,10 +66,13 @@ def test_document_lengths_are_log_normal():
 
 def test_made_up_tokens_are_distinct_and_begin_with_others():
     """As in GPT-2's vocabulary. BOS, the last, has no bytes."""
-    *tokens, bos = synthetic.make_up_tokens(1000)
-    assert bos == b"" and len(tokens) == len({*tokens}) == 999
-    assert tokens[:256] == [bytes([i]) for i in range(256)] and synthetic.make_up_tokens(2) == [b"\0", b""]
-    assert all(len(token) > 1 and token[:-1] in tokens for token in tokens[256:])
+    tokens = synthetic.make_up_tokens(1000)
+    assert tokens.pop() == b""
+    assert len(tokens) == len(set(tokens)) == 999
+    assert tokens[:256] == [bytes([i]) for i in range(256)]
+    for token in tokens[256:]:
+        assert len(token) > 1 and token[:-1] in tokens
+    assert synthetic.make_up_tokens(2) == [b"\0", b""]
 
 
 # ---- What is written ---------------------------------------------------------------------------------------
@@ -68,20 +82,27 @@ def test_made_up_tokens_are_distinct_and_begin_with_others():
 def write(monkeypatch, tmp_path):
     """Returns a function that writes 1,100,000 training tokens, or as the options say, into small shards."""
     monkeypatch.setattr(synthetic, "SHARD_TOKENS", 500_000)
-    usual = {"train_tokens": 1_100_000, "val_tokens": 500_000, "vocab_size": 301}
-    return lambda **options: synthetic.write_shards(tmp_path / "deep" / "out", **usual | options)
+
+    def write(val_tokens=500_000, vocab_size=301):
+        return synthetic.write_shards(tmp_path / "deep" / "out", 1_100_000, val_tokens, vocab_size)
+
+    return write
 
 
 def test_shards(write, tmp_path):
     """All begin with other documents. More tokens leave the first as they are."""
     out = tmp_path / "deep" / "out"
-    assert sorted(write()) == [*TRAIN, VAL]
-    sizes = dict(zip([*TRAIN, VAL], (500_000, 500_000, 100_000, 500_000)))
-    shards = {name: read_tokens(out / name) for name in sizes}
-    for name, tokens in shards.items():
-        assert read_header(out / name) == Header(sizes[name], 301, 300, 0)
+    sizes = {TRAIN[0]: 500_000, TRAIN[1]: 500_000, TRAIN[2]: 100_000, VAL: 500_000}
+    assert sorted(write()) == list(sizes)
+    shards = {}
+    beginnings = set()
+    for name, size in sizes.items():
+        tokens = read_tokens(out / name)
+        assert read_header(out / name) == Header(size, 301, 300, 0)
         assert tokens[0] == 300 == tokens.max() and 400 < 5e5 * np.mean(tokens == 300) < 1200
-    assert len({tokens[:1000].tobytes() for tokens in shards.values()}) == 4
+        shards[name] = tokens
+        beginnings.add(tokens[:1000].tobytes())
+    assert len(beginnings) == 4
     synthetic.write_shards(tmp_path / "again", 700_000, 300_000, 301)
     for path in (tmp_path / "again").glob("*.bin"):
         tokens = read_tokens(path)
@@ -94,8 +115,8 @@ def test_only_missing_and_broken_shards_are_written(write, tmp_path):
     complete = contents(out)
     assert write() == []
     (out / VAL).write_bytes(complete[VAL][:-2])
-    for name in (TRAIN[0], VOCABULARY):
-        (out / name).unlink()
+    (out / TRAIN[0]).unlink()
+    (out / VOCABULARY).unlink()
     assert sorted(write()) == [TRAIN[0], VAL] and contents(out) == complete
     assert write(val_tokens=2000) == [VAL]
     assert len(write(vocab_size=302)) == 4 and read_header(out / TRAIN[0]).vocab_size == 302
@@ -121,7 +142,7 @@ def test_bad_input_is_one_line(tmp_path, options):
 
 def test_data_of_presets_is_protected():
     folders = {Path(preset.data).name for preset in tg.PRESETS.values()}
-    assert folders == {*synthetic.PRESET_FOLDERS}
+    assert folders == set(synthetic.PRESET_FOLDERS)
     for folder in folders:
         with pytest.raises(synthetic.UserError, match="preset's own data"):
             synthetic.write_shards(Path(synthetic.__file__).parent / folder, 10, 10)
