@@ -1269,43 +1269,53 @@ def cu_seqlens_capacity(tokens: int) -> int:
     return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
-class RowIndex(NamedTuple):
-    """The n distinct rows that a micro-batch touches, and its positions sorted by row.
+# A row of a table has up to three numbers, all int32:
+#   row        its place in the whole table, as a token or a hash names it
+#   local_row  its place in its owner's block
+#   slot       its place in this rank's buffers. Of most tables every rank has all rows, and a row is its own
+#              slot. Of n-grams a rank has only the rows that it fetched: NgramTable.cache has them by slot.
 
-    In an n-gram table a position has a row of each order, and occurs once for each.
-    """
 
-    row_ids: Tensor  # (n,) int32, ascending; for NgramTable.compact in the order of the table's rows
-    perm: Tensor  # (T,) int32: positions by row, those of one row in the text's order
-    offsets: Tensor  # (n + 1,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of row_ids[i]
+class Segments(NamedTuple):
+    """The distinct ids of a list, and the positions of each in that list, like a sparse matrix in CSR form."""
+
+    ids: Tensor  # (n,) int32: local_rows or slots, ascending at first
+    perm: (
+        Tensor  # (T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
+    )
+    offsets: Tensor  # (n + 1,) int32
     sign_ids: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
 
 
 class RowExchange(NamedTuple):
-    """Which rows' gradients this rank sends to each owner, and which it receives (diagram: section 9).
+    """The all-to-all that takes the gradients of a table's touched rows to their owners (diagram: section 9).
 
-    The rows are those that ranks touch between two updates of the table.
+    A rank has touched a row if one of its micro-batches has read it since the table's last update. The rows
+    of n-grams take the same ways back, from their owners, before that.
     """
 
-    input_splits: list[int]  # of rows, by owner
-    output_splits: list[int]
-    arriving: Tensor  # (sum(output_splits),) int32: the rows of its block that an owner receives
-    row_index: RowIndex  # of these: which of them are the same row
-    # (sum(input_splits),) int32: the rows of main_grad that are sent. Those of n-grams lie in this order.
-    rows_to_send: Tensor | None = None
+    input_splits: list[int]  # how many rows this rank sends to each owner
+    output_splits: list[int]  # how many it receives, as an owner, from each rank
+    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
+    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
+    segments: Segments  # of local_rows: several ranks may send the same row
+
+
+# The list of a micro-batch that selects the rows of a table, by Param.kind.
+IDS_OF_KIND = {"tokens": "inputs", "hashed": "hashed_rows"}
 
 
 class MicroBatch(NamedTuple):
     inputs: Tensor  # (T,) int32
     targets: Tensor  # (T,) int64
-    # (K, T) int32: rows of bigram_embed (K = 1), of the n-gram table or, in training, of NgramTable.compact
-    hashed_rows: Tensor
+    hashed_rows: Tensor  # (K, T) int32: rows of bigram_embed (K = 1), or of the n-gram table
     sign_ids: Tensor | None  # (K, T) int32: rows of the signs that multiply those rows
     cu_seqlens: Tensor  # (n,) int32: 0, the ends of the documents, as attention cuts them, then T
     max_doc_len: int  # bound on such a document's length
     # In training:
-    # Of the rows that "tokens" select, and of "hashed" rows. Packed apart: their sizes vary.
-    indices: dict[str, RowIndex] = {}
+    slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
+    # Of "inputs" and of "hashed_rows"; of n-grams of their slots. Packed apart: their sizes vary.
+    segments: dict[str, Segments] = {}
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     loss_weights: Tensor | None = None  # (K,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
 
@@ -1356,22 +1366,24 @@ def make_micro_batch(
     return MicroBatch(inputs, int32(tokens[1:]).long(), rows, sign_ids, cu_seqlens, max_doc_len)
 
 
-def distinct_rows(micro_batches: list[MicroBatch], kind: str, *others: np.ndarray) -> np.ndarray:
-    """Returns the distinct rows of their indices of this kind, and of other lists, ascending."""
-    rows = [part.indices[kind].row_ids.numpy() for part in micro_batches]
-    return np.unique(np.concatenate([*rows, *others]))
-
-
 NO_ROWS = np.empty(0, np.int32)
 
 
-def index_rows(ids: Tensor, sign_ids: Tensor | None = None) -> RowIndex:
-    """Sorts a micro-batch's positions by row `ids`, int32, (T,) or (K, T) with a range of rows for each k."""
-    by_row, perm = ids.flatten().sort(stable=True)
-    row_ids, counts = by_row.unique_consecutive(return_counts=True)
+def merge_ascending(lists: list[np.ndarray]) -> np.ndarray:
+    """Returns the distinct numbers, none negative, of ascending lists, ascending."""
+    merged = np.concatenate(lists)
+    merged.sort(kind="stable")  # which takes ascending runs as they are; np.unique would hash every number
+    return merged[np.diff(merged, prepend=-1) > 0]
+
+
+def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
+    """Sorts the positions of `ids`, int32, (T,) or (K, T) with a range of ids for each k."""
+    by_id, perm = ids.flatten().sort(stable=True)
+    distinct, counts = by_id.unique_consecutive(return_counts=True)
     offsets = F.pad(counts.cumsum(0), (1, 0))
-    by_row_signs = None if sign_ids is None else sign_ids.flatten()[perm]
-    return RowIndex(row_ids, (perm % ids.shape[-1]).int(), offsets.int(), by_row_signs)
+    if sign_ids is not None:
+        sign_ids = sign_ids.flatten()[perm]
+    return Segments(distinct, (perm % ids.shape[-1]).int(), offsets.int(), sign_ids)
 
 
 COLUMN_STRIDE = 20011  # a prime
@@ -1497,24 +1509,23 @@ class TrainLoader:
         return micro_batches
 
 
-def compact(part: MicroBatch, read: np.ndarray, places: np.ndarray) -> MicroBatch:
-    """Gives a micro-batch's rows of n-grams, some of those `read`, their `places` in NgramTable.compact."""
-    index = part.indices["hashed"]
-    row_ids = int32(places[np.searchsorted(read, index.row_ids.numpy())])
-    by_row = row_ids.repeat_interleave(index.offsets.diff()).view(part.hashed_rows.shape)
-    rows = torch.empty_like(by_row).scatter_(1, index.perm.view(by_row.shape).long(), by_row)
-    indices = part.indices | {"hashed": index._replace(row_ids=row_ids)}
-    return part._replace(hashed_rows=rows, indices=indices)
+def assign_slots(part: MicroBatch, rows: np.ndarray, slots: np.ndarray) -> MicroBatch:
+    """Adds the slots of a micro-batch's n-grams: some of `rows`, ascending, which will be in those `slots`."""
+    segments = part.segments["hashed_rows"]
+    ids = int32(slots[np.searchsorted(rows, segments.ids.numpy())])
+    by_id = ids.repeat_interleave(segments.offsets.diff()).view(part.hashed_rows.shape)
+    by_position = torch.empty_like(by_id).scatter_(1, segments.perm.view(by_id.shape).long(), by_id)
+    both = part.segments | {"hashed_rows": segments._replace(ids=ids)}
+    return part._replace(slots=by_position, segments=both)
 
 
 class Batch(NamedTuple):
     plan: StepPlan
-    micro_batches: list[MicroBatch]
+    micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
     position: tuple[int, ...]  # of the loader, after it
-    routes: dict[str, RowExchange]  # packed: of the tables that this step updates
-    # Packed: of the rows of n-grams that are read from this step up to the next update of their table. The
-    # other steps up to there have None.
-    ngram_routes: RowExchange | None = None
+    # By table, packed together: of the tables that this step updates; and "ngrams", if their rows must be
+    # fetched for this step, with those of the steps that follow until the next update of their table.
+    exchanges: dict[str, RowExchange]
 
 
 class Prefetcher:
@@ -1549,58 +1560,80 @@ class Prefetcher:
         return self.queue[0].result()
 
     def _batches(self, plans: Iterable[StepPlan]) -> Iterator[Batch]:
-        """Yields the batches. Those from one update of n-grams to the next are built together."""
-        together, ngrams = [], self.cfg.ngrams
+        """Yields the batches. Those from one update of n-grams to the next are built together, since their
+        rows of n-grams are fetched together.
+        """
+        ngrams = self.cfg.ngrams
+        together = []
         for plan in plans:
             together.append(self._build(plan))
             if not ngrams.orders or plan.updates(ngrams.update_every):
                 yield from self._finish(together)
                 together = []
-        yield from self._finish(together)
+        if together:
+            yield from self._finish(together)
 
     @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
-        """Builds a batch, but for the routes of n-grams; not packed yet."""
-        micro_batches = []
+        """Builds a batch with the exchanges of the tables that it updates, all but n-grams. Nothing is packed."""
         parts = self.loader.micro_batches(plan)
         shares = [weight / len(parts) for weight in plan.loss_weights]
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
+        micro_batches = []
         for part in parts:
-            indices = {
-                "tokens": index_rows(part.inputs),
-                "hashed": index_rows(part.hashed_rows, part.sign_ids),
+            segments = {
+                "inputs": make_segments(part.inputs),
+                "hashed_rows": make_segments(part.hashed_rows, part.sign_ids),
             }
-            micro_batches.append(part._replace(indices=indices, loss_weights=loss_weights))
-        routes = {}
+            micro_batches.append(part._replace(segments=segments, loss_weights=loss_weights))
+        exchanges = {}
         for spec in used_params(self.cfg):
-            if not spec.is_table:
-                continue
-            rows = distinct_rows(micro_batches, spec.kind, self.touched.pop(spec.name, NO_ROWS))
-            if plan.updates(spec.update_every):
-                ranks = self.exchange.world_size if spec.exchange == "sparse" else 1
-                owner, place = np.divmod(rows, self.shapes[spec.name][0] // ranks)
-                order, arriving = self.exchange.route(spec.name, owner, place, ranks)
-                routes[spec.name] = arriving._replace(rows_to_send=int32(rows[order]))
-            else:
-                self.touched[spec.name] = rows
-        return Batch(plan, micro_batches, self.loader.position(), pack(routes))
+            if spec.is_table:
+                read = self._rows_read(micro_batches, IDS_OF_KIND[spec.kind])
+                rows = merge_ascending(read + [self.touched.pop(spec.name, NO_ROWS)])
+                if plan.updates(spec.update_every):
+                    exchanges[spec.name] = self._plan_table(spec, rows)
+                else:
+                    self.touched[spec.name] = rows
+        return Batch(plan, micro_batches, self.loader.position(), exchanges)
+
+    def _rows_read(self, micro_batches: list[MicroBatch], ids: str) -> list[np.ndarray]:
+        """Returns the rows, ascending, that each micro-batch's list of this name selects."""
+        return [part.segments[ids].ids.numpy() for part in micro_batches]
+
+    def _plan_table(self, spec: Param, rows: np.ndarray) -> RowExchange:
+        """Plans the exchange of a table whose blocks are consecutive rows. A dense exchange sends the whole
+        table, so that nothing is planned with other ranks: rows are their own owner's.
+        """
+        exchange = self.exchange if spec.exchange == "sparse" else Exchange(0, 1)
+        owner, local_row = np.divmod(rows, self.shapes[spec.name][0] // exchange.world_size)
+        return exchange.plan_rows(spec.name, rows, owner, local_row)
+
+    def _plan_ngrams(self, rows: np.ndarray) -> RowExchange:
+        """Plans the exchange of rows of n-grams: rank r % ranks owns row r."""
+        local_row, owner = np.divmod(rows, self.exchange.world_size)
+        return self.exchange.plan_rows("ngrams", rows, owner, local_row)
 
     @traced("index")
     def _finish(self, together: list[Batch]) -> list[Batch]:
-        """Packs batches that read the same rows of n-grams; the first has the rows' routes: of their fetch,
-        and of the return of their gradients.
-        """
-        finished, routes, has_ngrams = [], None, bool(self.cfg.ngrams.orders)
-        if has_ngrams and together:
+        """Packs batches. Their rows of n-grams are fetched together, by an exchange that the first one has."""
+        if self.cfg.ngrams.orders:
             parts = [part for batch in together for part in batch.micro_batches]
-            read, ranks = distinct_rows(parts, "hashed"), self.exchange.world_size
-            order, routes = self.exchange.route("ngrams", read % ranks, read // ranks, ranks)
-            routes, places = pack(routes), np.argsort(order)
+            rows = merge_ascending(self._rows_read(parts, "hashed_rows"))
+            exchange = self._plan_ngrams(rows)
+            together[0].exchanges["ngrams"] = exchange
+            slots = np.argsort(
+                exchange.rows.numpy()
+            )  # of rows: the cache has them in the order of the exchange
+        finished = []
         for batch in together:
-            parts = [compact(part, read, places) if has_ngrams else part for part in batch.micro_batches]
-            packed = [pack(part._replace(indices={}))._replace(indices=pack(part.indices)) for part in parts]
-            finished.append(batch._replace(micro_batches=packed, ngram_routes=routes))
-            routes = None
+            packed = []
+            for part in batch.micro_batches:
+                if self.cfg.ngrams.orders:
+                    part = assign_slots(part, rows, slots)
+                segments = pack(part.segments)
+                packed.append(pack(part._replace(segments={}))._replace(segments=segments))
+            finished.append(batch._replace(micro_batches=packed, exchanges=pack(batch.exchanges)))
         return finished
 
 
@@ -1991,17 +2024,18 @@ def cast_and_transpose(x: Tensor, unit: float | Tensor, dtype: torch.dtype) -> t
     return to_fp8(x, unit, dtype), to_fp8(x.mT, unit, dtype)
 
 
-def segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
-    """Adds each touched row's position gradients to that row of `out` (N, ...).
+def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
+    """Adds the gradients of each id's positions to that row of `out` (N, ...): out[ids[i]] += sum of grad[k]
+    over the positions k of ids[i].
 
-    grad (T, ...), multiplied by rows index.sign_ids of `signs`, if there are any. A row's gradients are
-    summed in at least fp32, in the text's order, and rounded once.
+    grad (T, ...), multiplied by rows segments.sign_ids of `signs`, if there are any. A row's gradients are
+    summed in at least fp32, in the list's order, and rounded once.
     """
-    out, ids, lengths = out.flatten(1), index.row_ids.long(), index.offsets.diff().long()
+    out, ids, lengths = out.flatten(1), segments.ids.long(), segments.offsets.diff().long()
     dtype = torch.promote_types(out.dtype, torch.float32)
-    by_row = grad.flatten(1)[index.perm].to(dtype)
-    if signs is not None and index.sign_ids is not None:
-        by_row *= signs[index.sign_ids]
+    by_row = grad.flatten(1)[segments.perm].to(dtype)
+    if signs is not None and segments.sign_ids is not None:
+        by_row *= signs[segments.sign_ids]
     sums = torch.segment_reduce(by_row, "sum", lengths=lengths, unsafe=True)
     out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
 
@@ -2332,7 +2366,7 @@ if triton is not None:
     def segment_sum_rows_kernel(
         out,
         grad,
-        row_ids,
+        ids,
         perm,
         offsets,
         sign_ids,
@@ -2356,7 +2390,7 @@ if triton is not None:
                     row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
                     part *= load_fp32(signs + row * columns + cols, mask)
                 total += part
-        out_ptrs = out + tl.load(row_ids + i).to(tl.int64) * columns + cols
+        out_ptrs = out + tl.load(ids + i).to(tl.int64) * columns + cols
         total += load_fp32(out_ptrs, cols < columns)
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
 
@@ -2498,12 +2532,14 @@ def triton_pointer_grad(
     return PointerInputs(dq, dk, weights[1] * (weights_grad[1] - mean))
 
 
-def triton_segment_sum_rows(out: Tensor, grad: Tensor, index: RowIndex, signs: Tensor | None = None) -> None:
-    if len(index.row_ids):
+def triton_segment_sum_rows(
+    out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None
+) -> None:
+    if len(segments.ids):
         out, grad = out.flatten(1), grad.flatten(1)
-        grid = len(index.row_ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"])
+        grid = len(segments.ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"])
         sizes = out.size(1), grad.stride(0)
-        segment_sum_rows_kernel[grid](out, grad, *index, signs, *sizes, **SEGMENT_SUM_TILES)
+        segment_sum_rows_kernel[grid](out, grad, *segments, signs, *sizes, **SEGMENT_SUM_TILES)
 
 
 class Backend(NamedTuple):
@@ -2675,76 +2711,6 @@ torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LI
 write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
 
 
-class Gradient:
-    """A parameter's gradient, summed over micro-batches from one update to the next.
-
-    main_grad: a persistent buffer with the parameter's shape and dtype. Backwards of matrix products write to
-    it directly; rows of tables are added to it. Without it autograd sums the gradient in p.grad.
-    written: whether main_grad holds a gradient of this sum already, to which the next one is added. It is a
-    0-d CPU tensor, as a bool would make torch.compile build two graphs.
-    """
-
-    def __init__(self, p: Tensor, main_grad: Tensor | None = None):
-        self.p, self.main_grad = p, main_grad
-        self.written = torch.tensor(False)
-
-    def add(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = (), columns: Tensor | None = None) -> None:
-        """Writes a^T b to main_grad, or adds it, as write_grad does.
-
-        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad; the
-        first one sets all others to 0.
-        """
-        if columns is None:
-            write_grad(self.main_grad, a, b, scales, self.written)
-        else:
-            if not self.written:
-                self.main_grad.zero_()
-            product = self.main_grad.new_empty(a.size(1), b.size(1))
-            write_grad(product, a, b, scales, torch.tensor(False))
-            add_columns(self.main_grad, columns, product)
-        self.written = torch.tensor(True)
-
-    def weight(self) -> "Weight":
-        """Returns the parameter as matrix products take it."""
-        w = self.p if self.main_grad is None else self.p.detach()
-        return Weight(w, self.main_grad, self.written)
-
-    def end_backward(self) -> None:
-        """Ends a micro-batch's backward: what follows is added to its gradient.
-
-        By TransformerEngine's contract (its PR 2871), a parameter's attribute grad_added_to_main_grad, if
-        there is one, becomes True, and autograd gets an uninitialized gradient: hooks that wait for one then
-        run, and drop it. This is here, and not in the backward of each product, because a compiled backward
-        gives all its results at its end.
-        """
-        self.written = torch.tensor(True)
-        if self.main_grad is not None and hasattr(self.p, "grad_added_to_main_grad"):
-            self.p.grad_added_to_main_grad = True
-            torch.autograd.backward(self.p, torch.empty_like(self.p))
-
-    def take(self) -> Tensor:
-        """Returns the sum."""
-        return self.p.grad if self.main_grad is None else self.main_grad
-
-    def reset(self) -> None:
-        """Begins a new sum."""
-        self.p.grad = None
-        self.written = torch.tensor(False)
-
-
-class AddedGradient(Gradient):
-    """A gradient that is only added to: main_grad begins every sum with 0."""
-
-    def take_rows(self, ids: Tensor) -> Tensor:
-        """Returns rows of main_grad, which begin a new sum."""
-        rows = self.main_grad[ids]
-        self.main_grad.index_fill_(0, ids.long(), 0)
-        return rows
-
-    def reset(self) -> None:
-        self.main_grad.zero_()
-
-
 # The head's FP8 scales (records 19, 51, 92), fixed, so that no step searches for a maximum: e4m3's largest
 # number stands for x = 100 and w = 2. Logits are e4m3 too, without a scale: the cap flattens large ones.
 # Gradients are e5m2, for its range, in units of FP8_GRAD times their scale.
@@ -2759,7 +2725,7 @@ class Weight(NamedTuple):
 
     w: Tensor  # (rows, cols)
     main_grad: Tensor | None = None  # its part of it; None: its gradient is autograd's
-    written: Tensor | None = None  # Gradient.written
+    written: Tensor | None = None  # DenseParam.written
 
     def split(self, rows: int) -> Iterator["Weight"]:
         """Returns a bank's matrices, of so many rows each, in their order."""
@@ -3106,13 +3072,13 @@ class GPT(nn.Module):
         self,
         micro_batch: MicroBatch,
         windows: dict[str, int],
-        grads: dict[str, Gradient] | None = None,
+        params: "dict[str, ShardedParam] | None" = None,
         leaves: dict[str, Tensor] | None = None,
         fp8: FP8MLP | None = None,
     ) -> Tensor:
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
-        windows: tokens, by name. The backward gives the banks' gradients to `grads`, or without it to
+        windows: tokens, by name. The backward gives the banks' gradients to `params`, or without it to
         autograd. In training, what is looked up in tables is put into `leaves`, by name, where autograd
         leaves its gradients; outside it, rows of n-grams are fetched first. With `fp8`, the result of
         GPT.fp8_mlps, MLPs are in FP8.
@@ -3123,7 +3089,9 @@ class GPT(nn.Module):
             found = leaves
         embed, bigram, *values = found.values()
         self.wait_for()
-        banks = {name: grads[name].weight() if grads else Weight(getattr(self, name)) for name in self.banks}
+        banks = {
+            name: params[name].weight() if params else Weight(getattr(self, name)) for name in self.banks
+        }
         looked_up = embed, bigram, values[0] if values else embed[:, None][:, :0]
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
         return compiled(GPT.trunk)(self, *looked_up, sequence, windows, banks, fp8)
@@ -3329,7 +3297,7 @@ class GPT(nn.Module):
         name = "bigram_embed" if rows is not None else "ngrams"
         self.wait_for(name)
         if rows is None and training:
-            rows = self.ngrams.compact
+            rows, ids = self.ngrams.cache, micro_batch.slots
         elif rows is None:
             row_ids, ids = ids.unique(return_inverse=True)
             rows = self.ngrams.fetch(row_ids)
@@ -3392,7 +3360,7 @@ class GPT(nn.Module):
         x: Tensor,
         targets: Tensor,
         weights: Tensor,
-        grad: Gradient,
+        head: "Head",
         grad_scale: float,
         converted: list[Tensor],
         candidates: Tensor | None = None,
@@ -3401,7 +3369,7 @@ class GPT(nn.Module):
         """Runs the head's forward and backward at once, in chunks of tokens.
 
         x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
-        time. lm_head's gradient is added to `grad`, and rounded once per chunk. `grad_scale`, which `weights`
+        time. lm_head's gradient is added to `head`, and rounded once per chunk. `grad_scale`, which `weights`
         contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call,
         if that has all columns too.
 
@@ -3435,11 +3403,11 @@ class GPT(nn.Module):
                     logits = fp8_matmul(x8[part], wt8.T, (x_scale, w_scale), x8.dtype, fast=True)
                     part_losses, dlogits, turned = self.backend.softcap_loss(logits, *how)
                     fp8_matmul(dlogits, w8.T, (dz_scale, w_scale), dx.dtype, out=dx[part])
-                    grad.add(xt8[:, part].T, turned.T, (x_scale, dz_scale), candidates)
+                    head.add_product(xt8[:, part].T, turned.T, (x_scale, dz_scale), candidates)
                 else:
                     part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, *how)
                     torch.mm(dlogits, w.T, out=dx[part])
-                    grad.add(x[part], dlogits, (), candidates)
+                    head.add_product(x[part], dlogits, (), candidates)
                 losses.append(part_losses)
         return torch.cat(losses).sum(), dx
 
@@ -3450,17 +3418,17 @@ class GPT(nn.Module):
 #
 #    How a table row's gradient travels, for example bigram_embed's:
 #
-#    thread that       index_rows              which rows each micro-batch touches, and at which positions
-#    builds batches    Exchange.route          tells every owner which of its rows are touched
-#    each backward     add_row_grads           adds the positions' gradients to their rows of main_grad
-#    scatter           send_rows               the touched rows of main_grad, as they are
-#    work              Exchange.mean_rows      the owner sums in fp32, in rank order, into its block of
-#                                              main_grad; then Adam; then zeroing
+#    thread that       make_segments           which rows each micro-batch reads, and at which positions
+#    builds batches    Exchange.plan_rows      tells every owner which of its rows are touched
+#    each backward     TableParam.add_rows     adds the positions' gradients to their rows of main_grad
+#    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner sums
+#                                              them in fp32, in rank order, into its block of main_grad
+#    work              TableParam.update       Adam; then clear() makes these rows of main_grad 0
 #
 #        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
 #                           rank 0 touched 0, 3         rank 1 touched 1, 3
-#        row ids            3      ------->             <------- 1
+#        local rows         1      ------->             <------- 1
 #        row gradients      g0[3]  ------->             <------- g1[1]
 #        mean               row 0 = g0[0] / 2           row 2 = 0
 #                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
@@ -3531,23 +3499,23 @@ class Exchange:
             return Pending(parts, work, rank_order_mean)
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
-    def route(
-        self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
-    ) -> tuple[np.ndarray, RowExchange]:
-        """Tells each row's owner that this rank touches the row. Blocks.
+    def plan_rows(self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray) -> RowExchange:
+        """Tells each row's owner that this rank has touched the row. Blocks.
 
-        owner[i] and place[i]: the rank that has row i, and where in its block. ranks: of the owners; with 1
-        every rank owns the whole table. Returns the order of the rows by owner, and their routes.
+        rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i], and
+        where in its block.
         """
         order = np.argsort(owner.astype(np.uint16), kind="stable")
-        input_splits = output_splits = np.bincount(owner, minlength=ranks).tolist()
-        arriving = int32(place[order]).to(self.device)
-        if ranks > 1:
-            ones, counts = [1] * ranks, torch.tensor(input_splits, device=self.device)
+        input_splits = np.bincount(owner, minlength=self.world_size).tolist()
+        output_splits = input_splits
+        arriving = int32(local_row[order]).to(self.device)
+        if self.world_size > 1:
+            ones = [1] * self.world_size
+            counts = torch.tensor(input_splits, device=self.device)
             output_splits = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
             arriving = self.send_rows("row ids", name, arriving, input_splits, output_splits).wait()
         arriving = arriving.cpu()
-        return order, RowExchange(input_splits, output_splits, arriving, index_rows(arriving))
+        return RowExchange(input_splits, output_splits, int32(rows[order]), arriving, make_segments(arriving))
 
     def send_rows(
         self,
@@ -3561,16 +3529,24 @@ class Exchange:
         """Sends rows (sum(input_splits), ...), by receiver; returns those sent here, by sender, in `out`."""
         if self.world_size == 1:
             return Pending(rows if out is None else out.copy_(rows))
-        out = rows.new_empty((sum(output_splits), *rows.shape[1:])) if out is None else out
+        if out is None:
+            out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
         return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
 
-    def mean_rows(self, out: Tensor, index: RowIndex, row_grads: Tensor) -> Tensor:
-        """Sums row_grads (sum(output_splits), ...), which arrived, in `out`, 0 before; divides by the ranks.
+    def reduce_rows(self, name: str, row_grads: Tensor, plan: RowExchange, out: Tensor) -> Pending:
+        """Sends the gradients of touched rows (sum(plan.input_splits), ...) to their owners, as they are; each
+        gets the mean over all ranks of its rows, in `out`, which is 0 before.
 
-        They arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
+        plan.segments.ids say which row of `out` gets the mean. Rows arrive, and so are summed, in rank order,
+        in at least fp32: to the bits of rank_order_mean.
         """
-        self.sum_rows(out, row_grads, index)
-        return out.div_(self.world_size)
+
+        def mean(arrived: Tensor) -> Tensor:
+            self.sum_rows(out, arrived, plan.segments)
+            return out.div_(self.world_size)
+
+        arriving = self.send_rows("gradient rows", name, row_grads, plan.input_splits, plan.output_splits)
+        return arriving._replace(finish=mean)
 
     def gather(self, name: str, t: Tensor) -> Pending:
         """Fills t, of which each rank has updated its own block, from all ranks."""
@@ -3914,14 +3890,24 @@ OPTIMIZERS = {
 
 
 # ============================================================================================================
-# 11  Tables. N-gram memory: a table of any size, whose cost follows the rows that a step touches.
+# 11  What is updated. One object for each bank, each table, lm_head, each vector of small parameters, and the
+#    table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its update
+#    changes:
 #
-#    The table is updated after every step, or after 2 or 4 (Ngrams.every). Until then no row changes, so the
-#    rows that these steps read are fetched once, and their gradients return once. On the left what the
-#    batch-building thread does, while earlier steps train; on the right the main thread, from top to bottom:
+#                   ShardedParam's heirs                        NgramTable
+#    forward        wait: values are complete                   wait: the fetched rows are here
+#    backward       add_product, add_rows; end_backward         add_rows
+#    scatter        scatter: the mean over ranks begins         scatter
+#    work           update, by the mean; clear: a new sum       update; clear
+#    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
 #
-#    index  hash_ngrams, index_rows          each forward    embeddings sum rows of `compact`
-#    ids    route: asker -> owner,           each backward   add_row_grads, to main_grad, at the same places
+#    N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated after
+#    every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that these steps
+#    read are fetched once, and their gradients return once. On the left what the batch-building thread does,
+#    while earlier steps train; on the right the main thread, from top to bottom:
+#
+#    index  hash_ngrams, make_segments       each forward    embeddings sum rows of `cache`, by slot
+#    ids    plan_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
 #           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
 #                                                            update: owners' mean in rank order, and the rule
 #                                                            rows of the next steps: to askers
@@ -3931,6 +3917,266 @@ OPTIMIZERS = {
 #    arXiv:2202.12429); tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366
 #    and nanochat PR 854.
 # ============================================================================================================
+
+
+class RunningAverage(NamedTuple):
+    """One of cfg.averages, of a parameter's block."""
+
+    spec: WeightAverage
+    rates: dict[int, float]  # tick_rates(): how far the average moves after a step
+    value: Tensor
+
+
+class ShardedParam:
+    """A parameter whose updates are spread over ranks: each rank updates its own block, and has the update
+    rule's state and the averages of that block.
+
+    main_grad: the gradient, with the parameter's shape and dtype; it is summed from one update to the next,
+    over micro-batches and steps. How, and how it is exchanged and cleared, is what the heirs differ in.
+    """
+
+    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
+        self.spec, self.p, self.cfg, self.exchange, self.backend = spec, p, cfg, exchange, backend
+        self.name, self.update_order = spec.name, spec.update_order
+        self.block = exchange.block(p.detach())  # the part of p that this rank updates, a view
+        self.rule = OPTIMIZERS[spec.optimizer]
+        self.state = self.rule.init(self.block, spec, acc_dtype(cfg), exchange.rank * len(self.block))
+        self.averages = []
+        for average in cfg.averages:
+            rates = tick_rates(average, cfg.steps)
+            if spec.name in average.params and rates:
+                value = torch.zeros_like(self.block, dtype=acc_dtype(cfg))
+                self.averages.append(RunningAverage(average, rates, value))
+        self.in_flight: Pending | None = None  # the gather, until somebody waits for it
+
+    def is_due(self, plan: StepPlan) -> bool:
+        return plan.updates(self.spec.update_every)
+
+    def end_backward(self) -> None:
+        """Ends a micro-batch's backward.
+
+        By TransformerEngine's contract (its PR 2871), a parameter's attribute grad_added_to_main_grad, if
+        there is one, becomes True, and autograd gets an uninitialized gradient: hooks that wait for one then
+        run, and drop it. This is here, and not in the backward of each product, because a compiled backward
+        gives all its results at its end.
+        """
+        if hasattr(self.p, "grad_added_to_main_grad"):
+            self.p.grad_added_to_main_grad = True
+            torch.autograd.backward(self.p, torch.empty_like(self.p))
+
+    def reduce(self, grad: Tensor) -> Pending:
+        """Starts the mean of a whole gradient over ranks. Each gets that of its block."""
+        return self.exchange.reduce(self.name, grad, self.spec.reduction == "fp32")
+
+    def update(self, grad: Tensor, plan: StepPlan) -> None:
+        """Updates the block by its mean gradient."""
+        self.rule.update(self.block, grad, self.state, self.spec, plan, self.cfg, self.backend)
+
+    def clear(self) -> None:
+        """Begins a new sum of the gradient, after an update."""
+        raise NotImplementedError
+
+    def drop_grad(self) -> None:
+        """Begins a new sum, whatever has been added since the last update."""
+        self.clear()
+
+    def gather(self) -> None:
+        """Starts to complete the parameter from the ranks' blocks."""
+        with traced(f"gather {self.name}"):
+            self.in_flight = self.exchange.gather(self.name, self.p.detach())
+
+    def wait(self) -> None:
+        """Ends the gather, if one is under way."""
+        pending, self.in_flight = self.in_flight, None
+        if pending:
+            pending.wait()
+
+    def tick(self, step: int) -> None:
+        """Moves those averages that tick after `step` towards the block."""
+        for average in self.averages:
+            if rate := average.rates.get(step):
+                average.value.mul_(1 - rate).add_(self.block, alpha=rate)
+
+    def apply_averages(self) -> None:
+        """Moves the parameter to its averages, and restores its norm if they keep it. Waits.
+
+        Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
+        """
+        if not self.averages:
+            return
+        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # so that padding changes no digit
+        before = norm_of(self.p.detach())
+        for average in self.averages:
+            self.block.copy_(self.block.to(average.value.dtype).lerp(average.value, average.spec.blend))
+        self.gather()
+        self.wait()
+        if any(average.spec.keep_norm for average in self.averages):
+            p = self.p.detach()
+            after = norm_of(p)
+            ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
+            p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
+
+    def state_dict(self) -> dict:
+        """Returns what this rank alone has of it, all but the gradient; not copied."""
+        averages = [average.value for average in self.averages]
+        return {"block": self.block, "state": self.state, "averages": averages}
+
+
+class SmallParams(ShardedParam):
+    """Small parameters with equal betas, dtype, cadence and reduction, as parts of one vector, which is
+    exchanged and updated in their place. Autograd adds their gradients to main_grad, of which p.grad of each
+    is a part.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        specs: list[Param],
+        params: list[Tensor],
+        cfg: Config,
+        exchange: Exchange,
+        backend: Backend,
+    ):
+        # Parts, and ranks' blocks, begin at multiples of 16 bytes, as fast kernels want.
+        sizes = [padded(p.numel(), 8) for p in params]
+        padding = -sum(sizes) % (8 * exchange.world_size)
+        vector = params[0].new_zeros(sum(sizes) + padding)
+        super().__init__(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, cfg, exchange, backend)
+        self.main_grad = torch.zeros_like(vector)
+        values, grads = vector.split(sizes + [padding]), self.main_grad.split(sizes + [padding])
+        for p, value, grad in zip(params, values, grads):
+            value[: p.numel()].copy_(p.detach().flatten())
+            p.data = value[: p.numel()].view_as(p)
+            p.grad = grad[: p.numel()].view_as(p)
+        muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
+        rates = torch.tensor(muls, dtype=acc_dtype(cfg))
+        rates = rates.repeat_interleave(torch.tensor(sizes + [padding]), 0)
+        self.state["rates"] = exchange.block(rates).T.contiguous().to(vector.device)
+
+    def scatter(self) -> Pending:
+        return self.reduce(self.main_grad)
+
+    def clear(self) -> None:
+        self.main_grad.zero_()
+
+
+class DenseParam(ShardedParam):
+    """A bank, or lm_head: backwards of matrix products write its gradient to main_grad directly.
+
+    written: whether main_grad holds a gradient of this sum already, to which the next one is added; the first
+    one overwrites it. It is a 0-d CPU tensor, as a bool would make torch.compile build two graphs.
+    A bank's main_grad is None with cfg.main_grad=false: then autograd sums its gradient in p.grad.
+    """
+
+    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
+        super().__init__(spec, p, cfg, exchange, backend)
+        by_autograd = spec.kind == "bank" and not cfg.main_grad
+        self.main_grad = None if by_autograd else torch.zeros_like(p)
+        p.requires_grad_(by_autograd)
+        self.written = torch.tensor(False)
+
+    def weight(self) -> Weight:
+        """Returns the parameter as matrix products take it."""
+        w = self.p if self.main_grad is None else self.p.detach()
+        return Weight(w, self.main_grad, self.written)
+
+    def grad(self) -> Tensor:
+        return self.p.grad if self.main_grad is None else self.main_grad
+
+    def end_backward(self) -> None:
+        """Ends a micro-batch's backward: what follows is added to its gradient."""
+        self.written = torch.tensor(True)
+        if self.main_grad is not None:
+            super().end_backward()
+
+    def scatter(self) -> Pending:
+        return self.reduce(self.grad())
+
+    def clear(self) -> None:
+        self.p.grad = None
+        self.written = torch.tensor(False)
+
+
+class TableParam(ShardedParam):
+    """A table of rows for tokens or bigrams, of which every rank has all. main_grad begins every sum with 0."""
+
+    touched: RowExchange | None = None  # in a step that updates the table, on the device
+
+    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
+        super().__init__(spec, p, cfg, exchange, backend)
+        p.requires_grad_(False)
+        self.main_grad = torch.zeros_like(p)
+        self.ids = IDS_OF_KIND[spec.kind]
+
+    def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
+        """Adds the gradients (T, ...) of what a micro-batch's positions have looked up.
+
+        signs: the model's, by which rows of bigrams were multiplied.
+        """
+        self.backend.segment_sum_rows(self.main_grad, grads, segments[self.ids], signs)
+
+    def take_rows(self) -> Tensor:
+        """Returns the touched rows of main_grad, which begin a new sum."""
+        rows = self.main_grad[self.touched.rows]
+        self.main_grad.index_fill_(0, self.touched.rows.long(), 0)
+        return rows
+
+    def scatter(self) -> Pending:
+        if self.spec.exchange == "sparse":  # only touched rows; the mean is put where their owner had them
+            out = self.exchange.block(self.main_grad)
+            return self.exchange.reduce_rows(self.name, self.take_rows(), self.touched, out)
+        return self.reduce(self.main_grad)
+
+    def clear(self) -> None:
+        if self.spec.exchange == "sparse":  # only these rows are not 0
+            self.exchange.block(self.main_grad).index_fill_(0, self.touched.segments.ids.long(), 0)
+        else:
+            self.main_grad.zero_()
+
+    def drop_grad(self) -> None:
+        self.main_grad.zero_()
+
+
+class Head(DenseParam):
+    """lm_head. Until the untie step embed is its transpose: lm_head gets embed's gradient, too, and embed a
+    copy of its values.
+    """
+
+    def add_product(
+        self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = (), columns: Tensor | None = None
+    ) -> None:
+        """Writes a^T b to main_grad, or adds it, as write_grad does.
+
+        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad; the
+        first one sets all others to 0.
+        """
+        if columns is None:
+            write_grad(self.main_grad, a, b, scales, self.written)
+        else:
+            if not self.written:
+                self.main_grad.zero_()
+            product = self.main_grad.new_empty(a.size(1), b.size(1))
+            write_grad(product, a, b, scales, torch.tensor(False))
+            add_columns(self.main_grad, columns, product)
+        self.written = torch.tensor(True)
+
+    def add_grad_of(self, embed: TableParam) -> None:
+        """Adds the gradient of embed, of which only the touched rows are not 0."""
+        add_columns(self.main_grad, embed.touched.rows, embed.take_rows().T)
+
+    def copy_to(self, embed: TableParam) -> None:
+        """Lets embed be copied when somebody waits for it, after this parameter's gather."""
+        embed.in_flight = self.in_flight._replace(finish=partial(transpose_copy, embed.p))
+
+    def untie(self, embed: TableParam) -> None:
+        """Lets embed train on its own, from this parameter's state, transposed and resharded."""
+        for key, value in self.state.items():
+            if value.dim():
+                whole = torch.empty_like(self.p, dtype=value.dtype)
+                self.exchange.block(whole).copy_(value)
+                whole = self.exchange.gather(f"{self.name}.{key}", whole).wait()
+                value = self.exchange.block(whole.T)
+            embed.state[key].copy_(value)
 
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -3966,80 +4212,109 @@ def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local
 
 
 class NgramTable:
-    """This rank's rows of the table of n-grams, r % world_size == rank; buffers for what updates touch.
+    """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
 
-    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Rows start at 0.
+    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Row r is local_row
+    r // world_size of rank r % world_size. Rows start at 0.
     """
 
-    def __init__(self, cfg: Config, exchange: Exchange):
+    name, ids = "ngrams", "hashed_rows"
+    update_order = -1  # before all parameters, while whose updates run the next rows are fetched
+
+    def __init__(self, cfg: Config, exchange: Exchange, backend: Backend = TORCH_BACKEND):
         n = self.cfg = cfg.ngrams
-        self.exchange, self.device = exchange, exchange.device
-        touched, block = ngram_bounds(cfg, exchange.world_size)
-        # The rows that steps read until the next update, by owner; their gradients.
+        self.exchange, self.backend, self.device = exchange, backend, exchange.device
+        slots, block = ngram_bounds(cfg, exchange.world_size)
+        # By slot: the rows that steps read until the next update, and their gradients.
         zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
-        self.compact, self.main_grad = zeros(2, touched, n.width)
-        self.batch: Batch | None = None  # the first of these steps
-        self.routes: RowExchange | None = None  # of its rows, on the device
-        # Row r lies at r // world_size on rank r % world_size.
+        self.cache, self.main_grad = zeros(slots, n.width), zeros(slots, n.width)
+        self.touched: RowExchange | None = None  # of the rows in the cache, on the device
+        self.in_flight: Pending | None = None  # their fetch
         self.block = zeros(block, n.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
-        self.stored = [self.block, *self.state.values()]
+        self.saved = {"block": self.block} | self.state
         # As a table: on CPUs the last bit of pow() depends on a number's place in its vector.
         self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
 
-    @traced("rows ngrams")
-    def begin(self, batch: Batch | None, in_flight: dict[str, Pending]) -> None:
-        """Starts to fetch the rows that the steps from this batch on read, unless that was done before."""
-        if batch and batch.ngram_routes and batch is not self.batch:
-            self.batch = batch
-            self.routes = routes = move(batch.ngram_routes, self.device)
-            rows, counts = self.block.index_select(0, routes.arriving), routes.input_splits
-            out = self.compact[: sum(counts)]
-            fetched = self.exchange.send_rows("rows", "ngrams", rows, routes.output_splits, counts, out)
-            in_flight["ngrams"] = fetched
+    def is_due(self, plan: StepPlan) -> bool:
+        return plan.updates(self.cfg.update_every)
 
     @traced("rows ngrams")
-    def send_grads(self) -> Pending:
-        """Starts the return of the gradient rows; the result is their mean, for each row of the index."""
-        input_splits, output_splits, _, index, _ = self.routes
-        rows, n = self.main_grad[: sum(input_splits)], len(index.row_ids)
-        sums = rows.new_zeros((n, rows.size(1)), dtype=self.state["moments"].dtype)
-        index = index._replace(row_ids=torch.arange(n, dtype=torch.int32, device=self.device))
-        mean = partial(self.exchange.mean_rows, sums, index)
-        arriving = self.exchange.send_rows("gradient rows", "ngrams", rows, input_splits, output_splits)
-        return arriving._replace(finish=mean)
+    def start_fetch(self, rows: RowExchange) -> None:
+        """Starts to fetch the rows that the steps up to the next update read: to slots 0, 1, ... of the cache,
+        by owner. They travel against the exchange's direction.
+        """
+        self.touched = rows
+        own = self.block.index_select(0, rows.local_rows)
+        out = self.cache[: len(rows.rows)]
+        self.in_flight = self.exchange.send_rows(
+            "rows", self.name, own, rows.output_splits, rows.input_splits, out
+        )
+
+    def wait(self) -> None:
+        """Ends the fetch, if one is under way."""
+        pending, self.in_flight = self.in_flight, None
+        if pending:
+            pending.wait()
+
+    def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
+        """Adds the gradients (T, width) of what a micro-batch's positions have looked up, times `signs`."""
+        self.backend.segment_sum_rows(self.main_grad, grads, segments[self.ids], signs)
+
+    @traced("rows ngrams")
+    def scatter(self) -> Pending:
+        """Starts the return of the gradient rows. The result is the mean of each row that any rank touched."""
+        distinct = len(self.touched.segments.ids)
+        # One after the other, as no buffer has all rows of the block.
+        places = torch.arange(distinct, dtype=torch.int32, device=self.device)
+        plan = self.touched._replace(segments=self.touched.segments._replace(ids=places))
+        out = self.block.new_zeros((distinct, self.cfg.width), dtype=self.state["moments"].dtype)
+        return self.exchange.reduce_rows(self.name, self.main_grad[: len(plan.rows)], plan, out)
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
-        """Updates the rows that any rank has touched, from the result of send_grads(). Begins a new sum."""
-        touched = self.routes.row_index.row_ids, grads
-        row_adam(self.block, touched, self.state, self.cfg, plan)
-        self.main_grad[: sum(self.routes.input_splits)].zero_()
+        """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
+        row_adam(self.block, (self.touched.segments.ids, grads), self.state, self.cfg, plan)
+
+    def clear(self) -> None:
+        """Begins a new sum of the gradient, after an update."""
+        self.main_grad[: len(self.touched.rows)].zero_()
+
+    def drop_grad(self) -> None:
+        self.main_grad.zero_()
 
     @torch.no_grad()
-    def fetch(self, row_ids: Tensor) -> Tensor:
+    def fetch(self, rows: Tensor) -> Tensor:
         """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
 
         Every rank must call it the same number of times: it communicates.
         """
-        ids, n = row_ids.cpu().numpy(), self.exchange.world_size
-        order, routes = self.exchange.route("ngrams", ids % n, ids // n, n)
-        rows, to, back = self.block[routes.arriving], routes.output_splits, routes.input_splits
-        received = self.exchange.send_rows("rows outside training", "ngrams", rows, to, back).wait()
-        return received[np.argsort(order)]
+        wanted = rows.cpu().numpy()
+        local_row, owner = np.divmod(wanted, self.exchange.world_size)
+        plan = self.exchange.plan_rows(self.name, wanted, owner, local_row)
+        own = self.block[plan.local_rows]
+        received = self.exchange.send_rows(
+            "rows outside training", self.name, own, plan.output_splits, plan.input_splits
+        )
+        return received.wait()[plan.rows.argsort()]
+
+    def state_dict(self) -> dict:
+        """Returns what this rank alone has of it, all but the gradient; not copied."""
+        return self.saved
 
 
 # ============================================================================================================
-# 12  Optimizer. Scatters the gradients, works on what arrives, gathers the parameters; averages.
+# 12  Optimizer. Has the objects of section 11, and runs their scatter, work and gather in explicit orders.
 # ============================================================================================================
+
+# By Param.kind; small parameters are packed.
+KINDS = {"bank": DenseParam, "matmul": Head, "tokens": TableParam, "hashed": TableParam}
 
 
 class Optimizer:
-    """Spreads updates over ranks: scatters gradients, updates its blocks (work), gathers parameters.
+    """Spreads updates over ranks: scatters gradients, updates own blocks (work), gathers parameters.
 
-    Gradients are exchanged in the order of cfg.params, small parameters' last; updates are done by
-    Param.update_order; n-grams come before all others. A gradient is summed from one update to the next, over
-    micro-batches and steps, in its parameter's dtype, by its Gradient in `grads`. Until the untie step embed,
-    lm_head's transpose, adds its gradient to that one's and copies its values.
+    Gradients are exchanged in the order of `sharded`: n-grams', then in the order of cfg.params, small
+    parameters' last. Updates are done by update_order.
 
     Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
     has an order of its own. embed's gradient is added before lm_head's is exchanged, and its values are
@@ -4049,215 +4324,123 @@ class Optimizer:
     def __init__(
         self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, backend: Backend = TORCH_BACKEND
     ):
-        self.cfg, self.exchange, self.backend = cfg, exchange, backend
-        # By name of a parameter, or of the vector that small ones are parts of:
-        self.specs: dict[str, Param] = {}
-        self.params: dict[str, Tensor] = {}
-        self.grads: dict[str, typing.Any] = {}  # its Gradient
-        self.state = {}  # the update rule's state of this rank's block
-        self.in_flight: dict[str, Pending] = {}  # gathers, and the fetch "ngrams", under way
-        self.routes: dict[str, RowExchange] = {}  # of the tables that this step updates
+        self.cfg, self.exchange = cfg, exchange
+        self.params: dict[str, ShardedParam] = {}  # by name
         groups = defaultdict(list)
         for spec in used_params(cfg):
             if spec.kind == "small":
                 groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
-                continue
-            p, has_main_grad = params[spec.name], spec.kind != "bank" or cfg.main_grad
-            p.requires_grad_(not has_main_grad)
-            grad = (AddedGradient if spec.is_table else Gradient)(
-                p, torch.zeros_like(p) if has_main_grad else None
-            )
-            self.add(spec, p, grad)
+            else:
+                sharded_param = KINDS[spec.kind](spec, params[spec.name], cfg, exchange, backend)
+                self.params[spec.name] = sharded_param
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
-            self.add_vector(f"small_{i}", group, [params[spec.name] for spec in group])
-        self.ngrams = NgramTable(cfg, exchange) if cfg.ngrams.orders else None
-        # Averages of own blocks, by row of cfg.averages and parameter; when each row ticks, and how far.
-        self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.averages]
-        self.averages = {
-            (i, name): torch.zeros_like(self.block_of(name), dtype=acc_dtype(cfg))
-            for i, ending in enumerate(cfg.averages)
-            for name in ending.params
-            if name in self.params and self.tick_rates[i]
-        }
-
-    def add(self, spec: Param, p: Tensor, grad: Gradient) -> None:
-        name, block = spec.name, self.exchange.block(p.detach())
-        self.specs[name], self.params[name], self.grads[name] = spec, p, grad
-        first = self.exchange.rank * len(block)
-        self.state[name] = OPTIMIZERS[spec.optimizer].init(block, spec, acc_dtype(self.cfg), first)
-
-    def add_vector(self, name: str, specs: list[Param], params: list[Tensor]) -> None:
-        """Makes small parameters parts of one vector, which is exchanged and updated in their place."""
-        # Parts, and ranks' blocks, begin at multiples of 16 bytes, as fast kernels want.
-        sizes = [padded(p.numel(), 8) for p in params]
-        sizes.append(-sum(sizes) % (8 * self.exchange.world_size))
-        vector, grad = params[0].new_zeros(2, sum(sizes))
-        for p, *parts in zip(params, vector.split(sizes), grad.split(sizes)):
-            value, part_grad = (part[: p.numel()].view_as(p) for part in parts)
-            p.data, p.grad = value.copy_(p.detach()), part_grad
-        self.add(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, AddedGradient(vector, grad))
-        muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
-        rates = torch.tensor(muls, dtype=acc_dtype(self.cfg)).repeat_interleave(torch.tensor(sizes), 0)
-        self.state[name]["rates"] = self.exchange.block(rates).T.contiguous().to(vector.device)
+            name, tensors = f"small_{i}", [params[spec.name] for spec in group]
+            self.params[name] = SmallParams(name, group, tensors, cfg, exchange, backend)
+        self.ngrams = NgramTable(cfg, exchange, backend) if cfg.ngrams.orders else None
+        self.sharded: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
+        if self.ngrams:
+            self.sharded = {"ngrams": self.ngrams} | self.sharded
+        self.begun: Batch | None = None
+        self.exchanges: dict[str, RowExchange] = {}  # of that batch, on the device
 
     @torch.no_grad()
-    def begin(self, batch: Batch) -> None:
-        """Takes the batch's routes; fetches its rows of n-grams unless the step before did."""
-        if self.ngrams:
-            self.ngrams.begin(batch, self.in_flight)
-        self.routes = move(batch.routes, self.exchange.device)
+    def begin(self, batch: Batch | None) -> None:
+        """Copies a batch's exchanges to the device, and starts to fetch its rows of n-grams. The step before
+        does this already if it has updated the n-grams. None: there is no batch any more.
+        """
+        if batch is None or batch is self.begun:
+            return
+        self.begun, self.exchanges = batch, move(batch.exchanges, self.exchange.device)
+        if "ngrams" in self.exchanges:
+            self.ngrams.start_fetch(self.exchanges["ngrams"])
 
     @traced("rows")
     @torch.no_grad()
-    def add_row_grads(self, leaves: dict[str, Tensor], indices: dict[str, RowIndex], signs: Tensor) -> None:
-        """Adds the gradients of a micro-batch's looked-up rows to the tables' main_grad.
-
-        signs: the model's, by which bigrams' and n-grams' rows were multiplied.
-        """
-        for name, leaf in leaves.items():
-            if name == "ngrams":
-                main_grad, index = self.ngrams.main_grad, indices["hashed"]
-            else:
-                main_grad, index = self.grads[name].main_grad, indices[self.specs[name].kind]
-            if leaf.grad is not None:  # of bigrams, if no layer adds them
-                self.backend.segment_sum_rows(main_grad, leaf.grad, index, signs)
+    def add_rows(self, looked_up: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
+        """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
+        for name, rows in looked_up.items():
+            if rows.grad is not None:  # of bigrams, if no layer adds them
+                self.sharded[name].add_rows(rows.grad, segments, signs)
 
     @torch.no_grad()
     def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
-        """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update."""
-        self.work(plan, self.scatter(plan), following)
-        if plan.untie:
-            self.untie()
-
-    def scatter(self, plan: StepPlan) -> dict[str, Pending]:
-        """Starts the exchange of every gradient that is due: n-grams', then in the order of the table."""
-        due = self.ngrams and plan.updates(self.cfg.ngrams.update_every)
-        pending = {"ngrams": self.ngrams.send_grads()} if due else {}
-        for name, spec in self.specs.items():
-            if not plan.updates(spec.update_every) or plan.tied and name == "embed":  # it is copied instead
-                continue
-            grad = self.grads[name].take()
-            if plan.tied and name == "lm_head":
-                touched = self.routes["embed"].rows_to_send  # only these rows have a gradient
-                add_columns(grad, touched, self.grads["embed"].take_rows(touched).T)
-            with traced(f"exchange {name}"):
-                if spec.exchange == "sparse":  # only touched rows; the mean of those that arrive is put there
-                    input_splits, output_splits, _, index, sent = self.routes[name]
-                    rows = self.grads[name].take_rows(sent)
-                    arriving = self.exchange.send_rows("rows", name, rows, input_splits, output_splits)
-                    mean = partial(self.exchange.mean_rows, self.exchange.block(grad), index)
-                    pending[name] = arriving._replace(finish=mean)
-                else:
-                    pending[name] = self.exchange.reduce(name, grad, spec.reduction == "fp32")
-        return pending
-
-    @traced("update")
-    def work(
-        self,
-        plan: StepPlan,
-        pending: dict[str, Pending],
-        following: Callable[[], Batch | None],
-    ) -> None:
-        """Updates what has a scattered gradient: rows of n-grams, then parameters, each with its gather.
+        """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update.
 
         Mean gradients exist only here, each rank's block of them.
         """
+        head, embed = self.params["lm_head"], self.params["embed"]
+        for table in self.params.values():
+            if isinstance(table, TableParam):
+                table.touched = self.exchanges.get(table.name)
+        due = [each for each in self.sharded.values() if each.is_due(plan)]
+
+        # Scatter. While embed is tied, its gradient is a part of lm_head's.
+        if plan.tied:
+            due = [each for each in due if each is not embed]
+            if head in due:
+                head.add_grad_of(embed)
+        mean_grads = {}
+        for each in due:
+            with traced(f"exchange {each.name}"):
+                mean_grads[each.name] = each.scatter()
+
+        # The gathers of the step before end, if nobody has waited for them. So averages see its values, a
+        # tied copy among them, while the gradients are on their way.
         self.wait_for()
         self.tick(plan.step - 1)
-        if "ngrams" in pending:
-            self.ngrams.update(pending["ngrams"].wait(), plan)
-            self.ngrams.begin(following(), self.in_flight)
-        for name, spec in sorted(self.specs.items(), key=lambda item: item[1].update_order):
-            if name not in pending:
-                continue
-            grad, block = pending[name].wait(), self.block_of(name)
-            with traced(f"update {name}"):
-                rule = OPTIMIZERS[spec.optimizer]
-                rule.update(block, grad, self.state[name], spec, plan, self.cfg, self.backend)
-            if spec.exchange == "sparse":  # only these rows of it are not 0
-                grad.index_fill_(0, self.routes[name].row_index.row_ids.long(), 0)
+
+        # Work, and gather.
+        for each in sorted(due, key=lambda each: each.update_order):
+            grad = mean_grads.pop(each.name).wait()
+            with traced(f"update {each.name}"):
+                each.update(grad, plan)
+            each.clear()
+            if each is self.ngrams:
+                self.begin(following())
             else:
-                self.grads[name].reset()
-            gathered = self.in_flight[name] = self.gather(name)
-            if plan.tied and name == "lm_head":
-                # The copy is made when somebody waits for it, after this gather.
-                copy = partial(transpose_copy, self.params["embed"])
-                self.in_flight["embed"] = gathered._replace(finish=copy)
+                each.gather()
+            if plan.tied and each is head:
+                head.copy_to(embed)
 
-    def block_of(self, name: str) -> Tensor:
-        """Returns the part of a parameter that this rank updates."""
-        return self.exchange.block(self.params[name].detach())
-
-    def gather(self, name: str) -> Pending:
-        """Starts to complete a parameter from the ranks' own blocks."""
-        with traced(f"gather {name}"):
-            return self.exchange.gather(name, self.params[name].detach())
-
-    def gather_all(self) -> None:
-        for name in self.specs:
-            self.gather(name).wait()
+        if plan.untie:
+            head.untie(embed)
 
     @torch.no_grad()
     def wait_for(self, *names: str) -> None:
-        """Ends those of these that are in flight; without names, all."""
-        for name in names or list(self.in_flight):
-            if name in self.in_flight:
-                self.in_flight.pop(name).wait()
+        """Ends the gathers, and the fetch "ngrams", that are under way, of these names; without names, all."""
+        for name in names or self.sharded:
+            if name in self.sharded:
+                self.sharded[name].wait()
 
-    def untie(self) -> None:
-        """Lets embed train on its own, from lm_head's state, transposed and resharded."""
-        block = self.exchange.block
-        for key, value in self.state["lm_head"].items():
-            if value.dim():
-                whole = torch.empty_like(self.params["lm_head"], dtype=value.dtype)
-                block(whole).copy_(value)
-                value = block(self.exchange.gather(f"lm_head.{key}", whole).wait().T)
-            self.state["embed"][key].copy_(value)
+    def gather_all(self) -> None:
+        for param in self.params.values():
+            param.gather()
+            param.wait()
 
     def tick(self, step: int) -> None:
-        """Moves those averages that tick after `step` towards their parameters.
-
-        It is called when the gathers of that step are over: a tied copy is made, and the next gradients are
-        on their way.
-        """
-        for (i, name), average in self.averages.items():
-            if rate := self.tick_rates[i].get(step):
-                average.mul_(1 - rate).add_(self.block_of(name), alpha=rate)
+        """Moves those averages that tick after `step` towards their parameters."""
+        for param in self.params.values():
+            param.tick(step)
 
     @traced("averages")
     @torch.no_grad()
     def apply_averages(self) -> None:
-        """Moves parameters to their averages, after the last step, and restores their norms.
-
-        Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
-        """
+        """Moves parameters to their averages, after the last step, and restores their norms."""
         self.wait_for()
         self.tick(self.cfg.steps - 1)
-        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # so that padding changes no digit
-        kept = {name for ending in self.cfg.averages if ending.keep_norm for name in ending.params}
-        norms = {name: norm_of(self.params[name].detach()) for _, name in self.averages}
-        for (i, name), average in self.averages.items():
-            block = self.block_of(name)
-            block.copy_(block.to(average.dtype).lerp(average, self.cfg.averages[i].blend))
-        for name, before in norms.items():
-            p = self.gather(name).wait()
-            if name in kept:
-                after = norm_of(p)
-                ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
-                p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
-        if untie_step(self.cfg) >= self.cfg.steps:
-            transpose_copy(self.params["embed"], self.params["lm_head"])
+        for param in self.params.values():
+            param.apply_averages()
+        if untie_step(self.cfg) >= self.cfg.steps:  # still tied
+            transpose_copy(self.params["embed"].p, self.params["lm_head"].p)
 
     @torch.no_grad()
     def drop_grads(self) -> None:
         """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
         self.wait_for()
-        for grad in self.grads.values():
-            grad.reset()
-        if self.ngrams:
-            self.ngrams.main_grad.zero_()
-            self.ngrams.batch = None
+        for each in self.sharded.values():
+            each.drop_grad()
+        self.begun = None
 
 
 # ============================================================================================================
@@ -4277,13 +4460,14 @@ def train_step(
     model.use_stage(plan.stage)
     model.wait_for, model.ngrams = optimizer.wait_for, optimizer.ngrams
     optimizer.begin(batch)
-    grads, fp8_head, losses = optimizer.grads, [], []
+    params, fp8_head, losses = optimizer.params, [], []
     in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks
     fp8 = model.fp8_mlps(plan.step) if in_fp8 else None
     for micro_batch in micro_batches:
-        indices, leaves = move(micro_batch.indices, model.device), {}
-        micro_batch = move(micro_batch._replace(indices={}), model.device, model.input_buffer)
-        x = model.forward(micro_batch, plan.windows, grads, leaves, fp8)
+        looked_up: dict[str, Tensor] = {}
+        segments = move(micro_batch.segments, model.device)
+        micro_batch = move(micro_batch._replace(segments={}), model.device, model.input_buffer)
+        x = model.forward(micro_batch, plan.windows, params, looked_up, fp8)
         prefixes = model.prefixes if plan.prefix else None
         targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
         copies = None
@@ -4295,7 +4479,7 @@ def train_step(
             x,
             targets,
             micro_batch.loss_weights,
-            grads["lm_head"],
+            params["lm_head"],
             1 / count,
             fp8_head,
             micro_batch.sampled_columns,
@@ -4307,9 +4491,9 @@ def train_step(
             root_grads += model.backend.pointer_grad(queries, micro_batch, window, found, lse, copies.grad)
         with traced("backward"):
             torch.autograd.backward(roots, root_grads)
-        for grad in grads.values():
-            grad.end_backward()
-        optimizer.add_row_grads(leaves, indices, model.signs)
+        for param in params.values():
+            param.end_backward()
+        optimizer.add_rows(looked_up, segments, model.signs)
         losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
     if fp8:
         amax = optimizer.exchange.all_reduce(model.fp8_amax, dist.ReduceOp.MAX)
@@ -4413,10 +4597,8 @@ def live_state(model: GPT, optimizer: Optimizer) -> dict:
     """Returns this rank's share of all that training changes, but gradients and the table of n-grams."""
     optimizer.wait_for()
     return {
-        "params": {name: optimizer.block_of(name) for name in optimizer.params},
+        "params": {name: param.state_dict() for name, param in optimizer.params.items()},
         "others": {name: getattr(model, name) for name in ("signs", "fp8_scales", "weight_amax")},
-        "optimizer": optimizer.state,
-        "averages": optimizer.averages,
     }
 
 
@@ -4431,7 +4613,7 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     live = live_state(model, optimizer)
     optimizer.drop_grads()
     if "ngrams" in state:
-        live["ngrams"] = optimizer.ngrams.stored
+        live["ngrams"] = optimizer.ngrams.state_dict()
     for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live})):
         t.copy_(saved)
     optimizer.gather_all()
@@ -4469,7 +4651,7 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
     step, rank, table = progress["step"], optimizer.exchange.rank, optimizer.ngrams
     final, state = run / f"step{step:08d}", training_state(model, optimizer) | about | progress
     if table:
-        state["ngrams"] = table.stored  # written from where they lie
+        state["ngrams"] = table.state_dict()  # written from where they lie
     aside = final.with_suffix(".partial")
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
     # torch.save raises RuntimeError when the disk is full.
@@ -4582,8 +4764,9 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, ids
             model.use_stage(plan.stage)
             validate(model, val, optimizer.exchange, plan.windows, min(cfg.val_slices, world_size))
             AsyncLoss().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
-        for t in optimizer.ngrams.stored if optimizer.ngrams else ():
-            t.zero_()
+        if optimizer.ngrams:
+            for t in optimizer.ngrams.state_dict().values():
+                t.zero_()
         optimizer.drop_grads()
     loader.close()
     optimizer.apply_averages()
