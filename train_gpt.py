@@ -1277,7 +1277,7 @@ def cu_seqlens_capacity(tokens: int) -> int:
 
 
 class Segments(NamedTuple):
-    """The distinct ids of a list, and the positions of each in that list, like a sparse matrix in CSR form."""
+    """The distinct ids of a list, and where each stands in it, as a sparse matrix in CSR form has them."""
 
     ids: Tensor  # (n,) int32: local_rows or slots, ascending at first
     perm: (
@@ -1510,7 +1510,7 @@ class TrainLoader:
 
 
 def assign_slots(part: MicroBatch, rows: np.ndarray, slots: np.ndarray) -> MicroBatch:
-    """Adds the slots of a micro-batch's n-grams: some of `rows`, ascending, which will be in those `slots`."""
+    """Gives a micro-batch's n-grams their slots. Its rows are among `rows`, ascending, which get `slots`."""
     segments = part.segments["hashed_rows"]
     ids = int32(slots[np.searchsorted(rows, segments.ids.numpy())])
     by_id = ids.repeat_interleave(segments.offsets.diff()).view(part.hashed_rows.shape)
@@ -1575,7 +1575,7 @@ class Prefetcher:
 
     @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
-        """Builds a batch with the exchanges of the tables that it updates, all but n-grams. Nothing is packed."""
+        """Builds a batch with the exchanges of the tables that it updates, but n-grams'. Packs nothing."""
         parts = self.loader.micro_batches(plan)
         shares = [weight / len(parts) for weight in plan.loss_weights]
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
@@ -1616,15 +1616,13 @@ class Prefetcher:
 
     @traced("index")
     def _finish(self, together: list[Batch]) -> list[Batch]:
-        """Packs batches. Their rows of n-grams are fetched together, by an exchange that the first one has."""
+        """Packs batches. Their rows of n-grams are fetched together, by an exchange that the first has."""
         if self.cfg.ngrams.orders:
             parts = [part for batch in together for part in batch.micro_batches]
             rows = merge_ascending(self._rows_read(parts, "hashed_rows"))
             exchange = self._plan_ngrams(rows)
             together[0].exchanges["ngrams"] = exchange
-            slots = np.argsort(
-                exchange.rows.numpy()
-            )  # of rows: the cache has them in the order of the exchange
+            slots = np.argsort(exchange.rows.numpy())  # the cache is in the exchange's order
         finished = []
         for batch in together:
             packed = []
@@ -3072,7 +3070,7 @@ class GPT(nn.Module):
         self,
         micro_batch: MicroBatch,
         windows: dict[str, int],
-        params: "dict[str, ShardedParam] | None" = None,
+        params: dict[str, typing.Any] | None = None,
         leaves: dict[str, Tensor] | None = None,
         fp8: FP8MLP | None = None,
     ) -> Tensor:
@@ -3421,8 +3419,8 @@ class GPT(nn.Module):
 #    thread that       make_segments           which rows each micro-batch reads, and at which positions
 #    builds batches    Exchange.plan_rows      tells every owner which of its rows are touched
 #    each backward     TableParam.add_rows     adds the positions' gradients to their rows of main_grad
-#    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner sums
-#                                              them in fp32, in rank order, into its block of main_grad
+#    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner
+#                                              sums them in fp32, in rank order, in its block of main_grad
 #    work              TableParam.update       Adam; then clear() makes these rows of main_grad 0
 #
 #        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
@@ -3502,8 +3500,8 @@ class Exchange:
     def plan_rows(self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray) -> RowExchange:
         """Tells each row's owner that this rank has touched the row. Blocks.
 
-        rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i], and
-        where in its block.
+        rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
+        and where in its block.
         """
         order = np.argsort(owner.astype(np.uint16), kind="stable")
         input_splits = np.bincount(owner, minlength=self.world_size).tolist()
@@ -3534,11 +3532,10 @@ class Exchange:
         return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
 
     def reduce_rows(self, name: str, row_grads: Tensor, plan: RowExchange, out: Tensor) -> Pending:
-        """Sends the gradients of touched rows (sum(plan.input_splits), ...) to their owners, as they are; each
-        gets the mean over all ranks of its rows, in `out`, which is 0 before.
+        """Sends the gradients of touched rows, (sum(plan.input_splits), ...), to their owners, as they are.
+        Each gets the mean over ranks of its rows, in the rows of `out` that plan.segments.ids name; 0 before.
 
-        plan.segments.ids say which row of `out` gets the mean. Rows arrive, and so are summed, in rank order,
-        in at least fp32: to the bits of rank_order_mean.
+        Rows arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
         """
 
         def mean(arrived: Tensor) -> Tensor:
@@ -3890,9 +3887,9 @@ OPTIMIZERS = {
 
 
 # ============================================================================================================
-# 11  What is updated. One object for each bank, each table, lm_head, each vector of small parameters, and the
-#    table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its update
-#    changes:
+# 11  What is updated. One object for each bank, each table, lm_head, each vector of small parameters, and
+#    the table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its
+#    update changes:
 #
 #                   ShardedParam's heirs                        NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
@@ -3901,10 +3898,10 @@ OPTIMIZERS = {
 #    work           update, by the mean; clear: a new sum       update; clear
 #    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
 #
-#    N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated after
-#    every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that these steps
-#    read are fetched once, and their gradients return once. On the left what the batch-building thread does,
-#    while earlier steps train; on the right the main thread, from top to bottom:
+#    N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated
+#    after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that
+#    these steps read are fetched once, and their gradients return once. On the left what the batch-building
+#    thread does, while earlier steps train; on the right the main thread, from top to bottom:
 #
 #    index  hash_ngrams, make_segments       each forward    embeddings sum rows of `cache`, by slot
 #    ids    plan_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
@@ -4098,7 +4095,7 @@ class DenseParam(ShardedParam):
 
 
 class TableParam(ShardedParam):
-    """A table of rows for tokens or bigrams, of which every rank has all. main_grad begins every sum with 0."""
+    """A table of rows for tokens or bigrams. Every rank has all rows; main_grad begins every sum with 0."""
 
     touched: RowExchange | None = None  # in a step that updates the table, on the device
 
@@ -4241,8 +4238,8 @@ class NgramTable:
 
     @traced("rows ngrams")
     def start_fetch(self, rows: RowExchange) -> None:
-        """Starts to fetch the rows that the steps up to the next update read: to slots 0, 1, ... of the cache,
-        by owner. They travel against the exchange's direction.
+        """Starts to fetch the rows that the steps up to the next update read, to slots 0, 1, ... of the
+        cache, by owner. They travel against the exchange's direction.
         """
         self.touched = rows
         own = self.block.index_select(0, rows.local_rows)
@@ -4263,7 +4260,7 @@ class NgramTable:
 
     @traced("rows ngrams")
     def scatter(self) -> Pending:
-        """Starts the return of the gradient rows. The result is the mean of each row that any rank touched."""
+        """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
         distinct = len(self.touched.segments.ids)
         # One after the other, as no buffer has all rows of the block.
         places = torch.arange(distinct, dtype=torch.int32, device=self.device)
@@ -4325,7 +4322,7 @@ class Optimizer:
         self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, backend: Backend = TORCH_BACKEND
     ):
         self.cfg, self.exchange = cfg, exchange
-        self.params: dict[str, ShardedParam] = {}  # by name
+        self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
         groups = defaultdict(list)
         for spec in used_params(cfg):
             if spec.kind == "small":
@@ -4391,24 +4388,25 @@ class Optimizer:
         self.tick(plan.step - 1)
 
         # Work, and gather.
-        for each in sorted(due, key=lambda each: each.update_order):
-            grad = mean_grads.pop(each.name).wait()
-            with traced(f"update {each.name}"):
-                each.update(grad, plan)
-            each.clear()
-            if each is self.ngrams:
-                self.begin(following())
-            else:
-                each.gather()
-            if plan.tied and each is head:
-                head.copy_to(embed)
+        with traced("update"):
+            for each in sorted(due, key=lambda each: each.update_order):
+                grad = mean_grads.pop(each.name).wait()
+                with traced(f"update {each.name}"):
+                    each.update(grad, plan)
+                each.clear()
+                if each is self.ngrams:
+                    self.begin(following())
+                else:
+                    each.gather()
+                if plan.tied and each is head:
+                    head.copy_to(embed)
 
         if plan.untie:
             head.untie(embed)
 
     @torch.no_grad()
     def wait_for(self, *names: str) -> None:
-        """Ends the gathers, and the fetch "ngrams", that are under way, of these names; without names, all."""
+        """Ends the gathers, and the fetch "ngrams", of these names; without names, all."""
         for name in names or self.sharded:
             if name in self.sharded:
                 self.sharded[name].wait()
