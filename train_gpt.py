@@ -4366,7 +4366,7 @@ class Optimizer:
 
         Mean gradients exist only here, each rank's block of them.
         """
-        head, embed = self.params["lm_head"], self.params["embed"]
+        head, embed = self.params.get("lm_head"), self.params.get("embed")
         for table in self.params.values():
             if isinstance(table, TableParam):
                 table.touched = self.exchanges.get(table.name)

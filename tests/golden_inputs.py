@@ -253,15 +253,24 @@ def loss_weights(plan, model):
     return torch.tensor(plan.loss_weights, dtype=tg.acc_dtype(model.cfg))
 
 
+def head_of(w, main_grad=None):
+    """Returns the Head of a matrix w (d, V), with zeros or `main_grad` as its gradient so far."""
+    (spec,) = (row for row in tg.PARAMS if row.name == "lm_head")
+    head = tg.Head(spec, w, tg.CPU, tg.Exchange(0, 1), tg.TORCH_BACKEND)
+    if main_grad is not None:
+        head.main_grad = main_grad
+    return head
+
+
 def backward(model, batch, plan, leaves=None):
     """Runs a micro-batch forward and backward; returns its loss, summed over tokens. Fills .grad."""
     x, w = model.forward(batch, plan.windows, None, leaves), model.lm_head
-    head_grad = tg.Gradient(w, torch.zeros_like(w))
+    head = head_of(w)
     targets = targets_of(model, batch, plan)
     weights = loss_weights(plan, model)
-    loss, dx = model.head_loss_and_grad(x, targets, weights, head_grad, 1.0, [])
+    loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, [])
     x.backward(dx)
-    w.grad = head_grad.take()
+    w.grad = head.main_grad
     return loss
 
 
@@ -343,9 +352,9 @@ def row_plans(cfg, exchange, ids):
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
     batch = tg.MicroBatch(ids["tokens"], nothing, ids["hashed"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
-    routes = batches.next().routes
+    exchanges = batches.next().exchanges
     batches.loader.close()
-    return {"tokens": routes["embed"], "hashed": routes["bigram_embed"]}
+    return {"tokens": exchanges["embed"], "hashed": exchanges["bigram_embed"]}
 
 
 def flatten(nest):
@@ -354,9 +363,11 @@ def flatten(nest):
 
 
 def same_bits(a, b):
-    """Compares two nests of dicts of tensors and numbers bit by bit, NaN and -0 too."""
+    """Compares two nests of dicts and lists of tensors and numbers bit by bit, NaN and -0 too."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_bits(value, b[key]) for key, value in a.items())
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same_bits, a, b))
     if isinstance(a, torch.Tensor):
         return torch.equal(*(t.contiguous().unsqueeze(-1).view(torch.uint8) for t in (a, b)))
     return a == b

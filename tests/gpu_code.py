@@ -206,7 +206,7 @@ def scaled_mm(*args, out=None, scaled_mm=torch._scaled_mm, **options):
 
 def fetch_nothing(table, row_ids):
     """Does NgramTable.fetch on "meta", where row_ids have no values."""
-    return table.compact.new_empty(len(row_ids), table.compact.size(1), requires_grad=False)
+    return table.cache.new_empty(len(row_ids), table.cache.size(1), requires_grad=False)
 
 
 def validate(model, loader, exchange, windows, slices):

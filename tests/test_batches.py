@@ -60,15 +60,15 @@ def tensors_of(nest):
 TABLES = {"value_embeds": ("tokens", 264), "embed": ("tokens", 264), "bigram_embed": ("hashed", 640)}
 
 
-def check_routes(routes, touched, rank, rows):
+def check_exchange(exchange, touched, rank, rows):
     """Checks a rank's RowExchange of a table of `rows`, if the ranks have touched these rows."""
-    shard, numbers = rows // len(touched), [sorted(own) for own in touched]
-    arriving = [[row % shard for row in own if row // shard == rank] for own in numbers]
-    assert routes.rows_to_send.dtype == routes.arriving.dtype == torch.int32
-    assert routes.rows_to_send.tolist() == numbers[rank] and routes.arriving.tolist() == sum(arriving, [])
-    owners = [row // shard for row in numbers[rank]]
-    assert routes.input_splits == [owners.count(owner) for owner in range(len(touched))]
-    assert routes.output_splits == list(map(len, arriving))
+    block, numbers = rows // len(touched), [sorted(own) for own in touched]
+    arriving = [[row % block for row in own if row // block == rank] for own in numbers]
+    assert exchange.rows.dtype == exchange.local_rows.dtype == torch.int32
+    assert exchange.rows.tolist() == numbers[rank] and exchange.local_rows.tolist() == sum(arriving, [])
+    owners = [row // block for row in numbers[rank]]
+    assert exchange.input_splits == [owners.count(owner) for owner in range(len(touched))]
+    assert exchange.output_splits == list(map(len, arriving))
 
 
 def check_batches(rank, world_size, cfg):
@@ -81,10 +81,12 @@ def check_batches(rank, world_size, cfg):
         assert batch.plan == plan and batch.position == alone[rank].position()
         for actual, expected in zip(batch.micro_batches, want[rank], strict=True):
             rows, sign_ids = expected.hashed_rows, expected.sign_ids
-            indices = tg.index_rows(expected.inputs), tg.index_rows(rows, sign_ids)
             shares = torch.tensor([weight * world_size / 8 for weight in plan.loss_weights])
-            indices = dict(zip(("tokens", "hashed"), indices))
-            expected = expected._replace(indices=indices, loss_weights=shares)
+            segments = {
+                "inputs": tg.make_segments(expected.inputs),
+                "hashed_rows": tg.make_segments(rows, sign_ids),
+            }
+            expected = expected._replace(segments=segments, loss_weights=shares)
             tensors = tensors_of(actual), tensors_of(expected)
             assert all(map(same_bits, *tensors)) and len(tensors[0]) == len(tensors[1]) == 13
             assert actual.max_doc_len == expected.max_doc_len
@@ -93,9 +95,9 @@ def check_batches(rank, world_size, cfg):
                 own["tokens"].update(micro_batch.inputs.tolist())
                 own["hashed"].update(micro_batch.hashed_rows[0].tolist())
         due = TABLES if plan.updates((2, 2)) else {}
-        assert batch.routes.keys() == {*due} and batch.ngram_routes is None
+        assert batch.exchanges.keys() == {*due}
         for name, (kind, rows) in due.items():
-            check_routes(batch.routes[name], [own[kind] for own in seen], rank, rows)
+            check_exchange(batch.exchanges[name], [own[kind] for own in seen], rank, rows)
         for own in seen if due else ():
             own.clear()
         shards.add(batch.position[0])
@@ -142,8 +144,8 @@ def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypa
         return copy_(self, *args, **options)
 
     monkeypatch.setattr(torch.Tensor, "copy_", recording_copy)
-    inputs, indices = micro_batch._replace(indices={}), micro_batch.indices
-    for nest, count in (inputs, 6), (indices, 7), (batch.routes, 10), (batch.ngram_routes, 4):
+    inputs, segments = micro_batch._replace(segments={}), micro_batch.segments
+    for nest, count in (inputs, 7), (segments, 7), (batch.exchanges, 15):
         tensors, moved = (tensors_of(x) for x in (nest, tg.move(nest, torch.device("cpu"))))
         assert copies.pop() == {"non_blocking": True} and not copies
         size, start = 0, tensors[0].data_ptr()
@@ -160,7 +162,7 @@ def test_inputs_of_equal_shapes_have_equal_addresses(folder):
     model, batches, addresses = tg.GPT(cfg), prefetcher(train_loader(cfg), plans_of(cfg)), defaultdict(set)
     while batch := batches.next():
         for part in batch.micro_batches:
-            packed = part._replace(indices={})
+            packed = part._replace(segments={})
             moved = tg.move(packed, cpu, model.input_buffer)
             assert all(map(same_bits, tensors_of(moved), tensors_of(packed)))
             assert moved.inputs.data_ptr() != packed.inputs.data_ptr()
@@ -228,15 +230,15 @@ def cancelling_numbers(shape, dtype, generator):
     return x.to(dtype)
 
 
-def naive_sums(out, grad, index, signs):
+def naive_sums(out, grad, segments, signs):
     """Sums row by row, position by position, in at least fp32."""
     out, acc_dtype = out.clone(), torch.promote_types(out.dtype, torch.float32)
-    for i, row in enumerate(index.row_ids.tolist()):
+    for i, row in enumerate(segments.ids.tolist()):
         total = torch.zeros_like(out[row], dtype=acc_dtype)
-        for place in range(index.offsets[i], index.offsets[i + 1]):
-            part = grad[index.perm[place]].to(acc_dtype)
-            if index.sign_ids is not None:
-                part = part * signs[index.sign_ids[place]].view(part.shape)
+        for place in range(segments.offsets[i], segments.offsets[i + 1]):
+            part = grad[segments.perm[place]].to(acc_dtype)
+            if segments.sign_ids is not None:
+                part = part * signs[segments.sign_ids[place]].view(part.shape)
             total = total + part
         out[row] = (out[row].to(acc_dtype) + total).to(out.dtype)
     return out
@@ -259,9 +261,9 @@ def test_segment_sum_rows(shape, dtype, signed):
     for T in (60, 90, 90, 1, 60):
         # Most positions are on few rows, as in text; in the last round all are on one.
         ids = tg.int32(shape[0] * rng.random(T) ** (8 if T != 60 else 99))
-        index = tg.index_rows(ids, tg.int32(rng.integers(0, 11, (1, T))) if signed else None)
-        grad, touched = cancelling_numbers((T, *shape[1:]), dtype, g), index.row_ids.long()
+        segments = tg.make_segments(ids, tg.int32(rng.integers(0, 11, (1, T))) if signed else None)
+        grad, touched = cancelling_numbers((T, *shape[1:]), dtype, g), segments.ids.long()
         out[touched] = out[touched].nan_to_num(7)
         before, grad_before = out.clone(), grad.clone()
-        tg.segment_sum_rows(out, grad, index, signs)
-        assert same_bits(out, naive_sums(before, grad, index, signs)) and torch.equal(grad, grad_before)
+        tg.segment_sum_rows(out, grad, segments, signs)
+        assert same_bits(out, naive_sums(before, grad, segments, signs)) and torch.equal(grad, grad_before)

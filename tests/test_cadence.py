@@ -114,22 +114,22 @@ def test_golden_untying():
     params = {"lm_head": fill((3, 5), 58900, 0.2).double()}
     params["embed"] = params["lm_head"].T.contiguous()
     five = torch.arange(5, dtype=torch.int32)
-    all_rows = tg.RowExchange([5], [5], five, tg.index_rows(five), five)
+    all_rows = tg.RowExchange([5], [5], five, five, tg.make_segments(five))
     optimizer, events = tg.Optimizer(cfg, params, tg.Exchange(0, 1)), iter(golden["fp64_after_adam_steps"])
     for step in golden["steps"]:
         for name, k in (("lm_head", 58000), ("embed", 58100)):
-            optimizer.grads[name].main_grad += coarse(params[name].shape, k + step - 1172)
-        optimizer.routes, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
+            optimizer.params[name].main_grad += coarse(params[name].shape, k + step - 1172)
+        optimizer.exchanges, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
         changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t}
         optimizer.step(tg.plan_step(RECORD92, step)._replace(**changes))
         optimizer.wait_for()
         if step % 2:
             want = next(events)
             assert want["step"] == step
-            assert optimizer.state["lm_head"]["steps"] == want["t"]
+            assert optimizer.params["lm_head"].state["steps"] == want["t"]
             for name, p in params.items():
                 assert distance(p, want[name]) < 1e-11, (step, name)
-            optimizer.grads["lm_head"].main_grad.zero_()  # a matmul would overwrite it
+            optimizer.params["lm_head"].main_grad.zero_()  # a matmul would overwrite it
     for name, p in params.items():
         assert p.flatten().tolist() == pytest.approx(golden[f"{name}_at_the_end"], rel=1e-11)
 
@@ -225,19 +225,21 @@ def table_events(dtype):
     batches = tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
     for plan in plans:
         batch = batches.next()
-        table.begin(batch, {})
+        if "ngrams" in batch.exchanges:
+            table.start_fetch(batch.exchanges["ngrams"])
+            table.wait()
         for k, (micro_batch, fed) in enumerate(zip(batch.micro_batches, golden_slices(plan.step))):
             now = table.block[fed.hashed_rows.long()]
-            assert torch.equal(table.compact[micro_batch.hashed_rows.long()], now)
+            assert torch.equal(table.cache[micro_batch.slots.long()], now)
             db = coarse((12, TABLE["width"]), 60000 + 100 * (plan.step - 328) + k).to(now.dtype)
-            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.indices["hashed"], signs)
+            tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.segments["hashed_rows"], signs)
         assert plan.updates(cfg.ngrams.update_every) == (plan.step in rates)
         if plan.step in rates:
-            owned, grads = table.routes.row_index.row_ids, table.send_grads().wait().clone()
+            owned, grads = table.touched.segments.ids, table.scatter().wait().clone()
             table.update(grads, plan)
+            table.clear()
             assert not table.main_grad.any()
             yield next(events), owned.tolist(), grads, table
-            table.begin(batches.peek(), {})
     loader.close()
     assert next(events, None) is None
 

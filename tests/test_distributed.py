@@ -138,20 +138,21 @@ def join(ranks):
 
 def spoil_grads(optimizer, value):
     """Sets a step's gradients to `value`. What no step writes, like unread parts of banks, stays 0."""
-    for grad in optimizer.grads.values():
-        grad.written = torch.tensor(True)
-        if grad.main_grad is None:
-            grad.p.grad = torch.full_like(grad.p, value)
+    for param in optimizer.params.values():
+        param.written = torch.tensor(True)  # of those that have it
+        if param.main_grad is None:
+            param.p.grad = torch.full_like(param.p, value)
         else:
-            grad.main_grad.masked_fill_(grad.main_grad != 0, value)
+            param.main_grad.masked_fill_(param.main_grad != 0, value)
 
 
 def states(model, optimizer):
     """Yields each parameter's name and state, on one rank; of small parameters their parts of a vector's."""
-    vectors = {p.data_ptr(): name for name, p in optimizer.params.items() if name.startswith("small")}
+    small = [param for param in optimizer.params.values() if isinstance(param, tg.SmallParams)]
+    vectors = {param.p.data_ptr(): param.name for param in small}
     for name, p in model.named_parameters():
         vector = vectors.get(p.untyped_storage().data_ptr())
-        state = optimizer.state[vector or name]
+        state = optimizer.params[vector or name].state
         if vector:
             part = slice(p.storage_offset(), p.storage_offset() + p.numel())
             state = {
@@ -225,10 +226,11 @@ def warm_up(model, optimizer, steps, prefetch):
         patch.setattr(tg, "warmup_steps", lambda cfg: steps)
         tg.warm_up(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch)
     assert same_bits(before, tg.training_state(model, optimizer))
-    for grad in optimizer.grads.values():
-        assert grad.p.grad is None
-        assert not (grad.main_grad.any() if isinstance(grad, tg.AddedGradient) else grad.written)
-    assert not any(t.any() for t in (*table.stored, table.main_grad)) and table.batch is None
+    for param in optimizer.params.values():
+        assert param.p.grad is None
+        assert not (param.written if isinstance(param, tg.DenseParam) else param.main_grad.any())
+    assert not any(t.any() for t in (*table.state_dict().values(), table.main_grad))
+    assert optimizer.begun is None
 
 
 def train(rank, world_size, cfg, warm=(), after_step=look):
@@ -240,7 +242,7 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
     if warm:
         warm_up(model, optimizer, warm, prefetch_exchange(rank, world_size))
     if optimizer.ngrams:
-        for t, value in zip(optimizer.ngrams.stored, start_values(cfg)):
+        for t, value in zip(optimizer.ngrams.state_dict().values(), start_values(cfg)):
             own = value if len(t) == len(value) else value[rank::world_size]
             t[: len(own)] = own
     val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
@@ -258,7 +260,7 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
     found["val"] = tg.validate(model, val, exchange, windows)
     found["final"] = whole(model)
     if optimizer.ngrams:
-        found["table"] = [t.clone() for t in optimizer.ngrams.stored[:3]]
+        found["table"] = [optimizer.ngrams.state_dict()[key].clone() for key in ("block", "moments", "last")]
     return found
 
 
@@ -413,7 +415,7 @@ def test_what_changes_no_bit(workers, everything):
         assert results[1]["sent"] == bytes_sent(variant, 1, 4)
     sparse, whole = (results[1]["sent"] for results in ranks[:2])
     for name in "value_embeds", "bigram_embed", "embed":
-        rows = sum(sparse[f"{kind} {name}"] for kind in ("rows", "counts", "row ids"))
+        rows = sum(sparse[f"{kind} {name}"] for kind in ("gradient rows", "counts", "row ids"))
         assert rows < whole[f"all_to_all {name}"], name
 
 
@@ -433,8 +435,11 @@ def first_gradients(rank, world_size, cfg):
     exchange, model, optimizer = build(rank, world_size, cfg)
     optimizer.step = lambda *_: None
     tg.train_step(model, optimizer, first_batch(cfg, rank, world_size))
-    grads = optimizer.grads.items()
-    return {name: exchange.reduce(name, grad.take(), in_rank_order=True).wait() for name, grad in grads}
+    found = {}
+    for name, param in optimizer.params.items():
+        grad = param.p.grad if param.main_grad is None else param.main_grad
+        found[name] = exchange.reduce(name, grad, in_rank_order=True).wait()
+    return found
 
 
 @pytest.mark.slow

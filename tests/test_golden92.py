@@ -38,10 +38,10 @@ class Table:
     """Gives the whole table of n-grams as the rows that a step has fetched."""
 
     def __init__(self, rows):
-        self.compact = rows
+        self.cache = rows
 
     def fetch(self, ids):
-        return self.compact[ids.long()]
+        return self.cache[ids.long()]
 
 
 def golden_config(dtype):
@@ -57,7 +57,7 @@ def golden_batch(case, cfg, cap):
         torch.tensor([want[f"{name}_{what}"] for name in ngrams], dtype=torch.int32)
         for what in ("rows", "signs")
     )
-    return batch._replace(hashed_rows=rows, sign_ids=signs)
+    return batch._replace(hashed_rows=rows, slots=rows, sign_ids=signs)  # the cache is the table
 
 
 @functools.cache
@@ -123,8 +123,8 @@ def gradients(case, kind):
     for name in ("embed", "value_embeds"):
         p = getattr(model, name)
         grads[name] = torch.zeros_like(p).index_add_(0, batch.inputs, leaves[name].grad)
-    table = torch.zeros_like(model.ngrams.compact)
-    index = tg.index_rows(batch.hashed_rows, batch.sign_ids)
+    table = torch.zeros_like(model.ngrams.cache)
+    index = tg.make_segments(batch.hashed_rows, batch.sign_ids)
     tg.segment_sum_rows(table, leaves["ngrams"].grad, index, model.signs)
     return loss.item(), golden_layout(grads, model.cfg) | {"bigram_embed.weight": table}
 

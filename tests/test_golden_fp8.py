@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import GOLDEN_FP8, distance, fill
+from golden_inputs import GOLDEN_FP8, distance, fill, head_of
 from test_kernels import fp8_steps_apart
 
 pytestmark = pytest.mark.numeric
@@ -140,15 +140,15 @@ def test_head():
 
     backend = tg.TORCH_BACKEND._replace(fp8=True, softcap_loss=watched)
     model = SimpleNamespace(lm_head=w, cfg=replace(tg.RECORD, head_chunk=n), backend=backend)
-    grad, converted = tg.Gradient(w, torch.zeros_like(w)), []
-    loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, grad, 1.0, converted)
+    head, converted = head_of(w), []
+    loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0, converted)
     ((apart, losses, dlogits8),) = seen
     assert codes(converted[0]) == golden["w8"] and apart.max() <= 1 and (apart > 0).sum() < 8
     want = golden["sigma_exact"]
     assert losses.tolist() == pytest.approx(want["losses"], rel=1e-6)
     assert loss.item() == pytest.approx(sum(want["losses"]), rel=1e-6)
     assert codes(dlogits8) == want["dlogits8"]
-    assert distance(dx, want["dx"]) < 1e-4 and distance(grad.main_grad, want["dW"]) < 1e-4
+    assert distance(dx, want["dx"]) < 1e-4 and distance(head.main_grad, want["dW"]) < 1e-4
     # What 8 bits cost.
     for found, exact in zip(losses.tolist(), golden["losses_of_unrounded_logits"], strict=True):
         assert found == pytest.approx(exact, abs=0.5)

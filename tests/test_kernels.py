@@ -496,10 +496,10 @@ def test_segment_sum_rows(interpreted, shape, layout, dtype, signed):
     for seed, (T, N) in enumerate(((1, 1), (9, 70001 if shape == (2,) else 40), (50, 7))):
         row_ids = torch.randint(0, N, (T,), generator=generator(seed), dtype=torch.int32)
         sign_ids = torch.randint(0, 20, (1, T), generator=generator(seed), dtype=torch.int32)
-        index = tg.index_rows(row_ids, sign_ids if signed else None)
+        index = tg.make_segments(row_ids, sign_ids if signed else None)
         signs = random_signs(20, math.prod(shape), dtype)
         grad = ROW_LAYOUTS[layout](randn(T, *shape, seed=seed, dtype=dtype))
-        buffer, old = nan_filled(N + 4, *shape, dtype=dtype), index.row_ids.long() + 2
+        buffer, old = nan_filled(N + 4, *shape, dtype=dtype), index.ids.long() + 2
         buffer[old] = randn(len(old), *shape, seed=seed + 1, dtype=dtype)
         buffer[old[::2]] = 0
         expected = buffer.clone()

@@ -44,7 +44,7 @@ def meta(*shape, dtype=torch.bfloat16):
 
 def meta_index(T, n, signed=False):
     ints = [meta(k, dtype=torch.int32) for k in (n, T, n + 1)]
-    return tg.RowIndex(*ints, meta(T, dtype=torch.int32) if signed else None)
+    return tg.Segments(*ints, meta(T, dtype=torch.int32) if signed else None)
 
 
 def test_the_number_of_touched_rows_does_not_recompile():

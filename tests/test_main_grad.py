@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt as tg
-from golden_inputs import targets_of
+from golden_inputs import head_of, targets_of
 from test_distributed import batches_of, build, cfg, first_batch, run_steps, with_dtype  # noqa: F401 (a fixture)
 
 NEAR = dict(rtol=1e-12, atol=1e-13)
@@ -28,17 +28,17 @@ def randn(*shape, seed):
 
 # ----------------------------------------------------------------------------------------------- the contract
 
-# Each operation with one weight under test: through `grad`, and in plain torch. The head does its backward.
+# Each operation with one weight under test, and in plain torch. The head does its backward.
 
 
-def run_head(x, w, grad):
+def run_head(x, w, head):
     model = tg.GPT.__new__(tg.GPT)  # only its head is needed
     torch.nn.Module.__init__(model)
     model.cfg, model.lm_head = replace(tg.RECORD, head_chunk=3, dtype="float64"), w
     model.wait_for, model.backend = lambda name: None, tg.TORCH_BACKEND
     targets = tg.loss_targets(TARGETS, 2, PREFIXES)
     weights = torch.tensor([1.0, 0.5, 0.25], dtype=x.dtype)
-    _, dx = model.head_loss_and_grad(x, targets, weights, grad, 1.0, [])
+    _, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, [])
     x.backward(dx)
 
 
@@ -93,9 +93,11 @@ def test_contract(form, case, operation):
     Hooks run once for each micro-batch, when its gradient is in place.
     """
     (in_place, dummy), (run, plain, shape) = CASES[case], OPERATIONS[operation]
-    w = randn(*shape, seed=2).requires_grad_(not in_place or dummy)
+    w = randn(*shape, seed=2)
     main_grad = torch.full(shape, torch.nan, dtype=w.dtype) if in_place else None  # NaN: to be overwritten
-    grad, fired = tg.Gradient(w, main_grad), []
+    param, fired = head_of(w), []
+    param.main_grad = main_grad
+    w.requires_grad_(not in_place or dummy)
     graphs = counters["stats"]["unique_graphs"]
     if FORMS[form]:
         torch._dynamo.reset()
@@ -118,18 +120,18 @@ def test_contract(form, case, operation):
             x, y = randn(5, 6, seed=10 * step + i), randn(5, 6, seed=10 * step + i)
             want, args = (
                 plain(x.requires_grad_(), twin),
-                (w, grad) if operation == "head" else (grad.weight(),),
+                (w, param) if operation == "head" else (param.weight(),),
             )
             found = run(y.requires_grad_(), *args)
             for output in (want, found) if operation != "head" else ():
                 output.square().sum().backward()
             torch.testing.assert_close(y.grad, x.grad, **NEAR)
-            grad.end_backward()
+            param.end_backward()
         assert len(fired) == (step + 1) * 3 * dummy
-        found = grad.take()
+        found = param.grad()
         assert found is (main_grad if in_place else w.grad) and (w.grad is None) == in_place
         torch.testing.assert_close(found, twin.grad, **NEAR)
-        grad.reset()  # the optimizer's step
+        param.clear()  # the optimizer's step
         assert w.grad is None
     # One graph overwrites and adds.
     assert counters["stats"]["unique_graphs"] == graphs + (FORMS[form] is not None)
@@ -192,7 +194,10 @@ def gradients_of_a_batch(cfg, marked=()):
     optimizer.step = lambda *_: None
     tg.train_step(model, optimizer, first_batch(cfg))
     with_grad = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    grads = {name: grad.take() for name, grad in optimizer.grads.items() if not name.startswith("small")}
+    grads = {}
+    for name, param in optimizer.params.items():
+        if not isinstance(param, tg.SmallParams):
+            grads[name] = param.p.grad if param.main_grad is None else param.main_grad
     return grads | with_grad, set(with_grad)
 
 
@@ -262,16 +267,16 @@ def test_when_the_heads_product_runs(cfg, monkeypatch):
         return recording
 
     def record_head(out, *args):
-        if out.data_ptr() == optimizer.grads["lm_head"].main_grad.data_ptr():
+        if out.data_ptr() == optimizer.params["lm_head"].main_grad.data_ptr():
             events.append("head's product")
         write_grad(out, *args)
 
     exchange.reduce = record(None, exchange.reduce)  # by parameter
-    optimizer.scatter = record("scatter", optimizer.scatter)
+    optimizer.step = record("step", optimizer.step)
     monkeypatch.setattr(tg, "write_grad", record_head)
     monkeypatch.setattr(torch.autograd, "backward", record("backward", torch.autograd.backward))
     micro_batch = ["head's product", "backward"]
-    want = [*micro_batch * 2, "scatter", *BANKS]
+    want = [*micro_batch * 2, "step", *BANKS]
     for step in range(2):  # the second one sends lm_head, too
         tg.train_step(model, optimizer, batches.next())
         assert [event for event in events if event in (*want, "lm_head")] == want + ["lm_head"] * step

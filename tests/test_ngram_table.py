@@ -32,20 +32,29 @@ class WholeTable:
     A micro-batch's gradient is rounded once, to the table's dtype.
     """
 
-    def __init__(self, cfg, exchange):
+    name, update_order = "ngrams", -1
+
+    def __init__(self, cfg, exchange, backend):
         n = self.cfg = cfg.ngrams
         self.exchange, self.dtype, self.acc_dtype = exchange, tg.dtype_of(n.dtype), tg.acc_dtype(cfg)
         self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.acc_dtype)
         self.table = torch.zeros(len(n.orders) * n.rows_per_order, n.width, dtype=self.dtype)
         self.moments = torch.zeros(len(self.table), dtype=self.acc_dtype)
         self.last, self.clock = torch.zeros(len(self.table), dtype=torch.int32), [0, 0]
-        self.stored = self.table, self.moments, self.last
         self.looked_up = []  # since the last update
         # Stands in for the rows that are fetched, and for their gradients; no result uses it.
-        self.compact = self.main_grad = torch.zeros(tg.ngram_bounds(cfg, exchange.world_size)[0], n.width)
+        self.cache = self.main_grad = torch.zeros(tg.ngram_bounds(cfg, exchange.world_size)[0], n.width)
 
-    def begin(self, *_):
+    def is_due(self, plan):
+        return plan.updates(self.cfg.update_every)
+
+    def do_nothing(self, *_):
         pass
+
+    start_fetch = wait = add_rows = clear = do_nothing
+
+    def state_dict(self):
+        return {"block": self.table, "moments": self.moments, "last": self.last}
 
     def fetch(self, row_ids):
         return self.table[: len(row_ids)]
@@ -60,7 +69,7 @@ class WholeTable:
             grad = (grad.to(dtype) + sums).to(self.dtype)
         return grad
 
-    def send_grads(self):
+    def scatter(self):
         grad, n = self.local_grad(), self.exchange.world_size
         self.touched = torch.zeros(len(grad), dtype=torch.int32)
         for ids, *_ in self.looked_up:
@@ -84,7 +93,8 @@ class WholeTable:
         numbers = 1 - beta2, lr * (1 - beta2 ** self.clock[0]) ** 0.5, lr * lr * n.wd * slowdown
         numbers = [torch.tensor(number, dtype=self.acc_dtype) for number in numbers]
         with torch.no_grad():
-            tg.update_rows(*self.stored, rows, grads[rows], self.decays, self.clock[1], *numbers)
+            state = self.table, self.moments, self.last
+            tg.update_rows(*state, rows, grads[rows], self.decays, self.clock[1], *numbers)
 
 
 forward, embeddings = tg.GPT.forward, tg.GPT.embeddings
@@ -106,11 +116,11 @@ def look_up_whole(model, batch, training):
     return embeddings(model, batch, training) | {"ngrams": sums.to(tg.dtype_of(model.cfg.dtype))}
 
 
-def hidden_states_whole(model, batch, windows, grads=None, leaves=None, *more):
+def forward_whole(model, batch, windows, params=None, looked_up=None, *more):
     """Keeps the leaf in which autograd leaves the sums' gradient."""
-    x = forward(model, batch, windows, grads, leaves, *more)
-    if leaves is not None:
-        model.ngrams.looked_up.append((*whole_ids(model, batch), leaves["ngrams"]))
+    x = forward(model, batch, windows, params, looked_up, *more)
+    if looked_up is not None:
+        model.ngrams.looked_up.append((*whole_ids(model, batch), looked_up["ngrams"]))
     return x
 
 
@@ -119,7 +129,7 @@ def train_whole(rank, world_size, cfg):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "NgramTable", WholeTable)
         patch.setattr(tg.GPT, "embeddings", look_up_whole)
-        patch.setattr(tg.GPT, "forward", hidden_states_whole)
+        patch.setattr(tg.GPT, "forward", forward_whole)
         return train(rank, world_size, cfg)
 
 
@@ -170,7 +180,7 @@ class Storages(TorchDispatchMode):
 def live(rank, world_size, cfg, folder, limit):
     """Runs what a table goes through; returns large storages, and the peak of Python's and NumPy's memory."""
     exchange, model, optimizer = build(rank, world_size, cfg)
-    mode = Storages(limit, {t.untyped_storage().data_ptr() for t in optimizer.ngrams.stored})
+    mode = Storages(limit, {t.untyped_storage().data_ptr() for t in optimizer.ngrams.state_dict().values()})
     data, windows = tg.open_dataset(cfg), tg.window_tokens(cfg, cfg.val_windows)
     val, build_batch = tg.ValLoader(cfg, data.val), tg.Prefetcher._build
 

@@ -124,11 +124,11 @@ def test_micro_batches_have_rows_and_signs(folder, orders, sign_rows):
     assert batch.sign_ids is None if sign_rows == 0 else batch.sign_ids.tolist() == signs
 
 
-# ------------------------------------------------------------------------------------------------- the index
+# ---------------------------------------------------------------------------------------------- the segments
 
 
 def python_index(ranges):
-    """Returns RowIndex's three lists of rows by range, and position."""
+    """Returns Segments' first three lists of rows by range, and position."""
     index = [], [], []
     for row in ranges:
         for row_id in sorted(set(row)):
@@ -139,7 +139,7 @@ def python_index(ranges):
     return index
 
 
-def test_index_rows():
+def test_segments():
     """Checks one range and several, with signs, which follow the positions; within a row these ascend."""
     rng = np.random.default_rng(4)
     cases = [rng.integers(0, high, T) for high in (1, 300, 65_536, 65_537, 2**29) for T in (1, 2, 300)]
@@ -148,14 +148,14 @@ def test_index_rows():
         first = np.arange(3)[:, None] * (int(ids.max()) + 1)
         for rows in tg.int32(ids[None]), tg.int32(ids + first):
             signs = tg.int32(rng.integers(0, 8192, rows.shape))
-            index, want = tg.index_rows(rows, signs), python_index(rows.tolist())
+            index, want = tg.make_segments(rows, signs), python_index(rows.tolist())
             assert [part.tolist() for part in index[:3]] == list(want)
             assert {part.dtype for part in index} == {torch.int32}
             order = index.perm.view(rows.shape).tolist()
             assert index.sign_ids.tolist() == [
                 s[t] for s, places in zip(signs.tolist(), order) for t in places
             ]
-            assert tg.index_rows(rows).sign_ids is None
+            assert tg.make_segments(rows).sign_ids is None
     ids = rng.integers(0, 5000, 40_000)  # so many are sorted in another way
-    assert tg.index_rows(tg.int32(ids)).perm.tolist() == np.argsort(ids, kind="stable").tolist()
-    assert [part.tolist() for part in tg.index_rows(tg.int32(tg.NO_ROWS))[:3]] == [[], [], [0]]
+    assert tg.make_segments(tg.int32(ids)).perm.tolist() == np.argsort(ids, kind="stable").tolist()
+    assert [part.tolist() for part in tg.make_segments(tg.int32(tg.NO_ROWS))[:3]] == [[], [], [0]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from golden_inputs import head_of
 from test_distributed import build
 from test_kernels import interpreted  # noqa: F401 (a fixture)
 
@@ -157,7 +158,7 @@ def run_head(case, dtype, chunk):
 
     backend = tg.TORCH_BACKEND._replace(softcap_loss=softcap_loss)
     cfg = replace(tg.RECORD, head_chunk=chunk, padded_vocab=HEAD["V"])
-    grad = tg.Gradient(w, torch.zeros_like(w))
+    head = head_of(w)
     model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
     prefix, weights = case["prefix_weight"], list(case["weights"])
     prefixes = torch.tensor(HEAD["prefix_table"]) if prefix else None
@@ -168,11 +169,11 @@ def run_head(case, dtype, chunk):
     found, lse = tg.pointer(queries, batch, window_of(case))
     copies = tg.PointerProbs(found, torch.empty_like(found), torch.tensor([HEAD["column"]]))
     loss, dx = tg.GPT.head_loss_and_grad(
-        model, x.detach(), targets, weights, grad, 1.0, [], candidates, copies
+        model, x.detach(), targets, weights, head, 1.0, [], candidates, copies
     )
     query_grads = tg.pointer_grad(queries, batch, window_of(case), found, lse, copies.grad)
     torch.autograd.backward(queries, query_grads)
-    grads = dict(zip(names, (x.grad + dx, bank.grad, gain.grad, sink.grad))) | {"lm_head": grad.main_grad}
+    grads = dict(zip(names, (x.grad + dx, bank.grad, gain.grad, sink.grad))) | {"lm_head": head.main_grad}
     assert loss == pytest.approx(case["sum"], rel=1e-12 if dtype == torch.float64 else 1e-6)
     return torch.cat(losses), grads
 
@@ -321,10 +322,10 @@ def test_all_columns_as_candidates_change_no_bit(model):
     weights, copied = torch.tensor([1.0, 0.5]).double(), torch.rand(2, 21, dtype=torch.float64) / 2
     found = []
     for candidates in (None, torch.arange(62, dtype=torch.int32)):
-        grad = tg.Gradient(model.lm_head, torch.zeros_like(model.lm_head))
+        head = head_of(model.lm_head)
         copies = tg.PointerProbs(copied, torch.empty_like(copied), model.gate_column)
-        loss, dx = model.head_loss_and_grad(x, targets, weights, grad, 1.0, [], candidates, copies)
-        found.append((loss, dx, grad.main_grad, copies.grad))
+        loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, [], candidates, copies)
+        found.append((loss, dx, head.main_grad, copies.grad))
     assert all(map(torch.equal, *found))
 
 

@@ -17,7 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import test_golden92 as golden92
 import train_gpt as tg
-from golden_inputs import GOLDEN92, RECORD92, batch_plan, distance, fill, golden_prefixes, hash_words
+from golden_inputs import (
+    GOLDEN92,
+    RECORD92,
+    batch_plan,
+    distance,
+    fill,
+    golden_prefixes,
+    hash_words,
+    head_of,
+)
 from test_distributed import assert_close, everything, join, one_rank, same_on_all_ranks, train  # noqa: F401
 from test_kernels import interpreted, rel_err  # noqa: F401 (a fixture)
 from test_resume import assert_same_end, corpus, launch, log_of, stopped, uninterrupted  # noqa: F401
@@ -98,11 +107,11 @@ def run_head(x, w, targets, weights, sets=(None,), chunk=2, backend=tg.TORCH_BAC
     """
     cfg = replace(tg.RECORD, head_chunk=chunk, padded_vocab=w.size(1))
     model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
-    grad = tg.Gradient(w, torch.full_like(w, math.nan))  # NaN: to be overwritten
-    more = grad, 1.0, []
+    head = head_of(w, torch.full_like(w, math.nan))  # NaN: to be overwritten
+    more = head, 1.0, []
     for candidates in sets:
         loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, *more, candidates)
-    return loss, dx, grad.take()
+    return loss, dx, head.main_grad
 
 
 def golden_loss(name):
@@ -166,14 +175,14 @@ class NothingAsLarge(TorchDispatchMode):
 def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
     """Checks two micro-batches: the first gradient overwrites, the second is added."""
     x, w, targets = torch.randn(32, 16), torch.randn(16, 4096), torch.arange(32)[:, None]
-    grad, backend = tg.Gradient(w, torch.zeros_like(w)), tg.TORCH_BACKEND._replace(fp8=fp8)
+    head, backend = head_of(w), tg.TORCH_BACKEND._replace(fp8=fp8)
     cfg = replace(tg.RECORD, head_chunk=1, padded_vocab=4096)
     model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
-    with NothingAsLarge(w, grad.main_grad):
+    with NothingAsLarge(w, head.main_grad):
         for _ in range(2):
             candidates = torch.arange(0, 4096, 64, dtype=torch.int32)
-            tg.GPT.head_loss_and_grad(model, x, targets, torch.ones(1), grad, 1.0, [], candidates)
-    assert grad.main_grad.any(0).sum() == 64
+            tg.GPT.head_loss_and_grad(model, x, targets, torch.ones(1), head, 1.0, [], candidates)
+    assert head.main_grad.any(0).sum() == 64
 
 
 @pytest.mark.slow

@@ -59,23 +59,21 @@ def compare(rank, world_size, dtype):
     for i in range(ROUNDS):
         masks, grads = draw(rank, world_size, dtype, i)
         ids = {kind: mask.nonzero().int().flatten().numpy() for kind, mask in masks.items()}
-        routes, pending = row_plans(cfg, prefetch, ids), {}
+        plans, pending = row_plans(cfg, prefetch, ids), {}
         for name, (kind, _) in ROW_SHAPES.items():
-            grad, plan = grads[name].clone(), routes[kind]
+            grad, plan = grads[name].clone(), plans[kind]
             grad[~masks[kind]] = torch.nan  # stale rows: must not be read
-            pending[name] = sparse.send_rows(
-                "rows", name, grad[plan.rows_to_send], plan.input_splits, plan.output_splits
-            )
+            pending[name] = sparse.reduce_rows(name, grad[plan.rows], plan, means[name])
         for name in reversed(ROW_SHAPES):
             kind, shape = ROW_SHAPES[name]
             want = dense.reduce(name, grads[name], in_rank_order=True).wait()
-            mean = sparse.mean_rows(means[name], routes[kind].row_index, pending[name].wait())
+            mean = pending[name].wait()
             assert mean.data_ptr() == means[name].data_ptr() and same_bits(mean, want), (i, name)
-            mean.index_fill_(0, routes[kind].arriving.long(), 0)  # as the optimizer does
+            mean.index_fill_(0, plans[kind].local_rows.long(), 0)  # as the optimizer does
             assert not mean.any()
             by_owner = masks[kind].view(world_size, -1).sum(1)
             away = (by_owner.sum() - by_owner[rank]).item()
-            sent[f"rows {name}"] += away * math.prod(shape) * dtype.itemsize
+            sent[f"gradient rows {name}"] += away * math.prod(shape) * dtype.itemsize
             told[f"row ids {name}"] += 4 * away
             told[f"counts {name}"] += (world_size - 1) * 8
             dense_sent[f"all_to_all {name}"] += (world_size - 1) * means[name].numel() * dtype.itemsize

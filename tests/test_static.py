@@ -34,7 +34,7 @@ class Recording(TorchDispatchMode):
         if not isinstance(x, torch.Tensor):
             return x
         if x.dtype == torch.bool and not x.dim():
-            return x.item()  # Gradient.written, which only the host reads
+            return x.item()  # DenseParam.written, which only the host reads
         address = x.untyped_storage().data_ptr()
         place = self.makers.get(address, f"at {address}")
         return x.dtype, x.shape, x.stride(), x.storage_offset(), place
@@ -55,7 +55,7 @@ class Recording(TorchDispatchMode):
 def recorded(model, optimizer):
     """Yields what micro-batches do, their losses' weights and operations, by what a graph would be for."""
     found, train_step, at = defaultdict(list), tg.train_step, {}
-    forward, add_row_grads = model.forward, optimizer.add_row_grads
+    forward, add_rows = model.forward, optimizer.add_rows
 
     def begin(micro_batch, *args):
         optimizer.wait_for()
@@ -70,7 +70,7 @@ def recorded(model, optimizer):
         key = plan.stage, plan.sampled_columns, len(weights), at["later"], plan.step % 2
         found[key].append((weights, at["recording"].operations))
         at["later"] = True
-        add_row_grads(*args)
+        add_rows(*args)
 
     def step(model, optimizer, batch, *args):
         at.update(plan=batch.plan, later=False)
@@ -78,7 +78,7 @@ def recorded(model, optimizer):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "forward", begin)
-        patch.setattr(optimizer, "add_row_grads", end)
+        patch.setattr(optimizer, "add_rows", end)
         patch.setattr(tg, "train_step", step)
         yield found
 

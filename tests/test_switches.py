@@ -85,7 +85,7 @@ def train(cfg, backend):
     optimizer.wait_for()
     changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     if optimizer.ngrams:
-        changes |= {"ngrams": optimizer.ngrams.block, "moments": optimizer.ngrams.stored[1]}
+        changes |= {"ngrams": optimizer.ngrams.block, "moments": optimizer.ngrams.state["moments"]}
     squares = {name: part["exp_avg_sq"] for name, part in states(model, optimizer) if "exp_avg_sq" in part}
     known = {name: (v > 0, v > NOISE**2 * v.max()) for name, v in squares.items()}
     return losses, changes, known
