@@ -281,9 +281,9 @@ PHASE_OF = [
     (tg.GPT, "forward", "forward"),
     (tg.GPT, "head_loss_and_grad", "head"),
     (torch.autograd, "backward", "backward"),
-    (tg.Optimizer, "add_row_grads", "rows"),
+    (tg.Optimizer, "add_rows", "rows"),
     (tg.Optimizer, "step", "optimizer"),
-    *((tg.NgramTable, name, "n-grams") for name in ("begin", "send_grads", "update", "fetch")),
+    *((tg.NgramTable, name, "n-grams") for name in ("start_fetch", "scatter", "update", "fetch")),
 ]
 
 

@@ -126,16 +126,17 @@ class SingleRankExchange(tg.Exchange):
         parts = part.new_empty((self.world_size, *part.shape))
         return tg.Pending(parts.copy_(part), None, tg.rank_order_mean)
 
-    def route(
-        self, name: str, owner: np.ndarray, place: np.ndarray, ranks: int
-    ) -> tuple[np.ndarray, tg.RowExchange]:
-        """Routes this rank's own rows to itself; every other rank sends as many, of rows next to these."""
-        own = place[owner == self.rank]
-        others = np.arange(ranks, dtype=own.dtype)[:, None]
-        arriving = ((own + others - self.rank) % (own.max(initial=0) + 1)).ravel()
-        counts = np.bincount(owner, minlength=ranks).tolist(), [len(own)] * ranks
-        routes = tg.RowExchange(*counts, tg.int32(arriving), tg.index_rows(tg.int32(arriving)))
-        return np.argsort(owner, kind="stable"), routes
+    def plan_rows(
+        self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray
+    ) -> tg.RowExchange:
+        """Sends this rank's own rows to itself; every other rank sends as many, of rows next to these."""
+        own = local_row[owner == self.rank]
+        others = np.arange(self.world_size, dtype=own.dtype)[:, None]
+        arriving = tg.int32(((own + others - self.rank) % (own.max(initial=0) + 1)).ravel())
+        by_owner = tg.int32(rows[np.argsort(owner, kind="stable")])
+        input_splits = np.bincount(owner, minlength=self.world_size).tolist()
+        output_splits = [len(own)] * self.world_size
+        return tg.RowExchange(input_splits, output_splits, by_owner, arriving, tg.make_segments(arriving))
 
     def send_rows(
         self,

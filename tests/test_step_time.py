@@ -43,9 +43,9 @@ def test_flops_by_hand():
 
 def test_every_rank_sends_as_many_rows():
     owner, place = np.array([[0, 1, 2, 0, 0], [1, 2, 0, 4, 6]], np.int32)
-    _, routes = step_time.SingleRankExchange(0, 3).route("tokens", owner, place, 3)
-    first, *others = np.split(routes.arriving.numpy(), 3)
-    assert routes.output_splits == [3, 3, 3] and first.tolist() == [1, 4, 6]
+    plan = step_time.SingleRankExchange(0, 3).plan_rows("tokens", np.arange(5), owner, place)
+    first, *others = np.split(plan.local_rows.numpy(), 3)
+    assert plan.output_splits == [3, 3, 3] and first.tolist() == [1, 4, 6]
     assert all(len({*part}) == 3 and {*part} != {*first} and max(part) <= 6 for part in others)
 
 

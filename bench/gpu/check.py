@@ -313,12 +313,12 @@ def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, T
         for _ in range(2):  # the first finds the scales of squares and of their gradients in FP8
             optimizer.drop_grads()
             loss = tg.train_step(model, optimizer, batch).item()
-        grads = {
-            name: optimizer.grads[name].take() if name in optimizer.grads else p.grad
-            for name, p in model.named_parameters()
-        }
+        grads = {}
+        for name, p in model.named_parameters():
+            param = optimizer.params.get(name)  # None: a part of a vector, of which p.grad is its part
+            grads[name] = p.grad if param is None or param.main_grad is None else param.main_grad
         if table := optimizer.ngrams:
-            grads["ngrams"] = table.main_grad[: sum(table.routes.input_splits)]
+            grads["ngrams"] = table.main_grad[: len(table.touched.rows)]
         return loss, grads
 
 

@@ -47,15 +47,18 @@ def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
     for case, empty_ranks in {"uneven": 0, "one rank empty": 1, "all empty": n}.items():
         touches[:empty_ranks] = False
         row_ids = touches[rank].nonzero()[:, 0].int()
-        _, routes = exchange.route("tokens", *np.divmod(row_ids.numpy(), 2), n)
-        input_splits, output_splits, places, index, _ = tg.move(tg.pack(routes), grad.device)
-        owners = touches[:, 2 * rank : 2 * rank + 2].nonzero()[:, 1]
-        yield f"row ids with {name}, {case}", places, owners.to(places)
-        out = grad.new_empty((sum(output_splits), *grad.shape[1:])) if case == "uneven" else None
-        rows = grad[row_ids.to(grad.device)]
-        arrived = exchange.send_rows("rows", "p", rows, input_splits, output_splits, out).wait()
+        owner, local_row = np.divmod(row_ids.numpy(), 2)
+        plan = exchange.plan_rows("tokens", row_ids.numpy(), owner, local_row)
+        plan = tg.move(tg.pack(plan), grad.device)
+        senders, owned = touches[:, 2 * rank : 2 * rank + 2].nonzero().unbind(1)
+        yield f"row ids with {name}, {case}", plan.local_rows, owned.to(plan.local_rows)
+        rows = grad[plan.rows]
+        if case == "uneven":  # into a buffer, as n-grams are fetched
+            out = grad.new_empty((sum(plan.output_splits), *grad.shape[1:]))
+            sent = exchange.send_rows("rows", "p", rows, plan.input_splits, plan.output_splits, out).wait()
+            yield f"rows {name}, {case}", sent, every[senders, 2 * rank + owned]
         mean = (every.float() * touches.to(every.device)[:, :, None, None]).mean(0)
-        result = exchange.mean_rows(torch.zeros_like(exchange.block(mean)), index, arrived)
+        result = exchange.reduce_rows("p", rows, plan, torch.zeros_like(exchange.block(mean))).wait()
         yield f"sparse {name}, {case}", result, exchange.block(mean)
 
 
@@ -85,7 +88,7 @@ def train_small(cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, sh
             tg.train_step(model, optimizer, batches.next(), batches.peek)
     loader.close()
     optimizer.wait_for()
-    tensors = [*model.parameters(), *optimizer.ngrams.stored]
+    tensors = [*model.parameters(), *optimizer.ngrams.state_dict().values()]
     return [t.detach().to(exchange.device) for t in tensors]
 
 

@@ -64,7 +64,8 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
     keys = step_time.layer_keys(cfg, plan, batch.cu_seqlens.numpy())
     T, d, F, dtype = len(batch.inputs), cfg.dim, cfg.mlp_dim, tg.dtype_of(cfg.dtype)
     sources = step_time.mean_keys(batch.cu_seqlens.numpy(), cfg.pointer_window)
-    indices, batch = (tg.move(packed, device) for packed in (batch.indices, batch._replace(indices={})))
+    segments = tg.move(batch.segments, device)
+    batch = tg.move(batch._replace(segments={}), device)
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -111,14 +112,14 @@ def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.dev
         grad_args = *pointer_args, *tg.pointer(*pointer_args), weights_grad
         yield Case("pointer_grad", what, grad_args, flops=4 * product)
 
-    kinds = {"value_embeds": "tokens", "ngrams" if cfg.ngrams.orders else "bigram_embed": "hashed"}
-    for name, table_kind in kinds.items():
-        if index := indices.get(table_kind):
+    hashed_table = "ngrams" if cfg.ngrams.orders else "bigram_embed"
+    for name, ids in {"value_embeds": "inputs", hashed_table: "hashed_rows"}.items():
+        if index := segments.get(ids):
             # A step has more rows of n-grams than this batch reads.
-            ngrams_shape = int(index.row_ids.max()) + 1, cfg.ngrams.width
+            ngrams_shape = int(index.ids.max()) + 1, cfg.ngrams.width
             rows, *columns = tg.param_shapes(cfg, 1).get(name, ngrams_shape)
             out, grad, signs = rand(rows, *columns), rand(T, *columns), rand(cfg.sign_rows, columns[-1])
-            positions, count = len(index.perm), len(index.row_ids)
+            positions, count = len(index.perm), len(index.ids)
             nbytes = positions * grad[0].nbytes + count * out[0].nbytes * 2
             what, table_args = f"{name}: {positions} to {count} rows", (out, grad, index, signs.sign())
             yield Case("segment_sum_rows", what, table_args, nbytes=nbytes)
