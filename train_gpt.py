@@ -15,12 +15,12 @@ Results
 
 The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
 
-Sections; each uses only what is above it, but the Prefetcher (5) is given an Exchange (9), and the model (8)
-an NgramTable (11)
+Sections. Each uses only what is above it; but the Prefetcher (5) gets an Exchange (9), the model (8) an
+NgramTable (11)
     1  This text, imports
     2  Config       layer, parameter and stage tables; presets; --set name=value; what a config must satisfy
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
-    4  Runtime      processes and devices, clock, labels in traces, log
+    4  Runtime      processes and devices, compilation, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
     6  Reference    operations in plain torch, for which section 7 has kernels; attention; the copy pointer
     7  Kernels      five of these in Triton; the backend of a run; matmuls that write gradients into main_grad
@@ -31,7 +31,7 @@ an NgramTable (11)
     12 Optimizer    scatter, work, gather, in explicit orders; the averages
     13 Step         train_step, validate, losses that leave the device asynchronously
     14 Saving       saved models, checkpoints
-    15 Main         command line, warm-up, the timed loop
+    15 Main         command line, warm-up, the timed loop; run() is the whole story
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
@@ -39,8 +39,8 @@ table of records. In shapes, T is the tokens of a micro-batch, d = H * D the mod
 layers, V the padded vocabulary.
 
 The stream is the residual stream. A bank is a stack of equal matrices, whose updates are spread over ranks. A
-rail is a running average of gradients. A parameter may have an average too: a tick moves it. The touched rows
-of a table are those that a batch looks up.
+rail is a running average of gradients, as momentum. A parameter may have a running average, too: a tick moves
+it. The touched rows of a table are those that a batch looks up.
 """
 
 import argparse
@@ -956,46 +956,51 @@ def warmup_steps(cfg: Config) -> list[range]:
 # ============================================================================================================
 
 
-# How long a rank waits in a collective. torchrun ends the others at once if one is killed; gloo tells its
-# peers too, but not always those that were just sending to it.
+# How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
+# peers, too, but not always those that were just sending to it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-
-
 TRACING = False  # set by --profile: record_function takes 10 us even if nothing is profiled
 
 
 @contextlib.contextmanager
 def traced(label: str):
-    """Labels in traces what runs inside, or as a decorator a function's calls: a section of the step, then a
-    parameter's name. Compiled functions cannot be labelled.
+    """Labels in a trace what runs inside, or as a decorator the calls of a function.
+
+    A label is a section of the step, then a parameter's name. Compiled functions cannot be labelled.
     """
-    with torch.profiler.record_function(label) if TRACING else contextlib.nullcontext():
+    if not TRACING:
+        yield
+        return
+    with torch.profiler.record_function(label):
         yield
 
 
 def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
-    """Joins the process group of torchrun's environment. Returns rank, world size and this rank's device.
+    """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
 
-    Without torchrun there is one rank, and no group. join=False: finds out only.
+    Without torchrun there is one rank, and no group. With join=False no group is joined.
     """
-    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device, on_gpu = torch.device("cpu"), torch.cuda.is_available()
-    if on_gpu:
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         # Otherwise split-K matmuls would not sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if join and world_size > 1:
-        backend = "nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
+        if device.type == "cuda":
+            dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     return rank, world_size, device
 
 
-COMPILER: Callable | None = None  # makes a function's compiled form; None: functions run as written
+COMPILER: Callable | None = None  # compiles a function; None: functions run as written
 
 
 def compiled(function: Callable) -> Callable:
-    """Decorates a function that COMPILER compiles, if there is one."""
+    """Decorates a function that runs as COMPILER compiled it, if there is a COMPILER."""
 
     @wraps(function)
     def call(*args, **kwargs):
@@ -1007,46 +1012,45 @@ def compiled(function: Callable) -> Callable:
 
 
 def compiler_of(cfg: Config) -> Callable | None:
-    """Returns what compiles the functions of a run of `cfg`."""
+    """Returns the COMPILER for this config; None without cfg.compile."""
     if not cfg.compile:
         return None
-    torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
-    # These vary without a new graph of GPT.trunk; only dense attention needs one for each window.
+    torch._dynamo.config.recompile_limit = 64  # graphs of one function; by default 8
+    # The sizes of these arguments of GPT.trunk may vary without a new graph. Only dense attention needs a
+    # graph for each window.
     torch.compiler.config.dynamic_sources = r"L\['(embed|bigram|values|sequence|windows)'\].*"
 
     @cache
     def compiler(function: Callable) -> Callable:
-        # Autotuning first copies what a kernel changes. For update_rows that is the whole table, 16 GB on
-        # each of 8 GPUs. Guards and AOTAutograd check sizes, so generated code need not.
+        # Autotuning first copies what a kernel changes. For update_rows that is the whole table of n-grams,
+        # 16 GB on each of 8 GPUs.
         autotune = function.__name__ != "update_rows"
-        return torch.compile(
-            function,
-            fullgraph=True,
-            options={"size_asserts": False, "triton.autotune_pointwise": autotune},
-        )
+        # Guards and AOTAutograd check sizes, so generated code need not.
+        options = {"size_asserts": False, "triton.autotune_pointwise": autotune}
+        return torch.compile(function, fullgraph=True, options=options)
 
     return compiler
 
 
 class Clock:
-    """Counts milliseconds of training, from `ms` on, except in `with clock.paused()`."""
+    """Measures the milliseconds of training. It starts at `ms`, and stops in `with clock.paused()`."""
 
     def __init__(self, ms: float = 0.0):
         self.began = self.synchronized() - ms / 1000
 
     def synchronized(self) -> float:
-        """Returns the time in seconds, after all that the device was given is done."""
+        """Waits until the device has done all its work. Returns the time in seconds."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def ms(self) -> float:
-        """Returns the milliseconds, without waiting for the device."""
+        """Returns the milliseconds of training, without waiting for the device."""
         return 1000 * (time.perf_counter() - self.began)
 
     @contextlib.contextmanager
     def paused(self):
-        """Stops the clock when the device is done; gives the milliseconds that it then has."""
+        """Waits for the device, and stops the clock inside the `with`. Yields the milliseconds so far."""
         stopped = self.synchronized()
         yield 1000 * (stopped - self.began)
         self.began += self.synchronized() - stopped
@@ -1059,31 +1063,51 @@ class RunLog:
     """
 
     def __init__(self, path: Path | None = None):
-        self.path, self.file = path, None
+        self.path = path
+        self.file = None
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Mode "x": no run may overwrite the log of another.
             self.file = open(path, "x", buffering=1, encoding="utf-8", errors="backslashreplace")
 
     def print0(self, text: str, console: bool = True, file: bool = True) -> None:
         """Prints a line from rank 0 to the screen, to the log file, or to both."""
-        if self.file and file:
+        if self.file is None:
+            return
+        if file:
             self.file.write(text + "\n")
-        if self.file and console:
+        if console:
             tqdm.write(text)  # above the progress bar
             sys.stdout.flush()
 
 
 def describe_commit(script: Path) -> str:
-    """Returns the commit of the folder's repository, and how the script differs from it, by git's letters:
-    M modified, ?? not committed, !! ignored.
+    """Returns the commit of the script's repository, and in brackets how the script differs from it.
+
+    It is clean, or has git's letters: M modified, ?? not committed, !! ignored.
     """
-    git: Callable = partial(subprocess.check_output, cwd=script.parent, stderr=subprocess.DEVNULL, text=True)
+
+    def git(*arguments: str) -> str:
+        return subprocess.check_output(
+            ["git", *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
+        )
+
     try:
-        commit = git(["git", "rev-parse", "HEAD"]).strip()
-        state = git(["git", "status", "--porcelain", "--ignored", "--", script.name])
+        commit = git("rev-parse", "HEAD").strip()
+        status = git("status", "--porcelain", "--ignored", "--", script.name)
     except (OSError, subprocess.CalledProcessError):  # git is not installed; there is no commit
         return "unknown"
-    return f"{commit} ({state[:2].strip() or 'clean'})"
+    letters = status[:2].strip()
+    return f"{commit} ({letters or 'clean'})"
+
+
+def describe_cpu() -> str:
+    """Returns the CPU's model, or its architecture where the system does not tell the model."""
+    with contextlib.suppress(OSError):  # only Linux has this file
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        if model:
+            return model[1]
+    return platform.machine()
 
 
 def describe_environment(device: torch.device, world_size: int, file: str = __file__) -> list[str]:
@@ -1092,10 +1116,7 @@ def describe_environment(device: torch.device, world_size: int, file: str = __fi
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = platform.machine()
-        with contextlib.suppress(OSError, TypeError):  # not Linux; no such line
-            hardware = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-        hardware += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
+        hardware = f"{describe_cpu()} ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
     return [
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
         f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {hardware} "
@@ -1109,10 +1130,14 @@ def describe_environment(device: torch.device, world_size: int, file: str = __fi
 # 5  Data. Shards of tokens become micro-batches of whole documents, the same for any number of ranks.
 # ============================================================================================================
 
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 1024
 
 
 class Header(NamedTuple):
+    """What a shard's header says."""
+
     tokens: int
     vocab_size: int  # GPT-2's, where the file has 0
     bos_id: int
@@ -1121,17 +1146,20 @@ class Header(NamedTuple):
 
 def read_header(path: Path) -> Header:
     """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
-    words, size = np.fromfile(path, dtype="<i4", count=256).tolist(), path.stat().st_size
+    words = np.fromfile(path, dtype="<i4", count=256).tolist()
     require(
-        words[:2] == [MAGIC, VERSION] and size == HEADER_BYTES + 2 * words[2],
+        words[:2] == [MAGIC, VERSION] and path.stat().st_size == HEADER_BYTES + 2 * words[2],
         f"{path}: not a whole token shard of version {VERSION}; delete it, and download or build it again",
     )
-    vocab_size, bos_id = words[3:5] if words[3] else (50257, 50256)
-    return Header(words[2], vocab_size, bos_id, words[5])
+    tokens, vocab_size, bos_id, text_bytes = words[2:6]
+    if vocab_size == 0:
+        vocab_size = 50257
+        bos_id = 50256
+    return Header(tokens, vocab_size, bos_id, text_bytes)
 
 
 def find_shards(folder: str, split: str) -> list[Path]:
-    """Returns the shards of a split, train or val: by the end of their names, NAME_train_000001.bin."""
+    """Returns the shards of a split, train or val, sorted. Their names tell: NAME_train_000001.bin."""
     name = re.compile(rf"(?!\._).+_{split}_\d+\.bin")  # macOS keeps ._NAME beside NAME
     paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
     require(
@@ -1154,32 +1182,41 @@ class Dataset(NamedTuple):
 
 
 def open_dataset(cfg: Config) -> Dataset:
-    train, val = find_shards(cfg.data, "train"), find_shards(cfg.data, "val")
+    """Finds the shards of cfg.data. Raises UserError if they do not match the config or are too short."""
+    train = find_shards(cfg.data, "train")
+    val = find_shards(cfg.data, "val")
     headers = {path: read_header(path) for path in train + val}
     for path, header in headers.items():
         require(
-            header[1:3] == (cfg.vocab_size, cfg.bos_id),
+            header.vocab_size == cfg.vocab_size and header.bos_id == cfg.bos_id,
             f"{path}: its vocabulary has {header.vocab_size} tokens and bos_id {header.bos_id}, the config "
             f"{cfg.vocab_size} and {cfg.bos_id}; choose the matching --preset or --data",
         )
-    count, have = (sum(headers[path].tokens for path in paths) for paths in (train, val))
-    batch, fits = max(stage.batch_tokens for stage in cfg.stages), (have - 1) // cfg.val_slice_tokens
+    train_tokens = sum(headers[path].tokens for path in train)
+    val_tokens = sum(headers[path].tokens for path in val)
+    batch_tokens = max(stage.batch_tokens for stage in cfg.stages)
+    val_slices = (val_tokens - 1) // cfg.val_slice_tokens  # 1: the last token is only a target
     require(
-        fits >= 1 and count > batch,
-        f"{cfg.data}: {have:,} tokens for validation and {count:,} for training; the run needs more than "
-        f"{cfg.val_slice_tokens:,} and {batch:,}; add text, or lower val_slice_tokens and batch_tokens",
+        val_slices >= 1 and train_tokens > batch_tokens,
+        f"{cfg.data}: {val_tokens:,} tokens for validation and {train_tokens:,} for training; the run needs "
+        f"more than {cfg.val_slice_tokens:,} and {batch_tokens:,}; add text, or lower val_slice_tokens and "
+        "batch_tokens",
     )
-    text = [headers[path].text_bytes for path in val]
-    counts = f"{count} training tokens in {len(train)} shards, {have} for validation"
-    fingerprint, path = f"{dataset_hash(train + val)} ({counts})", Path(cfg.data, "vocabulary.txt")
-    is_read = cfg.predicts_prefixes or cfg.samples and path.exists()
-    vocabulary = read_vocabulary(path, cfg.vocab_size) if is_read else ()
-    bytes_per_token = sum(text) / have if all(text) else 0.0
-    return Dataset(train, val, min(fits, cfg.val_slices), bytes_per_token, fingerprint, vocabulary)
+    text_bytes = [headers[path].text_bytes for path in val]
+    bytes_per_token = 0.0
+    if all(text_bytes):
+        bytes_per_token = sum(text_bytes) / val_tokens
+    counts = f"{train_tokens} training tokens in {len(train)} shards, {val_tokens} for validation"
+    fingerprint = f"{dataset_hash(train + val)} ({counts})"
+    path = Path(cfg.data, "vocabulary.txt")
+    vocabulary: Sequence[bytes] = ()
+    if cfg.predicts_prefixes or (cfg.samples and path.exists()):
+        vocabulary = read_vocabulary(path, cfg.vocab_size)
+    return Dataset(train, val, min(val_slices, cfg.val_slices), bytes_per_token, fingerprint, vocabulary)
 
 
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
-    """Returns the bytes of each of `size` tokens, from a line each of hexadecimal digits; none: b""."""
+    """Returns the bytes of each of `size` tokens, from a line of hexadecimal digits each; it may be empty."""
     settings = "--set samples=0 --set stages.*.prefix="
     fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
     with user_error_on(f"cannot read {path}", fix, OSError, ValueError):
@@ -1189,25 +1226,26 @@ def read_vocabulary(path: Path, size: int) -> list[bytes]:
 
 
 def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
-    """Returns for each of `rows` tokens, int64, the one that is its longest proper prefix; -1: none."""
+    """Returns for each token the one that is its longest proper prefix, (rows,) int64; -1: there is none."""
     ids = {token: i for i, token in enumerate(vocabulary) if token}
     table = [-1] * rows
     for token, i in ids.items():
-        for n in range(1, len(token)):
+        for n in range(1, len(token)):  # a longer prefix replaces a shorter one
             table[i] = ids.get(token[:n], table[i])
     return torch.tensor(table)
 
 
 def dataset_hash(paths: list[Path]) -> str:
     """Hashes each shard's name, size, and 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
-    digest, block = hashlib.sha256(), 1 << 16
+    digest = hashlib.sha256()
+    block = 1 << 16
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as f:
+        with open(path, "rb") as file:
             for i in range(64):
-                f.seek(max(0, size - block) * i // 63)
-                digest.update(f.read(block))
+                file.seek(max(0, size - block) * i // 63)
+                digest.update(file.read(block))
     return digest.hexdigest()[:16]
 
 
@@ -1224,10 +1262,12 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
         f"{path.name} has tokens outside the vocabulary of {cfg.vocab_size}: it is damaged, or another "
         "tokenizer's; build it again",
     )
-    return Shard(tokens, np.append(np.flatnonzero(tokens == cfg.bos_id), len(tokens)))
+    document_starts = np.flatnonzero(tokens == cfg.bos_id)
+    return Shard(tokens, np.append(document_starts, len(tokens)))
 
 
 def int32(numbers: np.ndarray) -> Tensor:
+    """Returns the numbers as an int32 tensor on the host."""
     return torch.from_numpy(numbers.astype(np.int32, copy=False))
 
 
@@ -1235,32 +1275,36 @@ HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
 def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, a range of rows for
-    each order; and the rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0.
+    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for K orders and T tokens.
 
-    The first n - 1 positions end no whole n-gram: they share a range's last row. The hash is a polynomial of
-    the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It crosses document
-    starts: masking them was slower and no better.
+    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each order has
+    a range of rows_per_order rows. The first n - 1 positions end no whole n-gram: they share the range's last
+    row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32,
+    which wraps. It crosses document starts: masking them was slower and no better.
     """
-    T, size = len(tokens), ngrams.rows_per_order
-    words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
+    T = len(tokens)
+    words = tokens.astype(np.uint32)
+    polynomial = np.zeros(T, np.uint32)  # of the last n tokens
     h = np.empty((len(ngrams.orders), T), np.uint32)
     for n in range(1, max(ngrams.orders) + 1):
-        mixed[n - 1 :] += words[: max(0, T - n + 1)]
-        mixed *= HASH_MULTIPLIER
+        polynomial[n - 1 :] += words[: max(0, T - n + 1)]
+        polynomial *= HASH_MULTIPLIER
         if n in ngrams.orders:
-            h[ngrams.orders.index(n)] = mixed
-    upper = h * 0x27D4EB2F >> 16  # another odd factor
-    sign_ids = int32(upper * sign_rows >> 16) if sign_rows else None
+            h[ngrams.orders.index(n)] = polynomial
+    sign_ids = None
+    if sign_rows:
+        upper = h * 0x27D4EB2F >> 16  # another odd factor
+        sign_ids = int32(upper * sign_rows >> 16)
     h ^= h >> 16
     h *= 0x85EBCA6B
     h ^= h >> 13
     h *= 0xC2B2AE35
     h ^= h >> 16
-    h -= h // (size - 1) * (size - 1)  # NumPy's % is not vectorized
+    hashed_rows = ngrams.rows_per_order - 1  # all rows of a range but the last
+    h -= h // hashed_rows * hashed_rows  # NumPy's % is not vectorized
     for i, n in enumerate(ngrams.orders):
-        h[i, : n - 1] = size - 1
-        h[i] += i * size
+        h[i, : n - 1] = hashed_rows
+        h[i] += i * ngrams.rows_per_order
     return int32(h), sign_ids
 
 
