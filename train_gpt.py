@@ -4593,7 +4593,7 @@ def read_settings(args: argparse.Namespace) -> Config:
     cfg = PRESETS[args.preset]
     for setting in args.set:
         cfg = override(cfg, setting)
-    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))  # no absolute path gets into the log
+    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))  # so no absolute path is in the log
     check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
     if args.save:
         folder = Path(args.save).resolve().parent
@@ -4666,7 +4666,7 @@ def open_log(
     track = track_of(cfg, exchange.world_size)
     if args.checkpoint_every or args.resume or args.profile:
         track = "other"
-    # It communicates, so no log is begun before all ranks have passed what is required above.
+    # This is collective, so no log is begun before all ranks have passed the checks above.
     path, log_path = name_run(args, track, exchange, resumed)
 
     log = RunLog(log_path if exchange.rank == 0 else None)
@@ -4746,14 +4746,13 @@ def warm_up(training: Training) -> None:
 
 def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
     """Warms up, and restores the checkpoint, if there is one. Returns where training begins."""
-    _, model, optimizer, _, _ = training
-    if model.cfg.warmup:
+    if training.model.cfg.warmup:
         began = time.perf_counter()
         warm_up(training)
         log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
     start = Progress()
     if resumed:
-        restore(resumed, model, optimizer)
+        restore(resumed, training.model, training.optimizer)
         start = Progress(resumed["step"], resumed["train_ms"], resumed["position"])
         resumed.clear()  # or its files, which are mapped, could not be removed over a network
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
@@ -4762,7 +4761,7 @@ def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
 
 
 def log_remarks(cfg: Config, val_slices: int, backend: Backend, log: RunLog) -> None:
-    """Says what differs from the settings, which ask for `val_slices`, and what the clock counts."""
+    """Logs what differs from the settings, which want `val_slices`, and says what the clock leaves out."""
     if cfg.val_slices < val_slices:
         log.print0(f"validation: on {cfg.val_slices} slices, not {val_slices}, because there is no more text")
     if backend.mlp_dtype:
@@ -4793,10 +4792,10 @@ def timed_validation(
     training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
 ) -> dict:
     """Validates and logs the loss after `step` steps, while the clock stops. Returns closing lines."""
-    _, model, optimizer, val, _ = training
+    model = training.model
     with clock.paused() as ms:
         losses.poll()
-        loss = validate(model, val, optimizer.exchange, windows)
+        loss = validate(model, training.val, training.optimizer.exchange, windows)
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")
     return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
@@ -4838,7 +4837,9 @@ def train(
             profiler.step()
         ms = clock.ms()
         loss_step, loss = losses.latest
-        seen = f" train_loss:{loss:.4f}@{loss_step}" if loss_step else ""
+        seen = ""
+        if loss_step:  # on a GPU the newest loss is some steps old
+            seen = f" train_loss:{loss:.4f}@{loss_step}"
         times = f"train_time:{ms:.0f}ms step_avg:{ms / done:.2f}ms"
         log.print0(f"step:{done}/{cfg.steps} {times}{seen}", console=False)
         bar.set_postfix_str(seen, refresh=False)
@@ -4926,7 +4927,8 @@ def run(args: argparse.Namespace) -> None:
 
     log_remarks(cfg, val_slices, backend, log)
     every = args.checkpoint_every or cfg.steps
-    steps = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}  # n-grams are updated
+    # After a multiple of four steps no gradient awaits its update.
+    steps = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}
     checkpoints = Checkpoints(path.with_suffix(".checkpoint"), task, steps)
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:
