@@ -62,7 +62,7 @@ train() {   # a background job, so that signals reach the shell, which waits for
     find_environment
     echo "$python" >"$folder/python"
     if grep -q '"--check"' "$script"; then   # options and machine, before a download; early records lack it
-        LOCAL_WORLD_SIZE=$processes "$python" "$script" "${args[@]}" --check $((nodes * processes)) >/dev/null
+        "$python" "$script" "${args[@]}" --check $((nodes * processes)) >/dev/null
     fi
     if (( gpus )) && [[ $preset == record ]]; then
         works 'import triton; triton.runtime.driver.active.get_current_device()' ||

@@ -15,12 +15,12 @@ Results
 
 The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
 
-Sections; each uses only what is above it, but the Prefetcher (5) is given an Exchange (9), and the model (8)
-an NgramTable (11)
+Sections. Each uses only what is above it; but the Prefetcher (5) gets an Exchange (9), the model (8) an
+NgramTable (11)
     1  This text, imports
     2  Config       layer, parameter and stage tables; presets; --set name=value; what a config must satisfy
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
-    4  Runtime      processes and devices, clock, labels in traces, log
+    4  Runtime      processes and devices, compilation, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
     6  Reference    operations in plain torch, for which section 7 has kernels; attention; the copy pointer
     7  Kernels      five of these in Triton; the backend of a run; matmuls that write gradients into main_grad
@@ -31,7 +31,7 @@ an NgramTable (11)
     12 Optimizer    scatter, work, gather, in explicit orders; the averages
     13 Step         train_step, validate, losses that leave the device asynchronously
     14 Saving       saved models, checkpoints
-    15 Main         command line, warm-up, the timed loop
+    15 Main         command line, warm-up, the timed loop; run() is the whole story
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
@@ -39,8 +39,8 @@ table of records. In shapes, T is the tokens of a micro-batch, d = H * D the mod
 layers, V the padded vocabulary.
 
 The stream is the residual stream. A bank is a stack of equal matrices, whose updates are spread over ranks. A
-rail is a running average of gradients. A parameter may have an average too: a tick moves it. The touched rows
-of a table are those that a batch looks up.
+rail is a running average of gradients, as momentum. A parameter may have a running average, too: a tick moves
+it. The touched rows of a table are those that a batch looks up.
 """
 
 import argparse
@@ -72,7 +72,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from functools import cache, lru_cache, partial, reduce, wraps
+from functools import cache, lru_cache, partial, wraps
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -956,46 +956,51 @@ def warmup_steps(cfg: Config) -> list[range]:
 # ============================================================================================================
 
 
-# How long a rank waits in a collective. torchrun ends the others at once if one is killed; gloo tells its
-# peers too, but not always those that were just sending to it.
+# How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
+# peers, too, but not always those that were just sending to it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-
-
 TRACING = False  # set by --profile: record_function takes 10 us even if nothing is profiled
 
 
 @contextlib.contextmanager
 def traced(label: str):
-    """Labels in traces what runs inside, or as a decorator a function's calls: a section of the step, then a
-    parameter's name. Compiled functions cannot be labelled.
+    """Labels in a trace what runs inside, or as a decorator the calls of a function.
+
+    A label is a section of the step, then a parameter's name. Compiled functions cannot be labelled.
     """
-    with torch.profiler.record_function(label) if TRACING else contextlib.nullcontext():
+    if not TRACING:
+        yield
+        return
+    with torch.profiler.record_function(label):
         yield
 
 
 def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
-    """Joins the process group of torchrun's environment. Returns rank, world size and this rank's device.
+    """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
 
-    Without torchrun there is one rank, and no group. join=False: finds out only.
+    Without torchrun there is one rank, and no group. With join=False no group is joined.
     """
-    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device, on_gpu = torch.device("cpu"), torch.cuda.is_available()
-    if on_gpu:
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         # Otherwise split-K matmuls would not sum in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if join and world_size > 1:
-        backend = "nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
+        if device.type == "cuda":
+            dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     return rank, world_size, device
 
 
-COMPILER: Callable | None = None  # makes a function's compiled form; None: functions run as written
+COMPILER: Callable | None = None  # compiles a function; None: functions run as written
 
 
 def compiled(function: Callable) -> Callable:
-    """Decorates a function that COMPILER compiles, if there is one."""
+    """Decorates a function that runs as COMPILER compiled it, if there is a COMPILER."""
 
     @wraps(function)
     def call(*args, **kwargs):
@@ -1007,46 +1012,45 @@ def compiled(function: Callable) -> Callable:
 
 
 def compiler_of(cfg: Config) -> Callable | None:
-    """Returns what compiles the functions of a run of `cfg`."""
+    """Returns the COMPILER for this config; None without cfg.compile."""
     if not cfg.compile:
         return None
-    torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
-    # These vary without a new graph of GPT.trunk; only dense attention needs one for each window.
+    torch._dynamo.config.recompile_limit = 64  # graphs of one function; by default 8
+    # The sizes of these arguments of GPT.trunk may vary without a new graph. Only dense attention needs a
+    # graph for each window.
     torch.compiler.config.dynamic_sources = r"L\['(embed|bigram|values|sequence|windows)'\].*"
 
     @cache
     def compiler(function: Callable) -> Callable:
-        # Autotuning first copies what a kernel changes. For update_rows that is the whole table, 16 GB on
-        # each of 8 GPUs. Guards and AOTAutograd check sizes, so generated code need not.
+        # Autotuning first copies what a kernel changes. For update_rows that is the whole table of n-grams,
+        # 16 GB on each of 8 GPUs.
         autotune = function.__name__ != "update_rows"
-        return torch.compile(
-            function,
-            fullgraph=True,
-            options={"size_asserts": False, "triton.autotune_pointwise": autotune},
-        )
+        # Guards and AOTAutograd check sizes, so generated code need not.
+        options: dict = {"size_asserts": False, "triton.autotune_pointwise": autotune}
+        return torch.compile(function, fullgraph=True, options=options)
 
     return compiler
 
 
 class Clock:
-    """Counts milliseconds of training, from `ms` on, except in `with clock.paused()`."""
+    """Measures the milliseconds of training. It starts at `ms`, and stops in `with clock.paused()`."""
 
     def __init__(self, ms: float = 0.0):
         self.began = self.synchronized() - ms / 1000
 
     def synchronized(self) -> float:
-        """Returns the time in seconds, after all that the device was given is done."""
+        """Waits until the device has done all its work. Returns the time in seconds."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def ms(self) -> float:
-        """Returns the milliseconds, without waiting for the device."""
+        """Returns the milliseconds of training, without waiting for the device."""
         return 1000 * (time.perf_counter() - self.began)
 
     @contextlib.contextmanager
     def paused(self):
-        """Stops the clock when the device is done; gives the milliseconds that it then has."""
+        """Waits for the device, and stops the clock inside the `with`. Yields the milliseconds so far."""
         stopped = self.synchronized()
         yield 1000 * (stopped - self.began)
         self.began += self.synchronized() - stopped
@@ -1059,31 +1063,51 @@ class RunLog:
     """
 
     def __init__(self, path: Path | None = None):
-        self.path, self.file = path, None
+        self.path = path
+        self.file = None
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Mode "x": no run may overwrite the log of another.
             self.file = open(path, "x", buffering=1, encoding="utf-8", errors="backslashreplace")
 
     def print0(self, text: str, console: bool = True, file: bool = True) -> None:
         """Prints a line from rank 0 to the screen, to the log file, or to both."""
-        if self.file and file:
+        if self.file is None:
+            return
+        if file:
             self.file.write(text + "\n")
-        if self.file and console:
+        if console:
             tqdm.write(text)  # above the progress bar
             sys.stdout.flush()
 
 
 def describe_commit(script: Path) -> str:
-    """Returns the commit of the folder's repository, and how the script differs from it, by git's letters:
-    M modified, ?? not committed, !! ignored.
+    """Returns the commit of the script's repository, and in brackets how the script differs from it.
+
+    It is clean, or has git's letters: M modified, ?? not committed, !! ignored.
     """
-    git: Callable = partial(subprocess.check_output, cwd=script.parent, stderr=subprocess.DEVNULL, text=True)
+
+    def git(*arguments: str) -> str:
+        return subprocess.check_output(
+            ["git", *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
+        )
+
     try:
-        commit = git(["git", "rev-parse", "HEAD"]).strip()
-        state = git(["git", "status", "--porcelain", "--ignored", "--", script.name])
+        commit = git("rev-parse", "HEAD").strip()
+        status = git("status", "--porcelain", "--ignored", "--", script.name)
     except (OSError, subprocess.CalledProcessError):  # git is not installed; there is no commit
         return "unknown"
-    return f"{commit} ({state[:2].strip() or 'clean'})"
+    letters = status[:2].strip()
+    return f"{commit} ({letters or 'clean'})"
+
+
+def describe_cpu() -> str:
+    """Returns the CPU's model, or its architecture where the system does not tell the model."""
+    with contextlib.suppress(OSError):  # only Linux has this file
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        if model:
+            return model[1]
+    return platform.machine()
 
 
 def describe_environment(device: torch.device, world_size: int, file: str = __file__) -> list[str]:
@@ -1092,10 +1116,7 @@ def describe_environment(device: torch.device, world_size: int, file: str = __fi
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = platform.machine()
-        with contextlib.suppress(OSError, TypeError):  # not Linux; no such line
-            hardware = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-        hardware += f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
+        hardware = f"{describe_cpu()} ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
     return [
         f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
         f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {hardware} "
@@ -1109,10 +1130,14 @@ def describe_environment(device: torch.device, world_size: int, file: str = __fi
 # 5  Data. Shards of tokens become micro-batches of whole documents, the same for any number of ranks.
 # ============================================================================================================
 
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 1024
 
 
 class Header(NamedTuple):
+    """What a shard's header says."""
+
     tokens: int
     vocab_size: int  # GPT-2's, where the file has 0
     bos_id: int
@@ -1121,17 +1146,20 @@ class Header(NamedTuple):
 
 def read_header(path: Path) -> Header:
     """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
-    words, size = np.fromfile(path, dtype="<i4", count=256).tolist(), path.stat().st_size
+    words = np.fromfile(path, dtype="<i4", count=256).tolist()
     require(
-        words[:2] == [MAGIC, VERSION] and size == HEADER_BYTES + 2 * words[2],
+        words[:2] == [MAGIC, VERSION] and path.stat().st_size == HEADER_BYTES + 2 * words[2],
         f"{path}: not a whole token shard of version {VERSION}; delete it, and download or build it again",
     )
-    vocab_size, bos_id = words[3:5] if words[3] else (50257, 50256)
-    return Header(words[2], vocab_size, bos_id, words[5])
+    tokens, vocab_size, bos_id, text_bytes = words[2:6]
+    if vocab_size == 0:
+        vocab_size = 50257
+        bos_id = 50256
+    return Header(tokens, vocab_size, bos_id, text_bytes)
 
 
 def find_shards(folder: str, split: str) -> list[Path]:
-    """Returns the shards of a split, train or val: by the end of their names, NAME_train_000001.bin."""
+    """Returns the shards of a split, train or val, sorted. Their names tell: NAME_train_000001.bin."""
     name = re.compile(rf"(?!\._).+_{split}_\d+\.bin")  # macOS keeps ._NAME beside NAME
     paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
     require(
@@ -1154,32 +1182,41 @@ class Dataset(NamedTuple):
 
 
 def open_dataset(cfg: Config) -> Dataset:
-    train, val = find_shards(cfg.data, "train"), find_shards(cfg.data, "val")
+    """Finds the shards of cfg.data. Raises UserError if they do not match the config or are too short."""
+    train = find_shards(cfg.data, "train")
+    val = find_shards(cfg.data, "val")
     headers = {path: read_header(path) for path in train + val}
     for path, header in headers.items():
         require(
-            header[1:3] == (cfg.vocab_size, cfg.bos_id),
+            header.vocab_size == cfg.vocab_size and header.bos_id == cfg.bos_id,
             f"{path}: its vocabulary has {header.vocab_size} tokens and bos_id {header.bos_id}, the config "
             f"{cfg.vocab_size} and {cfg.bos_id}; choose the matching --preset or --data",
         )
-    count, have = (sum(headers[path].tokens for path in paths) for paths in (train, val))
-    batch, fits = max(stage.batch_tokens for stage in cfg.stages), (have - 1) // cfg.val_slice_tokens
+    train_tokens = sum(headers[path].tokens for path in train)
+    val_tokens = sum(headers[path].tokens for path in val)
+    batch_tokens = max(stage.batch_tokens for stage in cfg.stages)
+    val_slices = (val_tokens - 1) // cfg.val_slice_tokens  # 1: the last token is only a target
     require(
-        fits >= 1 and count > batch,
-        f"{cfg.data}: {have:,} tokens for validation and {count:,} for training; the run needs more than "
-        f"{cfg.val_slice_tokens:,} and {batch:,}; add text, or lower val_slice_tokens and batch_tokens",
+        val_slices >= 1 and train_tokens > batch_tokens,
+        f"{cfg.data}: {val_tokens:,} tokens for validation and {train_tokens:,} for training; the run needs "
+        f"more than {cfg.val_slice_tokens:,} and {batch_tokens:,}; add text, or lower val_slice_tokens and "
+        "batch_tokens",
     )
-    text = [headers[path].text_bytes for path in val]
-    counts = f"{count} training tokens in {len(train)} shards, {have} for validation"
-    fingerprint, path = f"{dataset_hash(train + val)} ({counts})", Path(cfg.data, "vocabulary.txt")
-    is_read = cfg.predicts_prefixes or cfg.samples and path.exists()
-    vocabulary = read_vocabulary(path, cfg.vocab_size) if is_read else ()
-    bytes_per_token = sum(text) / have if all(text) else 0.0
-    return Dataset(train, val, min(fits, cfg.val_slices), bytes_per_token, fingerprint, vocabulary)
+    text_bytes = [headers[path].text_bytes for path in val]
+    bytes_per_token = 0.0
+    if all(text_bytes):
+        bytes_per_token = sum(text_bytes) / val_tokens
+    counts = f"{train_tokens} training tokens in {len(train)} shards, {val_tokens} for validation"
+    fingerprint = f"{dataset_hash(train + val)} ({counts})"
+    path = Path(cfg.data, "vocabulary.txt")
+    vocabulary: Sequence[bytes] = ()
+    if cfg.predicts_prefixes or (cfg.samples and path.exists()):
+        vocabulary = read_vocabulary(path, cfg.vocab_size)
+    return Dataset(train, val, min(val_slices, cfg.val_slices), bytes_per_token, fingerprint, vocabulary)
 
 
 def read_vocabulary(path: Path, size: int) -> list[bytes]:
-    """Returns the bytes of each of `size` tokens, from a line each of hexadecimal digits; none: b""."""
+    """Returns the bytes of each of `size` tokens, from a line of hexadecimal digits each; it may be empty."""
     settings = "--set samples=0 --set stages.*.prefix="
     fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
     with user_error_on(f"cannot read {path}", fix, OSError, ValueError):
@@ -1189,25 +1226,26 @@ def read_vocabulary(path: Path, size: int) -> list[bytes]:
 
 
 def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
-    """Returns for each of `rows` tokens, int64, the one that is its longest proper prefix; -1: none."""
+    """Returns for each token the one that is its longest proper prefix, (rows,) int64; -1: there is none."""
     ids = {token: i for i, token in enumerate(vocabulary) if token}
     table = [-1] * rows
     for token, i in ids.items():
-        for n in range(1, len(token)):
+        for n in range(1, len(token)):  # a longer prefix replaces a shorter one
             table[i] = ids.get(token[:n], table[i])
     return torch.tensor(table)
 
 
 def dataset_hash(paths: list[Path]) -> str:
     """Hashes each shard's name, size, and 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
-    digest, block = hashlib.sha256(), 1 << 16
+    digest = hashlib.sha256()
+    block = 1 << 16
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as f:
+        with open(path, "rb") as file:
             for i in range(64):
-                f.seek(max(0, size - block) * i // 63)
-                digest.update(f.read(block))
+                file.seek(max(0, size - block) * i // 63)
+                digest.update(file.read(block))
     return digest.hexdigest()[:16]
 
 
@@ -1224,10 +1262,12 @@ def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
         f"{path.name} has tokens outside the vocabulary of {cfg.vocab_size}: it is damaged, or another "
         "tokenizer's; build it again",
     )
-    return Shard(tokens, np.append(np.flatnonzero(tokens == cfg.bos_id), len(tokens)))
+    document_starts = np.flatnonzero(tokens == cfg.bos_id)
+    return Shard(tokens, np.append(document_starts, len(tokens)))
 
 
 def int32(numbers: np.ndarray) -> Tensor:
+    """Returns the numbers as an int32 tensor on the host."""
     return torch.from_numpy(numbers.astype(np.int32, copy=False))
 
 
@@ -1235,32 +1275,36 @@ HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
 
 
 def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Returns the table's rows (K, T) int32 of the n-grams that end at each of T tokens, a range of rows for
-    each order; and the rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0.
+    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for K orders and T tokens.
 
-    The first n - 1 positions end no whole n-gram: they share a range's last row. The hash is a polynomial of
-    the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32, which wraps. It crosses document
-    starts: masking them was slower and no better.
+    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each order has
+    a range of rows_per_order rows. The first n - 1 positions end no whole n-gram: they share the range's last
+    row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32,
+    which wraps. It crosses document starts: masking them was slower and no better.
     """
-    T, size = len(tokens), ngrams.rows_per_order
-    words, mixed = tokens.astype(np.uint32), np.zeros(T, np.uint32)
+    T = len(tokens)
+    words = tokens.astype(np.uint32)
+    polynomial = np.zeros(T, np.uint32)  # of the last n tokens
     h = np.empty((len(ngrams.orders), T), np.uint32)
     for n in range(1, max(ngrams.orders) + 1):
-        mixed[n - 1 :] += words[: max(0, T - n + 1)]
-        mixed *= HASH_MULTIPLIER
+        polynomial[n - 1 :] += words[: max(0, T - n + 1)]
+        polynomial *= HASH_MULTIPLIER
         if n in ngrams.orders:
-            h[ngrams.orders.index(n)] = mixed
-    upper = h * 0x27D4EB2F >> 16  # another odd factor
-    sign_ids = int32(upper * sign_rows >> 16) if sign_rows else None
+            h[ngrams.orders.index(n)] = polynomial
+    sign_ids = None
+    if sign_rows:
+        upper = h * 0x27D4EB2F >> 16  # another odd factor
+        sign_ids = int32(upper * sign_rows >> 16)
     h ^= h >> 16
     h *= 0x85EBCA6B
     h ^= h >> 13
     h *= 0xC2B2AE35
     h ^= h >> 16
-    h -= h // (size - 1) * (size - 1)  # NumPy's % is not vectorized
+    hashed_rows = ngrams.rows_per_order - 1  # all rows of a range but the last
+    h -= h // hashed_rows * hashed_rows  # NumPy's % is not vectorized
     for i, n in enumerate(ngrams.orders):
-        h[i, : n - 1] = size - 1
-        h[i] += i * size
+        h[i, : n - 1] = hashed_rows
+        h[i] += i * ngrams.rows_per_order
     return int32(h), sign_ids
 
 
@@ -4178,34 +4222,12 @@ class Head(DenseParam):
 
 def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
     """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
-    n, tokens = cfg.ngrams, max(stage.batch_tokens for stage in cfg.stages) // world_size
-    orders, size = len(n.orders), n.rows_per_order
-    return orders * min(max(n.update_every) * tokens, size), -(-orders * size // world_size)
-
-
-def check_ngram_memory(cfg: Config, world_size: int, device: torch.device, local_ranks: int) -> None:
-    """Raises UserError if the n-gram table does not fit beside all else; the message says how many rows do.
-
-    All else, a bound of what bench/launches.py sees: the table's buffers; parameters and their state; and the
-    larger of a forward's activations and what a plain update of touched rows makes. Without a GPU the kernel
-    would grant more, and kill a process later.
-    """
-    touched, block = ngram_bounds(cfg, world_size)
-    width, size = cfg.ngrams.width, dtype_of(cfg.ngrams.dtype).itemsize
-    tokens = max(stage.batch_tokens for stage in cfg.stages) // num_microbatches(cfg, world_size)
-    activations = max(26 * tokens, 2 * cfg.val_slice_tokens) * len(cfg.layers) * cfg.dim
-    update = touched * width * (8 if cfg.compile else 20)
-    elements = sum(map(math.prod, param_shapes(cfg, world_size).values()))
-    rest = 2 * touched * width * size + max(dtype_of(cfg.dtype).itemsize * activations, update)
-    table, rest = block * (width * size + 8), rest + 24 * elements
-    if device.type == "cuda":
-        have = torch.cuda.mem_get_info(device)[1]
-    else:
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
-    fits = int((0.9 * have - rest) / max(1, table) * cfg.ngrams.rows_per_order)
-    fix = f"ngrams.rows_per_order={fits}" if fits > 1 else f"microbatches={2 * cfg.microbatches}"
-    message = f"the n-gram table does not fit in memory: use --set {fix}, or more processes on as many GPUs"
-    require(not table or fits >= cfg.ngrams.rows_per_order, message)
+    orders = len(cfg.ngrams.orders)
+    rows = cfg.ngrams.rows_per_order
+    tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
+    touched = orders * min(max(cfg.ngrams.update_every) * tokens, rows)
+    block = math.ceil(orders * rows / world_size)
+    return touched, block
 
 
 class NgramTable:
@@ -4299,6 +4321,20 @@ class NgramTable:
         return self.saved
 
 
+def make_ngram_table(cfg: Config, exchange: Exchange, backend: Backend) -> NgramTable | None:
+    """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
+    if not cfg.ngrams.orders:
+        return None
+    touched, block = ngram_bounds(cfg, exchange.world_size)
+    row = cfg.ngrams.width * dtype_of(cfg.ngrams.dtype).itemsize
+    size = block * (row + 8) + 2 * touched * row  # 8: row_adam_init's moment and time
+    problem = f"the n-gram table needs {size:,} bytes in each process"
+    fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
+    # What a GPU's allocator raises is a RuntimeError, too.
+    with user_error_on(problem, fix, RuntimeError, MemoryError):
+        return NgramTable(cfg, exchange, backend)
+
+
 # ============================================================================================================
 # 12  Optimizer. Has the objects of section 11, and runs their scatter, work and gather in explicit orders.
 # ============================================================================================================
@@ -4334,7 +4370,7 @@ class Optimizer:
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             name, tensors = f"small_{i}", [params[spec.name] for spec in group]
             self.params[name] = SmallParams(name, group, tensors, cfg, exchange, backend)
-        self.ngrams = NgramTable(cfg, exchange, backend) if cfg.ngrams.orders else None
+        self.ngrams = make_ngram_table(cfg, exchange, backend)
         self.sharded: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
             self.sharded = {"ngrams": self.ngrams} | self.sharded
@@ -4514,6 +4550,7 @@ def validate(
     """
     slices = slices or model.cfg.val_slices
     losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
+    # All ranks make as many rounds, some without a slice: fetching rows of n-grams is collective.
     own = range(exchange.rank, padded(slices, exchange.world_size), exchange.world_size)
     for i in progress_bar(own, "validation", leave=False, disable=exchange.rank > 0, delay=1):
         if i < slices:
@@ -4524,27 +4561,32 @@ def validate(
 
 
 class AsyncLoss:
-    """Reads steps' losses without waiting for the device.
+    """Reads the losses of steps without waiting for the device.
 
     latest: the newest (step, loss) that has arrived; before the first (0, None).
     """
 
     def __init__(self):
-        self.queue, self.latest = [], (0, None)
+        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
+        self.latest = (0, None)
 
     def push(self, step: int, loss: Tensor) -> None:
         """Starts the copy of a step's loss, 0-d."""
         arrived = None
         if loss.is_cuda:
-            loss, arrived = loss.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
+            loss = loss.to("cpu", non_blocking=True)  # into pinned memory
+            arrived = torch.cuda.Event()
             arrived.record()
         self.queue.append((step, loss, arrived))
 
     def poll(self) -> None:
         """Takes what has arrived. Raises UserError if it is not finite."""
-        while self.queue and (self.queue[0][2] is None or self.queue[0][2].query()):
-            step, loss, _ = self.queue.pop(0)
-            self.latest = step, loss.item()
+        while self.queue:
+            step, loss, arrived = self.queue[0]
+            if arrived is not None and not arrived.query():
+                break
+            self.queue.pop(0)
+            self.latest = (step, loss.item())
             require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
 
 
@@ -4563,36 +4605,37 @@ def config_json(cfg: Config, **more) -> str:
 
 
 def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
-    """Saves full weights without a world size's padding, and the config as JSON; beside it every rank its
-    rows of n-grams, in PATH.ngrams0, PATH.ngrams1, ..., each ending with the run's id.
+    """Saves full weights without a world size's padding, and the config as JSON, from rank 0 into `path`.
 
-    All ranks must call it. Files are renamed when all are whole: older ones stay until then.
+    Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ..., each ending with the
+    run's id. All ranks must call it. Files are renamed when all are whole: older ones stay until then.
     """
-    names, shapes, rows_path = [], param_shapes(model.cfg, 1), f"{path}.ngrams{exchange.rank}"
+    written = []
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
     # torch.save raises RuntimeError when the disk is full.
     with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
         if exchange.rank == 0:
             model.wait_for()
-            weights = {
-                name: getattr(model, name)[: shape[0]].detach().cpu() for name, shape in shapes.items()
-            }
-            about = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
-            torch.save(about | {"weights": weights | {"signs": model.signs.cpu()}}, f"{path}.partial")
-            names.append(path)
-        if table := model.ngrams:
+            weights = {"signs": model.signs.cpu()}
+            for name, shape in param_shapes(model.cfg, 1).items():
+                weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
+            saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
+            torch.save(saved | {"weights": weights}, f"{path}.partial")
+            written.append(path)
+        if model.ngrams:
+            rows_path = f"{path}.ngrams{exchange.rank}"
             with open(f"{rows_path}.partial", "wb") as file:
-                for rows in table.block.split(1 << 14):
+                for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
                     file.write(rows.cpu().view(torch.uint8).numpy())
                 file.write(run_id.encode())
-            names.append(rows_path)
-    exchange.from_rank_0(None)  # a barrier: all are written
-    for name in names:
+            written.append(rows_path)
+    exchange.from_rank_0(None)  # a barrier: all ranks have written
+    for name in written:
         os.replace(f"{name}.partial", name)
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Returns this rank's share of all that training changes, but gradients and the table of n-grams."""
+    """Returns this rank's part of all that training changes, except gradients and the table of n-grams."""
     optimizer.wait_for()
     return {
         "params": {name: param.state_dict() for name, param in optimizer.params.items()},
@@ -4601,13 +4644,16 @@ def live_state(model: GPT, optimizer: Optimizer) -> dict:
 
 
 def training_state(model: GPT, optimizer: Optimizer) -> dict:
-    """Copies live_state() to host memory."""
+    """Returns a copy of live_state() in host memory."""
     return map_tensors(lambda t: t.to("cpu", copy=True), live_state(model, optimizer))
 
 
 @torch.no_grad()
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Restores the model from all ranks' shares, without gradients; n-grams' rows if they are there."""
+    """Sets all that training changes to `state`: of all ranks, each has its own part. Drops gradients.
+
+    The table of n-grams is restored if it is there: a checkpoint has it, a training_state() has not.
+    """
     live = live_state(model, optimizer)
     optimizer.drop_grads()
     if "ngrams" in state:
@@ -4618,21 +4664,22 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
 
 
 def read_saved(path: str | Path, fix: str) -> dict:
-    """Reads a file of torch.save: its tensors are mapped, not copied. Raises UserError if it is damaged."""
+    """Reads a file of torch.save. Its tensors are memory-mapped. Raises UserError if it is damaged."""
     with user_error_on(f"cannot read {path}", fix, Exception):  # which one depends on the damage
-        with zipfile.ZipFile(path) as file:  # torch.load compares no checksums
-            if damaged := file.testzip():
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch.load compares no checksums
+            if damaged:
                 raise ValueError(f"checksum of {damaged}")
         return torch.load(path, "cpu", mmap=True, weights_only=True)
 
 
-# A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with each rank's rank0.pt,
-# rank1.pt, ... It is renamed to that when all of it is written, so a folder of that name is complete, unless
-# the machine itself failed.
+# A checkpoint is a folder RUN.checkpoint/step00000120 beside the run's log, with a file of each rank:
+# rank0.pt, rank1.pt, ... The folder gets this name when all files are written. So a folder of such a name is
+# complete, unless the machine itself failed.
 
 
 def find_checkpoint(log: str) -> Path:
-    """Returns the newest of a run, given its log."""
+    """Returns the newest checkpoint of a run, given its log."""
     run = Path(log).name.split(".")[0]
     steps = sorted(Path(log).parent.glob(f"{run}.checkpoint/step????????"))
     message = "it has no checkpoint; give the log of a run with --checkpoint-every that did not finish"
@@ -4640,28 +4687,30 @@ def find_checkpoint(log: str) -> Path:
     return steps[-1]
 
 
-def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
-    """Writes the checkpoint after progress["step"] steps into `run`, from all ranks; removes the one before.
+def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimizer: Optimizer) -> None:
+    """Writes the checkpoint after progress["step"] steps into `folder`; removes the one before.
 
-    Each rank writes its training_state(), its rows of n-grams, `about` the run and its `progress`. A rank
-    that fails never reaches the barrier below, so the checkpoint before is not removed.
+    All ranks must call it. Each writes its training_state(), its rows of n-grams, the task and the progress.
+    A rank that fails never reaches the barrier below, so the checkpoint before is not removed.
     """
-    step, rank, table = progress["step"], optimizer.exchange.rank, optimizer.ngrams
-    final, state = run / f"step{step:08d}", training_state(model, optimizer) | about | progress
-    if table:
-        state["ngrams"] = table.state_dict()  # written from where they lie
-    aside = final.with_suffix(".partial")
+    rank = optimizer.exchange.rank
+    state = training_state(model, optimizer) | {"task": task} | progress
+    if optimizer.ngrams:
+        state["ngrams"] = optimizer.ngrams.state_dict()  # without a copy
+    complete = folder / f"step{progress['step']:08d}"
+    incomplete = complete.with_suffix(".partial")
     fix = "make room, in a folder that all machines see, and go on from the one before with --resume"
     # torch.save raises RuntimeError when the disk is full.
-    with user_error_on(f"cannot write the checkpoint {final}", fix, OSError, RuntimeError):
-        aside.mkdir(parents=True, exist_ok=True)
-        with open(aside / f"rank{rank}.pt", "wb") as file:
+    with user_error_on(f"cannot write the checkpoint {complete}", fix, OSError, RuntimeError):
+        incomplete.mkdir(parents=True, exist_ok=True)
+        with open(incomplete / f"rank{rank}.pt", "wb") as file:
             torch.save(state, file)
     optimizer.exchange.from_rank_0(None)  # a barrier: all ranks have written
     if rank == 0:
-        aside.rename(final)
-        for other in set(run.iterdir()) - {final}:
-            shutil.rmtree(other)
+        incomplete.rename(complete)
+        for other in list(folder.iterdir()):
+            if other != complete:
+                shutil.rmtree(other)
 
 
 # ============================================================================================================
@@ -4670,8 +4719,9 @@ def save_checkpoint(run: Path, about: dict, progress: dict, model: GPT, optimize
 
 
 def positive(text: str) -> int:
-    """Parses an option's number from 1 on; argparse reports a ValueError in one line."""
-    if (number := int(text)) < 1:
+    """Parses an option's number from 1 on. Raises ValueError, which argparse reports in one line."""
+    number = int(text)
+    if number < 1:
         raise ValueError
     return number
 
@@ -4686,11 +4736,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "belongs to the track `other`.",
         allow_abbrev=False,
     )
-    add, preset = parser.add_argument, "record" if torch.cuda.is_available() else "cpu"
-    add("--preset", choices=PRESETS, default=preset, help="default here: %(default)s")
-    add("--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/")
-    add("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
-    add(
+    preset = "record" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--preset", choices=PRESETS, default=preset, help="default here: %(default)s")
+    parser.add_argument(
+        "--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
+    parser.add_argument(
         "--set",
         action="extend",
         nargs="+",
@@ -4698,18 +4750,47 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="change settings, in order",
     )
-    add("--data", help="folder of .bin shards (default: the preset's)")
-    add("--save", help="file for the final weights and the config")
-    add(
+    parser.add_argument("--data", help="folder of .bin shards (default: the preset's)")
+    parser.add_argument("--save", help="file for the final weights and the config")
+    parser.add_argument(
         "--checkpoint-every",
         type=positive,
         metavar="N",
         help="save all state beside the log every N steps, in multiples of 4",
     )
-    add("--resume", help="log of a run to continue from its last checkpoint, with the same options")
-    add("--profile", type=positive, nargs="?", const=8, help="trace four steps from this on (alone: 8)")
-    add("--check", type=positive, help="say whether that many processes could run this here")
+    parser.add_argument(
+        "--resume", help="log of a run to continue from its last checkpoint, with the same options"
+    )
+    parser.add_argument(
+        "--profile", type=positive, nargs="?", const=8, help="trace four steps from this on (alone: 8)"
+    )
+    parser.add_argument("--check", type=positive, help="say whether that many processes could run this here")
     return parser.parse_args(argv)
+
+
+def read_settings(args: argparse.Namespace) -> Config:
+    """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
+    cfg = PRESETS[args.preset]
+    for setting in args.set:
+        cfg = override(cfg, setting)
+    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))  # so no absolute path is in the log
+    check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
+    if args.save:
+        folder = Path(args.save).resolve().parent
+        require(
+            not os.path.isdir(args.save) and os.access(folder, os.W_OK),
+            f"--save {args.save}: give a file, in a folder that exists and can be written to",
+        )
+    return cfg
+
+
+def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
+    """Returns this rank's part of the checkpoint that --resume names; without --resume an empty dict."""
+    if args.resume is None:
+        return {}
+    folder = find_checkpoint(args.resume)
+    fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
+    return read_saved(folder / f"rank{rank}.pt", fix)
 
 
 def track_of(cfg: Config, world_size: int) -> str:
@@ -4720,24 +4801,66 @@ def track_of(cfg: Config, world_size: int) -> str:
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
 
 
-def peak_memory() -> str:
-    if torch.cuda.is_initialized():
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return f"peak memory allocated: {peak >> 20} MiB"
+def require_same_start(args: argparse.Namespace, task: dict, exchange: Exchange) -> None:
+    """Raises UserError on ranks whose options, data, script or torch are not those of rank 0.
+
+    torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
+    would leave ranks waiting for each other; other rates would train something that no log describes.
+    """
+    script = zlib.crc32(Path(__file__).read_bytes())
+    start = vars(args) | task | {"script": script, "torch": torch.__version__}
+    different = differences(start, exchange.from_rank_0(start))
+    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
 
 
-def trace_steps(path: Path, first: int) -> torch.profiler.profile:
-    """Returns a profiler of the four steps after the `first` ones, counted by step(); it writes to `path`."""
-    global TRACING
-    TRACING = True
-    return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-        # The thread that builds batches, too.
-        experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
-    )
+def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: dict) -> tuple[Path, Path]:
+    """Returns the path of the run's files, without a suffix, and that of its log. Rank 0 names the run."""
+    folder = "attempts"
+    if args.name:
+        folder = f"{date.today()}_{args.name}"
+    path = Path("records", track, folder, f"seed{args.seed}_{uuid.uuid4().hex[:12]}")
+    path = exchange.from_rank_0(path)
+    suffix = ".txt"
+    if resumed:
+        suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
+        path = find_checkpoint(args.resume).parent.with_suffix("")
+    return path, path.with_suffix(suffix)
+
+
+def open_log(
+    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: dict
+) -> tuple[RunLog, Path, dict]:
+    """Begins the run's log with the script and the config. Returns it; the path of the run's files, without a
+    suffix; and the task, which must be the same to resume the run.
+
+    Raises UserError if ranks were not started alike, or the checkpoint `resumed` is of another task.
+    """
+    task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
+    task |= {"seed": args.seed, "processes": exchange.world_size}
+    require_same_start(args, task, exchange)
+    if resumed:
+        different = differences(resumed["task"], task)
+        require(
+            not different, f"{args.resume} is of a run with another {different}; start it as that one was"
+        )
+    track = track_of(cfg, exchange.world_size)
+    if args.checkpoint_every or args.resume or args.profile:
+        track = "other"
+    # This is collective, so no log is begun before all ranks have passed the checks above.
+    path, log_path = name_run(args, track, exchange, resumed)
+
+    log = RunLog(log_path if exchange.rank == 0 else None)
+    script = Path(__file__).read_text(encoding="utf-8")
+    config = config_json(replace(cfg, track=track), name=args.name, seed=args.seed)
+    log.print0(f"{script}\n{'=' * 100}", console=False)
+    log.print0("\n".join(describe_environment(exchange.device, exchange.world_size)))
+    log.print0(f"config: {config}", console=False)
+    log.print0(f"data: {data.fingerprint}")
+    if resumed:
+        log.print0(f"resumed: {path.name} after step {resumed['step']}")
+    log.print0("=" * 100, console=False)
+    log.print0(f"log: {log.path}", file=False)
+    return log, path, task
 
 
 def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple[GPT, Optimizer]:
@@ -4751,17 +4874,47 @@ def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple
     return model, optimizer
 
 
-def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, ids_exchange: Exchange) -> None:
+class Training(NamedTuple):
+    """What the warm-up and the timed loop work with."""
+
+    data: Dataset
+    model: GPT
+    optimizer: Optimizer
+    val: ValLoader
+    ids_exchange: Exchange  # of the thread that builds batches
+
+
+class Progress(NamedTuple):
+    """How far a run has come; a checkpoint holds it."""
+
+    step: int = 0
+    train_ms: float = 0.0
+    position: tuple[int, ...] = (0, 0)  # TrainLoader.position() after that step
+
+
+class Checkpoints(NamedTuple):
+    """Which checkpoints a run writes."""
+
+    folder: Path
+    task: dict  # open_log()'s
+    steps: Container[int]  # after these steps, counted from 1
+
+
+def warm_up(training: Training) -> None:
     """Runs a step of every kind, so that nothing is new on the clock; then all is as before the first."""
-    before, cfg, world_size = training_state(model, optimizer), model.cfg, ids_exchange.world_size
-    loader = TrainLoader(cfg, data.train, ids_exchange.rank, world_size)
+    data, model, optimizer, val, ids_exchange = training
+    cfg = model.cfg
+    before = training_state(model, optimizer)
+    slices = min(cfg.val_slices, ids_exchange.world_size)
+    loader = TrainLoader(cfg, data.train, ids_exchange.rank, ids_exchange.world_size)
     for steps in warmup_steps(cfg):
         plans = [plan_step(cfg, step) for step in steps]
         batches = Prefetcher(loader, plans, ids_exchange)
         for plan in plans:
             model.use_stage(plan.stage)
-            validate(model, val, optimizer.exchange, plan.windows, min(cfg.val_slices, world_size))
-            AsyncLoss().push(plan.step, train_step(model, optimizer, batches.next(), batches.peek))
+            validate(model, val, optimizer.exchange, plan.windows, slices)
+            loss = train_step(model, optimizer, batches.next(), batches.peek)
+            AsyncLoss().push(plan.step, loss)
         if optimizer.ngrams:
             for t in optimizer.ngrams.state_dict().values():
                 t.zero_()
@@ -4771,65 +4924,142 @@ def warm_up(data: Dataset, model: GPT, optimizer: Optimizer, val: ValLoader, ids
     restore(before, model, optimizer)
 
 
+def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
+    """Warms up, and restores the checkpoint, if there is one. Returns where training begins."""
+    if training.model.cfg.warmup:
+        began = time.perf_counter()
+        warm_up(training)
+        log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
+    start = Progress()
+    if resumed:
+        restore(resumed, training.model, training.optimizer)
+        start = Progress(resumed["step"], resumed["train_ms"], resumed["position"])
+        resumed.clear()  # or its files, which are mapped, could not be removed over a network
+    gc.collect()  # what building and warm-up left behind is not collected on the clock,
+    gc.freeze()  # nor searched again
+    return start
+
+
+def log_remarks(cfg: Config, val_slices: int, backend: Backend, log: RunLog) -> None:
+    """Logs what differs from the settings, which want `val_slices`, and says what the clock leaves out."""
+    if cfg.val_slices < val_slices:
+        log.print0(f"validation: on {cfg.val_slices} slices, not {val_slices}, because there is no more text")
+    if backend.mlp_dtype:
+        log.print0("this CPU has AMX: the MLPs' products are in bf16")
+    log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)
+
+
+def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
+    """Returns a context that profiles four of the steps from `start` to `steps`, counted by its step().
+
+    They begin after the step that --profile names, or are the last ones. Without --profile the context is
+    empty.
+    """
+    global TRACING
+    if not args.profile:
+        return contextlib.nullcontext()
+    TRACING = True
+    first = max(1, min(args.profile, steps - 4) - start)
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=4, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        # The thread that builds batches, too.
+        experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
+    )
+
+
+def timed_validation(
+    training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
+) -> dict:
+    """Validates and logs the loss after `step` steps, while the clock stops. Returns closing lines."""
+    model = training.model
+    with clock.paused() as ms:
+        losses.poll()
+        loss = validate(model, training.val, training.optimizer.exchange, windows)
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")
+    return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
+
+
 def train(
-    data: Dataset,
-    model: GPT,
-    optimizer: Optimizer,
-    val: ValLoader,
-    ids_exchange: Exchange,
+    training: Training,
     log: RunLog,
-    start: tuple = (0, 0.0, (0, 0)),
-    save_after: Container[int] = (),
-    save: Callable | None = None,
+    start: Progress,
+    checkpoints: Checkpoints | None = None,
     profiler: torch.profiler.profile | None = None,
 ) -> dict:
-    """Trains against the clock, except while validating and saving, when threads go on building batches.
+    """Trains from `start` on, against the clock. Returns the log's first closing lines.
 
-    start: step, milliseconds and position in the data to go on from. save(progress, model, optimizer) keeps a
-    checkpoint after the steps `save_after`, counted from 1. Returns the log's first closing lines.
+    The clock stops while validating and saving; meanwhile threads go on building batches.
     """
-    cfg, exchange, losses, (first, ms, position) = model.cfg, optimizer.exchange, AsyncLoss(), start
-    clock = Clock(ms)
-    loader = TrainLoader(cfg, data.train, exchange.rank, exchange.world_size, position)
-    batches = Prefetcher(loader, (plan_step(cfg, step) for step in range(first, cfg.steps)), ids_exchange)
+    data, model, optimizer, _, ids_exchange = training
+    cfg = model.cfg
+    rank = optimizer.exchange.rank
+    losses = AsyncLoss()
+    clock = Clock(start.train_ms)
+    loader = TrainLoader(cfg, data.train, rank, optimizer.exchange.world_size, start.position)
+    plans = (plan_step(cfg, step) for step in range(start.step, cfg.steps))
+    batches = Prefetcher(loader, plans, ids_exchange)
     if cfg.predicts_prefixes:
         model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
-    bar = progress_bar(total=cfg.steps, initial=first, unit="step", disable=exchange.rank > 0)
+    bar = progress_bar(total=cfg.steps, initial=start.step, unit="step", disable=rank > 0)
 
-    def validate_after(step: int, windows: dict[str, int]) -> dict:
-        with clock.paused() as ms:
-            losses.poll()
-            loss, average = validate(model, val, exchange, windows), ms / max(step, 1)
-            times = f"train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
-            log.print0(f"step:{step}/{cfg.steps} val_loss:{loss:.4f} {times}")
-        return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
-
-    for step in range(first, cfg.steps):
+    for step in range(start.step, cfg.steps):
         if cfg.val_every and step % cfg.val_every == 0:
             plan = plan_step(cfg, step)
             model.use_stage(plan.stage)
-            validate_after(step, plan.windows)
-        batch, n = batches.next(), step + 1  # as the log counts
-        losses.push(n, train_step(model, optimizer, batch, batches.peek))
+            timed_validation(training, clock, losses, log, step, plan.windows)
+        batch = batches.next()
+        done = step + 1  # as the log counts
+        losses.push(done, train_step(model, optimizer, batch, batches.peek))
         losses.poll()
         if profiler:
             profiler.step()
-        ms, (at, loss) = clock.ms(), losses.latest
-        seen = f" train_loss:{loss:.4f}@{at}" if at else ""
-        log.print0(f"step:{n}/{cfg.steps} train_time:{ms:.0f}ms step_avg:{ms / n:.2f}ms{seen}", console=False)
+        ms = clock.ms()
+        loss_step, loss = losses.latest
+        seen = ""
+        if loss_step:  # on a GPU the newest loss is some steps old
+            seen = f" train_loss:{loss:.4f}@{loss_step}"
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / done:.2f}ms"
+        log.print0(f"step:{done}/{cfg.steps} {times}{seen}", console=False)
         bar.set_postfix_str(seen, refresh=False)
         bar.update()
-        if n in save_after:
+        if checkpoints and done in checkpoints.steps:
             with clock.paused() as ms:
                 losses.poll()
-                save({"step": n, "train_ms": ms, "position": batch.position}, model, optimizer)
-                log.print0(f"checkpoint: after step {n}; the same command with --resume {log.path} continues")
+                progress = Progress(done, ms, batch.position)._asdict()
+                save_checkpoint(checkpoints.folder, checkpoints.task, progress, model, optimizer)
+                log.print0(
+                    f"checkpoint: after step {done}; the same command with --resume {log.path} continues"
+                )
     optimizer.apply_averages()
-    summary = validate_after(cfg.steps, window_tokens(cfg, cfg.val_windows))
+    closing = timed_validation(training, clock, losses, log, cfg.steps, window_tokens(cfg, cfg.val_windows))
     bar.close()
     loader.close()
     epochs = batch.position[0] // len(data.train) + 1
-    return summary | {"steps": cfg.steps, "epochs": epochs}
+    return closing | {"steps": cfg.steps, "epochs": epochs}
+
+
+def peak_memory() -> str:
+    if torch.cuda.is_initialized():
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return f"peak memory allocated: {peak >> 20} MiB"
+
+
+def log_closing(closing: dict, seed: int, data: Dataset, target: float, log: RunLog) -> None:
+    """Logs the closing lines, of which the last says that the run is complete."""
+    loss = float(closing["val_loss"])
+    closing = closing | {"seed": seed}
+    if data.bytes_per_token:
+        closing["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"
+    log.print0(peak_memory())
+    for key, value in closing.items():
+        log.print0(f"{key}: {value}")
+    log.print0("complete: yes", console=False)
+    side = "below" if loss < target else "not below"
+    log.print0(f"target {target}: {side}; one run proves nothing", file=False)
 
 
 def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLog) -> None:
@@ -4837,134 +5067,59 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 
     All ranks must call it: rows of n-grams may be with any.
     """
+    if not vocabulary:
+        return
     global COMPILER
     COMPILER = None  # nothing is compiled for these lengths
-    generator = seeded("samples", seed)
     model.backend = TORCH_BACKEND
-    for _ in range(model.cfg.samples if vocabulary else 0):
+    generator = seeded("samples", seed)
+    for _ in range(model.cfg.samples):
         tokens = [model.cfg.bos_id]
         while len(tokens) <= 100:
-            sharper = model.next_token_probs(tokens).cpu() ** (1 / 0.8)
+            sharper = model.next_token_probs(tokens).cpu() ** (1 / 0.8)  # a temperature of 0.8
             tokens += sharper.multinomial(1, generator=generator).tolist()
         text = b"".join(vocabulary[token] for token in tokens).decode("utf-8", "replace")
         log.print0(f"sample: {text!r}", file=False)
 
 
-def open_log(
-    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: dict
-) -> tuple[Path, RunLog, dict]:
-    """Returns the run's path, without a suffix; its log, begun with the script and the config; and the task:
-    what must be the same to resume it.
-
-    Rank 0 names the run. Raises UserError if ranks were not started alike, or the checkpoint `resumed` is of
-    another task.
-    """
-    script, world_size = Path(__file__).read_text(encoding="utf-8"), exchange.world_size
-    task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
-    task |= {"seed": args.seed, "processes": world_size}
-    about = vars(args) | task | {"script": zlib.crc32(script.encode()), "torch": torch.__version__}
-    uncounted = args.checkpoint_every or args.resume or args.profile
-    track = "other" if uncounted else track_of(cfg, world_size)
-    folder = Path("records", track, f"{date.today()}_{args.name}" if args.name else "attempts")
-    first, path = exchange.from_rank_0((about, folder / f"seed{args.seed}_{uuid.uuid4().hex[:12]}"))
-    different = differences(about, first)
-    require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
-    exchange.from_rank_0(None)  # otherwise rank 0 would begin a log before another one finds a difference
-    suffix = ".txt"
-    if resumed:
-        different = differences(resumed["task"], task)
-        require(
-            not different, f"{args.resume} is of a run with another {different}; start it as that one was"
-        )
-        suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
-        path = find_checkpoint(args.resume).parent.with_suffix("")
-
-    log = RunLog(None if exchange.rank else path.with_suffix(suffix))
-    log.print0(f"{script}\n{'=' * 100}", console=False)
-    log.print0("\n".join(describe_environment(exchange.device, world_size)))
-    log.print0(
-        f"config: {config_json(replace(cfg, track=track), name=args.name, seed=args.seed)}", console=False
-    )
-    log.print0(f"data: {data.fingerprint}")
-    if resumed:
-        log.print0(f"resumed: {path.name} after step {resumed['step']}")
-    log.print0("=" * 100, console=False)
-    log.print0(f"log: {log.path}", file=False)
-    return path, log, task
-
-
 def run(args: argparse.Namespace) -> None:
-    """Does what the command line says; --check ends it before anything is joined or written."""
-    cfg = reduce(override, args.set, PRESETS[args.preset])
-    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
-    processes = args.check or int(os.environ.get("WORLD_SIZE", 1))
-    check_config(cfg, processes)
-    require(
-        not args.save
-        or (not os.path.isdir(args.save) and os.access(Path(args.save).resolve().parent, os.W_OK)),
-        f"--save {args.save}: give a file, in a folder that exists and can be written to",
-    )
+    """Does what the command line says. --check ends it before anything is joined or written."""
+    cfg = read_settings(args)
     rank, world_size, device = init_distributed(join=not args.check)
     backend = select_backend(cfg, device)
-    check_ngram_memory(cfg, processes, device, int(os.environ.get("LOCAL_WORLD_SIZE", args.check or 1)))
-    resumed = {}
-    if args.resume is not None:
-        folder = find_checkpoint(args.resume)
-        fix = f"use as many processes as before; if it is damaged, remove {folder}, and start again"
-        resumed = read_saved(folder / f"rank{rank}.pt", fix)
-    if args.data or not args.check:  # the preset's may not be there yet
-        data, asked = open_dataset(cfg), cfg.val_slices
-        cfg = replace(cfg, val_slices=data.val_slices)
+    resumed = read_checkpoint(args, rank)
     if args.check:
+        if args.data:  # the preset's may not be there yet
+            open_dataset(cfg)
         print(f"{args.check} processes can run this here")
         return
+    data = open_dataset(cfg)
+    val_slices = cfg.val_slices
+    cfg = replace(cfg, val_slices=data.val_slices)
 
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, sum_rows=backend.segment_sum_rows)
     ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
-    path, log, task = open_log(args, cfg, data, exchange, resumed)
-    every, checkpoints = args.checkpoint_every or cfg.steps, path.with_suffix(".checkpoint")
-    save_after = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}  # n-grams are updated
-    save = partial(save_checkpoint, checkpoints, {"task": task})
-
+    log, path, task = open_log(args, cfg, data, exchange, resumed)
     model, optimizer = build(cfg, backend, exchange, args.seed)
-    val = ValLoader(cfg, data.val)
-    if cfg.warmup:
-        began = time.perf_counter()
-        warm_up(data, model, optimizer, val, ids_exchange)
-        log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
-    start = 0, 0.0, (0, 0)
-    if resumed:
-        restore(resumed, model, optimizer)
-        start = resumed["step"], resumed["train_ms"], resumed["position"]
-        resumed.clear()  # or its files, which are mapped, could not be removed over a network
-    gc.collect()  # what building and warm-up left behind is not collected on the clock,
-    gc.freeze()  # nor searched again
-    if cfg.val_slices < asked:
-        log.print0(f"validation: on {cfg.val_slices} slices, not {asked}, because there is no more text")
-    if backend.mlp_dtype:
-        log.print0("this CPU has AMX: the MLPs' products are in bf16")
-    log.print0("the clock leaves out the start, the warm-up, validation and checkpoints", file=False)
+    training = Training(data, model, optimizer, ValLoader(cfg, data.val), ids_exchange)
+    start = prepare(training, resumed, log)
+
+    log_remarks(cfg, val_slices, backend, log)
+    every = args.checkpoint_every or cfg.steps
+    # After a multiple of four steps no gradient awaits its update.
+    steps = {padded(n, 4) for n in range(every, cfg.steps, every)} - {cfg.steps}
+    checkpoints = Checkpoints(path.with_suffix(".checkpoint"), task, steps)
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
-    first = max(1, min(args.profile or 0, cfg.steps - 4) - start[0])
-    with trace_steps(trace, first) if args.profile else contextlib.nullcontext() as profiler:
-        parts = data, model, optimizer, val, ids_exchange, log
-        summary = train(*parts, start, save_after, save, profiler) | {"seed": args.seed}
-    loss = float(summary["val_loss"])
-    if data.bytes_per_token:
-        summary["val_loss_per_byte"] = f"{loss / data.bytes_per_token:.6f}"
-    log.print0(peak_memory())
-    for key, value in summary.items():
-        log.print0(f"{key}: {value}")
-    log.print0("complete: yes", console=False)
-    side = "below" if loss < cfg.target else "not below"
-    log.print0(f"target {cfg.target}: {side}; one run proves nothing", file=False)
+    with trace_steps(args, trace, start.step, cfg.steps) as profiler:
+        closing = train(training, log, start, checkpoints, profiler)
+    log_closing(closing, args.seed, data, cfg.target, log)
     if args.save:
         save_model(args.save, model, path.name[-12:], exchange)
     print_samples(model, data.vocabulary, args.seed, log)
     log.print0(f"log: {log.path}", file=False)
     if rank == 0:
-        shutil.rmtree(checkpoints, ignore_errors=True)  # nothing is left to resume
+        shutil.rmtree(checkpoints.folder, ignore_errors=True)  # nothing is left to resume
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -4974,14 +5129,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         run(args)
-    except Exception as error:
-        text = traceback.format_exc()
-        if isinstance(error, (UserError, OSError, torch.OutOfMemoryError)):
-            rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-            text = f"train_gpt.py: error{rank}: {error}"
-        tqdm.write(text, file=sys.stderr)
-        return 1
-    return 0
+        return 0
+    except (UserError, OSError, torch.OutOfMemoryError) as error:
+        rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
+        message = f"train_gpt.py: error{rank}: {error}"
+    except Exception:
+        message = traceback.format_exc()
+    tqdm.write(message, file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

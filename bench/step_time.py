@@ -461,7 +461,6 @@ def scale(args: argparse.Namespace, cfg: tg.Config, stage: int, device: torch.de
         configs = [reduce(tg.override, changes.split(), cfg) for changes in sizes[name].values()]
         for each in configs:
             tg.check_config(each, 1)
-            tg.check_ngram_memory(each, 1, device, 1)
         variants[name] = [Variant(name, each, device) for each in configs]
     every = sum(variants.values(), [])
     torch._dynamo.config.recompile_limit *= len(every)

@@ -239,7 +239,8 @@ class MetaRun:
         self.data, self.val = tg.Dataset(paths, paths, 1, 0.0, "", ()), tg.ValLoader(self.cfg, paths)
 
     def warm_up(self):
-        tg.warm_up(self.data, self.model, self.optimizer, self.val, self.ids_exchange)
+        parts = self.data, self.model, self.optimizer, self.val, self.ids_exchange
+        tg.warm_up(tg.Training(*parts))
 
 
 # ------------------------------------------------------------------------------------------------------------

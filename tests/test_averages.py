@@ -265,7 +265,8 @@ def test_endings_are_on_the_clock_and_before_the_final_validation(everything, mo
     record(tg.Clock, "synchronized")
     record(tg, "validate")
     data, (exchange, model, optimizer) = tg.open_dataset(cfg), build(0, 1, cfg)
-    tg.train(data, model, optimizer, tg.ValLoader(cfg, data.val), exchange, tg.RunLog())
+    training = tg.Training(data, model, optimizer, tg.ValLoader(cfg, data.val), exchange)
+    tg.train(training, tg.RunLog(), tg.Progress())
     validation = ["synchronized", "validate", "synchronized"]
     # The clock starts; validation before steps 0, 3 and 6 is of the raw weights.
     assert calls == ["synchronized", *validation * 3, "apply_averages", *validation]

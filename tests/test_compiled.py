@@ -118,10 +118,10 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
             torch.autograd, "backward", lambda *args, **more: thread.submit(backward, *args, **more).result()
         )
         data, built = tg.open_dataset(cfg), tg.build(cfg, MASKED, ranks[0], 0)
-        parts = data, *built, tg.ValLoader(cfg, data.val), ranks[1]
-        tg.warm_up(*parts)
+        training = tg.Training(data, *built, tg.ValLoader(cfg, data.val), ranks[1])
+        tg.warm_up(training)
         warm = dict(graphs.counts)
-        tg.train(*parts, tg.RunLog())
+        tg.train(training, tg.RunLog(), tg.Progress())
     assert warm == graphs.counts and warm["trunk"] == 2
 
 

@@ -224,7 +224,7 @@ def warm_up(model, optimizer, steps, prefetch):
     data, before = tg.open_dataset(cfg), tg.training_state(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "warmup_steps", lambda cfg: steps)
-        tg.warm_up(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch)
+        tg.warm_up(tg.Training(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch))
     assert same_bits(before, tg.training_state(model, optimizer))
     for param in optimizer.params.values():
         assert param.p.grad is None

@@ -139,7 +139,8 @@ def test_the_warm_up_leaves_no_scales(cfg):
     exchange, model, optimizer = build(0, 1, cfg, backend=FP8)
     data = tg.open_dataset(cfg)
     before = tg.training_state(model, optimizer)
-    tg.warm_up(data, model, optimizer, tg.ValLoader(cfg, data.val), prefetch_exchange(0, 1))
+    val = tg.ValLoader(cfg, data.val)
+    tg.warm_up(tg.Training(data, model, optimizer, val, prefetch_exchange(0, 1)))
     assert same_bits(before, tg.training_state(model, optimizer))
     assert (model.fp8_scales[:, 2, 0] == 1).all() and not model.weight_amax.any()
 

@@ -5,7 +5,6 @@ Each rank has a thread that makes collectives of its own. Whatever ends a rank m
 
 # ruff: noqa: F811 (fixtures are imported)
 
-import bisect
 import os
 import re
 import shutil
@@ -211,34 +210,33 @@ def test_a_wrong_setting_is_refused(corpus, setting):
         tg.check_config(make_config(corpus, *NGRAMS, setting), 1)
 
 
-def test_a_table_that_fits_in_is_refused(corpus, monkeypatch):
-    """The message names the largest number of rows that fits, or more micro-batches if none does."""
-    have = {"SC_PHYS_PAGES": 0, "SC_PAGE_SIZE": 1}
-    monkeypatch.setattr(tg.os, "sysconf", have.__getitem__)
+MEMORY_ERRORS = {
+    "a GPU's": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 KiB.\nSee the manual."),
+    "a CPU's": RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    "Python's": MemoryError("out of memory"),
+}
 
-    def fits_in(size):
-        have["SC_PHYS_PAGES"] = size
-        try:
-            tg.check_ngram_memory(make_config(corpus, *NGRAMS), 2, torch.device("cpu"), 2)
-        except tg.UserError:
-            return False
-        return True
 
-    have["SC_PHYS_PAGES"] = bisect.bisect(range(1 << 40), 0, key=fits_in)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, round(79.1 * 2**30)))
-    record, more = tg.RECORD, tg.override(make_config(corpus, *NGRAMS), "ngrams.rows_per_order=302")
-    for cfg, *machine in (more, 2, "cpu", 2), (record, 1, "cuda", 1), (record, 2, "cuda", 2):
-        check = partial(tg.check_ngram_memory, world_size=machine[0], local_ranks=machine[2])
-        with pytest.raises(tg.UserError) as error:
-            check(cfg, device=torch.device(machine[1]))
-        fits = int(re.search(r"ngrams.rows_per_order=(\d+)", str(error.value))[1])
-        check(tg.override(cfg, f"ngrams.rows_per_order={fits}"), device=torch.device(machine[1]))
-        with pytest.raises(tg.UserError):
-            check(tg.override(cfg, f"ngrams.rows_per_order={fits + 1}"), device=torch.device(machine[1]))
-    tg.check_ngram_memory(record, 8, torch.device("cuda"), 8)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 24 * 2**30))
-    with pytest.raises(tg.UserError, match="microbatches=16"):
-        tg.check_ngram_memory(record, 1, torch.device("cuda"), 1)
+@pytest.mark.parametrize("allocator", MEMORY_ERRORS)
+def test_a_table_that_does_not_fit_is_one_line(corpus, monkeypatch, allocator):
+    """It says how many bytes the table needs, and which setting to lower."""
+    cfg = make_config(corpus, *NGRAMS)
+    exchange = tg.Exchange(0, 2)
+    table = tg.NgramTable(cfg, exchange)
+    numbers = [table.block, table.compact, table.main_grad, table.state["moments"], table.state["last"]]
+    size = sum(t.nbytes for t in numbers)
+    error = MEMORY_ERRORS[allocator]
+
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(tg.UserError) as raised:
+        tg.make_ngram_table(cfg, exchange)
+    reason = str(error).splitlines()[0]
+    assert str(raised.value).startswith(f"the n-gram table needs {size:,} bytes in each process: {reason}; ")
+    assert "lower ngrams.rows_per_order" in str(raised.value) and "\n" not in str(raised.value)
+    assert tg.make_ngram_table(make_config(corpus, "ngrams.orders="), exchange) is None
 
 
 # ---- the preset --------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def live(rank, world_size, cfg, folder, limit):
         patch.setattr(tg.Prefetcher, "_build", watched)
         patch.setattr(tg, "FIRST_READ", 1 << 12)  # a constant, but more than `limit`
         patch.setattr(tg, "warmup_steps", lambda cfg: [range(2)])
-        tg.warm_up(data, model, optimizer, val, prefetch_exchange(rank, world_size))
+        tg.warm_up(tg.Training(data, model, optimizer, val, prefetch_exchange(rank, world_size)))
         batches = batches_of(cfg, rank, world_size)
         for _ in range(3):
             tg.train_step(model, optimizer, batches.next(), batches.peek)

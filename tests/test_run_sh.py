@@ -49,7 +49,7 @@ def repository(tmp_path):
     tmp_path.mkdir()
     for name in ("run.sh", "environment.sh", "test.sh", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "train_gpt.py").write_text('add("--check")')
+    (tmp_path / "train_gpt.py").write_text('parser.add_argument("--check")')
     (tmp_path / "old.py").write_text("")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/bare-python").write_text(PYTHON)

@@ -114,7 +114,7 @@ def test_steps_of_one_kind_do_the_same_at_the_same_addresses(cfg, variant):
     data = tg.open_dataset(cfg)
     val = tg.ValLoader(cfg, data.val)
     with recorded(model, optimizer) as found:
-        tg.warm_up(data, model, optimizer, val, prefetch_exchange(0, 1))
+        tg.warm_up(tg.Training(data, model, optimizer, val, prefetch_exchange(0, 1)))
         for batch, _ in run_steps(model, optimizer):
             if batch.plan.step % 3 == 0:
                 tg.validate(model, val, exchange, batch.plan.windows)

@@ -285,10 +285,11 @@ def graphs(setup: Setup) -> Iterator[Row]:
     data, backend = tg.Dataset(setup.paths, setup.paths, 1, 0.0, ""), tg.select_backend(cfg, setup.device)
     exchange = tg.Exchange(0, 1, device=setup.device, sum_rows=backend.segment_sum_rows)
     built = tg.build(cfg, backend, exchange, 0)
-    parts, stats = (data, *built, tg.ValLoader(cfg, setup.paths), tg.Exchange(0, 1)), counters["stats"]
-    tg.warm_up(*parts)
+    training = tg.Training(data, *built, tg.ValLoader(cfg, setup.paths), tg.Exchange(0, 1))
+    stats = counters["stats"]
+    tg.warm_up(training)
     warm = stats["unique_graphs"]
-    tg.train(*parts, tg.RunLog())
+    tg.train(training, tg.RunLog(), tg.Progress())
     new = stats["unique_graphs"] - warm
     seen = f"{new} more than {warm} in {cfg.steps} steps"
     yield Row("compiled graphs after the warm-up", "0 more", seen, new == 0)
