@@ -121,7 +121,7 @@ def user_error_on(problem: str, fix: str, *kinds: type[Exception]):
 
 
 Float = Literal["bfloat16", "float32", "float64"]
-Kernel = Literal["gram", "relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
+Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
@@ -2013,9 +2013,11 @@ def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -
     return torch.baddbmm(upcast(add), upcast(x), upcast(y), beta=beta, alpha=alpha).to(x.dtype)
 
 
-def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """Returns alpha x x^T + beta add, (n, M, M), rounded once, for x (n, M, K) and symmetric `add`."""
-    return baddbmm_fp32(x.new_zeros(()) if add is None else add, x, x.mT, beta, alpha)
+def bmm_fp32(x: Tensor, y: Tensor) -> Tensor:
+    """Returns x y for batches of matrices, summed in at least fp32 and rounded once."""
+    if x.is_cuda:  # tensor cores already accumulate in fp32
+        return x @ y
+    return (upcast(x) @ upcast(y)).to(x.dtype)
 
 
 # ============================================================================================================
@@ -2052,45 +2054,6 @@ if triton is not None:
         """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
         offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
         return offs, (rows[:, None] < M) & (cols[None, :] < N)
-
-    @triton.jit
-    def gram_kernel(
-        x,
-        add,
-        out,
-        M,
-        K,
-        x_n,
-        x_m,
-        x_k,
-        beta,
-        alpha,
-        BLOCK: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-    ):
-        """Computes a tile of alpha x x^T + beta add on or above the diagonal, and stores its mirror image
-        too.
-
-        The result is bitwise symmetric: tensor cores may sum the halves of a diagonal tile in different
-        orders, so its lower half is a copy of the upper.
-        """
-        i, j, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-        if i > j:
-            return
-        rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-        x += n * x_n
-        total = alpha * multiply_rows(x, x, rows, cols, M, M, K, x_m, x_k, x_m, x_k, BLOCK_K)
-        offs, mask = places(rows, cols, M, M)
-        if add is not None:
-            total += beta * load_fp32(add + n * M * M + offs, mask)
-        if i == j:
-            total = tl.where(rows[:, None] <= cols[None, :], total, tl.trans(total))
-        tile = total.to(out.dtype.element_ty)
-        out += n * M * M
-        tl.store(out + offs, tile, mask=mask)
-        if i < j:
-            offs, mask = places(cols, rows, M, M)
-            tl.store(out + offs, tl.trans(tile), mask=mask)
 
     @triton.jit
     def store_fp8(units, out, transposed, rows, cols, M, N, FP8_MAX: tl.constexpr):
@@ -2363,10 +2326,6 @@ if triton is not None:
 
 # Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
 # GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried on one H200.
-GRAM_TILES = {
-    64: dict(BLOCK=64, BLOCK_K=128, num_warps=4, num_stages=3),
-    128: dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3),
-}
 CAST_TILES = dict(BLOCK=64, num_warps=4)
 RELU_SQUARE_TILES = {
     name: dict(BLOCK_M=128, BLOCK_N=n, BLOCK_K=k, GROUP=8, num_warps=8, num_stages=stages)
@@ -2377,15 +2336,6 @@ POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 # bytes.
 LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
 SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
-
-
-def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    n, M, K = x.shape
-    out, half = x.new_empty(n, M, M), n * math.ceil(M / 128) ** 2 // 2
-    size = 128 if half >= 132 else 64  # an H100 has so many multiprocessors
-    blocks, addend = triton.cdiv(M, size), add if add is None else add.contiguous()
-    gram_kernel[(blocks, blocks, n)](x, addend, out, M, K, *x.stride(), beta, alpha, **GRAM_TILES[size])
-    return out
 
 
 def triton_cast_and_transpose(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -2510,7 +2460,6 @@ class Backend(NamedTuple):
     """A run's implementations of operations of section 6."""
 
     attention: Callable = dense_attention
-    gram: Callable = gram
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
     relu_square_fp8: Callable = relu_square_fp8
@@ -2526,7 +2475,6 @@ class Backend(NamedTuple):
 TORCH_BACKEND = Backend()
 
 KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in Config.kernels
-    "gram": triton_gram,
     "relu_square": triton_relu_square,
     "relu_square_grad": triton_relu_square,
     "relu_square_fp8": triton_relu_square_fp8,
@@ -3705,17 +3653,17 @@ def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]
     return (x / norm).to(x.dtype), (A / norm.square()).to(A.dtype)
 
 
-def orthogonalize(x: Tensor, margin: float, gram_of: Callable = gram) -> Tensor:
+def orthogonalize(x: Tensor, margin: float) -> Tensor:
     """Approximates the orthogonal polar factor of each matrix of x (n, rows, cols), in its dtype.
 
     In bf16 every product is summed in fp32 and rounded once.
     """
     tall = x.size(-2) > x.size(-1)
     for i, (a, b, c) in enumerate(ANVIL_MAPS):
-        A = gram_of(x.mT if tall else x)
+        A = bmm_fp32(x.mT, x) if tall else bmm_fp32(x, x.mT)
         if i == 0:
             x, A = divide_by_norm(x, A, margin)
-        B = gram_of(A, A, b, c)  # A is symmetric
+        B = baddbmm_fp32(A, A, A.mT, b, c)
         x = baddbmm_fp32(x, x, B, a, 1.0) if tall else baddbmm_fp32(x, B, x, a, 1.0)
     return x
 
@@ -3753,13 +3701,12 @@ def anvil(
     # In blocks on a CPU, as in adam(). The state is in anvil_init's order.
     size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
     for parts in zip(*(t.split(size) for t in (p, grad, *state.values()))):
-        update_matrices(cfg, backend.gram, numbers, rates, *parts)
+        update_matrices(cfg, numbers, rates, *parts)
 
 
 @compiled  # one graph: launched from Python, the products of the banks alone would take milliseconds
 def update_matrices(
     cfg: Config,
-    gram_of: Callable,
     numbers: tuple[Tensor, Tensor, Tensor],
     rates: tuple[Tensor, Tensor],
     p: Tensor,
@@ -3774,7 +3721,7 @@ def update_matrices(
     x = nesterov_momentum(
         grad, fast_momentum, slow_momentum, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype)
     )
-    x = orthogonalize(x, cfg.bank_margin, gram_of)
+    x = orthogonalize(x, cfg.bank_margin)
     x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
     anvil_update(p, x, slow_momentum, lr_mul, *rates, mantissa)
 

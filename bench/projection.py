@@ -235,8 +235,6 @@ class Traffic(launches.Counts):
         if name == "segment_sum_rows":
             (table, grad, index, *_), _ = tensors
             nbytes = grad.nbytes + len(index.row_ids) * table[:1].nbytes
-        elif name == "gram":  # half of a symmetric product
-            kind, flops = KINDS[found[0].itemsize], 1.0 * found[0].numel() * found[-1].size(-1)
         elif name.startswith("relu_square"):  # the result is larger than the factors
             a, largest = found[0], max(t.numel() for t in found)
             kind, flops = KINDS[a.itemsize], 2.0 * a.size(-1) * largest
