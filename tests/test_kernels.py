@@ -177,7 +177,7 @@ def test_relu_square(interpreted, guarded, shape, layout):
     dy, w = h, LAYOUTS["every other"](randn(width, d, seed=d))
     square = randn(T, width, seed=2).relu().square()
     before = square.clone()
-    da = interpreted.triton_relu_square(dy, w, square)
+    da = interpreted.triton_relu_square_grad(dy, w, square)
     exact = tg.relu_square_grad(dy.double(), w.double(), before.double())
     torch.testing.assert_close(da.double(), exact, rtol=1e-5, atol=1e-5 * d**0.5)
     assert torch.equal(square, before)
