@@ -3746,39 +3746,64 @@ def adam(
 ) -> None:
     """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
 
-    Weight decay, lr^2 wd p, acts only where it points the way the update goes (cautious decay: Chen et al.
-    2025, arXiv:2510.12402).
+        exp_avg = beta1 exp_avg + (1 - beta1) grad,  exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
+        update = step_size exp_avg / (sqrt(exp_avg_sq) + eps)
+        p = p - update - decay p [update p > 0],  decay = lr^2 wd
+
+    with step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t) in update t. Weight decay acts only where it points
+    the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). state["rates"], if it is
+    there, are factors of step_size and decay, of each entry of p.
     """
     t = state["steps"].add_(1).item()
-    slowdown, lr = plan.interval_ratio(spec.update_every), cfg.adam_lr * plan.lr_mul * spec.lr_mul
-    beta1, beta2 = (beta**slowdown for beta in spec.betas)
+    interval_ratio = plan.interval_ratio(spec.update_every)
+    beta1 = spec.betas[0] ** interval_ratio
+    beta2 = spec.betas[1] ** interval_ratio
+    lr = cfg.adam_lr * plan.lr_mul * spec.lr_mul
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-    decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
+    decay = lr * lr * (cfg.adam_wd * spec.wd_mul * interval_ratio)
+    dtype = state["exp_avg"].dtype
+    tensors = {"p": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "grad": grad}
+    if "rates" in state:
+        tensors["lr_mul"], tensors["decay_mul"] = state["rates"]
     # As vectors, so that code compiled for any length serves every parameter. On a CPU they are updated in
     # blocks, so that intermediate results stay in its cache.
-    tensors = p, state["exp_avg"], state["exp_avg_sq"], grad, *state.get("rates", ())
-    dtype, size = state["exp_avg"].dtype, p.numel() if p.is_cuda else 1 << 16
-    hyper = 1 - beta1, beta2, host_scalar(step_size, dtype), host_scalar(decay, dtype), cfg.adam_eps
-    for parts in zip(*(x.view(-1).split(size) for x in tensors)):
-        adam_update(*hyper, *parts)
+    size = p.numel() if p.is_cuda else 1 << 16
+    vectors = {name: t.view(-1) for name, t in tensors.items()}
+    hyper = dict(
+        one_minus_beta1=1 - beta1,
+        beta2=beta2,
+        step_size=host_scalar(step_size, dtype),
+        decay=host_scalar(decay, dtype),
+        eps=cfg.adam_eps,
+    )
+    for block in split_tensors(vectors, size):
+        adam_update(**block, **hyper)
+
+
+def split_tensors(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """Yields successive parts of tensors of equal length, by their names; `size` rows each."""
+    parts = [t.split(size) for t in tensors.values()]
+    for block in zip(*parts):
+        yield dict(zip(tensors, block))
 
 
 @compiled
 def adam_update(
-    weight1: float,
+    p: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    one_minus_beta1: float,
     beta2: float,
     step_size: Tensor,
     decay: Tensor,
     eps: float,
-    p: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
     lr_mul: float | Tensor = 1.0,
     decay_mul: float | Tensor = 1.0,
 ) -> None:
+    """Does adam() for a vector, in the dtype of its state."""
     grad = grad.to(exp_avg.dtype)
-    exp_avg.lerp_(grad, weight1)
+    exp_avg.lerp_(grad, one_minus_beta1)
     exp_avg_sq.mul_(beta2).addcmul_((1 - beta2) * grad, grad)
     update = step_size * lr_mul * exp_avg / (exp_avg_sq.sqrt() + eps)
     p32 = p.to(exp_avg.dtype)
@@ -3791,7 +3816,8 @@ def adam_update(
 
 def merge_mantissa(high: Tensor, low: Tensor) -> Tensor:
     """Returns fp32 from its upper 16 bits, bf16, and its lower ones, uint16."""
-    high, low = (half.view(torch.int16).to(torch.int32) for half in (high, low))
+    high = high.view(torch.int16).to(torch.int32)
+    low = low.view(torch.int16).to(torch.int32)
     return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
 
 
@@ -3827,7 +3853,10 @@ def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]
 def orthogonalize(x: Tensor, margin: float) -> Tensor:
     """Approximates the orthogonal polar factor of each matrix of x (n, rows, cols), in its dtype.
 
-    In bf16 every product is summed in fp32 and rounded once.
+        x = x / (margin |x|);  then for each map (a, b, c):  A = x x^T,  x = a x + (b A + c A^2) x
+
+    for wide matrices; for tall ones A = x^T x, from the right. In bf16 every product is summed in fp32 and
+    rounded once.
     """
     tall = x.size(-2) > x.size(-1)
     for i, (a, b, c) in enumerate(ANVIL_MAPS):
@@ -3860,41 +3889,62 @@ def anvil(
 ) -> None:
     """Updates matrices p (n, rows, cols) by ANVIL (record 92, PR 360), which descends from Muon and NorMuon.
 
-    The update is momentum of two rails, orthogonalized, then scaled to even rows (columns of wide matrices).
+        x = normuon_variance_reduction(orthogonalize(nesterov_momentum(grad)))
+        p = p - r x - decay r p [slow_momentum p >= 0],  r = lr * matrix_lr_mul
+
+    with names of a matrix's state; lr contains sqrt(max(1, rows / cols)).
     """
-    one_momentum, dtype = plan.step < cfg.two_momenta_from, state["slow_momentum"].dtype
-    beta, weight = (plan.momentum, 1.0) if one_momentum else (cfg.fast_beta, cfg.fast_weight)
-    numbers = host_scalar(1 - beta, dtype), host_scalar(weight, dtype), host_scalar(plan.momentum, dtype)
+    dtype = state["slow_momentum"].dtype
+    if plan.step < cfg.two_momenta_from:
+        fast_beta, fast_weight = plan.momentum, 1.0
+    else:
+        fast_beta, fast_weight = cfg.fast_beta, cfg.fast_weight
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
-    rates = host_scalar(lr, dtype), host_scalar(decay, dtype)
-    # In blocks on a CPU, as in adam(). The state is in anvil_init's order.
+    # In blocks on a CPU, as in adam().
     size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
-    for parts in zip(*(t.split(size) for t in (p, grad, *state.values()))):
-        update_matrices(cfg, numbers, rates, *parts)
+    hyper = dict(
+        fast_rate=host_scalar(1 - fast_beta, dtype),
+        fast_weight=host_scalar(fast_weight, dtype),
+        momentum=host_scalar(plan.momentum, dtype),
+        lr=host_scalar(lr, dtype),
+        decay=host_scalar(decay, dtype),
+    )
+    for block in split_tensors({"p": p, "grad": grad} | state, size):
+        update_matrices(cfg=cfg, **block, **hyper)
 
 
 @compiled  # one graph: launched from Python, the products of the banks alone would take milliseconds
 def update_matrices(
-    cfg: Config,
-    numbers: tuple[Tensor, Tensor, Tensor],
-    rates: tuple[Tensor, Tensor],
     p: Tensor,
     grad: Tensor,
     fast_momentum: Tensor,
     slow_momentum: Tensor,
-    buffer: Tensor,
-    lr_mul: Tensor,
+    second_momentum_buffer: Tensor,
+    matrix_lr_mul: Tensor,
+    cfg: Config,
+    fast_rate: Tensor,
+    fast_weight: Tensor,
+    momentum: Tensor,
+    lr: Tensor,
+    decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """Does anvil() for a block of matrices. `numbers` are nesterov_momentum's, `rates` anvil_update's."""
+    """Does anvil() for a block of matrices, with anvil_init's names of their state."""
     x = nesterov_momentum(
-        grad, fast_momentum, slow_momentum, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype)
+        grad,
+        fast_momentum,
+        slow_momentum,
+        cfg.slow_rate,
+        fast_rate,
+        fast_weight,
+        momentum,
+        dtype_of(cfg.bank_dtype),
     )
     x = orthogonalize(x, cfg.bank_margin)
-    x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
-    anvil_update(p, x, slow_momentum, lr_mul, *rates, mantissa)
+    x = normuon_variance_reduction(x, second_momentum_buffer, cfg.bank_beta2)
+    anvil_update(p, x, slow_momentum, matrix_lr_mul, lr, decay, mantissa)
 
 
 def nesterov_momentum(
@@ -3909,14 +3959,17 @@ def nesterov_momentum(
 ) -> Tensor:
     """Returns Nesterov momentum in `dtype` (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    Its buffer is the mean of two rails, `fast_weight` on the fast one: an average of recent gradients and one
-    of the long run. Moves the rails towards grad by their rates.
+        fast_momentum += fast_rate (grad - fast_momentum),  slow_momentum += slow_rate (grad - slow_momentum)
+        mean = fast_weight fast_momentum + (1 - fast_weight) slow_momentum
+        result = (1 - momentum) grad + momentum mean
+
+    One average is of recent gradients, the other of the long run.
     """
     grad = grad.to(fast_momentum.dtype)
     # No lerp and no 1 - fast_weight: generated code would compute these numbers by a kernel on the host.
     fast_momentum.add_(fast_rate * (grad - fast_momentum))
     slow_momentum.add_(slow_rate * (grad - slow_momentum))
-    # With fast_weight 1 this is exactly the fast rail.
+    # With fast_weight 1 this is exactly fast_momentum.
     mean = fast_weight * fast_momentum + (slow_momentum - fast_weight * slow_momentum)
     return (grad + momentum * (mean - grad)).to(dtype)
 
@@ -3982,20 +4035,36 @@ def row_adam(
 ) -> None:
     """Updates distinct rows, grads[0] (n,) int32, of a table (N, w) by their gradients grads[1] (n, w).
 
-    Gradients are divided by the root of a second moment of their row, Adam's of their mean squares, as DLRM
-    (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi et al. 2011, jmlr.org/papers/v12/duchi11a.html). There
-    is no first moment, and bias correction is the table's: a row's first step is 1 / sqrt(1 - beta2) times as
-    long as one of a row that is always touched (PR 360). Decay acts as in adam().
+        moment = beta2^(time - last) moment + (1 - beta2) mean(grad^2),  last = time
+        update = lr sqrt(1 - beta2^count) grad / (sqrt(moment) + eps)
+        row = row - update - decay row [update row > 0],  decay = lr^2 wd
+
+    The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
+    et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment, and bias correction is the
+    table's: a row's first step is 1 / sqrt(1 - beta2) times as long as one of a row that is always touched
+    (PR 360). Decay is cautious, as in adam().
     """
-    slowdown, dtype = plan.interval_ratio(ngrams.update_every), state["moments"].dtype
-    state["clock"] += torch.tensor([1, slowdown])
+    rows, row_grads = grads
+    dtype = state["moments"].dtype
+    interval_ratio = plan.interval_ratio(ngrams.update_every)
+    state["clock"] += torch.tensor([1, interval_ratio])
     count, time = state["clock"].tolist()
-    beta2, lr = ngrams.beta2**slowdown, ngrams.lr * plan.lr_mul
-    numbers = 1 - beta2, lr * math.sqrt(1 - beta2**count), lr * lr * ngrams.wd * slowdown
-    scalars = host_scalar(time, torch.int32), *(host_scalar(number, dtype) for number in numbers)
+    beta2 = ngrams.beta2**interval_ratio
+    lr = ngrams.lr * plan.lr_mul
     # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
-    update = update_rows if len(grads[0]) > 1 else update_rows.__wrapped__  # type: ignore
-    update(table, state["moments"], state["last"], *grads, state["decays"], *scalars)
+    update = update_rows if len(rows) > 1 else update_rows.__wrapped__  # type: ignore
+    update(
+        table,
+        state["moments"],
+        state["last"],
+        rows,
+        row_grads,
+        state["decays"],
+        time=host_scalar(time, torch.int32),
+        one_minus_beta2=host_scalar(1 - beta2, dtype),
+        step_size=host_scalar(lr * math.sqrt(1 - beta2**count), dtype),
+        decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
+    )
 
 
 @compiled
@@ -4007,22 +4076,19 @@ def update_rows(
     grads: Tensor,
     decays: Tensor,
     time: Tensor,
-    weight: Tensor,
-    lr: Tensor,
+    one_minus_beta2: Tensor,
+    step_size: Tensor,
     decay: Tensor,
 ) -> None:
-    """Does row_adam's arithmetic, in at least fp32, the dtype of moments (N,).
-
-    A row's moment decays by decays[k], beta2^k, for the k units of time since `last` (N,) int32, its update
-    before.
-    """
-    at = rows.long()
-    new = decays[time - last[at]] * moments[at] + weight * grads.square().mean(-1)
-    moments.index_copy_(0, at, new)
-    last.index_copy_(0, at, torch.zeros_like(rows) + time)
-    old, update = table[at].to(grads.dtype), lr * grads / (new.sqrt() + ROW_EPS)[:, None]
+    """Does row_adam's arithmetic, in at least fp32, the dtype of moments (N,). decays[k] is beta2^k."""
+    ids = rows.long()
+    new_moments = decays[time - last[ids]] * moments[ids] + one_minus_beta2 * grads.square().mean(-1)
+    moments.index_copy_(0, ids, new_moments)
+    last.index_copy_(0, ids, torch.zeros_like(rows) + time)
+    old = table[ids].to(grads.dtype)
+    update = step_size * grads / (new_moments.sqrt() + ROW_EPS)[:, None]
     update += decay * old * (update * old > 0)
-    table.index_copy_(0, at, (old - update).to(table.dtype))
+    table.index_copy_(0, ids, (old - update).to(table.dtype))
 
 
 OPTIMIZERS = {

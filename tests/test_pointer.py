@@ -106,7 +106,9 @@ def copies_of(case, dtype, slot):
 def test_golden_mixture(case, dtype):
     logits = torch.tensor(case["logits"], dtype=dtype)
     targets, copies = torch.tensor(case["targets"]), copies_of(case, dtype, 24)
-    losses, grad = tg.softcap_loss(logits, targets, torch.tensor(case["weights"], dtype=dtype), pointer_probs=copies)
+    losses, grad = tg.softcap_loss(
+        logits, targets, torch.tensor(case["weights"], dtype=dtype), pointer_probs=copies
+    )
     hard = dtype == torch.float32 and case["name"] in ("floor", "gate_fully_open")
     close(losses, case["losses"], dtype, fp32=2e-6)
     if not hard:
