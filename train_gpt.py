@@ -2667,10 +2667,7 @@ def transpose_copy(out: Tensor, x: Tensor) -> None:
     """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
     if x.element_size() == 1:
         out, x = out.view(torch.uint8), x.view(torch.uint8)
-    whole = out.is_cuda or torch.compiler.is_compiling()
-    n = len(out) if whole else 256  # a CPU's cache holds both parts of so many rows
-    for rows, columns in zip(out.split(n), x.split(n, dim=1)):
-        rows.copy_(columns.T)
+    out.copy_(x.T)
 
 
 def transposed(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tests the Triton kernels against section 6, in Triton's interpreter; what FlashAttention is given."""
+"""Tests the Triton kernels against plain torch, in Triton's interpreter; what FlashAttention is given."""
 
 import importlib.util
 import math
