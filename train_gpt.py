@@ -3857,11 +3857,17 @@ def orthogonalize(x: Tensor, margin: float) -> Tensor:
     """
     tall = x.size(-2) > x.size(-1)
     for i, (a, b, c) in enumerate(ANVIL_MAPS):
-        A = bmm_fp32(x.mT, x) if tall else bmm_fp32(x, x.mT)
+        if tall:
+            A = bmm_fp32(x.mT, x)
+        else:
+            A = bmm_fp32(x, x.mT)
         if i == 0:
             x, A = divide_by_norm(x, A, margin)
         B = baddbmm_fp32(A, A, A.mT, b, c)
-        x = baddbmm_fp32(x, x, B, a, 1.0) if tall else baddbmm_fp32(x, B, x, a, 1.0)
+        if tall:
+            x = baddbmm_fp32(x, x, B, a, 1.0)
+        else:
+            x = baddbmm_fp32(x, B, x, a, 1.0)
     return x
 
 
@@ -3869,10 +3875,11 @@ def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     n, rows, cols = p.shape
     cycle = spec.matrix_lr_mul or (1.0,)
     factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
+    mean_shape = (n, rows, 1) if rows >= cols else (n, 1, cols)
     state = {
         "fast_momentum": torch.zeros_like(p, dtype=dtype),
         "slow_momentum": torch.zeros_like(p, dtype=dtype),
-        "second_momentum_buffer": p.new_zeros((n, rows, 1) if rows >= cols else (n, 1, cols), dtype=dtype),
+        "second_momentum_buffer": p.new_zeros(mean_shape, dtype=dtype),
         # On the device from the start: a copy in a step would make it wait.
         "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
     }
