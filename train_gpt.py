@@ -22,8 +22,9 @@ NgramTable (11)
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, compilation, clock, labels in traces, log
     5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
-    6  Reference    operations in plain torch, for which section 7 has kernels; attention; the copy pointer
-    7  Kernels      five of these in Triton; the backend of a run; matmuls that write gradients into main_grad
+    6  Operations   in plain torch, five with Triton kernels: FP8, squared ReLU, loss, copy pointer, sums of
+                    rows; attention; the backend of a run, which chooses
+    7  Gradients    matmuls that write their weights' gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
@@ -75,6 +76,7 @@ from datetime import date, timedelta
 from functools import cache, lru_cache, partial, wraps
 from itertools import accumulate, chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
 
 try:
@@ -91,8 +93,13 @@ except ModuleNotFoundError as error:
 try:
     import triton
     import triton.language as tl
-except ImportError:  # PyTorch's CPU build brings none
+    from triton import jit
+except ImportError:  # PyTorch's CPU build brings none; kernels are then functions that nothing calls
     triton = None
+    tl = SimpleNamespace(constexpr=float)
+
+    def jit(function=None, **options):
+        return function or jit
 
 
 # ============================================================================================================
@@ -121,7 +128,7 @@ def user_error_on(problem: str, fix: str, *kinds: type[Exception]):
 
 
 Float = Literal["bfloat16", "float32", "float64"]
-Kernel = Literal["gram", "relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
+Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
 # Numbers with the least and the largest value that --set accepts. Others are finite and not negative.
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
@@ -1696,9 +1703,11 @@ class ValLoader:
 
 
 # ============================================================================================================
-# 6  Reference. Operations in plain torch, for which section 7 has others: what these must equal, and what
-#    runs without them.
+# 6  Operations. Each in one place: its formula, its form in plain torch, and, where it has one, its Triton
+#    kernel and what launches that, with the same arguments and results. Last, the Backend: a run's choice.
 # ============================================================================================================
+
+# ---- RMSNorm -----------------------------------------------------------------------------------------------
 
 NORM_EPS = 2.0**-23  # for every dtype
 
@@ -1709,7 +1718,10 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def norm(x: Tensor) -> Tensor:
-    """Applies RMSNorm without weight over the last axis, reduced in at least fp32 (arXiv:1910.07467)."""
+    """Returns x / sqrt(mean(x^2) + eps), over the last axis: RMSNorm without weight (arXiv:1910.07467).
+
+    Reduced in at least fp32.
+    """
     if torch.compiler.is_compiling() or x.element_size() < 4:
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
     return Norm.apply(x)
@@ -1729,6 +1741,9 @@ class Norm(torch.autograd.Function):
     def backward(ctx, dy):
         y, scale = ctx.saved_tensors
         return torch.addcmul(dy, y, (dy * y).mean(-1, keepdim=True), value=-1).mul_(scale)
+
+
+# ---- Attention ---------------------------------------------------------------------------------------------
 
 
 def dense_attention(
@@ -1843,6 +1858,166 @@ def by_position(rows: Tensor, like: Tensor) -> Tensor:
     return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
 
 
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
+) -> Tensor:
+    """Does dense_attention by FlashAttention, which takes heads of one width: narrow ones get zeros."""
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
+
+    v_dim = v.size(-1)
+    head_dim = max(q.size(-1), v_dim)
+    q, k, v = (F.pad(t, (0, head_dim - t.size(-1))) for t in (q, k, v))
+    y = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=1.0, window_size=(window, 0)
+    )  # type: ignore
+    return y[:, :, :v_dim]  # type: ignore
+
+
+# ---- What several kernels need -----------------------------------------------------------------------------
+
+# Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
+# KiB on consumer GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried
+# on one H200.
+
+
+@jit
+def load_fp32(pointers, mask):
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def tile_offsets(rows, cols, M, N):
+    """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
+    offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    return offs, (rows[:, None] < M) & (cols[None, :] < N)
+
+
+@jit
+def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
+    """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
+
+    Sums are fp32. Rows behind the last one become others, and are not stored.
+    """
+    k = tl.arange(0, BLOCK_K)
+    left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
+    right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
+    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
+        right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
+        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
+        left += BLOCK_K * a_k
+        right += BLOCK_K * b_k
+    return total
+
+
+# ---- FP8: scales, casts, products --------------------------------------------------------------------------
+
+# A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
+# * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
+# needed in two layouts, x and x^T.
+E4M3_MAX = 448.0  # more digits: activations and weights
+E5M2_MAX = 57344.0  # more range: gradients
+
+# The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum: e4m3's largest
+# number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Their
+# gradients have the scale FP8_GRAD times grad_scale, which the losses contain.
+FP8_X = 100 / E4M3_MAX
+FP8_W = 2 / E4M3_MAX
+FP8_GRAD = 0.75 / 8 / E4M3_MAX
+
+# The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
+# width, 27.7 for 768. The other scales are delayed: margin * maximum of the step before / the format's
+# largest number. Activations change more from step to step than gradients, weights less.
+FP8_H = 2**-4
+FP8_DY = 2**-6
+FP8_ACT_MARGIN = 1.80
+FP8_GRAD_MARGIN = 1.25
+FP8_WEIGHT_MARGIN = 1.12
+FP8_LEAST = 1e-12  # maxima below count as that, or as none
+FP8_EXACT_STEPS = 17  # proj starts at 0, and grows by more than its margin at first
+
+
+@compiled
+def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x / scale, rounded to nearest, saturating, contiguous."""
+    fp8_max = torch.finfo(dtype).max
+    x = (x.float() / scale).clamp(-fp8_max, fp8_max)
+    return x.to(dtype, memory_format=torch.contiguous_format)
+
+
+def cast_and_transpose(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns to_fp8 of x (..., n, m), and of its transpose."""
+    return to_fp8(x, scale, dtype), to_fp8(x.mT, scale, dtype)
+
+
+@jit
+def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
+    """Stores a tile of codes, saturated, in FP8, and its transpose. FP8 products need M that 16 divides; to
+    know it allows stores of 16 bytes, where a tensor's size may vary.
+
+    Each store converts by itself: of code in which both have the same bytes, ptxas 12.8 can make a program
+    that transposes some bytes of the tile before.
+    """
+    M = M // 16 * 16
+    codes = tl.clamp(codes, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
+    offs, mask = tile_offsets(rows, cols, M, N)
+    tl.store(out + offs, codes.to(out.dtype.element_ty), mask=mask)
+    offs_T, mask_T = tile_offsets(cols, rows, N, M)
+    # Zeros are not stored. They make this another conversion, which no compiler merges with the first.
+    codes_T = tl.trans(tl.where(mask, codes, 0.0).to(out.dtype.element_ty))
+    tl.store(out_T + offs_T, codes_T, mask=mask_T)
+
+
+# The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
+@jit(do_not_specialize_on_alignment=["scale"])
+def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
+    """Converts a tile of x / scale. The scale is a power of 2, so its inverse is exact."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offs, mask = tile_offsets(rows, cols, M, N)
+    codes = load_fp32(x + offs, mask) * (1 / tl.load(scale))
+    store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
+
+
+CAST_TILES = dict(BLOCK=64, num_warps=4)
+
+
+def triton_cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    out = x.new_empty(M, N, dtype=dtype)
+    out_T = x.new_empty(N, M, dtype=dtype)
+    grid = triton.cdiv(M, CAST_TILES["BLOCK"]), triton.cdiv(N, CAST_TILES["BLOCK"])
+    fp8_max = int(torch.finfo(dtype).max)
+    cast_and_transpose_kernel[grid](x.contiguous(), scale, out, out_T, M, N, fp8_max, **CAST_TILES)
+    return out, out_T
+
+
+def fp8_matmul(
+    a: Tensor,
+    b: Tensor,
+    scales: Sequence[Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Returns a b times both scales, in `out` if given, for fp8 a (n, k), row-major, b (k, m), column-major.
+
+    Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
+    """
+    assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
+    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
+
+
+@cache
+def device_scalar(value: float, device: torch.device) -> Tensor:
+    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
+    return torch.full((), value, device=device)
+
+
+# ---- Squared ReLU ------------------------------------------------------------------------------------------
+
+
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
     """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d).
 
@@ -1866,25 +2041,17 @@ def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     return (2 * dy @ proj.T).mul_(square.sqrt())
 
 
-E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the formats' largest numbers
-FP8_LEAST = 1e-12  # maxima below count as that, or as none
-# Factors from a maximum to the next step's: activations change more than gradients, weights less.
-FP8_ACT_MARGIN, FP8_GRAD_MARGIN, FP8_WEIGHT_MARGIN = 1.80, 1.25, 1.12
-FP8_EXACT_STEPS = 17  # proj starts at 0, and grows by more than its room at first
-
-
 class FP8MLP(NamedTuple):
     """An MLP's weights in FP8, and scales; first those of the forward, then those of the backward.
 
-    A number is its code times its scale. FP8 products sum over the last axis of both factors as they lie in
-    memory, so most are needed in two layouts.
+    square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
     """
 
     weights: Tensor  # fc and proj (2, F, d), e4m3
-    transposed: Tensor  # (2, d, F)
-    # (3, 2, 1, 1) fp32: of h and dy; of fc and proj; of relu_square's result and of its gradient
+    weights_T: Tensor  # (2, d, F)
+    # (3, 2, 1, 1) fp32: of h and dy; of fc and proj; of square and da
     scales: Tensor
-    # Of all MLPs, (L, 2) fp32: maxima of that result and that gradient in this step so far.
+    # Of all MLPs, (L, 2) fp32: maxima of square and |da| in this step so far.
     amax: Tensor
     i: int = 0  # which MLP this is
 
@@ -1892,26 +2059,139 @@ class FP8MLP(NamedTuple):
         """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor forgets where in its
         tensor a part begins that a Triton kernel changes.
         """
-        return (FP8MLP(*part, self.amax, i) for i, part in enumerate(zip(*self[:3])))
+        parts = zip(self.weights, self.weights_T, self.scales)
+        for i, (weights, weights_T, scales) in enumerate(parts):
+            yield FP8MLP(weights, weights_T, scales, self.amax, i)
 
 
 def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns relu_square(h, fc) in e4m3, or, given that, relu_square_grad(dy, proj, square) in e5m2: (T, F),
-    and transposed.
+    """Returns `square` in e4m3 for a8 = h (T, d) in e4m3; or da in e5m2 for a8 = dy in e5m2 and square8:
+    (T, F), and transposed.
 
-    a8 (T, d): h in e4m3, or dy in e5m2. The result is first rounded to bf16. Raises the MLP's number in
-    mlp.amax to its maximum.
+    The result is first rounded to bf16. Raises the MLP's number in mlp.amax to its maximum.
     """
     backward = int(square8 is not None)
-    a_scale, w_scale, scale = mlp.scales[:, backward]
+    a_scale, w_scale, out_scale = mlp.scales[:, backward]
     product = a8.float() @ mlp.weights[backward].float().T * (a_scale * w_scale)
     if square8 is None:
         result = product.bfloat16().relu_().square()
     else:
-        result = (product * (square8.float() * mlp.scales[2, 0]).sqrt_().mul_(2)).bfloat16()
+        square = square8.float() * mlp.scales[2, 0]
+        result = (product * square.sqrt_().mul_(2)).bfloat16()
     amax = mlp.amax.view(-1)[2 * mlp.i + backward]
     amax.copy_(torch.maximum(amax, result.abs().max()))
-    return cast_and_transpose(result.float() * scale.reciprocal(), 1.0, a8.dtype)
+    return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
+
+
+@jit(do_not_specialize_on_alignment=["a_scale", "b_scale", "square_scale", "out_scale"])
+def relu_square_kernel(
+    a,
+    b,
+    square,
+    out,
+    out_T,
+    a_scale,
+    b_scale,
+    square_scale,
+    out_scale,
+    amax,
+    amax_index,
+    M,
+    N,
+    K,
+    a_m,
+    a_k,
+    b_n,
+    b_k,
+    FP8_MAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Computes a tile of relu(a b^T)^2 or, with `square`, of 2 sqrt(square) (a b^T).
+
+    GROUP rows of tiles share operands in the L2 cache.
+    FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
+    """
+    i, j = tl.program_id(1), tl.program_id(0)
+    i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
+    rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    product = multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
+    offs, mask = tile_offsets(rows, cols, M, N)
+    dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
+    if FP8_MAX:
+        product *= tl.load(a_scale) * tl.load(b_scale)
+    if square is None:
+        relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        result = relu * relu
+    else:
+        squares = load_fp32(square + offs, mask)
+        if FP8_MAX:
+            squares *= tl.load(square_scale)
+        else:
+            product = product.to(dtype).to(tl.float32)
+        result = 2 * tl.sqrt(squares) * product
+    result = result.to(dtype)
+    if FP8_MAX:
+        result = result.to(tl.float32)
+        tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
+        store_fp8(result * (1 / tl.load(out_scale)), out, out_T, rows, cols, M, N, FP8_MAX)
+    else:
+        tl.store(out + offs, result, mask=mask)
+
+
+RELU_SQUARE_TILES = {
+    "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
+    "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
+    "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
+}
+
+
+def launch_relu_square(
+    a: Tensor, b: Tensor, square: Tensor | None, out: Tensor, fp8_args: tuple, fp8_max: int = 0
+) -> None:
+    """Launches the kernel. fp8_args are its arguments from out_T to amax_index."""
+    M, K = a.shape
+    N = len(b)
+    name = "small"
+    if a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10):
+        name = "large fp8" if fp8_max else "large"
+    tiles = RELU_SQUARE_TILES[name]
+    grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
+    strides = a.stride() + b.stride()
+    relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
+
+
+NO_FP8 = (None,) * 6 + (0,)
+
+
+def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
+    out = h.new_empty(len(h), len(fc))
+    launch_relu_square(h, fc, None, out, NO_FP8)
+    return out
+
+
+def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
+    out = dy.new_empty(len(dy), len(proj))
+    launch_relu_square(dy, proj, square, out, NO_FP8)
+    return out
+
+
+def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    backward = int(square8 is not None)
+    a_scale, w_scale, out_scale = mlp.scales[:, backward]
+    w8 = mlp.weights[backward]
+    out = a8.new_empty(len(a8), len(w8))
+    out_T = a8.new_empty(len(w8), len(a8))
+    amax_index = 2 * mlp.i + backward
+    fp8_args = out_T, a_scale, w_scale, mlp.scales[2, 0], out_scale, mlp.amax, amax_index
+    launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
+    return out, out_T
+
+
+# ---- Softcapped cross-entropy, also of a mixture with the copy pointer -------------------------------------
 
 
 def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
@@ -1920,14 +2200,14 @@ def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
 
 
 class PointerProbs(NamedTuple):
-    """What the copy pointer says of the next tokens of n positions."""
+    """What the copy pointer (below) says of the next tokens of n positions."""
 
-    weights: Tensor  # (2, n), at least fp32: of the sources that hold the next token; of the sink
-    grad: Tensor  # (2, n): where softcap_loss writes the gradient of the weights
+    probs: Tensor  # (2, n), at least fp32: p_copy, of the sources that hold the next token; p_sink
+    grad: Tensor  # (2, n): where softcap_loss writes the gradient of `probs`
     gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
 
     def part(self, n: slice) -> "PointerProbs":
-        return self._replace(weights=self.weights[:, n], grad=self.grad[:, n])
+        return self._replace(probs=self.probs[:, n], grad=self.grad[:, n])
 
 
 PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
@@ -1937,63 +2217,242 @@ def softcap_loss(
     logits: Tensor,
     targets: Tensor,
     weights: Tensor,
-    unit: float = 0.0,
-    copies: PointerProbs | None = None,
+    grad_scale: float = 0.0,
+    pointer_probs: PointerProbs | None = None,
     cap: Softcap = RECORD.softcap,
 ) -> tuple[Tensor, ...]:
-    """Returns each row's weighted sum of the cross-entropies of its targets, after the softcap, and the
-    gradient of their sum.
+    """Returns each row's loss, the weighted sum of the cross-entropies of its targets after the softcap, and
+    the gradient of the losses' sum with respect to the logits.
+
+        z = scale sigmoid((logits + shift) / span)
+        loss = sum_k weights[k] (log sum exp z - z[targets[k]])
+        dz_j = (sum_k weights[k]) softmax(z)_j - sum_k weights[k] [j = targets[k]]
+
+    With `pointer_probs` the first target's loss is -weights[0] log p of a mixture. Its p_vocab is the softmax
+    of z without the gate's column, in which the target has p_vocab; `gate` is that column's softmax of all.
+
+        p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
+        dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
+        dp/dz_j = p_head [j = target] - (p_head + gate_slope) softmax without gate_j
+
+    To the other targets the gate's column is a column as any.
 
     logits (n, V); targets (n, K) int64, contiguous, -1: none; weights (K,) of the losses' dtype. Losses (n,)
-    are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `unit` it is e5m2 in such units,
-    saturating, and comes twice: (n, V), and transposed. With `copies` the first target has its probability in
-    the mixture (below); to the others the slot is one more column.
+    are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `grad_scale` it is e5m2 with
+    that scale, saturating, and comes twice: (n, V), and transposed.
     """
     # In place where possible: on a CPU memory traffic is the limit. exp(z) cannot overflow.
-    s, slope = softcap_sigmoid(logits, cap), cap.scale / cap.span
+    s = softcap_sigmoid(logits, cap)
+    slope = cap.scale / cap.span  # dz/dlogits = slope s (1 - s)
     exp_z = (cap.scale * s).exp_()
-    at, row_weights = targets.clamp_min(0), (targets >= 0) * weights
-    s_at, total = s.gather(1, at), row_weights.sum(dim=-1, keepdim=True)
-    if copies is None:
-        sums = exp_z.sum(dim=-1, keepdim=True)
-        factor = slope * total / sums
+    target_ids = targets.clamp_min(0)
+    target_weights = (targets >= 0) * weights
+    target_s = s.gather(1, target_ids)
+    sum_weights = target_weights.sum(dim=-1, keepdim=True)
+    if pointer_probs is None:
+        sum_exp = exp_z.sum(dim=-1, keepdim=True)
+        losses = target_weights * (sum_exp.log() - cap.scale * target_s)
+        factor = slope * sum_weights / sum_exp
     else:
-        slot_exp = exp_z[:, copies.gate_column]
-        words = exp_z.index_fill_(1, copies.gate_column, 0).sum(dim=-1, keepdim=True)
-        sums = words + slot_exp
-    row_losses = row_weights * (sums.log() - cap.scale * s_at)
-    if copies is not None:
-        # The gate alpha is the slot's softmax. 1 - alpha is computed as such: near 0 a difference has no
-        # digits.
-        found, sink = copies.weights[..., None]
-        first, alpha, rest = row_weights[:, :1].clone(), slot_exp / sums, words / sums
-        by_head = (cap.scale * s_at[:, :1]).exp() / words
-        kept = by_head * (rest + alpha * sink)
-        p = kept + alpha * found + PROB_FLOOR
-        gain, later = alpha * rest * (found - by_head * (1 - sink)), total - first
-        row_losses[:, :1] = -first * p.log()
-        first = first / p
-        copies.grad.copy_(torch.stack([-first * alpha, -first * alpha * by_head])[..., 0])
-        factor = slope * (first * (kept + gain) / words + later / sums)
-        row_weights[:, :1] = first * kept
-        s_slot, slot_grad = s[:, copies.gate_column], later * alpha - first * gain
+        gate_column = pointer_probs.gate_column
+        exp_gate = exp_z[:, gate_column]
+        sum_vocab = exp_z.index_fill_(1, gate_column, 0).sum(dim=-1, keepdim=True)
+        sum_exp = sum_vocab + exp_gate
+        losses = target_weights * (sum_exp.log() - cap.scale * target_s)
+        # 1 - gate is computed as such: near 0 a difference has no digits.
+        gate = exp_gate / sum_exp
+        not_gate = sum_vocab / sum_exp
+        p_copy, p_sink = pointer_probs.probs[..., None]
+        p_vocab = (cap.scale * target_s[:, :1]).exp() / sum_vocab
+        p_head = p_vocab * (not_gate + gate * p_sink)
+        p = p_head + gate * p_copy + PROB_FLOOR
+        gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
+        first_weight = target_weights[:, :1].clone()
+        other_weights = sum_weights - first_weight
+        losses[:, :1] = -first_weight * p.log()
+        w = first_weight / p
+        pointer_probs.grad.copy_(torch.stack([-w * gate, -w * gate * p_vocab])[..., 0])
+        factor = slope * (w * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp)
+        target_weights[:, :1] = w * p_head
+        gate_s = s[:, gate_column]
+        dz_gate = other_weights * gate - w * gate_slope
     grad = (1 - s).mul_(s).mul_(exp_z).mul_(factor)
-    grad.scatter_add_(1, at, -slope * row_weights * s_at * (1 - s_at))
-    if copies is not None:
-        grad.index_copy_(1, copies.gate_column, slope * slot_grad * s_slot * (1 - s_slot))
-    grads = cast_and_transpose(grad, unit, torch.float8_e5m2) if unit else [grad.to(logits.dtype)]
-    return row_losses.sum(dim=-1), *grads
+    grad.scatter_add_(1, target_ids, -slope * target_weights * target_s * (1 - target_s))
+    if pointer_probs is not None:
+        grad.index_copy_(1, gate_column, slope * dz_gate * gate_s * (1 - gate_s))
+    losses = losses.sum(dim=-1)
+    if grad_scale:
+        return losses, *cast_and_transpose(grad, grad_scale, torch.float8_e5m2)
+    return losses, grad.to(logits.dtype)
 
 
-# The copy pointer (PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843). Each position is
-# a query that attends to sources, the positions strictly before it in its document and window, by the softmax
-# of their scores q k / sqrt(D) and of a sink's. With P the weight of sources that hold the next token, a the
-# sink's weight and alpha the softmax of the head's column `slot`, the next token's probability is
+FLOOR = tl.constexpr(PROB_FLOOR)
+
+
+@jit
+def load_sigmoid(logits, cols, V, SHIFT, PER_SPAN):
+    """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
+    return tl.sigmoid((tl.load(logits + cols, mask=cols < V).to(tl.float32) + SHIFT) * PER_SPAN)
+
+
+@jit
+def softcap_loss_kernel(
+    logits,
+    targets,
+    weights,
+    losses,
+    grad,
+    grad_T,
+    n,
+    V,
+    logits_stride,
+    pointer_probs,
+    pointer_grad,
+    gate_column,
+    pointer_stride,
+    K: tl.constexpr,
+    fp8_max,
+    dz_scale,
+    SCALE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PER_SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes the losses and the gradient of ROWS rows, with the names of softcap_loss.
+
+    z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows behind the last one repeat it: they
+    write the same numbers.
+    """
+    tile_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    rows = tl.minimum(tile_rows, n - 1).to(tl.int64)
+    offs = tl.arange(0, BLOCK)[None, :]
+    logits += rows * logits_stride
+    grad += rows * V
+    targets += rows * K
+    gate_col = -1
+    if pointer_probs is not None:
+        gate_col = tl.load(gate_column).to(tl.int32)
+
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, V, BLOCK):
+        cols = start + offs
+        z = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN) * SCALE
+        sums += tl.where((cols < V) & (cols != gate_col), tl.exp(z), 0.0)
+    sum_vocab = tl.sum(sums, 1, keep_dims=True)
+    sum_exp = sum_vocab
+    if pointer_probs is not None:
+        exp_gate = tl.exp(load_sigmoid(logits, gate_col, V, SHIFT, PER_SPAN) * SCALE)
+        sum_exp += exp_gate
+    lse = tl.log(sum_exp)
+
+    loss = 0.0
+    sum_weights = 0.0  # of the targets whose loss is a cross-entropy
+    factor = 0.0
+    for k in tl.static_range(K):
+        target = tl.load(targets + k)
+        z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
+        weight = tl.load(weights + k) * (target >= 0)
+        if k > 0 or pointer_probs is None:
+            loss += weight * (lse - z)
+            sum_weights += weight
+        else:
+            p_copy = tl.load(pointer_probs + rows)
+            p_sink = tl.load(pointer_probs + pointer_stride + rows)
+            gate = exp_gate / sum_exp
+            not_gate = sum_vocab / sum_exp
+            p_vocab = tl.exp(z) / sum_vocab
+            p_head = p_vocab * (not_gate + gate * p_sink)
+            p = p_head + gate * p_copy + FLOOR
+            gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
+            loss -= weight * tl.log(p)
+            w = weight / p
+            tl.store(pointer_grad + rows, -w * gate)
+            tl.store(pointer_grad + pointer_stride + rows, -w * gate * p_vocab)
+            factor = w * (p_head + gate_slope) / not_gate
+            first_weight = w * p_head
+            dz_gate = -w * gate_slope
+    tl.store(losses + rows, loss)
+
+    factor += sum_weights
+    for start in range(0, V, BLOCK):
+        cols = start + offs
+        s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
+        softmax = tl.exp(s * SCALE - lse)
+        dz = factor * softmax
+        for k in tl.static_range(K):
+            target_weight = tl.load(weights + k) if k > 0 or pointer_probs is None else first_weight
+            dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
+        if pointer_probs is not None:
+            dz = tl.where(cols == gate_col, dz_gate + sum_weights * softmax, dz)
+        g = dz * (s * (1 - s) * dz_scale)
+        g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
+        tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
+        if grad_T is not None:
+            g_T = tl.where(cols < V, g, 0.0).to(grad.dtype.element_ty)  # once more: see store_fp8
+            tl.store(grad_T + cols.to(tl.int64) * n + tile_rows, g_T, mask=(cols < V) & (tile_rows < n))
+
+
+# One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
+# bytes.
+LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
+
+
+def triton_softcap_loss(
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    grad_scale: float = 0.0,
+    pointer_probs: PointerProbs | None = None,
+    cap: Softcap = RECORD.softcap,
+) -> tuple[Tensor, ...]:
+    n, V = logits.shape
+    losses = logits.new_empty(n, dtype=torch.float32)
+    if grad_scale:
+        grad = logits.new_empty(n, V, dtype=torch.float8_e5m2)
+        grad_T = grad.new_empty(V, n)
+        tiles = LOSS_TILES["fp8"]
+    else:
+        grad, grad_T = logits.new_empty(n, V), None
+        tiles = LOSS_TILES["row"]
+    pointer_args: tuple = (None,) * 4
+    if pointer_probs is not None:
+        pointer_args = *pointer_probs, pointer_probs.probs.stride(0)
+    softcap_loss_kernel[(triton.cdiv(n, tiles["ROWS"]),)](
+        logits,
+        targets,
+        weights,
+        losses,
+        grad,
+        grad_T,
+        n,
+        V,
+        logits.stride(0),
+        *pointer_args,
+        len(weights),
+        torch.finfo(grad.dtype).max,
+        cap.scale / cap.span / (grad_scale or 1.0),
+        cap.scale,
+        cap.shift,
+        1 / cap.span,
+        **tiles,
+    )
+    return (losses, grad) if grad_T is None else (losses, grad, grad_T)
+
+
+# ---- Copy pointer ------------------------------------------------------------------------------------------
+
+# PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843. Each position i is a query that
+# attends to sources j, the positions strictly before it in its document and window, and to a sink:
 #
-#     (1 - alpha (1 - a)) * the head's softmax without that column + alpha P
+#     score_ij = q_i k_j / sqrt(D),   lse_i = log(exp sink_score_i + sum_j exp score_ij)
+#     p_copy_i = sum_j exp(score_ij - lse_i) [token_j = target_i],   p_sink_i = exp(sink_score_i - lse_i)
 #
-# P and a do not depend on the head. So they come before it, and the gradients that the head gives them begin
-# the pointer's own backward.
+# softcap_loss mixes p_copy and the head's probabilities. As these do not depend on each other, the pointer
+# comes before the head, and the gradients that the head gives p_copy and p_sink begin its own backward:
+#
+#     mean_i = p_copy_i dp_copy_i + p_sink_i dp_sink_i,   dsink_score_i = p_sink_i (dp_sink_i - mean_i)
+#     dscore_ij = exp(score_ij - lse_i) ([token_j = target_i] dp_copy_i - mean_i)
 
 
 class PointerInputs(NamedTuple):
@@ -2003,83 +2462,267 @@ class PointerInputs(NamedTuple):
 
 
 def pointer_blocks(
-    queries: PointerInputs, micro_batch: MicroBatch, window: int
+    inputs: PointerInputs, micro_batch: MicroBatch, window: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yields for successive queries: their slice; that of the sources which they may see; their scores,
-    (n, m) in at least fp32, -inf where they do not see the source; and which sources hold the next token.
+    """Yields for blocks of queries: their slice; that of the sources which they may see; their scores, (n, m)
+    in at least fp32, -inf where they do not see the source; and which sources hold the next token.
     """
-    (q, k, _), tokens, T = queries, micro_batch.inputs, len(queries.q)
-    first, positions = first_seen(micro_batch.cu_seqlens, T, window), torch.arange(T, device=q.device)
+    q, k, _ = inputs
+    T, D = q.shape
+    first = first_seen(micro_batch.cu_seqlens, T, window)
+    positions = torch.arange(T, device=q.device)
     for i in range(0, T, 256):
-        rows, columns = slice(i, i + 256), slice(max(0, i - window), i + 256)
+        rows = slice(i, i + 256)
+        columns = slice(max(0, i - window), i + 256)
         seen = (first[rows, None] <= positions[columns]) & (positions[columns] < positions[rows, None])
-        scores = upcast(q[rows]) @ upcast(k[columns]).T * q.size(1) ** -0.5
+        scores = upcast(q[rows]) @ upcast(k[columns]).T * D**-0.5
         scores.masked_fill_(~seen, -math.inf)
-        yield rows, columns, scores, tokens[columns] == micro_batch.targets[rows, None]
+        yield rows, columns, scores, micro_batch.inputs[columns] == micro_batch.targets[rows, None]
 
 
 @torch.no_grad()
-def pointer(queries: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
-    """Returns PointerProbs.weights (2, T), and each query's logarithm of its sum of exponentials (T,)."""
-    sink_scores = queries.sink_scores
-    weights, lse = sink_scores.new_empty(2, len(sink_scores)), torch.empty_like(sink_scores)
-    for rows, _, scores, holds in pointer_blocks(queries, micro_batch, window):
+def pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
+    """Returns PointerProbs.probs (2, T), and lse (T,)."""
+    sink_scores = inputs.sink_scores
+    probs = sink_scores.new_empty(2, len(sink_scores))
+    lse = torch.empty_like(sink_scores)
+    for rows, _, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
         lse[rows] = torch.logaddexp(scores.logsumexp(1), sink_scores[rows])
-        weights[0, rows] = (scores.sub_(lse[rows, None]).exp_() * holds).sum(1)
-    weights[1] = (sink_scores - lse).exp()
-    return weights, lse
+        probs[0, rows] = (scores.sub_(lse[rows, None]).exp_() * holds_target).sum(1)
+    probs[1] = (sink_scores - lse).exp()
+    return probs, lse
 
 
 @torch.no_grad()
 def pointer_grad(
-    queries: PointerInputs,
+    inputs: PointerInputs,
     micro_batch: MicroBatch,
     window: int,
-    weights: Tensor,
+    probs: Tensor,
     lse: Tensor,
-    weights_grad: Tensor,
+    probs_grad: Tensor,
 ) -> PointerInputs:
-    """Returns the gradients of the queries, given pointer()'s arguments, its results, and the gradient of its
-    weights (2, T).
+    """Returns the gradients of the inputs, given pointer()'s arguments, its results, and the gradient of its
+    probabilities (2, T).
     """
-    q, k, sink_scores = queries
-    mean, scale = (weights * weights_grad).sum(0), q.size(1) ** -0.5
-    dq, dk = torch.empty_like(q), torch.zeros_like(k, dtype=sink_scores.dtype)
-    for rows, columns, scores, holds in pointer_blocks(queries, micro_batch, window):
-        slopes = holds * weights_grad[0, rows, None] - mean[rows, None]
-        slopes *= scores.sub_(lse[rows, None]).exp_().mul_(scale)
-        dq[rows] = slopes @ upcast(k[columns])
-        dk[columns] += slopes.T @ upcast(q[rows])
-    return PointerInputs(dq, dk.to(k.dtype), weights[1] * (weights_grad[1] - mean))
+    q, k, sink_scores = inputs
+    scale = q.size(1) ** -0.5
+    mean = (probs * probs_grad).sum(0)
+    dq = torch.empty_like(q)
+    dk = torch.zeros_like(k, dtype=sink_scores.dtype)
+    for rows, columns, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
+        dscores = holds_target * probs_grad[0, rows, None] - mean[rows, None]
+        dscores *= scores.sub_(lse[rows, None]).exp_().mul_(scale)
+        dq[rows] = dscores @ upcast(k[columns])
+        dk[columns] += dscores.T @ upcast(q[rows])
+    return PointerInputs(dq, dk.to(k.dtype), probs[1] * (probs_grad[1] - mean))
+
+
+# In the kernels scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691). Rows behind
+# the last position repeat it: they write the same numbers.
+
+
+@jit
+def pointer_scores(a, b, seen, D: tl.constexpr):
+    """Returns the scores of a tile of queries, or keys, a and what it meets, b; -inf where unseen."""
+    scores = tl.dot(a, tl.trans(b), input_precision="ieee") * D**-0.5
+    return tl.where(seen, scores, float("-inf"))
+
+
+@jit
+def pointer_kernel(
+    q, k, first_sources, targets, tokens, sink_scores, out, T, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Computes p_copy, p_sink and lse, the rows of `out` (3, T), of a tile of queries.
+
+    Sums are relative to exp(peak), the largest score so far.
+    """
+    offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
+    q_tile = tl.load(q + rows.to(tl.int64)[:, None] * D + d)
+    first = tl.load(first_sources + rows)
+    target = tl.load(targets + rows)
+    sink = tl.load(sink_scores + rows)
+    peak = sink
+    copy_sum = tl.zeros_like(sink)
+    total = copy_sum + 1
+    for start in range(tl.min(first), tl.max(rows), BLOCK):
+        cols = start + offs
+        seen = (first[:, None] <= cols) & (cols < rows[:, None])
+        cols = tl.minimum(cols, T - 1)
+        k_tile = tl.load(k + cols.to(tl.int64)[:, None] * D + d)
+        holds_target = target[:, None] == tl.load(tokens + cols)
+        scores = pointer_scores(q_tile, k_tile, seen, D)
+        old_peak = peak
+        peak = tl.maximum(peak, tl.max(scores, 1))
+        exp_scores = tl.exp(scores - peak[:, None])
+        shrink = tl.exp(old_peak - peak)
+        total = total * shrink + tl.sum(exp_scores, 1)
+        copy_sum = copy_sum * shrink + tl.sum(tl.where(holds_target, exp_scores, 0.0), 1)
+    lse = peak + tl.log(total)
+    tl.store(out + rows, copy_sum / total)
+    tl.store(out + T + rows, tl.exp(sink - lse))
+    tl.store(out + 2 * T + rows, lse)
+
+
+@jit
+def pointer_grad_kernel(
+    a,
+    b,
+    bounds,
+    a_ids,
+    b_ids,
+    lse,
+    mean,
+    copy_grad,
+    grad,
+    T,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes the gradient of a tile of a (T, D), which meets b (T, D).
+
+    a are the queries and b the keys, with their targets and tokens, a_ids and b_ids; bounds are the queries'
+    first sources. KEYS: a are the keys and b the queries; bounds are the ends of the keys' queries.
+    """
+    offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
+    a_offs = rows.to(tl.int64)[:, None] * D + d
+    a_tile = tl.load(a + a_offs)
+    bound = tl.load(bounds + rows)
+    a_id = tl.load(a_ids + rows)
+    first, end = (rows + 1, bound) if KEYS else (bound, rows)
+    total = tl.zeros((BLOCK, D), tl.float32)
+    for start in range(tl.min(first), tl.max(end), BLOCK):
+        cols = start + offs
+        seen = (first[:, None] <= cols) & (cols < end[:, None])
+        cols = tl.minimum(cols, T - 1)
+        b_tile = tl.load(b + cols.to(tl.int64)[:, None] * D + d)
+        holds_target = a_id[:, None] == tl.load(b_ids + cols)
+        scores = pointer_scores(a_tile, b_tile, seen, D)
+        query = cols[None, :] if KEYS else rows[:, None]
+        dscores = tl.where(holds_target, tl.load(copy_grad + query), 0.0) - tl.load(mean + query)
+        dscores *= tl.exp(scores - tl.load(lse + query))
+        total = tl.dot(dscores.to(b_tile.dtype), b_tile, total, input_precision="ieee")
+    tl.store(grad + a_offs, total * D**-0.5)
+
+
+POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 
 
 @compiled
-def to_fp8(x: Tensor, unit: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x / unit, rounded to nearest, saturating, contiguous."""
-    fp8_max = torch.finfo(dtype).max
-    x = (x.float() / unit).clamp(-fp8_max, fp8_max)
-    return x.to(dtype, memory_format=torch.contiguous_format)
+def pointer_bounds(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+    """Returns (4, T) int32: each query's first source; the end of each source's queries; tokens; targets. A
+    query's sources end before it; a source's queries begin behind it.
+    """
+    positions = torch.arange(len(tokens), device=tokens.device)
+    documents = document_numbers(cu_seqlens, len(tokens))
+    first = torch.maximum(cu_seqlens[documents - 1], positions - window)
+    end = torch.minimum(cu_seqlens[documents], positions + window + 1)
+    return torch.stack([first, end, tokens, targets]).int()
 
 
-def cast_and_transpose(x: Tensor, unit: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns to_fp8 of x (..., n, m), and of its transpose."""
-    return to_fp8(x, unit, dtype), to_fp8(x.mT, unit, dtype)
+def triton_pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
+    bounds = pointer_bounds(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
+    first, _, tokens, targets = bounds
+    q, k = inputs.q.contiguous(), inputs.k.contiguous()
+    T, D = q.shape
+    out = inputs.sink_scores.new_empty(3, T)
+    grid = (triton.cdiv(T, POINTER_TILES["BLOCK"]),)
+    pointer_kernel[grid](q, k, first, targets, tokens, inputs.sink_scores, out, T, D, **POINTER_TILES)
+    return out[:2], out[2]
+
+
+def triton_pointer_grad(
+    inputs: PointerInputs,
+    micro_batch: MicroBatch,
+    window: int,
+    probs: Tensor,
+    lse: Tensor,
+    probs_grad: Tensor,
+) -> PointerInputs:
+    bounds = pointer_bounds(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
+    first, end, tokens, targets = bounds
+    q, k = inputs.q.contiguous(), inputs.k.contiguous()
+    T, D = q.shape
+    mean = (probs * probs_grad).sum(0)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    of_queries = lse, mean, probs_grad[0]
+    kernel = pointer_grad_kernel[(triton.cdiv(T, POINTER_TILES["BLOCK"]),)]
+    kernel(q, k, first, targets, tokens, *of_queries, dq, T, False, D, **POINTER_TILES)
+    kernel(k, q, end, tokens, targets, *of_queries, dk, T, True, D, **POINTER_TILES)
+    return PointerInputs(dq, dk, probs[1] * (probs_grad[1] - mean))
+
+
+# ---- Sums of table rows' gradients -------------------------------------------------------------------------
 
 
 def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
-    """Adds the gradients of each id's positions to that row of `out` (N, ...): out[ids[i]] += sum of grad[k]
-    over the positions k of ids[i].
+    """out[ids[i]] += the sum of grad[k] over the positions k of ids[i], times its row of signs.
 
-    grad (T, ...), multiplied by rows segments.sign_ids of `signs`, if there are any. A row's gradients are
-    summed in at least fp32, in the list's order, and rounded once.
+    out (N, ...), grad (T, ...). A row's gradients are summed in at least fp32, in the list's order, and
+    rounded once.
     """
-    out, ids, lengths = out.flatten(1), segments.ids.long(), segments.offsets.diff().long()
+    out = out.flatten(1)
+    ids = segments.ids.long()
     dtype = torch.promote_types(out.dtype, torch.float32)
     by_row = grad.flatten(1)[segments.perm].to(dtype)
     if signs is not None and segments.sign_ids is not None:
         by_row *= signs[segments.sign_ids]
-    sums = torch.segment_reduce(by_row, "sum", lengths=lengths, unsafe=True)
+    sums = torch.segment_reduce(by_row, "sum", lengths=segments.offsets.diff().long(), unsafe=True)
     out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
+
+
+@jit
+def segment_sum_rows_kernel(
+    out,
+    grad,
+    ids,
+    perm,
+    offsets,
+    sign_ids,
+    signs,
+    columns,
+    grad_stride,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Sums a chunk of a row over its positions, in their order, with UNROLL loads in flight."""
+    i = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(first, last, UNROLL):
+        for k in tl.static_range(UNROLL):
+            at = start + k
+            pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
+            mask = cols < tl.where(at < last, columns, 0)
+            part = load_fp32(grad + pos * grad_stride + cols, mask)
+            if sign_ids is not None:
+                row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
+                part *= load_fp32(signs + row * columns + cols, mask)
+            total += part
+    out_ptrs = out + tl.load(ids + i).to(tl.int64) * columns + cols
+    total += load_fp32(out_ptrs, cols < columns)
+    tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
+
+
+SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
+
+
+def triton_segment_sum_rows(
+    out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None
+) -> None:
+    if not len(segments.ids):
+        return
+    out, grad = out.flatten(1), grad.flatten(1)
+    columns = out.size(1)
+    grid = len(segments.ids), triton.cdiv(columns, SEGMENT_SUM_TILES["BLOCK"])
+    segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
+
+
+# ---- Products, transposes and sums without kernels ---------------------------------------------------------
 
 
 def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
@@ -2089,506 +2732,43 @@ def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -
     return torch.baddbmm(upcast(add), upcast(x), upcast(y), beta=beta, alpha=alpha).to(x.dtype)
 
 
-def gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """Returns alpha x x^T + beta add, (n, M, M), rounded once, for x (n, M, K) and symmetric `add`."""
-    return baddbmm_fp32(x.new_zeros(()) if add is None else add, x, x.mT, beta, alpha)
-
-
-# ============================================================================================================
-# 7  Kernels, in Triton, with section 6's arguments and results; the backend of a run; matmuls that
-#    write their weight's gradient into main_grad.
-# ============================================================================================================
-
-if triton is not None:
-
-    @triton.jit
-    def load_fp32(pointers, mask):
-        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-
-    @triton.jit
-    def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
-        """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
-
-        Sums are fp32. Rows behind the last one become others, and are not stored.
-        """
-        k = tl.arange(0, BLOCK_K)
-        left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
-        right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
-        total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
-            right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
-            total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
-            left += BLOCK_K * a_k
-            right += BLOCK_K * b_k
-        return total
-
-    @triton.jit
-    def places(rows, cols, M, N):
-        """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
-        offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
-        return offs, (rows[:, None] < M) & (cols[None, :] < N)
-
-    @triton.jit
-    def gram_kernel(
-        x,
-        add,
-        out,
-        M,
-        K,
-        x_n,
-        x_m,
-        x_k,
-        beta,
-        alpha,
-        BLOCK: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-    ):
-        """Computes a tile of alpha x x^T + beta add on or above the diagonal, and stores its mirror image
-        too.
-
-        The result is bitwise symmetric: tensor cores may sum the halves of a diagonal tile in different
-        orders, so its lower half is a copy of the upper.
-        """
-        i, j, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-        if i > j:
-            return
-        rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-        x += n * x_n
-        total = alpha * multiply_rows(x, x, rows, cols, M, M, K, x_m, x_k, x_m, x_k, BLOCK_K)
-        offs, mask = places(rows, cols, M, M)
-        if add is not None:
-            total += beta * load_fp32(add + n * M * M + offs, mask)
-        if i == j:
-            total = tl.where(rows[:, None] <= cols[None, :], total, tl.trans(total))
-        tile = total.to(out.dtype.element_ty)
-        out += n * M * M
-        tl.store(out + offs, tile, mask=mask)
-        if i < j:
-            offs, mask = places(cols, rows, M, M)
-            tl.store(out + offs, tl.trans(tile), mask=mask)
-
-    @triton.jit
-    def store_fp8(units, out, transposed, rows, cols, M, N, FP8_MAX: tl.constexpr):
-        """Stores a tile of units, saturated, in FP8, and its transpose. FP8 products need M that 16 divides;
-        to know it allows stores of 16 bytes, where a tensor's size may vary.
-
-        Each store converts by itself: of code in which both have the same bytes, ptxas 12.8 can make a
-        program that transposes some bytes of the tile before.
-        """
-        M = M // 16 * 16
-        units = tl.clamp(units, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
-        offs, mask = places(rows, cols, M, N)
-        tl.store(out + offs, units.to(out.dtype.element_ty), mask=mask)
-        offs, exist = places(cols, rows, N, M)
-        # Zeros are not stored. They make this another conversion, which no compiler merges with the first.
-        turned = tl.trans(tl.where(mask, units, 0.0).to(out.dtype.element_ty))
-        tl.store(transposed + offs, turned, mask=exist)
-
-    # The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
-    @triton.jit(do_not_specialize_on_alignment=["scale"])
-    def cast_and_transpose_kernel(
-        x, scale, out, transposed, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        """Converts a tile of x / scale. The scale is a power of 2, so its inverse is exact."""
-        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        offs, mask = places(rows, cols, M, N)
-        units = load_fp32(x + offs, mask) * (1 / tl.load(scale))
-        store_fp8(units, out, transposed, rows, cols, M, N, FP8_MAX)
-
-    @triton.jit(do_not_specialize_on_alignment=["scales"])
-    def relu_square_kernel(
-        a,
-        b,
-        square,
-        out,
-        transposed,
-        scales,
-        amax,
-        amax_place,
-        scale_step,
-        M,
-        N,
-        K,
-        a_m,
-        a_k,
-        b_n,
-        b_k,
-        BACKWARD: tl.constexpr,
-        FP8_MAX: tl.constexpr,
-        BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        GROUP: tl.constexpr,
-    ):
-        """Computes a tile of a b^T and its epilogue. GROUP rows of tiles share operands in the L2 cache.
-
-        FP8_MAX: the result's; `transposed`, `scales` and `amax` are then relu_square_fp8's. 0: no FP8.
-        """
-        i, j = tl.program_id(1), tl.program_id(0)
-        i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
-        rows, cols = i * BLOCK_M + tl.arange(0, BLOCK_M), j * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
-        offs, mask = places(rows, cols, M, N)
-        dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
-        if FP8_MAX:
-            scale = scales + BACKWARD * scale_step
-            total *= tl.load(scale) * tl.load(scale + 2 * scale_step)
-        if BACKWARD:
-            before = load_fp32(square + offs, mask)
-            if FP8_MAX:
-                before *= tl.load(scales + 4 * scale_step)
-            else:
-                total = total.to(dtype).to(tl.float32)
-            result = 2 * tl.sqrt(before) * total
-        else:
-            relu = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
-            result = relu * relu
-        result = result.to(dtype)
-        if FP8_MAX:
-            units = result.to(tl.float32)
-            tl.atomic_max(amax + amax_place, tl.max(tl.abs(units)), sem="relaxed")  # exact in any order
-            units *= 1 / tl.load(scale + 4 * scale_step)
-            store_fp8(units, out, transposed, rows, cols, M, N, FP8_MAX)
-        else:
-            tl.store(out + offs, result, mask=mask)
-
-    FLOOR = tl.constexpr(PROB_FLOOR)
-
-    @triton.jit
-    def load_sigmoid(logits, cols, V, SHIFT, PER_SPAN):
-        """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
-        return tl.sigmoid((tl.load(logits + cols, mask=cols < V).to(tl.float32) + SHIFT) * PER_SPAN)
-
-    @triton.jit
-    def softcap_loss_kernel(
-        logits,
-        targets,
-        weights,
-        losses,
-        grad,
-        transposed,
-        n,
-        V,
-        stride,
-        copies,
-        copy_grad,
-        slot,
-        copies_stride,
-        K: tl.constexpr,
-        fp8_max,
-        dz_scale,
-        SCALE: tl.constexpr,
-        SHIFT: tl.constexpr,
-        PER_SPAN: tl.constexpr,
-        ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Computes the losses and the gradient of ROWS rows. z lies in 0 .. SCALE: exponentials need no
-        maximum subtracted. Rows behind the last one repeat it: they write the same numbers.
-        """
-        tile_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-        rows, offs = tl.minimum(tile_rows, n - 1).to(tl.int64), tl.arange(0, BLOCK)[None, :]
-        logits += rows * stride
-        grad += rows * V
-        targets += rows * K
-        sums, slot_column = tl.zeros((ROWS, BLOCK), tl.float32), -1
-        if copies is not None:
-            slot_column = tl.load(slot).to(tl.int32)
-        for start in range(0, V, BLOCK):
-            cols = start + offs
-            z = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN) * SCALE
-            sums += tl.where((cols < V) & (cols != slot_column), tl.exp(z), 0.0)
-        words = tl.sum(sums, 1, keep_dims=True)
-        whole = words
-        if copies is not None:
-            slot_exp = tl.exp(load_sigmoid(logits, slot_column, V, SHIFT, PER_SPAN) * SCALE)
-            whole += slot_exp
-        lse = tl.log(whole)
-        loss, total, factor = 0.0, 0.0, 0.0
-        for k in tl.static_range(K):
-            target = tl.load(targets + k)
-            z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
-            weight = tl.load(weights + k) * (target >= 0)
-            if k > 0 or copies is None:
-                loss += weight * (lse - z)
-                total += weight
-            else:
-                found, sink = tl.load(copies + rows), tl.load(copies + copies_stride + rows)
-                alpha, rest, by_head = slot_exp / whole, words / whole, tl.exp(z) / words
-                kept = by_head * (rest + alpha * sink)
-                p = kept + alpha * found + FLOOR
-                gain = alpha * rest * (found - by_head * (1 - sink))
-                loss -= weight * tl.log(p)
-                first = weight / p
-                tl.store(copy_grad + rows, -first * alpha)
-                tl.store(copy_grad + copies_stride + rows, -first * alpha * by_head)
-                factor, slot_grad, first = first * (kept + gain) / rest, -first * gain, first * kept
-        tl.store(losses + rows, loss)
-        factor += total
-        for start in range(0, V, BLOCK):
-            cols = start + offs
-            s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
-            e = tl.exp(s * SCALE - lse)
-            g = factor * e
-            for k in tl.static_range(K):
-                share = tl.load(weights + k) if k > 0 or copies is None else first
-                g -= tl.where(cols == tl.load(targets + k).to(tl.int32), share, 0.0)
-            if copies is not None:
-                g = tl.where(cols == slot_column, slot_grad + total * e, g)
-            g *= s * (1 - s) * dz_scale
-            g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
-            tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
-            if transposed is not None:
-                turned = transposed + cols.to(tl.int64) * n + tile_rows
-                g = tl.where(cols < V, g, 0.0).to(grad.dtype.element_ty)  # once more: see store_fp8
-                tl.store(turned, g, mask=(cols < V) & (tile_rows < n))
-
-    @triton.jit
-    def pointer_kernel(
-        own,
-        own_side,
-        other,
-        other_side,
-        lse,
-        mean,
-        hit_grad,
-        out,
-        T,
-        KEYS: tl.constexpr,
-        D: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Computes the pointer of a tile of queries or, with `mean`, the gradient of a tile of queries or
-        (KEYS) keys. Scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691).
-
-        own (T, D), of which this is a tile, and `other`, which it meets, come with their halves of
-        pointer_sides. Without `mean`, lse has the sink scores, and `out` (3, T) gets the weights and the new
-        lse. Rows behind the last position repeat it: they write the same numbers.
-        """
-        offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
-        rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
-        places = rows.to(tl.int64)[:, None] * D + d
-        a, bound, label = tl.load(own + places), tl.load(own_side + rows), tl.load(own_side + T + rows)
-        first, end = (rows + 1, bound) if KEYS else (bound, rows)
-        if mean is None:
-            sink = tl.load(lse + rows)
-            peak, found = sink, tl.zeros_like(sink)
-            total = found + 1
-        else:
-            total = tl.zeros((BLOCK, D), tl.float32)
-        for start in range(tl.min(first), tl.max(end), BLOCK):
-            cols = start + offs
-            seen = (first[:, None] <= cols) & (cols < end[:, None])
-            cols = tl.minimum(cols, T - 1)
-            b = tl.load(other + cols.to(tl.int64)[:, None] * D + d)
-            hit = label[:, None] == tl.load(other_side + T + cols)
-            scores = tl.dot(a, tl.trans(b), input_precision="ieee") * D**-0.5
-            scores = tl.where(seen, scores, float("-inf"))
-            if mean is None:
-                before, peak = peak, tl.maximum(peak, tl.max(scores, 1))
-                parts, shrink = tl.exp(scores - peak[:, None]), tl.exp(before - peak)
-                total = total * shrink + tl.sum(parts, 1)
-                found = found * shrink + tl.sum(tl.where(hit, parts, 0.0), 1)
-            else:
-                query = cols[None, :] if KEYS else rows[:, None]
-                slopes = tl.where(hit, tl.load(hit_grad + query), 0.0) - tl.load(mean + query)
-                slopes *= tl.exp(scores - tl.load(lse + query))
-                total = tl.dot(slopes.to(b.dtype), b, total, input_precision="ieee")
-        if mean is None:
-            peak += tl.log(total)
-            tl.store(out + rows, found / total)
-            tl.store(out + T + rows, tl.exp(sink - peak))
-            tl.store(out + 2 * T + rows, peak)
-        else:
-            tl.store(out + places, total * D**-0.5)
-
-    @triton.jit
-    def segment_sum_rows_kernel(
-        out,
-        grad,
-        ids,
-        perm,
-        offsets,
-        sign_ids,
-        signs,
-        columns,
-        grad_stride,
-        BLOCK: tl.constexpr,
-        UNROLL: tl.constexpr,
-    ):
-        """Sums a chunk of a row over its positions, in their order, with UNROLL loads in flight."""
-        i, cols = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for start in range(first, last, UNROLL):
-            for k in tl.static_range(UNROLL):
-                at = start + k
-                pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
-                mask = cols < tl.where(at < last, columns, 0)
-                part = load_fp32(grad + pos * grad_stride + cols, mask)
-                if sign_ids is not None:
-                    row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
-                    part *= load_fp32(signs + row * columns + cols, mask)
-                total += part
-        out_ptrs = out + tl.load(ids + i).to(tl.int64) * columns + cols
-        total += load_fp32(out_ptrs, cols < columns)
-        tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
-
-
-# Tiles, warps and pipeline stages. Matmuls are sized by a block's shared memory: 99 KiB on consumer
-# GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried on one H200.
-GRAM_TILES = {
-    64: dict(BLOCK=64, BLOCK_K=128, num_warps=4, num_stages=3),
-    128: dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3),
-}
-CAST_TILES = dict(BLOCK=64, num_warps=4)
-RELU_SQUARE_TILES = {
-    name: dict(BLOCK_M=128, BLOCK_N=n, BLOCK_K=k, GROUP=8, num_warps=8, num_stages=stages)
-    for name, n, k, stages in (("small", 128, 32, 4), ("large", 256, 64, 3), ("large fp8", 256, 128, 3))
-}
-POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
-# One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
-# bytes.
-LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
-SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
-
-
-def triton_gram(x: Tensor, add: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    n, M, K = x.shape
-    out, half = x.new_empty(n, M, M), n * math.ceil(M / 128) ** 2 // 2
-    size = 128 if half >= 132 else 64  # an H100 has so many multiprocessors
-    blocks, addend = triton.cdiv(M, size), add if add is None else add.contiguous()
-    gram_kernel[(blocks, blocks, n)](x, addend, out, M, K, *x.stride(), beta, alpha, **GRAM_TILES[size])
-    return out
-
-
-def triton_cast_and_transpose(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    M, N = x.shape
-    out, transposed = x.new_empty(M, N, dtype=dtype), x.new_empty(N, M, dtype=dtype)
-    grid = triton.cdiv(M, CAST_TILES["BLOCK"]), triton.cdiv(N, CAST_TILES["BLOCK"])
-    limit = int(torch.finfo(dtype).max)
-    cast_and_transpose_kernel[grid](x.contiguous(), unit, out, transposed, M, N, limit, **CAST_TILES)
-    return out, transposed
-
-
-def triton_relu_square(
-    a: Tensor,
-    b: Tensor,
-    square: Tensor | None = None,
-    transposed: Tensor | None = None,
-    mlp: FP8MLP | None = None,
-) -> Tensor:
-    """Computes relu_square(h, fc), or, given its result, relu_square_grad(dy, proj, square).
-
-    With `mlp` it is relu_square_fp8, whose other result goes to `transposed`.
-    """
-    (M, K), N = a.shape, len(b)
-    out = a.new_empty(M, N)
-    large = a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
-    backward = int(square is not None)
-    tiles = RELU_SQUARE_TILES["small" if not large else "large" if mlp is None else "large fp8"]
-    grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
-    fp8: tuple = (out, out, out, 0, 1)
-    limit = 0
-    if mlp is not None:
-        fp8 = transposed, mlp.scales, mlp.amax, 2 * mlp.i + backward, mlp.scales.stride(1)
-        limit = int(torch.finfo(a.dtype).max)
-    sizes = M, N, K, *a.stride(), *b.stride()
-    relu_square_kernel[grid](
-        a, b, out if square is None else square, out, *fp8, *sizes, backward, limit, **tiles
-    )
-    return out
-
-
-def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    w8 = mlp.weights[int(square8 is not None)]
-    transposed = a8.new_empty(len(w8), len(a8))
-    return triton_relu_square(a8, w8, square8, transposed, mlp), transposed
-
-
-def triton_softcap_loss(
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    unit: float = 0.0,
-    copies: PointerProbs | None = None,
-    cap: Softcap = RECORD.softcap,
-) -> tuple[Tensor, ...]:
-    n, V = logits.shape
-    losses = logits.new_empty(n, dtype=torch.float32)
-    grad = logits.new_empty(n, V, dtype=torch.float8_e5m2 if unit else None)
-    transposed = grad.new_empty(V, n) if unit else None
-    tensors, sizes = (logits, targets, weights, losses, grad, transposed), (n, V, logits.stride(0))
-    pointed = (*copies, copies.weights.stride(0)) if copies else [None] * 4
-    limits = torch.finfo(grad.dtype).max, cap.scale / cap.span / (unit or 1.0)
-    numbers = cap.scale, cap.shift, 1 / cap.span
-    tiles = LOSS_TILES["fp8" if unit else "row"]
-    blocks = triton.cdiv(n, tiles["ROWS"])
-    softcap_loss_kernel[(blocks,)](*tensors, *sizes, *pointed, len(weights), *limits, *numbers, **tiles)
-    return (losses, grad, transposed) if unit else (losses, grad)
+def bmm_fp32(x: Tensor, y: Tensor) -> Tensor:
+    """Returns x y for batches of matrices, summed in at least fp32 and rounded once."""
+    if x.is_cuda:  # tensor cores already accumulate in fp32
+        return x @ y
+    return (upcast(x) @ upcast(y)).to(x.dtype)
 
 
 @compiled
-def pointer_sides(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-    """Returns (2, 2, T) int32: for each query its first source and its target; for each source the end of its
-    queries and its token. A query's sources end before it; a source's queries begin behind it.
-    """
-    positions = torch.arange(len(tokens), device=tokens.device)
-    documents = document_numbers(cu_seqlens, len(tokens))
-    first = torch.maximum(cu_seqlens[documents - 1], positions - window)
-    end = torch.minimum(cu_seqlens[documents], positions + window + 1)
-    return torch.stack([first, targets, end, tokens]).int().view(2, 2, -1)
+def transpose_copy(out: Tensor, x: Tensor) -> None:
+    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
+    if x.element_size() == 1:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    out.copy_(x.T)
 
 
-def launch_pointer(
-    queries: PointerInputs, micro_batch: MicroBatch, window: int, outs: Sequence[Tensor], *rest: Tensor | None
-) -> None:
-    """Launches pointer_kernel for queries, and, if there is a second output, for keys."""
-    sides = pointer_sides(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
-    q, k = ((t.contiguous(), side) for t, side in zip(queries, sides))
-    T, D = queries.q.shape
-    for own, other, out in zip((q, k), (k, q), outs):
-        grid = (triton.cdiv(T, POINTER_TILES["BLOCK"]),)
-        pointer_kernel[grid](*own, *other, *rest, out, T, own is k, D, **POINTER_TILES)
+def transposed(x: Tensor) -> Tensor:
+    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
+    transpose_copy(out := x.new_empty(x.T.shape), x)
+    return out
 
 
-def triton_pointer(queries: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
-    out = queries.sink_scores.new_empty(3, len(queries.q))
-    launch_pointer(queries, micro_batch, window, [out], queries.sink_scores, None, None)
-    return out[:2], out[2]
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
+    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
+        out[:, columns.long()] += x
+    else:
+        out.index_add_(1, columns, x)
 
 
-def triton_pointer_grad(
-    queries: PointerInputs,
-    micro_batch: MicroBatch,
-    window: int,
-    weights: Tensor,
-    lse: Tensor,
-    weights_grad: Tensor,
-) -> PointerInputs:
-    mean = (weights * weights_grad).sum(0)
-    dq, dk = (t.new_empty(t.shape) for t in queries[:2])
-    launch_pointer(queries, micro_batch, window, [dq, dk], lse, mean, weights_grad)
-    return PointerInputs(dq, dk, weights[1] * (weights_grad[1] - mean))
-
-
-def triton_segment_sum_rows(
-    out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None
-) -> None:
-    if len(segments.ids):
-        out, grad = out.flatten(1), grad.flatten(1)
-        grid = len(segments.ids), triton.cdiv(out.size(1), SEGMENT_SUM_TILES["BLOCK"])
-        sizes = out.size(1), grad.stride(0)
-        segment_sum_rows_kernel[grid](out, grad, *segments, signs, *sizes, **SEGMENT_SUM_TILES)
+# ---- The backend of a run ----------------------------------------------------------------------------------
 
 
 class Backend(NamedTuple):
-    """A run's implementations of operations of section 6."""
+    """A run's implementations of operations."""
 
     attention: Callable = dense_attention
-    gram: Callable = gram
     relu_square: Callable = relu_square
     relu_square_grad: Callable = relu_square_grad
     relu_square_fp8: Callable = relu_square_fp8
@@ -2604,9 +2784,8 @@ class Backend(NamedTuple):
 TORCH_BACKEND = Backend()
 
 KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in Config.kernels
-    "gram": triton_gram,
     "relu_square": triton_relu_square,
-    "relu_square_grad": triton_relu_square,
+    "relu_square_grad": triton_relu_square_grad,
     "relu_square_fp8": triton_relu_square_fp8,
     "cast_and_transpose": triton_cast_and_transpose,
     "softcap_loss": triton_softcap_loss,
@@ -2614,18 +2793,6 @@ KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in
     "pointer_grad": triton_pointer_grad,
     "segment_sum_rows": triton_segment_sum_rows,
 }
-
-
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
-
-    width, lengths = v.size(-1), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    # It takes one width.
-    q, k, v = (F.pad(t, (0, max(q.size(-1), width) - t.size(-1))) for t in (q, k, v))
-    y = varlen_attn(q, k, v, *lengths, scale=1.0, window_size=(window, 0))  # type: ignore
-    return y[:, :, :width]  # type: ignore
 
 
 def check_driver() -> None:
@@ -2678,52 +2845,9 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
     return Backend(**chosen, fp8=cfg.fp8)
 
 
-@compiled
-def transpose_copy(out: Tensor, x: Tensor) -> None:
-    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
-    if x.element_size() == 1:
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    whole = out.is_cuda or torch.compiler.is_compiling()
-    n = len(out) if whole else 256  # a CPU's cache holds both parts of so many rows
-    for rows, columns in zip(out.split(n), x.split(n, dim=1)):
-        rows.copy_(columns.T)
-
-
-def transposed(x: Tensor) -> Tensor:
-    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    transpose_copy(out := x.new_empty(x.T.shape), x)
-    return out
-
-
-@compiled
-def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
-    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
-        out[:, columns.long()] += x
-    else:
-        out.index_add_(1, columns, x)
-
-
-def fp8_matmul(
-    a: Tensor,
-    b: Tensor,
-    scales: Sequence[Tensor],
-    dtype: torch.dtype,
-    fast: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns a b times both scales, in `out` if given, for fp8 a (n, k), row-major, b (k, m), column-major.
-
-    Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
-    """
-    assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
-    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
-
-
-@cache
-def device_scalar(value: float, device: torch.device) -> Tensor:
-    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
-    return torch.full((), value, device=device)
+# ============================================================================================================
+# 7  Gradients. Matmuls that write their weight's gradient into main_grad.
+# ============================================================================================================
 
 
 def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
@@ -2751,15 +2875,6 @@ LIBRARY.define("write_grad(Tensor(a!) main_grad, Tensor a, Tensor b, Tensor[] sc
 LIBRARY.impl("write_grad", write_grad, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LIBRARY)
 write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
-
-
-# The head's FP8 scales (records 19, 51, 92), fixed, so that no step searches for a maximum: e4m3's largest
-# number stands for x = 100 and w = 2. Logits are e4m3 too, without a scale: the cap flattens large ones.
-# Gradients are e5m2, for its range, in units of FP8_GRAD times their scale.
-FP8_X, FP8_W, FP8_GRAD = 100 / E4M3_MAX, 2 / E4M3_MAX, 0.75 / 8 / E4M3_MAX
-# The MLPs': of the input, which is at most the root of the width, 27.7 for 768; and of their result's
-# gradient.
-FP8_H, FP8_DY = 2**-4, 2**-6
 
 
 class Weight(NamedTuple):
@@ -2820,7 +2935,7 @@ class MLP(torch.autograd.Function):
         h8, ht8 = backend.cast_and_transpose(h, h_scale, torch.float8_e4m3fn)
         square8, squaret8 = backend.relu_square_fp8(h8, fp8)
         ctx.save_for_backward(ht8, square8, squaret8)
-        return fp8_matmul(square8, fp8.transposed[1].T, (scale, proj_scale), h.dtype, fast=True)
+        return fp8_matmul(square8, fp8.weights_T[1].T, (scale, proj_scale), h.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy):
@@ -2833,7 +2948,7 @@ class MLP(torch.autograd.Function):
         (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
         dy8, dyt8 = ctx.backend.cast_and_transpose(dy, dy_scale, torch.float8_e5m2)
         da8, dat8 = ctx.backend.relu_square_fp8(dy8, fp8, square8)
-        dh = fp8_matmul(da8, fp8.transposed[0].T, (da_scale, fc_scale), dy.dtype)
+        dh = fp8_matmul(da8, fp8.weights_T[0].T, (da_scale, fc_scale), dy.dtype)
         dfc = to_fc.gradient(dat8.T, ht8.T, (da_scale, h_scale))
         return dh, None, dfc, to_proj.gradient(squaret8.T, dyt8.T, (scale, dy_scale)), None, None
 
@@ -2980,7 +3095,7 @@ def next_token_losses(
     losses = F.cross_entropy(z, targets, reduction="none")
     if copies is None:
         return losses
-    found, sink = copies.weights
+    found, sink = copies.probs
     return -((-losses).exp() * (1 - alpha * (1 - sink)) + alpha * found + PROB_FLOOR).log()
 
 
@@ -3644,39 +3759,64 @@ def adam(
 ) -> None:
     """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
 
-    Weight decay, lr^2 wd p, acts only where it points the way the update goes (cautious decay: Chen et al.
-    2025, arXiv:2510.12402).
+        exp_avg = beta1 exp_avg + (1 - beta1) grad,  exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
+        update = step_size exp_avg / (sqrt(exp_avg_sq) + eps)
+        p = p - update - decay p [update p > 0],  decay = lr^2 wd
+
+    with step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t) in update t. Weight decay acts only where it points
+    the way the update goes (cautious decay: Chen et al. 2025, arXiv:2510.12402). state["rates"], if it is
+    there, are factors of step_size and decay, of each entry of p.
     """
     t = state["steps"].add_(1).item()
-    slowdown, lr = plan.interval_ratio(spec.update_every), cfg.adam_lr * plan.lr_mul * spec.lr_mul
-    beta1, beta2 = (beta**slowdown for beta in spec.betas)
+    interval_ratio = plan.interval_ratio(spec.update_every)
+    beta1 = spec.betas[0] ** interval_ratio
+    beta2 = spec.betas[1] ** interval_ratio
+    lr = cfg.adam_lr * plan.lr_mul * spec.lr_mul
     step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-    decay = lr * lr * (cfg.adam_wd * spec.wd_mul * slowdown)
+    decay = lr * lr * (cfg.adam_wd * spec.wd_mul * interval_ratio)
+    dtype = state["exp_avg"].dtype
+    tensors = {"p": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "grad": grad}
+    if "rates" in state:
+        tensors["lr_mul"], tensors["decay_mul"] = state["rates"]
     # As vectors, so that code compiled for any length serves every parameter. On a CPU they are updated in
     # blocks, so that intermediate results stay in its cache.
-    tensors = p, state["exp_avg"], state["exp_avg_sq"], grad, *state.get("rates", ())
-    dtype, size = state["exp_avg"].dtype, p.numel() if p.is_cuda else 1 << 16
-    hyper = 1 - beta1, beta2, host_scalar(step_size, dtype), host_scalar(decay, dtype), cfg.adam_eps
-    for parts in zip(*(x.view(-1).split(size) for x in tensors)):
-        adam_update(*hyper, *parts)
+    size = p.numel() if p.is_cuda else 1 << 16
+    vectors = {name: t.view(-1) for name, t in tensors.items()}
+    hyper = dict(
+        one_minus_beta1=1 - beta1,
+        beta2=beta2,
+        step_size=host_scalar(step_size, dtype),
+        decay=host_scalar(decay, dtype),
+        eps=cfg.adam_eps,
+    )
+    for block in split_tensors(vectors, size):
+        adam_update(**block, **hyper)
+
+
+def split_tensors(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """Yields successive parts of tensors of equal length, by their names; `size` rows each."""
+    parts = [t.split(size) for t in tensors.values()]
+    for block in zip(*parts):
+        yield dict(zip(tensors, block))
 
 
 @compiled
 def adam_update(
-    weight1: float,
+    p: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    one_minus_beta1: float,
     beta2: float,
     step_size: Tensor,
     decay: Tensor,
     eps: float,
-    p: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
     lr_mul: float | Tensor = 1.0,
     decay_mul: float | Tensor = 1.0,
 ) -> None:
+    """Does adam() for a vector, in the dtype of its state."""
     grad = grad.to(exp_avg.dtype)
-    exp_avg.lerp_(grad, weight1)
+    exp_avg.lerp_(grad, one_minus_beta1)
     exp_avg_sq.mul_(beta2).addcmul_((1 - beta2) * grad, grad)
     update = step_size * lr_mul * exp_avg / (exp_avg_sq.sqrt() + eps)
     p32 = p.to(exp_avg.dtype)
@@ -3689,7 +3829,8 @@ def adam_update(
 
 def merge_mantissa(high: Tensor, low: Tensor) -> Tensor:
     """Returns fp32 from its upper 16 bits, bf16, and its lower ones, uint16."""
-    high, low = (half.view(torch.int16).to(torch.int32) for half in (high, low))
+    high = high.view(torch.int16).to(torch.int32)
+    low = low.view(torch.int16).to(torch.int32)
     return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
 
 
@@ -3722,18 +3863,27 @@ def divide_by_norm(x: Tensor, A: Tensor, margin: float) -> tuple[Tensor, Tensor]
     return (x / norm).to(x.dtype), (A / norm.square()).to(A.dtype)
 
 
-def orthogonalize(x: Tensor, margin: float, gram_of: Callable = gram) -> Tensor:
+def orthogonalize(x: Tensor, margin: float) -> Tensor:
     """Approximates the orthogonal polar factor of each matrix of x (n, rows, cols), in its dtype.
 
-    In bf16 every product is summed in fp32 and rounded once.
+        x = x / (margin |x|);  then for each map (a, b, c):  A = x x^T,  x = a x + (b A + c A^2) x
+
+    for wide matrices; for tall ones A = x^T x, from the right. In bf16 every product is summed in fp32 and
+    rounded once.
     """
     tall = x.size(-2) > x.size(-1)
     for i, (a, b, c) in enumerate(ANVIL_MAPS):
-        A = gram_of(x.mT if tall else x)
+        if tall:
+            A = bmm_fp32(x.mT, x)
+        else:
+            A = bmm_fp32(x, x.mT)
         if i == 0:
             x, A = divide_by_norm(x, A, margin)
-        B = gram_of(A, A, b, c)  # A is symmetric
-        x = baddbmm_fp32(x, x, B, a, 1.0) if tall else baddbmm_fp32(x, B, x, a, 1.0)
+        B = baddbmm_fp32(A, A, A.mT, b, c)
+        if tall:
+            x = baddbmm_fp32(x, x, B, a, 1.0)
+        else:
+            x = baddbmm_fp32(x, B, x, a, 1.0)
     return x
 
 
@@ -3741,10 +3891,11 @@ def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     n, rows, cols = p.shape
     cycle = spec.matrix_lr_mul or (1.0,)
     factors = [cycle[(first + i) % len(cycle)] for i in range(n)]
+    mean_shape = (n, rows, 1) if rows >= cols else (n, 1, cols)
     state = {
         "fast_momentum": torch.zeros_like(p, dtype=dtype),
         "slow_momentum": torch.zeros_like(p, dtype=dtype),
-        "second_momentum_buffer": p.new_zeros((n, rows, 1) if rows >= cols else (n, 1, cols), dtype=dtype),
+        "second_momentum_buffer": p.new_zeros(mean_shape, dtype=dtype),
         # On the device from the start: a copy in a step would make it wait.
         "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
     }
@@ -3758,42 +3909,62 @@ def anvil(
 ) -> None:
     """Updates matrices p (n, rows, cols) by ANVIL (record 92, PR 360), which descends from Muon and NorMuon.
 
-    The update is momentum of two rails, orthogonalized, then scaled to even rows (columns of wide matrices).
+        x = normuon_variance_reduction(orthogonalize(nesterov_momentum(grad)))
+        p = p - r x - decay r p [slow_momentum p >= 0],  r = lr * matrix_lr_mul
+
+    with names of a matrix's state; lr contains sqrt(max(1, rows / cols)).
     """
-    one_momentum, dtype = plan.step < cfg.two_momenta_from, state["slow_momentum"].dtype
-    beta, weight = (plan.momentum, 1.0) if one_momentum else (cfg.fast_beta, cfg.fast_weight)
-    numbers = host_scalar(1 - beta, dtype), host_scalar(weight, dtype), host_scalar(plan.momentum, dtype)
+    dtype = state["slow_momentum"].dtype
+    if plan.step < cfg.two_momenta_from:
+        fast_beta, fast_weight = plan.momentum, 1.0
+    else:
+        fast_beta, fast_weight = cfg.fast_beta, cfg.fast_weight
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
-    rates = host_scalar(lr, dtype), host_scalar(decay, dtype)
-    # In blocks on a CPU, as in adam(). The state is in anvil_init's order.
+    # In blocks on a CPU, as in adam().
     size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
-    for parts in zip(*(t.split(size) for t in (p, grad, *state.values()))):
-        update_matrices(cfg, backend.gram, numbers, rates, *parts)
+    hyper = dict(
+        fast_rate=host_scalar(1 - fast_beta, dtype),
+        fast_weight=host_scalar(fast_weight, dtype),
+        momentum=host_scalar(plan.momentum, dtype),
+        lr=host_scalar(lr, dtype),
+        decay=host_scalar(decay, dtype),
+    )
+    for block in split_tensors({"p": p, "grad": grad} | state, size):
+        update_matrices(cfg=cfg, **block, **hyper)
 
 
 @compiled  # one graph: launched from Python, the products of the banks alone would take milliseconds
 def update_matrices(
-    cfg: Config,
-    gram_of: Callable,
-    numbers: tuple[Tensor, Tensor, Tensor],
-    rates: tuple[Tensor, Tensor],
     p: Tensor,
     grad: Tensor,
     fast_momentum: Tensor,
     slow_momentum: Tensor,
-    buffer: Tensor,
-    lr_mul: Tensor,
+    second_momentum_buffer: Tensor,
+    matrix_lr_mul: Tensor,
+    cfg: Config,
+    fast_rate: Tensor,
+    fast_weight: Tensor,
+    momentum: Tensor,
+    lr: Tensor,
+    decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """Does anvil() for a block of matrices. `numbers` are nesterov_momentum's, `rates` anvil_update's."""
+    """Does anvil() for a block of matrices, with anvil_init's names of their state."""
     x = nesterov_momentum(
-        grad, fast_momentum, slow_momentum, cfg.slow_rate, *numbers, dtype_of(cfg.bank_dtype)
+        grad,
+        fast_momentum,
+        slow_momentum,
+        cfg.slow_rate,
+        fast_rate,
+        fast_weight,
+        momentum,
+        dtype_of(cfg.bank_dtype),
     )
-    x = orthogonalize(x, cfg.bank_margin, gram_of)
-    x = normuon_variance_reduction(x, buffer, cfg.bank_beta2)
-    anvil_update(p, x, slow_momentum, lr_mul, *rates, mantissa)
+    x = orthogonalize(x, cfg.bank_margin)
+    x = normuon_variance_reduction(x, second_momentum_buffer, cfg.bank_beta2)
+    anvil_update(p, x, slow_momentum, matrix_lr_mul, lr, decay, mantissa)
 
 
 def nesterov_momentum(
@@ -3808,14 +3979,17 @@ def nesterov_momentum(
 ) -> Tensor:
     """Returns Nesterov momentum in `dtype` (record 3; Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    Its buffer is the mean of two rails, `fast_weight` on the fast one: an average of recent gradients and one
-    of the long run. Moves the rails towards grad by their rates.
+        fast_momentum += fast_rate (grad - fast_momentum),  slow_momentum += slow_rate (grad - slow_momentum)
+        mean = fast_weight fast_momentum + (1 - fast_weight) slow_momentum
+        result = (1 - momentum) grad + momentum mean
+
+    One average is of recent gradients, the other of the long run.
     """
     grad = grad.to(fast_momentum.dtype)
     # No lerp and no 1 - fast_weight: generated code would compute these numbers by a kernel on the host.
     fast_momentum.add_(fast_rate * (grad - fast_momentum))
     slow_momentum.add_(slow_rate * (grad - slow_momentum))
-    # With fast_weight 1 this is exactly the fast rail.
+    # With fast_weight 1 this is exactly fast_momentum.
     mean = fast_weight * fast_momentum + (slow_momentum - fast_weight * slow_momentum)
     return (grad + momentum * (mean - grad)).to(dtype)
 
@@ -3881,20 +4055,36 @@ def row_adam(
 ) -> None:
     """Updates distinct rows, grads[0] (n,) int32, of a table (N, w) by their gradients grads[1] (n, w).
 
-    Gradients are divided by the root of a second moment of their row, Adam's of their mean squares, as DLRM
-    (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi et al. 2011, jmlr.org/papers/v12/duchi11a.html). There
-    is no first moment, and bias correction is the table's: a row's first step is 1 / sqrt(1 - beta2) times as
-    long as one of a row that is always touched (PR 360). Decay acts as in adam().
+        moment = beta2^(time - last) moment + (1 - beta2) mean(grad^2),  last = time
+        update = lr sqrt(1 - beta2^count) grad / (sqrt(moment) + eps)
+        row = row - update - decay row [update row > 0],  decay = lr^2 wd
+
+    The second moment is of a row's mean squares, as DLRM (arXiv:1906.00091) and FBGEMM have Adagrad's (Duchi
+    et al. 2011, jmlr.org/papers/v12/duchi11a.html). There is no first moment, and bias correction is the
+    table's: a row's first step is 1 / sqrt(1 - beta2) times as long as one of a row that is always touched
+    (PR 360). Decay is cautious, as in adam().
     """
-    slowdown, dtype = plan.interval_ratio(ngrams.update_every), state["moments"].dtype
-    state["clock"] += torch.tensor([1, slowdown])
+    rows, row_grads = grads
+    dtype = state["moments"].dtype
+    interval_ratio = plan.interval_ratio(ngrams.update_every)
+    state["clock"] += torch.tensor([1, interval_ratio])
     count, time = state["clock"].tolist()
-    beta2, lr = ngrams.beta2**slowdown, ngrams.lr * plan.lr_mul
-    numbers = 1 - beta2, lr * math.sqrt(1 - beta2**count), lr * lr * ngrams.wd * slowdown
-    scalars = host_scalar(time, torch.int32), *(host_scalar(number, dtype) for number in numbers)
+    beta2 = ngrams.beta2**interval_ratio
+    lr = ngrams.lr * plan.lr_mul
     # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
-    update = update_rows if len(grads[0]) > 1 else update_rows.__wrapped__  # type: ignore
-    update(table, state["moments"], state["last"], *grads, state["decays"], *scalars)
+    update = update_rows if len(rows) > 1 else update_rows.__wrapped__  # type: ignore
+    update(
+        table,
+        state["moments"],
+        state["last"],
+        rows,
+        row_grads,
+        state["decays"],
+        time=host_scalar(time, torch.int32),
+        one_minus_beta2=host_scalar(1 - beta2, dtype),
+        step_size=host_scalar(lr * math.sqrt(1 - beta2**count), dtype),
+        decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
+    )
 
 
 @compiled
@@ -3906,22 +4096,19 @@ def update_rows(
     grads: Tensor,
     decays: Tensor,
     time: Tensor,
-    weight: Tensor,
-    lr: Tensor,
+    one_minus_beta2: Tensor,
+    step_size: Tensor,
     decay: Tensor,
 ) -> None:
-    """Does row_adam's arithmetic, in at least fp32, the dtype of moments (N,).
-
-    A row's moment decays by decays[k], beta2^k, for the k units of time since `last` (N,) int32, its update
-    before.
-    """
-    at = rows.long()
-    new = decays[time - last[at]] * moments[at] + weight * grads.square().mean(-1)
-    moments.index_copy_(0, at, new)
-    last.index_copy_(0, at, torch.zeros_like(rows) + time)
-    old, update = table[at].to(grads.dtype), lr * grads / (new.sqrt() + ROW_EPS)[:, None]
+    """Does row_adam's arithmetic, in at least fp32, the dtype of moments (N,). decays[k] is beta2^k."""
+    ids = rows.long()
+    new_moments = decays[time - last[ids]] * moments[ids] + one_minus_beta2 * grads.square().mean(-1)
+    moments.index_copy_(0, ids, new_moments)
+    last.index_copy_(0, ids, torch.zeros_like(rows) + time)
+    old = table[ids].to(grads.dtype)
+    update = step_size * grads / (new_moments.sqrt() + ROW_EPS)[:, None]
     update += decay * old * (update * old > 0)
-    table.index_copy_(0, at, (old - update).to(table.dtype))
+    table.index_copy_(0, ids, (old - update).to(table.dtype))
 
 
 OPTIMIZERS = {

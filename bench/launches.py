@@ -186,6 +186,10 @@ class Counts(TorchDispatchMode):
 
         return call
 
+    def as_jit_kernel(self, name: str) -> dict[tuple, Callable]:
+        """Makes what replaces a Triton kernel: its launch, for any grid, is counted."""
+        return defaultdict(lambda: lambda *args, **_: self.add_kernel(name, args))
+
     def as_compiled(self, function: Callable) -> Callable:
         """Makes a function's compiled form, as torch.compile would. All backwards are one, the layers'."""
 
@@ -308,8 +312,8 @@ def run_steps(
         if cfg.compile:
             patch(torch.autograd, backward=counts.as_compiled_backward(torch.autograd.backward))
         patch(torch, _scaled_mm=gpu_code.scaled_mm)
-        # Whatever its grid is.
-        patch(tg, pointer_kernel=defaultdict(lambda: lambda *args, **_: counts.add_kernel("pointer", args)))
+        for name in ("pointer", "pointer_grad"):
+            patch(tg, **{f"{name}_kernel": counts.as_jit_kernel(name)})
         for owner, name, phase in PHASE_OF:
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)

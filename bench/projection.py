@@ -234,17 +234,15 @@ class Traffic(launches.Counts):
         nbytes = total(map(access, found))
         if name == "segment_sum_rows":
             (table, grad, index, *_), _ = tensors
-            nbytes = grad.nbytes + len(index.row_ids) * table[:1].nbytes
-        elif name == "gram":  # half of a symmetric product
-            kind, flops = KINDS[found[0].itemsize], 1.0 * found[0].numel() * found[-1].size(-1)
+            nbytes = grad.nbytes + len(index.ids) * table[:1].nbytes
         elif name.startswith("relu_square"):  # the result is larger than the factors
             a, largest = found[0], max(t.numel() for t in found)
             kind, flops = KINDS[a.itemsize], 2.0 * a.size(-1) * largest
-        elif name == "pointer":  # scores, and with `mean` one product of their gradient
-            _, _, _, _, _, mean, *_ = tensors
+        elif name in ("pointer", "pointer_grad"):  # scores, and one product of their gradient
             documents, window = self.batch.micro_batches[0].cu_seqlens, self.cfg.pointer_window
             sources = step_time.mean_keys(documents.numpy(), window) - 1  # without the token itself
-            kind, flops = name, 2.0 * (1 + (mean is not None)) * found[0].numel() * sources
+            products = 1 if name == "pointer" else 2
+            kind, flops = "pointer", 2.0 * products * found[0].numel() * sources
         self.append(name, nbytes, kind, flops)
 
     def add_collective(self, kind: str, name: str, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Tests the operations of section 6 that are compiled where they are called, as they are and compiled."""
+"""Tests the operations that are compiled where they are called, as they are and compiled."""
 
 import inspect
 
@@ -58,10 +58,13 @@ def test_gather_rows(device, dtype, out_dtype, signed):
     """Checks bits: sums in fp32, in order, rounded once. Table and output lie in NaN."""
     for n, ranges in ((23, 3), (40, 3), (31, 3), (23, 1)):
         ids = torch.randint(0, 3 * n + 5, (ranges, n), generator=generator(n), dtype=torch.int32)
-        table, read = nan_padded(nan_filled(3 * n + 5, 101, dtype=dtype)), ids.unique().long()
+        table = nan_padded(nan_filled(3 * n + 5, 101, dtype=dtype))
+        read = ids.unique().long()
         size = 2.0 ** torch.randint(-10, 11, (len(read), 101), generator=generator(n + 1))
         table[read] = (randn(len(read), 101, seed=n + 2) * size).to(dtype)
-        buffer, signs, want = nan_filled(n + 4, 101, dtype=out_dtype).to(device), (), torch.zeros(n, 101)
+        buffer = nan_filled(n + 4, 101, dtype=out_dtype).to(device)
+        signs = ()
+        want = torch.zeros(n, 101)
         parts = [table[rows].float() for rows in ids]
         if signed:
             sign_ids = torch.randint(0, 9, (ranges, n), generator=generator(n + 3)).int()
@@ -83,7 +86,8 @@ def update_case(N, n, columns, dtype=F32, seed=0):
     The first row to update has a gradient of 0 and none before.
     """
     rows = torch.randperm(N, generator=generator(seed))[:n].int()
-    table, moments = nan_filled(N + 4, columns, dtype=dtype)[2:-2], nan_filled(N + 4)[2:-2]
+    table = nan_filled(N + 4, columns, dtype=dtype)[2:-2]
+    moments = nan_filled(N + 4)[2:-2]
     last = torch.arange(N + 4, dtype=torch.int32)[2:-2] % TIME
     size = 10.0 ** torch.randint(-4, 5, (n, 1), generator=generator(seed + 1))
     grads = randn(n, columns, seed=seed + 2) * size
@@ -95,7 +99,8 @@ def update_case(N, n, columns, dtype=F32, seed=0):
 
 def updated_in_fp64(table, moments, last, rows, grads, beta2, lr, decay):
     """Returns the rows of both after an update."""
-    squares, old = grads.double().square().mean(-1), table[rows].double()
+    squares = grads.double().square().mean(-1)
+    old = table[rows].double()
     new = beta2 ** (TIME - last[rows]).double() * moments[rows].double() + (1 - beta2) * squares
     update = lr * grads.double() / (new.sqrt() + tg.ROW_EPS)[:, None]
     update += decay * old * (update * old > 0)
@@ -106,14 +111,17 @@ def updated_in_fp64(table, moments, last, rows, grads, beta2, lr, decay):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_update_rows(device, dtype, beta2):
     """Checks moments and weights within a few roundings of fp64; nothing else may change."""
-    decays, time = (beta2 ** torch.arange(TIME + 1).double()).float().to(device), torch.tensor(TIME).int()
+    decays = (beta2 ** torch.arange(TIME + 1).double()).float().to(device)
+    time = torch.tensor(TIME).int()
     for N, n in ((40, 23), (50, 31), (31, 31)):
         case = update_case(N, n, 64 + 1, dtype, n)
         table, moments, last, rows, grads = on(device, *case)
         weights, total, update = updated_in_fp64(*case, beta2, 0.3, 0.01)
-        numbers = torch.tensor([1 - beta2, 0.3, 0.01])
-        tg.update_rows(table, moments, last, rows, grads, decays, time, *numbers)
-        (old, old_moments, old_last, rows, old_grads), table, moments = case, table.cpu(), moments.cpu()
+        one_minus_beta2, step_size, decay = torch.tensor([1 - beta2, 0.3, 0.01])
+        tg.update_rows(table, moments, last, rows, grads, decays, time, one_minus_beta2, step_size, decay)
+        old, old_moments, old_last, rows, old_grads = case
+        table = table.cpu()
+        moments = moments.cpu()
         bound = 2.0**-21 * (old[rows].double().abs() + update.abs())
         if dtype == BF16:
             bound += torch.finfo(dtype).eps / 2 * weights.abs() + 1e-7
@@ -145,7 +153,8 @@ def test_add_columns(device, dtype):
     """Checks that only the given columns change. All others are NaN."""
     for n, m, k in (300, 65, 63), (300, 65, 64), (300, 65, 299):
         columns = torch.randperm(n, generator=generator(k))[:k].sort().values.int()
-        x, out = randn(k, m, dtype=dtype), nan_filled(m, n, dtype=dtype)
+        x = randn(k, m, dtype=dtype)
+        out = nan_filled(m, n, dtype=dtype)
         out[:, columns] = randn(m, k, seed=1, dtype=dtype)
         want = out.clone()
         want[:, columns] += x.T

@@ -107,8 +107,8 @@ def test_scales_of_weights(cfg):
         units = bank[: mlp.weights[:, :, 0, 0].numel()].view(mlp.weights.shape) / mlp.scales[:, 1]
         assert (units.abs().max() > 448 * 1.1) == (growth > 1.2)
         torch.testing.assert_close(mlp.weights.float(), units.clamp(-448, 448), rtol=2**-4, atol=2**-10)
-        assert torch.equal(mlp.transposed.float(), mlp.weights.float().mT)
-        assert mlp.transposed.is_contiguous()
+        assert torch.equal(mlp.weights_T.float(), mlp.weights.float().mT)
+        assert mlp.weights_T.is_contiguous()
 
 
 def test_scales_keep_their_addresses(cfg):

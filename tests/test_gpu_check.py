@@ -132,11 +132,11 @@ FP8_WINS = row("relu_square", ms=(0.1, 1.4), operation="relu_square_fp8")
     [
         ([row(name, ok=True, ms=(1.0, 2.0)) for name in (*tg.RECORD.kernels, "fp8", "attention")], ""),
         (
-            [row("gram", ok=True), row("gram", ok=False)],
-            "kernels=relu_square,cast_and_transpose,softcap_loss,pointer,segment_sum_rows",
+            [row("pointer", ok=True), row("pointer", ok=False)],
+            "kernels=relu_square,cast_and_transpose,softcap_loss,segment_sum_rows",
         ),
         ([FP8_WINS, GRAD_LOSES], ""),
-        ([GRAD_LOSES], "kernels=gram,cast_and_transpose,softcap_loss,pointer,segment_sum_rows fp8_mlp=false"),
+        ([GRAD_LOSES], "kernels=cast_and_transpose,softcap_loss,pointer,segment_sum_rows fp8_mlp=false"),
         # Times of several shapes add up; 3% are noise.
         ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.1, 2.0))], ""),
         ([row("attention", ms=(1.0, 2.0)), row("attention", ms=(3.2, 1.9))], "attention_impl=dense"),

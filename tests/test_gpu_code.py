@@ -36,10 +36,10 @@ ALLOWED = {
     "torch.ops.train_gpt.write_grad.default": "a matmul that writes to main_grad",
     "torch.ops.torch_attn._varlen_attn.default": "FlashAttention",
     "torch.ops.torch_attn._varlen_attn_backward.default": "FlashAttention",
-    "extern_kernels.baddbmm": "the same, for batches, added to a matrix",
+    "extern_kernels.bmm": "the same, for batches",
+    "extern_kernels.baddbmm": "the same, added to a matrix",
     "relu_square_kernel.run": "the script's kernel",
     "cast_and_transpose_kernel.run": "the script's kernel",
-    "gram_kernel.run": "the script's kernel",
 }
 # Functions that change a few rows, or all, of tables and main_grads: in place.
 IN_PLACE = {"gather_rows", "update_rows", "transpose_copy", "add_columns"}

@@ -107,7 +107,9 @@ def copies_of(case, dtype, slot):
 def test_golden_mixture(case, dtype):
     logits = torch.tensor(case["logits"], dtype=dtype)
     targets, copies = torch.tensor(case["targets"]), copies_of(case, dtype, 24)
-    losses, grad = tg.softcap_loss(logits, targets, torch.tensor(case["weights"], dtype=dtype), copies=copies)
+    losses, grad = tg.softcap_loss(
+        logits, targets, torch.tensor(case["weights"], dtype=dtype), pointer_probs=copies
+    )
     hard = dtype == torch.float32 and case["name"] in ("floor", "gate_fully_open")
     close(losses, case["losses"], dtype, fp32=2e-6)
     if not hard:
@@ -127,18 +129,18 @@ def test_golden_mixture_of_the_kernel(interpreted, case):  # noqa: F811
     dtype = torch.float32
     logits, copies = torch.tensor(case["logits"]), copies_of(case, dtype, 24)
     targets, weights = torch.tensor(case["targets"]), torch.tensor(case["weights"])
-    losses, grad = interpreted.triton_softcap_loss(logits, targets, weights, copies=copies)
+    losses, grad = interpreted.triton_softcap_loss(logits, targets, weights, pointer_probs=copies)
     close(losses, case["losses"], dtype, fp32=2e-6)
-    want, plain = case["d_logits"], copies._replace(grad=torch.empty_like(copies.weights))
+    want, plain = case["d_logits"], copies._replace(grad=torch.empty_like(copies.probs))
     copy_want = [case["d_p_copy"], case["d_a_sink"]]
     if case["name"] in ("floor", "gate_fully_open"):
-        want = tg.softcap_loss(logits, targets, weights, copies=plain)[1].tolist()
+        want = tg.softcap_loss(logits, targets, weights, pointer_probs=plain)[1].tolist()
         copy_want = plain.grad.tolist()
     close(grad, want, dtype)
     for ours, numbers in zip(copies.grad, copy_want):
         close(ours, numbers, dtype)
     targets[0] = -1
-    interpreted.triton_softcap_loss(logits, targets, weights, copies=copies)
+    interpreted.triton_softcap_loss(logits, targets, weights, pointer_probs=copies)
     assert not copies.grad[:, 0].any()
 
 
@@ -248,7 +250,7 @@ def test_what_is_trained_sums_to_one(seed, columns):
         weights = torch.stack([found[token], found[-1]])[:, None]
         copies = tg.PointerProbs(weights, torch.empty_like(weights), torch.tensor([slot]))
         target, one = torch.tensor([[token]]), torch.ones(1, dtype=torch.float64)
-        loss, _ = tg.softcap_loss(logits, target, one, copies=copies)
+        loss, _ = tg.softcap_loss(logits, target, one, pointer_probs=copies)
         total += (-loss).exp().item() - tg.PROB_FLOOR if token != slot else 0.0
     assert total == pytest.approx(1, abs=1e-12)
 

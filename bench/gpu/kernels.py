@@ -41,23 +41,8 @@ def run(operation: str, args: Any, backend: tg.Backend) -> tuple:
 # ---- operands ----------------------------------------------------------------------------------------------
 
 
-def gram_cases(cfg: tg.Config, device: torch.device) -> Iterator[Case]:
-    """Yields the products of the orthogonalization of each bank, on one rank and on one of eight."""
-    for spec in cfg.params:
-        for world_size in (1, 8) if spec.optimizer == "anvil" else ():
-            *bank, rows, cols = tg.param_shapes(cfg, world_size)[spec.name]
-            n = math.prod(bank) // world_size
-            x = torch.randn(n, rows, cols, device=device).to(tg.dtype_of(cfg.bank_dtype))
-            # Of spectral norm about 1, as there: both terms of the second product then count.
-            x = (x.mT if rows > cols else x) / (math.sqrt(rows) + math.sqrt(cols))
-            (_, M, K), A, name = x.shape, tg.gram(x), f"{spec.name} of {world_size}: {n}"
-            yield Case("gram", f"{name} x {M} x {K}", (x,), flops=2 * n * M * M * K)
-            args = A, A, *tg.ANVIL_MAPS[0][1:]
-            yield Case("gram", f"{name} x {M} x {M} +", args, flops=2 * n * M**3)
-
-
 def stage_cases(cfg: tg.Config, stage: int, paths: list[Path], device: torch.device) -> Iterator[Case]:
-    """Yields the other operations, on the operands of a stage's micro-batch on one GPU."""
+    """Yields the operations, on the operands of a stage's micro-batch on one GPU."""
     plan, loader = tg.plan_step(cfg, cfg.stage_starts[stage]), tg.TrainLoader(cfg, paths, 0, 1)
     *_, batch = tg.Prefetcher(loader, [plan], tg.Exchange(0, 1)).next().micro_batches
     loader.close()
@@ -145,8 +130,8 @@ def kernel_cases(
         operations.add("attention")
     if not (cfg.fp8 and cfg.fp8_mlp):  # the GPU may have no FP8
         operations -= {"relu_square_fp8", "cast_and_transpose"}
-    for cases in (gram_cases(cfg, device), *(stage_cases(cfg, stage, paths, device) for stage in stages)):
-        for case in cases:
+    for stage in stages:
+        for case in stage_cases(cfg, stage, paths, device):
             if case.operation in operations and case[:2] not in seen:
                 seen.add(case[:2])
                 yield case
