@@ -200,11 +200,12 @@ class Softcap:
 
 @dataclass(frozen=True)
 class Param:
-    """Declares a parameter: a row of PARAMS."""
+    """Says how a parameter is trained: a row of PARAMS.
+
+    Its shape is a line of param_shapes(), its initial value one of initial_value().
+    """
 
     name: str
-    shape: str  # expressions of names in named_sizes(); the parameter does not exist if one is 0
-    init: str  # a number, or a distribution of initial_value() with its standard deviation, an expression
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     # small: autograd sums the gradient. Small parameters with equal betas, dtype, cadence and reduction are
@@ -238,34 +239,32 @@ GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 Bank = partial(Param, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
 PARAMS = (  # gradients are exchanged in this order, small parameters' last
-    #     name              shape          init           lr_mul wd_mul kind
-    Bank("qk_bank",         "wide*H 2*D d", "uniform 0.5"),
-    Bank("narrow_qk_bank",  "narrow*H D d", "uniform 0.5"),
-    Bank("vo_bank",         "2*A d d",      "uniform 0.5"),
-    Bank("mlp_bank",        "2*mlps F d",   "fc 0.5", matrix_lr_mul=(1.0, 2.0)),
-    Param("scalars",        "2*L+2",        "scalars",      5.00,   0, dtype="float32"),
-    Param("smear_gate",     "1 gate",       "0",            0.01,   0),
-    Param("ve_gate_bank",   "Eg H gate",    "0",            1.00,   1),
-    Param("mudd_w1",        "2 m d",        "uniform 0.577",0.25,   1),
-    Param("mudd_w2",        "2 W m",        "0",            0.25,   1),
-    Param("mudd_b2",        "2 M",          "biases",       0.25,   0),
-    Param("mudd_gate_w1",   "2 g d",        "uniform 0.577",0.10,   1),
-    Param("mudd_gate_w2",   "2 G g",        "0",            0.10,   1),
-    Param("mudd_gate_b2",   "2 G",          "biases",       0.10,   0),
-    Param("mudd_gate_scale","min(1,G)",     "0.1",          0.10,   0, dtype="float32"),
-    Param("post_lambdas",   "L 2",          "1",            1.00,   0, dtype="float32", betas=(.90, .95)),
-    Param("resid_lambdas",  "L 2",          "1.0488",       5.00,   0, dtype="float32", betas=(.90, .95)),
-    Param("pointer_bank",   "2 c d",        "uniform 1",    1.00,   1),
-    Param("pointer_gain",   "min(1,c)",     "1",            1.00,   0, dtype="float32"),
-    Param("pointer_sink",   "c",            "normal c**-.5",1.00,   0, dtype="float32"),
-    Param("lm_head",        "d V",          "normal 0.005", 1.00, 150, "matmul", update_order=2,
-          betas=(.50, .95)),
-    Param("bigram_embed",   "B d",          "0",           75.00,   5, "hashed", "sparse", update_order=1,
-          betas=(.75, .95)),
-    Param("value_embeds",   "V E d",        "normal 0.01", 70.00,   5, "tokens", "sparse", update_order=5,
-          betas=(.75, .95), update_every=(2, 4)),
-    Param("embed",          "V d",          "0",            1.00, 150, "tokens", "sparse", update_order=3,
-          betas=(.50, .95)),  # until the untie step it is lm_head's transpose
+    #     name              lr_mul wd_mul kind
+    Bank("qk_bank"),
+    Bank("narrow_qk_bank"),
+    Bank("vo_bank"),
+    Bank("mlp_bank", matrix_lr_mul=(1.0, 2.0)),
+    Param("scalars",          5.00,   0, dtype="float32"),
+    Param("smear_gate",       0.01,   0),
+    Param("ve_gate_bank",     1.00,   1),
+    Param("mudd_w1",          0.25,   1),
+    Param("mudd_w2",          0.25,   1),
+    Param("mudd_b2",          0.25,   0),
+    Param("mudd_gate_w1",     0.10,   1),
+    Param("mudd_gate_w2",     0.10,   1),
+    Param("mudd_gate_b2",     0.10,   0),
+    Param("mudd_gate_scale",  0.10,   0, dtype="float32"),
+    Param("post_lambdas",     1.00,   0, dtype="float32", betas=(0.90, 0.95)),
+    Param("resid_lambdas",    5.00,   0, dtype="float32", betas=(0.90, 0.95)),
+    Param("pointer_bank",     1.00,   1),
+    Param("pointer_gain",     1.00,   0, dtype="float32"),
+    Param("pointer_sink",     1.00,   0, dtype="float32"),
+    Param("lm_head",          1.00, 150, "matmul", update_order=2, betas=(0.50, 0.95)),
+    Param("bigram_embed",    75.00,   5, "hashed", "sparse", update_order=1, betas=(0.75, 0.95)),
+    Param("value_embeds",    70.00,   5, "tokens", "sparse", update_order=5, betas=(0.75, 0.95),
+          update_every=(2, 4)),
+    # Until the untie step it is the transpose of lm_head.
+    Param("embed",            1.00, 150, "tokens", "sparse", update_order=3, betas=(0.50, 0.95)),
 )
 # fmt: on
 
@@ -536,25 +535,38 @@ def padded(n: int, multiple: int) -> int:
 
 
 class Gate(NamedTuple):
-    kind: str  # xsa, output, x0, bigram, skip
+    kind: str  # xsa, output, x0, ngram, skip
     layer: int
     columns: int  # one, or one a head
     bias: float  # initial, in units of the gates' scale
 
 
-def gate_table(cfg: Config) -> tuple[list[Gate], ...]:
-    """Returns the gates that each of the two gate MLPs outputs, in order.
+def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
+    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
 
-    The first reads x0 and serves layers 0 .. skip_from; the second reads the stream that leaves skip_from.
+    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
+    skip_from, and serves the layers after it.
     """
-    H, tables = cfg.heads, ([], [])
-    # Each row lists the gates of one layer after the other.
-    x0, bigram = ("x0", 1, 0.0), ("ngram", 1, 0.5)
-    for row in [("xsa", H, 0.0)], [("output", H, 2.5)], [x0, bigram], [("skip", 1, 5.0)]:
-        for i, layer in enumerate(cfg.layers):
-            has = vars(layer) | {"output": layer.gate, "skip": i == cfg.skip_to}
-            tables[i > cfg.skip_from].extend(Gate(kind, i, n, bias) for kind, n, bias in row if has[kind])
-    return tables
+    early: list[Gate] = []
+    late: list[Gate] = []
+    layers = []  # each layer's number, the layer itself, and the table of its gates
+    for i, layer in enumerate(cfg.layers):
+        table = late if i > cfg.skip_from else early
+        layers.append((i, layer, table))
+    for i, layer, table in layers:
+        if layer.xsa:
+            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
+    for i, layer, table in layers:
+        if layer.gate:
+            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
+    for i, layer, table in layers:
+        if layer.x0:
+            table.append(Gate("x0", i, columns=1, bias=0.0))
+        if layer.ngram:
+            table.append(Gate("ngram", i, columns=1, bias=0.5))
+    if cfg.skip_to < len(cfg.layers):
+        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
+    return early, late
 
 
 # A layer's numbers in GPT.scalars, resid_lambdas and post_lambdas: factors of its products, of the stream
@@ -566,9 +578,18 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
     """Returns which of its scalars each layer uses."""
     used = []
     for i, layer in enumerate(cfg.layers):
-        attends, own = bool(layer.attention), not layer.mudd  # these compute four for each token
-        adds = attends or layer.x0 or layer.ngram and i > 0
-        used += [LayerScalars(attends, attends, own and adds, own, own and attends, own and layer.mlps > 0)]
+        attends = bool(layer.attention)
+        adds = attends or layer.x0 or (layer.ngram and i > 0)  # something, before its MLPs
+        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
+        scalars = LayerScalars(
+            qkv=attends,
+            out=attends,
+            resid_attention=has_own and adds,
+            resid_mlp=has_own,
+            post_attention=has_own and attends,
+            post_mlp=has_own and layer.mlps > 0,
+        )
+        used.append(scalars)
     return used
 
 
@@ -597,44 +618,61 @@ MUDD_WEIGHTS = {
 MIX_BIASES = (0, -5, 0, 0, 0, 0)
 
 
-def named_sizes(cfg: Config) -> dict[str, int]:
-    """Returns the sizes that Param.shape names; those of a technique that is off are 0."""
-    readers = [layer for layer in cfg.layers if layer.attention]
-    narrow = sum(layer.narrow_qk for layer in readers)
-    tables = sum(layer.value for layer in readers)
-    mixed = len(MIX_BIASES) + tables
-    gates = max(sum(gate.columns for gate in gates) for gates in gate_table(cfg))
-    return {
-        "d": cfg.dim,
-        "D": cfg.head_dim,
-        "H": cfg.heads,
-        "V": cfg.padded_vocab,
-        "F": cfg.mlp_dim,
-        "L": len(cfg.layers),
-        "wide": len(readers) - narrow,
-        "narrow": narrow,
-        "A": len(readers),
-        "mlps": sum(layer.mlps for layer in cfg.layers),
-        # Tables of value embeddings, and those of them with gates.
-        "E": tables,
-        "Eg": sum(layer.value and not layer.mudd for layer in readers),
-        "B": 0 if cfg.ngrams.orders else cfg.bigram_vocab_size,
-        "c": cfg.pointer_dim,
-        "gate": GATE_DIM,
-        # Biases, outputs and hidden units of the small MLPs, of connections and of gates.
-        "M": max(len(MUDD_WEIGHTS), mixed),
-        "W": max(len(MUDD_WEIGHTS), mixed * (1 + cfg.mix_groups)),
-        "m": cfg.mudd_dim * cfg.mudd_weights,
-        "G": gates,
-        "g": cfg.mudd_dim * cfg.mudd_gates * min(1, gates),
-    }
-
-
 def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter that this model has; banks are padded for `world_size` ranks."""
-    named, shapes = named_sizes(cfg), {}
+    """Returns the shape of every parameter that this model has, in the order of cfg.params.
+
+    One with a size of 0 is of a technique that is off: it does not exist. Banks are padded for `world_size`
+    ranks.
+    """
+    d = cfg.dim
+    H = cfg.heads
+    D = cfg.head_dim
+    L = len(cfg.layers)
+    V = cfg.padded_vocab
+    attending = [layer for layer in cfg.layers if layer.attention]
+    narrow = sum(layer.narrow_qk for layer in attending)
+    wide = len(attending) - narrow
+    mlps = sum(layer.mlps for layer in cfg.layers)
+    value_tables = sum(layer.value for layer in attending)
+    value_gates = sum(layer.value and not layer.mudd for layer in attending)
+    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
+    # The two small MLPs "mudd": of the layer with MUDD, and of the mix before the head, which weighs each
+    # stream as a whole and by groups of its channels.
+    streams = len(MIX_BIASES) + value_tables
+    mudd_biases = max(len(MUDD_WEIGHTS), streams)
+    mudd_outputs = max(len(MUDD_WEIGHTS), streams * (1 + cfg.mix_groups))
+    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
+    gates = max(sum(gate.columns for gate in table) for table in gate_table(cfg))
+    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
+    pointer = cfg.pointer_dim
+    sizes = {
+        "qk_bank": (wide * H, 2 * D, d),
+        "narrow_qk_bank": (narrow * H, D, d),
+        "vo_bank": (2 * len(attending), d, d),
+        "mlp_bank": (2 * mlps, cfg.mlp_dim, d),
+        "scalars": (2 * L + 2,),
+        "smear_gate": (1, GATE_DIM),
+        "ve_gate_bank": (value_gates, H, GATE_DIM),
+        "mudd_w1": (2, mudd_hidden, d),
+        "mudd_w2": (2, mudd_outputs, mudd_hidden),
+        "mudd_b2": (2, mudd_biases),
+        "mudd_gate_w1": (2, gates_hidden, d),
+        "mudd_gate_w2": (2, gates, gates_hidden),
+        "mudd_gate_b2": (2, gates),
+        "mudd_gate_scale": (min(1, gates),),
+        "post_lambdas": (L, 2),
+        "resid_lambdas": (L, 2),
+        "pointer_bank": (2, pointer, d),
+        "pointer_gain": (min(1, pointer),),
+        "pointer_sink": (pointer,),
+        "lm_head": (d, V),
+        "bigram_embed": (bigrams, d),
+        "value_embeds": (V, value_tables, d),
+        "embed": (V, d),
+    }
+    shapes = {}
     for spec in cfg.params:
-        first, *rest = (eval(size, {}, named) for size in spec.shape.split())
+        first, *rest = sizes[spec.name]
         if spec.kind == "bank":
             first = padded(first, world_size)
         if first and all(rest):
@@ -648,11 +686,15 @@ def used_params(cfg: Config) -> list[Param]:
     return [spec for spec in cfg.params if spec.name in shapes]
 
 
-def mlp_biases(cfg: Config) -> dict[str, Sequence[Sequence[float]]]:
+def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    gates = [[gate.bias for gate in gates for _ in range(gate.columns)] for gates in gate_table(cfg)]
-    mix = MIX_BIASES + named_sizes(cfg)["E"] * (0,)
-    return {"mudd": (tuple(MUDD_WEIGHTS.values()), mix), "mudd_gate": gates}
+    value_tables = sum(layer.value for layer in cfg.layers if layer.attention)
+    mix = [*MIX_BIASES] + value_tables * [0]
+    gates: tuple[list[float], list[float]] = ([], [])
+    for biases, table in zip(gates, gate_table(cfg)):
+        for gate in table:
+            biases.extend(gate.columns * [gate.bias])
+    return {"mudd": ([*MUDD_WEIGHTS.values()], mix), "mudd_gate": gates}
 
 
 def seeded(name: str, seed: int) -> torch.Generator:
@@ -660,30 +702,52 @@ def seeded(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
 
 
-def initial_value(spec: Param, cfg: Config, seed: int) -> Tensor:
-    """Returns a parameter's initial value, drawn on the CPU and without padding.
+def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
+    """Returns a parameter's initial value, drawn on the CPU and without padding."""
+    shape = param_shapes(cfg, 1)[name]
+    generator = seeded(name, seed)
 
-    normal, uniform: drawn with that standard deviation, uniform in units of 1 / sqrt(d). fc: the same for an
-    MLP's first matrix, and 0 for its second, so that a layer begins without MLP. scalars: for each layer the
-    factors of its QKV and of its output products; then the smear's factor, and the skip's before its sigmoid.
-    """
-    shape, generator = param_shapes(cfg, 1)[spec.name], seeded(spec.name, seed)
-    kind, *expression = spec.init.split()
-    std = eval(expression[0], {}, named_sizes(cfg)) if expression else 0
-    if kind == "normal":
+    def normal(std: float) -> Tensor:
         return std * torch.randn(shape, generator=generator)
-    if kind in ("uniform", "fc"):
+
+    def uniform(std: float) -> Tensor:  # std: in units of 1 / sqrt(d)
         bound = math.sqrt(3) * std * cfg.dim**-0.5
-        value = (torch.rand(shape, generator=generator) * 2 - 1) * bound
-        if kind == "fc":
-            value[1::2] = 0
-        return value
-    if kind == "scalars":
-        return torch.tensor([0.5, 1.0] * len(cfg.layers) + [0.0, -1.5])
-    if kind == "biases":
-        rows = map(torch.tensor, mlp_biases(cfg)[spec.name.removesuffix("_b2")])
-        return nn.utils.rnn.pad_sequence([*rows], batch_first=True)
-    return torch.full(shape, float(kind))
+        return (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+    match name:
+        case "qk_bank" | "narrow_qk_bank" | "vo_bank":
+            return uniform(0.5)
+        case "mlp_bank":
+            value = uniform(0.5)
+            value[1::2] = 0  # the second matrices: a layer begins without MLP
+            return value
+        case "mudd_w1" | "mudd_gate_w1":
+            return uniform(0.577)  # Kaiming's
+        case "pointer_bank":
+            return uniform(1.0)
+        case "lm_head":
+            return normal(0.005)
+        case "value_embeds":
+            return normal(0.01)
+        case "pointer_sink":
+            return normal(cfg.pointer_dim**-0.5)
+        case "scalars":
+            # Of each layer the factors of its QKV and of its output products. Then the factor of the smear,
+            # and the skip's before its sigmoid.
+            return torch.tensor([0.5, 1.0] * len(cfg.layers) + [0.0, -1.5])
+        case "mudd_b2" | "mudd_gate_b2":
+            first, second = mlp_biases(cfg)[name.removesuffix("_b2")]
+            rows = [torch.tensor(first), torch.tensor(second)]
+            return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        case "mudd_gate_scale":
+            return torch.full(shape, 0.1)
+        case "resid_lambdas":
+            return torch.full(shape, 1.0488)
+        case "post_lambdas" | "pointer_gain":
+            return torch.ones(shape)
+        case "smear_gate" | "ve_gate_bank" | "mudd_w2" | "mudd_gate_w2" | "bigram_embed" | "embed":
+            return torch.zeros(shape)  # embed: until GPT.initialize copies lm_head to it
+    raise KeyError(f"{name}: add its initial value here")
 
 
 def map_settings(change: Callable, value, hint=Config, path: str = ""):
@@ -3185,7 +3249,7 @@ class GPT(nn.Module):
     def initialize(self, seed: int) -> None:
         """Sets all parameters to their initial values, and draws the signs."""
         for spec in used_params(self.cfg):
-            value = initial_value(spec, self.cfg, seed)
+            value = initial_value(spec.name, self.cfg, seed)
             getattr(self, spec.name)[: len(value)].copy_(value)
         self.embed.copy_(self.lm_head.T)
         signs = torch.randint(2, self.signs.shape, generator=seeded("signs", seed)) * 2 - 1

@@ -41,8 +41,27 @@ def map_rows(path: str, run_id: str, count: int, row_bytes: int) -> np.ndarray:
     return file[:size].reshape(count, row_bytes)
 
 
-# The fields that models saved by an earlier script lack; others that they have say nothing of a model.
-EARLIER = {
+# Settings in models of earlier scripts, and their names today. None: it says nothing of a model. Shapes and
+# initial values were expressions in text, which must never be evaluated: the weights have the shapes.
+RENAMED = {
+    "delay_head_grad": None,
+    "endings": "averages",
+    "layers.bigram": "ngram",
+    "layers.connections": "mudd",
+    "mudd_connections": "mudd_weights",
+    "ngrams.every": "update_every",
+    "params.every": "update_every",
+    "params.init": None,
+    "params.shape": None,
+    "params.tied_to": None,
+    "params.work": "update_order",
+    "rails_step": "two_momenta_from",
+    "second_cadence_from": "late_updates_from",
+    "stages.candidates": "sampled_columns",
+}
+RENAMED_KERNELS = {"both_layouts": "cast_and_transpose"}
+# Settings that models of earlier scripts lack, with the values that they had in effect.
+ADDED = {
     "pointer_dim": 0,
     "pointer_window": 1,
     "pointer_val_window": 1,
@@ -50,18 +69,45 @@ EARLIER = {
 }
 
 
+def rename(settings, path: str = ""):
+    """Gives a nest of JSON today's names. `path` is its own old name with a dot, without numbers of rows."""
+    if isinstance(settings, list):
+        return [rename(row, path) for row in settings]
+    if not isinstance(settings, dict):
+        return settings
+    renamed = {}
+    for old, value in settings.items():
+        new = RENAMED.get(path + old, old)
+        if new is not None:
+            renamed[new] = rename(value, f"{path}{old}.")
+    return renamed
+
+
+def read_config(text: str) -> tg.Config:
+    """Returns the config of a saved model's JSON, whichever script wrote it. Raises an error if it cannot."""
+    values = ADDED | rename(json.loads(text))
+    values["kernels"] = [RENAMED_KERNELS.get(name, name) for name in values["kernels"]]
+    return tg.config_from_dict(values)
+
+
+def check_shapes(weights: dict[str, Tensor], cfg: tg.Config) -> None:
+    """Compares weights with the shapes of the config, before memory of these shapes is taken."""
+    width = cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
+    shapes = tg.param_shapes(cfg, 1) | {"signs": (cfg.sign_rows, width)}
+    different = tg.differences(shapes, {name: tuple(t.shape) for name, t in weights.items()})
+    tg.require(not different, f"its settings do not have the shapes of {different}")
+
+
 def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss."""
     fix = "give a file that --save of this script wrote"
     saved = tg.read_saved(path, fix)
-    with tg.user_error_on(
-        f"cannot load {path}", fix, Exception
-    ):  # which one depends on the script that wrote it
-        config = EARLIER | json.loads(saved["config"])
-        config.pop("delay_head_grad", None)
-        for row in config["params"]:
-            row.pop("tied_to", None)
-        cfg, run_id, ranks = tg.config_from_dict(config), saved["id"], saved["ranks"]
+    # Which exception it is depends on the script that wrote it.
+    with tg.user_error_on(f"cannot load {path}", fix, Exception):
+        cfg = read_config(saved["config"])
+        run_id = saved["id"]
+        ranks = saved["ranks"]
+        check_shapes(saved["weights"], cfg)
         model = tg.GPT(cfg, device=device)
         model.load_state_dict(saved["weights"])
     if cfg.ngrams.orders:

@@ -86,7 +86,7 @@ def golden_run(name, dtype):
     golden, stream, mode = GOLDEN["classes"][name], STREAMS[name], tg.dtype_of(dtype)
     shape, factors = golden["shape"], golden["rate_multipliers"]
     cfg = replace(RECORD92, bank_dtype=dtype)
-    row = tg.Param("bank", "", "0", optimizer="anvil", matrix_lr_mul=tuple(factors))
+    row = tg.Param("bank", optimizer="anvil", matrix_lr_mul=tuple(factors))
     p = bf16_stream(shape, stream + 90, 0.1).to(mode)
     state = tg.anvil_init(p, row, torch.promote_types(mode, torch.float32), 0)
     update, x = tg.anvil_update, []
@@ -156,7 +156,7 @@ def test_update_alone_bit_for_bit():
 def rails_after(cfg, step, fast=0.0, slow=0.0):
     """Returns both rails and the momentum after `step` on a gradient of ones, from rails of these numbers."""
     rails = torch.full((1, 2, 2), fast, dtype=torch.float64), torch.full((1, 2, 2), slow, dtype=torch.float64)
-    row, p = tg.Param("bank", "", "0", optimizer="anvil"), torch.zeros(1, 2, 2, dtype=torch.float64)
+    row, p = tg.Param("bank", optimizer="anvil"), torch.zeros(1, 2, 2, dtype=torch.float64)
     state = tg.anvil_init(p, row, torch.float64, 0) | dict(zip(("fast_momentum", "slow_momentum"), rails))
     mixed, mix = [], tg.nesterov_momentum
     with pytest.MonkeyPatch.context() as patch:

@@ -138,10 +138,10 @@ def test_golden_untying():
 
 # Powers of two, so that factors may be multiplied in any order.
 SMALL = (
-    tg.Param("a", "3 5", "0", lr_mul=4.0, wd_mul=0.5),
-    tg.Param("b", "7", "0", lr_mul=0.125, wd_mul=0.0, betas=(0.5, 0.95)),
-    tg.Param("c", "2 2", "0", lr_mul=0.5, wd_mul=64.0),
-    tg.Param("d", "6", "0", lr_mul=2.0, update_every=RARE),
+    tg.Param("smear_gate", lr_mul=4.0, wd_mul=0.5),
+    tg.Param("mudd_gate_scale", lr_mul=0.125, wd_mul=0.0, betas=(0.5, 0.95)),
+    tg.Param("post_lambdas", lr_mul=0.5, wd_mul=64.0),
+    tg.Param("scalars", lr_mul=2.0, update_every=RARE),
 )
 
 
@@ -169,7 +169,10 @@ def train_joined(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_joined_parameters_are_updated_as_each_alone(workers, world_size):
-    """Compares bits: each has its own rates, and a, c the betas of one vector. Vectors are padded."""
+    """Compares bits. Each has its own rates; the first and the third share betas, so a vector.
+
+    Vectors are padded.
+    """
     results = workers(world_size, train_joined)
     for row in SMALL:
         p, sums = small_values(99)[row.name], [0] * world_size

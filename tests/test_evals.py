@@ -20,9 +20,11 @@ import tokenize_text as tt
 import train_gpt as tg
 from golden_inputs import write_shard
 from launch import Launch, make_corpus, settings
-from saved_model import load_model
+from saved_model import load_model, read_config
 from test_ngram_runs import NGRAMS, one_log
 from test_resume import closing_block, make_config
+
+GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,78 @@ def test_a_model_of_an_earlier_script_loads(run):
     torch.save(saved | {"config": json.dumps(config)}, "before.pt")
     assert len(fields) == 4
     assert torch.equal(load_model("before.pt").next_token_probs(text), model.next_token_probs(text))
+
+
+# Settings that were renamed since, with their rows, and today's names.
+RENAMED = {
+    "second_cadence_from": "late_updates_from",
+    "rails_step": "two_momenta_from",
+    "mudd_connections": "mudd_weights",
+    "ngrams.every": "ngrams.update_every",
+    "layers.10.connections": "layers.10.mudd",
+    "layers.1.bigram": "layers.1.ngram",
+    "stages.2.candidates": "stages.2.sampled_columns",
+    "endings.0.rate": "averages.0.rate",
+    "params.21.every": "params.21.update_every",
+    "params.0.work": "params.0.update_order",
+}
+
+
+def value_at(settings, name):
+    """Returns what a nest of JSON has under a name with dots."""
+    for part in name.split("."):
+        settings = settings[int(part) if part.isdigit() else part]
+    return settings
+
+
+def all_values(settings):
+    """Returns all values of a nest of JSON, in its order."""
+    if isinstance(settings, dict):
+        settings = [value for name, value in settings.items() if name not in ("shape", "init")]
+    if not isinstance(settings, list):
+        return [{"both_layouts": "cast_and_transpose"}.get(settings, settings)]
+    values = []
+    for part in settings:
+        values += all_values(part)
+    return values
+
+
+@pytest.mark.parametrize("preset", ["record", "cpu", "words"])
+def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
+    """Reads what commit 1cdcaab saved. Shapes and initial values, code in text there, are left out."""
+    golden = json.loads((GOLDEN / "saved_configs.json").read_text())[preset]
+    old = golden["config"]
+    cfg = read_config(json.dumps(old))
+    new = json.loads(tg.config_json(cfg))
+    for before, now in RENAMED.items():
+        assert value_at(old, before) == value_at(new, now), now
+    assert all_values(new) == all_values(old)
+    assert [list(shape) for shape in tg.param_shapes(cfg, 1).values()] == golden["shapes"]
+
+
+def test_text_of_a_saved_model_is_never_run(run):
+    """A shape or an initial value may be any text: it is not looked at."""
+    model = random_model(run)
+    save("code.pt", model)
+    saved = torch.load("code.pt")
+    config = json.loads(saved["config"])
+    for row in config["params"]:
+        row["shape"] = row["init"] = "__import__('os').mkdir('run_by_a_model')"
+    torch.save(saved | {"config": json.dumps(config)}, "code.pt")
+    load_model("code.pt")
+    assert not Path("run_by_a_model").exists()
+    assert "eval(" not in Path(tg.__file__).read_text().replace(".eval(", "")
+
+
+@pytest.mark.parametrize("change", [{"heads": 1 << 20}, {"sign_rows": 65536}, {"mlp_dim": "8"}, {"lr": 1}])
+def test_settings_that_do_not_fit_the_weights_are_one_line(run, change):
+    """Says so before memory is taken."""
+    save("other.pt", random_model(run))
+    saved = torch.load("other.pt")
+    config = json.loads(saved["config"]) | change
+    torch.save(saved | {"config": json.dumps(config)}, "other.pt")
+    with pytest.raises(tg.UserError, match=r"^cannot load other.pt: .*; give a file that --save"):
+        load_model("other.pt")
 
 
 DRAWS = {  # temperature, top_k, top_p: weights of the likeliest tokens

@@ -81,10 +81,10 @@ def draw_once() -> None:
     """Keeps what GPT.initialize draws: at full width that takes many seconds, for each of many models."""
     draw, drawn = tg.initial_value, {}
 
-    def initial_value(spec: tg.Param, cfg: tg.Config, seed: int) -> Tensor:
-        key = spec.name, seed, tg.param_shapes(cfg, 1)[spec.name]
+    def initial_value(name: str, cfg: tg.Config, seed: int) -> Tensor:
+        key = name, seed, tg.param_shapes(cfg, 1)[name]
         if key not in drawn:
-            drawn[key] = draw(spec, cfg, seed)
+            drawn[key] = draw(name, cfg, seed)
         return drawn[key]
 
     tg.initial_value = initial_value
