@@ -32,6 +32,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean, stdev
@@ -53,8 +54,12 @@ class Variant(NamedTuple):
 def parse_variant(text: str) -> Variant:
     """Parses "NAME=VALUE ..." or "LABEL: NAME=VALUE ...", in which words may be names of files."""
     label, _, rest = text.rpartition(":")
-    files = [word for word in rest.split() if word.endswith((".py", ".patch"))]
-    settings = [word for word in rest.split() if word not in files]
+    files, settings = [], []
+    for word in rest.split():
+        if word.endswith((".py", ".patch")):
+            files.append(word)
+        else:
+            settings.append(word)
     if not rest.strip() or not all("=" in setting for setting in settings):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE ... or LABEL: NAME=VALUE ...")
     return Variant(label.strip() or rest.strip(), settings, files)
@@ -64,8 +69,13 @@ def script_of(files: list[str], script: Path, folder: Path) -> Path:
     """Returns the files' script, or else `script`; with patches a copy in `folder`. Raises UserError if one
     does not fit.
     """
-    patches = [file for file in files if file.endswith(".patch")]
-    script = Path(next(iter({*files} - {*patches}), script)).resolve()
+    patches = []
+    for file in files:
+        if file.endswith(".patch"):
+            patches.append(file)
+        else:
+            script = Path(file)
+    script = script.resolve()
     if not patches:
         return script
     folder.mkdir()
@@ -83,7 +93,9 @@ def script_of(files: list[str], script: Path, folder: Path) -> Path:
 
 def start(script: Path, preset: str, settings: list[str], *options: str) -> str:
     """Runs the script; returns what it printed. Raises UserError with its error."""
-    command = [sys.executable, str(script), "--preset", preset, *options, *(f"--set={s}" for s in settings)]
+    command = [sys.executable, str(script), "--preset", preset]
+    command += options
+    command += [f"--set={setting}" for setting in settings]
     run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if run.returncode:
         errors = re.findall(r"^.*error.*$", run.stderr, re.M | re.I) or ["no error was printed"]
@@ -96,7 +108,11 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
     printed = start(script, preset, settings, "--seed", str(seed))
     logs = re.findall(r"^log:? +(.+\.txt)$", printed, re.M)
     # Relative to the script's folder; that of older scripts to this one.
-    paths = [path for log in logs for path in (script.parent / log, Path(log)) if path.exists()]
+    paths = []
+    for log in logs:
+        for path in (script.parent / log, Path(log)):
+            if path.exists():
+                paths.append(path)
     if not paths:
         raise compare.UserError(f"{script} has not printed the path of its log")
     path = os.path.relpath(paths[-1])
@@ -105,7 +121,7 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
     return {"loss": result.curve[-1][1], "log": path}
 
 
-def paired(losses: list[float], base: list[float]) -> tuple[float, float, float]:
+def paired(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
     """Returns the mean of losses - base, pair by pair, its standard error, and p; nan: undefined."""
     from scipy.stats import ttest_rel
 
@@ -118,13 +134,14 @@ def paired(losses: list[float], base: list[float]) -> tuple[float, float, float]
 
 def table(losses: dict[str, list[float]]) -> str:
     """Returns a markdown table of means and differences; the first variant is the baseline."""
-    base, *others = losses
+    labels = list(losses)
+    base = labels[0]
     rows = [[base, f"{mean(losses[base]):.4f}", "", "", ""]]
-    for label in others:
+    for label in labels[1:]:
         difference, error, p = paired(losses[label], losses[base])
         verdict = "resolved" if abs(difference) >= 2 * error else "not resolved"
-        numbers = f"{mean(losses[label]):.4f}", f"{difference:+.4f} +- {error:.4f}", f"{p:.3f}"
-        rows.append([label, *numbers, verdict])
+        loss = f"{mean(losses[label]):.4f}"
+        rows.append([label, loss, f"{difference:+.4f} +- {error:.4f}", f"{p:.3f}", verdict])
     return "\n".join(compare.markdown_table(["variant", "loss", "difference", "p", ""], rows))
 
 
@@ -143,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if importlib.util.find_spec("scipy") is None:
         parser.error("needs scipy, which this Python lacks: pip install -r requirements.txt")
-    variants = [Variant("as it is", []), *args.variants]
+    variants = [Variant("as it is", [])] + args.variants
     if len({variant.label for variant in variants}) < len(variants):
         parser.error("two variants have the same label")
     if min(args.seeds, args.jobs) < 1:
@@ -157,17 +174,19 @@ def main(argv: list[str] | None = None) -> None:
 
 def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -> dict[str, list[float]]:
     """Trains all variants with all seeds; returns their losses by label. Patched scripts go to `folder`."""
-    scripts = {
-        variant.label: script_of(variant.files, args.script, folder / str(i))
-        for i, variant in enumerate(variants)
-    }
+    scripts = {}
+    for i, variant in enumerate(variants):
+        scripts[variant.label] = script_of(variant.files, args.script, folder / str(i))
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     for label, settings, _ in variants:
         if b'"--check"' in args.script.read_bytes():  # early records have no such option
             start(scripts[label], args.preset, args.common + settings, "--check", "1")  # before any run
     with open(args.out, "a+") as file:
         file.seek(0)
-        done = {tuple(entry["run"]): entry["loss"] for entry in map(json.loads, file)}
+        done = {}
+        for line in file:
+            entry = json.loads(line)
+            done[tuple(entry["run"])] = entry["loss"]
 
     def run(seed: int, label: str, settings: list[str]) -> float:
         settings = args.common + settings
@@ -185,14 +204,20 @@ def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -
 
     print(f"{len(seeds) * len(variants)} runs, {args.jobs} at once", flush=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {(s, v.label): pool.submit(run, s, v.label, v.settings) for s in seeds for v in variants}
+        futures = {}
+        for seed in seeds:
+            for label, settings, _ in variants:
+                futures[seed, label] = pool.submit(run, seed, label, settings)
         try:
             for future in tqdm(as_completed(futures.values()), total=len(futures), unit="run"):
                 future.result()
         except BaseException:  # an interrupt, too, ends the runs that wait
             pool.shutdown(cancel_futures=True)
             raise
-    return {v.label: [futures[s, v.label].result() for s in seeds] for v in variants}
+    losses = {}
+    for label, _, _ in variants:
+        losses[label] = [futures[seed, label].result() for seed in seeds]
+    return losses
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import sys
 import tempfile
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,19 @@ LAUNCHES = {"_varlen_attn": 2, "_varlen_attn_backward": 3, "baddbmm": 2}
 
 def launches_of(graph: dict) -> int:
     """Returns the launches of one run of a graph of gpu_code."""
-    others = ((name.removesuffix(".default").split(".")[-1], n) for name, n in graph["others"].items())
-    return sum(graph["kernels"].values()) + sum(n * LAUNCHES.get(name, 1) for name, n in others)
+    launches = sum(graph["kernels"].values())
+    for name, n in graph["others"].items():
+        operation = name.removesuffix(".default").split(".")[-1]
+        launches += n * LAUNCHES.get(operation, 1)
+    return launches
 
 
 PHASES = "copies", "forward", "head", "backward", "rows", "n-grams", "optimizer", "other"
 COLUMNS = "launches", "eager", "triton", "inductor", "calls", "dispatches", "collectives"
-LINE = ("{:<12}" + "{:>12}" * len(COLUMNS)).format
+
+
+def print_line(name: str, cells: Iterable[Any]) -> None:
+    print(f"{name:<12}" + "".join(f"{cell:>12}" for cell in cells))
 
 
 def on_meta(tree: Any) -> list[Tensor]:
@@ -97,7 +103,10 @@ class Memory(TorchDispatchMode):
 
     def __init__(self, counts: "Counts"):
         super().__init__()
-        self.live, self.peak, self.known, self.counts = 0, 0, set(), counts
+        self.live = 0  # bytes
+        self.peak = 0
+        self.known: set[int] = set()
+        self.counts = counts
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -125,12 +134,15 @@ class Counts(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.phase, self.is_paused, self.found = "other", False, Counter()
+        self.phase = "other"
+        self.is_paused = False
+        self.found = Counter()
 
     @contextlib.contextmanager
     def step(self, batch: tg.Batch) -> Iterator[None]:
         """Counts a step on this batch, whose numbers are on the CPU."""
-        self.batch, self.found = batch, type(self.found)()
+        self.batch = batch
+        self.found = type(self.found)()
         with self:
             yield
 
@@ -139,7 +151,8 @@ class Counts(TorchDispatchMode):
             self.found[self.phase, column] += n
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name, out = function._schema.name.split("::")[1], function(*args, **(kwargs or {}))
+        name = function._schema.name.split("::")[1]
+        out = function(*args, **(kwargs or {}))
         self.add("dispatches")
         if on_meta(out) and name not in NO_LAUNCH:
             self.add("eager", LAUNCHES.get(name, 1))
@@ -226,7 +239,7 @@ class CountingExchange(SingleRankExchange):
         return super().reduce(name, grad, in_rank_order)
 
     def send_rows(self, *args) -> tg.Pending:
-        kind, name, rows, input_splits, *_ = args
+        kind, name, rows, input_splits = args[:4]
         others = 1 - input_splits[self.rank] / max(1, len(rows))
         self.counts.add_collective(kind, name, round(others * rows.nbytes))
         with self.counts.paused():
@@ -287,7 +300,10 @@ PHASE_OF = [
     (torch.autograd, "backward", "backward"),
     (tg.Optimizer, "add_rows", "rows"),
     (tg.Optimizer, "step", "optimizer"),
-    *((tg.NgramTable, name, "n-grams") for name in ("start_fetch", "scatter", "update", "fetch")),
+    (tg.NgramTable, "start_fetch", "n-grams"),
+    (tg.NgramTable, "scatter", "n-grams"),
+    (tg.NgramTable, "update", "n-grams"),
+    (tg.NgramTable, "fetch", "n-grams"),
 ]
 
 
@@ -308,8 +324,9 @@ def run_steps(
         patch(tg.GPT, initialize=lambda self, seed: None)
         patch(tg.NgramTable, fetch=gpu_code.fetch_nothing)
         patch(torch.Tensor, is_cuda=gpu_code.IS_CUDA)
-        patch(tg, COMPILER=counts.as_compiled if cfg.compile else None)
+        patch(tg, COMPILER=None)
         if cfg.compile:
+            patch(tg, COMPILER=counts.as_compiled)
             patch(torch.autograd, backward=counts.as_compiled_backward(torch.autograd.backward))
         patch(torch, _scaled_mm=gpu_code.scaled_mm)
         for name in ("pointer", "pointer_grad"):
@@ -319,7 +336,8 @@ def run_steps(
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
         exchange = CountingExchange(world_size, counts, backend.segment_sum_rows)
         optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
-        start, model.ngrams = cfg.stage_starts[stage], optimizer.ngrams
+        model.ngrams = optimizer.ngrams
+        start = cfg.stage_starts[stage]
         tied = start <= tg.untie_step(cfg)
         paths = synthetic_shard(folder, cfg, [stage], 17)
         loader = tg.TrainLoader(cfg, paths, 0, world_size)
@@ -347,10 +365,12 @@ def h100_backend(cfg: tg.Config) -> tg.Backend:
 
 def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     """Returns the config's implementations, each of which counts itself and runs on "meta"."""
-    names = [name for name in tg.KERNELS if name.startswith(cfg.kernels)]
-    chosen: dict[str, Any] = {name: counts.as_kernel(getattr(tg, name)) for name in names}
-    if "pointer" in cfg.kernels:  # its functions launch other things too, which are counted one by one
-        chosen |= {name: tg.KERNELS[name] for name in ("pointer", "pointer_grad")}
+    chosen: dict[str, Any] = {}
+    for name in tg.KERNELS:
+        if name in ("pointer", "pointer_grad") and "pointer" in cfg.kernels:
+            chosen[name] = tg.KERNELS[name]  # launches other things too, which are counted one by one
+        elif name.startswith(cfg.kernels):
+            chosen[name] = counts.as_kernel(getattr(tg, name))
     if cfg.attention_impl != "dense":
         chosen["attention"] = tg.flash_attention
     return tg.TORCH_BACKEND._replace(**chosen, fp8=cfg.fp8)
@@ -359,7 +379,8 @@ def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
 def count_steps(cfg: tg.Config, stage: int, world_size: int) -> tuple[list[Counter], int]:
     """Counts a step that updates the banks, and one with all updates; also returns the most bytes."""
     counts = Counts()
-    with (memory := Memory(counts)):
+    memory = Memory(counts)
+    with memory:
         steps = run_steps(cfg, stage, world_size, make_backend(cfg, counts), counts)[2:]
     if cfg.compile:
         generated = GeneratedCounts()
@@ -404,9 +425,9 @@ def main(argv: list[str] | None = None) -> None:
     except tg.UserError as error:
         sys.exit(f"launches.py: error: {error}")
     for name, step in zip(("banks only", "all updates"), steps):
-        print(LINE(name, *COLUMNS))
-        for phase in (*PHASES, "all"):
-            print(LINE(phase, *(step[phase, column] for column in COLUMNS)))
+        print_line(name, COLUMNS)
+        for phase in PHASES + ("all",):
+            print_line(phase, [step[phase, column] for column in COLUMNS])
         print()
     print(f"memory of tensors: at most {peak / 2**30:.1f} GiB")
 

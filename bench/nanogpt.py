@@ -17,6 +17,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 
@@ -24,7 +26,6 @@ from ablations import compare
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "data" / "shakespeare"
-SETTINGS = "heads=4 mlp_dim=512 length=1.1".split()
 RECIPE = (
     "train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
     "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
@@ -44,20 +45,36 @@ def output_of(command: list[str], folder: Path) -> str:
 
 def nanogpt(folder: Path, seed: int) -> Curve:
     """Trains nanoGPT's recipe. Its seed is always 1337."""
-    printed = output_of([sys.executable, *RECIPE], folder)
-    losses = {
-        int(step): float(loss) for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)$", printed, re.M)
-    }
-    times = re.findall(r"^iter (\d+): .* time ([\d.]+)ms", printed, re.M)
-    seconds = mean(float(ms) for step, ms in times if int(step) not in losses) / 1000
+    printed = output_of([sys.executable] + RECIPE, folder)
+    losses = {}
+    for step, loss in re.findall(r"^step (\d+): .*val loss (\S+)$", printed, re.M):
+        losses[int(step)] = float(loss)
+    times = []
+    for step, ms in re.findall(r"^iter (\d+): .* time ([\d.]+)ms", printed, re.M):
+        if int(step) not in losses:
+            times.append(float(ms))
+    seconds = mean(times) / 1000
     return [(step * seconds, loss) for step, loss in losses.items()]
 
 
 def ours(folder: Path, seed: int) -> Curve:
-    options = ["--preset", "cpu", "--data", str(DATA), "--seed", str(seed)]
-    printed = output_of(["./run.sh", *options, "--set", *SETTINGS, "val_every=20"], folder)
+    command = ["./run.sh", "--preset", "cpu", "--data", str(DATA), "--seed", str(seed)]
+    command += ["--set", "heads=4", "mlp_dim=512", "length=1.1", "val_every=20"]
+    printed = output_of(command, folder)
     found = re.findall(r"^step:\d+/\d+ val_loss:(\S+) train_time:(\d+)ms", printed, re.M)
     return [(int(ms) / 1000, float(loss)) for loss, ms in found]
+
+
+def time_to(level: float, curve: Curve) -> float | None:
+    """Returns the seconds until a loss of `level` or less; None: never."""
+    for time, loss in curve:
+        if loss <= level:
+            return time
+    return None
+
+
+def join(numbers: Iterable[float], form: str) -> str:
+    return " ".join(format(number, form) for number in numbers)
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
@@ -66,24 +83,17 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     ax = figure.subplots()
     for number, (label, runs) in enumerate(curves.items()):
-        for i, curve in enumerate(runs):
-            ax.plot(*zip(*curve), color=f"C{number}", marker=".", label=f"{'_' * (i > 0)}{label}, measured")
+        legend = f"{label}, measured"
+        for curve in runs:
+            times, losses = zip(*curve)
+            ax.plot(times, losses, color=f"C{number}", marker=".", label=legend)
+            legend = f"_{label}"  # the legend leaves out the others
     for label, loss in PUBLISHED.items():
         ax.axhline(loss, color="0.5", linestyle="--", linewidth=1)
-        ax.text(
-            1,
-            loss,
-            f"{label}, published: {loss}",
-            transform=ax.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-        )
-    ax.set(
-        xlabel="training time, s",
-        ylabel="validation loss, nats per character",
-        ylim=(1.4, 2.6),
-        xlim=(0, None),
-    )
+        text = f"{label}, published: {loss}"
+        ax.text(1, loss, text, transform=ax.get_yaxis_transform(), ha="right", va="bottom")
+    ax.set(xlabel="training time, s", ylabel="validation loss, nats per character")
+    ax.set(ylim=(1.4, 2.6), xlim=(0, None))
     ax.legend()
     figure.savefig(path, dpi=120)
 
@@ -104,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     shutil.copy(DATA / "input.txt", folder / "data" / "shakespeare_char")  # or prepare.py would download it
     output_of([sys.executable, "data/shakespeare_char/prepare.py"], folder)
     sides = {"nanoGPT's recipe": (nanogpt, folder), "the cpu preset": (ours, REPOSITORY)}
-    curves: dict[str, list[Curve]] = {label: [] for label in sides}
+    curves: dict[str, list[Curve]] = defaultdict(list)
     for seed in range(args.runs):
         for label, (train, folder) in sides.items():
             curves[label].append(train(folder, seed))
@@ -112,14 +122,13 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{label}: {loss:.4f} after {time:.1f} s", flush=True)
     rows = []
     for label, runs in curves.items():
-        times, losses = zip(*(curve[-1] for curve in runs))
-        ends = " ".join(f"{loss:.4f}" for loss in losses), " ".join(f"{time:.1f}" for time in times)
-        rows.append([label, f"{mean(losses):.4f}", f"{mean(times):.1f}", *ends])
+        times = [curve[-1][0] for curve in runs]
+        losses = [curve[-1][1] for curve in runs]
+        means = [f"{mean(losses):.4f}", f"{mean(times):.1f}"]
+        rows.append([label] + means + [join(losses, ".4f"), join(times, ".1f")])
     print("\n".join(compare.markdown_table(["", "loss", "seconds", "losses", "seconds of each"], rows)))
     level = mean(curve[-1][1] for curve in curves["nanoGPT's recipe"])
-    reached = [
-        next((time for time, loss in curve if loss <= level), None) for curve in curves["the cpu preset"]
-    ]
+    reached = [time_to(level, curve) for curve in curves["the cpu preset"]]
     print(f"the cpu preset is at nanoGPT's mean loss, {level:.4f}, after (s): {reached}")
     if args.picture:
         draw(curves, args.picture)

@@ -49,7 +49,7 @@ import train_gpt as tg
 from saved_model import load_model
 from tokenize_text import UserError, make_parser, number, read_tokens, run_script
 
-ORDERS = (*range(1, 9), 12, 16, 24, 32)
+ORDERS = 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32
 
 
 def packed_grams(tokens: np.ndarray, n: int, bits: int) -> np.ndarray:
@@ -65,6 +65,10 @@ def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarr
     """Returns values[i] where `wanted` equals keys[i] (sorted), 0 where it equals none."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
+
+
+def read_split(paths: list[Path]) -> np.ndarray:
+    return np.concatenate([read_tokens(path) for path in paths])
 
 
 def losses_by_order(train: np.ndarray, val: np.ndarray, vocab_size: int, orders: int) -> list[np.ndarray]:
@@ -87,7 +91,9 @@ def losses_by_order(train: np.ndarray, val: np.ndarray, vocab_size: int, orders:
         history_count = np.add.reduceat(gram_count, first)
         wanted = packed_grams(val, n, bits)
         c_hw = lookup(grams, gram_count, wanted)
-        c_h, t_h = (lookup(histories, x, wanted >> np.uint64(bits)) for x in (history_count, distinct))
+        wanted_histories = wanted >> np.uint64(bits)
+        c_h = lookup(histories, history_count, wanted_histories)
+        t_h = lookup(histories, distinct, wanted_histories)
         lower = p[n - 1 :]
         p[n - 1 :] = np.where(c_h > 0, (c_hw + t_h * lower) / np.maximum(c_h + t_h, 1), lower)
         losses.append(-np.log(p[1:]))
@@ -103,7 +109,8 @@ def context_keys(tokens: np.ndarray, vocab_size: int) -> Iterator[tuple]:
     """
     bits = vocab_size.bit_length()
     numbers = np.random.default_rng(0).integers(1 << (64 - bits), size=(ORDERS[-1], vocab_size)) << bits
-    at, keys = np.arange(len(tokens)), tokens[1:].astype(np.uint64)
+    at = np.arange(len(tokens))
+    keys = tokens[1:].astype(np.uint64)
     before = at - np.maximum.accumulate(np.where(tokens == vocab_size - 1, at, 0))  # in the document
     for n in range(1, ORDERS[-1] + 1):
         keys[n - 1 :] ^= numbers.view(np.uint64)[n - 1, tokens[:-n]]
@@ -116,8 +123,9 @@ def count_followers(train: np.ndarray, text: np.ndarray, vocab_size: int) -> np.
     counts = np.zeros((len(ORDERS), 2, len(text) - 1), int)
     low = np.uint64((1 << vocab_size.bit_length()) - 1)  # no token
     orders = tqdm(counts, "orders", disable=None, leave=False)
-    both = context_keys(train, vocab_size), context_keys(text, vocab_size)
-    for found, (keys, counted), (wanted, known) in zip(orders, *both):
+    keys_of_train = context_keys(train, vocab_size)
+    keys_of_text = context_keys(text, vocab_size)
+    for found, (keys, counted), (wanted, known) in zip(orders, keys_of_train, keys_of_text):
         wanted, places = np.unique(wanted[known], return_inverse=True)  # sorted ones are found sooner
         sought = wanted & ~low, wanted | low, wanted, wanted + 1
         a, b, c, d = np.searchsorted(np.sort(keys[counted]), sought)
@@ -146,19 +154,23 @@ def fit_weights(p: np.ndarray, counts: np.ndarray) -> np.ndarray:
     weights[:, 0] = 0
     bins = np.frexp(counts[:, 0])[1]
     for _ in range(30):
-        steps, reached = mix(p, counts, weights), np.ones(len(p))
+        steps = mix(p, counts, weights)
+        reached = np.ones(len(p))
         # The probability that no higher order drew the token: `reached`; nor this one: `passed`.
         for k in reversed(range(len(counts))):
             passed = reached * (1 - weights[k][bins[k]]) * steps[k] / steps[k + 1]
-            drawn, all_reached = (np.bincount(bins[k], x, 33) for x in (reached - passed, reached))
-            weights[k], reached = drawn / (all_reached + 1), passed
+            drawn = np.bincount(bins[k], reached - passed, 33)
+            weights[k] = drawn / (np.bincount(bins[k], reached, 33) + 1)
+            reached = passed
     return weights
 
 
 def trained_text(cfg: tg.Config, paths: list[Path]) -> tuple:
     """Returns the tokens that a run trains on, in order, and the loader's position after them."""
-    loader, parts = tg.TrainLoader(cfg, paths, 0, 1), []
-    for plan in (tg.plan_step(cfg, step) for step in range(cfg.steps)):
+    loader = tg.TrainLoader(cfg, paths, 0, 1)
+    parts = []
+    for step in range(cfg.steps):
+        plan = tg.plan_step(cfg, step)
         parts += [part.inputs.numpy() for part in loader.micro_batches(plan)]
     loader.close()
     return np.concatenate(parts), loader.position()
@@ -177,17 +189,21 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
     fitted = last.tokens[last.bounds[first] :]
     if len(fitted) < cfg.val_slice_tokens or position[:2] > (len(data.train) - 1, first):
         raise UserError("too few tokens are left to fit weights on, or the run has read them; add text")
-    train = np.concatenate([read_tokens(path) for path in data.train])[: -len(fitted)]
+    train = read_split(data.train)[: -len(fitted)]
 
-    loader, losses = tg.ValLoader(cfg, data.val), []
+    loader = tg.ValLoader(cfg, data.val)
     val_tokens = len(loader.tokens) - 1
-    loader.tokens = text = np.concatenate([loader.tokens, fitted])
+    text = np.concatenate([loader.tokens, fitted])
+    loader.tokens = text
+    losses = []
     for i in tqdm(range((len(text) - 1) // cfg.val_slice_tokens), "model", disable=None, leave=False):
         losses.append(model.token_losses(loader.slice(i), tg.window_tokens(cfg, cfg.val_windows)).double())
     p = np.exp(-np.concatenate(losses))
 
     def report(p: np.ndarray, name: str) -> None:
-        print(*(f"{-np.log(part).mean():.4f} " for part in np.split(p, [val_tokens])), name, flush=True)
+        val_loss = -np.log(p[:val_tokens]).mean()
+        fit_loss = -np.log(p[val_tokens:]).mean()
+        print(f"{val_loss:.4f}  {fit_loss:.4f}  {name}", flush=True)
 
     print(f"nats per token: of {val_tokens:,} for validation, of {len(p) - val_tokens:,} to fit weights on")
     report(p, "model alone")
@@ -203,25 +219,29 @@ def evaluate_with_counts(path: str, folder: Path) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.model:
         return evaluate_with_counts(args.model, args.data)
-    shards = [tg.find_shards(str(args.data), split) for split in ("train", "val")]
-    train, val = (np.concatenate([read_tokens(path) for path in paths]) for paths in shards)
-    headers = [tg.read_header(path) for path in shards[1]]
+    train = read_split(tg.find_shards(str(args.data), "train"))
+    val_paths = tg.find_shards(str(args.data), "val")
+    val = read_split(val_paths)
+    headers = [tg.read_header(path) for path in val_paths]
     vocab_size = headers[0].vocab_size
     orders = args.orders or (5 if vocab_size < 4096 else 4)
     if not 2 <= (args.val_tokens or len(val)) <= len(val):
         raise UserError(f"--val-tokens must lie in 2..{len(val)}")
     losses = losses_by_order(train, val[: args.val_tokens], vocab_size, orders)
     # Tokens per byte of the whole split, even if only its beginning is evaluated, like train_gpt.py.
-    text_bytes = sum(h.text_bytes for h in headers) if all(h.text_bytes for h in headers) else None
+    shard_bytes = [header.text_bytes for header in headers]
     print(f"{len(train):,} training tokens, {len(losses[0]):,} validation tokens; nats")
     for n, loss in enumerate(losses, 1):
-        per_byte = f"  per byte {loss.mean() * len(val) / text_bytes:.4f}" if text_bytes else ""
-        print(f"{n}-gram  per token {loss.mean():.4f}{per_byte}")
+        line = f"{n}-gram  per token {loss.mean():.4f}"
+        if all(shard_bytes):
+            line += f"  per byte {loss.mean() * len(val) / sum(shard_bytes):.4f}"
+        print(line)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("ngram.py", __doc__)
-    add, count = parser.add_argument, number(int, 1)
+    add = parser.add_argument
+    count = number(int, 1)
     add("--model", help="file that --save wrote: measure what counts add to it; no other option but --data")
     add("--data", type=Path, default=ROOT / "data/local", help="folder of the shards (default: data/local)")
     add("--val-tokens", type=count, metavar="N", help="only the first N validation tokens (default: all)")

@@ -52,7 +52,7 @@ import contextlib
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -138,12 +138,16 @@ def access(t: Tensor, most: int = sys.maxsize) -> Access:
     return Access(t.untyped_storage(), int(t.storage_offset()), min(t.nbytes, most))
 
 
-def total(accesses: Iterable[Access]) -> int:
+def total(found: Iterable[Access]) -> int:
     """Returns the bytes of accesses: each view once, and no more of a storage than it has."""
     by_storage: Counter = Counter()
-    for a in set(accesses):
+    for a in set(found):
         by_storage[a.storage] += a.nbytes
     return sum(min(nbytes, storage.nbytes()) for storage, nbytes in by_storage.items())
+
+
+def accesses(tree: Any, most: int = sys.maxsize) -> set[Access]:
+    return {access(t, most) for t in on_meta(tree)}
 
 
 class Traffic(launches.Counts):
@@ -151,7 +155,9 @@ class Traffic(launches.Counts):
 
     def __init__(self, cfg: tg.Config):
         super().__init__()
-        self.cfg, self.found, self.in_compiled = cfg, [], False
+        self.cfg = cfg
+        self.found: Any = []
+        self.in_compiled = False
 
     @contextlib.contextmanager
     def step(self, batch: tg.Batch) -> Iterator[None]:
@@ -163,30 +169,43 @@ class Traffic(launches.Counts):
         pass
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, schema = kwargs or {}, function._schema
-        name, out = schema.name.split("::")[1], function(*args, **kwargs)
+        kwargs = kwargs or {}
+        schema = function._schema
+        name = schema.name.split("::")[1]
+        out = function(*args, **kwargs)
         if name in launches.NO_LAUNCH or not on_meta(out) or (self.is_paused and not self.in_compiled):
             return out
-        sizes = [t.nbytes for t in on_meta((args[1:], () if schema.is_mutable else out))]
-        most = max(sizes, default=0) if name in SPARSE else sys.maxsize
-        reads, writes = ({access(t, most) for t in on_meta(tree)} for tree in ((args, kwargs), out))
+        most = sys.maxsize
+        if name in SPARSE:
+            others = on_meta(args[1:])
+            if not schema.is_mutable:
+                others += on_meta(out)
+            most = max((t.nbytes for t in others), default=0)
+        reads = accesses((args, kwargs), most)
+        writes = accesses(out, most)
         if name in WRITE_ONLY or "out" in kwargs:
             reads -= writes
         if self.in_compiled and name not in MATMULS and not name.startswith("_varlen_attn"):
             self.fuse(reads, writes, schema.is_mutable)
             return out
         self.write(reads)  # a matmul's factors must be in memory
-        kind, flops = "", 0.0
+        kind = ""
+        flops = 0.0
         if name in MATMULS:
-            a, b = args[MATMULS[name] :][:2]
-            kind, flops = KINDS[a.itemsize], 2.0 * a.numel() * b.size(-1)
+            first = MATMULS[name]
+            a, b = args[first : first + 2]
+            kind = KINDS[a.itemsize]
+            flops = 2.0 * a.numel() * b.size(-1)
         elif name.startswith("_varlen_attn"):
-            values = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
-            batch, query = self.batch.micro_batches[0], values["query"]
+            names = [argument.name for argument in schema.arguments]
+            values = dict(zip(names, args)) | kwargs
+            batch = self.batch.micro_batches[0]
+            query = values["query"]
             rows = len(query) // len(batch.inputs)  # of a token: paired heads have two
             keys = step_time.mean_keys((rows * batch.cu_seqlens).numpy(), values["window_size"][0])
             products = 5 if name.endswith("backward") else 2
-            kind, flops = "attention", 2.0 * products * query.numel() * keys
+            kind = "attention"
+            flops = 2.0 * products * query.numel() * keys
         self.append(name, total(reads) + total(writes), kind, flops)
         return out
 
@@ -195,7 +214,9 @@ class Traffic(launches.Counts):
 
     def fuse(self, reads: set[Access], writes: set[Access], in_place: bool) -> None:
         """Takes an operation into the compiled code that runs."""
-        needed = set().union(*(self.sources.get(a.storage, {a}) for a in reads))
+        needed: set[Access] = set()
+        for a in reads:
+            needed |= self.sources.get(a.storage, {a})
         for a in writes:
             if in_place and a.storage not in self.sources:
                 self.reads |= needed
@@ -203,9 +224,9 @@ class Traffic(launches.Counts):
             else:
                 self.sources[a.storage] = needed | self.sources.get(a.storage, set())
 
-    def write(self, accesses: Iterable[Access]) -> None:
+    def write(self, found: Iterable[Access]) -> None:
         """Makes compiled code write these, unless they are in memory, and read what they depend on."""
-        for a in accesses:
+        for a in found:
             if a.storage in self.sources:
                 self.reads |= self.sources[a.storage]
                 self.writes.add(a)
@@ -217,10 +238,11 @@ class Traffic(launches.Counts):
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[list]:
-        self.reads, self.writes = set(), set()
+        self.reads: set[Access] = set()
+        self.writes: set[Access] = set()
         with super().inside(name) as results, patched(self, in_compiled=True):
             yield results
-        self.write(map(access, on_meta(results)))
+        self.write(accesses(results))
         for a in self.writes:
             self.sources.pop(a.storage, None)
         if self.writes:
@@ -228,21 +250,27 @@ class Traffic(launches.Counts):
             self.append(name, round(LAYERS_TRAFFIC.get(name, 1) * nbytes), calls=1)
 
     def add_kernel(self, name: str, tensors: Any) -> None:
-        found, kind, flops = on_meta(tensors), "", 0.0
+        found = on_meta(tensors)
         if self.in_compiled:  # its arguments must be in memory
-            self.write(map(access, found))
-        nbytes = total(map(access, found))
+            self.write(accesses(tensors))
+        nbytes = total(accesses(tensors))
+        kind = ""
+        flops = 0.0
         if name == "segment_sum_rows":
-            (table, grad, index, *_), _ = tensors
-            nbytes = grad.nbytes + len(index.ids) * table[:1].nbytes
+            arguments, _ = tensors
+            table, grad, segments = arguments[:3]
+            nbytes = grad.nbytes + len(segments.ids) * table[:1].nbytes
         elif name.startswith("relu_square"):  # the result is larger than the factors
-            a, largest = found[0], max(t.numel() for t in found)
-            kind, flops = KINDS[a.itemsize], 2.0 * a.size(-1) * largest
+            largest = max(t.numel() for t in found)
+            kind = KINDS[found[0].itemsize]
+            flops = 2.0 * found[0].size(-1) * largest
         elif name in ("pointer", "pointer_grad"):  # scores, and one product of their gradient
-            documents, window = self.batch.micro_batches[0].cu_seqlens, self.cfg.pointer_window
-            sources = step_time.mean_keys(documents.numpy(), window) - 1  # without the token itself
             products = 1 if name == "pointer" else 2
-            kind, flops = "pointer", 2.0 * products * found[0].numel() * sources
+            documents = self.batch.micro_batches[0].cu_seqlens.numpy()
+            # Without the token itself.
+            sources = step_time.mean_keys(documents, self.cfg.pointer_window) - 1
+            kind = "pointer"
+            flops = 2.0 * products * found[0].numel() * sources
         self.append(name, nbytes, kind, flops)
 
     def add_collective(self, kind: str, name: str, nbytes: int) -> None:
@@ -255,19 +283,29 @@ def scaled(op: Op, share: float) -> Op:
 
 def renamed(old: str, new: str, part: str = "") -> Callable[[Op], Op]:
     """Makes a technique that gives FLOPs of a kind, in one part or in all, the rate of another."""
-    return lambda op: op._replace(kind=new) if op.kind == old and part in ("", op.part) else op
+
+    def technique(op: Op) -> Op:
+        if op.kind == old and part in ("", op.part):
+            return op._replace(kind=new)
+        return op
+
+    return technique
 
 
 def unpadded(op: Op) -> Op:
     """Two of four products of the forward's, three of five of the backward's have the queries' width."""
     if op.part in NARROW_ATTENTION:
         return scaled(op, NARROW_ATTENTION[op.part])
-    return op._replace(nbytes=0) if op.name == "constant_pad_nd" else op
+    if op.name == "constant_pad_nd":
+        return op._replace(nbytes=0)
+    return op
 
 
 def pulled_rows(op: Op) -> Op:
     """A rank's four batches of a cycle have about 0.3 of all tokens."""
-    return scaled(op, 0.3) if op.name == "all_gather value_embeds" else op
+    if op.name == "all_gather value_embeds":
+        return scaled(op, 0.3)
+    return op
 
 
 NARROW_ATTENTION = {"narrow attention": 3 / 4, "narrow attention backward": 7 / 10}
@@ -279,7 +317,8 @@ TECHNIQUES = {
     "unpadded narrow attention": unpadded,
     "value_embeds by pulled rows": pulled_rows,
 }
-PUBLISHED_GRAPHS, PUBLISHED_ENDINGS = 2.99 + 0.84, 0.21  # s
+PUBLISHED_GRAPHS = 2.99 + 0.84  # s
+PUBLISHED_ENDINGS = 0.21  # s
 PUBLISHED_80 = 31.1, 56.3, 82.0, 82.4  # ms by stage
 PUBLISHED_PHASES_92 = 17.0, 30.3, 45.0, 47.9, 46.7, 22.6  # ms by phase
 PUBLISHED_92 = 39.914  # s
@@ -299,10 +338,9 @@ SETTINGS_80 = """
 def config_80() -> tg.Config:
     """Returns record 80's settings, as far as there are such."""
     cfg = reduce(tg.override, SETTINGS_80.split(), RECORD92)
-    *first, third = cfg.stages[:3]
-    return replace(
-        cfg, averages=(), stages=(*first, third, replace(third, steps=15, windows=tg.Windows(6, 13)))
-    )
+    third = cfg.stages[2]
+    fourth = replace(third, steps=15, windows=tg.Windows(6, 13))
+    return replace(cfg, averages=(), stages=cfg.stages[:3] + (fourth,))
 
 
 def norm_of_two(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
@@ -314,23 +352,33 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
     """Lists what four successive steps launch, with functions of the script replaced."""
     traffic = Traffic(cfg)
 
-    def in_part(function: Callable, *which: bool) -> Callable:
-        inner, turns = traffic.in_phase("QKV", function), itertools.cycle(which)
-        return staticmethod(lambda ctx, *args: (inner if next(turns) else function)(ctx, *args))
+    def in_part(function: Callable, which: Sequence[bool]) -> Callable:
+        """Wraps a function: of every len(which) calls those count in the part QKV for which it is true."""
+        inner = traffic.in_phase("QKV", function)
+        turns = itertools.cycle(which)
+
+        def call(ctx, *args):
+            if next(turns):
+                return inner(ctx, *args)
+            return function(ctx, *args)
+
+        return staticmethod(call)
 
     # A layer's products are of queries and keys, of values, and of attention's output.
-    linear = {
-        "forward": in_part(tg.Linear.forward, True, True, False),
-        "backward": in_part(tg.Linear.backward, False, True, True),
-    }
-    with patched(tg, **changes), patched(tg.Linear, **linear):
+    forward = in_part(tg.Linear.forward, [True, True, False])
+    backward = in_part(tg.Linear.backward, [False, True, True])
+    with patched(tg, **changes), patched(tg.Linear, forward=forward, backward=backward):
         backend = launches.make_backend(cfg, traffic)
         steps: Any = launches.run_steps(cfg, stage, RANKS, backend, traffic, validated=False)
     # A step's attention is that of its layers, then their backwards.
-    layers = [layer for layer in cfg.layers if layer.attention]
-    names = ["narrow attention" * (layer.narrow_qk and not layer.narrow_v) for layer in layers]
-    names *= cfg.attention_impl != "dense"  # it is of matmuls
-    names += [name and f"{name} backward" for name in reversed(names)]
+    forwards = []
+    backwards = []
+    for layer in cfg.layers:
+        if layer.attention and cfg.attention_impl != "dense":  # that is of matmuls
+            is_narrow = layer.narrow_qk and not layer.narrow_v
+            forwards.append("narrow attention" if is_narrow else "")
+            backwards.append("narrow attention backward" if is_narrow else "")
+    names = forwards + backwards[::-1]
     ops = sum(steps, [])
     attention = [i for i, op in enumerate(ops) if op.kind == "attention"]
     for i, name in zip(attention, len(steps) * names, strict=True):
@@ -340,8 +388,10 @@ def count(cfg: tg.Config, stage: int, **changes) -> list[Op]:
 
 def count_all(cfg: tg.Config) -> list[Phase]:
     """Counts each phase of a run."""
-    plans = (tg.plan_step(cfg, step) for step in range(cfg.steps))
-    steps = Counter((plan.stage, plan.sampled_columns) for plan in plans)
+    steps: Counter = Counter()
+    for step in range(cfg.steps):
+        plan = tg.plan_step(cfg, step)
+        steps[plan.stage, plan.sampled_columns] += 1
     phases = []
     for (stage, columns), n in tqdm(steps.items(), "counting", unit="phase"):
         ops = count(tg.override(cfg, f"stages.{stage}.sampled_columns={columns}"), stage)
@@ -349,10 +399,14 @@ def count_all(cfg: tg.Config) -> list[Phase]:
     return phases
 
 
-def with_techniques(phases: list[Phase], *names: str) -> list[Phase]:
-    for name in names:
-        phases = [phase._replace(ops=[*map(TECHNIQUES[name], phase.ops)]) for phase in phases]
-    return phases
+def with_techniques(phases: list[Phase], names: Iterable[str] = TECHNIQUES) -> list[Phase]:
+    changed = []
+    for phase in phases:
+        ops = phase.ops
+        for name in names:
+            ops = [TECHNIQUES[name](op) for op in ops]
+        changed.append(phase._replace(ops=ops))
+    return changed
 
 
 def with_steps_of(others: list[Phase], phases: list[Phase]) -> list[Phase]:
@@ -361,19 +415,29 @@ def with_steps_of(others: list[Phase], phases: list[Phase]) -> list[Phase]:
 
 def op_ms(op: Op, model: Model) -> float:
     """Estimates the ms of a launch or collective alone."""
-    rate = {name: peak * getattr(model, name) / 1e3 for name, peak in PEAKS.items()}
+
+    def rate(kind: str) -> float:
+        """Returns it in 1 / ms."""
+        return PEAKS[kind] * getattr(model, kind) / 1e3
+
     if op.kind == "exchange":
-        return op.nbytes / rate["exchange"] + model.collective_us / 1e3
-    return max(op.flops / rate[op.kind or "bf16"], op.nbytes / rate["memory"], model.kernel_us / 1e3)
+        return op.nbytes / rate("exchange") + model.collective_us / 1e3
+    return max(op.flops / rate(op.kind or "bf16"), op.nbytes / rate("memory"), model.kernel_us / 1e3)
 
 
 def step_ms(ops: list[Op], model: Model) -> dict[str, float]:
     """Estimates a step's ms, of the device by part and of the host: the mean of the counted four."""
-    parts, host = dict.fromkeys(PARTS, 0.0) | {"fixed": model.fixed}, 0.0
+    parts = dict.fromkeys(PARTS, 0.0) | {"fixed": model.fixed}
+    host = 0.0
     for op in ops:
         part = PART_OF.get(op.kind, "matmuls")
-        parts[part] += op_ms(op, model) / 4 * (1 - model.hidden if part == "exchange" else model.slowdown)
-        launched = (1 + LAYERS_LAUNCHES.get(op.name, 0)) * (part != "exchange")
+        if part == "exchange":
+            factor = 1 - model.hidden
+            launched = 0
+        else:
+            factor = model.slowdown
+            launched = 1 + LAYERS_LAUNCHES.get(op.name, 0)
+        parts[part] += op_ms(op, model) / 4 * factor
         host += model.host * (model.call_us * op.calls + model.launch_us * launched) / 4000
     device = sum(parts.values())
     return parts | {"device": device, "host": host, "ms": max(device, host)}
@@ -381,15 +445,23 @@ def step_ms(ops: list[Op], model: Model) -> dict[str, float]:
 
 def calibrate(stages: list[list[Op]], published: Iterable[float]) -> Model:
     """Fits slowdown and fixed to published ms of stages: least squares of relative residuals."""
-    parts, published = [step_ms(ops, Model()) for ops in stages], np.array(list(published))
-    exposed, device = np.array([(part["exchange"], part["device"]) for part in parts]).T
-    slowdown, fixed = np.polyfit(device - exposed, published - exposed, 1, w=1 / published)
+    exposed, computing = [], []
+    for ops in stages:
+        parts = step_ms(ops, Model())
+        exposed.append(parts["exchange"])
+        computing.append(parts["device"] - parts["exchange"])
+    measured = np.array(list(published))
+    slowdown, fixed = np.polyfit(computing, measured - exposed, 1, w=1 / measured)
     return Model(slowdown=float(slowdown), fixed=float(fixed))
 
 
-def line(name: Any, *cells: Any) -> None:
-    text = "".join(f"{cell if isinstance(cell, (str, int)) else format(cell, '.2f'):>10}" for cell in cells)
-    print(f"{name:<28}{text}".rstrip(), flush=True)
+def line(name: Any, cells: Iterable[Any]) -> None:
+    text = f"{name:<28}"
+    for cell in cells:
+        if isinstance(cell, float):
+            cell = f"{cell:.2f}"
+        text += f"{cell:>10}"
+    print(text.rstrip(), flush=True)
 
 
 def run_seconds(phases: list[Phase], model: Model) -> float:
@@ -400,19 +472,19 @@ def run_seconds(phases: list[Phase], model: Model) -> float:
 def fit(of_92: list[Phase]) -> Model:
     """Fits the model to records 80 and 92, and prints it."""
     cfg = config_80()
-    points = [
-        (f"80 {stage}", count(cfg, stage, final_norm=norm_of_two), published)
-        for stage, published in enumerate(PUBLISHED_80)
-    ]
-    points += [
-        (f"92 {phase.stage}, {phase.columns}", phase.ops, published)
-        for phase, published in zip(of_92, PUBLISHED_PHASES_92, strict=True)
-    ]
-    model = calibrate([ops for _, ops, _ in points], [published for *_, published in points])
+    names, stages = [], []
+    for stage in range(len(PUBLISHED_80)):
+        names.append(f"80 {stage}")
+        stages.append(count(cfg, stage, final_norm=norm_of_two))
+    for phase in of_92:
+        names.append(f"92 {phase.stage}, {phase.columns}")
+        stages.append(phase.ops)
+    all_published = PUBLISHED_80 + PUBLISHED_PHASES_92
+    model = calibrate(stages, all_published)
     print(model)
     print("\nto which slowdown and fixed are fitted: ms of a step")
-    line("record, stage, columns", "published", "estimate", "residual")
-    for name, ops, published in points:
+    line("record, stage, columns", ["published", "estimate", "residual"])
+    for name, ops, published in zip(names, stages, all_published, strict=True):
         residual(name, published, step_ms(ops, model)["device"])
     residual("92, seconds", PUBLISHED_92, run_seconds(of_92, with_graphs(model)))
     return model
@@ -424,28 +496,34 @@ def with_graphs(model: Model) -> Model:
 
 def print_379(of_record: list[Phase], of_92: list[Phase], model: Model) -> None:
     """Prints how much of PR 379's time its schedule explains, and how much its pointer, in this model."""
-    runs = of_92, with_steps_of(of_record, of_92), with_techniques(of_record, *TECHNIQUES)
-    before, *after = (run_seconds(run, with_graphs(model)) for run in runs)
+    model = with_graphs(model)
+    before = run_seconds(of_92, model)
+    with_schedule = run_seconds(with_steps_of(of_record, of_92), model)
+    with_pointer = run_seconds(with_techniques(of_record), model)
+    published = PUBLISHED_379[1] / PUBLISHED_379[0]
     print("\nPR 379's seconds as a share of record 92's, to which nothing is fitted")
-    line("", "published", "estimate", "residual")
-    for name, seconds in zip(("its schedule alone", "and its pointer"), after):
-        residual(name, PUBLISHED_379[1] / PUBLISHED_379[0], seconds / before, digits=4)
+    line("", ["published", "estimate", "residual"])
+    residual("its schedule alone", published, with_schedule / before, digits=4)
+    residual("and its pointer", published, with_pointer / before, digits=4)
 
 
 def residual(name: str, published: float, estimate: float, digits: int = 2) -> None:
-    line(name, f"{published:.{digits}f}", f"{estimate:.{digits}f}", f"{estimate / published - 1:+.1%}")
+    numbers = [f"{published:.{digits}f}", f"{estimate:.{digits}f}"]
+    line(name, numbers + [f"{estimate / published - 1:+.1%}"])
 
 
 def print_run(title: str, cfg: tg.Config, phases: list[Phase], model: Model) -> float:
     """Prints the parts of a run's phases. Returns the seconds of the run."""
     print(f"\n{title}")
-    line("stage, tokens, columns", "steps", *PARTS, "device", "host", "bound", "seconds")
+    line("stage, tokens, columns", ("steps",) + PARTS + ("device", "host", "bound", "seconds"))
     for phase in phases:
         tokens = cfg.stages[phase.stage].batch_tokens // tg.num_microbatches(cfg, RANKS)
-        *parts, ms = step_ms(phase.ops, model).values()
-        bound = "device" if parts[-2] >= parts[-1] else "host"
-        seconds = phase.steps * ms / 1e3
-        line(f"{phase.stage}, {tokens}, {phase.columns}", phase.steps, *parts, bound, seconds)
+        estimate = step_ms(phase.ops, model)
+        bound = "device" if estimate["device"] >= estimate["host"] else "host"
+        cells: list[Any] = [phase.steps]
+        cells += [estimate[part] for part in PARTS + ("device", "host")]
+        cells += [bound, phase.steps * estimate["ms"] / 1e3]
+        line(f"{phase.stage}, {tokens}, {phase.columns}", cells)
     seconds = run_seconds(phases, model)
     print(f"total {seconds:.2f} s, with {PUBLISHED_ENDINGS} s besides the steps")
     return seconds
@@ -463,31 +541,35 @@ def host_of_92(of_92: list[Phase], model: Model) -> float:
 
 def print_changes(base: list[Phase], without: dict[str, list[Phase]], model: Model, slow: float) -> None:
     """Prints what record 92's techniques would save the record preset, what its parts and slow hosts cost."""
-    graphs, slow_host = with_graphs(model), model._replace(host=slow)
-    of_379 = with_techniques(base, *TECHNIQUES)
-    rows = {"as it is": (base, model)}
-    rows |= {name: (with_techniques(base, name), model) for name in TECHNIQUES}
-    rows |= {"CUDA graphs": (base, graphs), "all of these, PR 379": (of_379, graphs)}
-    rows |= {name: (phases, model) for name, phases in without.items()}
-    rows |= {"host twice as slow": (base, model._replace(host=2.0))}
-    rows |= {
-        f"host {slow:.1f} times as slow": (base, slow_host),
-        "PR 379 then, no graphs": (of_379, slow_host),
-    }
-    seconds = {name: run_seconds(*row) for name, row in rows.items()}
+    graphs = with_graphs(model)
+    slow_host = model._replace(host=slow)
+    of_379 = with_techniques(base)
+    seconds = {"as it is": run_seconds(base, model)}
+    for name in TECHNIQUES:
+        seconds[name] = run_seconds(with_techniques(base, [name]), model)
+    seconds["CUDA graphs"] = run_seconds(base, graphs)
+    seconds["all of these, PR 379"] = run_seconds(of_379, graphs)
+    for name, phases in without.items():
+        seconds[name] = run_seconds(phases, model)
+    seconds["host twice as slow"] = run_seconds(base, model._replace(host=2.0))
+    seconds[f"host {slow:.1f} times as slow"] = run_seconds(base, slow_host)
+    seconds["PR 379 then, no graphs"] = run_seconds(of_379, slow_host)
     print("\nchanges of the record preset: seconds of a run, and the change")
     for name, new in seconds.items():
-        line(name, new, f"{new - seconds['as it is']:+.2f}")
+        line(name, [new, f"{new - seconds['as it is']:+.2f}"])
 
 
 def print_estimates(changed: dict[str, tg.Config]) -> None:
     """Prints all tables, and of each changed config the run's."""
     print("estimates for 8 H100s: what is not called published was never measured")
     print("takes some minutes, each what-if more\n", flush=True)
-    of_record, no_pointer = count_all(RECORD), count_all(RECORD92)
-    of_92 = with_techniques(no_pointer, *TECHNIQUES)
-    without = {"pointer_dim=0": with_steps_of(of_record, no_pointer)}
-    without |= {"fp8_mlp=false": count_all(tg.override(RECORD, "fp8_mlp=false"))}
+    of_record = count_all(RECORD)
+    no_pointer = count_all(RECORD92)
+    of_92 = with_techniques(no_pointer)
+    without = {
+        "pointer_dim=0": with_steps_of(of_record, no_pointer),
+        "fp8_mlp=false": count_all(tg.override(RECORD, "fp8_mlp=false")),
+    }
     model = fit(of_92)
     print_379(of_record, of_92, model)
     seconds = print_run("the record preset: ms of a step", RECORD, of_record, model)
@@ -497,6 +579,13 @@ def print_estimates(changed: dict[str, tg.Config]) -> None:
         print(f"change {new - seconds:+.2f} s")
 
 
+def check(cfg: tg.Config) -> None:
+    """Checks as bench/launches.py does."""
+    if cfg.attention_impl == "fa3":  # a package of its own, which no count needs
+        cfg = replace(cfg, attention_impl="varlen")
+    launches.check(cfg, RANKS)
+
+
 def main(argv: list[str] | None = None) -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
@@ -504,10 +593,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         changed = {changes: reduce(tg.override, changes.split(), RECORD) for changes in args.what_if}
-        for cfg in (RECORD, *changed.values()):
-            # FlashAttention-3 is a package of its own, which no count needs.
-            has_fa3 = cfg.attention_impl == "fa3"
-            launches.check(replace(cfg, attention_impl="varlen") if has_fa3 else cfg, RANKS)
+        check(RECORD)
+        for cfg in changed.values():
+            check(cfg)
         print_estimates(changed)
     except tg.UserError as error:
         sys.exit(f"projection.py: error: {error}")

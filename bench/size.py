@@ -22,7 +22,8 @@ LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
 
 def token_lines(text: str) -> list[int]:
     """Returns the line number of every token that counts."""
-    return [t.start[0] for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in LAYOUT]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.start[0] for token in tokens if token.type not in LAYOUT]
 
 
 def measure(text: str) -> tuple[int, int, int, int]:
@@ -33,14 +34,18 @@ def measure(text: str) -> tuple[int, int, int, int]:
 
 def measure_definitions(text: str) -> list[tuple[int, str]]:
     """Returns (tokens, qualified name) of functions, methods and classes, the largest first."""
-    lines, sizes = token_lines(text), []
+    lines = token_lines(text)
+    sizes = []
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             name = prefix
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-                sizes.append((sum(first <= line <= child.end_lineno for line in lines), prefix + child.name))
+                first = child.lineno
+                if child.decorator_list:
+                    first = child.decorator_list[0].lineno
+                tokens = sum(first <= line <= child.end_lineno for line in lines)
+                sizes.append((tokens, prefix + child.name))
                 name = f"{prefix}{child.name}."
             visit(child, name)
 
@@ -60,8 +65,9 @@ def main(argv: list[str] | None = None) -> None:
         tokens, characters, lines, long_lines = measure(text)
         counts = f"{tokens} tokens, {characters} characters, {lines} lines, {long_lines} over"
         print(f"{file}: {counts} {MAX_COLUMNS} columns")
-        for size, name in measure_definitions(text)[:SHOWN] if args.by_function else ():
-            print(f"{size:8} {name}")
+        if args.by_function:
+            for size, name in measure_definitions(text)[:SHOWN]:
+                print(f"{size:8} {name}")
 
 
 if __name__ == "__main__":

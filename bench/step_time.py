@@ -81,11 +81,15 @@ from tokenize_text import shard_header
 
 SETUPS = {"whole step": 1, "one rank of 8": 8}  # world sizes
 COLUMNS = "variant,tokens,ms,quartiles,host,wait,tokens/s,MFLOP,MFU,MiB,first s,ratio,quartiles".split(",")
-LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>6} {:>9} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}".format
+LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>6} {:>9} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}"
 
 PROCESSES = 1, 2, 4
 SCALES = "width", "tokens", "rows", "processes"
 SCALE_LINE = "{:>10} {:>9} {:>19}  {}".format
+
+
+def table_line(cells: Sequence[Any]) -> str:
+    return LINE.format(*cells).rstrip()
 
 
 def mean_keys(cu_seqlens: np.ndarray, window: int) -> float:
@@ -97,10 +101,16 @@ def mean_keys(cu_seqlens: np.ndarray, window: int) -> float:
 
 def layer_keys(cfg: tg.Config, plan: tg.StepPlan, cu_seqlens: np.ndarray) -> list[float]:
     """Returns mean_keys of each attention layer. A paired layer has two rows a token; windows count rows."""
-    attending = [layer for layer in cfg.layers if layer.attention]
-    kinds = [(2 if layer.attention == "paired" else 1, plan.windows[layer.window]) for layer in attending]
-    keys = {(rows, window): mean_keys(rows * cu_seqlens, window) for rows, window in set(kinds)}
-    return [keys[kind] for kind in kinds]
+    found = []
+    known = {}  # many layers are alike
+    for layer in cfg.layers:
+        if layer.attention:
+            rows = 2 if layer.attention == "paired" else 1
+            kind = (rows, plan.windows[layer.window])
+            if kind not in known:
+                known[kind] = mean_keys(rows * cu_seqlens, plan.windows[layer.window])
+            found.append(known[kind])
+    return found
 
 
 def flops_per_token(cfg: tg.Config, keys: Iterable[float], columns: int) -> float:
@@ -109,11 +119,18 @@ def flops_per_token(cfg: tg.Config, keys: Iterable[float], columns: int) -> floa
 
     A paired layer's token has two queries of half the heads, so the same products.
     """
-    d, attending = cfg.dim, [layer for layer in cfg.layers if layer.attention]
-    widths = [(d // 2 if layer.narrow_qk else d) + (d // 2 if layer.narrow_v else d) for layer in attending]
-    mlps = sum(layer.mlps for layer in cfg.layers)
-    weights = d * (columns + 2 * mlps * cfg.mlp_dim + 2 * sum(widths))
-    return 6 * (weights + sum(width * seen for width, seen in zip(widths, keys, strict=True)))
+    d = cfg.dim
+    weights = d * columns
+    scores = 0.0
+    attending = [layer for layer in cfg.layers if layer.attention]
+    for layer, seen in zip(attending, keys, strict=True):
+        qk_width = d // 2 if layer.narrow_qk else d
+        v_width = d // 2 if layer.narrow_v else d
+        weights += 2 * d * (qk_width + v_width)
+        scores += (qk_width + v_width) * seen
+    for layer in cfg.layers:
+        weights += 2 * d * layer.mlps * cfg.mlp_dim
+    return 6 * (weights + scores)
 
 
 class SingleRankExchange(tg.Exchange):
@@ -123,7 +140,7 @@ class SingleRankExchange(tg.Exchange):
         part = self.block(grad)
         if not in_rank_order:
             return tg.Pending(part)
-        parts = part.new_empty((self.world_size, *part.shape))
+        parts = part.new_empty((self.world_size,) + part.shape)
         return tg.Pending(parts.copy_(part), None, tg.rank_order_mean)
 
     def plan_rows(
@@ -148,7 +165,8 @@ class SingleRankExchange(tg.Exchange):
         out: Tensor | None = None,
     ) -> tg.Pending:
         """Fills this rank's part of `out`; others' keep what they have, 0 if it is new."""
-        out = rows.new_zeros((sum(output_splits), *rows.shape[1:])) if out is None else out
+        if out is None:
+            out = rows.new_zeros((sum(output_splits),) + rows.shape[1:])
         out.split(output_splits)[self.rank].copy_(rows.split(input_splits)[self.rank])
         return tg.Pending(out)
 
@@ -163,18 +181,23 @@ class Variant:
     """A config to time, and how it runs on a device."""
 
     def __init__(self, name: str, cfg: tg.Config, device: torch.device):
-        self.name, self.cfg, self.device, self.on_gpu = name, cfg, device, device.type == "cuda"
-        self.backend, self.compiler = tg.select_backend(cfg, device), tg.compiler_of(cfg)
+        self.name = name
+        self.cfg = cfg
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self.backend = tg.select_backend(cfg, device)
+        self.compiler = tg.compiler_of(cfg)
         self.validated = False  # its validation forward has run
 
     def activate(self) -> None:
         """Makes the script's functions this variant's: a process has one compiler and one FlashAttention."""
         tg.COMPILER = self.compiler
         attention = torch.nn.attention
-        wanted = "FA3" if self.cfg.attention_impl == "fa3" else None
-        if wanted and attention.current_flash_attention_impl() != wanted:
-            attention.activate_flash_attention_impl(wanted)
-        elif not wanted and attention.current_flash_attention_impl():
+        active = attention.current_flash_attention_impl()
+        if self.cfg.attention_impl == "fa3":
+            if active != "FA3":
+                attention.activate_flash_attention_impl("FA3")
+        elif active:
             attention.restore_flash_attention_impl(False)
 
 
@@ -182,20 +205,26 @@ class Training:
     """Trains and times one variant, in one stage and setup."""
 
     def __init__(self, variant: Variant, stage: int, world_size: int, paths: list[Path], steps: int):
-        self.variant, self.cfg, self.on_gpu = variant, variant.cfg, variant.on_gpu
-        self.paths, allocated_before = paths, self.allocated()
+        self.variant = variant
+        self.cfg = variant.cfg
+        self.on_gpu = variant.on_gpu
+        self.paths = paths
+        allocated_before = self.allocated()
         self.model = tg.GPT(self.cfg, world_size, variant.device, backend=variant.backend)
         kind = SingleRankExchange if world_size > 1 else tg.Exchange
         exchange = kind(0, world_size, device=variant.device, sum_rows=variant.backend.segment_sum_rows)
         self.optimizer = tg.Optimizer(
             self.cfg, dict(self.model.named_parameters()), exchange, variant.backend
         )
-        start, count = self.cfg.stage_starts[stage], self.cfg.stages[stage].steps
+        start = self.cfg.stage_starts[stage]
+        count = self.cfg.stages[stage].steps
         first = tg.padded(start, 4)  # no gradient awaits its update then
-        plans = [tg.plan_step(self.cfg, start + i % count) for i in range(steps)]
-        # Nothing is untied: that would also copy the moments, which are still 0.
         tied = stage < 2
-        plans = [plan._replace(step=first + i, tied=tied, untie=False) for i, plan in enumerate(plans)]
+        plans = []
+        for i in range(steps):
+            plan = tg.plan_step(self.cfg, start + i % count)
+            # Nothing is untied: that would also copy the moments, which are still 0.
+            plans.append(plan._replace(step=first + i, tied=tied, untie=False))
         self.loader = tg.TrainLoader(self.cfg, paths, 0, world_size)
         self.batches = tg.Prefetcher(self.loader, plans, kind(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps
@@ -211,12 +240,18 @@ class Training:
 
     def reset(self) -> None:
         """Drops all measurements."""
-        self.ms, self.host, self.waits, self.flops, self.losses = [], [], [], [], []
-        self.tokens, self.peak = 0, 0
+        self.ms: list[float] = []
+        self.host: list[float] = []
+        self.waits: list[float] = []
+        self.flops: list[float] = []  # of a token, by micro-batch
+        self.losses: list[Tensor] = []
+        self.tokens = 0
+        self.peak = 0
 
     def validate(self) -> None:
         """Runs a validation forward, on training tokens."""
-        plan, self.model.ngrams = tg.plan_step(self.cfg, 0), self.optimizer.ngrams
+        plan = tg.plan_step(self.cfg, 0)
+        self.model.ngrams = self.optimizer.ngrams
         batch = tg.ValLoader(replace(self.cfg, val_slices=1), self.paths).slice(0)
         self.model.token_losses(tg.move(batch, self.variant.device), plan.windows)
         self.variant.validated = True
@@ -245,12 +280,9 @@ class Training:
         launched = time.perf_counter()
         self.synchronize()
         done = time.perf_counter()
-        for times, seconds in (
-            (self.host, launched - ready),
-            (self.ms, done - ready),
-            (self.waits, ready - began),
-        ):
-            times.append(1000 * seconds)
+        self.host.append(1000 * (launched - ready))
+        self.ms.append(1000 * (done - ready))
+        self.waits.append(1000 * (ready - began))
         if self.on_gpu:
             peak = torch.cuda.max_memory_allocated() - allocated_before
             self.peak = max(self.peak, self.persistent + peak)
@@ -271,8 +303,10 @@ class Training:
         if not torch.stack(self.losses).isfinite().all():  # a GPU multiplies NaN faster than numbers
             problem = "the loss is not finite, so the times mean nothing; lower the learning rate"
             raise tg.UserError(f"{self.variant.name}: {problem}")
-        ms, tokens, peak = float(np.median(self.pairs())), self.tokens // len(self.ms), self.peak
+        ms = float(np.median(self.pairs()))
+        tokens = self.tokens // len(self.ms)
         flops = float(np.mean(self.flops))
+        peak = self.peak
         if not self.on_gpu:
             unit = 1 if sys.platform == "darwin" else 1024
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -289,21 +323,26 @@ class Training:
         }
 
     def report(self, base: "Training", ceiling: float) -> None:
-        tokens, ms, host, wait, rate, mflop, mfu, mib = self.measured(ceiling).values()
+        found = self.measured(ceiling)
         low, high = np.quantile(self.pairs(), (0.25, 0.75))
-        ratio = "", ""
-        if self is not base:
+        cells = [self.variant.name, found["tokens"], f"{found['ms']:.2f}", f"{low:.2f}..{high:.2f}"]
+        cells += [f"{found['host']:.2f}", f"{found['wait']:.2f}", f"{found['tokens/s']:.0f}"]
+        cells += [f"{found['MFLOP']:.5g}", f"{found['MFU']:.4f}", f"{found['MiB']:.0f}"]
+        cells.append(f"{self.first_seconds:.2f}")
+        if self is base:
+            cells += ["", ""]
+        else:
             down, middle, up = np.quantile(self.pairs() / base.pairs(), (0.25, 0.5, 0.75))
-            ratio = f"{middle:.3f}", f"{down:.3f}..{up:.3f}"
-        times = f"{ms:.2f}", f"{low:.2f}..{high:.2f}", f"{host:.2f}", f"{wait:.2f}"
-        work = f"{rate:.0f}", f"{mflop:.5g}", f"{mfu:.4f}", f"{mib:.0f}"
-        line = LINE(self.variant.name, tokens, *times, *work, f"{self.first_seconds:.2f}", *ratio)
-        tqdm.write(line.rstrip())
+            cells += [f"{middle:.3f}", f"{down:.3f}..{up:.3f}"]
+        tqdm.write(table_line(cells))
 
 
 def warmup_steps(variants: Sequence[Variant]) -> int:
     """Returns the same number for all variants, so that they get the same batches."""
-    return 4 if any(variant.on_gpu or variant.cfg.compile for variant in variants) else 2
+    for variant in variants:
+        if variant.on_gpu or variant.cfg.compile:
+            return 4
+    return 2
 
 
 def train_interleaved(
@@ -341,7 +380,8 @@ def timed(functions: Sequence[Callable[[], Any]], device: torch.device, repeats:
     for _ in range(repeats + 3):
         for function, ms in zip(functions, times):
             if device.type == "cuda":
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
                 torch.cuda._sleep(4_000_000)  # about 2 ms, while launches queue; they outlast short kernels
                 begin.record()
                 function()
@@ -357,25 +397,37 @@ def timed(functions: Sequence[Callable[[], Any]], device: torch.device, repeats:
 
 def matmul_ceiling(device: torch.device) -> float:
     """Measures FLOP/s. On a GPU ten products in a row: short bursts run at a clock that no step can keep."""
-    n, dtype, count = (8192, torch.bfloat16, 10) if device.type == "cuda" else (1024, torch.float32, 1)
-    a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
-    (ms,) = timed([lambda: [torch.mm(a, b, out=out) for _ in range(count)]], device, 20)
+    n, dtype, count = 1024, torch.float32, 1
+    if device.type == "cuda":
+        n, dtype, count = 8192, torch.bfloat16, 10
+    a = torch.randn(n, n, device=device).to(dtype)
+    b = torch.randn(n, n, device=device).to(dtype)
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        for _ in range(count):
+            torch.mm(a, b, out=out)
+
+    ms = timed([multiply], device, 20)[0]
     return count * 2 * n**3 / ms * 1000
 
 
 def synthetic_shard(folder: str, cfg: tg.Config, stages: Sequence[int], steps: int) -> list[Path]:
     """Writes random tokens, enough for `steps` steps of each stage. Returns the shard's path."""
-    used, microbatches = [cfg.stages[i] for i in stages], max(8, cfg.microbatches)
+    used = [cfg.stages[i] for i in stages]
+    microbatches = max(8, cfg.microbatches)
     cut = min(stage.max_doc_len for stage in used)
     # Every micro-batch may drop the rest of a document.
     largest = max(stage.batch_tokens + microbatches * stage.max_doc_len for stage in used)
-    need, parts = largest * steps + cfg.val_slice_tokens, []
+    need = largest * steps + cfg.val_slice_tokens
+    parts = []
     for tokens, lengths in draw_documents(cfg.bos_id, seed=0):
         parts.append(tokens)
         need -= np.minimum(lengths, cut).sum()
         if need < 0:
             break
-    tokens, path = np.concatenate(parts), Path(folder, "synthetic_train_000000.bin")
+    tokens = np.concatenate(parts)
+    path = Path(folder, "synthetic_train_000000.bin")
     path.write_bytes(shard_header(len(tokens), cfg.vocab_size, cfg.bos_id) + tokens.astype("<u2").tobytes())
     return [path]
 
@@ -384,11 +436,13 @@ def find_shards(
     args: argparse.Namespace, cfg: tg.Config, folder: str, stages: Sequence[int], steps: int
 ) -> list[Path]:
     """Returns the config's training shards, or a synthetic one in `folder`. Prints which."""
+    source = cfg.data
     try:
-        paths, source = tg.find_shards(cfg.data, "train"), cfg.data
+        paths = tg.find_shards(cfg.data, "train")
     except tg.UserError:
         tg.require(cfg.data == tg.PRESETS[args.preset].data, f"{cfg.data} has no training shards")
-        paths, source = synthetic_shard(folder, cfg, stages, steps), "synthetic tokens"
+        source = "synthetic tokens"
+        paths = synthetic_shard(folder, cfg, stages, steps)
     print(f"data: {source}")
     return paths
 
@@ -401,19 +455,29 @@ def exponents(sizes: Sequence[float], ms: Sequence[float]) -> tuple[float, float
 
 def scale_changes(cfg: tg.Config, stage: int, name: str) -> dict[int, str]:
     """Returns the settings that change `cfg`, by size in ascending order."""
-    tokens, orders = cfg.stages[stage].batch_tokens, len(cfg.ngrams.orders)
+    changes = {}
     if name == "width":
-        return {n * cfg.dim: f"heads={n * cfg.heads} mlp_dim={n * cfg.mlp_dim}" for n in (1, 2, 4)}
-    if name == "tokens":
-        return {n * tokens // 4: f"stages.{stage}.batch_tokens={n * tokens // 4}" for n in (1, 2, 4, 8, 16)}
-    if name == "rows":
+        for n in (1, 2, 4):
+            changes[n * cfg.dim] = f"heads={n * cfg.heads} mlp_dim={n * cfg.mlp_dim}"
+    elif name == "tokens":
+        for n in (1, 2, 4, 8, 16):
+            tokens = n * cfg.stages[stage].batch_tokens // 4
+            changes[tokens] = f"stages.{stage}.batch_tokens={tokens}"
+    elif name == "rows":
+        orders = len(cfg.ngrams.orders)
         tg.require(
             orders, "--scale rows: there is no n-gram table; name other sizes, or --set ngrams.orders=2,3"
         )
-        return {2**n: f"ngrams.rows_per_order={2**n // orders}" for n in range(14, 25, 2)}
-    # The same number of micro-batches for all: others would pack documents differently.
-    microbatches, gpus = max(cfg.microbatches, *PROCESSES), torch.cuda.device_count()
-    return {n: f"microbatches={microbatches}" for n in PROCESSES if not gpus or n <= gpus}
+        for n in range(14, 25, 2):
+            changes[2**n] = f"ngrams.rows_per_order={2**n // orders}"
+    else:
+        # The same number of micro-batches for all: others would pack documents differently.
+        microbatches = max(cfg.microbatches, max(PROCESSES))
+        gpus = torch.cuda.device_count()
+        for n in PROCESSES:
+            if not gpus or n <= gpus:
+                changes[n] = f"microbatches={microbatches}"
+    return changes
 
 
 def time_processes(
@@ -422,17 +486,17 @@ def time_processes(
     """Trains `stage` in `count` processes. Returns, for every two successive steps, the ms of one."""
     schedule = f"stages.*.steps=0 stages.{stage}.steps={warmup + args.steps}"
     changes += f" {schedule} warmup=false samples=0 val_every=0 val_slices=1"
-    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node={count}"
-    command = [sys.executable, *torchrun.split(), str(ROOT / "train_gpt.py"), "--preset", args.preset]
-    command += ["--data", str(shard.parent.resolve()), "--set", *args.settings, *changes.split()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command += [str(ROOT / "train_gpt.py"), "--preset", args.preset, "--data", str(shard.parent.resolve())]
+    command += ["--set"] + args.settings + changes.split()
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        said = [line for line in done.stderr.splitlines() if line.startswith("train_gpt.py: error")]
-        tg.require(not done.returncode, f"{count} processes failed: {(said or [done.stderr])[0]}")
+        said = re.findall(r"^train_gpt\.py: error.*", done.stderr, re.M) or [done.stderr]
+        tg.require(not done.returncode, f"{count} processes failed: {said[0]}")
         (log,) = Path(folder).glob("records/*/attempts/*.txt")
         clock = re.findall(r"^step:\d+/\d+ train_time:(\d+)ms", log.read_text(encoding="utf-8"), re.M)
-    times = np.diff([0, *map(int, clock)])[warmup:]
+    times = np.diff(np.array(clock, np.int64), prepend=0)[warmup:]
     return times.reshape(-1, 2).mean(axis=1)
 
 
@@ -441,73 +505,97 @@ def report_scale(name: str, pairs: dict[int, np.ndarray]) -> None:
     print("\n" + SCALE_LINE(name, "ms", "quartiles", "").rstrip())
     for size, ms in pairs.items():
         low, middle, high = np.quantile(ms, (0.25, 0.5, 0.75))
-        crowded = name == "processes" and size > os.cpu_count()
-        note = f"more than the {os.cpu_count()} cores" if crowded else ""
+        note = ""
+        if name == "processes" and size > os.cpu_count():
+            note = f"more than the {os.cpu_count()} cores"
         print(SCALE_LINE(size, f"{middle:.2f}", f"{low:.2f}..{high:.2f}", note).rstrip())
     if len(pairs) > 1:
-        overall, local = exponents([*pairs], [float(np.median(ms)) for ms in pairs.values()])
+        overall, local = exponents(list(pairs), [float(np.median(ms)) for ms in pairs.values()])
         print(f"exponent: {overall:.2f}, local: {local:.2f}", flush=True)
 
 
 def scale(args: argparse.Namespace, cfg: tg.Config, stage: int, device: torch.device) -> None:
     """Times the stage's steps at all sizes of --scale."""
-    names, sizes, variants = args.scale.split(","), {}, {}
+    names = args.scale.split(",")
     tg.require(
-        not (set(names) - {*SCALES}) and not args.against,
+        set(names) <= set(SCALES) and not args.against,
         f"--scale: of {','.join(SCALES)}, without --against",
     )
+    sizes = {}  # settings by size, by name
+    variants = {}
+    every = []
     for name in names:
         sizes[name] = scale_changes(cfg, stage, name)
-        configs = [reduce(tg.override, changes.split(), cfg) for changes in sizes[name].values()]
-        for each in configs:
-            tg.check_config(each, 1)
-        variants[name] = [Variant(name, each, device) for each in configs]
-    every = sum(variants.values(), [])
+        variants[name] = []
+        for changes in sizes[name].values():
+            changed = reduce(tg.override, changes.split(), cfg)
+            tg.check_config(changed, 1)
+            variants[name].append(Variant(name, changed, device))
+        every += variants[name]
     torch._dynamo.config.recompile_limit *= len(every)
-    warmup, largest = warmup_steps(every), max(every, key=lambda v: v.cfg.stages[stage].batch_tokens).cfg
+    warmup = warmup_steps(every)
+    largest = max(every, key=lambda v: v.cfg.stages[stage].batch_tokens).cfg
     with tempfile.TemporaryDirectory() as folder:
         paths = find_shards(args, largest, folder, [stage], args.steps + warmup)
         if paths[0].parent == Path(folder):
             os.link(paths[0], Path(folder, "synthetic_val_000000.bin"))  # train_gpt.py validates in the end
         print(f"stage {stage}, {warmup} + {args.steps} steps of each size: minutes with the cpu preset")
         for name in names:
+            pairs = {}
             if name == "processes":
-                items = sizes[name].items()
-                pairs = [time_processes(args, stage, *item, paths[0], warmup) for item in items]
+                for count, changes in sizes[name].items():
+                    pairs[count] = time_processes(args, stage, count, changes, paths[0], warmup)
             else:
                 trainings = train_interleaved(variants[name], stage, 1, paths, args.steps)
-                pairs = [trainings.pop(0).pairs() for _ in variants[name]]  # which frees their models
-            report_scale(name, dict(zip(sizes[name], pairs)))
+                for size in sizes[name]:
+                    pairs[size] = trainings.pop(0).pairs()  # which frees its model
+            report_scale(name, pairs)
+
+
+def choose_stages(args: argparse.Namespace, configs: Sequence[tg.Config]) -> list[int]:
+    """Returns the stages of --stages, or else all that have steps in every config."""
+    with_steps = []
+    for stage in range(len(configs[0].stages)):
+        if all(cfg.stages[stage].steps for cfg in configs):
+            with_steps.append(str(stage))
+    wanted = args.stages.split(",") if args.stages else with_steps
+    known = ",".join(with_steps) or "none"
+    tg.require(wanted and set(wanted) <= set(with_steps), f"--stages: those with steps are {known}")
+    return [int(stage) for stage in wanted]
 
 
 def run(args: argparse.Namespace) -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     cfg = reduce(tg.override, args.settings, tg.PRESETS[args.preset])
-    configs = [cfg, *(reduce(tg.override, changes.split(), cfg) for changes in args.against)]
-    for variant_cfg in configs:
-        tg.check_config(variant_cfg, max(SETUPS.values()))
-    variants = [Variant(chr(64 + i) if i else "base", each, device) for i, each in enumerate(configs)]
-    with_steps = [str(i) for i in range(len(cfg.stages)) if all(each.stages[i].steps for each in configs)]
-    wanted = args.stages.split(",") if args.stages else with_steps
-    known = ",".join(with_steps) or "none"
-    tg.require(wanted and not (set(wanted) - set(with_steps)), f"--stages: those with steps are {known}")
-    stages = [*map(int, wanted)]
-    args.steps = (8 if args.scale else 20) if args.steps is None else args.steps
+    names = ["base"]
+    configs = [cfg]
+    for changes in args.against:
+        names.append(chr(ord("A") + len(names) - 1))
+        configs.append(reduce(tg.override, changes.split(), cfg))
+    for each in configs:
+        tg.check_config(each, max(SETUPS.values()))
+    variants = [Variant(name, each, device) for name, each in zip(names, configs)]
+    stages = choose_stages(args, configs)
+    if args.steps is None:
+        args.steps = 8 if args.scale else 20
     tg.require(
         args.steps >= 2 and args.steps % 2 == 0,
         "--steps: give an even number: Adam updates every second step",
     )
-    print(*tg.describe_environment(device, 1), f"preset {args.preset} {' '.join(args.settings)}", sep="\n")
+    for line in tg.describe_environment(device, 1):
+        print(line)
+    print(f"preset {args.preset} {' '.join(args.settings)}")
     if args.scale:
         return scale(args, cfg, stages[-1], device)
     # Every variant compiles its own functions, and each stage's length may compile them again.
     torch._dynamo.config.recompile_limit *= len(variants)
+    warmup = warmup_steps(variants)
     with tempfile.TemporaryDirectory() as folder:
-        paths = find_shards(args, cfg, folder, stages, args.steps + warmup_steps(variants))
+        paths = find_shards(args, cfg, folder, stages, args.steps + warmup)
         ceiling = matmul_ceiling(device)
         print(f"matmul ceiling: {ceiling / 1e12:.4g} TFLOP/s")
-        print(*(f"{v.name}: {changes}" for v, changes in zip(variants[1:], args.against)), sep="\n")
-        lines, warmup = len(stages) * len(SETUPS) * len(variants), warmup_steps(variants)
+        print("\n".join(f"{name}: {changes}" for name, changes in zip(names[1:], args.against)))
+        lines = len(stages) * len(SETUPS) * len(variants)
         print(f"{lines} lines of {warmup} + {args.steps} steps: ten seconds each with the cpu preset; with")
         print("compile=true minutes more")
         for stage in stages:
@@ -515,7 +603,7 @@ def run(args: argparse.Namespace) -> None:
                 count = tg.num_microbatches(cfg, world_size)
                 sizes = f"{count // world_size} x {cfg.stages[stage].batch_tokens // count} tokens"
                 print(f"\nstage {stage}, {setup}: {sizes}")
-                print(LINE(*COLUMNS), flush=True)
+                print(table_line(COLUMNS), flush=True)
                 time_stage(variants, stage, world_size, paths, args.steps, ceiling)
 
 
@@ -523,7 +611,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add, preset = parser.add_argument, "record" if torch.cuda.is_available() else "cpu"
+    add = parser.add_argument
+    preset = "record" if torch.cuda.is_available() else "cpu"
     add("--preset", choices=tg.PRESETS, default=preset)
     add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="settings")
     add("--stages", metavar="N,...", help="default: all")

@@ -68,17 +68,25 @@ WAITS_FOR = {
     "nccl": ("stream",),
     "builder": ("builder gloo",),
 }
-Label = tuple[int, int, str, str]  # start, end, section, name
+
+
+class Label(NamedTuple):
+    """A time that a thread has marked. Times are nanoseconds, here and below."""
+
+    start: int
+    end: int
+    section: str
+    name: str  # of the parameter, or "ngrams", "tokens"; else ""
 
 
 class Span(NamedTuple):
-    """A lane's time in one section. Times are nanoseconds."""
+    """A lane's time in one section."""
 
     rank: int
     # "main", "builder", "gloo 0", "builder gloo 2"; of a GPU "stream", the busiest, "stream 9", "nccl 7".
     lane: str
     section: str
-    name: str  # of the parameter, or "ngrams", "tokens"; else ""
+    name: str  # as of a label
     start: int
     end: int
     launch: int  # when a thread launched it; a thread's own time: its start
@@ -105,7 +113,10 @@ class Trace:
     @property
     def collectives(self) -> list[Span]:
         """Returns those that the main thread launched in steps, in order."""
-        spans = [s for lane, spans in self.lanes.items() if kind_of(lane) in ("gloo", "nccl") for s in spans]
+        spans = []
+        for lane, found in self.lanes.items():
+            if kind_of(lane) in ("gloo", "nccl"):
+                spans += found
         spans.sort(key=lambda s: s.launch)
         return [s for s in spans if any(start <= s.launch < end for start, end in self.steps.values())]
 
@@ -115,86 +126,185 @@ class Trace:
             return self.steps
         spans = self.lanes[lane]
         end = spans[-1].end
-        firsts = [next((s.start for s in spans if s.launch >= at), end) for at, _ in self.steps.values()]
-        return dict(zip(self.steps, itertools.pairwise([*firsts, end])))
+        firsts = []
+        for start, _ in self.steps.values():
+            firsts.append(min((s.start for s in spans if s.launch >= start), default=end))
+        return dict(zip(self.steps, itertools.pairwise(firsts + [end])))
 
 
 def exclusive(labels: Iterable[Label]) -> list[Label]:
     """Cuts nested labels into disjoint ones, ascending: the innermost counts, but in index only waiting."""
-    outer_first, found = sorted(labels, key=lambda label: (label[0], -label[1])), []
-    for start, end in itertools.pairwise(sorted({time for label in outer_first for time in label[:2]})):
-        around = [label[2:] for label in outer_first if label[0] <= start < label[1]]
-        if around:
-            section, name = around[-1]
-            in_index = section != "waiting" and any(outer == "index" for outer, _ in around)
-            found.append((start, end, "index" if in_index else section, name))
+    outer_first = sorted(labels, key=lambda label: (label.start, -label.end))
+    times = set()
+    for label in outer_first:
+        times |= {label.start, label.end}
+    found = []
+    for start, end in itertools.pairwise(sorted(times)):
+        around = [label for label in outer_first if label.start <= start < label.end]
+        if not around:
+            continue
+        section = around[-1].section
+        if section != "waiting" and any(label.section == "index" for label in around):
+            section = "index"
+        found.append(Label(start, end, section, around[-1].name))
     return found
+
+
+class Kernel(NamedTuple):
+    start: int
+    end: int
+    name: str
+    stream: int
+    correlation: int  # a number that it shares with its launch
+
+
+class GlooCall(NamedTuple):
+    start: int
+    end: int
+    name: str  # of the operation; later of its lane
+
+
+class Events:
+    """Sorts the events of a trace by kind, and those of threads by thread."""
+
+    def __init__(self, data: dict):
+        self.main: Any = None  # the thread that runs the steps
+        self.steps: dict[int, tuple[int, int]] = {}
+        self.labels: dict[Any, list[Label]] = defaultdict(list)
+        self.ops: dict[Any, list[int]] = defaultdict(list)  # when a thread starts a collective
+        self.gloo: dict[Any, list[GlooCall]] = defaultdict(list)
+        self.kernels: list[Kernel] = []
+        self.launches: dict[int, tuple[Any, int]] = {}  # thread and time, by correlation
+        for event in data["traceEvents"]:
+            if event.get("ph") == "X":
+                self.add(event, data.get("baseTimeNanoseconds", 0))
+
+    def add(self, event: dict, base: int) -> None:
+        """Adds an event, whose own times are microseconds since `base`."""
+        name = event["name"]
+        kind = event.get("cat")
+        thread = event["tid"]
+        args = event.get("args", {})
+        start = base + round(1000 * event["ts"])
+        end = start + round(1000 * event["dur"])
+        section, _, about = name.partition(" ")
+        if kind == "user_annotation" and name.startswith("ProfilerStep#"):
+            self.steps[int(name[13:])] = (start, end)
+            self.main = thread
+        elif kind == "user_annotation" and section in COLOURS:
+            self.labels[thread].append(Label(start, end, section, about))
+        elif name.startswith("c10d::"):
+            self.ops[thread].append(start)
+        elif name.startswith("gloo:"):
+            self.gloo[thread].append(GlooCall(start, end, name))
+        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            self.kernels.append(Kernel(start, end, name, args["stream"], args["correlation"]))
+        elif kind in ("cuda_runtime", "cuda_driver"):
+            self.launches[args["correlation"]] = (thread, start)
+
+    @property
+    def builder(self) -> Any:
+        """Returns the thread that builds batches; None: there is none."""
+        for thread, labels in self.labels.items():
+            if any(label.section == "index" for label in labels):
+                return thread
+        return None
+
+    def begin_steps_at_batches(self) -> None:
+        """Lets each step begin where its thread takes a batch."""
+        taken = []
+        for label in self.labels[self.main]:
+            if (label.section, label.name) == ("waiting", "batch"):
+                taken.append(label.start)
+        for step, (start, end) in self.steps.items():
+            begin = min((time for time in taken if start <= time < end), default=start)
+            self.steps[step] = (begin, end)
+
+    def gloo_groups(self) -> tuple[list[GlooCall], list[GlooCall]]:
+        """Returns the calls of the main thread's group, and those of the builder's, in order.
+
+        A group of processes runs its operations in their order, on threads of its own. The builder's group
+        is not the main thread's, and knows no operation but all_to_all.
+        """
+        groups: dict[str, list[GlooCall]] = {"gloo": [], "builder gloo": []}
+        has_builders = bool(self.ops[self.builder])
+        for i, calls in enumerate(self.gloo.values()):
+            names = {call.name for call in calls}
+            group = "gloo"
+            if has_builders and names == {"gloo:all_to_all"}:
+                group = "builder gloo"
+            groups[group] += [call._replace(name=f"{group} {i}") for call in calls]
+        return sorted(groups["gloo"]), sorted(groups["builder gloo"])
+
+
+class Lanes:
+    """Collects a rank's spans by lane."""
+
+    def __init__(self, rank: int, events: Events):
+        self.rank = rank
+        self.events = events
+        self.builder = events.builder
+        self.spans: dict[str, list[Span]] = defaultdict(list)
+        for lane, thread in (("main", events.main), ("builder", self.builder)):
+            self.spans[lane] = []
+            for start, end, section, name in exclusive(events.labels[thread]):
+                self.spans[lane].append(Span(rank, lane, section, name, start, end, start))
+
+    def add(self, lane: str, start: int, end: int, thread: Any, launch: int, default: str) -> None:
+        """Adds what a thread launched, in the section of that moment; `default` where there is none."""
+        # Threads of autograd count as the main one.
+        launcher = self.spans["builder" if thread == self.builder else "main"]
+        section = default
+        name = ""
+        i = bisect_right(launcher, launch, key=lambda s: s.start)
+        if i > 0:
+            around = launcher[i - 1]
+            if launch < around.end and around.section != "other":
+                section = around.section
+                name = around.name
+        self.spans[lane].append(Span(self.rank, lane, section, name, start, end, launch))
+
+    def add_gloo(self) -> None:
+        """Adds gloo's calls, each launched by the operation of the same place in its thread's order."""
+        calls_of_main, calls_of_builder = self.events.gloo_groups()
+        for thread, calls in ((self.events.main, calls_of_main), (self.builder, calls_of_builder)):
+            ops = deque(sorted(self.events.ops[thread]))
+            for start, end, lane in calls:
+                if ops and ops[0] <= start:  # else it was launched before the trace began
+                    self.add(lane, start, end, thread, ops.popleft(), "exchange")
+
+    def add_kernels(self) -> None:
+        """Adds the kernels. The busiest stream's lane is "stream"."""
+        for kernel in sorted(self.events.kernels):
+            if kernel.name.startswith("nccl"):
+                lane, default = f"nccl {kernel.stream}", "exchange"
+            else:
+                lane, default = f"stream {kernel.stream}", "other"
+            thread, launch = self.events.launches.get(kernel.correlation, (self.events.main, kernel.start))
+            self.add(lane, kernel.start, kernel.end, thread, launch, default)
+        streams = [lane for lane in self.spans if lane.startswith("stream")]
+        if streams:
+            busiest = max(streams, key=lambda lane: sum(s.end - s.start for s in self.spans[lane]))
+            self.spans["stream"] = [s._replace(lane="stream") for s in self.spans.pop(busiest)]
 
 
 def read_trace(path: Path) -> Trace:
     """Reads one rank's trace in Chrome's format, gzipped or not."""
-    labels, ops, gloo = defaultdict(list), defaultdict(list), defaultdict(list)  # by thread
-    kernels, launches, steps, main = [], {}, {}, None
     with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
         data = json.load(file)
-    for event in data["traceEvents"]:
-        if event.get("ph") != "X":
-            continue
-        name, kind, thread, args = event["name"], event.get("cat"), event["tid"], event.get("args", {})
-        start = data.get("baseTimeNanoseconds", 0) + round(1000 * event["ts"])
-        end, (section, _, about) = start + round(1000 * event["dur"]), name.partition(" ")
-        if kind == "user_annotation" and name.startswith("ProfilerStep#"):
-            steps[int(name[13:])], main = (start, end), thread
-        elif kind == "user_annotation" and section in COLOURS:
-            labels[thread].append((start, end, section, about))
-        elif name.startswith("c10d::"):
-            ops[thread].append(start)
-        elif name.startswith("gloo:"):
-            gloo[thread].append((start, end, name))
-        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-            kernels.append((start, end, name, args["stream"], args["correlation"]))
-        elif kind in ("cuda_runtime", "cuda_driver"):
-            launches[args["correlation"]] = thread, start
+    events = Events(data)
+    steps = events.steps
     if not steps:
         raise ValueError(f"{path} has no step")
-    taken = [start for start, *_, section, name in labels[main] if (section, name) == ("waiting", "batch")]
-    for step, (start, end) in steps.items():
-        steps[step] = min((at for at in taken if start <= at < end), default=start), end
-    run, lanes = data.get("distributedInfo", {}), defaultdict(list)
-    rank = run.get("rank", 0)
-    builder = next((t for t, found in labels.items() if any(label[2] == "index" for label in found)), None)
-    labels[main].append((min(steps.values())[0], max(steps.values())[1], "other", ""))
-    for lane, thread in (("main", main), ("builder", builder)):
-        found = exclusive(labels[thread])
-        lanes[lane] = [Span(rank, lane, what, name, at, end, at) for at, end, what, name in found]
-
-    def add(lane: str, start: int, end: int, thread: Any, launch: int, default: str) -> None:
-        """Adds what a thread launched, in the section of that moment; `default` where there is none."""
-        launcher = lanes["builder" if thread == builder else "main"]  # autograd's threads: the main one's
-        i = bisect_right(launcher, launch, key=lambda s: s.start)
-        sections = (s[2:4] for s in launcher[max(0, i - 1) : i] if launch < s.end and s.section != "other")
-        lanes[lane].append(Span(rank, lane, *next(sections, (default, "")), start, end, launch))
-
-    # A group of processes runs its operations in their order, on threads of its own. The builder's group is
-    # not the main thread's, and knows no operation but all_to_all.
-    groups = {"gloo": [], "builder gloo": []}
-    for i, calls in enumerate(gloo.values()):
-        is_builders = ops[builder] and {name for *_, name in calls} == {"gloo:all_to_all"}
-        group = "builder gloo" if is_builders else "gloo"
-        groups[group] += [(start, end, f"{group} {i}") for start, end, _ in calls]
-    for thread, calls in zip((main, builder), groups.values()):
-        waiting = deque(sorted(ops[thread]))
-        for start, end, lane in sorted(calls):
-            if waiting and waiting[0] <= start:  # else it was launched before the trace began
-                add(lane, start, end, thread, waiting.popleft(), "exchange")
-    for start, end, name, stream, correlation in sorted(kernels):
-        is_nccl = name.startswith("nccl")
-        lane, default = (f"nccl {stream}", "exchange") if is_nccl else (f"stream {stream}", "other")
-        add(lane, start, end, *launches.get(correlation, (main, start)), default)
-    if streams := [lane for lane in lanes if lane.startswith("stream")]:
-        busiest = max(streams, key=lambda lane: sum(s.end - s.start for s in lanes[lane]))
-        lanes["stream"] = [s._replace(lane="stream") for s in lanes.pop(busiest)]
-    return Trace(rank, run.get("world_size", 1), dict(sorted(steps.items())), dict(lanes))
+    events.begin_steps_at_batches()
+    first_start = min(steps.values())[0]
+    last_end = max(steps.values())[1]
+    events.labels[events.main].append(Label(first_start, last_end, "other", ""))
+    run = data.get("distributedInfo", {})
+    lanes = Lanes(run.get("rank", 0), events)
+    lanes.add_gloo()
+    lanes.add_kernels()
+    return Trace(lanes.rank, run.get("world_size", 1), dict(sorted(steps.items())), dict(lanes.spans))
 
 
 def read_traces(paths: Iterable[Path]) -> list[Trace]:
@@ -205,16 +315,26 @@ def read_traces(paths: Iterable[Path]) -> list[Trace]:
     return traces
 
 
+def starts_and_ends(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+    """Returns both ascending."""
+    return sorted(s.start for s in spans), sorted(s.end for s in spans)
+
+
+def without_waiting(spans: Iterable[Span]) -> list[Span]:
+    return [s for s in spans if s.section != "waiting"]
+
+
 def overlap(a: Sequence[Span], b: Sequence[Span]) -> int:
     """Returns the time that lies in a span of `a` and in one of `b`, each moment once."""
-    times = np.unique([time for s in [*a, *b] for time in (s.start, s.end)])
-    is_in_both = np.ones(len(times), bool)
-    for spans in (a, b):
-        started, ended = (
-            np.searchsorted(sorted(ends), times, "right") for ends in zip(*(s[4:6] for s in spans))
-        )
+    starts_a, ends_a = starts_and_ends(a)
+    starts_b, ends_b = starts_and_ends(b)
+    moments = np.unique(starts_a + ends_a + starts_b + ends_b)
+    is_in_both = np.ones(len(moments), bool)
+    for starts, ends in ((starts_a, ends_a), (starts_b, ends_b)):
+        started = np.searchsorted(starts, moments, "right")
+        ended = np.searchsorted(ends, moments, "right")
         is_in_both &= started > ended
-    return int(np.diff(times) @ is_in_both[:-1])
+    return int(np.diff(moments) @ is_in_both[:-1])
 
 
 def by_section(spans: Iterable[Span], start: int, end: int) -> Counter[str]:
@@ -225,59 +345,117 @@ def by_section(spans: Iterable[Span], start: int, end: int) -> Counter[str]:
     return found + Counter(idle=end - start - found.total(), step=end - start)
 
 
+def begins_and_ends(traces: list[Trace], step: int) -> tuple[list[int], list[int]]:
+    """Returns when a step begins and ends on each rank's lane that computes."""
+    begins, ends = [], []
+    for trace in traces:
+        begin, end = trace.windows(trace.compute)[step]
+        begins.append(begin)
+        ends.append(end)
+    return begins, ends
+
+
+def awaited(
+    lanes: dict[str, list[Span]], lane: str, time: int, before: Span | None, after: Span | None, begin: int
+) -> tuple[int, str]:
+    """Returns when, and on which lane, the last finished that a lane needed to go on at `time`.
+
+    lanes: without waiting. before, after: this lane's spans around `time`. begin: of the step.
+    """
+    kind = kind_of(lane)
+    since = begin
+    if before:
+        since = before.end
+    options = [(since, lane)]
+    for other, spans in lanes.items():
+        if kind_of(other) in WAITS_FOR.get(kind, ()):
+            for s in spans:
+                is_launched_before = kind != "nccl" or s.launch < after.launch
+                if is_launched_before and since < s.end <= time:
+                    options.append((s.end, other))
+    if after and kind not in ("main", "builder"):
+        options.append((after.launch, "builder" if kind == "builder gloo" else "main"))
+    return max(options)
+
+
 def critical_path(traces: list[Trace], step: int) -> list[Span]:
     """Returns what a step's end follows from, by the model of -h: spans that meet, in ascending order."""
-    busy = [
-        {lane: [s for s in spans if s.section != "waiting"] for lane, spans in trace.lanes.items()}
-        for trace in traces
-    ]
+    busy = []  # each rank's lanes
+    for trace in traces:
+        busy.append({lane: without_waiting(spans) for lane, spans in trace.lanes.items()})
+    joint = {}  # all ranks' spans of a collective, by each of them
     # Not strict: a trace lacks the last collectives if its rank stopped tracing before gloo began them.
-    joint = {call: calls for calls in zip(*(trace.collectives for trace in traces)) for call in calls}
-    begins, ends = zip(*(trace.windows(trace.compute)[step] for trace in traces))
-    rank, lane, time, path = ends.index(max(ends)), traces[0].compute, max(ends), []
+    for calls in zip(*(trace.collectives for trace in traces)):
+        for call in calls:
+            joint[call] = calls
+    begins, ends = begins_and_ends(traces, step)
+    time = max(ends)
+    rank = ends.index(time)
+    lane = traces[0].compute
+    path = []
     while time > begins[rank]:
-        here, spans, kind = (rank, lane), busy[rank][lane], kind_of(lane)
+        begin = begins[rank]
+        spans = busy[rank][lane]
         i = bisect_left(spans, time, key=lambda s: s.start)
-        before, after = spans[i - 1] if i else None, spans[i] if i < len(spans) else None
-        what = "waiting", ""
+        before = spans[i - 1] if i > 0 else None
+        after = spans[i] if i < len(spans) else None
         if before and before.end >= time:
+            section, name = before.section, before.name
             last = max(joint.get(before, (before,)), key=lambda call: call.start)
-            what, to, rank, lane = before[2:4], last.start, last.rank, last.lane
+            previous, next_rank, next_lane = last.start, last.rank, last.lane
         else:
-            since = before.end if before else begins[rank]
-            lanes = (busy[rank][other] for other in busy[rank] if kind_of(other) in WAITS_FOR.get(kind, ()))
-            others = [s for s in itertools.chain(*lanes) if kind != "nccl" or s.launch < after.launch]
-            options = [(since, lane), *((s.end, s.lane) for s in others if since < s.end <= time)]
-            if after and kind not in ("main", "builder"):
-                options.append((after.launch, "builder" if kind == "builder gloo" else "main"))
-            to, lane = max(options)
-        start = max(to, begins[here[0]])
+            section, name = "waiting", ""
+            previous, next_lane = awaited(busy[rank], lane, time, before, after, begin)
+            next_rank = rank
+        start = max(previous, begin)
         if start < time:
-            path.append(Span(*here, *what, start, time, start))
-        time = min(time, to)
+            path.append(Span(rank, lane, section, name, start, time, start))
+        time = min(time, previous)
+        rank, lane = next_rank, next_lane
     return path[::-1]
+
+
+def columns_of(traces: list[Trace], lane: str) -> dict[str, Counter[str]]:
+    """Returns nanoseconds by section, of each rank and, where the lane computes, of the critical path."""
+    is_compute = lane == traces[0].compute
+    columns = {}
+    for trace in traces:
+        spans = trace.lanes.get(lane, [])
+        column: Counter[str] = Counter()
+        for start, end in trace.windows(lane).values():
+            column += by_section(spans, start, end)
+        ran = trace.collectives
+        if is_compute and ran:
+            column["collectives"] = overlap(ran, ran)
+            column["hidden"] = overlap(ran, without_waiting(spans))
+        columns[f"rank {trace.rank}"] = column
+    if is_compute:
+        critical: Counter[str] = Counter()
+        for step in traces[0].steps:
+            path = critical_path(traces, step)
+            critical += by_section(path, path[0].start, path[-1].end)
+        columns["critical"] = critical
+    return columns
+
+
+def cell(row: str, column: Counter[str], steps: int) -> str:
+    if row == "hidden" and row in column:
+        return f"{column['hidden'] / column['collectives']:.0%}"
+    if column[row]:
+        return f"{column[row] / steps / 1e6:.1f}"
+    return "-"
 
 
 def table(traces: list[Trace], lane: str) -> list[str]:
     """Returns the lines about a lane; about the one that computes also collectives and the critical path."""
-    columns, steps, is_compute = {}, traces[0].steps, lane == traces[0].compute
-    for trace in traces:
-        spans, ran = trace.lanes.get(lane, []), trace.collectives
-        column = sum((by_section(spans, *window) for window in trace.windows(lane).values()), Counter())
-        if is_compute and ran:
-            column["collectives"] = overlap(ran, ran)
-            column["hidden"] = overlap(ran, [s for s in spans if s.section != "waiting"])
-        columns[f"rank {trace.rank}"] = column
-    if is_compute:
-        paths = (critical_path(traces, step) for step in steps)
-        columns["critical"] = sum((by_section(p, p[0].start, p[-1].end) for p in paths), Counter())
+    columns = columns_of(traces, lane)
     lines = [f"{lane:<12}" + "".join(f"{name:>10}" for name in columns)]
-    for row in (*COLOURS, "idle", "step", "collectives", "hidden"):
+    for row in list(COLOURS) + ["idle", "step", "collectives", "hidden"]:
         if any(column[row] for column in columns.values()):
-            texts = [f"{c[row] / len(steps) / 1e6:.1f}" if c[row] else "-" for c in columns.values()]
-            if row == "hidden":
-                texts = [f"{c[row] / c['collectives']:.0%}" if row in c else "-" for c in columns.values()]
-            lines.append(f"{row:<12}" + "".join(f"{text:>10}" for text in texts))
+            line = f"{row:<12}"
+            for column in columns.values():
+                line += f"{cell(row, column, len(traces[0].steps)):>10}"
+            lines.append(line)
     return lines
 
 
@@ -286,22 +464,32 @@ def draw(traces: list[Trace], path: Path) -> None:
     from matplotlib.figure import Figure  # here: without a picture it is not needed
 
     step = next(iter(traces[0].steps))
-    begins, ends = zip(*(trace.windows(trace.compute)[step] for trace in traces))
-    rows = {(trace.rank, lane): spans for trace in traces for lane, spans in trace.lanes.items()}
+    begins, ends = begins_and_ends(traces, step)
+    begin, end = min(begins), max(ends)
+    rows = {}
+    for trace in traces:
+        for lane, spans in trace.lanes.items():
+            rows[trace.rank, lane] = spans
     figure = Figure(figsize=(16, 1.5 + 0.4 * len(rows)), layout="constrained")
     ax = figure.subplots()
     for section, colour in COLOURS.items():
         for y, spans in enumerate(rows.values()):
-            bars = [
-                ((s.start - min(begins)) / 1e6, (s.end - s.start) / 1e6)
-                for s in spans
-                if s.section == section
-            ]
-            ax.broken_barh(bars, (y - 0.4, 0.8), color=colour, label=f"{'_' * (y > 0)}{section}")
-    along, lanes = critical_path(traces, step), list(rows)
-    times = [(t - min(begins)) / 1e6 for s in along for t in (s.start, s.end)]
-    ax.plot(times, [lanes.index(s[:2]) for s in along for _ in range(2)], color="black")
-    ax.set(xlim=(0, (max(ends) - min(begins)) / 1e6), xlabel=f"step {step}, ms", ylim=(len(rows) - 0.5, -0.5))
+            bars = []
+            for s in spans:
+                if s.section == section:
+                    bars.append(((s.start - begin) / 1e6, (s.end - s.start) / 1e6))
+            label = section
+            if y > 0:
+                label = f"_{section}"  # the legend leaves it out
+            ax.broken_barh(bars, (y - 0.4, 0.8), color=colour, label=label)
+    lanes = list(rows)
+    times = []
+    heights = []
+    for s in critical_path(traces, step):
+        times += [(s.start - begin) / 1e6, (s.end - begin) / 1e6]
+        heights += 2 * [lanes.index((s.rank, s.lane))]
+    ax.plot(times, heights, color="black")
+    ax.set(xlim=(0, (end - begin) / 1e6), xlabel=f"step {step}, ms", ylim=(len(rows) - 0.5, -0.5))
     ax.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane in rows])
     figure.legend(loc="outside upper center", ncols=len(COLOURS))
     figure.savefig(path, dpi=120)
@@ -324,7 +512,8 @@ def main(argv: list[str] | None = None) -> None:
     steps = list(traces[0].steps)
     print(f"steps {steps[0]} to {steps[-1]}, {len(traces)} ranks; milliseconds a step")
     for lines in tables:
-        print("", *lines, sep="\n")
+        print()
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -44,12 +44,12 @@ class Technique(NamedTuple):
     # saved, often together with other changes; then only that it helps counts.
     published: float | str
     source: str  # a folder or pull request of the public speedrun
+    both: Pair | None = None  # where the settings are the same in both tracks
     cpu: Pair | None = None
     words: Pair | None = None
 
-
-def both(without: str, with_it: str = "") -> dict[str, Pair]:
-    return {"cpu": (without, with_it), "words": (without, with_it)}
+    def pair(self, track: str) -> Pair | None:
+        return self.both or getattr(self, track)
 
 
 PLAIN_PAIRS = "layers.0.attention=plain layers.2.attention=plain layers.5.attention=plain"
@@ -68,63 +68,63 @@ ANVIL2 = "2026-08-30_ANVIL2"
 TECHNIQUES = (
     # published as an effect at equal steps
     Technique("n-gram table, in place of a small table of bigrams", "vocabulary", 35.8, ANVIL2,
-              **both("ngrams.orders=")),
+              ("ngrams.orders=", "")),
     Technique("four times as many n-gram rows", "vocabulary", 5.3, ANVIL2,
-              **both("ngrams.rows_per_order=16384")),
-    Technique("averages at the end", "optimizer", 20.2, ANVIL2, **both("endings.*.window=0")),
+              ("ngrams.rows_per_order=16384", "")),
+    Technique("averages at the end", "optimizer", 20.2, ANVIL2, ("endings.*.window=0", "")),
     Technique("the whole optimizer, against record 89's", "optimizer", 21.1, ANVIL2,
-              **both(OLD_OPTIMIZER)),
+              (OLD_OPTIMIZER, "")),
     Technique("ANVIL's rule", "optimizer", 4.9, ANVIL2,
-              **both("polar_express.patch rails_step=100000")),
+              ("polar_express.patch rails_step=100000", "")),
     Technique("mix of all streams by groups of channels, against five streams", "architecture", 6.1, ANVIL2,
-              **both("mix.patch mix_groups=1")),
+              ("mix.patch mix_groups=1", "")),
     Technique("sampled softmax", "vocabulary", -2.4, ANVIL2, words=("stages.*.candidates=", "")),
     Technique("narrow heads, and attention in three layers fewer", "architecture", -6.9, ANVIL2,
-              **both(WIDE)),
+              (WIDE, "")),
     Technique("connections by small MLPs", "architecture", 8.4, "2026-04-22_MuddFormer",
-              **both("mudd_connections=false")),
+              ("mudd_connections=false", "")),
     Technique("gates by small MLPs", "architecture", 3.0, "2026-05-27",
-              **both("mudd_gates=false")),
+              ("mudd_gates=false", "")),
     Technique("XSA", "architecture", 4.6, "2026-05-07",
-              ("", "layers.1.xsa=true layers.3.xsa=true"), ("layers.*.xsa=false", "")),
+              cpu=("", "layers.1.xsa=true layers.3.xsa=true"), words=("layers.*.xsa=false", "")),
     Technique("gates of value embeddings", "architecture", 4.0, "2025-12-29",
-              **both("value_gates.patch")),
+              ("value_gates.patch", "")),
     Technique("tokens normalized before hashing", "vocabulary", 2.0, "PR 375",
               words=("", "normalized_tokens.patch")),
     Technique("copy pointer", "architecture", 35.0, "PR 379",
-              ("", "pointer_dim=32"), ("pointer_dim=0", "")),
+              cpu=("", "pointer_dim=32"), words=("pointer_dim=0", "")),
     Technique("scale of the stream 1.1 at first", "architecture", 1.0, "2025-11-18",
-              **both("params.resid_lambdas.init=1")),
+              ("params.resid_lambdas.init=1", "")),
     # published as steps saved, with other changes
     Technique("table of hashed bigrams", "vocabulary", "165 steps", "2026-01-19",
-              **both("ngrams.orders= params.bigram_embed.lr_mul=0", "ngrams.orders=")),
+              ("ngrams.orders= params.bigram_embed.lr_mul=0", "ngrams.orders=")),
     Technique("later targets", "data and schedule", "80 steps", "2025-12-22",
-              (ONE_WEIGHT, ""), ("", LATER_TARGETS)),
-    Technique("paired heads", "architecture", "65 steps", "2026-01-07", **both(PLAIN_PAIRS)),
+              cpu=(ONE_WEIGHT, ""), words=("", LATER_TARGETS)),
+    Technique("paired heads", "architecture", "65 steps", "2026-01-07", (PLAIN_PAIRS, "")),
     Technique("growing batches", "data and schedule", "65 steps", "2025-11-29",
-              ("stages.*.batch_tokens=3464 " + ONE_RATE.format("1.5"), ""),
-              (ONE_RATE.format("1.41"), GROWING)),
+              cpu=("stages.*.batch_tokens=3464 " + ONE_RATE.format("1.5"), ""),
+              words=(ONE_RATE.format("1.41"), GROWING)),
     Technique("head tied to the embedding at first", "vocabulary", "55 steps", "2025-12-19",
-              **both("tied_head.patch")),
+              ("tied_head.patch", "")),
     Technique("attention's output gates", "architecture", "55 steps", "PR 117",
-              **both("layers.*.gate=false")),
+              ("layers.*.gate=false", "")),
     Technique("key shift", "architecture", "50 steps", "2025-12-14",
-              **both("layers.*.key_shift=false")),
+              ("layers.*.key_shift=false", "")),
     Technique("asymmetric softcap", "vocabulary", "40 steps", "2025-12-26",
-              **both("softcap.scale=30 softcap.shift=0")),
+              ("softcap.scale=30 softcap.shift=0", "")),
     Technique("cautious decay of matrices", "optimizer", "40 steps", "2025-11-10",
-              **both("matrix_decay.patch")),
+              ("matrix_decay.patch", "")),
     Technique("cautious decay of Adam's parameters", "optimizer", "20 steps", "2025-12-18",
-              **both("adam_decay.patch")),
+              ("adam_decay.patch", "")),
     Technique("skip from an early layer", "architecture", "20 steps", "2025-11-18",
-              **both("skip.patch")),
+              ("skip.patch", "")),
     Technique("prefix targets", "vocabulary", "15 steps", "PR 337",
               words=("", "stages.0.prefix=.25 stages.1.prefix=.20,.15,.10,.05")),
     Technique("Polar Express, against Newton-Schulz", "optimizer", "10 steps", "2025-09-29",
-              **both("newton_schulz.patch", "polar_express.patch")),
-    Technique("smear", "architecture", "5 steps", "2025-09-18", **both("smear.patch")),
+              ("newton_schulz.patch", "polar_express.patch")),
+    Technique("smear", "architecture", "5 steps", "2025-09-18", ("smear.patch", "")),
     Technique("value embeddings", "architecture", "7 % of the time", "2024-12-04",
-              **both("layers.10.connections=false layers.*.value=false", "layers.10.connections=false")),
+              ("layers.10.connections=false layers.*.value=false", "layers.10.connections=false")),
 )
 # fmt: on
 
@@ -139,7 +139,8 @@ class Effect(NamedTuple):
         return self.pairs >= MIN_PAIRS and abs(self.mean) > RESOLVED * self.error
 
     def __str__(self) -> str:
-        return f"{self.mean:+.1f} ± {self.error:.1f}{'' if self.resolved else ' ?'}"
+        text = f"{self.mean:+.1f} ± {self.error:.1f}"
+        return text if self.resolved else f"{text} ?"
 
 
 def runs_of(track: str) -> Path:
@@ -151,8 +152,9 @@ def read_losses(track: str) -> Losses:
     losses: Losses = defaultdict(dict)
     for line in runs_of(track).read_text().splitlines():
         entry = json.loads(line)
-        *_, settings, seed = entry["run"]
-        losses[RENAMED.get(entry["label"], entry["label"])][seed, FP32 in settings] = entry["loss"]
+        settings, seed = entry["run"][-2:]
+        label = RENAMED.get(entry["label"], entry["label"])
+        losses[label][seed, FP32 in settings] = entry["loss"]
     return losses
 
 
@@ -160,22 +162,30 @@ def effect(pair: Pair | None, losses: Losses) -> Effect | None:
     """Returns a technique's effect in a track, from the runs that both sides have; None: not two."""
     if pair is None:
         return None
-    without, with_it = (losses.get(side, {}) for side in pair)
-    # One pair a seed: fp32 if both sides have that, too.
-    runs = {run[0]: run for run in sorted(without.keys() & with_it.keys())}.values()
-    if len(runs) < 2:
+    without = losses.get(pair[0], {})
+    with_it = losses.get(pair[1], {})
+    losses_by_seed = {}  # one pair a seed: fp32, which is last, if both sides have that, too
+    for run in sorted(without.keys() & with_it.keys()):
+        losses_by_seed[run[0]] = (without[run], with_it[run])
+    if len(losses_by_seed) < 2:
         return None
-    mean, error, _ = ablations.paired([without[run] for run in runs], [with_it[run] for run in runs])
-    return Effect(1000 * mean, 1000 * error, len(runs))
+    losses_without, losses_with = zip(*losses_by_seed.values())
+    mean, error, _ = ablations.paired(losses_without, losses_with)
+    return Effect(1000 * mean, 1000 * error, len(losses_by_seed))
 
 
 def all_effects() -> dict[str, dict[Technique, Effect]]:
     """Returns the effects in each track, as far as its file of runs has them."""
     effects = {}
-    for track in filter(lambda track: runs_of(track).exists(), TRACKS):
+    for track in TRACKS:
+        if not runs_of(track).exists():
+            continue
         losses = read_losses(track)
-        found = {technique: effect(getattr(technique, track), losses) for technique in TECHNIQUES}
-        effects[track] = {technique: e for technique, e in found.items() if e}
+        effects[track] = {}
+        for technique in TECHNIQUES:
+            found = effect(technique.pair(track), losses)
+            if found:
+                effects[track][technique] = found
     return effects
 
 
@@ -186,19 +196,23 @@ def is_resolved(published: float | str) -> bool:
 
 def agreement(found: dict[Technique, Effect]) -> tuple[int, int]:
     """Returns how many signs agree of the techniques that are resolved on both sides, and their number."""
-    signs = [
-        effect.mean * (1 if isinstance(technique.published, str) else technique.published) > 0
-        for technique, effect in found.items()
-        if is_resolved(technique.published) and effect.resolved
-    ]
-    return sum(signs), len(signs)
+    agree = 0
+    count = 0
+    for technique, effect in found.items():
+        if is_resolved(technique.published) and effect.resolved:
+            helped = isinstance(technique.published, str) or technique.published > 0
+            agree += helped == (effect.mean > 0)
+            count += 1
+    return agree, count
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns Spearman's correlation over the last axis; NaN where all of x or all of y are equal."""
     from scipy.stats import rankdata
 
-    x, y = (rankdata(z, axis=-1) - (z.shape[-1] + 1) / 2 for z in (x, y))
+    mean = (x.shape[-1] + 1) / 2
+    x = rankdata(x, axis=-1) - mean
+    y = rankdata(y, axis=-1) - mean
     with np.errstate(invalid="ignore"):
         return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
 
@@ -232,15 +246,19 @@ def report(effects: dict[str, dict[Technique, Effect]]) -> str:
     """Returns the tables of docs/transfer.md."""
     rows = []
     for technique in TECHNIQUES:
-        published = technique.published
-        claim = published if isinstance(published, str) else f"{published:+.1f}"
-        claim += "" if is_resolved(published) else " ?"
-        ours = [str(effects[track].get(technique, "")) for track in effects]
-        rows.append([technique.name, technique.group, claim, *ours, technique.source])
-    head = ["technique", "group", "published", *effects, "source"]
-    parts = [compare.markdown_table(head, rows)]
-    parts += [[f"    {line}" for line in summary(track, found)] + [""] for track, found in effects.items()]
-    return "\n".join(line for part in parts for line in part).rstrip()
+        claim = technique.published
+        if not isinstance(claim, str):
+            claim = f"{claim:+.1f}"
+        if not is_resolved(technique.published):
+            claim += " ?"
+        ours = [str(found.get(technique, "")) for found in effects.values()]
+        rows.append([technique.name, technique.group, claim] + ours + [technique.source])
+    head = ["technique", "group", "published"] + list(effects) + ["source"]
+    lines = compare.markdown_table(head, rows)
+    for track, found in effects.items():
+        lines += [f"    {line}" for line in summary(track, found)]
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
 def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:

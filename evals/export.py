@@ -51,10 +51,14 @@ def run(args: argparse.Namespace) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     model = load_model(args.model)
-    ends = ["", *(f".ngrams{i}" for i in range(len(model.ngrams.blocks)))] if model.ngrams else [""]
-    if Path(args.out).resolve() in [Path(f"{args.model}{end}").resolve() for end in ends]:
+    files = [args.model]
+    if model.ngrams:
+        files += [f"{args.model}.ngrams{i}" for i in range(len(model.ngrams.blocks))]
+    if Path(args.out).resolve() in [Path(file).resolve() for file in files]:
         raise tg.UserError(f"{args.out} is the model itself; choose another name")
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    tensors = {}
+    for name, value in model.state_dict().items():
+        tensors[name] = value.contiguous()
     if model.ngrams:  # reads the whole table into memory
         n = model.cfg.ngrams
         tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(n.orders) * n.rows_per_order))

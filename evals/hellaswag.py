@@ -26,7 +26,6 @@ import hashlib
 import itertools
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,8 +37,10 @@ from tqdm import tqdm
 
 from generate import ROOT, load, make_parser, number, run_script, tg, tokenize_text
 
-NAME, FOLDER = "hellaswag_val.jsonl", ROOT / "data/hellaswag"
-SHA256, ITEMS = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588", 10042  # of the original
+NAME = "hellaswag_val.jsonl"
+FOLDER = ROOT / "data/hellaswag"
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"  # of the original
+ITEMS = 10042
 CPU_BATCH_TOKENS = 4096
 
 
@@ -99,9 +100,12 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
 
 
 def encode(item: Item, encoding: tiktoken.Encoding) -> list[Document]:
-    begin = [encoding.eot_token, *encoding.encode_ordinary(item.context)]
-    endings = [encoding.encode_ordinary(" " + ending) for ending in item.endings]
-    return [Document(np.array(begin + ending, np.uint16), len(ending)) for ending in endings]
+    context = [encoding.eot_token] + encoding.encode_ordinary(item.context)
+    documents = []
+    for text in item.endings:
+        ending = encoding.encode_ordinary(" " + text)
+        documents.append(Document(np.array(context + ending, np.uint16), len(ending)))
+    return documents
 
 
 def pack(documents: Sequence[Document], cfg: tg.Config) -> tg.MicroBatch:
@@ -112,24 +116,41 @@ def pack(documents: Sequence[Document], cfg: tg.Config) -> tg.MicroBatch:
     the first BOS has something of other text, the second is a multiple of itself, which its norm undoes. So
     the second has the key of the document's own BOS, to which that is shifted.
     """
-    lengths = [len(d.tokens) for d in documents]
-    alone = [tg.make_micro_batch(np.append(t, 0), tg.NO_ROWS, len(t), cfg) for t, _ in documents]
+    alone = []
+    ends = [0]
+    for tokens, _ in documents:
+        n = len(tokens)
+        alone.append(tg.make_micro_batch(np.append(tokens, 0), tg.NO_ROWS, n, cfg))
+        ends += [ends[-1] + 1, ends[-1] + 2, ends[-1] + 2 + n]
 
     def join(name: str) -> torch.Tensor:
-        return torch.cat([getattr(b, name)[..., [0, 0, *range(len(b.inputs))]] for b in alone], -1)
+        parts = []
+        for batch in alone:
+            t = getattr(batch, name)
+            bos = t[..., :1]
+            parts += [bos, bos, t]
+        return torch.cat(parts, -1)
 
     sign_ids = join("sign_ids") if cfg.sign_rows else None
-    ends = tg.int32(np.cumsum([0, *(size for n in lengths for size in (1, 1, n))]))
-    tensors = join("inputs"), join("targets"), join("hashed_rows"), sign_ids, ends
-    return tg.pack(tg.MicroBatch(*tensors, max(lengths)))
+    longest = max(len(d.tokens) for d in documents)
+    packed = tg.MicroBatch(
+        join("inputs"), join("targets"), join("hashed_rows"), sign_ids, tg.int32(np.array(ends)), longest
+    )
+    return tg.pack(packed)
 
 
 def ending_losses(model: tg.GPT, documents: Sequence[Document]) -> list[np.ndarray]:
     """Returns the losses of each document's ending, (scored,) float64, by one forward."""
-    batch, windows = pack(documents, model.cfg), tg.window_tokens(model.cfg, model.cfg.val_windows)
+    batch = pack(documents, model.cfg)
+    windows = tg.window_tokens(model.cfg, model.cfg.val_windows)
     losses = model.token_losses(tg.move(batch, model.device), windows).double().cpu().numpy()
-    lasts = np.cumsum([2 + len(d.tokens) for d in documents]) - 1  # whose target is no longer the document's
-    return [losses[last - d.scored : last] for d, last in zip(documents, lasts)]
+    found = []
+    end = 0
+    for tokens, scored in documents:
+        end += 2 + len(tokens)
+        last = end - 1  # whose target is no longer the document's
+        found.append(losses[last - scored : last])
+    return found
 
 
 def batches(documents: Sequence[Document], budget: int) -> Iterator[Sequence[Document]]:
@@ -137,7 +158,8 @@ def batches(documents: Sequence[Document], budget: int) -> Iterator[Sequence[Doc
     sizes = [2 + len(d.tokens) for d in documents]
     if max(sizes) > budget:
         raise tg.UserError(f"a text has {max(sizes) - 2} tokens; this model takes {budget - 2}")
-    ends, begin = np.cumsum([0, *sizes]), 0
+    ends = np.cumsum([0] + sizes)
+    begin = 0
     while begin < len(documents):
         end = int(np.searchsorted(ends, ends[begin] + budget, "right")) - 1
         yield documents[begin:end]
@@ -146,16 +168,23 @@ def batches(documents: Sequence[Document], budget: int) -> Iterator[Sequence[Doc
 
 def score(losses: Sequence[np.ndarray], label: int) -> np.ndarray:
     """Returns whether the least mean, and the least sum, of four endings' losses is the right one's, (2,)."""
-    return np.array([(x.mean(), x.sum()) for x in losses]).argmin(0) == label
+    means_and_sums = np.array([(x.mean(), x.sum()) for x in losses])
+    return means_and_sums.argmin(0) == label
 
 
 def run(args: argparse.Namespace) -> None:
     model, encoding = load(args.model)
     path = args.file or download(args.dataset)
     items = read_items(path, args.limit)
-    documents = [document for item in items for document in encode(item, encoding)]
-    budget = min(model.cfg.val_slice_tokens, CPU_BATCH_TOKENS if model.device.type == "cpu" else sys.maxsize)
-    losses = (x for batch in batches(documents, budget) for x in ending_losses(model, batch))
+    documents = []
+    for item in items:
+        documents += encode(item, encoding)
+    budget = model.cfg.val_slice_tokens
+    if model.device.type == "cpu":
+        budget = min(budget, CPU_BATCH_TOKENS)
+    losses = itertools.chain.from_iterable(
+        ending_losses(model, batch) for batch in batches(documents, budget)
+    )
     right = np.zeros(2)
     with tqdm(items, unit="item", miniters=1, disable=None) as bar:
         for done, item in enumerate(bar, 1):

@@ -38,22 +38,27 @@ def parse_slices(text: str) -> tuple[int, int]:
 
 def read_text(path: Path, field: str, passage_bytes: int, encoding) -> np.ndarray:
     """Returns the tokens (n,) uint16 of a file's passages, each after BOS, and a last BOS."""
+    bos = np.array([encoding.eot_token])
     parts = []
     for document in tokenize_text.read_documents([path], field):
         text = tokenize_text.prepare(document, 1, passage_bytes)
-        (passages,) = tokenize_text.encode([text], encoding)
+        passages = tokenize_text.encode([text], encoding)[0]
         if isinstance(passages, tokenize_text.BadDocument):
             raise passages
-        parts += [part for passage in passages for part in ([encoding.eot_token], passage)]
-    return np.concatenate([*parts, [encoding.eot_token]]).astype(np.uint16)
+        for passage in passages:
+            parts += [bos, passage]
+    parts.append(bos)
+    return np.concatenate(parts).astype(np.uint16)
 
 
 def cut_text(tokens: np.ndarray, bos_id: int, size: int) -> Iterator[np.ndarray]:
     """Yields parts of at most `size` tokens and a last target; at documents' ends where it can."""
-    starts, begin = np.flatnonzero(tokens == bos_id), 0
+    starts = np.flatnonzero(tokens == bos_id)
+    begin = 0
     while begin < len(tokens) - 1:
         end = starts[np.searchsorted(starts, begin + size, "right") - 1]
-        end = end if end > begin else min(begin + size, len(tokens) - 1)
+        if end <= begin:  # this document is longer
+            end = min(begin + size, len(tokens) - 1)
         yield tokens[begin : end + 1]
         begin = end
 
@@ -61,10 +66,13 @@ def cut_text(tokens: np.ndarray, bos_id: int, size: int) -> Iterator[np.ndarray]
 def cut_shard(path: Path, cfg: tg.Config, slices: tuple[int, int] | None) -> Iterator[np.ndarray]:
     """Yields slices of val_slice_tokens of a shard, and a last target."""
     first, end = slices or (0, cfg.val_slices)
-    if (size := tg.read_header(path).vocab_size) != cfg.vocab_size:
+    size = tg.read_header(path).vocab_size
+    if size != cfg.vocab_size:
         raise tg.UserError(f"{path} has a vocabulary of {size} tokens, the model {cfg.vocab_size}")
-    T, tokens = cfg.val_slice_tokens, tg.read_shard(path, cfg).tokens
-    if end > (have := (len(tokens) - 1) // T):
+    T = cfg.val_slice_tokens
+    tokens = tg.read_shard(path, cfg).tokens
+    have = (len(tokens) - 1) // T
+    if end > have:
         raise tg.UserError(f"{path} has {have} slices of {T} tokens, not {end}; choose others by --slices")
     return (tokens[i * T : (i + 1) * T + 1] for i in range(first, end))
 
@@ -74,7 +82,8 @@ def document_losses(model: tg.GPT, tokens: np.ndarray, token_bytes: np.ndarray) 
 
     The last token is only a target.
     """
-    cfg, starts = model.cfg, np.flatnonzero(tokens[:-1] == model.cfg.bos_id)
+    cfg = model.cfg
+    starts = np.flatnonzero(tokens[:-1] == cfg.bos_id)
     longest = int(np.diff(starts, prepend=0, append=len(tokens) - 1).max())
     batch = tg.pack(tg.make_micro_batch(tokens, starts, longest, cfg))
     batch = tg.move(batch, model.device)
@@ -85,17 +94,25 @@ def document_losses(model: tg.GPT, tokens: np.ndarray, token_bytes: np.ndarray) 
 
 def ratio(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Returns sum(x) / sum(y) and its standard error, linearized (Cochran 1977, Sampling Techniques)."""
-    n, mean = len(x), x.sum() / y.sum()
-    return mean, math.sqrt(n / (n - 1) * ((x - mean * y) ** 2).sum()) / y.sum() if n > 1 else math.nan
+    n = len(x)
+    mean = x.sum() / y.sum()
+    if n == 1:
+        return mean, math.nan
+    return mean, math.sqrt(n / (n - 1) * ((x - mean * y) ** 2).sum()) / y.sum()
+
+
+def ratio_text(x: np.ndarray, y: np.ndarray) -> str:
+    mean, error = ratio(x, y)
+    return f"{mean:.4f} +- {error:.4f}"
 
 
 def report(losses: np.ndarray, name: str) -> str:
     """Returns a line on what `name` holds."""
     nats, tokens, nbytes = losses
-    found = (*ratio(nats, tokens), *ratio(nats / math.log(2), nbytes))
     return (
-        "{:.4f} +- {:.4f} nats per token, {:.4f} +- {:.4f} bits per byte: ".format(*found)
-        + f"{name}, {tokens.sum():,.0f} tokens, {nbytes.sum():,.0f} bytes, {len(nats):,} passages"
+        f"{ratio_text(nats, tokens)} nats per token, "
+        f"{ratio_text(nats / math.log(2), nbytes)} bits per byte: "
+        f"{name}, {tokens.sum():,.0f} tokens, {nbytes.sum():,.0f} bytes, {len(nats):,} passages"
     )
 
 

@@ -39,7 +39,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -60,8 +59,9 @@ ONLY |= {"fp8": "fp8=true"}
 OFF = {"kernels": "kernels=", "attention": "attention_impl=dense"}
 OFF |= {"fp8": "fp8=false", "compile": "compile=false"}
 PLAIN = " ".join(OFF.values())
-# An eighth of the record preset's, so that one GPU holds them; so few that they hardly take memory.
-FEWER_ROWS, FEW_ROWS = "ngrams.rows_per_order=5287680", "ngrams.rows_per_order=65536"
+# An eighth of the record preset's, so that one GPU holds them, and so few that they hardly take memory.
+FEWER_ROWS = "ngrams.rows_per_order=5287680"
+FEW_ROWS = "ngrams.rows_per_order=65536"
 TINY = (  # the cpu preset in seconds; multiples of 16, for FP8
     "heads=2 head_dim=16 mlp_dim=64 pointer_dim=16 padded_vocab=272 head_chunk=64 ngrams.orders=2,3 "
     "ngrams.width=32 ngrams.rows_per_order=4096 fp8=true dtype=bfloat16 bank_dtype=bfloat16 microbatches=2 "
@@ -79,7 +79,8 @@ def with_settings(cfg: tg.Config, settings: str) -> tg.Config:
 
 def draw_once() -> None:
     """Keeps what GPT.initialize draws: at full width that takes many seconds, for each of many models."""
-    draw, drawn = tg.initial_value, {}
+    draw = tg.initial_value
+    drawn = {}
 
     def initial_value(name: str, cfg: tg.Config, seed: int) -> Tensor:
         key = name, seed, tg.param_shapes(cfg, 1)[name]
@@ -94,25 +95,40 @@ class Setup:
     """What the checks of a process share. The costly parts are made when they are first used."""
 
     def __init__(self, scratch: Path, out: Path):
-        *_, self.device = tg.init_distributed()
+        self.device = tg.init_distributed()[-1]
         self.on_gpu = self.device.type == "cuda"
-        self.gpus = torch.cuda.device_count() if self.on_gpu else 0
-        self.ranks = next((n for n in (8, 4, 2) if n <= self.gpus), 1)  # of a run
-        self.scratch, self.out = scratch, out
-        self.preset, self.settings = ("record", FEWER_ROWS) if self.on_gpu else ("cpu", TINY)
+        self.scratch = scratch
+        self.out = out
         self.missing: list[Row] = []
-        for feature, only in ONLY.items() if self.on_gpu else ():
-            try:
-                tg.select_backend(with_settings(tg.RECORD, f"{PLAIN} {only}"), self.device)
-            except tg.UserError as e:
-                self.settings += f" {OFF[feature]}"
-                self.missing.append(Row(feature, seen=f"{UNCHECKED}{e}", off=OFF[feature]))
-        self.cfg = with_settings(tg.PRESETS[self.preset], self.settings)
-        self.warmup_steps, self.timed_steps = (4, 6) if self.on_gpu else (2, 2)
-        if not self.on_gpu:
+        if self.on_gpu:
+            self.preset = "record"
+            self.settings = FEWER_ROWS
+            self.gpus = torch.cuda.device_count()
+            self.warmup_steps = 4
+            self.timed_steps = 6
+            for feature in ONLY:
+                self.switch_off_if_missing(feature)
+        else:
+            self.preset = "cpu"
+            self.settings = TINY
+            self.gpus = 0
+            self.warmup_steps = 2
+            self.timed_steps = 2
             os.environ["OMP_NUM_THREADS"] = "1"  # of processes that checks start
             torch.set_num_threads(1)
+        self.ranks = 1  # of a run
+        for ranks in (2, 4, 8):
+            if ranks <= self.gpus:
+                self.ranks = ranks
+        self.cfg = with_settings(tg.PRESETS[self.preset], self.settings)
         draw_once()
+
+    def switch_off_if_missing(self, feature: str) -> None:
+        try:
+            tg.select_backend(with_settings(tg.RECORD, f"{PLAIN} {ONLY[feature]}"), self.device)
+        except tg.UserError as e:
+            self.settings += f" {OFF[feature]}"
+            self.missing.append(Row(feature, seen=f"{UNCHECKED}{e}", off=OFF[feature]))
 
     @cached_property
     def paths(self) -> list[Path]:
@@ -123,7 +139,8 @@ class Setup:
     def copy_rate(self) -> float:
         """Returns bytes/s of a copy, read and written."""
         n = 1 << (30 if self.on_gpu else 20)
-        a, b = (torch.zeros(n, dtype=torch.uint8, device=self.device) for _ in range(2))
+        a = torch.zeros(n, dtype=torch.uint8, device=self.device)
+        b = torch.zeros_like(a)
         return 2 * n / st.timed([lambda: b.copy_(a)], self.device, 10)[0] * 1000
 
     @cached_property
@@ -183,8 +200,8 @@ def environment(setup: Setup) -> Iterator[Row]:
         machine = f"{setup.gpus} x {p.name} ({p.major}.{p.minor}), {memory}; {os.cpu_count()} cores"
         software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     if shutil.which("nvidia-smi"):
-        lines += [subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout]
-    (setup.out / "environment.txt").write_text("\n".join([*lines, machine, software]))
+        lines.append(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout)
+    (setup.out / "environment.txt").write_text("\n".join(lines + [machine, software]))
     yield Row("machine", seen=machine, numbers={"gpus": setup.gpus})
     yield Row("software", seen=software)
     yield Row("code", seen="; ".join(lines[2:]))
@@ -214,7 +231,8 @@ def backend_with(setup: Setup, feature: str) -> tuple[tg.Config, tg.Backend]:
 
 def accuracy(setup: Setup, feature: str) -> Iterator[Row]:
     """Compares a feature's operations with fp64, on the operands of the first and the third stage."""
-    (cfg, backend), seen = backend_with(setup, feature), set()
+    cfg, backend = backend_with(setup, feature)
+    seen = set()
     for stage in (0, 2):
         # The later stage's operands, but as few tokens as the first one's: fp64 scores take much memory.
         short = replace(cfg, microbatches=max(cfg.microbatches, cfg.stages[stage].batch_tokens // 16384))
@@ -236,13 +254,19 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
 
     As in a step, scales are numbers of one tensor, 16 bytes apart, and the result has its place.
     """
-    if not (cfg := setup.cfg).fp8:
+    cfg = setup.cfg
+    if not cfg.fp8:
         raise Unable("this GPU has no FP8")
-    n, d, V = min(2048, cfg.head_chunk), cfg.dim, tg.plan_step(cfg, 0).sampled_columns or cfg.padded_vocab
-    x, w = (setup.rand(rows, d).to(torch.float8_e4m3fn) for rows in (n, V))
+    n = min(2048, cfg.head_chunk)
+    d = cfg.dim
+    V = tg.plan_step(cfg, 0).sampled_columns or cfg.padded_vocab
+    x = setup.rand(n, d).to(torch.float8_e4m3fn)
+    w = setup.rand(V, d).to(torch.float8_e4m3fn)
     grad = setup.rand(n, V).to(torch.float8_e5m2)
-    square, proj = (setup.rand(rows, cfg.mlp_dim).to(torch.float8_e4m3fn) for rows in (n, d))
-    dy, da = (setup.rand(n, columns).to(torch.float8_e5m2) for columns in (d, cfg.mlp_dim))
+    square = setup.rand(n, cfg.mlp_dim).to(torch.float8_e4m3fn)
+    proj = setup.rand(d, cfg.mlp_dim).to(torch.float8_e4m3fn)
+    dy = setup.rand(n, d).to(torch.float8_e5m2)
+    da = setup.rand(n, cfg.mlp_dim).to(torch.float8_e5m2)
     scales = torch.tensor([0.0, 0.37, 0.5], device=setup.device)[:, None].repeat(1, 4)[:, 0]
 
     products = {
@@ -268,11 +292,15 @@ def fp8_products(setup: Setup) -> Iterator[Row]:
 # ---- steps -------------------------------------------------------------------------------------------------
 
 FORMS = {PLAIN: "plain torch", "compile=false": "compile=false", "": "the config"}  # settings: name
-FORMS |= {form: form for form in ("fp8_mlp=false", "fp8=false", "kernels= fp8=false")}
+FORMS |= {"fp8_mlp=false": "fp8_mlp=false", "fp8=false": "fp8=false"}
+FORMS["kernels= fp8=false"] = "kernels= fp8=false"
 # A form may have 1.5 times plain bf16's errors (4 times, for few numbers: chance), and this more. The head's
 # FP8 is in the gradient of its input, so in all: at full width, for 512 tokens on a CPU, 0.02 to 0.07. The
 # MLPs' alone makes about 0.1 in their weights' gradients.
-PLAIN_SLACK, HEAD_SLACK, MLP_SLACK, FEW = 0.005, 0.1, 0.2, 1000
+PLAIN_SLACK = 0.005
+HEAD_SLACK = 0.1
+MLP_SLACK = 0.2
+FEW = 1000
 
 
 def graphs(setup: Setup) -> Iterator[Row]:
@@ -282,7 +310,8 @@ def graphs(setup: Setup) -> Iterator[Row]:
     # Steps of all kinds: with one rail and with two, with updates of tables often and rarely.
     few = f"stages.*.steps=2 late_updates_from=2 two_momenta_from=4 val_slices=1 val_every=0 {FEW_ROWS}"
     cfg = with_settings(setup.cfg, few)
-    data, backend = tg.Dataset(setup.paths, setup.paths, 1, 0.0, ""), tg.select_backend(cfg, setup.device)
+    data = tg.Dataset(setup.paths, setup.paths, 1, 0.0, "")
+    backend = tg.select_backend(cfg, setup.device)
     exchange = tg.Exchange(0, 1, device=setup.device, sum_rows=backend.segment_sum_rows)
     built = tg.build(cfg, backend, exchange, 0)
     training = tg.Training(data, *built, tg.ValLoader(cfg, setup.paths), tg.Exchange(0, 1))
@@ -298,7 +327,8 @@ def graphs(setup: Setup) -> Iterator[Row]:
 def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, Tensor]]:
     """Returns the loss and all gradients of one micro-batch of a rank of 8; the model is the same for all."""
     with setup.training(cfg, 0, 8, 2) as training:
-        model, optimizer = training.model, training.optimizer
+        model = training.model
+        optimizer = training.optimizer
         optimizer.step = lambda *_: None  # type: ignore[method-assign]
         generator = torch.Generator(setup.device).manual_seed(1)
         with torch.no_grad():
@@ -317,8 +347,12 @@ def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, T
         grads = {}
         for name, p in model.named_parameters():
             param = optimizer.params.get(name)  # None: a part of a vector, of which p.grad is its part
-            grads[name] = p.grad if param is None or param.main_grad is None else param.main_grad
-        if table := optimizer.ngrams:
+            if param is None or param.main_grad is None:
+                grads[name] = p.grad
+            else:
+                grads[name] = param.main_grad
+        table = optimizer.ngrams
+        if table:
             grads["ngrams"] = table.main_grad[: len(table.touched.rows)]
         return loss, grads
 
@@ -332,21 +366,30 @@ def loss_and_errors(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, floa
 
 def gradients(setup: Setup, form: str) -> Iterator[Row]:
     """Compares a form's loss and gradients with plain fp32's; plain bf16's errors are the yardstick."""
-    cfg, what = with_settings(setup.cfg, form), f"gradients: {FORMS[form]}"
+    cfg = with_settings(setup.cfg, form)
+    what = f"gradients: {FORMS[form]}"
     twin = next(twin for twin in FORMS if with_settings(setup.cfg, twin) == cfg)
     if twin != form:
         yield Row(what, seen=f"here the same as {FORMS[twin]}")
         return
-    (exact_loss, exact), (_, plain) = setup.exact, setup.plain
-    loss, errors = setup.plain if form == PLAIN else loss_and_errors(setup, cfg)
-    slack = (MLP_SLACK if cfg.fp8_mlp else HEAD_SLACK) if cfg.fp8 else PLAIN_SLACK
-    bounds = {name: (4 if exact[name].numel() < FEW else 1.5) * e + slack for name, e in plain.items()}
-    # One number may be a small rest of large sums.
-    bounds |= {name: 1.0 for name in plain if exact[name].numel() == 1}
-    if setup.on_gpu:  # tiny sizes have larger errors
-        bounds = {name: min(bound, 0.5) for name, bound in bounds.items()}
-    ratios = {name: error / bounds[name] for name, error in errors.items()}
-    worst = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name])
+    exact_loss, exact = setup.exact
+    loss, plain = setup.plain
+    errors = plain
+    if form != PLAIN:
+        loss, errors = loss_and_errors(setup, cfg)
+    slack = PLAIN_SLACK
+    if cfg.fp8:
+        slack = MLP_SLACK if cfg.fp8_mlp else HEAD_SLACK
+    ratios = {}
+    for name, error in errors.items():
+        numbers = exact[name].numel()
+        bound = (4 if numbers < FEW else 1.5) * plain[name] + slack
+        if numbers == 1:  # it may be a small rest of large sums
+            bound = 1.0
+        if setup.on_gpu:  # tiny sizes have larger errors
+            bound = min(bound, 0.5)
+        ratios[name] = math.inf if math.isnan(error) else error / bound
+    worst = max(ratios, key=lambda name: ratios[name])
     ok = ratios[worst] <= 1 and median(plain.values()) < 0.1 and abs(loss - exact_loss) < 0.01
     expected = f"loss {exact_loss:.4f}, errors <= 1.5 plain + {slack}"
     seen = f"loss {loss:.4f}, worst: {worst} {errors[worst]:.1e}, plain {plain[worst]:.1e}"
@@ -379,9 +422,8 @@ def no_wait(setup: Setup, stage: int, world_size: int) -> Iterator[Row]:
 
 
 def ceilings(setup: Setup) -> Iterator[Row]:
-    yield Row(
-        "products", seen=f"{setup.matmul_rate / 1e12:.4g} TFLOP/s, {'bf16' if setup.on_gpu else 'fp32'}"
-    )
+    dtype = "bf16" if setup.on_gpu else "fp32"
+    yield Row("products", seen=f"{setup.matmul_rate / 1e12:.4g} TFLOP/s, {dtype}")
     yield Row("copies", seen=f"{setup.copy_rate / 1e9:.4g} GB/s, read and written")
 
 
@@ -391,10 +433,13 @@ def device_ms(training: st.Training) -> float:
     The GPU first sleeps for 0.1 s, while the host launches what its queue takes: about a step of one
     micro-batch. On a CPU returns 0.
     """
+    if not training.on_gpu:
+        return 0.0
     total = 0.0
-    for _ in range(2 if training.on_gpu else 0):
+    for _ in range(2):
         batch = training.batches.next()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         training.synchronize()
         torch.cuda._sleep(180_000_000)
         begin.record()
@@ -407,8 +452,7 @@ def device_ms(training: st.Training) -> float:
 
 def stage_times(setup: Setup, stage: int, name: str) -> Iterator[Row]:
     """Times a stage's step: a mean over an Adam period, the median over periods."""
-    cfg, world_size = setup.cfg, st.SETUPS[name]
-    with setup.training(cfg, stage, world_size, 6 + setup.timed_steps) as training:
+    with setup.training(setup.cfg, stage, st.SETUPS[name], 6 + setup.timed_steps) as training:
         training.warm_up(setup.warmup_steps)
         gc.collect()
         for _ in range(setup.timed_steps):
@@ -423,12 +467,15 @@ def kernel_times(setup: Setup, feature: str) -> Iterator[Row]:
     """Times a feature's operations against plain torch and the measured ceilings."""
     cfg, backend = backend_with(setup, feature)
     for case in kernel_cases(cfg, [0, 2], setup.paths, setup.device):
-        calls = [partial(run, case.operation, case.args, b) for b in (backend, tg.TORCH_BACKEND)]
-        ms, torch_ms = st.timed(calls, setup.device, 10)
+        own = partial(run, case.operation, case.args, backend)
+        plain = partial(run, case.operation, case.args, tg.TORCH_BACKEND)
+        ms, torch_ms = st.timed([own, plain], setup.device, 10)
         if case.flops:
-            rate, share = f"{case.flops / ms / 1e9:.0f} TFLOP/s", case.flops / setup.matmul_rate
+            rate = f"{case.flops / ms / 1e9:.0f} TFLOP/s"
+            share = case.flops / setup.matmul_rate
         else:
-            rate, share = f"{case.nbytes / ms / 1e6:.0f} GB/s", case.nbytes / setup.copy_rate
+            rate = f"{case.nbytes / ms / 1e6:.0f} GB/s"
+            share = case.nbytes / setup.copy_rate
         seen = f"{ms:.3f} ms, torch {torch_ms:.3f} ms ({ms / torch_ms:.2f}); "
         seen += f"{rate}, {1000 * share / ms:.0%} of the ceiling"
         what = f"{case.operation} {case.shapes}"
@@ -440,6 +487,31 @@ def kernel_times(setup: Setup, feature: str) -> Iterator[Row]:
 # ---- run ---------------------------------------------------------------------------------------------------
 
 
+def text_of_run(setup: Setup, name: str, data: Path, settings: str) -> str:
+    """Runs train_gpt.py. Moves the log, and what is beside it, to OUT as NAME.*; returns the log's text."""
+    cwd = setup.out / name.replace(" ", "_")
+    command = [sys.executable]
+    if setup.ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={setup.ranks}"]
+    command += [str(ROOT / "train_gpt.py"), "--preset", setup.preset, "--data", str(data)]
+    if name == "run":
+        command += ["--profile", "8" if setup.on_gpu else "1"]
+    command += [f"--set={setting}" for setting in settings.split()]
+    shutil.rmtree(cwd, ignore_errors=True)
+    cwd.mkdir()
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        printed = done.stdout.strip().splitlines() or ["nothing"]
+        raise RuntimeError("\n".join([f"status {done.returncode}: {printed[-1]}"] + printed))
+    log = re.findall(r"^log: (.+)$", done.stdout, re.M)[-1]  # relative to the script's folder
+    path = next(path for path in (ROOT / log, cwd / log) if path.exists())
+    text = path.read_text()
+    for file in path.parent.glob(f"{path.stem}.*"):  # traces, too
+        shutil.move(file, setup.out / file.name.replace(path.stem, cwd.name))
+    shutil.rmtree(cwd)
+    return text
+
+
 def timed_run(setup: Setup, name: str, settings: str, gpus: int) -> Iterator[Row]:
     """Trains by train_gpt.py, on all GPUs, on synthetic tokens. Keeps the log, and the traces of "run".
 
@@ -448,49 +520,37 @@ def timed_run(setup: Setup, name: str, settings: str, gpus: int) -> Iterator[Row
     if setup.gpus < gpus:
         raise Unable(f"it needs {gpus} GPU{'s' * (gpus > 1)}")
     settings = f"{setup.settings} val_slices=2 val_every=0 {settings}"
-    cfg, length = with_settings(tg.PRESETS[setup.preset], settings), 0.05 if setup.on_gpu else 1.0
-    settings += f" length={length}" * setup.on_gpu
+    cfg = with_settings(tg.PRESETS[setup.preset], settings)
     # A document has 700 tokens on average, of which a batch takes at most max_doc_len.
     tokens = sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
     tokens *= 2 + 3000 // min(stage.max_doc_len for stage in cfg.stages)
-    tokens = int(tokens * length)
-    data, cwd = setup.scratch / f"data_{tokens}", setup.out / name.replace(" ", "_")
+    if setup.on_gpu:
+        settings += " length=0.05"
+        tokens = int(tokens * 0.05)
+    data = setup.scratch / f"data_{tokens}"
     write_shards(data, tokens, cfg.val_slices * cfg.val_slice_tokens + 1, cfg.vocab_size)
-    command: list[Any] = [ROOT / "train_gpt.py", "--preset", setup.preset, "--data", data]
-    if setup.ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={setup.ranks}"]
-        command = torchrun + command
-    if name == "run":
-        command += ["--profile", 8 if setup.on_gpu else 1]
-    command += [f"--set={setting}" for setting in settings.split()]
-    shutil.rmtree(cwd, ignore_errors=True)
-    cwd.mkdir()
-    words = [sys.executable, *map(str, command)]
-    done = subprocess.run(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        printed = done.stdout.strip().splitlines() or ["nothing"]
-        raise RuntimeError("\n".join([f"status {done.returncode}: {printed[-1]}", *printed]))
-    log = re.findall(r"^log: (.+)$", done.stdout, re.M)[-1]  # relative to the script's folder
-    path = next(path for path in (ROOT / log, cwd / log) if path.exists())
-    text = path.read_text()
-    for file in path.parent.glob(f"{path.stem}.*"):  # traces, too
-        shutil.move(file, setup.out / file.name.replace(path.stem, cwd.name))
-    shutil.rmtree(cwd)
+    text = text_of_run(setup, name, data, settings)
 
     def last(pattern: str) -> float:
         return float(re.findall(pattern, text, re.M)[-1])
 
-    val_loss, steps = last(r"^val_loss: (.+)$"), int(last(r"^steps: (.+)$"))
+    val_loss = last(r"^val_loss: (.+)$")
+    steps = int(last(r"^steps: (.+)$"))
     ms = last(r"^train_time_ms: (.+)$") / steps
-    kept, uniform = setup.scratch / "run_val_loss.txt", math.log(cfg.vocab_size)
-    expected, ok = f"val_loss < {uniform:.2f}, of a uniform guess", val_loss < uniform
-    if name == "run":
-        kept.write_text(str(val_loss))
-    elif kept.exists():
+    kept = setup.scratch / "run_val_loss.txt"
+    if name != "run" and kept.exists():
         # After few steps: other roundings move it by some thousandths, a wrong update by far more.
         before = float(kept.read_text())
-        expected, ok = f"val_loss {before:.4f} +- 0.02", abs(val_loss - before) <= 0.02
-    mib, warm_up = last(r"^peak memory allocated: (\d+)"), last(r"took (.+) s and was")
+        expected = f"val_loss {before:.4f} +- 0.02"
+        ok = abs(val_loss - before) <= 0.02
+    else:
+        uniform = math.log(cfg.vocab_size)
+        expected = f"val_loss < {uniform:.2f}, of a uniform guess"
+        ok = val_loss < uniform
+    if name == "run":
+        kept.write_text(str(val_loss))
+    mib = last(r"^peak memory allocated: (\d+)")
+    warm_up = last(r"took (.+) s and was")
     seen = f"val_loss {val_loss:.4f}, {ms:.1f} ms a step, {mib:.0f} MiB, warm-up {warm_up:.0f} s"
     what = f"{name}: {steps} steps, {setup.ranks} process(es)"
     yield Row(what, expected, seen, ok, numbers={"val_loss": val_loss, "ms": ms})
@@ -501,7 +561,12 @@ def timed_run(setup: Setup, name: str, settings: str, gpus: int) -> Iterator[Row
 
 def exchanges(setup: Setup) -> Iterator[Row]:
     """Runs exchange_rank on the largest of 8, 4, 2 and 1 GPUs; without one on two gloo ranks."""
-    n, scratch = setup.ranks if setup.on_gpu else 2, Path(tempfile.mkdtemp(dir=setup.scratch))
+    n = 2
+    library = "gloo"
+    if setup.on_gpu:
+        n = setup.ranks
+        library = "NCCL"
+    scratch = Path(tempfile.mkdtemp(dir=setup.scratch))
     cfg = with_settings(tg.CPU, f"{TINY} stages.*.steps=2 dtype=float32 bank_dtype=float32 fp8=false")
     (shard,) = st.synthetic_shard(str(scratch), cfg, [0, 1, 2, 3], 10)
     try:
@@ -513,33 +578,51 @@ def exchanges(setup: Setup) -> Iterator[Row]:
             for name, right in map(json.loads, path.read_text().splitlines()):
                 results.setdefault(name, []).append(right)
         for name, rights in results.items():
-            what = f"{'NCCL' if setup.on_gpu else 'gloo'}, {n} rank(s): {name}"
-            yield Row(what, "the right bits", f"on {sum(rights)} of {n}", sum(rights) == n)
+            yield Row(
+                f"{library}, {n} rank(s): {name}",
+                "the right bits",
+                f"on {sum(rights)} of {n}",
+                sum(rights) == n,
+            )
 
 
 # ---- all checks --------------------------------------------------------------------------------------------
 
-OPERATIONS = (*tg.RECORD.kernels, "attention", "fa3")
+OPERATIONS = tg.RECORD.kernels + ("attention", "fa3")
 NOISE = 1.03  # of a ratio of times
 DENSE = " ".join(f"params.{spec.name}.exchange=reduce_scatter" for spec in tg.PARAMS if spec.is_table)
-STAGES = [(s, name) for name in sorted(st.SETUPS, key=lambda name: -st.SETUPS[name]) for s in range(4)]
-CHECKS = [
-    Check("start", "environment", environment),
-    Check("start", "short run", timed_run, ("short run", "val_slices=8", 1), limit=900),
-    *(Check("kernels", f"accuracy of {name}", accuracy, (name,), {"feature": name}) for name in OPERATIONS),
-    Check("kernels", "fp8 products", fp8_products, (), {"feature": "fp8"}),
-    Check("steps", "compiled graphs", graphs, (), {"feature": "compile"}, 900),
-    *(Check("steps", f"gradients: {FORMS[form]}", gradients, (form,), {"form": form}, 900) for form in FORMS),
-    *(Check("steps", f"no wait in stage {s}", no_wait, (s, n), limit=900) for s, n in ((0, 8), (2, 1))),
-    Check("times", "ceilings", ceilings),
-    *(Check("times", f"stage {s}, {name}", stage_times, (s, name), limit=900) for s, name in STAGES),
-    *(Check("times", f"times of {name}", kernel_times, (name,)) for name in OPERATIONS),
-    Check("run", "run", timed_run, ("run", "", 0), limit=900),
-    Check("run", "plain run", timed_run, ("plain run", "kernels= fp8=false compile=false", 1), limit=600),
-    Check("nccl", "exchange", exchanges),
-    Check("nccl", "fp32 run", timed_run, ("fp32 run", "params.*.reduction=fp32", 2), limit=600),
-    Check("nccl", "dense run", timed_run, ("dense run", DENSE, 2), limit=600),
-]
+
+
+def all_checks() -> list[Check]:
+    checks = [
+        Check("start", "environment", environment),
+        Check("start", "short run", timed_run, ("short run", "val_slices=8", 1), limit=900),
+    ]
+    for name in OPERATIONS:
+        checks.append(Check("kernels", f"accuracy of {name}", accuracy, (name,), {"feature": name}))
+    checks.append(Check("kernels", "fp8 products", fp8_products, (), {"feature": "fp8"}))
+    checks.append(Check("steps", "compiled graphs", graphs, (), {"feature": "compile"}, 900))
+    for form, name in FORMS.items():
+        checks.append(Check("steps", f"gradients: {name}", gradients, (form,), {"form": form}, 900))
+    for stage, world_size in ((0, 8), (2, 1)):
+        checks.append(Check("steps", f"no wait in stage {stage}", no_wait, (stage, world_size), limit=900))
+    checks.append(Check("times", "ceilings", ceilings))
+    for name in ("one rank of 8", "whole step"):
+        for stage in range(4):
+            checks.append(Check("times", f"stage {stage}, {name}", stage_times, (stage, name), limit=900))
+    for name in OPERATIONS:
+        checks.append(Check("times", f"times of {name}", kernel_times, (name,)))
+    checks += [
+        Check("run", "run", timed_run, ("run", "", 0), limit=900),
+        Check("run", "plain run", timed_run, ("plain run", "kernels= fp8=false compile=false", 1), limit=600),
+        Check("nccl", "exchange", exchanges),
+        Check("nccl", "fp32 run", timed_run, ("fp32 run", "params.*.reduction=fp32", 2), limit=600),
+        Check("nccl", "dense run", timed_run, ("dense run", DENSE, 2), limit=600),
+    ]
+    return checks
+
+
+CHECKS = all_checks()
 
 
 def time_ratios(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
@@ -558,15 +641,22 @@ def choose_settings(rows: Sequence[Row]) -> dict[str, str]:
     A kernel of several operations is slower if all of them are: the plain form of one may be one that no run
     would use, so their times do not add up.
     """
-    off, ratios = [row.off for row in rows if row.off], time_ratios(rows)
+    ratios = time_ratios(rows)
+    off = [row.off for row in rows if row.off]
     forms = {row.form: row.ok for row in rows if row.form is not None}
     if forms.get("") is False:  # then the passing settings that change the least
-        passing = (form for form, ok in forms.items() if ok)
+        passing = [form for form, ok in forms.items() if ok]
         off.append(min(passing, key=lambda form: len(form.split()), default=""))
     bad = {feature for feature, _ in ratios}
-    bad -= {feature for (feature, _), ratio in ratios.items() if ratio <= NOISE}
-    bad |= {row.feature for row in rows if row.ok is False}
-    off += [setting for feature, setting in OFF.items() if feature in bad]
+    for (feature, _), ratio in ratios.items():
+        if ratio <= NOISE:
+            bad.discard(feature)
+    for row in rows:
+        if row.ok is False:
+            bad.add(row.feature)
+    for feature, setting in OFF.items():
+        if feature in bad:
+            off.append(setting)
     chosen = dict(setting.split("=") for setting in " ".join(off).split())
     if bad & set(tg.RECORD.kernels):
         chosen.setdefault("kernels", ",".join(kernel for kernel in tg.RECORD.kernels if kernel not in bad))
@@ -582,30 +672,43 @@ def closing(rows: Sequence[Row]) -> list[str]:
     """Returns the last lines: the settings for this card, and what they do not rest on."""
     if not any(row.numbers.get("gpus") for row in rows):
         return ["no GPU: nothing of the above says anything about one"]
-    judged = {row.feature for row in rows if row.ok is not None}
-    forms = [row.ok for row in rows if row.form is not None]
-    unknown = [feature for feature in (*tg.RECORD.kernels, "attention", "fp8") if feature not in judged]
-    unknown += [] if forms else ["whole steps"]
-    lines = [f"not judged: {', '.join(unknown)}"] if unknown else []
+    judged = set()
+    forms = []
+    for row in rows:
+        if row.ok is not None:
+            judged.add(row.feature)
+        if row.form is not None:
+            forms.append(row.ok)
+    features = tg.RECORD.kernels + ("attention", "fp8")
+    unknown = [feature for feature in features if feature not in judged]
+    if not forms:
+        unknown.append("whole steps")
+    lines = []
+    if unknown:
+        lines.append(f"not judged: {', '.join(unknown)}")
     for (_, operation), ratio in time_ratios(rows).items():
         if ratio > NOISE:
             lines.append(f"slower than plain torch: {operation}, {ratio:.2f} of its time")
     if forms and not any(forms):
-        return [*lines, "settings for this card: none: whole steps are wrong with all that were tried"]
-    chosen = " ".join(f"--set {name}={value}" for name, value in choose_settings(rows).items())
-    return [*lines, f"settings for this card: {chosen or 'the preset as it is'}"]
+        chosen = "none: whole steps are wrong with all that were tried"
+    else:
+        settings = [f"--set {name}={value}" for name, value in choose_settings(rows).items()]
+        chosen = " ".join(settings) or "the preset as it is"
+    return lines + [f"settings for this card: {chosen}"]
 
 
 def main(argv: list[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     steps = list(dict.fromkeys(check.step for check in CHECKS))
-    add, default = parser.add_argument, "default: %(default)s"
+    add = parser.add_argument
+    default = "default: %(default)s"
     add("--minutes", type=float, default=25.0, metavar="M", help=f"time for everything; {default}")
     add("--only", default=",".join(steps), metavar="STEP,...", help=default)
     add("--out", type=Path, default=Path("gpu_check"), metavar="DIR", help=default)
     args = parser.parse_args(argv)
-    only, minutes = args.only.split(","), "some minutes"
+    only = args.only.split(",")
+    minutes = "some minutes"
     if not set(only) <= set(steps):
         parser.error(f"--only {args.only}: name steps of {','.join(steps)}")
     try:

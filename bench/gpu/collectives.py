@@ -19,7 +19,9 @@ Calls = Iterator[tuple[str, Tensor, Tensor]]  # a call's name, its result, and w
 
 def dense_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
     """Exchanges the ranks' gradients: every (ranks, ...)."""
-    mean, grad, whole = every.float().mean(0), every[exchange.rank], every[0]
+    mean = every.float().mean(0)
+    grad = every[exchange.rank]
+    whole = every[0]
     wanted = exchange.block(mean)
     yield f"reduce_scatter {name}", exchange.reduce("p", grad.clone()).wait(), wanted.to(every.dtype)
     result = exchange.reduce("p", grad.clone(), in_rank_order=True).wait()
@@ -31,17 +33,23 @@ def dense_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
 
 def calls_alone(exchange: tg.Exchange, grad: Tensor, name: str) -> Calls:
     """Makes the calls that Exchange leaves out where there is one rank, with its arguments."""
-    dist.all_reduce(out := grad.clone(), **exchange.options).wait()
+    out = grad.clone()
+    dist.all_reduce(out, **exchange.options).wait()
     yield f"all_reduce {name}, alone", out, grad
     for call in (tg._reduce_scatter, tg._all_gather, dist.all_to_all_single):
-        options = exchange.options | ({"op": dist.ReduceOp.AVG} if call is tg._reduce_scatter else {})
-        call(out := torch.zeros_like(grad), grad, **options).wait()
+        options = dict(exchange.options)
+        if call is tg._reduce_scatter:
+            options["op"] = dist.ReduceOp.AVG
+        out = torch.zeros_like(grad)
+        call(out, grad, **options).wait()
         yield f"{call.__name__} {name}, alone", out, grad
 
 
 def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
     """Exchanges the rows that ranks touched, and their numbers. Each rank owns two."""
-    rank, n, grad = exchange.rank, exchange.world_size, every[exchange.rank]
+    rank = exchange.rank
+    n = exchange.world_size
+    grad = every[rank]
     touches = torch.stack([torch.arange(2 * n) % (r + 2) == 0 for r in range(n)])
     touches[:, 1] = True
     for case, empty_ranks in {"uneven": 0, "one rank empty": 1, "all empty": n}.items():
@@ -66,13 +74,16 @@ def exchange_calls(exchange: tg.Exchange) -> Calls:
     """Makes every call of Exchange, on small integers, whose sums are exact in any order."""
     n, device = exchange.world_size, exchange.device
     for dtype in (torch.bfloat16, torch.float32):
-        seeds = [torch.Generator().manual_seed(r) for r in range(n)]
-        drawn = [torch.randint(-8, 9, (2 * n, 5, 8), generator=seed) for seed in seeds]
-        args = exchange, torch.stack(drawn).to(device, dtype), str(dtype)[6:]
-        yield from dense_calls(*args)
-        yield from sparse_calls(*args)
+        drawn = []
+        for rank in range(n):
+            generator = torch.Generator().manual_seed(rank)
+            drawn.append(torch.randint(-8, 9, (2 * n, 5, 8), generator=generator))
+        every = torch.stack(drawn).to(device, dtype)
+        name = str(dtype).removeprefix("torch.")
+        yield from dense_calls(exchange, every, name)
+        yield from sparse_calls(exchange, every, name)
         if n == 1:
-            yield from calls_alone(exchange, args[1][0], args[2])
+            yield from calls_alone(exchange, every[0], name)
     total = exchange.all_reduce(torch.full((3,), exchange.rank + 1.0, device=device)).wait()
     yield "all_reduce", total, torch.full_like(total, n * (n + 1) / 2)
     yield "from_rank_0", torch.tensor(exchange.from_rank_0(exchange.rank + 1)), torch.tensor(1)
@@ -82,13 +93,14 @@ def train_small(cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, sh
     """Trains all steps with deterministic operations. Returns the parameters, and the table of n-grams."""
     model, optimizer = tg.build(cfg, tg.TORCH_BACKEND, exchange, 0)
     loader = tg.TrainLoader(cfg, [shard], exchange.rank, exchange.world_size)
-    batches = tg.Prefetcher(loader, (tg.plan_step(cfg, step) for step in range(cfg.steps)), prefetch)
+    plans = (tg.plan_step(cfg, step) for step in range(cfg.steps))
+    batches = tg.Prefetcher(loader, plans, prefetch)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         for _ in range(cfg.steps):
             tg.train_step(model, optimizer, batches.next(), batches.peek)
     loader.close()
     optimizer.wait_for()
-    tensors = [*model.parameters(), *optimizer.ngrams.state_dict().values()]
+    tensors = list(model.parameters()) + list(optimizer.ngrams.state_dict().values())
     return [t.detach().to(exchange.device) for t in tensors]
 
 
@@ -97,27 +109,33 @@ def exchange_rank(rank: int, world_size: int, on_gpu: bool, cfg: tg.Config, shar
 
     With several ranks it also trains `cfg` with dense exchange, which must give the bits of sparse exchange.
     """
-    device, timeout = torch.device("cpu"), timedelta(seconds=60)
+    backend = "gloo"
+    device = torch.device("cpu")
+    timeout = timedelta(seconds=60)
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
     if on_gpu:
+        backend = "nccl"
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         options["device_id"] = device
-    backend, store = "nccl" if on_gpu else "gloo", f"file://{shard.parent}/store"
-    dist.init_process_group(backend, init_method=store, **options)
+    dist.init_process_group(backend, init_method=f"file://{shard.parent}/store", **options)
     exchange = tg.Exchange(rank, world_size, device=device)
     # The prefetch thread's, as in a run.
     prefetch = tg.Exchange(rank, world_size, dist.new_group(backend="gloo", timeout=timeout))
     cfg = tg.override(cfg, "params.*.reduction=fp32")
-    dense = tuple(replace(p, exchange="reduce_scatter") if p.is_table else p for p in cfg.params)
+    dense = []
+    for spec in cfg.params:
+        if spec.is_table:
+            spec = replace(spec, exchange="reduce_scatter")
+        dense.append(spec)
     with open(shard.with_name(f"rank{rank}.jsonl"), "w", buffering=1) as file:
         for name, result, wanted in exchange_calls(exchange):
             file.write(json.dumps([name, torch.equal(result, wanted)]) + "\n")
         trained = train_small(cfg, exchange, prefetch, shard)
         if world_size > 1:
-            others = train_small(replace(cfg, params=dense), exchange, prefetch, shard)
-            same = map(torch.equal, trained, others)
-            # Rows of n-grams begin at 0.
-            right = all(same) and all(bool(t.isfinite().all()) for t in trained) and bool(trained[-4].any())
+            others = train_small(replace(cfg, params=tuple(dense)), exchange, prefetch, shard)
+            right = bool(trained[-4].any())  # rows of n-grams begin at 0
+            for own, other in zip(trained, others):
+                right = right and torch.equal(own, other) and bool(own.isfinite().all())
             file.write(json.dumps([f"{cfg.steps} steps, dense as sharded and sparse", right]) + "\n")
     dist.destroy_process_group()

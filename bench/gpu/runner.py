@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 import train_gpt as tg
 
-LINE = "{:<7} {:<7} {:<58} {:<42} {}".format
-HEAD = LINE("", "step", "what", "expected", "seen")
+LINE = "{:<7} {:<7} {:<58} {:<42} {}"
+HEAD = LINE.format("", "step", "what", "expected", "seen")
 UNCHECKED = "not checked: "  # how rows begin that could not be checked
 
 
@@ -50,7 +50,7 @@ class Row:
 
     def line(self) -> str:
         status = {True: "ok", False: "FAILED", None: "-"}[self.ok]
-        return LINE(status, self.step, self.what, self.expected, self.seen).rstrip()
+        return LINE.format(status, self.step, self.what, self.expected, self.seen).rstrip()
 
 
 @dataclass
@@ -67,8 +67,11 @@ def failure(check: Check, error: Exception) -> Row:
     text = str(error).strip()
     if isinstance(error, Unable):
         return Row(check.name, seen=UNCHECKED + text, step=check.step)
-    *_, last = text.splitlines() if "Traceback" in text else text.split("\n")[:1]
-    seen, details = f"{type(error).__name__}: {last}", traceback.format_exc()
+    line = text.split("\n")[0]
+    if "Traceback" in text:
+        line = text.splitlines()[-1]
+    seen = f"{type(error).__name__}: {line}"
+    details = traceback.format_exc()
     return Row(check.name, "no error", seen, False, details=details, step=check.step, **check.judges)
 
 
@@ -77,7 +80,7 @@ def serve(pipe: Connection, make_setup: Callable, checks: Sequence[Check]) -> No
     os.setsid()  # so that it can be killed with all that it starts
     if sys.platform == "linux":  # PR_SET_PDEATHSIG: it ends with the call, however that ends
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    setup, goes_on = None, True
+    setup = None
     for check in checks:
         pipe.send(None)  # its limit counts from here, else a slow start of the process would count
         try:
@@ -104,8 +107,9 @@ class Worker:
 
     def rows(self, check: Check, seconds: float) -> Generator[Row, None, bool]:
         """Yields the rows of the check that comes now, for `seconds` at most. Returns whether it goes on."""
-        end = last = time.monotonic() + seconds
-        judged: dict[str, Any] = {"expected": "no error", "ok": False, **check.judges}
+        last = time.monotonic() + seconds
+        end = last
+        judged: dict[str, Any] = {"expected": "no error", "ok": False} | check.judges
         try:
             while self.pipe.poll(max(0, end - time.monotonic())):
                 answer = self.pipe.recv()
@@ -117,7 +121,8 @@ class Worker:
                     yield answer
             seen = f"no end after {check.limit:.0f} s"
             if end == last:
-                seen, judged = f"{UNCHECKED}stopped, the time is over", {}
+                seen = f"{UNCHECKED}stopped, the time is over"
+                judged = {}
         except (EOFError, OSError):
             self.process.join()
             seen = f"its process ended with status {self.process.exitcode}"
@@ -133,7 +138,8 @@ class Worker:
 
 def run_checks(checks: Sequence[Check], seconds: float, make_setup: Callable) -> Iterator[Row]:
     """Yields the rows of all checks. After `seconds` the rest is not checked."""
-    end, worker = time.monotonic() + seconds, None
+    end = time.monotonic() + seconds
+    worker = None
     bar = tqdm(checks, unit="check", mininterval=0.1 if sys.stderr.isatty() else 10)
     try:
         for i, check in enumerate(bar):
@@ -156,7 +162,9 @@ class Report:
     """Prints rows and appends them to OUT/rows.jsonl, tracebacks to OUT/errors.txt."""
 
     def __init__(self, out: Path):
-        self.out, self.rows, self.began = out, [], time.monotonic()
+        self.out = out
+        self.rows: list[Row] = []
+        self.began = time.monotonic()
         with tg.user_error_on(f"--out {out} cannot be written to", "name another folder", OSError):
             out.mkdir(parents=True, exist_ok=True)
             self.file = open(out / "rows.jsonl", "a", buffering=1)
@@ -168,7 +176,8 @@ class Report:
         tqdm.write(row.line())
         sys.stdout.flush()
         values = asdict(row) | {"at": round(time.monotonic() - self.began, 1)}
-        if details := values.pop("details"):
+        details = values.pop("details")
+        if details:
             with open(self.out / "errors.txt", "a") as file:
                 file.write(f"==== {row.step}: {row.what}: {row.seen}\n{details}\n")
         self.file.write(json.dumps(values) + "\n")
@@ -179,12 +188,21 @@ class Report:
         Returns the exit status.
         """
         self.file.close()
-        failed = [row for row in self.rows if row.ok is False]
-        unchecked = [row.what for row in self.rows if row.seen.startswith(UNCHECKED)]
+        failed = []
+        unchecked = []
+        has_details = False
+        for row in self.rows:
+            if row.ok is False:
+                failed.append(row.what)
+                has_details = has_details or bool(row.details)
+            if row.seen.startswith(UNCHECKED):
+                unchecked.append(row.what)
         lines = ["", f"not checked: {', '.join(unchecked) or 'nothing'}"]
-        lines += [f"FAILED: {', '.join(row.what for row in failed) or 'nothing'}"]
-        lines += [f"see {self.out / 'errors.txt'}"] if any(row.details for row in failed) else []
-        print("\n".join(lines := lines + closing), flush=True)
-        text = "\n".join([HEAD, *(row.line() for row in self.rows), *lines]) + "\n"
-        (self.out / "summary.txt").write_text(text)
+        lines.append(f"FAILED: {', '.join(failed) or 'nothing'}")
+        if has_details:
+            lines.append(f"see {self.out / 'errors.txt'}")
+        lines += closing
+        print("\n".join(lines), flush=True)
+        every_line = [HEAD] + [row.line() for row in self.rows] + lines
+        (self.out / "summary.txt").write_text("\n".join(every_line) + "\n")
         return 1 if failed else 0
