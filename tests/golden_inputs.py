@@ -259,7 +259,7 @@ def backward(model, batch, plan, leaves=None):
     head_grad = tg.Gradient(w, torch.zeros_like(w))
     targets = targets_of(model, batch, plan)
     weights = loss_weights(plan, model)
-    loss, dx = model.head_loss_and_grad(x, targets, weights, head_grad, 1.0, [])
+    loss, dx = model.head_loss_and_grad(x, targets, weights, head_grad, 1.0)
     x.backward(dx)
     w.grad = head_grad.take()
     return loss

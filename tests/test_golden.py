@@ -183,7 +183,7 @@ def test_xsa():
     y, v, alpha = fill((T, H, D), 811), fill((T, H, D), 812), fill((T, H), 814, 2.5)
     v[3, 1], v[5, 0] = 0, torch.tensor(XSA["v_5_0"])
     y, v, alpha = (t.double().requires_grad_() for t in (y, v, alpha))
-    out = tg.finish_heads(y, v, alpha, None)
+    out = tg.without_own_value(y, v, alpha)
     out.backward(fill((T, H, D), 813).double())
     assert out.flatten().tolist() == pytest.approx(XSA["out"], abs=1e-14)
     check_stats(out.detach(), XSA["out_stats"])

@@ -99,7 +99,7 @@ def run_head(x, w, targets, weights, sets=(None,), chunk=2, backend=tg.TORCH_BAC
     cfg = replace(tg.RECORD, head_chunk=chunk, padded_vocab=w.size(1))
     model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
     grad = tg.Gradient(w, torch.full_like(w, math.nan))  # NaN: to be overwritten
-    more = grad, 1.0, []
+    more = grad, 1.0, None
     for candidates in sets:
         loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, *more, candidates)
     return loss, dx, grad.take()
@@ -172,7 +172,7 @@ def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
     with NothingAsLarge(w, grad.main_grad):
         for _ in range(2):
             candidates = torch.arange(0, 4096, 64, dtype=torch.int32)
-            tg.GPT.head_loss_and_grad(model, x, targets, torch.ones(1), grad, 1.0, [], candidates)
+            tg.GPT.head_loss_and_grad(model, x, targets, torch.ones(1), grad, 1.0, None, candidates)
     assert grad.main_grad.any(0).sum() == 64
 
 
