@@ -185,19 +185,20 @@ def test_a_part_of_the_model_can_be_left_out(cfg, plain, part, ngrams):
 
 def random_layer(rng):
     """Draws a row of the table; three of four rows have only what their attention uses."""
-    flags = {name: rng.random() < 0.3 for name in "narrow_qk narrow_v x0 ngram gate".split()}
-    more = {name: rng.random() < 0.3 for name in "key_shift xsa value mudd".split()}
+    flags = {}
+    for name in ("narrow_qk", "narrow_v", "x0", "ngram", "gate", "key_shift", "xsa", "value", "mudd"):
+        flags[name] = rng.random() < 0.3
     attention = rng.choice(["plain", "paired", ""])
     if rng.random() < 0.9:  # it fits
         plain = attention == "plain"
-        more["xsa"] &= plain
-        more["key_shift"] &= plain and not flags["narrow_qk"]
-        more["value"] = bool(attention) and (more["value"] or more["mudd"])
-        more["mudd"] &= bool(attention)
+        flags["xsa"] &= plain
+        flags["key_shift"] &= plain and not flags["narrow_qk"]
+        flags["value"] = bool(attention) and (flags["value"] or flags["mudd"])
+        flags["mudd"] &= bool(attention)
         flags["gate"] &= bool(attention)
     window = rng.choice(["short", "long"])
     mlps = rng.choice([0, 1, 1, 2])
-    return tg.Layer(attention, window, mlps=mlps, **flags, **more)
+    return tg.Layer(attention, window, mlps=mlps, **flags)
 
 
 def test_any_layers_train_or_are_refused(cfg):
