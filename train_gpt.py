@@ -690,7 +690,7 @@ def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
     value_tables = sum(layer.value for layer in cfg.layers if layer.attention)
     mix = [*MIX_BIASES] + value_tables * [0]
-    gates: tuple[list[float], list[float]] = ([], [])
+    gates: tuple[list, list] = ([], [])
     for biases, table in zip(gates, gate_table(cfg)):
         for gate in table:
             biases.extend(gate.columns * [gate.bias])
@@ -1086,10 +1086,9 @@ def compiler_of(cfg: Config) -> Callable | None:
     """Returns the COMPILER for this config; None without cfg.compile."""
     if not cfg.compile:
         return None
-    torch._dynamo.config.recompile_limit = 64  # graphs of one function; by default 8
-    # The sizes of these arguments of GPT.trunk may vary without a new graph. Only dense attention needs a
-    # graph for each window.
-    torch.compiler.config.dynamic_sources = r"L\['(embed|bigram|values|sequence|windows)'\].*"
+    torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
+    # These vary without a new graph of GPT.trunk; only dense attention needs one for each window.
+    torch.compiler.config.dynamic_sources = r"L\['(embeddings|sequence|windows)'\].*"
 
     @cache
     def compiler(function: Callable) -> Callable:
@@ -3018,10 +3017,14 @@ class MLP(torch.autograd.Function):
 
 
 # ============================================================================================================
-# 8  Model. Rotary tables; what mixes and gates the streams; the head with its loss and gradient; logits.
+# 8  Model. GPT with its layers, embeddings and head; then the functions that it calls: rotary embedding, sums
+#    of streams, look-ups, losses.
 # ============================================================================================================
 
-YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stretch with it, faster ones stay
+Term = tuple[
+    Tensor | None, Tensor
+]  # of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies
+Gates = dict[tuple[str, int], Tensor]  # (T, columns) by kind and layer; (1, columns) if they are constants
 
 
 class RotaryFamily(NamedTuple):
@@ -3030,160 +3033,22 @@ class RotaryFamily(NamedTuple):
     scale: Tensor  # of the softmax, 0-d: another number needs no other graph
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n)."""
-    if not torch.compiler.is_compiling() and x.element_size() > 2:  # as complex numbers, in one pass
-        turns = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - cos.size(-1)), value=1)
-        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
-    rotated, passthrough = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
-    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
-    return torch.cat([rotated, passthrough], dim=-1)
+class MLPWeights(NamedTuple):
+    fc: Weight  # (F, d)
+    proj: Weight  # (F, d)
+    fp8: FP8MLP | None  # both in FP8, if the MLP runs in FP8
 
 
-def shift_keys(k: Tensor) -> Tensor:
-    """Takes the second half of each key (T, H, D) from the token before; token 0 keeps its own.
+class LayerWeights(NamedTuple):
+    """What one layer computes with. None: the layer does not use it."""
 
-    This makes an induction head of one layer instead of two: a query finds what followed an earlier copy of
-    its token (PR 169). The half is the one that is not rotated: it matches content, not distance.
-    """
-    rotated, passthrough = k.chunk(2, dim=-1)
-    return torch.cat([rotated, torch.cat([passthrough[:1], passthrough[:-1]])], dim=-1)
-
-
-def mix(*terms: tuple[Tensor | None, Tensor]) -> Tensor:
-    """Sums scales times streams (T, d), from left to right.
-
-    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come as groups of channels
-    (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
-    bigrams, each layer can lean on the input again (record 9).
-    """
-    if torch.compiler.is_compiling() or terms[0][1].element_size() < 4:
-        scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
-        return sum(scaled[1:], scaled[0])
-    return Mix.apply(*chain(*terms))
-
-
-class Mix(torch.autograd.Function):
-    """Does mix() of scales and streams, in turn, in fewer passes over memory where it is not compiled."""
-
-    @staticmethod
-    def forward(ctx, scale, x, *more):
-        ctx.save_for_backward(scale, x, *more)
-        out = x.clone() if scale is None else scale * x
-        for scale, x in zip(more[::2], more[1::2]):
-            out.add_(x) if scale is None else out.addcmul_(scale, x)
-        return out
-
-    @staticmethod
-    def backward(ctx, dy):
-        grads = []
-        for scale, x in zip(ctx.saved_tensors[::2], ctx.saved_tensors[1::2]):
-            if scale is None:
-                grads += [None, dy]
-            else:
-                grads += [(dy * x).sum_to_size(scale.shape), dy * scale]
-        return tuple(grads)
-
-
-def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
-    """Returns the head's input: the norm of x (T, d) and `streams`, like it, times their weights.
-
-    weights (n + n * groups, T or 1): one for each of the n streams; then for each stream one for each group
-    of channels, which is added to that.
-    """
-    n = len(streams)
-    scales = (weights[:n, None] + weights[n:].unflatten(0, (n, -1))).mT[..., None]
-    x, *streams = (t.unflatten(1, (scales.size(2), -1)) for t in (x, *streams))
-    return norm(mix((None, x), *zip(scales, streams)).flatten(1))
-
-
-def finish_heads(y: Tensor, v: Tensor, xsa: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Removes from each head's output y the share tanh(xsa) of its component along the token's own value v;
-    then multiplies by the head's gate.
-
-    y, v (T, H, D); xsa and gate (T, H), or (1, H). Exclusive self-attention (record 82): the residual stream
-    has the token's own content anyway. A head with nothing to say can shut by its gate, instead of attending
-    to a first token as a sink (PR 117).
-    """
-    if xsa is not None:
-        y32, v32 = upcast(y), upcast(v)
-        along = (y32 * v32).sum(-1, keepdim=True) / v32.square().sum(-1, keepdim=True).clamp_min(1e-8)
-        y = (y32 - xsa.tanh()[:, :, None] * along * v32).to(y.dtype)
-    return y if gate is None else y * gate[:, :, None]
-
-
-@compiled
-def gather_rows(
-    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
-) -> None:
-    """out[i] = the sum over k of table[ids[k, i]]: table (N, w), ids (K, n) int32, out (n, w).
-
-    They are multiplied by rows sign_ids (K, n) of `signs`, if given; summed in order, in at least fp32, and
-    rounded once.
-    """
-    parts = [upcast(table[rows]) for rows in ids]
-    if sign_ids is not None:
-        parts = [part * signs[rows] for part, rows in zip(parts, sign_ids)]
-    out.copy_(sum(parts[1:], parts[0]))
-
-
-@compiled
-def fp8_mlp_weights(bank: Tensor, scales: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Converts a bank (2L, F, d) of fc and proj matrices in turn for FP8 products (records 84, 89, 92).
-
-    Returns FP8MLP.weights and .transposed, stacked, and writes their scales to `scales` (L, 3, 2, 1, 1). They
-    come from the maxima `before` (L, 2), of the step before, with room for growth; these become this step's.
-    Where they are 0, scales are exact, rounded to the bank's dtype (compiled code may skip that rounding).
-    """
-    weights = bank.unflatten(0, (-1, 2))
-    amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
-    exact = (amax / E4M3_MAX).to(bank.dtype).float()
-    delayed = before * (FP8_WEIGHT_MARGIN / E4M3_MAX)
-    scale = torch.where(before > 0, delayed, exact)[:, :, None, None]
-    scales[:, 1] = scale
-    before.copy_(amax)
-    return cast_and_transpose(weights, scale, torch.float8_e4m3fn)
-
-
-@compiled
-def next_token_losses(
-    logits: Tensor, targets: Tensor, copies: PointerProbs | None = None, cap: Softcap = RECORD.softcap
-) -> Tensor:
-    """Returns the cross-entropies (n,) of logits (n, V) after the softcap, in at least fp32; with `copies`
-    those of the mixture.
-    """
-    z = cap.scale * softcap_sigmoid(logits, cap)
-    if copies is not None:
-        alpha, z = open_gate(z, copies.gate_column)
-    losses = F.cross_entropy(z, targets, reduction="none")
-    if copies is None:
-        return losses
-    found, sink = copies.probs
-    return -((-losses).exp() * (1 - alpha * (1 - sink)) + alpha * found + PROB_FLOOR).log()
-
-
-def open_gate(z: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the slot's softmax (n,) of softcapped logits z (n, V); and z with -inf in its column."""
-    rest = z.index_fill(1, slot, -math.inf)
-    return torch.sigmoid(z[:, slot][:, 0] - rest.logsumexp(1)), rest
-
-
-@compiled
-def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
-    """Returns the next `count` tokens of each position, (T, count) int64, from the next one, `targets` (T,).
-
-    With `prefixes` (V,), a last column has the next token's prefix. -1: none.
-    """
-    columns = [F.pad(targets[k:], (0, min(k, len(targets))), value=-1) for k in range(count)]
-    return torch.stack(columns if prefixes is None else [*columns, prefixes[targets]], dim=1)
-
-
-@compiled
-def index_in(ids: Tensor, candidates: Tensor) -> Tensor:
-    """Returns the places of `ids` int64 among ascending `candidates` (P,) int32; -1: absent."""
-    at = torch.searchsorted(candidates.long(), ids).clamp_max(len(candidates) - 1)
-    return torch.where(candidates[at] == ids, at, -1)
+    qk: Weight | None  # (2 H Dq, d): queries and keys
+    v: Weight | None  # (H Dv, d)
+    out: Weight | None  # (d, H Dv)
+    value: Tensor | None  # (T, d): the tokens' value embeddings
+    ve_gate: Tensor | None  # (H, GATE_DIM); None: they have no gate
+    mlps: list[MLPWeights]
+    scalars: LayerScalars  # (T or 1, 1) each
 
 
 class GPT(nn.Module):
@@ -3202,48 +3067,73 @@ class GPT(nn.Module):
         backend: Backend = TORCH_BACKEND,
     ):
         super().__init__()
-        self.cfg, self.backend, self.device = cfg, backend, torch.device(device)
+        self.cfg = cfg
+        self.backend = backend
+        self.device = torch.device(device)
         self.wait_for = lambda *names: None  # the optimizer's: ends tensors' gathers
         # An NgramTable, or what has its fetch(): where rows of n-grams come from.
         self.ngrams: typing.Any = None
-        shapes = param_shapes(cfg, world_size)
-        for spec in used_params(cfg):
-            dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
-            self.register_parameter(
-                spec.name, nn.Parameter(torch.zeros(shapes[spec.name], dtype=dtype, device=device))
-            )
-        count = num_microbatches(cfg, world_size)
         # For move(): each micro-batch in training overwrites the one before it of its size. So those of equal
         # shapes have equal addresses, which CUDA graphs need.
         self.input_buffer = cache(torch.empty)
-        self.length = max([cfg.val_slice_tokens] + [stage.batch_tokens // count for stage in cfg.stages])
+        self.gate_table = gate_table(cfg)
+        self.mlp_biases = mlp_biases(cfg)
+        self.register_parameters(world_size)
+        self.register_constants()
+        self.allocate_fp8_scales(world_size)
+        self.length = cfg.val_slice_tokens  # the longest sequence, in tokens
+        for stage in cfg.stages:
+            self.length = max(self.length, stage.batch_tokens // num_microbatches(cfg, world_size))
         self.stage = -1
         self.use_stage(0)
-        self.banks = [spec.name for spec in used_params(cfg) if spec.kind == "bank"]
-        self.gate_table, self.used_scalars = gate_table(cfg), used_scalars(cfg)
-        self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
-        self.mlp_biases = mlp_biases(cfg)
+        self.initialize(seed)
+
+    def register_parameters(self, world_size: int) -> None:
+        """Allocates the rows of PARAMS that this model uses, as zeros."""
+        cfg = self.cfg
+        shapes = param_shapes(cfg, world_size)
+        self.banks = []
+        for spec in used_params(cfg):
+            dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
+            zeros = torch.zeros(shapes[spec.name], dtype=dtype, device=self.device)
+            self.register_parameter(spec.name, nn.Parameter(zeros))
+            if spec.kind == "bank":
+                self.banks.append(spec.name)
+        self.ngram_table = "bigram_embed" if "bigram_embed" in shapes else "ngrams"
+
+    def register_constants(self) -> None:
+        """Allocates what is computed from the config or the data, and not trained."""
+        cfg, device = self.cfg, self.device
         # Rows of bigrams and n-grams that share a row of the table are multiplied by different random signs:
         # each sees the others' shares as noise of mean zero (record 83).
-        shape = cfg.sign_rows, cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
-        self.register_buffer("signs", torch.zeros(shape, dtype=dtype_of(cfg.dtype), device=device))
-        # Of the MLPs in FP8: FP8MLP.scales, .amax, and the weights' maxima, at fixed addresses. Losses are
-        # divided by a rank's micro-batches, so gradients' units are too: codes are those of any number of
-        # ranks.
-        mlps, unit = sum(layer.mlps for layer in cfg.layers), FP8_DY * world_size / count
-        self.fp8_scales = torch.tensor([[FP8_H, unit], [0, 0], [1, unit]], device=device)
-        # cuBLAS takes scales at multiples of 16 bytes only.
-        self.fp8_scales = self.fp8_scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)[:, :, :, :1]
-        self.fp8_amax, self.weight_amax = (torch.zeros(mlps, 2, device=device) for _ in range(2))
-        self.fp8_margins = torch.tensor(
-            [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX], device=device
-        )
+        width = cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
+        signs = torch.zeros(cfg.sign_rows, width, dtype=dtype_of(cfg.dtype), device=device)
+        self.register_buffer("signs", signs)
         # prefix_table(); until it is built no token has a prefix.
         self.prefixes = torch.full((cfg.padded_vocab,), -1, device=device)
-        self.gate_column = torch.tensor(
-            [cfg.vocab_size], device=device
-        )  # PointerProbs.gate_column, among all columns
-        self.initialize(seed)
+        # PointerProbs.gate_column, among all columns: the first one of padding.
+        self.gate_column = torch.tensor([cfg.vocab_size], device=device)
+        # Which of its scalars each layer uses, and where these are in a table (layers, LayerScalars).
+        self.used_scalars = used_scalars(cfg)
+        self.scalar_places = torch.tensor(self.used_scalars).flatten().nonzero()[:, 0].to(device)
+
+    def allocate_fp8_scales(self, world_size: int) -> None:
+        """Allocates the FP8 MLPs' scales and maxima, at fixed addresses.
+
+        fp8_scales: FP8MLP.scales of every MLP, (mlps, 3, 2, 1, 1). fp8_amax: FP8MLP.amax. weight_amax: the
+        maxima of fc and proj, (mlps, 2). Losses are divided by a rank's micro-batches, so the scales of
+        gradients are too: codes are the same for any number of ranks.
+        """
+        mlps = sum(layer.mlps for layer in self.cfg.layers)
+        dy_scale = FP8_DY * world_size / num_microbatches(self.cfg, world_size)
+        scales = torch.tensor([[FP8_H, dy_scale], [0, 0], [1, dy_scale]], device=self.device)
+        # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four equal numbers.
+        scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
+        self.fp8_scales = scales[:, :, :, :1]
+        self.fp8_amax = torch.zeros(mlps, 2, device=self.device)
+        self.weight_amax = torch.zeros(mlps, 2, device=self.device)
+        margins = [FP8_ACT_MARGIN / E4M3_MAX, FP8_GRAD_MARGIN / E5M2_MAX]
+        self.fp8_margins = torch.tensor(margins, device=self.device)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -3255,38 +3145,7 @@ class GPT(nn.Module):
         signs = torch.randint(2, self.signs.shape, generator=seeded("signs", seed)) * 2 - 1
         self.signs.copy_(signs)
 
-    def use_stage(self, stage: int) -> None:
-        """Takes a stage's rotary tables: wide heads follow the long windows, narrow ones the short.
-
-        Later stages' overwrite the first one's: their addresses never change.
-        """
-        if stage != self.stage:
-            wide = self.rotary_family(stage, "long", self.cfg.attn_scale)
-            narrow = self.rotary_family(stage, "short", self.cfg.narrow_attn_scale)
-            if self.stage < 0:
-                self.wide, self.narrow = wide, narrow
-            torch._foreach_copy_([*self.wide, *self.narrow], [*wide, *narrow])
-            self.stage = stage
-
-    def rotary_family(self, stage: int, window: str, scale: float) -> RotaryFamily:
-        """Computes cos and sin, and the softmax scale, adapted to a window of every stage so far.
-
-        Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
-        content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
-        position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
-        windows right in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
-        """
-        cfg, device = self.cfg, self.device
-        steps = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
-        freq, windows = (1 / 1024) ** steps, [window_tokens(cfg, s.windows)[window] for s in cfg.stages]
-        for old, new in zip(windows[:stage], windows[1:]):
-            turns, ratio = old * freq / (2 * math.pi), old / new
-            keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
-            freq = freq * (ratio + keep * (1 - ratio))
-            scale *= 0.2 * math.log(new / old) + 1
-        angles = torch.arange(2 * self.length, dtype=freq.dtype, device=device)[:, None] * freq
-        cos, sin = (t.to(dtype_of(cfg.dtype)) for t in (angles.cos(), angles.sin()))
-        return RotaryFamily(cos, sin, freq.new_full((), scale))
+    # ------------------------------------------------------------------------------------------- the forward
 
     @traced("forward")
     def forward(
@@ -3294,34 +3153,65 @@ class GPT(nn.Module):
         micro_batch: MicroBatch,
         windows: dict[str, int],
         params: dict[str, typing.Any] | None = None,
-        leaves: dict[str, Tensor] | None = None,
+        looked_up: dict[str, Tensor] | None = None,
         fp8: FP8MLP | None = None,
     ) -> Tensor:
         """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
 
         windows: tokens, by name. The backward gives the banks' gradients to `params`, or without it to
-        autograd. In training, what is looked up in tables is put into `leaves`, by name, where autograd
-        leaves its gradients; outside it, rows of n-grams are fetched first. With `fp8`, the result of
-        GPT.fp8_mlps, MLPs are in FP8.
+        autograd. In training, `looked_up` gets what is looked up in tables, by name, where autograd leaves
+        its gradients; outside it, rows of n-grams are fetched first. With `fp8`, the result of GPT.fp8_mlps,
+        MLPs are in FP8.
         """
-        found = self.embeddings(micro_batch, leaves is not None)
-        if leaves is not None:
-            leaves |= {name: t.detach().requires_grad_() for name, t in found.items()}
-            found = leaves
-        embed, bigram, *values = found.values()
+        embeddings = self.embeddings(micro_batch, training=looked_up is not None)
+        if looked_up is not None:
+            for name, rows in embeddings.items():
+                looked_up[name] = rows.detach().requires_grad_()
+            embeddings = looked_up
         self.wait_for()
-        banks = {
-            name: params[name].weight() if params else Weight(getattr(self, name)) for name in self.banks
-        }
-        looked_up = embed, bigram, values[0] if values else embed[:, None][:, :0]
+        banks = {}
+        for name in self.banks:
+            banks[name] = params[name].weight() if params else Weight(getattr(self, name))
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
-        return compiled(GPT.trunk)(self, *looked_up, sequence, windows, banks, fp8)
+        return compiled(GPT.trunk)(self, embeddings, sequence, windows, banks, fp8)
+
+    def embeddings(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
+        """Returns what a micro-batch's tokens look up, by table.
+
+        embed: rows (T, d). bigram_embed or ngrams: sums of rows (T, width). value_embeds: rows of all tables
+        (T, tables, d), if there are any.
+        """
+        ngram_sums = self.ngram_sums(micro_batch, training)
+        self.wait_for("embed")
+        embeddings = {"embed": F.embedding(micro_batch.inputs, self.embed), self.ngram_table: ngram_sums}
+        if hasattr(self, "value_embeds"):
+            self.wait_for("value_embeds")
+            rows = F.embedding(micro_batch.inputs, self.value_embeds.flatten(1))
+            embeddings["value_embeds"] = rows.unflatten(1, self.value_embeds.shape[1:])
+        return embeddings
+
+    def ngram_sums(self, micro_batch: MicroBatch, training: bool) -> Tensor:
+        """Returns the sum (T, width) of the rows of each token's n-grams, or bigram, times their signs.
+
+        Hashed n-grams are an embedding of this token and those before, so that no layer need recognize
+        frequent ones (PR 201).
+        """
+        self.wait_for(self.ngram_table)
+        ids = micro_batch.hashed_rows
+        if self.ngram_table == "bigram_embed":
+            rows = self.bigram_embed
+        elif training:
+            rows, ids = self.ngrams.cache, micro_batch.slots
+        else:
+            row_ids, ids = ids.unique(return_inverse=True)
+            rows = self.ngrams.fetch(row_ids)
+        sums = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
+        gather_rows(sums, rows, ids.int(), self.signs, micro_batch.sign_ids)
+        return sums
 
     def trunk(
         self,
-        embed: Tensor,
-        bigram: Tensor,
-        values: Tensor,
+        embeddings: dict[str, Tensor],
         sequence: tuple[Tensor, int],
         windows: dict[str, int],
         banks: dict[str, Weight],
@@ -3329,90 +3219,234 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Does forward after the embeddings: one graph, if it is compiled, and so is its backward.
 
-        embed (T, d); bigram (T, width); values (T, tables, d); sequence: cu_seqlens, longest document.
+        embeddings: GPT.embeddings's; sequence: cu_seqlens, longest document.
         """
-        cfg, (T, d) = self.cfg, embed.shape
-        bigram, tables = F.pad(bigram, (0, d - bigram.size(1))), values.unbind(1)
-        # A bank has the heads' matrices of queries and keys one by one.
-        heads = {"qk_bank": cfg.heads, "narrow_qk_bank": cfg.heads}
-        matrices = {name: bank.split(heads.get(name, 1) * bank.w.size(1)) for name, bank in banks.items()}
-        mlps_fp8 = iter(fp8.split() if fp8 else ())
-        value_tables = iter(tables)
-        ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
+        cfg = self.cfg
+        embed = embeddings["embed"]
+        T, d = embed.shape
+        ngram = embeddings[self.ngram_table]  # (T, width)
+        ngram = F.pad(ngram, (0, d - ngram.size(1)))  # (T, d)
+        values: Sequence[Tensor] = ()  # (T, d) each
+        if "value_embeds" in embeddings:
+            values = embeddings["value_embeds"].unbind(1)
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
         smear, skip = self.scalars[-2:].unbind()
-        # A gated share of the token before is added to each: attention would spend a head on it (PR 130).
-        gate = smear * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], self.smear_gate))
-        x0 = norm(torch.cat([embed[:1], embed[1:] + gate * embed[:-1]]))
+        x0 = norm(smear_tokens(embed, self.smear_gate, smear))
         gates = self.gates(0, x0)
-        x = mix((None, x0), (gates["ngram", 0], bigram)) if cfg.layers[0].ngram else x0
-        # Later layers read some of these.
-        first = skipped = backout = normed_backout = connected = mlp_input = x
-        for i, (layer, scalars) in enumerate(zip(cfg.layers, self.layer_scalars(T))):
+        x = x0
+        if cfg.layers[0].ngram:
+            x = mix([(None, x0), (gates["ngram", 0], ngram)])
+        # Streams that later layers and the head's input read, by the place where they were saved.
+        saved = {
+            "x0": x0,
+            "ngram": ngram,
+            "first": x,  # enters layer 0
+            "skip": x,  # leaves layer skip_from
+            "backout": x,  # leaves layer backout_from
+            "normed backout": x,
+            "mudd": x,  # enters the layer with MUDD weights
+            "mudd mlp": x,  # the input of its MLP
+        }
+        for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, values, fp8, T))):
             if i == cfg.skip_to:
-                x = mix((None, x), (torch.sigmoid(skip) * gates["skip", i], skipped))
-            terms = []  # what is added to the stream before the MLPs: scales and streams
+                x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], saved["skip"])])
+            added: list[Term] = []  # to the stream, before the MLPs
             if layer.attention:
-                h = norm(x) if i <= cfg.backout_from else normed_backout
-                value = next(value_tables) if layer.value else None
-                ve_gate = next(ve_gates) if layer.value and not layer.mudd else None
+                h = norm(x) if i <= cfg.backout_from else saved["normed backout"]
                 if layer.mudd:
-                    connected = x
-                    w = dict(zip(MUDD_WEIGHTS, self.token_weights("mudd", 0, x)[:, :, None].unbind()))
-                    left, right = value.chunk(2, 1)
-                    value = torch.cat([w["left value"] * left, w["right value"] * right], 1) + mix(
-                        (w["first to value"], first), (w["backout to value"], backout), (w["x to value"], x)
-                    )
-                    x = mix((1 + w["x"], x), (w["first"], first), (w["backout"], backout))
-                    terms += [(w["first after"], first), (w["ngram after"], bigram)]
-                    scalars = scalars._replace(**{name: w[name] for name in LayerScalars._fields[2:]})
-                v, out = next(matrices["vo_bank"]), next(matrices["vo_bank"])
-                if layer.narrow_v:  # half of both matrices is used
-                    v, out = v._replace(w=v.w[: d // 2]), out._replace(w=out.w[:, : d // 2])
-                weights = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"]), v
-                span = *sequences[layer.attention], windows[layer.window]
-                y = self.attention(i, h, weights, scalars.qkv, span, gates, value, ve_gate)
-                terms = [
-                    (scalars.out * scalars.post_attention, Linear.apply(y.flatten(1), out, out.w)),
-                    *terms,
-                ]
+                    saved["mudd"] = x
+                    x, w, added = self.mudd_connections(x, w, saved)
+                span = sequences[layer.attention], windows[layer.window]
+                added = [self.attention_branch(i, h, w, gates, *span), *added]
             if layer.x0:
-                terms += [(gates["x0", i], x0)]
+                added.append((gates["x0", i], x0))
             if layer.ngram and i > 0:
-                terms += [(gates["ngram", i], bigram)]
-            if terms:
-                x = mix((scalars.resid_attention, x), *terms)
-            h = norm(x) if layer.mlps or layer.mudd else None
+                added.append((gates["ngram", i], ngram))
+            if added:
+                x = mix([(w.scalars.resid_attention, x), *added])
+            added = []
+            if layer.mlps or layer.mudd:
+                h = norm(x)
+                added = self.mlp_branch(h, w)
             if layer.mudd:
-                mlp_input = h
-            terms = []
-            for _ in range(layer.mlps):
-                fc, proj = next(matrices["mlp_bank"]), next(matrices["mlp_bank"])
-                how = self.backend, next(mlps_fp8, None)
-                # Not in MLP: in torch 2.11, generated code would lose its gradients.
-                h, w1, w2 = (t.to(self.backend.mlp_dtype or x.dtype) for t in (h, fc.w, proj.w))
-                terms += [(scalars.post_mlp, MLP.apply(h, (fc, proj), w1, w2, *how).to(x.dtype))]
-            x = mix((scalars.resid_mlp, x), *terms)
+                saved["mudd mlp"] = h
+            x = mix([(w.scalars.resid_mlp, x), *added])
             if i == cfg.skip_from:
-                skipped = x
+                saved["skip"] = x
                 gates |= self.gates(1, x)
             if i == cfg.backout_from:
-                backout, normed_backout = x, norm(x)
-        streams = [first, backout, connected, skipped, *tables, mlp_input, normed_backout]
+                saved["backout"] = x
+                saved["normed backout"] = norm(x)
+        # In the order of MIX_BIASES, the value embeddings' after "skip".
+        streams = [saved["first"], saved["backout"], saved["mudd"], saved["skip"]]
+        streams += [*values, saved["mudd mlp"], saved["normed backout"]]
         return final_norm(x, self.token_weights("mudd", 1, x), streams)
 
-    def layer_scalars(self, T: int) -> Iterator[LayerScalars]:
+    def layer_weights(
+        self, banks: dict[str, Weight], values: Sequence[Tensor], fp8: FP8MLP | None, T: int
+    ) -> list[LayerWeights]:
+        """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
+
+        All lie in the order of the layers that use them. vo_bank has a value and an output matrix for each,
+        mlp_bank fc and proj; in the banks of queries and keys each head's matrices are one by one.
+        """
+        cfg = self.cfg
+        matrices = {}
+        for name, bank in banks.items():
+            rows = bank.w.size(1)
+            if name in ("qk_bank", "narrow_qk_bank"):
+                rows *= cfg.heads
+            matrices[name] = bank.split(rows)
+        value_tables = iter(values)
+        ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
+        mlps_fp8 = iter(fp8.split() if fp8 else ())
+        layers = []
+        for layer, scalars in zip(cfg.layers, self.layer_scalars(T)):
+            qk = v = out = value = ve_gate = None
+            if layer.attention:
+                qk = next(matrices["narrow_qk_bank" if layer.narrow_qk else "qk_bank"])
+                v = next(matrices["vo_bank"])
+                out = next(matrices["vo_bank"])
+                if layer.narrow_v:  # half of both matrices is used
+                    v = v._replace(w=v.w[: cfg.dim // 2])
+                    out = out._replace(w=out.w[:, : cfg.dim // 2])
+                if layer.value:
+                    value = next(value_tables)
+                    if not layer.mudd:
+                        ve_gate = next(ve_gates)
+            mlps = []
+            for _ in range(layer.mlps):
+                fc = next(matrices["mlp_bank"])
+                proj = next(matrices["mlp_bank"])
+                mlps.append(MLPWeights(fc, proj, next(mlps_fp8, None)))
+            layers.append(LayerWeights(qk, v, out, value, ve_gate, mlps, scalars))
+        return layers
+
+    def layer_scalars(self, T: int) -> list[LayerScalars]:
         """Returns the layers' scalars, (T or 1, 1) each; None where a layer does not use that scalar.
 
         In compiled code they are repeated for every token, so that one sum over the tokens gives the
         gradients of all; elsewhere they are (1, 1). They are taken by one index: slices would be copied one
         by one in compiled code.
         """
-        scalars = torch.cat([self.scalars[:-2].view(-1, 2), self.resid_lambdas, self.post_lambdas], dim=1)
-        used = scalars.flatten()[self.scalar_places]
-        repeated = iter(used.view(-1, 1, 1).expand(-1, T if torch.compiler.is_compiling() else 1, 1).unbind())
-        for layer in self.used_scalars:
-            yield LayerScalars(*(next(repeated) if is_used else None for is_used in layer))
+        table = torch.cat([self.scalars[:-2].view(-1, 2), self.resid_lambdas, self.post_lambdas], dim=1)
+        used = table.flatten()[self.scalar_places].view(-1, 1, 1)
+        repeats = T if torch.compiler.is_compiling() else 1
+        remaining = iter(used.expand(-1, repeats, 1).unbind())
+        layers = []
+        for is_used in self.used_scalars:
+            layers.append(LayerScalars._make(next(remaining) if flag else None for flag in is_used))
+        return layers
+
+    def mudd_connections(
+        self, x: Tensor, w: LayerWeights, saved: dict[str, Tensor]
+    ) -> tuple[Tensor, LayerWeights, list[Term]]:
+        """Mixes earlier streams into the input x (T, d) of a layer, and into its values, by MUDD_WEIGHTS.
+
+        Returns the layer's stream; its weights, with other values and with scalars for each token; and what
+        is added to the stream with attention's output.
+        """
+        outputs = self.token_weights("mudd", 0, x)[:, :, None]  # (weights, T, 1)
+        m = dict(zip(MUDD_WEIGHTS, outputs.unbind()))
+        first, backout = saved["first"], saved["backout"]
+        left, right = w.value.chunk(2, 1)
+        value = torch.cat([m["left value"] * left, m["right value"] * right], 1)
+        value = value + mix(
+            [(m["first to value"], first), (m["backout to value"], backout), (m["x to value"], x)]
+        )
+        x = mix([(1 + m["x"], x), (m["first"], first), (m["backout"], backout)])
+        added: list[Term] = [(m["first after"], first), (m["ngram after"], saved["ngram"])]
+        scalars = w.scalars._replace(
+            resid_attention=m["resid_attention"],
+            post_attention=m["post_attention"],
+            resid_mlp=m["resid_mlp"],
+            post_mlp=m["post_mlp"],
+        )
+        return x, w._replace(value=value, scalars=scalars), added
+
+    def attention_branch(
+        self, i: int, h: Tensor, w: LayerWeights, gates: Gates, sequence: tuple[Tensor, int], window: int
+    ) -> Term:
+        """Runs layer i's attention on h (T, d). Returns its output's scale, and its output (T, d).
+
+        sequence: cu_seqlens, longest document; with the window they count the rows that heads attend to.
+        """
+        layer, heads, T = self.cfg.layers[i], self.cfg.heads, len(h)
+        cos, sin, softmax_scale = self.narrow if layer.narrow_qk else self.wide
+        qk, v = self.queries_keys_values(layer, h, w)  # (T, 2, H, Dq), (T, H, Dv)
+        values = v
+        if layer.attention == "paired":
+            # Paired heads: two heads share one stream of twice the length, so each query sees both heads'
+            # keys and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T
+            # rows of H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2);
+            # the window counts rows.
+            cos = cos[: 2 * T].view(T, 1, 1, 2, -1)
+            sin = sin[: 2 * T].view(T, 1, 1, 2, -1)
+            qk = rotate(qk.unflatten(2, (-1, 2)), cos, sin)  # (T, 2, H/2, 2, Dq)
+            q, k = qk.unbind(1)
+            q = q.reshape(2 * T, heads // 2, -1)  # (2T, H/2, Dq)
+            k = k.reshape(2 * T, heads // 2, -1)
+            values = v.reshape(2 * T, heads // 2, -1)
+        else:
+            q, k = rotate(qk, cos[:T, None, None], sin[:T, None, None]).unbind(1)  # (T, H, Dq) each
+        if layer.key_shift:
+            k = shift_keys(k)
+        y = self.backend.attention(softmax_scale * q, k, values, *sequence, window)
+        y = y.reshape(T, heads, -1)  # (T, H, Dv)
+        if layer.xsa:
+            y = without_own_value(y, v, gates["xsa", i])
+        if layer.gate:
+            # A head with nothing to say can shut, instead of attending to a first token as a sink (PR 117).
+            y = y * gates["output", i][:, :, None]
+        scale = w.scalars.out * w.scalars.post_attention
+        return scale, Linear.apply(y.flatten(1), w.out, w.out.w)
+
+    def queries_keys_values(self, layer: Layer, h: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Returns normed queries and keys (T, 2, H, Dq), and values (T, H, Dv), of h (T, d)."""
+        T, heads, D = len(h), self.cfg.heads, self.cfg.head_dim
+        # With widths by settings, not -1, compiled code knows them.
+        qk_dim = D // 2 if layer.narrow_qk else D
+        v_dim = D // 2 if layer.narrow_v else D
+        qk = Linear.apply(h, w.qk, w.qk.w)
+        v = Linear.apply(h, w.v, w.v.w)
+        # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
+        qk = norm((w.scalars.qkv * qk).to(qk.dtype).view(T, 2, heads, qk_dim))
+        v = (w.scalars.qkv * v).to(v.dtype).view(T, heads, v_dim)
+        if w.value is not None:
+            # Value embeddings: another embedding of the token, added to the values, which the early layers'
+            # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897),
+            # gated by few channels (PR 186).
+            added = w.value.view(T, heads, D)[:, :, :v_dim]
+            if w.ve_gate is not None:
+                half = GATE_DIM // 2
+                gate_input = torch.cat([h[:, :half], w.value[:, :half]], dim=-1)  # (T, GATE_DIM)
+                gate = 2 * torch.sigmoid(F.linear(gate_input, w.ve_gate))  # (T, H)
+                added = gate[:, :, None] * added
+            v = v + added
+        return qk, v
+
+    def mlp_branch(self, h: Tensor, w: LayerWeights) -> list[Term]:
+        """Runs a layer's MLPs on h (T, d). Returns their outputs, with their scale."""
+        outputs: list[Term] = []
+        dtype = h.dtype
+        mlp_dtype = self.backend.mlp_dtype or dtype
+        # Not in MLP: in torch 2.11, generated code would lose its gradients.
+        h = h.to(mlp_dtype)
+        for fc, proj, fp8 in w.mlps:
+            fc_matrix = fc.w.to(mlp_dtype)
+            proj_matrix = proj.w.to(mlp_dtype)
+            y = MLP.apply(h, (fc, proj), fc_matrix, proj_matrix, self.backend, fp8)
+            outputs.append((w.scalars.post_mlp, y.to(dtype)))
+        return outputs
+
+    def gates(self, which: int, u: Tensor) -> Gates:
+        """Returns the gates that one of the two gate MLPs computes from u (T, d)."""
+        table = self.gate_table[which]
+        if not table:
+            return {}
+        outputs = self.token_weights("mudd_gate", which, u).T  # (T, columns of all gates)
+        parts = outputs.split([gate.columns for gate in table], 1)
+        return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
 
     def token_weights(self, name: str, i: int, u: Tensor) -> Tensor:
         """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
@@ -3421,21 +3455,147 @@ class GPT(nn.Module):
         weights by groups of channels have none. MUDD:
         Xiao et al. 2025, arXiv:2502.12170, trimmed in record 81; gates by it in record 85.
         """
-        count = len(self.mlp_biases[name][i])
+        biases = len(self.mlp_biases[name][i])
         scale = self.mudd_gate_scale.to(u.dtype) if name == "mudd_gate" else MUDD_SCALE
-        more = self.cfg.mix_groups * count if (name, i) == ("mudd", 1) else 0
-        out = F.pad(getattr(self, f"{name}_b2")[i, :count], (0, more))[:, None]
+        without_bias = 0
+        if (name, i) == ("mudd", 1):
+            without_bias = self.cfg.mix_groups * biases
+        out = getattr(self, f"{name}_b2")[i, :biases]
+        out = F.pad(out, (0, without_bias))[:, None]  # (k, 1)
         if hasattr(self, f"{name}_w1"):
-            w1, w2 = (getattr(self, f"{name}_{part}")[i] for part in ("w1", "w2"))
-            out = torch.addmm(out, w2[: len(out)], F.gelu(F.linear(u, w1)).T)
+            w1 = getattr(self, f"{name}_w1")[i]  # (hidden, d)
+            w2 = getattr(self, f"{name}_w2")[i, : len(out)]  # (k, hidden)
+            out = torch.addmm(out, w2, F.gelu(F.linear(u, w1)).T)
         return scale * out
 
-    def gates(self, which: int, u: Tensor) -> dict[tuple[str, int], Tensor]:
-        """Returns gates (T, columns), by kind and layer, from one of the two gate MLPs of u (T, d)."""
-        if not (table := self.gate_table[which]):
-            return {}
-        parts = self.token_weights("mudd_gate", which, u).T.split([gate.columns for gate in table], 1)
-        return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
+    # ---------------------------------------------------------------------------------- the head and its loss
+
+    @traced("head")
+    @torch.no_grad()
+    def head_loss_and_grad(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        head: "Head",
+        grad_scale: float,
+        fp8_head: tuple[Tensor, Tensor] | None = None,
+        sampled_columns: Tensor | None = None,
+        pointer_probs: PointerProbs | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the head's forward and backward at once, in chunks of tokens:
+
+            logits = x @ lm_head;  dx = dlogits @ lm_head.T;  lm_head's gradient += x.T @ dlogits
+
+        x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
+        time. lm_head's gradient is added to `head`, and rounded once per chunk. `grad_scale`, which `weights`
+        contain already, sets the unit of FP8 gradients. fp8_head: GPT.fp8_head's, if it was called.
+
+        With `sampled_columns` (P,) int32, ascending, only these columns of lm_head are computed, as if the
+        others did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record
+        92). Targets that are none of them do not count.
+
+        Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
+        x, where the remaining backward begins, as it does in pointer_probs.grad.
+        """
+        w = self.lm_head
+        chunk = self.cfg.head_chunk
+        if sampled_columns is not None:
+            w = w.index_select(1, sampled_columns)  # (d, P)
+            targets = index_in(targets, sampled_columns)
+            if pointer_probs is not None:
+                gate_column = index_in(pointer_probs.gate_column, sampled_columns)
+                pointer_probs = pointer_probs._replace(gate_column=gate_column)
+            chunk *= self.cfg.padded_vocab // len(sampled_columns)  # about as many logits
+        fp8 = self.backend.fp8
+        unit = 0.0
+        if fp8:  # with fixed scales, and second factors of products column-major
+            unit = FP8_GRAD * grad_scale
+            x_scale = device_scalar(FP8_X, x.device)
+            w_scale = device_scalar(FP8_W, x.device)
+            dlogits_scale = device_scalar(unit, x.device)
+            x8, x8_T = fp8_and_transposed(x, FP8_X)
+            w8, w8_T = fp8_head or fp8_and_transposed(w, FP8_W)
+        dx = torch.empty_like(x)
+        losses = []
+        for i in range(0, len(x), chunk):
+            rows = slice(i, i + chunk)
+            if fp8:
+                logits = fp8_matmul(x8[rows], w8_T.T, (x_scale, w_scale), x8.dtype, fast=True)
+            else:
+                logits = x[rows] @ w
+            probs = None if pointer_probs is None else pointer_probs.part(rows)
+            chunk_losses, dlogits, *dlogits_T = self.backend.softcap_loss(
+                logits, targets[rows], weights, unit, probs, self.cfg.softcap
+            )
+            losses.append(chunk_losses)
+            del logits  # before the next chunk's
+            if fp8:
+                fp8_matmul(dlogits, w8.T, (dlogits_scale, w_scale), dx.dtype, out=dx[rows])
+                head.add_product(x8_T[:, rows].T, dlogits_T[0].T, (x_scale, dlogits_scale), sampled_columns)
+            else:
+                torch.mm(dlogits, w.T, out=dx[rows])
+                head.add_product(x[rows], dlogits, (), sampled_columns)
+        return torch.cat(losses).sum(), dx
+
+    @compiled
+    def pointer_inputs(self, x: Tensor) -> PointerInputs:
+        """Returns the pointer's queries, keys and sink scores of the head's inputs x (T, d).
+
+        q and k are normed in at least fp32, and rounded once: without norms scores explode with some seeds
+        (PR 379).
+        """
+        sink = self.pointer_sink
+        qk = F.linear(x, self.pointer_bank.flatten(0, 1)).unflatten(1, (2, -1))  # (T, 2, pointer_dim)
+        q, k = norm(upcast(qk)).unbind(1)
+        q = (self.pointer_gain * q).to(x.dtype)
+        k = k.to(x.dtype)
+        return PointerInputs(q, k, upcast(q) @ sink * len(sink) ** -0.5)
+
+    @torch.no_grad()
+    def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
+        """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
+        cfg = self.cfg
+        x = self.forward(micro_batch, windows)
+        if cfg.pointer_dim:
+            queries = self.pointer_inputs(x)
+            pointer_weights, _ = self.backend.pointer(queries, micro_batch, cfg.pointer_val_window)
+        losses = []
+        for i in range(0, len(x), cfg.head_chunk):
+            rows = slice(i, i + cfg.head_chunk)
+            probs = None
+            if cfg.pointer_dim:
+                part = pointer_weights[:, rows]
+                probs = PointerProbs(part, part, self.gate_column)
+            logits = x[rows] @ self.lm_head
+            losses.append(next_token_losses(logits, micro_batch.targets[rows], probs, cfg.softcap))
+        return torch.cat(losses)
+
+    @torch.no_grad()
+    def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
+        """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`, all of which
+        are computed again. The columns of padding have the rest, but never the gate's.
+        """
+        cfg = self.cfg
+        text = np.array([*tokens, 0])  # there is no target yet
+        micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), cfg)), self.device)
+        x = self.forward(micro_batch, window_tokens(cfg, cfg.val_windows))
+        z = cfg.softcap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cfg.softcap)
+        if not cfg.pointer_dim:
+            return z.softmax(1)[0, : cfg.vocab_size]
+        # The mixture of section 6, for all next tokens at once.
+        gate, z = split_gate(z, self.gate_column)
+        p_vocab = z.softmax(1)[0]
+        sources = slice(-1 - cfg.pointer_val_window, -1)
+        q, k, sink_scores = self.pointer_inputs(x)
+        scores = upcast(k[sources]) @ upcast(q[-1]) * len(self.pointer_sink) ** -0.5
+        weights = torch.cat([sink_scores[-1:], scores]).softmax(0)
+        p_sink, p_source = weights[:1], weights[1:]
+        probs = p_vocab * (1 - gate * (1 - p_sink))
+        probs.index_add_(0, micro_batch.inputs[sources], gate * p_source)
+        return probs[: cfg.vocab_size]
+
+    # --------------------------------------------------------------------------------------------------- FP8
 
     @torch.no_grad()
     def fp8_mlps(self, step: int) -> FP8MLP:
@@ -3458,179 +3618,254 @@ class GPT(nn.Module):
         is_known = (amax > FP8_LEAST) & (amax < math.inf)
         scales.copy_(torch.where(is_known, amax * self.fp8_margins, scales))
 
-    def attention(
-        self,
-        i: int,
-        h: Tensor,
-        weights: tuple[Weight, Weight],
-        factor: Tensor,
-        span: tuple[Tensor, int, int],
-        gates: dict[tuple[str, int], Tensor],
-        value: Tensor | None,
-        ve_gate: Tensor | None,
-    ) -> Tensor:
-        """Runs layer i's attention on h (T, d). Returns its heads (T, H, Dv).
-
-        weights: of queries and keys (2 H Dq, d), and of values (H Dv, d), whose products `factor` (T or 1, 1)
-        multiplies. span: cu_seqlens, longest document and window, in the rows that heads attend to. The first
-        Dv numbers of each head of `value` (T, d) are added to the values, times the head's gate by ve_gate
-        (H, GATE_DIM), if given.
-        """
-        T, layer, heads, D = len(h), self.cfg.layers[i], self.cfg.heads, self.cfg.head_dim
-        cos, sin, softmax_scale = self.narrow if layer.narrow_qk else self.wide
-        qk, v = (Linear.apply(h, weight, weight.w) for weight in weights)
-        # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245). With
-        # widths by settings, not -1, compiled code knows them.
-        qk = norm((factor * qk).to(qk.dtype).view(T, 2, heads, D // (1 + layer.narrow_qk)))
-        v = (factor * v).to(v.dtype).view(T, heads, D // (1 + layer.narrow_v))
-        if value is not None:
-            # Value embeddings: another embedding of the token, added to the values, which the early layers'
-            # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897),
-            # gated by few channels (PR 186).
-            added, half = value.view(T, heads, D)[:, :, : v.size(2)], GATE_DIM // 2
-            if ve_gate is not None:
-                gate_input = torch.cat([h[:, :half], value[:, :half]], dim=-1)
-                added = 2 * torch.sigmoid(F.linear(gate_input, ve_gate))[:, :, None] * added
-            v = v + added
-        if layer.attention == "paired":
-            # Paired heads: two heads share one stream of twice the length, so each query sees both heads'
-            # keys and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T
-            # rows of H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2);
-            # the window counts rows.
-            cos, sin = (t[: 2 * T].view(T, 1, 1, 2, -1) for t in (cos, sin))
-            qk = rotate(qk.unflatten(2, (-1, 2)), cos, sin)
-            q, k, v = (t.reshape(2 * T, heads // 2, -1) for t in (*qk.unbind(1), v))
-        else:
-            q, k = rotate(qk, cos[:T, None, None], sin[:T, None, None]).unbind(1)
-        if layer.key_shift:
-            k = shift_keys(k)
-        y = self.backend.attention(softmax_scale * q, k, v, *span)
-        return finish_heads(y.reshape(T, heads, -1), v, gates.get(("xsa", i)), gates.get(("output", i)))
-
-    def embeddings(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
-        """Returns what a micro-batch's positions look up, by table: rows of embed, (T, d), sums of rows of
-        bigrams or n-grams, (T, width), and rows of value_embeds, (T, tables, d).
-
-        Hashed n-grams are an embedding of this token and those before, so that no layer need recognize
-        frequent ones (PR 201). Their rows are multiplied by signs.
-        """
-        ids, rows = micro_batch.hashed_rows, getattr(self, "bigram_embed", None)
-        name = "bigram_embed" if rows is not None else "ngrams"
-        self.wait_for(name)
-        if rows is None and training:
-            rows, ids = self.ngrams.cache, micro_batch.slots
-        elif rows is None:
-            row_ids, ids = ids.unique(return_inverse=True)
-            rows = self.ngrams.fetch(row_ids)
-        sums = rows.new_empty(ids.size(1), rows.size(1), dtype=dtype_of(self.cfg.dtype))
-        gather_rows(sums, rows, ids.int(), self.signs, micro_batch.sign_ids)
-        self.wait_for("embed")
-        found = {"embed": F.embedding(micro_batch.inputs, self.embed), name: sums}
-        if hasattr(self, "value_embeds"):
-            self.wait_for("value_embeds")
-            rows = F.embedding(micro_batch.inputs, self.value_embeds.flatten(1))
-            found["value_embeds"] = rows.unflatten(1, self.value_embeds.shape[1:])
-        return found
-
-    @compiled
-    def pointer_inputs(self, x: Tensor) -> PointerInputs:
-        """Returns the pointer's queries, keys and sink scores of the head's inputs x (T, d).
-
-        q and k are normed in at least fp32, and rounded once: without norms scores explode with some seeds
-        (PR 379).
-        """
-        bank, sink = self.pointer_bank, self.pointer_sink
-        q, k = norm(upcast(F.linear(x, bank.flatten(0, 1)).unflatten(1, (2, -1)))).unbind(1)
-        q, k = (self.pointer_gain * q).to(x.dtype), k.to(x.dtype)
-        return PointerInputs(q, k, upcast(q) @ sink * len(sink) ** -0.5)
-
-    @torch.no_grad()
-    def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
-        """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`, all of which
-        are computed again. The columns of padding have the rest, but never the slot.
-        """
-        text = np.array([*tokens, 0])  # there is no target yet
-        micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), self.cfg)), self.device)
-        x = self.forward(micro_batch, window_tokens(self.cfg, self.cfg.val_windows))
-        cap = self.cfg.softcap
-        z = cap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cap)
-        if not self.cfg.pointer_dim:
-            return z.softmax(1)[0, : self.cfg.vocab_size]
-        sources = slice(-1 - self.cfg.pointer_val_window, -1)
-        q, k, sink_scores = self.pointer_inputs(x)
-        scores = upcast(k[sources]) @ upcast(q[-1]) * len(self.pointer_sink) ** -0.5
-        sink, weights = torch.cat([sink_scores[-1:], scores]).softmax(0).split([1, len(scores)])
-        alpha, z = open_gate(z, self.gate_column)
-        probs = z.softmax(1)[0] * (1 - alpha * (1 - sink))
-        return probs.index_add_(0, micro_batch.inputs[sources], alpha * weights)[: self.cfg.vocab_size]
-
-    @torch.no_grad()
-    def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
-        """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
-        x, w, n = self.forward(micro_batch, windows), self.lm_head, self.cfg.head_chunk
-        columns: list[Iterable] = [x.split(n), micro_batch.targets.split(n)]
-        if window := self.cfg.pointer_dim and self.cfg.pointer_val_window:
-            found, _ = self.backend.pointer(self.pointer_inputs(x), micro_batch, window)
-            columns.append(PointerProbs(part, part, self.gate_column) for part in found.split(n, dim=1))
-        losses = partial(next_token_losses, cap=self.cfg.softcap)
-        return torch.cat([losses(x_part @ w, *rest) for x_part, *rest in zip(*columns)])
-
     @traced("head")
-    def head_loss_and_grad(
-        self,
-        x: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        head: "Head",
-        grad_scale: float,
-        converted: list[Tensor],
-        candidates: Tensor | None = None,
-        copies: PointerProbs | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the head's forward and backward at once, in chunks of tokens.
+    @torch.no_grad()
+    def fp8_head(self) -> tuple[Tensor, Tensor]:
+        """Converts lm_head to FP8 for a step that computes all its columns: (d, V), and transposed."""
+        self.wait_for("lm_head")
+        return fp8_and_transposed(self.lm_head, FP8_W)
 
-        x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
-        time. lm_head's gradient is added to `head`, and rounded once per chunk. `grad_scale`, which `weights`
-        contain already, sets the unit of FP8 gradients. `converted` keeps lm_head in FP8 for the next call,
-        if that has all columns too.
+    # -------------------------------------------------------------------------------------- rotary embedding
 
-        With `candidates` (P,) int32, ascending, only these columns of lm_head are computed, as if the others
-        did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record 92).
-        Targets that are none of them do not count.
+    def use_stage(self, stage: int) -> None:
+        """Takes a stage's rotary tables: wide heads follow the long windows, narrow ones the short.
 
-        Returns the weighted loss of all targets, summed over tokens, 0-d, at least fp32; and the gradient of
-        x, where the remaining backward begins, as it does in copies.grad.
+        Later stages' overwrite the first one's: their addresses never change.
         """
-        w, n, dx, losses = self.lm_head, self.cfg.head_chunk, torch.empty_like(x), []
-        with torch.no_grad():
-            if candidates is not None:
-                w, targets = w.index_select(1, candidates), index_in(targets, candidates)
-                if copies:
-                    copies = copies._replace(gate_column=index_in(copies.gate_column, candidates))
-                n *= self.cfg.padded_vocab // len(candidates)  # about as many logits
-                converted.clear()
-            unit = FP8_GRAD * grad_scale if self.backend.fp8 else 0.0
-            if self.backend.fp8:  # with fixed scales, and second factors of products column-major
-                x_scale, w_scale, dz_scale = (device_scalar(u, x.device) for u in (FP8_X, FP8_W, unit))
-                x8 = to_fp8(x, FP8_X, torch.float8_e4m3fn)
-                xt8 = transposed(x8)
-                if not converted:
-                    converted += [w8 := to_fp8(w, FP8_W, torch.float8_e4m3fn), transposed(w8)]
-                w8, wt8 = converted
-            for i in range(0, len(x), n):
-                part = slice(i, i + n)
-                how = targets[part], weights, unit, copies and copies.part(part), self.cfg.softcap
-                if self.backend.fp8:
-                    logits = fp8_matmul(x8[part], wt8.T, (x_scale, w_scale), x8.dtype, fast=True)
-                    part_losses, dlogits, turned = self.backend.softcap_loss(logits, *how)
-                    fp8_matmul(dlogits, w8.T, (dz_scale, w_scale), dx.dtype, out=dx[part])
-                    head.add_product(xt8[:, part].T, turned.T, (x_scale, dz_scale), candidates)
-                else:
-                    part_losses, dlogits = self.backend.softcap_loss(x[part] @ w, *how)
-                    torch.mm(dlogits, w.T, out=dx[part])
-                    head.add_product(x[part], dlogits, (), candidates)
-                losses.append(part_losses)
-        return torch.cat(losses).sum(), dx
+        if stage == self.stage:
+            return
+        wide = self.rotary_family(stage, "long", self.cfg.attn_scale)
+        narrow = self.rotary_family(stage, "short", self.cfg.narrow_attn_scale)
+        if self.stage < 0:
+            self.wide, self.narrow = wide, narrow
+        torch._foreach_copy_([*self.wide, *self.narrow], [*wide, *narrow])
+        self.stage = stage
+
+    def rotary_family(self, stage: int, window: str, scale: float) -> RotaryFamily:
+        """Computes cos and sin, and the softmax scale, adapted to a window of every stage so far.
+
+        Rotary embedding: Su et al. 2021, arXiv:2104.09864. Half of each wide head is not rotated, to match
+        content at any distance (record 17); narrow ones rotate whole. So both have head_dim / 4 angles a
+        position. Plain heads use positions t, paired heads 2t and 2t + 1. YaRN keeps what was learnt in short
+        windows right in longer ones (PR 122; Peng et al. 2023, arXiv:2309.00071).
+        """
+        cfg, device = self.cfg, self.device
+        exponents = torch.linspace(0, 1, cfg.head_dim // 4, dtype=acc_dtype(cfg), device=device)
+        freq = (1 / 1024) ** exponents  # radians a position
+        windows = [window_tokens(cfg, stage.windows)[window] for stage in cfg.stages]
+        for old, new in zip(windows[:stage], windows[1:]):
+            turns = old * freq / (2 * math.pi)
+            ratio = old / new
+            keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
+            freq = freq * (ratio + keep * (1 - ratio))
+            scale *= 0.2 * math.log(new / old) + 1
+        positions = torch.arange(2 * self.length, dtype=freq.dtype, device=device)
+        angles = positions[:, None] * freq
+        dtype = dtype_of(cfg.dtype)
+        return RotaryFamily(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
+
+
+YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stretch with it, faster ones stay
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n).
+
+    Each pair (a, b) of successive numbers becomes (cos a + sin b, cos b - sin a).
+    """
+    n = cos.size(-1)
+    if not torch.compiler.is_compiling() and x.element_size() > 2:  # as complex numbers, in one pass
+        turns = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - n), value=1)
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turns).flatten(-2)
+    rotated, passthrough = x[..., : 2 * n], x[..., 2 * n :]
+    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
+    return torch.cat([rotated, passthrough], dim=-1)
+
+
+def shift_keys(k: Tensor) -> Tensor:
+    """Takes the second half of each key (T, H, D) from the token before; token 0 keeps its own.
+
+    This makes an induction head of one layer instead of two: a query finds what followed an earlier copy of
+    its token (PR 169). The half is the one that is not rotated: it matches content, not distance.
+    """
+    rotated, passthrough = k.chunk(2, dim=-1)
+    return torch.cat([rotated, torch.cat([passthrough[:1], passthrough[:-1]])], dim=-1)
+
+
+def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
+    """Removes from each head's output y the share tanh(xsa) of its component along the token's own value v.
+
+    y, v (T, H, D); xsa (T or 1, H). Exclusive self-attention (record 82): the residual stream has the token's
+    own content anyway.
+    """
+    y32, v32 = upcast(y), upcast(v)
+    along = (y32 * v32).sum(-1, keepdim=True) / v32.square().sum(-1, keepdim=True).clamp_min(1e-8)
+    return (y32 - xsa.tanh()[:, :, None] * along * v32).to(y.dtype)
+
+
+def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
+    """Adds to each token's embedding (T, d) a gated share of the one before.
+
+    gate (1, GATE_DIM); scale 0-d. Attention would spend a head on it (PR 130).
+    """
+    share = scale * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], gate))  # (T - 1, 1)
+    return torch.cat([embed[:1], embed[1:] + share * embed[:-1]])
+
+
+def mix(terms: Sequence[Term]) -> Tensor:
+    """Sums scales times streams (T, d), from left to right.
+
+    A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come as groups of channels
+    (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
+    bigrams, each layer can lean on the input again (record 9).
+    """
+    if torch.compiler.is_compiling() or terms[0][1].element_size() < 4:
+        scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
+        return sum(scaled[1:], scaled[0])
+    return Mix.apply(*chain(*terms))
+
+
+class Mix(torch.autograd.Function):
+    """Does mix() in fewer passes over memory, where it is not compiled. Takes scale, stream, scale, ..."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.save_for_backward(*tensors)
+        scale, x = tensors[:2]
+        out = x.clone() if scale is None else scale * x
+        for scale, x in zip(tensors[2::2], tensors[3::2]):
+            if scale is None:
+                out.add_(x)
+            else:
+                out.addcmul_(scale, x)
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        grads = []
+        for scale, x in zip(ctx.saved_tensors[::2], ctx.saved_tensors[1::2]):
+            if scale is None:
+                grads += [None, dy]
+            else:
+                grads += [(dy * x).sum_to_size(scale.shape), dy * scale]
+        return tuple(grads)
+
+
+def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
+    """Returns the head's input: norm(x + the sum of weights times streams), for x and n streams (T, d).
+
+    weights (n + n * groups, T or 1): one for each stream; then for each stream one for each group of
+    channels, which is added to that.
+    """
+    n = len(streams)
+    by_stream, by_group = weights[:n], weights[n:].unflatten(0, (n, -1))  # (n, T), (n, groups, T)
+    scales = (by_stream[:, None] + by_group).mT[..., None]  # (n, T, groups, 1)
+    groups = scales.size(2)
+    terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
+    for scale, stream in zip(scales, streams):
+        terms.append((scale, stream.unflatten(1, (groups, -1))))
+    return norm(mix(terms).flatten(1))
+
+
+@compiled
+def gather_rows(
+    out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
+) -> None:
+    """out[i] = the sum over k of table[ids[k, i]], times signs[sign_ids[k, i]] if these are given.
+
+    table (N, w); ids and sign_ids (K, n) int32; signs (rows, w); out (n, w). Terms are summed in the order of
+    k, in at least fp32, and rounded once.
+    """
+
+    def term(k: int) -> Tensor:  # (n, w)
+        rows = upcast(table[ids[k]])
+        if sign_ids is None:
+            return rows
+        return rows * signs[sign_ids[k]]
+
+    total = term(0)
+    for k in range(1, len(ids)):
+        total = total + term(k)
+    out.copy_(total)
+
+
+@compiled
+def fp8_mlp_weights(bank: Tensor, scales: Tensor, previous_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Converts a bank (2L, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
+
+    Returns FP8MLP.weights (L, 2, F, d) and .weights_T (L, 2, d, F), and writes their scales to `scales`
+    (L, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (L, 2), with room for
+    growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to the bank's
+    dtype (compiled code may skip that rounding).
+    """
+    weights = bank.unflatten(0, (-1, 2))
+    amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
+    exact = (amax / E4M3_MAX).to(bank.dtype).float()
+    delayed = previous_amax * (FP8_WEIGHT_MARGIN / E4M3_MAX)
+    scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
+    scales[:, 1] = scale
+    previous_amax.copy_(amax)
+    return cast_and_transpose(weights, scale, torch.float8_e4m3fn)
+
+
+def fp8_and_transposed(x: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+    """Returns x (n, m) in e4m3, in such units, and its row-major transpose (m, n)."""
+    x8 = to_fp8(x, unit, torch.float8_e4m3fn)
+    return x8, transposed(x8)
+
+
+@compiled
+def next_token_losses(
+    logits: Tensor,
+    targets: Tensor,
+    pointer_probs: PointerProbs | None = None,
+    cap: Softcap = RECORD.softcap,
+) -> Tensor:
+    """Returns the losses (n,) of targets (n,), -log p, in at least fp32: without pointer_probs
+
+        p = p_vocab, the softmax of the logits (n, V) after the softcap;
+
+    with them the mixture of section 6, where p_vocab is the softmax without the gate's column:
+
+        p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy
+    """
+    z = cap.scale * softcap_sigmoid(logits, cap)
+    if pointer_probs is None:
+        return F.cross_entropy(z, targets, reduction="none")
+    gate, z = split_gate(z, pointer_probs.gate_column)
+    p_vocab = (-F.cross_entropy(z, targets, reduction="none")).exp()
+    p_copy, p_sink = pointer_probs.probs
+    return -(p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy + PROB_FLOOR).log()
+
+
+def split_gate(z: Tensor, gate_column: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns gate_column's softmax (n,) of softcapped logits z (n, V); and z with -inf in that column."""
+    rest = z.index_fill(1, gate_column, -math.inf)
+    return torch.sigmoid(z[:, gate_column][:, 0] - rest.logsumexp(1)), rest
+
+
+@compiled
+def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
+    """Returns each position's targets (T, count) int64: its next `count` tokens. -1: none.
+
+    targets (T,): the next one. With `prefixes` (V,), a last column has the next token's prefix.
+    """
+    columns = []
+    for k in range(count):
+        missing = min(k, len(targets))
+        columns.append(F.pad(targets[k:], (0, missing), value=-1))
+    if prefixes is not None:
+        columns.append(prefixes[targets])
+    return torch.stack(columns, dim=1)
+
+
+@compiled
+def index_in(ids: Tensor, candidates: Tensor) -> Tensor:
+    """Returns the places of `ids` int64 among ascending `candidates` (P,) int32; -1: absent."""
+    at = torch.searchsorted(candidates.long(), ids).clamp_max(len(candidates) - 1)
+    return torch.where(candidates[at] == ids, at, -1)
 
 
 # ============================================================================================================
@@ -4741,49 +4976,64 @@ def train_step(
 
     `following()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
-    plan, micro_batches, count = batch.plan, batch.micro_batches, len(batch.micro_batches)
+    plan, cfg, params = batch.plan, model.cfg, optimizer.params
+    count = len(batch.micro_batches)
     model.use_stage(plan.stage)
     model.wait_for, model.ngrams = optimizer.wait_for, optimizer.ngrams
     optimizer.begin(batch)
-    params, fp8_head, losses = optimizer.params, [], []
-    in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks
-    fp8 = model.fp8_mlps(plan.step) if in_fp8 else None
-    for micro_batch in micro_batches:
-        looked_up: dict[str, Tensor] = {}
+
+    fp8_mlp = fp8_head = None
+    if model.backend.fp8 and cfg.fp8_mlp and "mlp_bank" in model.banks:
+        fp8_mlp = model.fp8_mlps(plan.step)
+    if model.backend.fp8 and not plan.sampled_columns:
+        fp8_head = model.fp8_head()
+
+    losses = []
+    for micro_batch in batch.micro_batches:
         segments = move(micro_batch.segments, model.device)
         micro_batch = move(micro_batch._replace(segments={}), model.device, model.input_buffer)
-        x = model.forward(micro_batch, plan.windows, params, looked_up, fp8)
+
+        # Forward.
+        looked_up: dict[str, Tensor] = {}
+        x = model.forward(micro_batch, plan.windows, params, looked_up, fp8_mlp)  # (T, d)
         prefixes = model.prefixes if plan.prefix else None
         targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
-        copies = None
-        if window := model.cfg.pointer_dim and model.cfg.pointer_window:
-            queries = model.pointer_inputs(x)
-            found, lse = model.backend.pointer(queries, micro_batch, window)
-            copies = PointerProbs(found, torch.empty_like(found), model.gate_column)
+        pointer_probs = None
+        if cfg.pointer_dim and cfg.pointer_window:
+            pointer_inputs = model.pointer_inputs(x)
+            probs, lse = model.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_window)
+            pointer_probs = PointerProbs(probs, torch.empty_like(probs), model.gate_column)
+
+        # The head, forward and backward.
         loss, dx = model.head_loss_and_grad(
             x,
             targets,
             micro_batch.loss_weights,
             params["lm_head"],
-            1 / count,
-            fp8_head,
-            micro_batch.sampled_columns,
-            copies,
+            grad_scale=1 / count,
+            fp8_head=fp8_head,
+            sampled_columns=micro_batch.sampled_columns,
+            pointer_probs=pointer_probs,
         )
+        losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
+
+        # The rest of the backward.
         roots, root_grads = [x], [dx]
-        if copies:
-            roots += queries
-            root_grads += model.backend.pointer_grad(queries, micro_batch, window, found, lse, copies.grad)
+        if pointer_probs is not None:
+            roots += pointer_inputs
+            root_grads += model.backend.pointer_grad(
+                pointer_inputs, micro_batch, cfg.pointer_window, probs, lse, pointer_probs.grad
+            )
         with traced("backward"):
             torch.autograd.backward(roots, root_grads)
         for param in params.values():
             param.end_backward()
         optimizer.add_rows(looked_up, segments, model.signs)
-        losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
-    if fp8:
+
+    if fp8_mlp:
         amax = optimizer.exchange.all_reduce(model.fp8_amax, dist.ReduceOp.MAX)
     optimizer.step(plan, following)
-    if fp8:
+    if fp8_mlp:
         model.set_fp8_scales(amax.wait())
     return sum(losses[1:], losses[0])
 

@@ -268,7 +268,7 @@ def backward(model, batch, plan, leaves=None):
     head = head_of(w)
     targets = targets_of(model, batch, plan)
     weights = loss_weights(plan, model)
-    loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, [])
+    loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0)
     x.backward(dx)
     w.grad = head.main_grad
     return loss

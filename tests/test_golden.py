@@ -29,7 +29,8 @@ def check_stats(t, golden):
     """Compares with statistics of fp64."""
     assert distance(t, golden) < 1e-11
     assert t.abs().sum().item() == pytest.approx(golden["abs"], rel=1e-11)
-    near, flat = 1e-11 * golden["l2"], t.flatten()
+    near = 1e-11 * golden["l2"]
+    flat = t.flatten()
     assert flat[:4].tolist() == pytest.approx(golden["first"], abs=near)
     assert flat[golden["argmax_index"]].item() == pytest.approx(golden["argmax_value"], abs=near)
 
@@ -40,7 +41,9 @@ def check_stats(t, golden):
 def shard_tokens(s, count):
     """Returns the golden shards' tokens: BOS at 0 and after gaps that depend on s."""
     i = np.arange(count)
-    tokens, pos, k = (31 * i * i + 7 * i + 101 * s) % 500, 0, 0
+    tokens = (31 * i * i + 7 * i + 101 * s) % 500
+    pos = 0
+    k = 0
     while pos < count:
         tokens[pos] = 50256
         pos += 3 + (17 * k * k + 11 * k + 5 * s) % 110
@@ -64,7 +67,9 @@ def shards(tmp_path):
 
 
 def check_batch(batch, want):
-    inputs, targets, rows = batch.inputs, batch.targets, batch.hashed_rows[0]
+    inputs = batch.inputs
+    targets = batch.targets
+    rows = batch.hashed_rows[0]
     ends = batch.cu_seqlens.tolist()
     while len(ends) > 1 and ends[-2] == 256:
         ends.pop()
@@ -82,7 +87,8 @@ def test_training_batches(shards):
     loader = tg.TrainLoader(shards, tg.find_shards(shards.data, "train"), 0, 1)
     assert loader.shard.bounds[:10].tolist() == GOLDEN_LOADER["bos_positions_shard_1_first10"]
     assert len(loader.shard.bounds) - 1 == GOLDEN_LOADER["n_bos_shard_1"]
-    golden, last = {row["batch"]: row for row in GOLDEN_LOADER["train"]}, GOLDEN_LOADER["batches_in_shard_1"]
+    golden = {row["batch"]: row for row in GOLDEN_LOADER["train"]}
+    last = GOLDEN_LOADER["batches_in_shard_1"]
     assert set(golden) == {1, 2, 3, last, last + 1}
     for number in range(1, GOLDEN_LOADER["train_exhausted_after_batch"] + 1):
         (batch,) = loader.micro_batches(batch_plan(256, 64))
@@ -125,13 +131,15 @@ PREFIX = GOLDEN["i_prefix"]
 def test_prefix_table(tmp_path):
     """Reads made-up tokens from a file. Some have no bytes; they are in no order."""
     tokens = {int(i): digits for i, digits in PREFIX["vocabulary_hex"].items()}
-    path, size = tmp_path / "vocabulary.txt", max(tokens) + 1
+    path = tmp_path / "vocabulary.txt"
+    size = max(tokens) + 1
     path.write_text("".join(f"{tokens.get(i, '')}\n" for i in range(size)))
     assert tg.prefix_table(tg.read_vocabulary(path, size), PREFIX["table_size"]).tolist() == PREFIX["table"]
 
 
 def prefix_loss(case, dtype, unit=0.0):
-    loss, golden = PREFIX["loss"], PREFIX["loss"]["cases"][case]
+    loss = PREFIX["loss"]
+    golden = loss["cases"][case]
     prefix = [golden["prefix_weight"]] if golden["prefix_weight"] else []
     logits = fill((loss["T"], loss["V"]), 900, 6, -2).to(dtype)
     targets = tg.loss_targets(torch.tensor(loss["targets"]), len(golden["mtp_weights"]), None)
@@ -183,7 +191,7 @@ def test_xsa():
     y, v, alpha = fill((T, H, D), 811), fill((T, H, D), 812), fill((T, H), 814, 2.5)
     v[3, 1], v[5, 0] = 0, torch.tensor(XSA["v_5_0"])
     y, v, alpha = (t.double().requires_grad_() for t in (y, v, alpha))
-    out = tg.finish_heads(y, v, alpha, None)
+    out = tg.without_own_value(y, v, alpha)
     out.backward(fill((T, H, D), 813).double())
     assert out.flatten().tolist() == pytest.approx(XSA["out"], abs=1e-14)
     check_stats(out.detach(), XSA["out_stats"])
@@ -218,7 +226,8 @@ def kept(scales):
 
 def test_fp8_scales_of_steps():
     """Follows the scales of layers 0, 1, 2 over 21 steps, each with one forward."""
-    model, sequences = fp8_model(), FP8["scale_sequences"]
+    model = fp8_model()
+    sequences = FP8["scale_sequences"]
     with torch.no_grad():
         model.mlp_bank.zero_()
     layers = fp8_layers(model, 0)
@@ -247,7 +256,8 @@ def test_fp8_scales_of_steps():
 
 def test_fc_in_fp8():
     """Other codes than the first may differ: the reference rounds quotients to bf16 first."""
-    model, golden = fp8_model(), FP8["fc_of_the_tiny_model"]
+    model = fp8_model()
+    golden = FP8["fc_of_the_tiny_model"]
     model.mlp_bank.data.copy_(fill(model.mlp_bank.shape, 11, 0.05))
     model.mlp_bank.data[4, 0, 0] = 1 / 16
     layers = fp8_layers(model, 0)

@@ -50,8 +50,10 @@ def golden_config(dtype):
 
 
 def golden_batch(case, cfg, cap):
-    want, ngrams = MODEL["cases"][case], ("bigram", "trigram")
-    tokens, starts = np.array(want["tokens"], np.uint16), np.array(want["starts"][1:])
+    want = MODEL["cases"][case]
+    ngrams = ("bigram", "trigram")
+    tokens = np.array(want["tokens"], np.uint16)
+    starts = np.array(want["starts"][1:])
     batch = tg.make_micro_batch(tokens, starts, 64, cfg, cap)
     rows, signs = (
         torch.tensor([want[f"{name}_{what}"] for name in ngrams], dtype=torch.int32)
@@ -62,13 +64,14 @@ def golden_batch(case, cfg, cap):
 
 @functools.cache
 def golden_model(case, kind):
-    cfg, want = golden_config(DTYPES[kind]), MODEL["cases"][case]
+    cfg = golden_config(DTYPES[kind])
+    want = MODEL["cases"][case]
     model = fill_model(tg.GPT(cfg, WORLD), want["tied"])
     model.ngrams = Table(fill((1024, 192), 16, 0.4).to(model.signs.dtype))
     model.use_stage(want["rotary_stage"])
     windows = dict(zip(("short", "long"), want["windows"]))
-    mtp, prefix = tuple(want["mtp_weights"]), want["prefix_weight"]
-    return model, tg.plan_step(cfg, 0)._replace(windows=windows, mtp=mtp, prefix=prefix)
+    plan = tg.plan_step(cfg, 0)
+    return model, plan._replace(windows=windows, mtp=tuple(want["mtp_weights"]), prefix=want["prefix_weight"])
 
 
 def training_losses(case, kind, cap):
@@ -97,7 +100,8 @@ def test_loss_without_the_attention_cap():
 )
 def test_attention_cap(case):
     ends = np.cumsum(case["pieces"])
-    tokens, cfg = np.zeros(ends[-1] + 1, np.uint16), golden_config("float32")
+    tokens = np.zeros(ends[-1] + 1, np.uint16)
+    cfg = golden_config("float32")
     batch = tg.make_micro_batch(tokens, ends[:-1], 6000, cfg, attention_cap=2560)
     want = case["cu_seqlens"]
     assert batch.cu_seqlens.tolist() == want + (128 - len(want)) * want[-1:] and batch.max_doc_len == 2560
@@ -106,7 +110,8 @@ def test_attention_cap(case):
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_validation_losses(case, kind):
-    (model, plan), want = golden_model(case, kind), MODEL["cases"][case]
+    model, plan = golden_model(case, kind)
+    want = MODEL["cases"][case]
     losses = model.token_losses(golden_batch(case, model.cfg, 0), plan.windows)
     assert losses.mean().item() == pytest.approx(want["eval_mean"], rel=LOSS_NEAR[kind])
     assert losses[:8].tolist() == pytest.approx(want["eval_first8"], rel=LOSS_NEAR[kind])
@@ -115,7 +120,9 @@ def test_validation_losses(case, kind):
 @functools.cache
 def gradients(case, kind):
     """Returns the loss, and gradients by golden name in the reference's layout."""
-    (model, plan), want, leaves = golden_model(case, kind), MODEL["cases"][case], {}
+    model, plan = golden_model(case, kind)
+    want = MODEL["cases"][case]
+    leaves = {}
     model.zero_grad()
     batch = golden_batch(case, model.cfg, want["cap"] or 0)
     loss = backward(model, batch, plan, leaves=leaves)
@@ -139,10 +146,12 @@ def test_loss_with_gradients(case, kind):
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(name, case, kind):
-    grad, want = gradients(case, kind)[1][name], MODEL["cases"][case]
-    golden, near = want["gradients"][name], NEAR[kind]
+    grad = gradients(case, kind)[1][name]
+    golden = MODEL["cases"][case]["gradients"][name]
+    near = NEAR[kind]
     assert distance(grad, golden) < near
-    size, largest = abs(golden["argmax_value"]), grad.flatten()[golden["argmax_index"]].item()
+    size = abs(golden["argmax_value"])
+    largest = grad.flatten()[golden["argmax_index"]].item()
     assert grad.flatten()[:4].tolist() == pytest.approx(golden["first"], abs=5 * near * size)
     assert largest == pytest.approx(golden["argmax_value"], rel=5 * near)
 
@@ -171,7 +180,8 @@ PLANS = [tg.plan_step(RECORD92, step) for step in range(RECORD92.steps)]
 
 @pytest.mark.parametrize("row", SCHEDULE["rows"], ids=lambda row: str(row["step"]))
 def test_schedule_rows(row):
-    plan, unit = PLANS[row["step"]], tg.RECORD.window_unit
+    plan = PLANS[row["step"]]
+    unit = tg.RECORD.window_unit
     assert plan.stage == row["stage"] and plan.batch_tokens == row["batch_tokens"]
     assert plan.lr_mul == pytest.approx(row["lr_mul"], rel=1e-4 if plan.stage >= 3 else 1e-12)
     assert list(plan.windows.values()) == [blocks * unit for blocks in row["windows_blocks"]]

@@ -140,10 +140,12 @@ def test_head():
 
     backend = tg.TORCH_BACKEND._replace(fp8=True, softcap_loss=watched)
     model = SimpleNamespace(lm_head=w, cfg=replace(tg.RECORD, head_chunk=n), backend=backend)
-    head, converted = head_of(w), []
-    loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0, converted)
+    model.wait_for = lambda name: None
+    fp8_head = tg.GPT.fp8_head(model)
+    head = head_of(w)
+    loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0, fp8_head)
     ((apart, losses, dlogits8),) = seen
-    assert codes(converted[0]) == golden["w8"] and apart.max() <= 1 and (apart > 0).sum() < 8
+    assert codes(fp8_head[0]) == golden["w8"] and apart.max() <= 1 and (apart > 0).sum() < 8
     want = golden["sigma_exact"]
     assert losses.tolist() == pytest.approx(want["losses"], rel=1e-6)
     assert loss.item() == pytest.approx(sum(want["losses"]), rel=1e-6)

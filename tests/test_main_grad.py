@@ -38,7 +38,7 @@ def run_head(x, w, head):
     model.wait_for, model.backend = lambda name: None, tg.TORCH_BACKEND
     targets = tg.loss_targets(TARGETS, 2, PREFIXES)
     weights = torch.tensor([1.0, 0.5, 0.25], dtype=x.dtype)
-    _, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, [])
+    _, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0)
     x.backward(dx)
 
 

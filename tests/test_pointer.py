@@ -171,7 +171,7 @@ def run_head(case, dtype, chunk):
     found, lse = tg.pointer(queries, batch, window_of(case))
     copies = tg.PointerProbs(found, torch.empty_like(found), torch.tensor([HEAD["column"]]))
     loss, dx = tg.GPT.head_loss_and_grad(
-        model, x.detach(), targets, weights, head, 1.0, [], candidates, copies
+        model, x.detach(), targets, weights, head, 1.0, None, candidates, copies
     )
     query_grads = tg.pointer_grad(queries, batch, window_of(case), found, lse, copies.grad)
     torch.autograd.backward(queries, query_grads)
@@ -326,7 +326,7 @@ def test_all_columns_as_candidates_change_no_bit(model):
     for candidates in (None, torch.arange(62, dtype=torch.int32)):
         head = head_of(model.lm_head)
         copies = tg.PointerProbs(copied, torch.empty_like(copied), model.gate_column)
-        loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, [], candidates, copies)
+        loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, None, candidates, copies)
         found.append((loss, dx, head.main_grad, copies.grad))
     assert all(map(torch.equal, *found))
 

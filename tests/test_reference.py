@@ -31,16 +31,22 @@ def dense_attention(q, k, v, ends, window, scale):
     """Attends with a full mask: i sees j if both lie in one document and 0 <= i - j <= window."""
     T = q.size(0)
     doc = [sum(t >= end for end in ends) for t in range(T)]
-    mask = [[doc[i] == doc[j] and 0 <= i - j <= window for j in range(T)] for i in range(T)]
+    mask = torch.zeros(T, T, dtype=torch.bool)
+    for i in range(T):
+        for j in range(max(0, i - window), i + 1):
+            mask[i, j] = doc[i] == doc[j]
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
-    probs = scores.masked_fill(~torch.tensor(mask), -math.inf).softmax(-1)
+    probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return torch.einsum("hij,jhd->ihd", probs, v)
 
 
 def attention_case(seed):
     """Draws lengths, windows from 1 to beyond T, documents some of which are empty, entries that repeat T."""
     g = generator(seed)
-    T, window = integers(2, 150, g)[0], integers(1, 100, g)[0] * (3 if seed % 5 == 0 else 1)
+    T = integers(2, 150, g)[0]
+    window = integers(1, 100, g)[0]
+    if seed % 5 == 0:
+        window *= 3
     cuts = sorted(integers(0, T, g, n=seed % 6))
     if seed % 3 == 0 and cuts:
         cuts = sorted(cuts + [cuts[0], cuts[-1]])
@@ -59,13 +65,16 @@ def test_attention(seed):
     if seed < 30:
         q, k, v, ends, max_doc_len, window = attention_case(seed)
     else:
-        (q, k, v), max_doc_len, (window, ends) = randn(3, 611, 1, 4, g=generator(0)), 611, LONG[seed - 30]
-    inputs = [t.requires_grad_() for t in (q, k, v[..., :3].contiguous())]
-    want = dense_attention(*inputs, ends[1:], window, 0.3)
+        q, k, v = randn(3, 611, 1, 4, g=generator(0))
+        max_doc_len = 611
+        window, ends = LONG[seed - 30]
+    v = v[..., :3].contiguous()
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    want = dense_attention(q, k, v, ends[1:], window, 0.3)
     dy = torch.randn_like(want)
     want_grads = torch.autograd.grad(want, inputs, dy)
     for bound in (max_doc_len, 10 * max_doc_len):
-        y = tg.dense_attention(0.3 * q, *inputs[1:], torch.tensor(ends, dtype=torch.int32), bound, window)
+        y = tg.dense_attention(0.3 * q, k, v, torch.tensor(ends, dtype=torch.int32), bound, window)
         torch.testing.assert_close(y, want, **FP64)
         torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), want_grads, **FP64)
 
@@ -82,21 +91,24 @@ def test_attention_sees_changed_documents():
 
 def broadcasts(g):
     """Draws a sum of streams with all kinds of scales."""
-    scales = None, randn(7, 1, g=g), randn(1, 1, g=g), None
-    return [t for scale in scales for t in (scale, randn(7, 8, g=g))]
+    tensors = []
+    for scale in (None, randn(7, 1, g=g), randn(1, 1, g=g), None):
+        tensors += [scale, randn(7, 8, g=g)]
+    return tensors
+
+
+def mix(*tensors):
+    return tg.mix(list(zip(tensors[::2], tensors[1::2])))
 
 
 # Functions with a form of their own for what is not compiled, and their arguments.
 UNCOMPILED = {
     "norm": lambda g: (tg.norm, [randn(7, 2, 8, g=g)]),
-    "rotate all": lambda g: (tg.rotate, [randn(7, 2, 8, g=g), *randn(2, 7, 1, 4, g=g)]),
-    "rotate half": lambda g: (tg.rotate, [randn(7, 2, 8, g=g), *randn(2, 7, 1, 2, g=g)]),
-    "mix": lambda g: (lambda *t: tg.mix(*zip(t[::2], t[1::2])), broadcasts(g)),
-    "mix groups": lambda g: (
-        lambda *t: tg.mix(*zip(t[::2], t[1::2])),
-        [*randn(1, 7, 4, 1, g=g), *randn(1, 7, 4, 2, g=g)],
-    ),
-    "one stream": lambda g: (lambda x: tg.mix((None, x)), [randn(7, 8, g=g)]),
+    "rotate all": lambda g: (tg.rotate, [randn(7, 2, 8, g=g), randn(7, 1, 4, g=g), randn(7, 1, 4, g=g)]),
+    "rotate half": lambda g: (tg.rotate, [randn(7, 2, 8, g=g), randn(7, 1, 2, g=g), randn(7, 1, 2, g=g)]),
+    "mix": lambda g: (mix, broadcasts(g)),
+    "mix groups": lambda g: (mix, [randn(7, 4, 1, g=g), randn(7, 4, 2, g=g)]),
+    "one stream": lambda g: (mix, [None, randn(7, 8, g=g)]),
 }
 
 
@@ -110,8 +122,9 @@ def test_forms_of_what_is_not_compiled(case, monkeypatch):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=is_compiling: answer)
         y = function(*inputs)
         wanted = [t for t in inputs if t is not None and (t.size(-1) > 4 or "rotate" not in case)]
-        found.append((y, *torch.autograd.grad(y, wanted, torch.ones_like(y).cumsum(0))))
-    torch.testing.assert_close(*found, **FP64)
+        found.append([y, torch.autograd.grad(y, wanted, torch.ones_like(y).cumsum(0))])
+    uncompiled, compiled = found
+    torch.testing.assert_close(uncompiled, compiled, **FP64)
 
 
 def test_norm_has_one_eps_for_all_dtypes():
@@ -134,7 +147,8 @@ def test_gates_without_an_mlp_are_constants():
 
 def test_targets_have_prefixes_while_they_have_a_weight():
     """Checks texts that are shorter than a position has targets, too."""
-    model, targets = tg.GPT(tiny_config("float64")), torch.tensor([5, 7, 2])
+    model = tg.GPT(tiny_config("float64"))
+    targets = torch.tensor([5, 7, 2])
     model.prefixes[7] = 3
     plan = tg.plan_step(model.cfg, 0)._replace(mtp=(1.0, 0.5), prefix=0.25)
     found = tg.loss_targets(targets, 2, model.prefixes)
@@ -148,7 +162,8 @@ def test_targets_have_prefixes_while_they_have_a_weight():
 
 def test_softcap_loss_of_bf16_logits_is_fp32():
     g = generator(8)
-    logits, targets = randn(6, 50, g=g).bfloat16() * 4, torch.tensor(integers(-1, 49, g, n=12)).view(6, 2)
+    logits = randn(6, 50, g=g).bfloat16() * 4
+    targets = torch.tensor(integers(-1, 49, g, n=12)).view(6, 2)
     weights = torch.tensor([1.0, 0.5])
     losses, grad = tg.softcap_loss(logits, targets, weights)
     exact, exact_grad = tg.softcap_loss(logits.double(), targets, weights)
@@ -161,12 +176,16 @@ def test_softcap_loss_of_bf16_logits_is_fp32():
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_token_losses_are_cross_entropies_of_capped_logits(dtype, softcap):
     """Compares the losses of a micro-batch of several head chunks."""
-    model, batch = fill_model(tg.GPT(tiny_config(dtype, softcap=softcap), WORLD)), tiny_batch()
+    model = fill_model(tg.GPT(tiny_config(dtype, softcap=softcap), WORLD))
+    batch = tiny_batch()
     with torch.no_grad():
         x = model.forward(batch, WINDOWS)
         logits = (x @ model.lm_head).to(tg.acc_dtype(model.cfg))
     near = FP64 if dtype == "float64" else dict(rtol=1e-6, atol=1e-6)  # fp32 from the logits on
-    z = 15 * (logits / 15).tanh() if softcap.shift == 0 else 23 / (1 + (-(logits + 5) / 7.5).exp())
+    if softcap.shift == 0:
+        z = 15 * (logits / 15).tanh()
+    else:
+        z = 23 / (1 + (-(logits + 5) / 7.5).exp())
     losses = F.cross_entropy(z, batch.targets, reduction="none")
     torch.testing.assert_close(model.token_losses(batch, WINDOWS), losses, **near)
 
@@ -187,7 +206,7 @@ def test_fp8_head():
         targets = torch.tensor(integers(-1, 511, g, n=128)).view(64, 2)
         head = head_of(model.lm_head)
         weights = torch.tensor([1.0, 0.5]) / count
-        loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1 / count, [])
+        loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1 / count)
         results.append((loss, dx, head.main_grad))
     for fp32, fp8, fp8_of_one in zip(*results):
         assert (fp8 - fp32).norm() < 0.1 * fp32.norm() and torch.equal(8 * fp8, fp8_of_one)
@@ -202,7 +221,8 @@ def test_prefix_table_skips_prefixes_that_are_no_tokens():
 
 def test_read_vocabulary(tmp_path):
     """Reads what is written, with upper-case digits and without a last newline too."""
-    tokens, path = [b"", b"a", bytes(range(256)), b"\n"], tmp_path / "vocabulary.txt"
+    tokens = [b"", b"a", bytes(range(256)), b"\n"]
+    path = tmp_path / "vocabulary.txt"
     text = "\n".join(token.hex() for token in tokens)
     for written in (text + "\n", text.upper()):
         path.write_text(written)
@@ -217,8 +237,11 @@ def test_mantissa_round_trip():
     special = np.array([0, 1 << 31, 1, 0x7FFFFF, 0x3F808000, 0x7F800000, 0x7F800001, 0xFF7FFFFF], np.uint32)
     words = np.append(special, np.random.default_rng(0).integers(0, 2**32, 4088, dtype=np.uint32))
     x = torch.from_numpy(words.view(np.int32)).view(torch.float32).view(8, -1, 16)
-    high, low = torch.empty(x.shape, dtype=torch.bfloat16), torch.empty(x.shape, dtype=torch.uint16)
+    high = torch.empty(x.shape, dtype=torch.bfloat16)
+    low = torch.empty(x.shape, dtype=torch.uint16)
     tg.split_mantissa(x, high, low)
     assert torch.equal(tg.merge_mantissa(high, low).view(torch.int32), x.view(torch.int32))
-    high, low = (t.view(torch.int16).numpy().view(np.uint16).ravel() for t in (high, low))
-    assert (high == words >> 16).all() and (low == words & 0xFFFF).all()  # truncated, not rounded
+    bits = []
+    for half in (high, low):
+        bits.append(half.view(torch.int16).numpy().view(np.uint16).ravel())
+    assert (bits[0] == words >> 16).all() and (bits[1] == words & 0xFFFF).all()  # truncated, not rounded
