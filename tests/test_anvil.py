@@ -147,9 +147,12 @@ def test_golden_steps_in_bf16(name):
 
 def test_update_alone_bit_for_bit():
     golden = GOLDEN["update_alone"]
-    shape, one = golden["shape"], torch.ones(())
-    p, mantissa = bf16_stream(shape, 33100, 0.1), torch.zeros(shape, dtype=torch.uint16)
-    x, slow = bf16_stream(shape, 33101), fill(shape, 33102, 0.3)
+    shape = golden["shape"]
+    one = torch.ones(())
+    p = bf16_stream(shape, 33100, 0.1)
+    mantissa = torch.zeros(shape, dtype=torch.uint16)
+    x = bf16_stream(shape, 33101)
+    slow = fill(shape, 33102, 0.3)
     slow.view(-1)[:2] = 0
     plain = p.float()
     for want in golden["repeats"]:
@@ -187,7 +190,9 @@ def rails_after(cfg, step, fast=0.0, slow=0.0):
 @pytest.mark.parametrize("row", GOLDEN92["g_schedule"]["rows"], ids=lambda row: str(row["step"]))
 def test_momentum_and_rails_of_the_record(row):
     assert tg.plan_step(RECORD92, row["step"]).momentum == pytest.approx(row["momentum"], rel=1e-14)
-    beta, weight, mu = row["fast_beta"], row["fast_weight"], row["momentum"]
+    beta = row["fast_beta"]
+    weight = row["fast_weight"]
+    mu = row["momentum"]
     fast = 5 * beta + 1 - beta
     slow = -3 * 0.98 + 0.02
     mean = weight * fast + (1 - weight) * slow
@@ -207,7 +212,8 @@ def test_rails_switch_at_the_records_step():
 
 
 def test_weight_1_is_exactly_the_fast_rail():
-    grad, fast = fill((1, 8, 8), 1), fill((1, 8, 8), 2)
+    grad = fill((1, 8, 8), 1)
+    fast = fill((1, 8, 8), 2)
     results = []
     for slow in (torch.zeros(1, 8, 8), fill((1, 8, 8), 3, 1e4)):
         fast_rate, fast_weight, momentum = torch.tensor([0.1, 1.0, 0.9])

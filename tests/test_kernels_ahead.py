@@ -56,7 +56,9 @@ def test_the_number_of_touched_rows_does_not_recompile():
     kernels = {name: kernel for name, kernel in vars(tg).items() if name.endswith("_kernel")}
     assert len(kernels) == len(tg.RECORD.kernels) + 1  # the pointer has two
     assert not any(p.do_not_specialize for kernel in kernels.values() for p in kernel.params)
-    out, grad, integers = meta(50304, 4, 768), meta(16384, 4, 768), []
+    out = meta(50304, 4, 768)
+    grad = meta(16384, 4, 768)
+    integers = []
     for n in (4000, 4001):
         call = functools.partial(tg.triton_segment_sum_rows, out, grad, meta_index(16384, n))
         args, _ = launch_arguments("segment_sum_rows_kernel", call)
@@ -158,7 +160,9 @@ def compile_kernel(arch, name):
         if key in arguments:
             options[key] = arguments.pop(key)
     assert arguments.keys() == set(kernel.arg_names)
-    signature, constants, attrs = {}, {}, {}
+    signature = {}
+    constants = {}
+    attrs = {}
     for i, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
         specialized = type(value) is int and not parameter.do_not_specialize
