@@ -163,7 +163,8 @@ def add_device_guard():
         using Guard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
         static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard());
     """
-    folder, torch_folder = tempfile.mkdtemp(), Path(torch.__file__).parent
+    folder = tempfile.mkdtemp()
+    torch_folder = Path(torch.__file__).parent
     library = f"{folder}/guard.so"
     options = ["-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", "-x", "c++", "-", "-o", library]
     command = [cpp_compiler(), *options, f"-L{torch_folder}/lib", "-lc10"]
@@ -259,7 +260,9 @@ def moved(t, mode):
     """Returns a fake tensor on the GPU for one on "meta", with its strides and offset; others as they are."""
     if not isinstance(t, torch.Tensor) or t.device != META:
         return t
-    size, stride, offset = t.size(), t.stride(), t.storage_offset()
+    size = t.size()
+    stride = t.stride()
+    offset = t.storage_offset()
     with mode:
         if offset == 0:
             return torch.empty_strided(size, stride, dtype=t.dtype, device=CUDA)
@@ -332,7 +335,8 @@ class GeneratedCode:
         from torch._dynamo.utils import detect_fake_mode
         from torch._inductor.compile_fx import compile_fx_inner
 
-        mode, on_meta = detect_fake_mode(example_inputs), copy.deepcopy(gm)
+        mode = detect_fake_mode(example_inputs)
+        on_meta = copy.deepcopy(gm)
         map_devices(gm.graph, lambda node, device: node.meta["val"].device)
         map_devices(on_meta.graph, lambda node, device: META if node.meta["val"].device == CUDA else device)
         on_meta.recompile()
@@ -385,7 +389,8 @@ def compile_kernels(graphs):
 
     Returns, for each: its name, what uses it, the error or the resources of its variants.
     """
-    binaries, triton_compile = [], tg.triton.compile
+    binaries = []
+    triton_compile = tg.triton.compile
     results: dict[str, dict] = {}
 
     def record(*args, **options):
@@ -426,7 +431,8 @@ def main(out):
     gc.disable()  # compilers allocate much and free little
     fake_gpu()
     fake_gpu_for_inductor()
-    code, of_rows = GeneratedCode(), GeneratedCode()
+    code = GeneratedCode()
+    of_rows = GeneratedCode()
 
     def in_phase(function, phase_of):
         def call(*args):

@@ -83,13 +83,22 @@ def test_rank_one_stays_bounded_in_bf16(shape):
 
 def golden_run(name, dtype):
     """Yields a golden step with our state, parameter and X after it."""
-    golden, stream, mode = GOLDEN["classes"][name], STREAMS[name], tg.dtype_of(dtype)
-    shape, factors = golden["shape"], golden["rate_multipliers"]
+    golden = GOLDEN["classes"][name]
+    stream = STREAMS[name]
+    mode = tg.dtype_of(dtype)
+    shape = golden["shape"]
+    factors = golden["rate_multipliers"]
     cfg = replace(RECORD92, bank_dtype=dtype)
     row = tg.Param("bank", optimizer="anvil", matrix_lr_mul=tuple(factors))
     p = bf16_stream(shape, stream + 90, 0.1).to(mode)
     state = tg.anvil_init(p, row, torch.promote_types(mode, torch.float32), 0)
-    update, x = tg.anvil_update, []
+    update = tg.anvil_update
+    x = []
+
+    def recorded_update(*args):
+        x.append(args[1])
+        update(*args)
+
     for n, (numbers, want) in enumerate(zip(GOLDEN["steps"], golden["steps"], strict=True)):
         grad = bf16_stream(shape, stream + 100 * n, 0.5)
         if name == "wide":
@@ -98,7 +107,7 @@ def golden_run(name, dtype):
             grad[0] = 0
         plan = tg.plan_step(cfg, numbers["step"])._replace(lr_mul=numbers["s"])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tg, "anvil_update", lambda *args: (x.append(args[1]), update(*args)))
+            patch.setattr(tg, "anvil_update", recorded_update)
             tg.anvil(p, grad, state, row, plan, cfg, tg.TORCH_BACKEND)
         yield want, state, p, x.pop()
 
@@ -138,9 +147,12 @@ def test_golden_steps_in_bf16(name):
 
 def test_update_alone_bit_for_bit():
     golden = GOLDEN["update_alone"]
-    shape, one = golden["shape"], torch.ones(())
-    p, mantissa = bf16_stream(shape, 33100, 0.1), torch.zeros(shape, dtype=torch.uint16)
-    x, slow = bf16_stream(shape, 33101), fill(shape, 33102, 0.3)
+    shape = golden["shape"]
+    one = torch.ones(())
+    p = bf16_stream(shape, 33100, 0.1)
+    mantissa = torch.zeros(shape, dtype=torch.uint16)
+    x = bf16_stream(shape, 33101)
+    slow = fill(shape, 33102, 0.3)
     slow.view(-1)[:2] = 0
     plain = p.float()
     for want in golden["repeats"]:
@@ -155,22 +167,34 @@ def test_update_alone_bit_for_bit():
 
 def rails_after(cfg, step, fast=0.0, slow=0.0):
     """Returns both rails and the momentum after `step` on a gradient of ones, from rails of these numbers."""
-    rails = torch.full((1, 2, 2), fast, dtype=torch.float64), torch.full((1, 2, 2), slow, dtype=torch.float64)
-    row, p = tg.Param("bank", optimizer="anvil"), torch.zeros(1, 2, 2, dtype=torch.float64)
-    state = tg.anvil_init(p, row, torch.float64, 0) | dict(zip(("fast_momentum", "slow_momentum"), rails))
-    mixed, mix = [], tg.nesterov_momentum
+    row = tg.Param("bank", optimizer="anvil")
+    p = torch.zeros(1, 2, 2, dtype=torch.float64)
+    state = tg.anvil_init(p, row, torch.float64, 0)
+    state["fast_momentum"].fill_(fast)
+    state["slow_momentum"].fill_(slow)
+    momentum = tg.nesterov_momentum
+    results = []
+
+    def recorded_momentum(*args):
+        results.append(momentum(*args))
+        return results[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "nesterov_momentum", lambda *args: mixed.append(mix(*args)) or mixed[0])
+        patch.setattr(tg, "nesterov_momentum", recorded_momentum)
         cfg = replace(cfg, bank_dtype="float64")
         tg.anvil(p, torch.ones_like(p), state, row, tg.plan_step(cfg, step), cfg, tg.TORCH_BACKEND)
-    return [t[0, 0, 0].item() for t in (*rails, *mixed)]
+    tensors = state["fast_momentum"], state["slow_momentum"], results[0]
+    return [t[0, 0, 0].item() for t in tensors]
 
 
 @pytest.mark.parametrize("row", GOLDEN92["g_schedule"]["rows"], ids=lambda row: str(row["step"]))
 def test_momentum_and_rails_of_the_record(row):
     assert tg.plan_step(RECORD92, row["step"]).momentum == pytest.approx(row["momentum"], rel=1e-14)
-    beta, weight, mu = row["fast_beta"], row["fast_weight"], row["momentum"]
-    fast, slow = 5 * beta + 1 - beta, -3 * 0.98 + 0.02
+    beta = row["fast_beta"]
+    weight = row["fast_weight"]
+    mu = row["momentum"]
+    fast = 5 * beta + 1 - beta
+    slow = -3 * 0.98 + 0.02
     mean = weight * fast + (1 - weight) * slow
     want = fast, slow, mu * mean + 1 - mu
     assert rails_after(RECORD92, row["step"], 5.0, -3.0) == pytest.approx(want, rel=1e-12)
@@ -188,11 +212,16 @@ def test_rails_switch_at_the_records_step():
 
 
 def test_weight_1_is_exactly_the_fast_rail():
-    grad, fast = fill((1, 8, 8), 1), fill((1, 8, 8), 2)
+    grad = fill((1, 8, 8), 1)
+    fast = fill((1, 8, 8), 2)
     results = []
     for slow in (torch.zeros(1, 8, 8), fill((1, 8, 8), 3, 1e4)):
-        numbers = 0.02, *map(torch.tensor, (0.1, 1.0, 0.9)), torch.float32
-        results.append(tg.nesterov_momentum(grad, fast.clone(), slow, *numbers))
+        fast_rate, fast_weight, momentum = torch.tensor([0.1, 1.0, 0.9])
+        results.append(
+            tg.nesterov_momentum(
+                grad, fast.clone(), slow, 0.02, fast_rate, fast_weight, momentum, torch.float32
+            )
+        )
     assert torch.equal(*results)
 
 

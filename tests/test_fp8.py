@@ -30,7 +30,8 @@ def watch_steps(rank, world_size, cfg):
     count = tg.num_microbatches(cfg, world_size) // world_size
 
     def watched(a8, mlp, *square8):
-        backward, maxima = len(square8), mlp.amax[mlp.i]
+        backward = len(square8)
+        maxima = mlp.amax[mlp.i]
         before = maxima.clone()
         maxima.zero_()
         result = tg.relu_square_fp8(a8, mlp, *square8)
@@ -51,8 +52,10 @@ def watch_steps(rank, world_size, cfg):
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_slices_share_a_scale(cfg, main_grad):
     """All slices use the maxima over those of the step before, which differ."""
-    n, count = sum(layer.mlps for layer in cfg.layers), tg.num_microbatches(cfg, 1)
-    factors, second_counts = (1.8 / 448, 1.25 / 57344), [False, False]
+    n = sum(layer.mlps for layer in cfg.layers)
+    count = tg.num_microbatches(cfg, 1)
+    factors = (1.8 / 448, 1.25 / 57344)
+    second_counts = [False, False]
     scales = [[1.0] * n, [2**-6] * n]
     for seen in watch_steps(0, 1, replace(cfg, main_grad=main_grad)):
         assert len(seen) == 2 * n * count
@@ -70,7 +73,8 @@ def test_slices_share_a_scale(cfg, main_grad):
 @pytest.mark.numeric
 def test_codes_do_not_depend_on_the_number_of_ranks(workers, cfg):
     """Compares scales, maxima and codes: in the first step all, later scales, as gradients round."""
-    alone, ranks = watch_steps(0, 1, cfg), workers(2, watch_steps, cfg)
+    alone = watch_steps(0, 1, cfg)
+    ranks = workers(2, watch_steps, cfg)
     for step, seen in enumerate(alone):
         parts = [rank[step] for rank in ranks]
         scales = [[use[:3] for use in part] for part in parts]
@@ -84,7 +88,8 @@ def test_codes_do_not_depend_on_the_number_of_ranks(workers, cfg):
 def test_scales_follow_maxima(cfg):
     """Checks that no maximum, which is 0 or NaN, leaves a scale, and that growth has room."""
     _, model, _ = build(0, 1, cfg, backend=FP8)
-    before, amax = model.fp8_scales.clone(), torch.zeros_like(model.fp8_amax)
+    before = model.fp8_scales.clone()
+    amax = torch.zeros_like(model.fp8_amax)
     model.set_fp8_scales(amax)
     assert torch.equal(model.fp8_scales, before)
     amax[0], amax[1, 1] = torch.tensor([3.0, 5.0]), torch.nan
@@ -150,7 +155,8 @@ def test_the_warm_up_leaves_no_scales(cfg):
 def test_what_is_not_in_fp8(cfg, main_grad):
     """Validation never is, nor is training without the switch."""
     cfg, states, losses, grads = replace(cfg, main_grad=main_grad), [], [], []
-    plan, batch = tg.plan_step(cfg, 0), first_batch(cfg)
+    plan = tg.plan_step(cfg, 0)
+    batch = first_batch(cfg)
     for backend, on in ((FP8, True), (FP8, False), (tg.TORCH_BACKEND, True)):
         _, model, optimizer = build(0, 1, replace(cfg, fp8_mlp=on), backend=backend)
         losses.append(model.token_losses(batch.micro_batches[0], plan.windows))

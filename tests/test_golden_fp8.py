@@ -35,7 +35,9 @@ def close(found, want):
 
 def mlp_inputs(step):
     """Returns h, fc, proj, and the gradient of the result."""
-    T, d, F = MLP["T"], MLP["dim"], MLP["F"]
+    T = MLP["T"]
+    d = MLP["dim"]
+    F = MLP["F"]
     h = torch.roll(1.7 * fill((T, d), 1200), 5 * step, 0).bfloat16()
     h[5, 3] = 25
     fc = ((1, 1.1, 1.1, 1.4)[step] * 0.25 * fill((F, d), 1201)).bfloat16()
@@ -50,7 +52,8 @@ def mlps():
 
     The golden factor p of the result is in the scale of proj; the gradient of proj is that before it.
     """
-    steps, scales = [], torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, tg.FP8_DY]])[None, ..., None, None]
+    steps = []
+    scales = torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [1, tg.FP8_DY]])[None, ..., None, None]
     before, amax = torch.zeros(2, 1, 2)
     rooms = torch.tensor([1.03 / tg.E4M3_MAX, tg.FP8_GRAD_MARGIN / tg.E5M2_MAX])  # the golden ones
     model = SimpleNamespace(fp8_scales=scales, fp8_margins=rooms)
@@ -124,9 +127,13 @@ def test_head():
     A CPU rounds products to bf16 before e4m3: a few logits are one number off. The loss gets the golden ones.
     """
     golden = GOLDEN_FP8["c_head"]
-    n, V, d = golden["n"], golden["V"], golden["dim"]
-    streams, weights = golden["streams"], torch.tensor(golden["weights"])
-    x, w = (3 * fill((n, d), streams[0])).bfloat16(), 1.2 * fill((d, V), streams[1])
+    n = golden["n"]
+    V = golden["V"]
+    d = golden["dim"]
+    streams = golden["streams"]
+    weights = torch.tensor(golden["weights"])
+    x = (3 * fill((n, d), streams[0])).bfloat16()
+    w = 1.2 * fill((d, V), streams[1])
     w[:, :4] *= 2
     w, targets = w.bfloat16(), torch.tensor(golden["targets"])
     seen = []

@@ -91,10 +91,8 @@ def test_generated_code(tmp_path):
     digest = hashlib.sha256(f"{sys.version} {torch.__version__} {tg.triton.__version__}".encode())
     for path in SOURCES:
         digest.update(path.read_bytes())
-    kept, new = (
-        Path(default_cache_dir(), f"train_gpt_{digest.hexdigest()[:16]}.json"),
-        tmp_path / "found.json",
-    )
+    kept = Path(default_cache_dir(), f"train_gpt_{digest.hexdigest()[:16]}.json")
+    new = tmp_path / "found.json"
     if not kept.exists():
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         environment.pop("TRITON_INTERPRET", None)
@@ -104,7 +102,9 @@ def test_generated_code(tmp_path):
         errors = [line for line in done.stderr.splitlines() if "registered at" not in line]
         assert done.returncode == 0, "\n".join(errors[-40:])
     found = json.loads((new if new.exists() else kept).read_text())
-    graphs, functions, of_rows = found["graphs"], set(found["functions"]), found["of rows"]
+    graphs = found["graphs"]
+    functions = set(found["functions"])
+    of_rows = found["of rows"]
     # Offsets into over 2^31 numbers need 64 bits.
     assert {graph["function"] for graph in of_rows if graph["wide"]} == {"gather_rows", "update_rows"}
     decorated = tg.adam_update.__code__  # compiled() makes functions of one code

@@ -105,7 +105,8 @@ def patch_interpreter(interpreter):
     A scalar condition that is broadcast to a block becomes int32, which no mask accepts. Rounding to 8 or 16
     bits loses the carry into the exponent (1.9 becomes 1), and truncates small numbers.
     """
-    splat, convert = interpreter.InterpreterBuilder.create_splat, interpreter._convert_float
+    splat = interpreter.InterpreterBuilder.create_splat
+    convert = interpreter._convert_float
 
     def create_splat(self, ret_ty, arg):
         out = splat(self, ret_ty, arg)
@@ -169,12 +170,14 @@ RELU_SQUARE_SHAPES = [
 @pytest.mark.parametrize("shape", RELU_SQUARE_SHAPES, ids=str)
 def test_relu_square(interpreted, guarded, shape, layout):
     T, d, width = shape
-    h, w = LAYOUTS[layout](randn(T, d, seed=T)), nan_padded(randn(width, d, seed=width))
+    h = LAYOUTS[layout](randn(T, d, seed=T))
+    w = nan_padded(randn(width, d, seed=width))
     square = interpreted.triton_relu_square(h, w)
     exact = tg.relu_square(h.double(), w.double())
     torch.testing.assert_close(square.double(), exact, rtol=1e-5, atol=1e-5 * d)
 
-    dy, w = h, LAYOUTS["every other"](randn(width, d, seed=d))
+    dy = h
+    w = LAYOUTS["every other"](randn(width, d, seed=d))
     square = randn(T, width, seed=2).relu().square()
     before = square.clone()
     da = interpreted.triton_relu_square_grad(dy, w, square)
@@ -185,7 +188,9 @@ def test_relu_square(interpreted, guarded, shape, layout):
 
 def fp8_case(T, d, width, backward):
     """Returns an MLP in FP8 whose scales cut some results, and relu_square_fp8's other arguments."""
-    h, bank, dy = randn(T, d), randn(2, width, d, seed=1), randn(T, d, seed=2)
+    h = randn(T, d)
+    bank = randn(2, width, d, seed=1)
+    dy = randn(T, d, seed=2)
     scales = torch.tensor([[2**-6, 2**-4], [0, 0], [0, 0]])[..., None, None]
     pair = torch.stack([scales, scales])  # the second is not aligned
     weights, transposed = tg.fp8_mlp_weights(bank.repeat(2, 1, 1), pair, torch.zeros(2, 2))
@@ -194,7 +199,7 @@ def fp8_case(T, d, width, backward):
     pair[1, 2, :, 0, 0] = torch.stack([square.max() / 600, da.abs().max() / 70000])
     mlp = tg.FP8MLP(weights[1], transposed[1], pair[1], torch.full((3, 2), 1e-9), 1)
     if not backward:
-        return tg.to_fp8(h, pair[1, 0, 0], torch.float8_e4m3fn), mlp
+        return tg.to_fp8(h, pair[1, 0, 0], torch.float8_e4m3fn), mlp, None
     square8 = tg.to_fp8(square, pair[1, 2, 0], torch.float8_e4m3fn)
     return tg.to_fp8(dy, pair[1, 0, 1], torch.float8_e5m2), mlp, square8
 
@@ -203,13 +208,13 @@ def fp8_case(T, d, width, backward):
 @pytest.mark.parametrize("T, d, width", [(16, 16, 16), (144, 48, 144), (208, 80, 16), (32, 16, 272)])
 def test_relu_square_fp8(interpreted, guarded, T, d, width, backward):
     """Compares codes, both layouts, and maxima; sums of another order may round to the next bf16 number."""
-    a8, mlp, *square8 = fp8_case(T, d, width, backward)
+    a8, mlp, square8 = fp8_case(T, d, width, backward)
     limit = torch.finfo(a8.dtype).max
-    want, want_turned = tg.relu_square_fp8(a8, mlp, *square8)
+    want, want_turned = tg.relu_square_fp8(a8, mlp, square8)
     assert (want.float().abs() == limit).any() and torch.equal(bits(want.T.contiguous()), bits(want_turned))
     want_amax = mlp.amax.clone()
     mlp.amax.fill_(1e-9)
-    found, turned = interpreted.triton_relu_square_fp8(a8, mlp, *square8)
+    found, turned = interpreted.triton_relu_square_fp8(a8, mlp, square8)
     assert found.dtype == turned.dtype == a8.dtype and turned.is_contiguous()
     assert torch.equal(bits(found.T.contiguous()), bits(turned))
     apart = fp8_steps_apart(found, want)
@@ -222,7 +227,8 @@ def test_relu_square_fp8(interpreted, guarded, T, d, width, backward):
 @pytest.mark.parametrize("T, d", [(16, 16), (144, 48), (80, 200)])
 def test_both_layouts(interpreted, guarded, T, d, dtype):
     """Compares codes, also of numbers that saturate, for a scale whose inverse is exact, as in a step."""
-    x, unit = randn(T, d) * 1000, torch.tensor([[2.0**-6]])
+    x = randn(T, d) * 1000
+    unit = torch.tensor([[2.0**-6]])
     x[0, 1] = math.nan
     want, want_turned = tg.cast_and_transpose(x, unit, dtype)
     found, turned = interpreted.triton_cast_and_transpose(x, unit, dtype)
@@ -232,23 +238,25 @@ def test_both_layouts(interpreted, guarded, T, d, dtype):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_relu_square_fp8_leaves_a_larger_maximum(interpreted, backward):
-    a8, mlp, *square8 = fp8_case(32, 16, 16, backward)
+    a8, mlp, square8 = fp8_case(32, 16, 16, backward)
     for run in (tg.relu_square_fp8, interpreted.triton_relu_square_fp8):
         mlp.amax.fill_(1e9)
-        run(a8, mlp, *square8)
+        run(a8, mlp, square8)
         assert (mlp.amax == 1e9).all()
 
 
 def test_nan_stays(interpreted):
     """Checks losses and their gradients, also in FP8, and squares."""
-    x, targets = randn(3, 50), torch.tensor([[1], [2], [3]])
+    x = randn(3, 50)
+    targets = torch.tensor([[1], [2], [3]])
     x[1, 7] = math.nan
     for name, args in (
         ("softcap_loss", (x, targets, torch.ones(1), 0.0)),
         ("softcap_loss", (x, targets, torch.ones(1), 1e-3)),
         ("relu_square", (randn(5, 50, seed=1), x)),
     ):
-        found, want = getattr(interpreted, f"triton_{name}")(*args), getattr(tg, name)(*args)
+        found = getattr(interpreted, f"triton_{name}")(*args)
+        want = getattr(tg, name)(*args)
         for actual, exact in zip(found, want):
             assert torch.equal(actual.float().isnan(), exact.float().isnan()) and exact.float().isnan().any()
 
@@ -286,10 +294,12 @@ def test_softcap_loss(interpreted, guarded, V, weights):
 
 def test_softcap_loss_of_another_cap(interpreted, guarded):
     """Compares plain torch with autograd through 15 tanh(x / 15), and the kernel with plain torch."""
-    cap, weights = tg.Softcap(30.0, 0.0, 7.5), torch.ones(1)
+    cap = tg.Softcap(30.0, 0.0, 7.5)
+    weights = torch.ones(1)
     logits, targets = loss_case(7, 131, 1, 0)
     exact = tg.softcap_loss(logits.double(), targets, weights, cap=cap)
-    x, target = logits.double().requires_grad_(), targets[:, 0]
+    x = logits.double().requires_grad_()
+    target = targets[:, 0]
     losses = F.cross_entropy(15 * (x / 15).tanh(), target, ignore_index=-1, reduction="none")
     losses.sum().backward()
     torch.testing.assert_close(exact, (losses.detach(), x.grad))
@@ -345,7 +355,8 @@ def test_layouts_of_the_fp8_gradient(interpreted, guarded, n, V, pointed):
 
 def pointer_case(T, D, cuts, window, seed):
     """Returns pointer()'s arguments for documents that end at `cuts`, and a gradient of its weights."""
-    g, ends = generator(seed), torch.tensor([0, *sorted(cuts), T, T, T], dtype=torch.int32)
+    g = generator(seed)
+    ends = torch.tensor([0, *sorted(cuts), T, T, T], dtype=torch.int32)
     tokens = torch.randint(0, 4, (T + 1,), generator=g)
     q, k, sink_scores = (nan_padded(torch.randn(n, generator=g)) for n in ((T, D), (T, D), (T,)))
     micro_batch = tg.MicroBatch(tokens[:-1].int(), tokens[1:], None, None, ends, T)
@@ -364,7 +375,8 @@ def exact_pointer(args, grad):
 
 
 def random_pointer_case(seed):
-    T, g = 50 + 41 * seed, generator(seed)
+    T = 50 + 41 * seed
+    g = generator(seed)
     return T, 16 << seed % 3, torch.randint(0, T, (2**seed // 2,), generator=g).tolist(), 1 + 37 * seed
 
 
@@ -460,7 +472,8 @@ def test_segment_sum_rows(interpreted, shape, layout, dtype, signed):
         index = tg.make_segments(row_ids, sign_ids if signed else None)
         signs = random_signs(20, math.prod(shape), dtype)
         grad = ROW_LAYOUTS[layout](randn(T, *shape, seed=seed, dtype=dtype))
-        buffer, old = nan_filled(N + 4, *shape, dtype=dtype), index.ids.long() + 2
+        buffer = nan_filled(N + 4, *shape, dtype=dtype)
+        old = index.ids.long() + 2
         buffer[old] = randn(len(old), *shape, seed=seed + 1, dtype=dtype)
         buffer[old[::2]] = 0
         expected = buffer.clone()

@@ -56,7 +56,9 @@ def test_the_number_of_touched_rows_does_not_recompile():
     kernels = {name: kernel for name, kernel in vars(tg).items() if name.endswith("_kernel")}
     assert len(kernels) == len(tg.RECORD.kernels) + 1  # the pointer has two
     assert not any(p.do_not_specialize for kernel in kernels.values() for p in kernel.params)
-    out, grad, integers = meta(50304, 4, 768), meta(16384, 4, 768), []
+    out = meta(50304, 4, 768)
+    grad = meta(16384, 4, 768)
+    integers = []
     for n in (4000, 4001):
         call = functools.partial(tg.triton_segment_sum_rows, out, grad, meta_index(16384, n))
         args, _ = launch_arguments("segment_sum_rows_kernel", call)
@@ -69,11 +71,16 @@ def kernel_cases():
 
     Shapes are those of the record preset.
     """
-    cases, d, width, V, T, chunk = {}, 768, 2816, 50304, 16384, 8192
-    x, fc, square = meta(T, d), meta(width, d), meta(T, width)
+    d, width, V, T, chunk = 768, 2816, 50304, 16384, 8192
+    cases = {}
+    x = meta(T, d)
+    fc = meta(width, d)
+    square = meta(T, width)
     # In generated code T may vary, so Triton does not learn that 16 divides it: as if it were odd.
-    x8, square8 = (meta(T - 1, n, dtype=torch.float8_e4m3fn) for n in (d, width))
-    weights8, dy8 = meta(2, width, d, dtype=x8.dtype), meta(T - 1, d, dtype=torch.float8_e5m2)
+    x8 = meta(T - 1, d, dtype=torch.float8_e4m3fn)
+    square8 = meta(T - 1, width, dtype=torch.float8_e4m3fn)
+    weights8 = meta(2, width, d, dtype=x8.dtype)
+    dy8 = meta(T - 1, d, dtype=torch.float8_e5m2)
     scales = meta(12, 3, 2, 1, 1, dtype=torch.float32)[1]
     mlp = tg.FP8MLP(weights8, None, scales, meta(12, 2, dtype=torch.float32), 1)
     for dtype in (x8.dtype, dy8.dtype):
@@ -101,7 +108,8 @@ def kernel_cases():
         queries = tg.PointerInputs(meta(T, D), meta(T, D), meta(T, dtype=torch.float32))
         ids = meta(T, dtype=torch.int32), meta(T, dtype=torch.int64)
         text = tg.MicroBatch(*ids, None, None, meta(64, dtype=torch.int32), T)
-        weights, lse = meta(2, T, dtype=torch.float32), meta(T, dtype=torch.float32)
+        weights = meta(2, T, dtype=torch.float32)
+        lse = meta(T, dtype=torch.float32)
         call = functools.partial(tg.triton_pointer, queries, text, 2560)
         cases[f"pointer {D}"] = "pointer_kernel", None, call
         call = functools.partial(tg.triton_pointer_grad, queries, text, 2560, weights, lse, weights)
@@ -109,7 +117,8 @@ def kernel_cases():
         cases[f"pointer {D} keys"] = "pointer_grad_kernel", {"KEYS": True}, call
     call = functools.partial(tg.triton_segment_sum_rows, meta(V, 4, d), meta(T, 4, d), meta_index(T, 4000))
     cases["segment_sum_rows"] = "segment_sum_rows_kernel", None, call
-    index, signs = meta_index(T, 4000, signed=True), meta(8192, d)
+    index = meta_index(T, 4000, signed=True)
+    signs = meta(8192, d)
     call = functools.partial(tg.triton_segment_sum_rows, meta(V * 15 // 2, d), meta(T, d), index, signs)
     cases["segment_sum_rows signed"] = "segment_sum_rows_kernel", None, call
     return cases
@@ -143,11 +152,17 @@ def compile_kernel(arch, name):
     from triton.compiler import ASTSource
 
     kernel_name, tiles, call = CASES[name]
-    kernel, (args, kwargs) = getattr(tg, kernel_name), launch_arguments(kernel_name, call)
+    kernel = getattr(tg, kernel_name)
+    args, kwargs = launch_arguments(kernel_name, call)
     arguments = dict(zip(kernel.arg_names, args)) | kwargs | (tiles or {})
-    options = {key: arguments.pop(key) for key in ("num_warps", "num_stages") if key in arguments}
+    options = {}
+    for key in ("num_warps", "num_stages"):
+        if key in arguments:
+            options[key] = arguments.pop(key)
     assert arguments.keys() == set(kernel.arg_names)
-    signature, constants, attrs = {}, {}, {}
+    signature = {}
+    constants = {}
+    attrs = {}
     for i, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
         specialized = type(value) is int and not parameter.do_not_specialize
@@ -190,7 +205,8 @@ def case_id(value):
 def test_compiles(compiler, arch, name, tmp_path):
     """Checks for the GPU's matrix instructions, or loads and stores of 8 bytes or more a thread; spills."""
     kernel = compile_kernel(arch, name)
-    ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
+    ptx = kernel.asm["ptx"]
+    shared = kernel.metadata.shared
     usage = resource_usage(kernel.asm["cubin"], tmp_path)
     assert f".target sm_{arch}" in ptx and shared <= SHARED_BYTES[arch]
     assert usage is None or usage["REG"] and not usage["STACK"] and not usage["LOCAL"], usage

@@ -223,7 +223,7 @@ def test_a_table_that_does_not_fit_is_one_line(corpus, monkeypatch, allocator):
     cfg = make_config(corpus, *NGRAMS)
     exchange = tg.Exchange(0, 2)
     table = tg.NgramTable(cfg, exchange)
-    numbers = [table.block, table.compact, table.main_grad, table.state["moments"], table.state["last"]]
+    numbers = [table.block, table.cache, table.main_grad, table.state["moments"], table.state["last"]]
     size = sum(t.nbytes for t in numbers)
     error = MEMORY_ERRORS[allocator]
 

@@ -87,7 +87,8 @@ def test_golden_queries(dtype):
     case = GOLDEN["b_projection"]
     names = "x", "bank", "gain", "sink"
     inputs = [torch.tensor(case[name], dtype=dtype, requires_grad=True) for name in names]
-    queries, batch = queries_of(*inputs), text(case)
+    queries = queries_of(*inputs)
+    batch = text(case)
     weights, lse = tg.pointer(queries, batch, 1000)
     for ours, name in (queries.q, "q"), (queries.k, "k"), (weights[0], "p_copy"), (weights[1], "a_sink"):
         close(ours, case[name], dtype, fp32=2e-6)
@@ -106,7 +107,8 @@ def copies_of(case, dtype, slot):
 @pytest.mark.parametrize("case", GOLDEN["c_mixture"]["cases"], ids=lambda case: case["name"])
 def test_golden_mixture(case, dtype):
     logits = torch.tensor(case["logits"], dtype=dtype)
-    targets, copies = torch.tensor(case["targets"]), copies_of(case, dtype, 24)
+    targets = torch.tensor(case["targets"])
+    copies = copies_of(case, dtype, 24)
     losses, grad = tg.softcap_loss(
         logits, targets, torch.tensor(case["weights"], dtype=dtype), pointer_probs=copies
     )
@@ -127,11 +129,14 @@ def test_golden_mixture(case, dtype):
 def test_golden_mixture_of_the_kernel(interpreted, case):  # noqa: F811
     """Compares with plain torch where fp32 has no digits for the golden numbers; and a row without target."""
     dtype = torch.float32
-    logits, copies = torch.tensor(case["logits"]), copies_of(case, dtype, 24)
-    targets, weights = torch.tensor(case["targets"]), torch.tensor(case["weights"])
+    logits = torch.tensor(case["logits"])
+    copies = copies_of(case, dtype, 24)
+    targets = torch.tensor(case["targets"])
+    weights = torch.tensor(case["weights"])
     losses, grad = interpreted.triton_softcap_loss(logits, targets, weights, pointer_probs=copies)
     close(losses, case["losses"], dtype, fp32=2e-6)
-    want, plain = case["d_logits"], copies._replace(grad=torch.empty_like(copies.probs))
+    want = case["d_logits"]
+    plain = copies._replace(grad=torch.empty_like(copies.probs))
     copy_want = [case["d_p_copy"], case["d_a_sink"]]
     if case["name"] in ("floor", "gate_fully_open"):
         want = tg.softcap_loss(logits, targets, weights, pointer_probs=plain)[1].tolist()
@@ -151,8 +156,10 @@ def run_head(case, dtype, chunk):
     """Returns losses by position, and the gradients of x, lm_head, bank, gain and sink, of a golden case."""
     names = "x", "bank", "gain", "sink"
     x, bank, gain, sink = (torch.tensor(HEAD[name], dtype=dtype, requires_grad=True) for name in names)
-    w, tokens = torch.tensor(HEAD["lm_head"], dtype=dtype), HEAD["tokens"]
-    batch, losses = text(case, tokens[:-1], tokens[1:]), []
+    w = torch.tensor(HEAD["lm_head"], dtype=dtype)
+    tokens = HEAD["tokens"]
+    batch = text(case, tokens[:-1], tokens[1:])
+    losses = []
 
     def softcap_loss(*args):
         losses.append((result := tg.softcap_loss(*args))[0])
@@ -162,7 +169,8 @@ def run_head(case, dtype, chunk):
     cfg = replace(tg.RECORD, head_chunk=chunk, padded_vocab=HEAD["V"])
     head = head_of(w)
     model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
-    prefix, weights = case["prefix_weight"], list(case["weights"])
+    prefix = case["prefix_weight"]
+    weights = list(case["weights"])
     prefixes = torch.tensor(HEAD["prefix_table"]) if prefix else None
     targets = tg.loss_targets(batch.targets, len(weights), prefixes)
     weights = torch.tensor(weights + [prefix] * bool(prefix), dtype=dtype)
@@ -197,8 +205,10 @@ def distribution(tokens, cu_seqlens, sampled_columns=None):
         torch.tensor(HEAD[name], dtype=torch.float64) for name in ("x", "bank", "gain", "sink", "lm_head")
     )
     columns = torch.tensor(sampled_columns or range(HEAD["V"]))
-    slot, logits = (columns == HEAD["column"]).nonzero()[0], x @ w[:, columns]
-    queries, probs = queries_of(x, bank, gain, sink), []
+    slot = (columns == HEAD["column"]).nonzero()[0]
+    logits = x @ w[:, columns]
+    queries = queries_of(x, bank, gain, sink)
+    probs = []
     for i, token in enumerate(columns.tolist()):
         batch = text({"cu_seqlens": cu_seqlens}, tokens[:-1], [token] * len(x))
         weights, _ = tg.pointer(queries, batch, 1000)
@@ -210,7 +220,8 @@ def distribution(tokens, cu_seqlens, sampled_columns=None):
 
 
 def test_golden_distributions():
-    golden, case = GOLDEN["e_distribution"], HEAD["cases"]["one_target"]
+    golden = GOLDEN["e_distribution"]
+    case = HEAD["cases"]["one_target"]
     whole = distribution(HEAD["tokens"], case["cu_seqlens"])
     close(whole[golden["positions"]], golden["next_token_probabilities"], torch.float64)
     close(whole.sum(1), golden["sums_over_all_columns"], torch.float64)
@@ -225,7 +236,8 @@ def test_golden_distributions():
 
 
 def test_golden_candidates():
-    golden, offset = GOLDEN["g_candidate_sets"], None
+    golden = GOLDEN["g_candidate_sets"]
+    offset = None
     for step in golden["steps"]:
         if offset is not None:
             assert offset == step["offset_before"]
@@ -249,7 +261,8 @@ def test_what_is_trained_sums_to_one(seed, columns):
     for token in range(columns):
         weights = torch.stack([found[token], found[-1]])[:, None]
         copies = tg.PointerProbs(weights, torch.empty_like(weights), torch.tensor([slot]))
-        target, one = torch.tensor([[token]]), torch.ones(1, dtype=torch.float64)
+        target = torch.tensor([[token]])
+        one = torch.ones(1, dtype=torch.float64)
         loss, _ = tg.softcap_loss(logits, target, one, pointer_probs=copies)
         total += (-loss).exp().item() - tg.PROB_FLOOR if token != slot else 0.0
     assert total == pytest.approx(1, abs=1e-12)
@@ -306,7 +319,8 @@ def test_a_token_changes_nothing_before_it(model):
 
 
 def test_no_source_is_in_another_document():
-    tokens, queries = torch.arange(24) % 3, tg.PointerInputs(*torch.randn(2, 24, 8), torch.randn(24))
+    tokens = torch.arange(24) % 3
+    queries = tg.PointerInputs(*torch.randn(2, 24, 8), torch.randn(24))
     ends = [0, 5, 17, 24]
     batch = text({"cu_seqlens": ends}, tokens.tolist(), tokens.tolist())
     whole, _ = tg.pointer(queries, batch, 1000)
@@ -320,8 +334,10 @@ def test_no_source_is_in_another_document():
 def test_all_columns_as_candidates_change_no_bit(model):
     if not model.cfg.pointer_dim:
         pytest.skip("test_sampled.py has the head without pointer")
-    x, targets = torch.randn(21, 32, dtype=torch.float64), torch.randint(61, (21, 2))
-    weights, copied = torch.tensor([1.0, 0.5]).double(), torch.rand(2, 21, dtype=torch.float64) / 2
+    x = torch.randn(21, 32, dtype=torch.float64)
+    targets = torch.randint(61, (21, 2))
+    weights = torch.tensor([1.0, 0.5]).double()
+    copied = torch.rand(2, 21, dtype=torch.float64) / 2
     found = []
     for candidates in (None, torch.arange(62, dtype=torch.int32)):
         head = head_of(model.lm_head)
@@ -337,7 +353,8 @@ def test_the_pointer_needs_a_column_of_its_own():
 
 
 def test_the_schedule_of_pr_379():
-    want, cfg = GOLDEN["h_schedule"], tg.RECORD
+    want = GOLDEN["h_schedule"]
+    cfg = tg.RECORD
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     assert [*cfg.stage_starts, cfg.steps] == want["stage_ends"]
     assert sum(plan.batch_tokens for plan in plans) == want["training_tokens"]
