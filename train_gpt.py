@@ -126,9 +126,9 @@ Kernel = Literal["gram", "relu_square", "cast_and_transpose", "softcap_loss", "p
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
 # Config.length rescales every field of these two types. A Rate is the fraction by which a running average
-# moves at each tick. The text only makes Rate another type than Fraction.
-Steps = Annotated[int, 0, 2**31 - 1]
-Rate = Annotated[float, 0, 1, "a tick"]
+# moves at each tick.
+Steps = Annotated[int, 0, 2**31 - 1, "steps"]
+Rate = Annotated[float, 0, 1, "rate"]
 # A pair: steps between two updates before Config.late_updates_from, and from that step on. Gradients are
 # summed in between.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
@@ -608,7 +608,7 @@ MUDD_WEIGHTS = {
 }
 # The same of the mix before the head, of the streams that GPT.trunk lists; those left out have 0. The
 # second, "backout", is taken off: it served only middle layers (PR 140).
-MIX_BIASES = (0, -5, 0, 0, 0, 0)
+MIX_BIASES = (0.0, -5.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
@@ -682,12 +682,12 @@ def used_params(cfg: Config) -> list[Param]:
 def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
     value_tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    mix = [*MIX_BIASES] + value_tables * [0]
+    mix = list(MIX_BIASES) + value_tables * [0.0]
     gates: tuple[list[float], list[float]] = ([], [])
     for biases, table in zip(gates, gate_table(cfg)):
         for gate in table:
             biases.extend(gate.columns * [gate.bias])
-    return {"mudd": ([*MUDD_WEIGHTS.values()], mix), "mudd_gate": gates}
+    return {"mudd": (list(MUDD_WEIGHTS.values()), mix), "mudd_gate": gates}
 
 
 def seeded(name: str, seed: int) -> torch.Generator:
@@ -743,23 +743,134 @@ def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
     raise KeyError(f"{name}: add its initial value here")
 
 
-def map_settings(change: Callable, value, hint=Config, path: str = ""):
-    """Builds a Config from a dict of all its fields, as dataclasses.asdict and JSON give it.
+class Field(NamedTuple):
+    """Which values a setting takes, as the annotation of its dataclass field says."""
 
-    Every setting becomes change(setting, its type, its name in --set). Raises KeyError if a field is unknown
-    or missing.
+    kind: type  # bool, int, float or str
+    low: float = 0
+    high: float = sys.float_info.max
+    choices: tuple = ()  # the only values, if there are any
+    size: int | None = None  # the value is a tuple of so many, or with 0 of any number; None: it is no tuple
+    rescaled: str = ""  # how Config.length changes it: as "steps", as a "rate", or not
+
+    def parse(self, text: str, name: str):
+        """Returns the value that --set name=text gives."""
+        if self.size is None:
+            return self.parse_one(text, name)
+        parts = [part for part in text.split(",") if part]
+        require(self.size in (0, len(parts)), f"--set {name}={text}: give two values")
+        return tuple(self.parse_one(part, name) for part in parts)
+
+    def parse_one(self, text: str, name: str):
+        choices = {str(choice).lower(): choice for choice in self.choices}
+        try:
+            value = choices[text.lower()] if choices else self.kind(text)
+        except (KeyError, ValueError):
+            kinds = " or ".join(filter(None, choices)) or self.kind.__name__
+            raise UserError(f"--set {name}={text}: give {kinds}") from None
+        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} to {self.high:g}")
+        return value
+
+    def allows(self, value) -> bool:
+        """True if the setting, or a part of a tuple, can have this value."""
+        if self.choices:
+            return value in self.choices
+        if self.kind is str:
+            return isinstance(value, str)
+        is_number = isinstance(value, int) or self.kind is float and isinstance(value, float)
+        return is_number and self.low <= value <= self.high  # NaN is never between
+
+
+def field_of(hint) -> Field:
+    """Returns the Field of an annotation."""
+    args = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        return field_of(args[0])._replace(size=0 if Ellipsis in args else len(args))
+    if origin is Annotated:
+        kind, low, high, *rescaled = args
+        return Field(kind, low, high, rescaled="".join(rescaled))
+    if origin is Literal:
+        return Field(type(args[0]), choices=args)
+    return Field(hint, choices=(True, False) if hint is bool else ())
+
+
+class Setting(NamedTuple):
+    value: typing.Any
+    field: Field
+
+
+def hints_of(table) -> dict[str, typing.Any]:
+    """Returns the annotations of a dataclass's fields, in order."""
+    return typing.get_type_hints(table, include_extras=True)
+
+
+def row_type(hint):
+    """Returns the dataclass of a group of settings, or of a table's rows; None: it is a single setting."""
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    return hint if dataclasses.is_dataclass(hint) else None
+
+
+def rows_of(value, name: str) -> dict[str, typing.Any]:
+    """Returns the rows of a table by their names in --set: name.0, name.1, or name.embed of a row that has a
+    name. A group of settings is one row, of the group's name.
     """
-    again, args = partial(map_settings, change), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint, include_extras=True)
-        fields = {name: again(value[name], hints[name], f"{path}.{name}") for name in hints | value}
-        return hint(**fields)  # type: ignore
-    if args and dataclasses.is_dataclass(args[0]):
-        return tuple(again(row, args[0], f"{path}.{row.get('name', i)}") for i, row in enumerate(value))
-    return change(tuple(value) if isinstance(value, list) else value, hint, path[1:])
+    if not isinstance(value, tuple):
+        return {name: value}
+    return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
 
 
-config_from_dict = partial(map_settings, lambda value, *_: value)
+def flatten(group, path: str = "") -> dict[str, Setting]:
+    """Returns all settings of a config, or of a part of it, by their names in --set: "stages.0.steps"."""
+    settings = {}
+    for name, hint in hints_of(type(group)).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            settings[path + name] = Setting(value, field_of(hint))
+            continue
+        for row_name, row in rows_of(value, path + name).items():
+            settings |= flatten(row, f"{row_name}.")
+    return settings
+
+
+def assign(group, values: dict[str, typing.Any], path: str = ""):
+    """Returns a copy of a config, or of a part of it, with other `values` by the names of flatten()."""
+    fields = {}
+    for name, hint in hints_of(type(group)).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            fields[name] = values.get(path + name, value)
+            continue
+        rows = [assign(row, values, f"{row_name}.") for row_name, row in rows_of(value, path + name).items()]
+        fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
+    return type(group)(**fields)
+
+
+def config_from_dict(values: dict, table=Config):
+    """Builds a Config from a dict of all its fields, as JSON gives it.
+
+    Raises KeyError if a field is unknown or missing, UserError if it cannot have such a value.
+    """
+    fields = {}
+    for name in hints_of(table) | values:
+        hint = hints_of(table)[name]
+        value = values[name]
+        row = row_type(hint)
+        if row is None:
+            parts = value if isinstance(value, list) else [value]
+            field = field_of(hint)
+            require(all(field.allows(part) for part in parts), f"{name} cannot be {value}")
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        elif isinstance(value, list):
+            fields[name] = tuple(config_from_dict(each, row) for each in value)
+        else:
+            fields[name] = config_from_dict(value, row)
+    return table(**fields)
+
+
+# What a name means, and which program a parameter's kind needs, --set cannot change.
+FIXED = ("preset", "track", "name", "kind")
 
 
 def override(cfg: Config, setting: str) -> Config:
@@ -768,63 +879,43 @@ def override(cfg: Config, setting: str) -> Config:
     Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
     stages.*.windows.long=9, params.embed.lr_mul=2.
     """
-    name, eq, text = setting.partition("=")
+    pattern, eq, text = setting.partition("=")
     require(eq, f"--set {setting}: write name=value")
-    known: list[str] = []
-
-    def change(value, hint, path: str):
-        known.append(path)
-        if not fnmatch.fnmatch(path, name):
-            return value
+    settings = flatten(cfg)
+    names = fnmatch.filter(settings, pattern)
+    near = ", ".join(difflib.get_close_matches(pattern, settings, cutoff=0.4)) or "a field of Config"
+    require(names, f"--set {pattern}: unknown; did you mean {near}?")
+    values = {}
+    for name in names:
         require(
-            path.split(".")[-1] not in ("preset", "track", "name", "shape", "kind"),
-            f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script",
+            name.split(".")[-1] not in FIXED,
+            f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
-        return parse(text, hint, path)
-
-    new = map_settings(change, dataclasses.asdict(cfg))
-    near = ", ".join(difflib.get_close_matches(name, known, cutoff=0.4)) or "a field of Config"
-    require(fnmatch.filter(known, name), f"--set {name}: unknown; did you mean {near}?")
+        values[name] = settings[name].field.parse(text, name)
+    new = assign(cfg, values)
     return rescale(new, new.length / cfg.length)
 
 
 def rescale(cfg: Config, factor: float) -> Config:
     """Returns `cfg` with all Steps `factor` times as many. Averages reach back as many times further."""
 
-    def change(value, hint, path: str):
-        if hint == Steps:
-            return max(1, round(value * factor)) if value else 0
-        if hint == tuple[Steps, ...]:
-            return tuple(change(steps, Steps, path) for steps in value)
-        return 1 - (1 - value) ** (1 / factor) if hint == Rate else value
+    def scaled(steps: int) -> int:
+        return max(1, round(steps * factor)) if steps else 0
 
-    return cfg if factor == 1 else map_settings(change, dataclasses.asdict(cfg))
+    if factor == 1:
+        return cfg
+    values = {}
+    for name, (value, field) in flatten(cfg).items():
+        if field.rescaled == "rate":
+            values[name] = 1 - (1 - value) ** (1 / factor)
+        elif field.rescaled == "steps" and isinstance(value, tuple):
+            values[name] = tuple(scaled(steps) for steps in value)
+        elif field.rescaled == "steps":
+            values[name] = scaled(value)
+    return assign(cfg, values)
 
 
 PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in (RECORD, CPU, WORDS)}
-
-
-def parse(text: str, hint, name: str):
-    """Parses a bool, number, str or Literal, or a tuple or a pair of one of these."""
-    args, limits = typing.get_args(hint), [0, sys.float_info.max]
-    if hasattr(hint, "__metadata__"):  # Annotated
-        (hint, *limits), args = args[:3], ()
-    if typing.get_origin(hint) is tuple:
-        parts = [part for part in text.split(",") if part]
-        require(Ellipsis in args or len(parts) == len(args), f"--set {name}={text}: give two values")
-        return tuple(parse(part, args[0], name) for part in parts)
-    choices = {str(choice).lower(): choice for choice in ((True, False) if hint is bool else args)}
-    try:
-        value = choices[text.lower()] if choices else hint(text)
-    except (KeyError, ValueError):
-        kinds = " or ".join(filter(None, choices)) or hint.__name__
-        raise UserError(f"--set {name}={text}: give {kinds}") from None
-    low, high = limits
-    require(
-        hint not in (int, float) or low <= value <= high,  # NaN is never between
-        f"--set {name}={text}: give a number from {low:g} to {high:g}",
-    )
-    return value
 
 
 def check_config(cfg: Config, world_size: int) -> None:
