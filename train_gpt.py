@@ -920,76 +920,107 @@ PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in 
 
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
-    count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
+    check_processes(cfg, world_size)
+    check_sizes(cfg)
+    check_layers(cfg)
+    check_stages(cfg)
+    check_updates(cfg)
+    if cfg.fp8:
+        check_fp8(cfg, num_microbatches(cfg, world_size))
+
+
+def check_processes(cfg: Config, world_size: int) -> None:
+    """Checks that processes can share the micro-batches, their tokens, and the parameters."""
+    count = num_microbatches(cfg, world_size)
     cannot_share = f"{world_size} processes cannot share"
     require(count % world_size == 0, f"{cannot_share} {count} micro-batches; change one of these numbers")
+    shapes = param_shapes(cfg, world_size)
     for spec in used_params(cfg):
-        require(
-            spec.kind == "small" or shapes[spec.name][0] % world_size == 0,
-            f"{cannot_share} the rows of {spec.name}; change one of these numbers",
-        )
-    require(
-        {spec.update_every for spec in cfg.params if spec.name in ("lm_head", "embed")}
-        in ({(1, 1)}, {(2, 2)}),
-        "lm_head and embed are tied: give both params.*.update_every the same value, 1,1 or 2,2",
-    )
+        is_shared = spec.kind == "small" or shapes[spec.name][0] % world_size == 0
+        require(is_shared, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
     for i, stage in enumerate(cfg.stages):
-        require(
-            stage.batch_tokens % count == 0,
-            f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
-        )
-        require(stage.mtp and stage.mtp[0], f"stages.{i}.mtp: the first weight must not be 0")
-        columns = max(stage.sampled_columns, default=0)
-        require(columns <= cfg.padded_vocab, f"stages.{i}.sampled_columns: give numbers up to padded_vocab")
-        widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
-        require(
-            not cfg.fp8 or math.gcd(16, *widths, *stage.sampled_columns) >= 16,
-            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, candidates, head_chunk, "
-            "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
-        )
-    for i, layer in enumerate(cfg.layers):
-        unused = (layer.key_shift or layer.xsa) and layer.attention != "plain"
-        unused |= layer.key_shift and layer.narrow_qk
-        parts = layer.gate, layer.value, layer.narrow_qk, layer.narrow_v
-        unused |= any(parts) and not layer.attention
-        unused |= layer.mudd and not layer.value
-        require(
-            not unused,
-            f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts",
-        )
-    for i, ending in enumerate(cfg.averages):
-        unknown = {*ending.params} - {spec.name for spec in cfg.params if spec.kind != "small"}
-        require(not unknown, f"averages.{i}.params: {unknown}: use names of banks, tables and lm_head")
+        is_whole = stage.batch_tokens % count == 0
+        require(is_whole, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
+
+
+def check_sizes(cfg: Config) -> None:
+    """Checks the model's widths, its vocabulary and the table of n-grams."""
+    pairs = 2 if any(layer.attention == "paired" for layer in cfg.layers) else 1
+    fits = cfg.heads % pairs == 0 and cfg.head_dim % 4 == 0
+    fits = fits and cfg.dim >= GATE_DIM and cfg.dim % cfg.mix_groups == 0
     require(
-        all(
-            first <= second for first, second in [n.update_every, *(spec.update_every for spec in cfg.params)]
-        ),
-        "ngrams.update_every, params.*.update_every: the second number must not be below the first",
-    )
-    require(
-        sorted({*n.orders} - {0, 1}) == sorted(n.orders) and len(n.orders) * n.rows_per_order < 2**31,
-        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
+        fits,
+        f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
+        "paired; head_dim a multiple of 4",
     )
     require(cfg.vocab_size <= cfg.padded_vocab, "padded_vocab must not be below vocab_size")
     require(
         not cfg.pointer_dim or cfg.vocab_size != cfg.padded_vocab,
         "the copy pointer needs a column of the head: raise padded_vocab, or use --set pointer_dim=0",
     )
-    require(cfg.steps, "stages.*.steps are all 0: there is nothing to train")
+    orders = cfg.ngrams.orders
+    are_orders = len(set(orders)) == len(orders) and min(orders, default=2) >= 2
+    require(
+        are_orders and len(orders) * cfg.ngrams.rows_per_order < 2**31,
+        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
+    )
+    require(not orders or cfg.ngrams.width <= cfg.dim, "ngrams.width must not be above the model's width")
+
+
+def check_layers(cfg: Config) -> None:
+    """Checks that every layer uses all its parts, and that streams are read after they are written."""
+    for i, layer in enumerate(cfg.layers):
+        is_plain = layer.attention == "plain"
+        of_attention = layer.gate or layer.value or layer.narrow_qk or layer.narrow_v
+        require(
+            (is_plain or not (layer.key_shift or layer.xsa))
+            and not (layer.key_shift and layer.narrow_qk)
+            and (layer.attention or not of_attention)
+            and (layer.value or not layer.mudd),
+            f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts",
+        )
     require(
         cfg.skip_from < cfg.skip_to and cfg.backout_from < len(cfg.layers),
         "skip_from must be below skip_to, and backout_from the number of a layer",
     )
-    pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
+
+
+def check_stages(cfg: Config) -> None:
+    require(cfg.steps, "stages.*.steps are all 0: there is nothing to train")
+    for i, stage in enumerate(cfg.stages):
+        require(stage.mtp and stage.mtp[0], f"stages.{i}.mtp: the first weight must not be 0")
+        columns = max(stage.sampled_columns, default=0)
+        require(columns <= cfg.padded_vocab, f"stages.{i}.sampled_columns: give numbers up to padded_vocab")
+
+
+def check_updates(cfg: Config) -> None:
+    """Checks how often parameters are updated, and which have averages."""
+    intervals = {spec.name: spec.update_every for spec in cfg.params}
+    tied = {intervals[name] for name in ("lm_head", "embed") if name in intervals}
     require(
-        cfg.heads % pairs == 0
-        and cfg.head_dim % 4 == 0
-        and cfg.dim >= GATE_DIM
-        and cfg.dim % cfg.mix_groups == 0,
-        f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
-        "paired; head_dim a multiple of 4",
+        tied in ({(1, 1)}, {(2, 2)}),
+        "lm_head and embed are tied: give both params.*.update_every the same value, 1,1 or 2,2",
     )
-    require(not n.orders or n.width <= cfg.dim, "ngrams.width must not be above the model's width")
+    for early, late in [cfg.ngrams.update_every, *intervals.values()]:
+        require(
+            early <= late,
+            "ngrams.update_every, params.*.update_every: the second number must not be below the first",
+        )
+    known = {spec.name for spec in cfg.params if spec.kind != "small"}
+    for i, average in enumerate(cfg.averages):
+        unknown = set(average.params) - known
+        require(not unknown, f"averages.{i}.params: {unknown}: use names of banks, tables and lm_head")
+
+
+def check_fp8(cfg: Config, count: int) -> None:
+    """Checks the sizes of matrix products in 8 bits, for `count` micro-batches."""
+    for i, stage in enumerate(cfg.stages):
+        widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
+        require(
+            math.gcd(16, *widths, *stage.sampled_columns) == 16,
+            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, candidates, head_chunk, "
+            "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
+        )
 
 
 # ============================================================================================================
@@ -1001,7 +1032,9 @@ class StepPlan(NamedTuple):
     step: int
     stage: int
     lr_mul: float  # of every learning rate, as scheduled; Param.lr_mul multiplies it
-    momentum: float  # ANVIL's
+    momentum: float  # ANVIL's, by Nesterov's rule
+    fast_beta: float  # decay of ANVIL's fast running average of gradients
+    fast_weight: float  # its weight in the momentum; the slow average has the rest
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
     max_doc_len: int
@@ -1009,6 +1042,8 @@ class StepPlan(NamedTuple):
     prefix: float  # of the loss on the next token's prefix; 0: none
     sampled_columns: int  # columns of the head that are computed; 0: all
     late_updates: bool  # from Config.late_updates_from on
+    average_rates: tuple[float, ...]  # of each row of Config.averages, after this step; 0: it does not tick
+    fp8_exact: bool  # the scales of the MLPs' weights in FP8 are this step's, not those of the step before
     # Up to the untie step's update embed is the transpose of lm_head: at first one matrix learns faster from
     # both ends, later two fit better (PRs 175, 178).
     tied: bool
@@ -1046,26 +1081,51 @@ def part_at(t: float, parts: tuple):
     return parts[int(t * len(parts))] if parts else 0
 
 
+FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more than FP8's margin in a step
+
+
+def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
+    """Returns the factor of the learning rates: the stage's, and from cooldown_frac before the last stage on
+    a line to the last stage's.
+    """
+    end = cfg.stage_starts[-1]
+    cooldown_from = int(end * (1 - cfg.cooldown_frac))
+    if step <= cooldown_from:
+        return stage.lr_mul
+    t = min(1.0, (step - cooldown_from) / max(1, end - cooldown_from))
+    return stage.lr_mul * (1 - t) + cfg.stages[-1].lr_mul * t
+
+
+def scheduled_momentum(cfg: Config, step: int) -> float:
+    """Returns the momentum: a line from min to max, then max, and in the last steps a line back to min."""
+    to_go = (cfg.momentum_warmup - step) / max(1, cfg.momentum_warmup)
+    cooled = (step - cfg.steps + cfg.momentum_cooldown) / max(1, cfg.momentum_cooldown)
+    decline = max(0, to_go, cooled)
+    return cfg.momentum_max - (cfg.momentum_max - cfg.momentum_min) * decline
+
+
 def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does."""
     starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
     stage = cfg.stages[index]
-    lr_mul, cool = stage.lr_mul, int(starts[-1] * (1 - cfg.cooldown_frac))
-    if step > cool:
-        t = min(1.0, (step - cool) / max(1, starts[-1] - cool))
-        lr_mul = lr_mul * (1 - t) + cfg.stages[-1].lr_mul * t
-    start, end = cfg.momentum_warmup - step, step - cfg.steps + cfg.momentum_cooldown
-    decline = max(0, start / max(1, cfg.momentum_warmup), end / max(1, cfg.momentum_cooldown))
-    momentum = cfg.momentum_max - (cfg.momentum_max - cfg.momentum_min) * decline
-    t, mtp = (step - starts[index]) / stage.steps, stage.mtp
+    t = (step - starts[index]) / stage.steps
+    mtp = stage.mtp
     if len(mtp) > 1:
         mtp = (*mtp[:-1], mtp[-1] - mtp[-1] * t)
+    momentum = scheduled_momentum(cfg, step)
+    if step < cfg.two_momenta_from:
+        fast_beta, fast_weight = momentum, 1.0
+    else:
+        fast_beta, fast_weight = cfg.fast_beta, cfg.fast_weight
+    rates = [tick_rates(average, cfg.steps).get(step, 0.0) for average in cfg.averages]
     return StepPlan(
         step=step,
         stage=index,
-        lr_mul=lr_mul,
+        lr_mul=scheduled_lr_mul(cfg, stage, step),
         momentum=momentum,
+        fast_beta=fast_beta,
+        fast_weight=fast_weight,
         windows=window_tokens(cfg, stage.windows),
         batch_tokens=stage.batch_tokens,
         max_doc_len=stage.max_doc_len,
@@ -1073,18 +1133,24 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         prefix=part_at(t, stage.prefix),
         sampled_columns=part_at(t, stage.sampled_columns),
         late_updates=step >= cfg.late_updates_from,
+        average_rates=tuple(rates),
+        fp8_exact=step < FP8_EXACT_STEPS,
         tied=step <= untie_step(cfg),
         untie=step == untie_step(cfg),
     )
 
 
-def tick_rates(ending: WeightAverage, steps: int) -> dict[int, float]:
-    """Returns the steps, of a run of `steps`, after which an ending's average ticks, and each tick's rate."""
-    left = range(min(ending.window, steps))
-    ticks = [steps - 1 - n for n in left if n % ending.every == ending.offset or n in ending.also]
-    rates = dict.fromkeys(ticks, ending.rate)
+@cache
+def tick_rates(average: WeightAverage, steps: int) -> dict[int, float]:
+    """Returns the steps, of a run of `steps`, after which an average ticks, and each tick's rate."""
+    ticks = []
+    for left in range(min(average.window, steps)):
+        if left % average.every == average.offset or left in average.also:
+            ticks.append(steps - 1 - left)
+    rates = dict.fromkeys(ticks, average.rate)
     if ticks:
-        rates |= {ticks[0]: ending.last_rate or ending.rate, ticks[-1]: 1.0}
+        rates[ticks[0]] = average.last_rate or average.rate
+        rates[ticks[-1]] = 1.0  # the first in time: a copy of the parameter
     return rates
 
 
@@ -1094,16 +1160,20 @@ def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
 
 def warmup_steps(cfg: Config) -> list[range]:
     """Returns steps that do all that a run does: the first two, and two before and after each change of the
-    stage, of the number of candidates, or of whether prefixes count or updates are slow.
+    stage, of the number of sampled columns, or of whether prefixes count or updates are late.
 
     From the last stage's start on four: the first two untie embed, the others update it on its own.
     """
-    plans, last = [plan_step(cfg, step) for step in reversed(range(cfg.steps))], cfg.stage_starts[-1]
-    kinds = {
-        (plan.stage, plan.sampled_columns, plan.prefix > 0, plan.late_updates): plan.step for plan in plans
-    }
-    starts = sorted(kinds.values())
-    return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
+    first_steps: dict[tuple, int] = {}  # of each kind of step
+    for step in range(cfg.steps):
+        plan = plan_step(cfg, step)
+        kind = plan.stage, plan.sampled_columns, plan.prefix > 0, plan.late_updates
+        first_steps.setdefault(kind, step)
+    ranges = []
+    for step in sorted(first_steps.values()):
+        count = 4 if step == cfg.stage_starts[-1] else 2
+        ranges.append(range(max(0, step - 2), min(step + count, cfg.steps)))
+    return ranges
 
 
 # ============================================================================================================
@@ -1950,7 +2020,6 @@ E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the formats' largest numbers
 FP8_LEAST = 1e-12  # maxima below count as that, or as none
 # Factors from a maximum to the next step's: activations change more than gradients, weights less.
 FP8_ACT_MARGIN, FP8_GRAD_MARGIN, FP8_WEIGHT_MARGIN = 1.80, 1.25, 1.12
-FP8_EXACT_STEPS = 17  # proj starts at 0, and grows by more than its room at first
 
 
 class FP8MLP(NamedTuple):
@@ -3404,13 +3473,15 @@ class GPT(nn.Module):
         return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
 
     @torch.no_grad()
-    def fp8_mlps(self, step: int) -> FP8MLP:
+    def fp8_mlps(self, exact: bool) -> FP8MLP:
         """Converts the MLPs' weights to FP8, for all forwards of a step. Returns them stacked.
+
+        exact: their scales fit these weights, not those of the step before and a margin.
 
         All forwards of a step use the maxima of the step before, over all ranks: this step's are not known
         yet, and so the scales do not depend on how micro-batches are spread.
         """
-        if step < FP8_EXACT_STEPS:
+        if exact:
             self.weight_amax.zero_()
         self.wait_for("mlp_bank")
         bank = self.mlp_bank[: 2 * len(self.fp8_amax)]
@@ -3898,9 +3969,12 @@ def anvil(
 
     The update is momentum of two rails, orthogonalized, then scaled to even rows (columns of wide matrices).
     """
-    one_momentum, dtype = plan.step < cfg.two_momenta_from, state["slow_momentum"].dtype
-    beta, weight = (plan.momentum, 1.0) if one_momentum else (cfg.fast_beta, cfg.fast_weight)
-    numbers = host_scalar(1 - beta, dtype), host_scalar(weight, dtype), host_scalar(plan.momentum, dtype)
+    dtype = state["slow_momentum"].dtype
+    numbers = (
+        host_scalar(1 - plan.fast_beta, dtype),
+        host_scalar(plan.fast_weight, dtype),
+        host_scalar(plan.momentum, dtype),
+    )
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
@@ -4227,13 +4301,12 @@ class Optimizer:
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             self.add_vector(f"small_{i}", group, [params[spec.name] for spec in group])
         self.ngrams = NgramTable(cfg, exchange) if cfg.ngrams.orders else None
-        # Averages of own blocks, by row of cfg.averages and parameter; when each row ticks, and how far.
-        self.tick_rates = [tick_rates(ending, cfg.steps) for ending in cfg.averages]
+        # Averages of own blocks, by row of cfg.averages and parameter; StepPlan.average_rates moves them.
         self.averages = {
             (i, name): torch.zeros_like(self.block_of(name), dtype=acc_dtype(cfg))
             for i, ending in enumerate(cfg.averages)
             for name in ending.params
-            if name in self.params and self.tick_rates[i]
+            if name in self.params and tick_rates(ending, cfg.steps)
         }
 
     def add(self, spec: Param, p: Tensor, grad: Gradient) -> None:
@@ -4376,9 +4449,12 @@ class Optimizer:
         It is called when the gathers of that step are over: a tied copy is made, and the next gradients are
         on their way.
         """
+        if step < 0:  # the first step has none before it
+            return
+        rates = plan_step(self.cfg, step).average_rates
         for (i, name), average in self.averages.items():
-            if rate := self.tick_rates[i].get(step):
-                average.mul_(1 - rate).add_(self.block_of(name), alpha=rate)
+            if rates[i]:
+                average.mul_(1 - rates[i]).add_(self.block_of(name), alpha=rates[i])
 
     @traced("averages")
     @torch.no_grad()
@@ -4434,7 +4510,7 @@ def train_step(
     optimizer.begin(batch)
     grads, fp8_head, losses = optimizer.grads, [], []
     in_fp8 = model.backend.fp8 and model.cfg.fp8_mlp and "mlp_bank" in model.banks
-    fp8 = model.fp8_mlps(plan.step) if in_fp8 else None
+    fp8 = model.fp8_mlps(plan.fp8_exact) if in_fp8 else None
     for micro_batch in micro_batches:
         indices, leaves = move(micro_batch.indices, model.device), {}
         micro_batch = move(micro_batch._replace(indices={}), model.device, model.input_buffer)
