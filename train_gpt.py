@@ -201,8 +201,8 @@ class Param:
     name: str
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    # small: autograd sums the gradient. Small parameters with equal betas, dtype, cadence and reduction are
-    #     exchanged and updated as one vector.
+    # small: autograd sums the gradient. Small parameters with equal betas, dtype, update_every and reduction
+    #     are exchanged and updated as one vector.
     # matmul: the backwards of matrix products sum the gradient in main_grad.
     # bank: the same for a stack of matrices, padded so that each rank owns equally many.
     # tokens, hashed: a table, of which a token or a bigram's hash selects rows.
@@ -361,7 +361,7 @@ class Config:
     skip_from: int = 3
     skip_to: int = 6
     backout_from: int = 7
-    # Gates, and the connections' weights, come from small MLPs of every token; false: learned constants.
+    # Gates, and MUDD's weights, come from small MLPs of every token; false: learned constants.
     mudd_gates: bool = True
     mudd_weights: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
@@ -411,7 +411,7 @@ class Config:
     )
     # optimizers
     params: tuple[Param, ...] = PARAMS
-    late_updates_from: Steps = 336  # the first step with the second cadence of Param.every and Ngrams.every
+    late_updates_from: Steps = 336  # the first step with the second number of every update_every
     adam_lr: float = 0.008  # times Param.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
@@ -422,10 +422,12 @@ class Config:
     # A matrix is first divided by bank_margin times its norm, so that no singular value is above
     # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
-    slow_rate: Fraction = 0.02  # the share by which a step moves the slow rail towards its gradient
-    # A rail is a running average of the gradients. Before this step momentum is the fast rail alone, with the
-    # scheduled decay; the slow one only decides where weight decay acts. From it on momentum is their mean,
-    # with this decay and this weight of the fast rail.
+    # ANVIL has two running averages of the gradients (rails), a fast and a slow one. A step moves the slow
+    # one by this share towards its gradient.
+    slow_rate: Fraction = 0.02
+    # Before this step the momentum is the fast average alone, with the scheduled decay, and the slow one only
+    # decides where weight decay acts. From it on the momentum is the mean of both, with this decay and this
+    # weight of the fast one.
     two_momenta_from: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
@@ -434,8 +436,8 @@ class Config:
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
     main_grad: bool = True
-    # The head takes so many tokens at once. With candidates, which are fewer columns, it takes more tokens,
-    # so that it makes about as many logits.
+    # The head takes so many tokens at once: more need more memory, fewer more launches. With sampled columns
+    # it takes more tokens, so that it makes about as many logits.
     head_chunk: Positive = 8192
     kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done in Triton
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
@@ -467,47 +469,107 @@ class Config:
 
 RECORD = Config()
 
-# All layers, at widths that two laptop cores train in a minute or two, on bytes; no prefixes, which bytes do
-# not have. A third of such a small step is the cost of many small operations, so there are only two
-# micro-batches. Documents of about 1 KiB are cut short, so that a batch has parts of more of them. On this
-# text a symmetric softcap and the next token alone give a lower loss; on others that is not sure.
-# fmt: off
+# All layers of the record preset, at widths that two laptop cores train in a minute or two, on bytes.
 CPU = replace(
-    RECORD, preset="cpu", track="cpu", data="data/local", target=1.07,
-    val_slice_tokens=4096, val_slices=128, vocab_size=257, padded_vocab=264, bos_id=256,
-    bigram_vocab_size=16384, pointer_dim=0, heads=2, head_dim=32, mlp_dim=256,
-    layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
+    RECORD,
+    preset="cpu",
+    track="cpu",
+    # Text in bytes.
+    data="data/local",
+    target=1.07,
+    vocab_size=257,
+    padded_vocab=264,
+    bos_id=256,
+    val_slice_tokens=4096,
+    val_slices=128,
+    # Small enough for two cores.
+    heads=2,
+    head_dim=32,
+    mlp_dim=256,
+    mix_groups=4,
+    window_unit=16,
+    # More orders: a byte is less than a token.
     ngrams=Ngrams((2, 3, 4, 5, 6), rows_per_order=65536, width=64, dtype="float32", update_every=(1, 1)),
-    mix_groups=4, softcap=Softcap(30.0, 0.0, 7.5), window_unit=16, attention_cap=0, attn_scale=0.25,
-    narrow_attn_scale=0.4, dtype="float32", bank_dtype="float32", cooldown_frac=0.4, late_updates_from=58,
-    length=1.0, momentum_warmup=90, momentum_cooldown=16, two_momenta_from=90, microbatches=2,
-    kernels=(), attention_impl="dense", fp8=False, compile=False,
-    averages=(
-        WeightAverage(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 75, 2 / 38, 0.5),
-    ),
+    bigram_vocab_size=16384,  # in their place, with ngrams.orders=
+    # On this text XSA, the pointer and the record's softcap raise the loss (docs/settings.md). On others that
+    # is not sure.
+    layers=tuple(replace(layer, xsa=False) for layer in LAYERS),
+    pointer_dim=0,
+    softcap=Softcap(30.0, 0.0, 7.5),  # symmetric
+    attn_scale=0.25,
+    narrow_attn_scale=0.4,
+    # The schedule, for 200 steps. Documents of about 1 KiB are cut short, so that a batch has parts of more
+    # of them; attention then cuts none. The next token alone gives a lower loss here than later ones with
+    # it, and bytes have no prefixes.
+    attention_cap=0,
+    length=1.0,
+    # fmt: off
     stages=(
         Stage(43, 2048, 256, Windows(3, 9), 1.00),
         Stage(72, 4096, 512, Windows(4, 10), 1.52),
         Stage(69, 4096, 512, Windows(5, 11), 1.73),
         Stage(16, 4096, 512, Windows(6, 13), 1.00),
-    ))
-# fmt: on
+    ),
+    # fmt: on
+    cooldown_frac=0.4,
+    momentum_warmup=90,
+    momentum_cooldown=16,
+    late_updates_from=58,
+    two_momenta_from=90,
+    averages=(
+        WeightAverage(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 75, 2 / 38, 0.5),
+    ),
+    # A third of such a small step is the cost of many small operations, so there are few micro-batches.
+    microbatches=2,
+    # Without a GPU: plain torch, in fp32.
+    dtype="float32",
+    bank_dtype="float32",
+    kernels=(),
+    attention_impl="dense",
+    fp8=False,
+    compile=False,
+)
 
 # The record preset's parts on GPT-2's tokens, at widths for two cores: it shows what depends on the
-# vocabulary. So short a run learns more from the next token alone than from later ones and prefixes.
-# fmt: off
+# vocabulary.
 WORDS = replace(
-    CPU, preset="words", track="words", data="data/words", target=2.9,
-    val_slice_tokens=512, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
-    heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32, softcap=RECORD.softcap,
-    ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
-    adam_lr=0.02, bank_lr=0.018, length=1.0, late_updates_from=34, momentum_warmup=50, momentum_cooldown=9,
-    two_momenta_from=50, averages=(replace(CPU.averages[0], window=42, rate=0.09, keep_norm=False),),
+    CPU,
+    preset="words",
+    track="words",
+    # Text in GPT-2's tokens.
+    data="data/words",
+    target=2.9,
+    vocab_size=RECORD.vocab_size,
+    padded_vocab=RECORD.padded_vocab,
+    bos_id=RECORD.bos_id,
+    val_every=0,
+    # Logits of so many columns are made for few tokens at once.
+    val_slice_tokens=512,
+    head_chunk=64,
+    # Parts of the record preset that the cpu preset leaves out.
+    layers=LAYERS,
+    pointer_dim=32,
+    softcap=RECORD.softcap,
+    # Wider than the cpu preset.
+    heads=4,
+    mlp_dim=1024,
+    ngrams=Ngrams((2, 3), rows_per_order=65536, width=128, dtype="float32"),
+    # The schedule, for 96 steps. So short a run learns more from the next token alone than from later ones
+    # and prefixes. Only the last stage computes the logits of all columns.
+    length=1.0,
     stages=tuple(
         replace(stage, steps=steps, batch_tokens=2048, sampled_columns=(columns,))
         for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), (4096, 4096, 4096, 0))
-    ))
-# fmt: on
+    ),
+    momentum_warmup=50,
+    momentum_cooldown=9,
+    late_updates_from=34,
+    two_momenta_from=50,
+    averages=(replace(CPU.averages[0], window=42, rate=0.09, keep_norm=False),),
+    warmup=False,
+    adam_lr=0.02,
+    bank_lr=0.018,
+)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -586,9 +648,9 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
     return used
 
 
-MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
+MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# The outputs of the connections' MLP, and their initial biases divided by MUDD_SCALE. Each is one token's
+# The outputs of the first of MUDD's MLPs, and their initial biases divided by MUDD_SCALE. Each is one token's
 # weight of one stream; x is the layer's own.
 MUDD_WEIGHTS = {
     "first to value": 0,
@@ -795,11 +857,6 @@ def field_of(hint) -> Field:
     return Field(hint, choices=(True, False) if hint is bool else ())
 
 
-class Setting(NamedTuple):
-    value: typing.Any
-    field: Field
-
-
 def hints_of(table) -> dict[str, typing.Any]:
     """Returns the annotations of a dataclass's fields, in order."""
     return typing.get_type_hints(table, include_extras=True)
@@ -821,13 +878,15 @@ def rows_of(value, name: str) -> dict[str, typing.Any]:
     return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
 
 
-def flatten(group, path: str = "") -> dict[str, Setting]:
-    """Returns all settings of a config, or of a part of it, by their names in --set: "stages.0.steps"."""
+def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
+    """Returns the value and the Field of every setting of a config, or of a part of it, by its name in --set:
+    "stages.0.steps".
+    """
     settings = {}
     for name, hint in hints_of(type(group)).items():
         value = getattr(group, name)
         if row_type(hint) is None:
-            settings[path + name] = Setting(value, field_of(hint))
+            settings[path + name] = value, field_of(hint)
             continue
         for row_name, row in rows_of(value, path + name).items():
             settings |= flatten(row, f"{row_name}.")
@@ -858,10 +917,11 @@ def config_from_dict(values: dict, table=Config):
         value = values[name]
         row = row_type(hint)
         if row is None:
-            parts = value if isinstance(value, list) else [value]
             field = field_of(hint)
+            is_tuple = field.size is not None
+            parts = value if is_tuple else [value]
             require(all(field.allows(part) for part in parts), f"{name} cannot be {value}")
-            fields[name] = tuple(value) if isinstance(value, list) else value
+            fields[name] = tuple(value) if is_tuple else value
         elif isinstance(value, list):
             fields[name] = tuple(config_from_dict(each, row) for each in value)
         else:
@@ -869,7 +929,7 @@ def config_from_dict(values: dict, table=Config):
     return table(**fields)
 
 
-# What a name means, and which program a parameter's kind needs, --set cannot change.
+# Names, and a parameter's kind, are the script's: --set cannot change them.
 FIXED = ("preset", "track", "name", "kind")
 
 
@@ -891,7 +951,8 @@ def override(cfg: Config, setting: str) -> Config:
             name.split(".")[-1] not in FIXED,
             f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
-        values[name] = settings[name].field.parse(text, name)
+        field = settings[name][1]
+        values[name] = field.parse(text, name)
     new = assign(cfg, values)
     return rescale(new, new.length / cfg.length)
 
