@@ -136,10 +136,11 @@ def test_param_shapes(world_size):
 def test_outputs_of_the_gates():
     """3H + 5 for the layers up to skip_from, H + 7 for the others."""
     none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
-    for cfg, widths in ((BIGRAMS, [23, 13]), (replace(BIGRAMS, layers=none), [5, 7])):  # of x0, bigrams, skip
-        table = tg.gate_table(cfg)
-        assert [sum(gate.columns for gate in part) for part in table] == widths
-        assert max(gate.layer for gate in table[0]) <= 3 < min(gate.layer for gate in table[1])
+    for cfg, widths in ((BIGRAMS, (23, 13)), (replace(BIGRAMS, layers=none), (5, 7))):  # of x0, bigrams, skip
+        early, late = tg.gate_table(cfg)
+        for table, width in zip((early, late), widths):
+            assert sum(gate.columns for gate in table) == width
+        assert max(gate.layer for gate in early) <= 3 < min(gate.layer for gate in late)
 
 
 def test_initial_values():
@@ -168,7 +169,7 @@ def test_initial_values():
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02) and one.embed.equal(one.lm_head.T)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
     zeros = one.bigram_embed, one.ve_gate_bank, one.smear_gate, one.mudd_w2, one.mudd_gate_w2
-    for p in (*zeros, one.mlp_bank[1::2]):
+    for p in zeros + (one.mlp_bank[1::2],):
         assert not p.any()
     root = math.sqrt(1.1)
     for p, values in (
@@ -198,7 +199,8 @@ def test_initial_values_do_not_depend_on_other_parameters():
     for name, p in fewer.named_parameters():
         assert p.equal(getattr(model, name)), name
     assert fewer.signs.equal(model.signs)
-    assert len({bank.flatten()[0].item() for bank in (model.qk_bank, model.vo_bank, model.mlp_bank)}) == 3
+    first = [bank.flatten()[0].item() for bank in (model.qk_bank, model.vo_bank, model.mlp_bank)]
+    assert len(set(first)) == 3
 
 
 # ---- schedule ----------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def test_any_schedule_has_a_plan_for_every_step(cfg):
     assert len(untied) == 1 and untied[0] % 2
     warmup = set(itertools.chain.from_iterable(tg.warmup_steps(cfg)))
     own_update = {untied[0] + 2} & every  # the first after untying
-    assert {0, 1, *cfg.stage_starts} | own_update <= warmup <= every
+    assert {0, 1} | set(cfg.stage_starts) | own_update <= warmup <= every
 
 
 def decay_and_count(average, steps):
@@ -240,9 +242,11 @@ def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
     assert half.two_momenta_from == round(cfg.two_momenta_from / 2)
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     for step in range(half.steps):
+        plan = tg.plan_step(half, step)
+        nearby = plans[max(0, 2 * step - 9) : 2 * step + 10]
         for name in names:
-            near = [getattr(plan, name) for plan in plans[max(0, 2 * step - 9) : 2 * step + 10]]
-            now = getattr(tg.plan_step(half, step), name)
+            near = [getattr(p, name) for p in nearby]
+            now = getattr(plan, name)
             assert min(near) - 0.01 <= now <= max(near) + 0.01, (step, name)
     for before, after in zip(cfg.averages, half.averages):
         kept, ticks = decay_and_count(before, cfg.steps)
@@ -433,7 +437,8 @@ def test_the_record_has_the_published_constants():
         name, value = line.split(" ", 1)
         assert str(getattr(cfg, name)) == value, name
     assert cfg.ngrams == NGRAMS
-    assert [str(dataclasses.astuple(stage)) for stage in cfg.stages] == STAGES.strip().splitlines()
+    for stage, line in zip(cfg.stages, STAGES.strip().splitlines(), strict=True):
+        assert str(dataclasses.astuple(stage)) == line
     adam_lines = []
     banks = set()
     for row in cfg.params:
@@ -452,8 +457,9 @@ def test_the_record_has_the_published_constants():
             if getattr(layer, flag):
                 words.append(flag)
         assert " ".join(words) == expected
-    averages = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.averages)
-    assert averages == AVERAGE_ROWS
+    for average, row in zip(cfg.averages, AVERAGE_ROWS, strict=True):
+        numbers = average.window, average.rate, average.blend, average.every
+        assert (set(average.params), *numbers) == row
     assert tg.ANVIL_MAPS == MAPS
     # The head: 23 sigmoid((logits + 5) / 7.5) (A). FP8, record 92: scales of e4m3, and of gradients in e5m2.
     assert cfg.softcap == tg.Softcap(23, 5, 7.5)
