@@ -133,9 +133,9 @@ Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer",
 Positive = Annotated[int, 1, 2**31 - 1]
 Fraction = Annotated[float, 0, 1]
 # Config.length rescales every field of these two types. A Rate is the fraction by which a running average
-# moves at each tick. The text only makes Rate another type than Fraction.
-Steps = Annotated[int, 0, 2**31 - 1]
-Rate = Annotated[float, 0, 1, "a tick"]
+# moves at each tick.
+Steps = Annotated[int, 0, 2**31 - 1, "steps"]
+Rate = Annotated[float, 0, 1, "rate"]
 # A pair: steps between two updates before Config.late_updates_from, and from that step on. Gradients are
 # summed in between.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
@@ -208,8 +208,8 @@ class Param:
     name: str
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    # small: autograd sums the gradient. Small parameters with equal betas, dtype, cadence and reduction are
-    #     exchanged and updated as one vector.
+    # small: autograd sums the gradient. Small parameters with equal betas, dtype, update_every and reduction
+    #     are exchanged and updated as one vector.
     # matmul: the backwards of matrix products sum the gradient in main_grad.
     # bank: the same for a stack of matrices, padded so that each rank owns equally many.
     # tokens, hashed: a table, of which a token or a bigram's hash selects rows.
@@ -368,7 +368,7 @@ class Config:
     skip_from: int = 3
     skip_to: int = 6
     backout_from: int = 7
-    # Gates, and the connections' weights, come from small MLPs of every token; false: learned constants.
+    # Gates, and MUDD's weights, come from small MLPs of every token; false: learned constants.
     mudd_gates: bool = True
     mudd_weights: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
@@ -418,7 +418,7 @@ class Config:
     )
     # optimizers
     params: tuple[Param, ...] = PARAMS
-    late_updates_from: Steps = 336  # the first step with the second cadence of Param.every and Ngrams.every
+    late_updates_from: Steps = 336  # the first step with the second number of every update_every
     adam_lr: float = 0.008  # times Param.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
@@ -429,10 +429,12 @@ class Config:
     # A matrix is first divided by bank_margin times its norm, so that no singular value is above
     # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
-    slow_rate: Fraction = 0.02  # the share by which a step moves the slow rail towards its gradient
-    # A rail is a running average of the gradients. Before this step momentum is the fast rail alone, with the
-    # scheduled decay; the slow one only decides where weight decay acts. From it on momentum is their mean,
-    # with this decay and this weight of the fast rail.
+    # ANVIL has two running averages of the gradients (rails), a fast and a slow one. A step moves the slow
+    # one by this share towards its gradient.
+    slow_rate: Fraction = 0.02
+    # Before this step the momentum is the fast average alone, with the scheduled decay, and the slow one only
+    # decides where weight decay acts. From it on the momentum is the mean of both, with this decay and this
+    # weight of the fast one.
     two_momenta_from: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
@@ -441,8 +443,8 @@ class Config:
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
     main_grad: bool = True
-    # The head takes so many tokens at once. With candidates, which are fewer columns, it takes more tokens,
-    # so that it makes about as many logits.
+    # The head takes so many tokens at once: more need more memory, fewer more launches. With sampled columns
+    # it takes more tokens, so that it makes about as many logits.
     head_chunk: Positive = 8192
     kernels: tuple[Kernel, ...] = typing.get_args(Kernel)  # operations done in Triton
     # dense: plain torch; varlen: torch's FlashAttention; fa3: FlashAttention-3
@@ -474,47 +476,107 @@ class Config:
 
 RECORD = Config()
 
-# All layers, at widths that two laptop cores train in a minute or two, on bytes; no prefixes, which bytes do
-# not have. A third of such a small step is the cost of many small operations, so there are only two
-# micro-batches. Documents of about 1 KiB are cut short, so that a batch has parts of more of them. On this
-# text a symmetric softcap and the next token alone give a lower loss; on others that is not sure.
-# fmt: off
+# All layers of the record preset, at widths that two laptop cores train in a minute or two, on bytes.
 CPU = replace(
-    RECORD, preset="cpu", track="cpu", data="data/local", target=1.07,
-    val_slice_tokens=4096, val_slices=128, vocab_size=257, padded_vocab=264, bos_id=256,
-    bigram_vocab_size=16384, pointer_dim=0, heads=2, head_dim=32, mlp_dim=256,
-    layers=tuple(replace(layer, xsa=False) for layer in LAYERS),  # here it gains nothing
+    RECORD,
+    preset="cpu",
+    track="cpu",
+    # Text in bytes.
+    data="data/local",
+    target=1.07,
+    vocab_size=257,
+    padded_vocab=264,
+    bos_id=256,
+    val_slice_tokens=4096,
+    val_slices=128,
+    # Small enough for two cores.
+    heads=2,
+    head_dim=32,
+    mlp_dim=256,
+    mix_groups=4,
+    window_unit=16,
+    # More orders: a byte is less than a token.
     ngrams=Ngrams((2, 3, 4, 5, 6), rows_per_order=65536, width=64, dtype="float32", update_every=(1, 1)),
-    mix_groups=4, softcap=Softcap(30.0, 0.0, 7.5), window_unit=16, attention_cap=0, attn_scale=0.25,
-    narrow_attn_scale=0.4, dtype="float32", bank_dtype="float32", cooldown_frac=0.4, late_updates_from=58,
-    length=1.0, momentum_warmup=90, momentum_cooldown=16, two_momenta_from=90, microbatches=2,
-    kernels=(), attention_impl="dense", fp8=False, compile=False,
-    averages=(
-        WeightAverage(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 75, 2 / 38, 0.5),
-    ),
+    bigram_vocab_size=16384,  # in their place, with ngrams.orders=
+    # On this text XSA, the pointer and the record's softcap raise the loss (docs/settings.md). On others that
+    # is not sure.
+    layers=tuple(replace(layer, xsa=False) for layer in LAYERS),
+    pointer_dim=0,
+    softcap=Softcap(30.0, 0.0, 7.5),  # symmetric
+    attn_scale=0.25,
+    narrow_attn_scale=0.4,
+    # The schedule, for 200 steps. Documents of about 1 KiB are cut short, so that a batch has parts of more
+    # of them; attention then cuts none. The next token alone gives a lower loss here than later ones with
+    # it, and bytes have no prefixes.
+    attention_cap=0,
+    length=1.0,
+    # fmt: off
     stages=(
         Stage(43, 2048, 256, Windows(3, 9), 1.00),
         Stage(72, 4096, 512, Windows(4, 10), 1.52),
         Stage(69, 4096, 512, Windows(5, 11), 1.73),
         Stage(16, 4096, 512, Windows(6, 13), 1.00),
-    ))
-# fmt: on
+    ),
+    # fmt: on
+    cooldown_frac=0.4,
+    momentum_warmup=90,
+    momentum_cooldown=16,
+    late_updates_from=58,
+    two_momenta_from=90,
+    averages=(
+        WeightAverage(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank", "value_embeds"), 75, 2 / 38, 0.5),
+    ),
+    # A third of such a small step is the cost of many small operations, so there are few micro-batches.
+    microbatches=2,
+    # Without a GPU: plain torch, in fp32.
+    dtype="float32",
+    bank_dtype="float32",
+    kernels=(),
+    attention_impl="dense",
+    fp8=False,
+    compile=False,
+)
 
 # The record preset's parts on GPT-2's tokens, at widths for two cores: it shows what depends on the
-# vocabulary. So short a run learns more from the next token alone than from later ones and prefixes.
-# fmt: off
+# vocabulary.
 WORDS = replace(
-    CPU, preset="words", track="words", data="data/words", target=2.9,
-    val_slice_tokens=512, val_every=0, vocab_size=50257, padded_vocab=50304, bos_id=50256,
-    heads=4, mlp_dim=1024, layers=LAYERS, pointer_dim=32, softcap=RECORD.softcap,
-    ngrams=Ngrams((2, 3), 1 << 16, 128, "float32"), head_chunk=64, warmup=False,
-    adam_lr=0.02, bank_lr=0.018, length=1.0, late_updates_from=34, momentum_warmup=50, momentum_cooldown=9,
-    two_momenta_from=50, averages=(replace(CPU.averages[0], window=42, rate=0.09, keep_norm=False),),
+    CPU,
+    preset="words",
+    track="words",
+    # Text in GPT-2's tokens.
+    data="data/words",
+    target=2.9,
+    vocab_size=RECORD.vocab_size,
+    padded_vocab=RECORD.padded_vocab,
+    bos_id=RECORD.bos_id,
+    val_every=0,
+    # Logits of so many columns are made for few tokens at once.
+    val_slice_tokens=512,
+    head_chunk=64,
+    # Parts of the record preset that the cpu preset leaves out.
+    layers=LAYERS,
+    pointer_dim=32,
+    softcap=RECORD.softcap,
+    # Wider than the cpu preset.
+    heads=4,
+    mlp_dim=1024,
+    ngrams=Ngrams((2, 3), rows_per_order=65536, width=128, dtype="float32"),
+    # The schedule, for 96 steps. So short a run learns more from the next token alone than from later ones
+    # and prefixes. Only the last stage computes the logits of all columns.
+    length=1.0,
     stages=tuple(
         replace(stage, steps=steps, batch_tokens=2048, sampled_columns=(columns,))
         for stage, steps, columns in zip(CPU.stages, (30, 30, 28, 8), (4096, 4096, 4096, 0))
-    ))
-# fmt: on
+    ),
+    momentum_warmup=50,
+    momentum_cooldown=9,
+    late_updates_from=34,
+    two_momenta_from=50,
+    averages=(replace(CPU.averages[0], window=42, rate=0.09, keep_norm=False),),
+    warmup=False,
+    adam_lr=0.02,
+    bank_lr=0.018,
+)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -593,9 +655,9 @@ def used_scalars(cfg: Config) -> list[LayerScalars]:
     return used
 
 
-MUDD_SCALE = 0.1  # times the outputs of the connections' MLPs
+MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
 RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# The outputs of the connections' MLP, and their initial biases divided by MUDD_SCALE. Each is one token's
+# The outputs of the first of MUDD's MLPs, and their initial biases divided by MUDD_SCALE. Each is one token's
 # weight of one stream; x is the layer's own.
 MUDD_WEIGHTS = {
     "first to value": 0,
@@ -615,7 +677,7 @@ MUDD_WEIGHTS = {
 }
 # The same of the mix before the head, of the streams that GPT.trunk lists; those left out have 0. The
 # second, "backout", is taken off: it served only middle layers (PR 140).
-MIX_BIASES = (0, -5, 0, 0, 0, 0)
+MIX_BIASES = (0.0, -5.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
@@ -689,12 +751,12 @@ def used_params(cfg: Config) -> list[Param]:
 def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
     value_tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    mix = [*MIX_BIASES] + value_tables * [0]
-    gates: tuple[list, list] = ([], [])
+    mix = list(MIX_BIASES) + value_tables * [0.0]
+    gates: tuple[list[float], list[float]] = ([], [])
     for biases, table in zip(gates, gate_table(cfg)):
         for gate in table:
             biases.extend(gate.columns * [gate.bias])
-    return {"mudd": ([*MUDD_WEIGHTS.values()], mix), "mudd_gate": gates}
+    return {"mudd": (list(MUDD_WEIGHTS.values()), mix), "mudd_gate": gates}
 
 
 def seeded(name: str, seed: int) -> torch.Generator:
@@ -750,23 +812,132 @@ def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
     raise KeyError(f"{name}: add its initial value here")
 
 
-def map_settings(change: Callable, value, hint=Config, path: str = ""):
-    """Builds a Config from a dict of all its fields, as dataclasses.asdict and JSON give it.
+class Field(NamedTuple):
+    """Which values a setting takes, as the annotation of its dataclass field says."""
 
-    Every setting becomes change(setting, its type, its name in --set). Raises KeyError if a field is unknown
-    or missing.
+    kind: type  # bool, int, float or str
+    low: float = 0
+    high: float = sys.float_info.max
+    choices: tuple = ()  # the only values, if there are any
+    size: int | None = None  # the value is a tuple of so many, or with 0 of any number; None: it is no tuple
+    rescaled: str = ""  # how Config.length changes it: as "steps", as a "rate", or not
+
+    def parse(self, text: str, name: str):
+        """Returns the value that --set name=text gives."""
+        if self.size is None:
+            return self.parse_one(text, name)
+        parts = [part for part in text.split(",") if part]
+        require(self.size in (0, len(parts)), f"--set {name}={text}: give two values")
+        return tuple(self.parse_one(part, name) for part in parts)
+
+    def parse_one(self, text: str, name: str):
+        choices = {str(choice).lower(): choice for choice in self.choices}
+        try:
+            value = choices[text.lower()] if choices else self.kind(text)
+        except (KeyError, ValueError):
+            kinds = " or ".join(filter(None, choices)) or self.kind.__name__
+            raise UserError(f"--set {name}={text}: give {kinds}") from None
+        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} to {self.high:g}")
+        return value
+
+    def allows(self, value) -> bool:
+        """True if the setting, or a part of a tuple, can have this value."""
+        if self.choices:
+            return value in self.choices
+        if self.kind is str:
+            return isinstance(value, str)
+        is_number = isinstance(value, int) or self.kind is float and isinstance(value, float)
+        return is_number and self.low <= value <= self.high  # NaN is never between
+
+
+def field_of(hint) -> Field:
+    """Returns the Field of an annotation."""
+    args = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        return field_of(args[0])._replace(size=0 if Ellipsis in args else len(args))
+    if origin is Annotated:
+        kind, low, high, *rescaled = args
+        return Field(kind, low, high, rescaled="".join(rescaled))
+    if origin is Literal:
+        return Field(type(args[0]), choices=args)
+    return Field(hint, choices=(True, False) if hint is bool else ())
+
+
+def hints_of(table) -> dict[str, typing.Any]:
+    """Returns the annotations of a dataclass's fields, in order."""
+    return typing.get_type_hints(table, include_extras=True)
+
+
+def row_type(hint):
+    """Returns the dataclass of a group of settings, or of a table's rows; None: it is a single setting."""
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    return hint if dataclasses.is_dataclass(hint) else None
+
+
+def rows_of(value, name: str) -> dict[str, typing.Any]:
+    """Returns the rows of a table by their names in --set: name.0, name.1, or name.embed of a row that has a
+    name. A group of settings is one row, of the group's name.
     """
-    again, args = partial(map_settings, change), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint, include_extras=True)
-        fields = {name: again(value[name], hints[name], f"{path}.{name}") for name in hints | value}
-        return hint(**fields)  # type: ignore
-    if args and dataclasses.is_dataclass(args[0]):
-        return tuple(again(row, args[0], f"{path}.{row.get('name', i)}") for i, row in enumerate(value))
-    return change(tuple(value) if isinstance(value, list) else value, hint, path[1:])
+    if not isinstance(value, tuple):
+        return {name: value}
+    return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
 
 
-config_from_dict = partial(map_settings, lambda value, *_: value)
+def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
+    """Returns the value and the Field of every setting of a config, or of a part of it, by its name in --set:
+    "stages.0.steps".
+    """
+    settings = {}
+    for name, hint in hints_of(type(group)).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            settings[path + name] = value, field_of(hint)
+            continue
+        for row_name, row in rows_of(value, path + name).items():
+            settings |= flatten(row, f"{row_name}.")
+    return settings
+
+
+def assign(group, values: dict[str, typing.Any], path: str = ""):
+    """Returns a copy of a config, or of a part of it, with other `values` by the names of flatten()."""
+    fields = {}
+    for name, hint in hints_of(type(group)).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            fields[name] = values.get(path + name, value)
+            continue
+        rows = [assign(row, values, f"{row_name}.") for row_name, row in rows_of(value, path + name).items()]
+        fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
+    return type(group)(**fields)
+
+
+def config_from_dict(values: dict, table=Config):
+    """Builds a Config from a dict of all its fields, as JSON gives it.
+
+    Raises KeyError if a field is unknown or missing, UserError if it cannot have such a value.
+    """
+    fields = {}
+    for name in hints_of(table) | values:
+        hint = hints_of(table)[name]
+        value = values[name]
+        row = row_type(hint)
+        if row is None:
+            field = field_of(hint)
+            is_tuple = field.size is not None
+            parts = value if is_tuple else [value]
+            require(all(field.allows(part) for part in parts), f"{name} cannot be {value}")
+            fields[name] = tuple(value) if is_tuple else value
+        elif isinstance(value, list):
+            fields[name] = tuple(config_from_dict(each, row) for each in value)
+        else:
+            fields[name] = config_from_dict(value, row)
+    return table(**fields)
+
+
+# Names, and a parameter's kind, are the script's: --set cannot change them.
+FIXED = ("preset", "track", "name", "kind")
 
 
 def override(cfg: Config, setting: str) -> Config:
@@ -775,137 +946,149 @@ def override(cfg: Config, setting: str) -> Config:
     Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
     stages.*.windows.long=9, params.embed.lr_mul=2.
     """
-    name, eq, text = setting.partition("=")
+    pattern, eq, text = setting.partition("=")
     require(eq, f"--set {setting}: write name=value")
-    known: list[str] = []
-
-    def change(value, hint, path: str):
-        known.append(path)
-        if not fnmatch.fnmatch(path, name):
-            return value
+    settings = flatten(cfg)
+    names = fnmatch.filter(settings, pattern)
+    near = ", ".join(difflib.get_close_matches(pattern, settings, cutoff=0.4)) or "a field of Config"
+    require(names, f"--set {pattern}: unknown; did you mean {near}?")
+    values = {}
+    for name in names:
         require(
-            path.split(".")[-1] not in ("preset", "track", "name", "shape", "kind"),
-            f"--set {path}: it cannot be changed here; choose a --preset, or edit a copy of the script",
+            name.split(".")[-1] not in FIXED,
+            f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
-        return parse(text, hint, path)
-
-    new = map_settings(change, dataclasses.asdict(cfg))
-    near = ", ".join(difflib.get_close_matches(name, known, cutoff=0.4)) or "a field of Config"
-    require(fnmatch.filter(known, name), f"--set {name}: unknown; did you mean {near}?")
+        field = settings[name][1]
+        values[name] = field.parse(text, name)
+    new = assign(cfg, values)
     return rescale(new, new.length / cfg.length)
 
 
 def rescale(cfg: Config, factor: float) -> Config:
     """Returns `cfg` with all Steps `factor` times as many. Averages reach back as many times further."""
 
-    def change(value, hint, path: str):
-        if hint == Steps:
-            return max(1, round(value * factor)) if value else 0
-        if hint == tuple[Steps, ...]:
-            return tuple(change(steps, Steps, path) for steps in value)
-        return 1 - (1 - value) ** (1 / factor) if hint == Rate else value
+    def scaled(steps: int) -> int:
+        return max(1, round(steps * factor)) if steps else 0
 
-    return cfg if factor == 1 else map_settings(change, dataclasses.asdict(cfg))
+    if factor == 1:
+        return cfg
+    values = {}
+    for name, (value, field) in flatten(cfg).items():
+        if field.rescaled == "rate":
+            values[name] = 1 - (1 - value) ** (1 / factor)
+        elif field.rescaled == "steps" and isinstance(value, tuple):
+            values[name] = tuple(scaled(steps) for steps in value)
+        elif field.rescaled == "steps":
+            values[name] = scaled(value)
+    return assign(cfg, values)
 
 
 PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in (RECORD, CPU, WORDS)}
 
 
-def parse(text: str, hint, name: str):
-    """Parses a bool, number, str or Literal, or a tuple or a pair of one of these."""
-    args, limits = typing.get_args(hint), [0, sys.float_info.max]
-    if hasattr(hint, "__metadata__"):  # Annotated
-        (hint, *limits), args = args[:3], ()
-    if typing.get_origin(hint) is tuple:
-        parts = [part for part in text.split(",") if part]
-        require(Ellipsis in args or len(parts) == len(args), f"--set {name}={text}: give two values")
-        return tuple(parse(part, args[0], name) for part in parts)
-    choices = {str(choice).lower(): choice for choice in ((True, False) if hint is bool else args)}
-    try:
-        value = choices[text.lower()] if choices else hint(text)
-    except (KeyError, ValueError):
-        kinds = " or ".join(filter(None, choices)) or hint.__name__
-        raise UserError(f"--set {name}={text}: give {kinds}") from None
-    low, high = limits
-    require(
-        hint not in (int, float) or low <= value <= high,  # NaN is never between
-        f"--set {name}={text}: give a number from {low:g} to {high:g}",
-    )
-    return value
-
-
 def check_config(cfg: Config, world_size: int) -> None:
     """Raises UserError for settings that would silently train something else, or fail unclearly."""
-    count, shapes, n = num_microbatches(cfg, world_size), param_shapes(cfg, world_size), cfg.ngrams
+    check_processes(cfg, world_size)
+    check_sizes(cfg)
+    check_layers(cfg)
+    check_stages(cfg)
+    check_updates(cfg)
+    if cfg.fp8:
+        check_fp8(cfg, num_microbatches(cfg, world_size))
+
+
+def check_processes(cfg: Config, world_size: int) -> None:
+    """Checks that processes can share the micro-batches, their tokens, and the parameters."""
+    count = num_microbatches(cfg, world_size)
     cannot_share = f"{world_size} processes cannot share"
     require(count % world_size == 0, f"{cannot_share} {count} micro-batches; change one of these numbers")
+    shapes = param_shapes(cfg, world_size)
     for spec in used_params(cfg):
-        require(
-            spec.kind == "small" or shapes[spec.name][0] % world_size == 0,
-            f"{cannot_share} the rows of {spec.name}; change one of these numbers",
-        )
-    require(
-        {spec.update_every for spec in cfg.params if spec.name in ("lm_head", "embed")}
-        in ({(1, 1)}, {(2, 2)}),
-        "lm_head and embed are tied: give both params.*.update_every the same value, 1,1 or 2,2",
-    )
+        is_shared = spec.kind == "small" or shapes[spec.name][0] % world_size == 0
+        require(is_shared, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
     for i, stage in enumerate(cfg.stages):
-        require(
-            stage.batch_tokens % count == 0,
-            f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches",
-        )
-        require(stage.mtp and stage.mtp[0], f"stages.{i}.mtp: the first weight must not be 0")
-        columns = max(stage.sampled_columns, default=0)
-        require(columns <= cfg.padded_vocab, f"stages.{i}.sampled_columns: give numbers up to padded_vocab")
-        widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
-        require(
-            not cfg.fp8 or math.gcd(16, *widths, *stage.sampled_columns) >= 16,
-            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, candidates, head_chunk, "
-            "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
-        )
-    for i, layer in enumerate(cfg.layers):
-        unused = (layer.key_shift or layer.xsa) and layer.attention != "plain"
-        unused |= layer.key_shift and layer.narrow_qk
-        parts = layer.gate, layer.value, layer.narrow_qk, layer.narrow_v
-        unused |= any(parts) and not layer.attention
-        unused |= layer.mudd and not layer.value
-        require(
-            not unused,
-            f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts",
-        )
-    for i, ending in enumerate(cfg.averages):
-        unknown = {*ending.params} - {spec.name for spec in cfg.params if spec.kind != "small"}
-        require(not unknown, f"averages.{i}.params: {unknown}: use names of banks, tables and lm_head")
+        is_whole = stage.batch_tokens % count == 0
+        require(is_whole, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
+
+
+def check_sizes(cfg: Config) -> None:
+    """Checks the model's widths, its vocabulary and the table of n-grams."""
+    pairs = 2 if any(layer.attention == "paired" for layer in cfg.layers) else 1
+    fits = cfg.heads % pairs == 0 and cfg.head_dim % 4 == 0
+    fits = fits and cfg.dim >= GATE_DIM and cfg.dim % cfg.mix_groups == 0
     require(
-        all(
-            first <= second for first, second in [n.update_every, *(spec.update_every for spec in cfg.params)]
-        ),
-        "ngrams.update_every, params.*.update_every: the second number must not be below the first",
-    )
-    require(
-        sorted({*n.orders} - {0, 1}) == sorted(n.orders) and len(n.orders) * n.rows_per_order < 2**31,
-        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
+        fits,
+        f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
+        "paired; head_dim a multiple of 4",
     )
     require(cfg.vocab_size <= cfg.padded_vocab, "padded_vocab must not be below vocab_size")
     require(
         not cfg.pointer_dim or cfg.vocab_size != cfg.padded_vocab,
         "the copy pointer needs a column of the head: raise padded_vocab, or use --set pointer_dim=0",
     )
-    require(cfg.steps, "stages.*.steps are all 0: there is nothing to train")
+    orders = cfg.ngrams.orders
+    are_orders = len(set(orders)) == len(orders) and min(orders, default=2) >= 2
+    require(
+        are_orders and len(orders) * cfg.ngrams.rows_per_order < 2**31,
+        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
+    )
+    require(not orders or cfg.ngrams.width <= cfg.dim, "ngrams.width must not be above the model's width")
+
+
+def check_layers(cfg: Config) -> None:
+    """Checks that every layer uses all its parts, and that streams are read after they are written."""
+    for i, layer in enumerate(cfg.layers):
+        is_plain = layer.attention == "plain"
+        of_attention = layer.gate or layer.value or layer.narrow_qk or layer.narrow_v
+        require(
+            (is_plain or not (layer.key_shift or layer.xsa))
+            and not (layer.key_shift and layer.narrow_qk)
+            and (layer.attention or not of_attention)
+            and (layer.value or not layer.mudd),
+            f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts",
+        )
     require(
         cfg.skip_from < cfg.skip_to and cfg.backout_from < len(cfg.layers),
         "skip_from must be below skip_to, and backout_from the number of a layer",
     )
-    pairs = 1 + any(layer.attention == "paired" for layer in cfg.layers)
+
+
+def check_stages(cfg: Config) -> None:
+    require(cfg.steps, "stages.*.steps are all 0: there is nothing to train")
+    for i, stage in enumerate(cfg.stages):
+        require(stage.mtp and stage.mtp[0], f"stages.{i}.mtp: the first weight must not be 0")
+        columns = max(stage.sampled_columns, default=0)
+        require(columns <= cfg.padded_vocab, f"stages.{i}.sampled_columns: give numbers up to padded_vocab")
+
+
+def check_updates(cfg: Config) -> None:
+    """Checks how often parameters are updated, and which have averages."""
+    intervals = {spec.name: spec.update_every for spec in cfg.params}
+    tied = {intervals[name] for name in ("lm_head", "embed") if name in intervals}
     require(
-        cfg.heads % pairs == 0
-        and cfg.head_dim % 4 == 0
-        and cfg.dim >= GATE_DIM
-        and cfg.dim % cfg.mix_groups == 0,
-        f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
-        "paired; head_dim a multiple of 4",
+        tied in ({(1, 1)}, {(2, 2)}),
+        "lm_head and embed are tied: give both params.*.update_every the same value, 1,1 or 2,2",
     )
-    require(not n.orders or n.width <= cfg.dim, "ngrams.width must not be above the model's width")
+    for early, late in [cfg.ngrams.update_every, *intervals.values()]:
+        require(
+            early <= late,
+            "ngrams.update_every, params.*.update_every: the second number must not be below the first",
+        )
+    known = {spec.name for spec in cfg.params if spec.kind != "small"}
+    for i, average in enumerate(cfg.averages):
+        unknown = set(average.params) - known
+        require(not unknown, f"averages.{i}.params: {unknown}: use names of banks, tables and lm_head")
+
+
+def check_fp8(cfg: Config, count: int) -> None:
+    """Checks the sizes of matrix products in 8 bits, for `count` micro-batches."""
+    for i, stage in enumerate(cfg.stages):
+        widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
+        require(
+            math.gcd(16, *widths, *stage.sampled_columns) == 16,
+            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, candidates, head_chunk, "
+            "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
+        )
 
 
 # ============================================================================================================
@@ -917,7 +1100,9 @@ class StepPlan(NamedTuple):
     step: int
     stage: int
     lr_mul: float  # of every learning rate, as scheduled; Param.lr_mul multiplies it
-    momentum: float  # ANVIL's
+    momentum: float  # ANVIL's, by Nesterov's rule
+    fast_beta: float  # decay of ANVIL's fast running average of gradients
+    fast_weight: float  # its weight in the momentum; the slow average has the rest
     windows: dict[str, int]  # attention windows by name, tokens
     batch_tokens: int
     max_doc_len: int
@@ -925,6 +1110,8 @@ class StepPlan(NamedTuple):
     prefix: float  # of the loss on the next token's prefix; 0: none
     sampled_columns: int  # columns of the head that are computed; 0: all
     late_updates: bool  # from Config.late_updates_from on
+    average_rates: tuple[float, ...]  # of each row of Config.averages, after this step; 0: it does not tick
+    fp8_exact: bool  # the scales of the MLPs' weights in FP8 are this step's, not those of the step before
     # Up to the untie step's update embed is the transpose of lm_head: at first one matrix learns faster from
     # both ends, later two fit better (PRs 175, 178).
     tied: bool
@@ -962,26 +1149,51 @@ def part_at(t: float, parts: tuple):
     return parts[int(t * len(parts))] if parts else 0
 
 
+FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more than FP8's margin in a step
+
+
+def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
+    """Returns the factor of the learning rates: the stage's, and from cooldown_frac before the last stage on
+    a line to the last stage's.
+    """
+    end = cfg.stage_starts[-1]
+    cooldown_from = int(end * (1 - cfg.cooldown_frac))
+    if step <= cooldown_from:
+        return stage.lr_mul
+    t = min(1.0, (step - cooldown_from) / max(1, end - cooldown_from))
+    return stage.lr_mul * (1 - t) + cfg.stages[-1].lr_mul * t
+
+
+def scheduled_momentum(cfg: Config, step: int) -> float:
+    """Returns the momentum: a line from min to max, then max, and in the last steps a line back to min."""
+    to_go = (cfg.momentum_warmup - step) / max(1, cfg.momentum_warmup)
+    cooled = (step - cfg.steps + cfg.momentum_cooldown) / max(1, cfg.momentum_cooldown)
+    decline = max(0, to_go, cooled)
+    return cfg.momentum_max - (cfg.momentum_max - cfg.momentum_min) * decline
+
+
 def plan_step(cfg: Config, step: int) -> StepPlan:
     """Returns what step `step` (from 0) does."""
     starts = cfg.stage_starts
     index = max(i for i, start in enumerate(starts) if start <= step)
     stage = cfg.stages[index]
-    lr_mul, cool = stage.lr_mul, int(starts[-1] * (1 - cfg.cooldown_frac))
-    if step > cool:
-        t = min(1.0, (step - cool) / max(1, starts[-1] - cool))
-        lr_mul = lr_mul * (1 - t) + cfg.stages[-1].lr_mul * t
-    start, end = cfg.momentum_warmup - step, step - cfg.steps + cfg.momentum_cooldown
-    decline = max(0, start / max(1, cfg.momentum_warmup), end / max(1, cfg.momentum_cooldown))
-    momentum = cfg.momentum_max - (cfg.momentum_max - cfg.momentum_min) * decline
-    t, mtp = (step - starts[index]) / stage.steps, stage.mtp
+    t = (step - starts[index]) / stage.steps
+    mtp = stage.mtp
     if len(mtp) > 1:
         mtp = (*mtp[:-1], mtp[-1] - mtp[-1] * t)
+    momentum = scheduled_momentum(cfg, step)
+    if step < cfg.two_momenta_from:
+        fast_beta, fast_weight = momentum, 1.0
+    else:
+        fast_beta, fast_weight = cfg.fast_beta, cfg.fast_weight
+    rates = [tick_rates(average, cfg.steps).get(step, 0.0) for average in cfg.averages]
     return StepPlan(
         step=step,
         stage=index,
-        lr_mul=lr_mul,
+        lr_mul=scheduled_lr_mul(cfg, stage, step),
         momentum=momentum,
+        fast_beta=fast_beta,
+        fast_weight=fast_weight,
         windows=window_tokens(cfg, stage.windows),
         batch_tokens=stage.batch_tokens,
         max_doc_len=stage.max_doc_len,
@@ -989,18 +1201,24 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         prefix=part_at(t, stage.prefix),
         sampled_columns=part_at(t, stage.sampled_columns),
         late_updates=step >= cfg.late_updates_from,
+        average_rates=tuple(rates),
+        fp8_exact=step < FP8_EXACT_STEPS,
         tied=step <= untie_step(cfg),
         untie=step == untie_step(cfg),
     )
 
 
-def tick_rates(ending: WeightAverage, steps: int) -> dict[int, float]:
-    """Returns the steps, of a run of `steps`, after which an ending's average ticks, and each tick's rate."""
-    left = range(min(ending.window, steps))
-    ticks = [steps - 1 - n for n in left if n % ending.every == ending.offset or n in ending.also]
-    rates = dict.fromkeys(ticks, ending.rate)
+@cache
+def tick_rates(average: WeightAverage, steps: int) -> dict[int, float]:
+    """Returns the steps, of a run of `steps`, after which an average ticks, and each tick's rate."""
+    ticks = []
+    for left in range(min(average.window, steps)):
+        if left % average.every == average.offset or left in average.also:
+            ticks.append(steps - 1 - left)
+    rates = dict.fromkeys(ticks, average.rate)
     if ticks:
-        rates |= {ticks[0]: ending.last_rate or ending.rate, ticks[-1]: 1.0}
+        rates[ticks[0]] = average.last_rate or average.rate
+        rates[ticks[-1]] = 1.0  # the first in time: a copy of the parameter
     return rates
 
 
@@ -1010,16 +1228,20 @@ def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
 
 def warmup_steps(cfg: Config) -> list[range]:
     """Returns steps that do all that a run does: the first two, and two before and after each change of the
-    stage, of the number of candidates, or of whether prefixes count or updates are slow.
+    stage, of the number of sampled columns, or of whether prefixes count or updates are late.
 
     From the last stage's start on four: the first two untie embed, the others update it on its own.
     """
-    plans, last = [plan_step(cfg, step) for step in reversed(range(cfg.steps))], cfg.stage_starts[-1]
-    kinds = {
-        (plan.stage, plan.sampled_columns, plan.prefix > 0, plan.late_updates): plan.step for plan in plans
-    }
-    starts = sorted(kinds.values())
-    return [range(max(0, s - 2), min(s + (4 if s == last else 2), cfg.steps)) for s in starts]
+    first_steps: dict[tuple, int] = {}  # of each kind of step
+    for step in range(cfg.steps):
+        plan = plan_step(cfg, step)
+        kind = plan.stage, plan.sampled_columns, plan.prefix > 0, plan.late_updates
+        first_steps.setdefault(kind, step)
+    ranges = []
+    for step in sorted(first_steps.values()):
+        count = 4 if step == cfg.stage_starts[-1] else 2
+        ranges.append(range(max(0, step - 2), min(step + count, cfg.steps)))
+    return ranges
 
 
 # ============================================================================================================
@@ -1998,7 +2220,6 @@ FP8_ACT_MARGIN = 1.80
 FP8_GRAD_MARGIN = 1.25
 FP8_WEIGHT_MARGIN = 1.12
 FP8_LEAST = 1e-12  # maxima below count as that, or as none
-FP8_EXACT_STEPS = 17  # proj starts at 0, and grows by more than its margin at first
 
 
 @compiled
@@ -3598,13 +3819,15 @@ class GPT(nn.Module):
     # --------------------------------------------------------------------------------------------------- FP8
 
     @torch.no_grad()
-    def fp8_mlps(self, step: int) -> FP8MLP:
+    def fp8_mlps(self, exact: bool) -> FP8MLP:
         """Converts the MLPs' weights to FP8, for all forwards of a step. Returns them stacked.
+
+        exact: their scales fit these weights, not those of the step before and a margin.
 
         All forwards of a step use the maxima of the step before, over all ranks: this step's are not known
         yet, and so the scales do not depend on how micro-batches are spread.
         """
-        if step < FP8_EXACT_STEPS:
+        if exact:
             self.weight_amax.zero_()
         self.wait_for("mlp_bank")
         bank = self.mlp_bank[: 2 * len(self.fp8_amax)]
@@ -4214,18 +4437,14 @@ def anvil(
     with names of a matrix's state; lr contains sqrt(max(1, rows / cols)).
     """
     dtype = state["slow_momentum"].dtype
-    if plan.step < cfg.two_momenta_from:
-        fast_beta, fast_weight = plan.momentum, 1.0
-    else:
-        fast_beta, fast_weight = cfg.fast_beta, cfg.fast_weight
     shape_mul = math.sqrt(max(1, p.size(-2) / p.size(-1)))
     lr = cfg.bank_lr * plan.lr_mul * spec.lr_mul * shape_mul
     decay = cfg.bank_wd * spec.wd_mul * cfg.bank_lr * plan.lr_mul
     # In blocks on a CPU, as in adam().
     size = len(p) if p.is_cuda else max(1, (1 << 17) // p[0].numel())
     hyper = dict(
-        fast_rate=host_scalar(1 - fast_beta, dtype),
-        fast_weight=host_scalar(fast_weight, dtype),
+        fast_rate=host_scalar(1 - plan.fast_beta, dtype),
+        fast_weight=host_scalar(plan.fast_weight, dtype),
         momentum=host_scalar(plan.momentum, dtype),
         lr=host_scalar(lr, dtype),
         decay=host_scalar(decay, dtype),
@@ -4447,10 +4666,10 @@ OPTIMIZERS = {
 
 
 class RunningAverage(NamedTuple):
-    """One of cfg.averages, of a parameter's block."""
+    """The running average of a parameter's block that a row of Config.averages asks for."""
 
+    row: int  # its number; StepPlan.average_rates[row] is how far it moves after a step
     spec: WeightAverage
-    rates: dict[int, float]  # tick_rates(): how far the average moves after a step
     value: Tensor
 
 
@@ -4469,11 +4688,10 @@ class ShardedParam:
         self.rule = OPTIMIZERS[spec.optimizer]
         self.state = self.rule.init(self.block, spec, acc_dtype(cfg), exchange.rank * len(self.block))
         self.averages = []
-        for average in cfg.averages:
-            rates = tick_rates(average, cfg.steps)
-            if spec.name in average.params and rates:
+        for row, average in enumerate(cfg.averages):
+            if spec.name in average.params and tick_rates(average, cfg.steps):
                 value = torch.zeros_like(self.block, dtype=acc_dtype(cfg))
-                self.averages.append(RunningAverage(average, rates, value))
+                self.averages.append(RunningAverage(row, average, value))
         self.in_flight: Pending | None = None  # the gather, until somebody waits for it
 
     def is_due(self, plan: StepPlan) -> bool:
@@ -4518,10 +4736,11 @@ class ShardedParam:
         if pending:
             pending.wait()
 
-    def tick(self, step: int) -> None:
-        """Moves those averages that tick after `step` towards the block."""
+    def tick(self, rates: tuple[float, ...]) -> None:
+        """Moves averages towards the block, by StepPlan.average_rates."""
         for average in self.averages:
-            if rate := average.rates.get(step):
+            rate = rates[average.row]
+            if rate:
                 average.value.mul_(1 - rate).add_(self.block, alpha=rate)
 
     def apply_averages(self) -> None:
@@ -4939,9 +5158,16 @@ class Optimizer:
             param.wait()
 
     def tick(self, step: int) -> None:
-        """Moves those averages that tick after `step` towards their parameters."""
+        """Moves the averages that tick after `step` towards their parameters.
+
+        It is called when the gathers of that step are over: a tied copy is made, and the next gradients are
+        on their way.
+        """
+        if step < 0:  # the first step has none before it
+            return
+        rates = plan_step(self.cfg, step).average_rates
         for param in self.params.values():
-            param.tick(step)
+            param.tick(rates)
 
     @traced("averages")
     @torch.no_grad()
@@ -4984,7 +5210,7 @@ def train_step(
 
     fp8_mlp = fp8_head = None
     if model.backend.fp8 and cfg.fp8_mlp and "mlp_bank" in model.banks:
-        fp8_mlp = model.fp8_mlps(plan.step)
+        fp8_mlp = model.fp8_mlps(plan.fp8_exact)
     if model.backend.fp8 and not plan.sampled_columns:
         fp8_head = model.fp8_head()
 

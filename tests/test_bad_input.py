@@ -137,7 +137,9 @@ def hang():
 
 # ---- cases -------------------------------------------------------------------------------------------------
 
-FIRST, SECOND, VAL = (f"corpus/tiny_{name}.bin" for name in ("train_000000", "train_000001", "val_000000"))
+FIRST = "corpus/tiny_train_000000.bin"
+SECOND = "corpus/tiny_train_000001.bin"
+VAL = "corpus/tiny_val_000000.bin"
 ATTEMPTS = "records/other/attempts"
 FILES = f"{ATTEMPTS}/*.checkpoint/step00000004"
 RESUME = "--resume LOG"  # the folder's
@@ -207,15 +209,37 @@ WRONG = """--preset huge
 --set ngrams.orders=1
 --set ngrams.orders=2 --set ngrams.width=4096""".splitlines()
 
+
+def disk_full_for(rank):
+    fault = FaultAtCall("torch.save", 2, disk_full)
+    name = f"a disk too full for rank {rank}'s checkpoint"
+    return Case(name, TWO, ranks=2, faults={rank: fault}, steps=8, kept=("step00000004",))
+
+
+def interrupted(rank, of):
+    fault = FaultAtCall("train_step", 5, interrupt)
+    case = Case(f"Ctrl-C in rank {rank} of {of}", "", said=False, ranks=of, steps=4)
+    case.faults[rank] = fault
+    case.statuses[rank] = -signal.SIGINT
+    return case
+
+
+def killed(rank, when, fault, steps, arguments="", kept=()):
+    case = Case(f"rank {rank} killed {when}", arguments, said=False, ranks=2, steps=steps, kept=kept)
+    case.faults[rank] = fault
+    case.statuses[rank] = -signal.SIGKILL
+    return case
+
+
 # fmt: off
 CASES = [
     # data
     Case("no shards", "--data nowhere"),
     Case("no shards for one rank", "", ranks=2, rank_arguments={1: ["--data", "nowhere"]}),
     Case("no validation shard", "", lambda folder: (folder / VAL).unlink()),
-    *[Case(f"not a shard: {name}", "", corrupt) for name, corrupt in (
-        ("truncated", truncate(SECOND, 13014)), ("another count", set_word(SECOND, 2, 5000)),
-        ("another version", set_word(SECOND, 1, 7)))],
+    Case("not a shard: truncated", "", truncate(SECOND, 13014)),
+    Case("not a shard: another count", "", set_word(SECOND, 2, 5000)),
+    Case("not a shard: another version", "", set_word(SECOND, 1, 7)),
     Case("a token outside the vocabulary", "", set_token(FIRST, 5999, 300), steps=0),
     Case("such a token in a shard that is reached in mid-run", "--set stages.3.steps=10",
          set_token(SECOND, 5999, 300), steps=8),
@@ -225,10 +249,9 @@ CASES = [
     Case("data of GPT-2's vocabulary", "", set_word(FIRST, 3, 0)),
     Case("no vocabulary for the loss on prefixes", "",
          lambda folder: (folder / "corpus/vocabulary.txt").unlink()),
-    *[Case(f"a vocabulary of other {what}", "", write_text("corpus/vocabulary.txt", text))
-      for what, text in (("digits", "the\nan\n"), ("size", "61\n6162\n"))],
-    # options and settings
-    *map(Case, WRONG),
+    Case("a vocabulary of other digits", "", write_text("corpus/vocabulary.txt", "the\nan\n")),
+    Case("a vocabulary of other size", "", write_text("corpus/vocabulary.txt", "61\n6162\n")),
+    # options and settings; below, those of WRONG
     Case("--set microbatches=4", world_size="3"),
     Case("--set padded_vocab=265", world_size="2"),
     Case("--set ngrams.orders= --set bigram_vocab_size=322 --set microbatches=4", world_size="4"),
@@ -244,11 +267,12 @@ CASES = [
     Case("a disk full within a line", "", ranks=0, steps=5, last="step:6/8 ",
          faults={0: FaultAtCall("train_step", 6, partial(fill_disk, 9))}),
     Case("a closed screen", "", ranks=2, faults={0: lose_reader}, steps=0),
-    *[Case(f"a disk too full for rank {rank}'s checkpoint", TWO, ranks=2,
-           faults={rank: FaultAtCall("torch.save", 2, disk_full)}, steps=8, kept=("step00000004",))
-      for rank in (0, 1)],
+    disk_full_for(0),
+    disk_full_for(1),
     # --resume
-    *map(Case, ("--resume nowhere", f"{RESUME} --set params.embed.wd_mul=7", f"{RESUME} --seed 1")),
+    Case("--resume nowhere"),
+    Case(f"{RESUME} --set params.embed.wd_mul=7"),
+    Case(f"{RESUME} --seed 1"),
     Case("--resume of a folder", f"--resume {ATTEMPTS}", fixture="stopped"),
     Case("--resume with other data", RESUME, set_token(FIRST, 9, 0)),
     Case("--resume with fewer processes", RESUME, fixture="stopped_pair"),
@@ -257,10 +281,8 @@ CASES = [
     Case("one rank's part is truncated", RESUME, truncate(f"{FILES}/rank1.pt", 999),
          fixture="stopped_pair", ranks=2),
     # Ctrl-C
-    *[Case(f"Ctrl-C in ranks {ranks} of {world_size}", "", said=False, ranks=world_size, steps=4,
-           faults=dict.fromkeys(ranks, FaultAtCall("train_step", 5, interrupt)),
-           statuses=dict.fromkeys(ranks, -signal.SIGINT))
-      for world_size, ranks in ((0, (0,)), (2, (1,)))],
+    interrupted(0, of=0),
+    interrupted(1, of=2),
     # A rank hangs, which neither torchrun nor the backend ends: the other one times out.
     Case("a silent rank", "", said=False, ranks=2, steps=4,
          faults={0: SetGlobal("COLLECTIVE_TIMEOUT", timedelta(seconds=15)),
@@ -270,15 +292,15 @@ CASES = [
     Case("a process dies when a step is logged", "", said=False, ranks=0, steps=4,
          faults={0: FaultAtCall("tqdm.update", 4, die)}, statuses={0: -signal.SIGKILL}),
     # a rank is killed: when, by which call; the log's finished steps; complete checkpoints
-    *[Case(f"rank {rank} killed {when}", arguments, said=False, ranks=2, steps=steps, kept=kept,
-           faults={rank: FaultAtCall(where, call, do)}, statuses={rank: -signal.SIGKILL})
-      for rank, when, arguments, where, call, do, steps, kept in (
-          (1, "at the data", "", "open_dataset", 1, die_late, None, ()),
-          (1, "before its thread sends row counts", "", "Exchange.route", 3, die, 1, ()),
-          (1, "between scatter and gather", "", "Exchange.gather", 18, die, 1, ()),
-          (0, "while it writes a checkpoint", TWO, "torch.save", 2, die, 8, ("step00000004",)))],
+    killed(1, "at the data", FaultAtCall("open_dataset", 1, die_late), steps=None),
+    killed(1, "before its thread sends row counts", FaultAtCall("Exchange.route", 3, die), steps=1),
+    killed(1, "between scatter and gather", FaultAtCall("Exchange.gather", 18, die), steps=1),
+    killed(0, "while it writes a checkpoint", FaultAtCall("torch.save", 2, die), steps=8, arguments=TWO,
+           kept=("step00000004",)),
 ]
 # fmt: on
+for arguments in WRONG:
+    CASES.append(Case(arguments))
 
 
 # ---- tests -------------------------------------------------------------------------------------------------
@@ -320,7 +342,10 @@ def change_times(folder):
 
 def run_case(case, folder, monkeypatch, capsys):
     """Returns exit statuses by rank, and stderr."""
-    words = [str(*folder.glob(f"{ATTEMPTS}/*.txt")) if word == "LOG" else word for word in case.words]
+    words = case.words
+    if "LOG" in words:
+        (log,) = folder.glob(f"{ATTEMPTS}/*.txt")
+        words[words.index("LOG")] = str(log)
     if case.ranks is None:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -343,9 +368,16 @@ def run_case(case, folder, monkeypatch, capsys):
 LOST = "RuntimeError", "torch.distributed.DistBackendError"
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.ranks is not None)) for c in CASES]
-)
+def parameters():
+    """Returns the cases; those that start processes are slow."""
+    cases = []
+    for case in CASES:
+        marks = () if case.ranks is None else pytest.mark.slow
+        cases.append(pytest.param(case, id=case.name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("case", parameters())
 def test_bad_input_is_one_line(case, tmp_path, folders, monkeypatch, capsys):
     """Every rank fails and none hangs. What was finished is on disk."""
     folder, fixture = tmp_path / "run", "stopped" if "LOG" in case.words else "fresh"
@@ -368,9 +400,9 @@ def test_bad_input_is_one_line(case, tmp_path, folders, monkeypatch, capsys):
     assert before.keys() <= after.keys()
     (log,) = (path for path in written if path.is_file() and path.parent == folder / ATTEMPTS)
     text = log.read_text(encoding="utf-8")
-    steps = [int(step) for step in STEP.findall(text)]
+    steps = list(map(int, STEP.findall(text)))
     # Ranks may be a step apart when one of them is killed.
-    assert steps == [*range(1, len(steps) + 1)] and abs(len(steps) - case.steps) <= ("killed" in case.name)
+    assert steps == list(range(1, len(steps) + 1)) and abs(len(steps) - case.steps) <= ("killed" in case.name)
     assert re.fullmatch(case.last, text.splitlines()[-1])
     checkpoints = [path for path in written if re.search(r"\.checkpoint/step\d+$", str(path))]
     assert sorted(path.name for path in checkpoints) == list(case.kept)

@@ -1,7 +1,6 @@
 """Tests the config: overrides, presets, shapes, schedule, JSON; and that an import has no side effects."""
 
 import dataclasses
-import functools
 import importlib.util
 import itertools
 import json
@@ -42,8 +41,12 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
 
 @pytest.mark.parametrize("setting", OVERRIDES)
 def test_override(setting):
-    before, new = (flatten(dataclasses.asdict(c)) for c in (tg.RECORD, tg.override(tg.RECORD, setting)))
-    changed = {name: new.get(name) for name in before | new if before.get(name) != new.get(name)}
+    before = flatten(dataclasses.asdict(tg.RECORD))
+    new = flatten(dataclasses.asdict(tg.override(tg.RECORD, setting)))
+    changed = {}
+    for name in before | new:
+        if before.get(name) != new.get(name):
+            changed[name] = new.get(name)
     assert repr(changed) == repr(OVERRIDES[setting])
 
 
@@ -55,16 +58,21 @@ def test_presets_are_valid_and_survive_json(preset):
         tg.check_config(cfg, world_size)
     for layer, role in zip(cfg.layers, tg.LAYERS, strict=True):
         assert replace(layer, xsa=False) == replace(role, xsa=False)
-    other = "layers.1.value=false params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4"
-    for written in (cfg, functools.reduce(tg.override, other.split(), cfg)):
+    other = cfg
+    for (
+        setting
+    ) in "layers.1.value=false params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4".split():
+        other = tg.override(other, setting)
+    for written in (cfg, other):
         assert tg.config_from_dict(json.loads(tg.config_json(written))) == written
 
 
 def test_a_config_with_other_fields_is_an_error():
     """Unknown or missing ones: a default instead would be another model."""
-    for change in (lambda values: values["stages"][1].pop("lr_mul"), lambda values: values.update(lr_mul=1)):
-        values = json.loads(tg.config_json(tg.CPU))
-        change(values)
+    fewer = json.loads(tg.config_json(tg.CPU))
+    del fewer["stages"][1]["lr_mul"]
+    more = json.loads(tg.config_json(tg.CPU)) | {"lr_mul": 1}
+    for values in (fewer, more):
         with pytest.raises(KeyError, match="lr_mul"):
             tg.config_from_dict(values)
 
@@ -102,12 +110,17 @@ pointer_sink 128
 @pytest.mark.parametrize("world_size", (1, 8, 64))
 def test_param_shapes(world_size):
     """The record model with bigrams, its banks padded so that every rank owns equally many matrices."""
-    shapes = {name: tuple(map(int, shape)) for name, *shape in map(str.split, SHAPES.strip().splitlines())}
-    for name in ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"):
-        count, *matrix = shapes[name]
-        shapes[name] = (math.ceil(count / world_size) * world_size, *matrix)
+    shapes = {}
+    for line in SHAPES.strip().splitlines():
+        name, *sizes = line.split()
+        count, *others = map(int, sizes)
+        if name in ("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"):
+            count = math.ceil(count / world_size) * world_size
+        shapes[name] = (count, *others)
+    names = [row.name for row in tg.PARAMS]
     assert tg.param_shapes(BIGRAMS, world_size) == shapes
-    assert set(shapes) == {row.name for row in tg.PARAMS} == {row.name for row in tg.used_params(BIGRAMS)}
+    assert set(shapes) == set(names)
+    assert [row.name for row in tg.used_params(BIGRAMS)] == names
     for setting, absent in (
         ("ngrams.orders=2", {"bigram_embed"}),  # its table takes the place of bigrams'
         ("mudd_gates=false", {"mudd_gate_w1", "mudd_gate_w2"}),  # constants need no weights
@@ -117,42 +130,47 @@ def test_param_shapes(world_size):
         cfg = tg.override(BIGRAMS, setting)
         left = tg.param_shapes(cfg, world_size)
         assert left.items() <= shapes.items() and shapes.keys() - left.keys() == absent
-        assert [row.name for row in tg.used_params(cfg)] == [
-            row.name for row in tg.PARAMS if row.name in left
-        ]
+        assert [row.name for row in tg.used_params(cfg)] == [name for name in names if name in left]
 
 
 def test_outputs_of_the_gates():
     """3H + 5 for the layers up to skip_from, H + 7 for the others."""
     none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
-    for cfg, widths in ((BIGRAMS, [23, 13]), (replace(BIGRAMS, layers=none), [5, 7])):  # of x0, bigrams, skip
-        table = tg.gate_table(cfg)
-        assert [sum(gate.columns for gate in part) for part in table] == widths
-        assert max(gate.layer for gate in table[0]) <= 3 < min(gate.layer for gate in table[1])
+    for cfg, widths in ((BIGRAMS, (23, 13)), (replace(BIGRAMS, layers=none), (5, 7))):  # of x0, bigrams, skip
+        early, late = tg.gate_table(cfg)
+        for table, width in zip((early, late), widths):
+            assert sum(gate.columns for gate in table) == width
+        assert max(gate.layer for gate in early) <= 3 < min(gate.layer for gate in late)
 
 
 def test_initial_values():
     """Distributions, padding and tying, for any world size. The seed decides the values."""
     cfg = replace(tg.CPU, heads=4, padded_vocab=512, ngrams=tg.Ngrams(), bigram_vocab_size=2560)
-    one, eight, again, other = (tg.GPT(cfg, n, seed=s) for n, s in ((1, 5), (8, 5), (1, 5), (1, 6)))
-    for model in (one, eight, again, other):
-        model.requires_grad_(False)
+    one = tg.GPT(cfg, 1, seed=5).requires_grad_(False)
+    eight = tg.GPT(cfg, 8, seed=5).requires_grad_(False)
+    again = tg.GPT(cfg, 1, seed=5).requires_grad_(False)
+    other = tg.GPT(cfg, 1, seed=6).requires_grad_(False)
     for name, p in eight.named_parameters():
         unpadded = getattr(one, name)
         assert p[: len(unpadded)].equal(unpadded) and not p[len(unpadded) :].any(), name
-    banks = "qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"
-    assert [len(getattr(eight, bank)) for bank in banks] == [8, 24, 16, 24]
+    assert (len(eight.qk_bank), len(eight.narrow_qk_bank)) == (8, 24)
+    assert (len(eight.vo_bank), len(eight.mlp_bank)) == (16, 24)
     unit = cfg.dim**-0.5
+    bank_bound = math.sqrt(3) * 0.5 * unit
     for p, bound in (
-        *((p, math.sqrt(3) * 0.5 * unit) for p in (one.qk_bank, one.vo_bank, one.mlp_bank[::2])),
-        *((p, unit) for p in (one.mudd_w1, one.mudd_gate_w1)),  # Kaiming's uniform distribution
+        (one.qk_bank, bank_bound),
+        (one.vo_bank, bank_bound),
+        (one.mlp_bank[::2], bank_bound),
+        (one.mudd_w1, unit),  # Kaiming's uniform distribution
+        (one.mudd_gate_w1, unit),
     ):
         assert 0.99 * bound < p.abs().max() <= bound and abs(p.mean()) < 0.01 * bound
         assert p.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
     assert one.lm_head.std().item() == pytest.approx(0.005, rel=0.02) and one.embed.equal(one.lm_head.T)
     assert one.value_embeds.std().item() == pytest.approx(0.01, rel=0.02)
     zeros = one.bigram_embed, one.ve_gate_bank, one.smear_gate, one.mudd_w2, one.mudd_gate_w2
-    assert not any(p.any() for p in (*zeros, one.mlp_bank[1::2]))
+    for p in zeros + (one.mlp_bank[1::2],):
+        assert not p.any()
     root = math.sqrt(1.1)
     for p, values in (
         (one.mudd_b2[0] * 0.1, [0, 0, 0, 0, 0, 0, 2, 2, root, 1, 0, 0.05, root, 1]),
@@ -165,7 +183,9 @@ def test_initial_values():
         assert p.tolist() == pytest.approx(values, rel=1e-5)
     initial = {"xsa": 0, "output": 0.25, "x0": 0, "ngram": 0.05, "skip": 0.5}
     for gates, biases in zip(one.gate_table, one.mudd_gate_b2 * 0.1):
-        values = [initial[gate.kind] for gate in gates for _ in range(gate.columns)]
+        values = []
+        for gate in gates:
+            values += gate.columns * [initial[gate.kind]]
         assert biases.tolist() == pytest.approx(values + [0] * (len(biases) - len(values)))
     assert one.signs.abs().eq(1).all() and abs(one.signs.mean()) < 0.01
     assert one.signs.equal(eight.signs) and (one.prefixes == -1).all()
@@ -176,9 +196,11 @@ def test_initial_values_do_not_depend_on_other_parameters():
     """Checks a model without some parameters, from a table in another order."""
     model = tg.GPT(tg.CPU, seed=5)
     fewer = tg.GPT(replace(tg.CPU, mudd_weights=False, params=tg.CPU.params[::-1]), seed=5)
-    assert all(p.equal(getattr(model, name)) for name, p in fewer.named_parameters())
+    for name, p in fewer.named_parameters():
+        assert p.equal(getattr(model, name)), name
     assert fewer.signs.equal(model.signs)
-    assert len({bank.flatten()[0].item() for bank in (model.qk_bank, model.vo_bank, model.mlp_bank)}) == 3
+    first = [bank.flatten()[0].item() for bank in (model.qk_bank, model.vo_bank, model.mlp_bank)]
+    assert len(set(first)) == 3
 
 
 # ---- schedule ----------------------------------------------------------------------------------------------
@@ -190,36 +212,46 @@ SHORT = tg.override(CPU, "stages.*.steps=2")
 
 @pytest.mark.parametrize("cfg", [CPU, SHORT, replace(CPU, stages=CPU.stages[:2], momentum_warmup=0)])
 def test_any_schedule_has_a_plan_for_every_step(cfg):
-    plans, every = [tg.plan_step(cfg, step) for step in range(cfg.steps)], {*range(cfg.steps)}
-    (untied,) = (p.step for p in plans if p.untie)
-    want = sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
-    assert untied % 2 and sum(p.batch_tokens for p in plans) == want
-    warmup = {*itertools.chain(*tg.warmup_steps(cfg))}
-    own_update = {untied + 2} & every  # the first after untying
-    assert {0, 1, *cfg.stage_starts} | own_update <= warmup <= every
+    every = set(range(cfg.steps))
+    untied = []
+    tokens = 0
+    for step in range(cfg.steps):
+        plan = tg.plan_step(cfg, step)
+        tokens += plan.batch_tokens
+        if plan.untie:
+            untied.append(step)
+    assert tokens == sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
+    assert len(untied) == 1 and untied[0] % 2
+    warmup = set(itertools.chain.from_iterable(tg.warmup_steps(cfg)))
+    own_update = {untied[0] + 2} & every  # the first after untying
+    assert {0, 1} | set(cfg.stage_starts) | own_update <= warmup <= every
+
+
+def decay_and_count(average, steps):
+    """Returns what is left of an average's first tick after a run, and how many ticks there are."""
+    rates = tg.tick_rates(average, steps).values()
+    return math.prod(1 - rate for rate in rates if rate < 1), len(rates)
 
 
 @pytest.mark.parametrize("preset", tg.PRESETS)
 def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
     cfg = tg.PRESETS[preset]
-    half, names = (
-        tg.override(cfg, "length=0.5"),
-        "lr_mul momentum late_updates stage prefix sampled_columns".split(),
-    )
-    assert abs(half.steps - cfg.steps / 2) <= len(cfg.stages) and half.two_momenta_from == round(
-        cfg.two_momenta_from / 2
-    )
+    half = tg.override(cfg, "length=0.5")
+    names = "lr_mul momentum fast_beta fast_weight late_updates stage prefix sampled_columns".split()
+    assert abs(half.steps - cfg.steps / 2) <= len(cfg.stages)
+    assert half.two_momenta_from == round(cfg.two_momenta_from / 2)
     plans = [tg.plan_step(cfg, step) for step in range(cfg.steps)]
     for step in range(half.steps):
+        plan = tg.plan_step(half, step)
+        nearby = plans[max(0, 2 * step - 9) : 2 * step + 10]
         for name in names:
-            near = [getattr(plan, name) for plan in plans[max(0, 2 * step - 9) : 2 * step + 10]]
-            now = getattr(tg.plan_step(half, step), name)
+            near = [getattr(p, name) for p in nearby]
+            now = getattr(plan, name)
             assert min(near) - 0.01 <= now <= max(near) + 0.01, (step, name)
     for before, after in zip(cfg.averages, half.averages):
-        # What is left of an average's first tick, and how many ticks there are.
-        rates = [[*tg.tick_rates(e, c.steps).values()] for e, c in ((before, cfg), (after, half))]
-        kept = [math.prod(1 - rate for rate in row if rate < 1) for row in rates]
-        assert abs(len(rates[0]) - 2 * len(rates[1])) <= 4 and kept[0] == pytest.approx(kept[1], abs=0.02)
+        kept, ticks = decay_and_count(before, cfg.steps)
+        kept_half, ticks_half = decay_and_count(after, half.steps)
+        assert abs(ticks - 2 * ticks_half) <= 4 and kept_half == pytest.approx(kept, abs=0.02)
     assert tg.config_from_dict(json.loads(tg.config_json(half))) == tg.override(half, "length=0.5") == half
 
 
@@ -234,9 +266,8 @@ def test_a_presets_length_is_applied_once_and_to_no_other(tmp_path):
     del sys.modules[spec.name]
     want = {"cpu": replace(tg.rescale(CPU, 0.9), length=1.0), "words": tg.PRESETS["words"]}
     assert count == 1 and want["cpu"].steps < CPU.steps
-    assert {name: module.config_json(module.PRESETS[name]) for name in want} == {
-        name: tg.config_json(cfg) for name, cfg in want.items()
-    }
+    for name, cfg in want.items():
+        assert module.config_json(module.PRESETS[name]) == tg.config_json(cfg)
     half, cpu = module.override(module.PRESETS["cpu"], "length=0.5"), tg.override(want["cpu"], "length=0.5")
     assert module.config_json(half) == tg.config_json(cpu)
 
@@ -247,7 +278,8 @@ def test_no_cooldown_and_no_schedule():
     start = cfg.stage_starts[3]
     rates = [tg.plan_step(cfg, step).lr_mul for step in (start - 1, start)]
     assert rates == [CPU.stages[2].lr_mul, last.lr_mul]
-    only = replace(cfg, stages=(*(replace(stage, steps=0) for stage in CPU.stages[:3]), last))
+    empty = [replace(stage, steps=0) for stage in CPU.stages[:3]]
+    only = replace(cfg, stages=(*empty, last))
     assert tg.plan_step(only, 5).lr_mul == pytest.approx(last.lr_mul)
 
 
@@ -399,24 +431,35 @@ MAPS = (  # ANVIL's: a x + b x^3 + c x^5 of singular values (record 92)
 
 
 def test_the_record_has_the_published_constants():
-    cfg, flags = tg.RECORD, "x0 ngram narrow_qk narrow_v xsa gate key_shift mudd value".split()
+    cfg = tg.RECORD
+    flags = "x0 ngram narrow_qk narrow_v xsa gate key_shift mudd value".split()
     for line in FIELDS.strip().splitlines():
         name, value = line.split(" ", 1)
         assert str(getattr(cfg, name)) == value, name
     assert cfg.ngrams == NGRAMS
-    assert [str(dataclasses.astuple(stage)) for stage in cfg.stages] == STAGES.strip().splitlines()
-    adam, banks = ([row for row in cfg.params if row.optimizer == name] for name in ("adam", "anvil"))
-    rows = [f"{r.name} %g %g %g %g %d %d" % (*r.betas, r.lr_mul, r.wd_mul, *r.update_every) for r in adam]
-    assert sorted(rows) == sorted(ADAM.strip().splitlines())
-    for row in banks:
-        assert (row.lr_mul, row.wd_mul, row.update_every) == (1, 1, (1, 1))
-        assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
-    assert {row.name for row in banks} == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
+    for stage, line in zip(cfg.stages, STAGES.strip().splitlines(), strict=True):
+        assert str(dataclasses.astuple(stage)) == line
+    adam_lines = []
+    banks = set()
+    for row in cfg.params:
+        if row.optimizer == "adam":
+            numbers = *row.betas, row.lr_mul, row.wd_mul, *row.update_every
+            adam_lines.append(" ".join([row.name, *map("{:g}".format, numbers)]))
+        else:
+            banks.add(row.name)
+            assert (row.lr_mul, row.wd_mul, row.update_every) == (1, 1, (1, 1))
+            assert row.matrix_lr_mul == ((1, 2) if row.name == "mlp_bank" else ())
+    assert sorted(adam_lines) == sorted(ADAM.strip().splitlines())
+    assert banks == {"qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"}
     for layer, expected in zip(cfg.layers, LAYERS.strip().splitlines(), strict=True):
-        row = f"{layer.attention or '-'} {layer.window} {layer.mlps}:"
-        assert " ".join([row, *(flag for flag in flags if getattr(layer, flag))]) == expected
-    averages = tuple((set(e.params), e.window, e.rate, e.blend, e.every) for e in cfg.averages)
-    assert averages == AVERAGE_ROWS
+        words = [layer.attention or "-", layer.window, f"{layer.mlps}:"]
+        for flag in flags:
+            if getattr(layer, flag):
+                words.append(flag)
+        assert " ".join(words) == expected
+    for average, row in zip(cfg.averages, AVERAGE_ROWS, strict=True):
+        numbers = average.window, average.rate, average.blend, average.every
+        assert (set(average.params), *numbers) == row
     assert tg.ANVIL_MAPS == MAPS
     # The head: 23 sigmoid((logits + 5) / 7.5) (A). FP8, record 92: scales of e4m3, and of gradients in e5m2.
     assert cfg.softcap == tg.Softcap(23, 5, 7.5)

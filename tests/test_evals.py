@@ -188,7 +188,9 @@ def test_text_of_a_saved_model_is_never_run(run):
     assert "eval(" not in Path(tg.__file__).read_text().replace(".eval(", "")
 
 
-@pytest.mark.parametrize("change", [{"heads": 1 << 20}, {"sign_rows": 65536}, {"mlp_dim": "8"}, {"lr": 1}])
+@pytest.mark.parametrize(
+    "change", [{"heads": 1 << 20}, {"sign_rows": 65536}, {"mlp_dim": "8"}, {"vocab_size": -1}, {"lr": 1}]
+)
 def test_settings_that_do_not_fit_the_weights_are_one_line(run, change):
     """Says so before memory is taken."""
     save("other.pt", random_model(run))
