@@ -59,7 +59,7 @@ RENAMED = {
     "second_cadence_from": "late_updates_from",
     "stages.candidates": "sampled_columns",
 }
-RENAMED_KERNELS = {"both_layouts": "cast_and_transpose"}
+RENAMED_KERNELS = {"both_layouts": "cast_and_transpose", "gram": None}  # None: it is gone
 # Settings that models of earlier scripts lack, with the values that they had in effect.
 ADDED = {
     "pointer_dim": 0,
@@ -86,7 +86,8 @@ def rename(settings, path: str = ""):
 def read_config(text: str) -> tg.Config:
     """Returns the config of a saved model's JSON, whichever script wrote it. Raises an error if it cannot."""
     values = ADDED | rename(json.loads(text))
-    values["kernels"] = [RENAMED_KERNELS.get(name, name) for name in values["kernels"]]
+    kernels = [RENAMED_KERNELS.get(name, name) for name in values["kernels"]]
+    values["kernels"] = [name for name in kernels if name]
     return tg.config_from_dict(values)
 
 

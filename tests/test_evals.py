@@ -170,7 +170,7 @@ def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
     new = json.loads(tg.config_json(cfg))
     for before, now in RENAMED.items():
         assert value_at(old, before) == value_at(new, now), now
-    assert all_values(new) == all_values(old)
+    assert all_values(new) == [value for value in all_values(old) if value != "gram"]  # a kernel that is gone
     assert [list(shape) for shape in tg.param_shapes(cfg, 1).values()] == golden["shapes"]
 
 

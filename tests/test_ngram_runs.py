@@ -232,11 +232,11 @@ def test_a_table_that_does_not_fit_is_one_line(corpus, monkeypatch, allocator):
 
     monkeypatch.setattr(torch, "zeros", fail)
     with pytest.raises(tg.UserError) as raised:
-        tg.make_ngram_table(cfg, exchange)
+        tg.make_ngram_table(cfg, exchange, tg.TORCH_BACKEND)
     reason = str(error).splitlines()[0]
     assert str(raised.value).startswith(f"the n-gram table needs {size:,} bytes in each process: {reason}; ")
     assert "lower ngrams.rows_per_order" in str(raised.value) and "\n" not in str(raised.value)
-    assert tg.make_ngram_table(make_config(corpus, "ngrams.orders="), exchange) is None
+    assert tg.make_ngram_table(make_config(corpus, "ngrams.orders="), exchange, tg.TORCH_BACKEND) is None
 
 
 # ---- the preset --------------------------------------------------------------------------------------------

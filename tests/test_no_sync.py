@@ -79,8 +79,8 @@ MUTANTS = {
 def test_a_step_that_waits_fails(few_layers, monkeypatch, mutant):  # noqa: F811
     head = tg.GPT.head_loss_and_grad
 
-    def waiting(model, x, *args):
-        loss, roots = head(model, x, *args)
+    def waiting(model, x, *args, **options):
+        loss, roots = head(model, x, *args, **options)
         MUTANTS[mutant](loss, x)
         return loss, roots
 
