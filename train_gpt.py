@@ -15,21 +15,22 @@ Results
 
 The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
 
-Sections. Each uses only what is above it; but the Prefetcher (5) gets an Exchange (9), the model (8) an
-NgramTable (11)
+Sections. Each uses only what is above it; but the Prefetcher (5) gets an Exchange (9), and the model (8) the
+objects of section 11. To read the step first, begin with train_step (13) and GPT (8)
     1  This text, imports
     2  Config       layer, parameter and stage tables; presets; --set name=value; what a config must satisfy
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
     4  Runtime      processes and devices, compilation, clock, labels in traces, log
-    5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows
+    5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows,
+                    batches that a thread builds ahead
     6  Operations   in plain torch, five with Triton kernels: FP8, squared ReLU, loss, copy pointer, sums of
                     rows; attention; the backend of a run, which chooses
     7  Gradients    matmuls that write their weights' gradients into main_grad
     8  Model        rotary tables, what mixes and gates the streams, the head with its loss
     9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
     10 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
-    11 Tables       n-gram memory: sharded rows; fetch, return and update of those that a step touches
-    12 Optimizer    scatter, work, gather, in explicit orders; the averages
+    11 Parameters   what is updated, an object each: its gradient, its update, its averages; n-gram memory
+    12 Optimizer    has these objects; scatter, work, gather, in explicit orders
     13 Step         train_step, validate, losses that leave the device asynchronously
     14 Saving       saved models, checkpoints
     15 Main         command line, warm-up, the timed loop; run() is the whole story
@@ -39,9 +40,9 @@ Each technique names its source at its line: "PR 130" is a pull request there, "
 table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), L the
 layers, V the padded vocabulary.
 
-The stream is the residual stream. A bank is a stack of equal matrices, whose updates are spread over ranks. A
-rail is a running average of gradients, as momentum. A parameter may have a running average, too: a tick moves
-it. The touched rows of a table are those that a batch looks up.
+The stream is the residual stream. A bank is a stack of equal matrices, and a rank's block is the part of a
+parameter that it updates. The touched rows of a table are those that a batch looks up. A running average of a
+parameter ticks after some steps: that moves it.
 """
 
 import argparse
@@ -429,7 +430,7 @@ class Config:
     # A matrix is first divided by bank_margin times its norm, so that no singular value is above
     # 1 / bank_margin. ANVIL's maps diverge above 1 / 1.05: record 92's 1.05 leaves bf16's rounding no room.
     bank_margin: Annotated[float, 1.05, 10] = 1.06
-    # ANVIL has two running averages of the gradients (rails), a fast and a slow one. A step moves the slow
+    # ANVIL has two running averages of the gradients, a fast and a slow momentum. A step moves the slow
     # one by this share towards its gradient.
     slow_rate: Fraction = 0.02
     # Before this step the momentum is the fast average alone, with the scheduled decay, and the slow one only
@@ -1086,7 +1087,7 @@ def check_fp8(cfg: Config, count: int) -> None:
         widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
         require(
             math.gcd(16, *widths, *stage.sampled_columns) == 16,
-            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, candidates, head_chunk, "
+            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, sampled_columns, head_chunk, "
             "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
         )
 
@@ -1130,7 +1131,7 @@ class StepPlan(NamedTuple):
         return every[self.late_updates] // every[0]
 
     def updates(self, every: UpdateInterval) -> bool:
-        """True if what has this cadence is updated after this step, from all gradients since its last update.
+        """True if what has this interval is updated after this step, by all gradients since its last update.
 
         Adam's parameters need it only after every second step, at next to no cost in loss (PR 136): half the
         traffic of the tables. The largest, from Config.late_updates_from on, need it after every fourth
@@ -1737,7 +1738,7 @@ def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: i
     chosen[needed] = True
     distinct = int(chosen.sum())
     require(
-        distinct <= count, f"{distinct} distinct targets, {count} candidates: raise stages.*.sampled_columns"
+        distinct <= count, f"{distinct} distinct targets, {count} columns: raise stages.*.sampled_columns"
     )
     if missing := count - distinct:
         size = min(vocab, missing * 17 // 10 + 256)
@@ -1787,7 +1788,7 @@ class TrainLoader:
 
     def position(self) -> tuple[int, ...]:
         """Returns where the next batch begins: number of the shard, counting on in later epochs; document;
-        and the offsets of this rank's candidates.
+        and the offsets of this rank's sampled columns.
         """
         return self.opened, self.document, *self.offsets
 
@@ -1826,7 +1827,7 @@ class TrainLoader:
         )
 
     def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
-        """Builds this rank's micro-batches of the next batch, and chooses their candidates."""
+        """Builds this rank's micro-batches of the next batch, and chooses their sampled columns."""
         T, cuts = plan.batch_tokens // self.microbatches, self.advance(plan.batch_tokens, plan.max_doc_len)
         cfg, micro_batches = self.cfg, []
         for i, m in enumerate(self.own):
@@ -4085,10 +4086,10 @@ def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor
 
 
 @compiled
-def index_in(ids: Tensor, candidates: Tensor) -> Tensor:
-    """Returns the places of `ids` int64 among ascending `candidates` (P,) int32; -1: absent."""
-    at = torch.searchsorted(candidates.long(), ids).clamp_max(len(candidates) - 1)
-    return torch.where(candidates[at] == ids, at, -1)
+def index_in(ids: Tensor, columns: Tensor) -> Tensor:
+    """Returns where each of `ids` int64 is among ascending `columns` (P,) int32; -1: absent."""
+    at = torch.searchsorted(columns.long(), ids).clamp_max(len(columns) - 1)
+    return torch.where(columns[at] == ids, at, -1)
 
 
 # ============================================================================================================
@@ -4555,7 +4556,7 @@ ROW_EPS = 1e-10
 
 def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
     """Returns rows' second moments; the times of their last updates; and the table's clock: the number of its
-    updates, and their time. A unit of time is as many steps as the first cadence has.
+    updates, and their time. A unit of time is as many steps as the first update interval has.
     """
     return {
         "moments": table.new_zeros(len(table), dtype=dtype),
@@ -4769,7 +4770,7 @@ class ShardedParam:
 
 
 class SmallParams(ShardedParam):
-    """Small parameters with equal betas, dtype, cadence and reduction, as parts of one vector, which is
+    """Small parameters with equal betas, dtype, interval and reduction, as parts of one vector, which is
     exchanged and updated in their place. Autograd adds their gradients to main_grad, of which p.grad of each
     is a part.
     """
@@ -5198,7 +5199,7 @@ def train_step(
     model: GPT, optimizer: Optimizer, batch: Batch, following: Callable[[], Batch | None] = lambda: None
 ) -> Tensor:
     """Trains on one batch. Returns this rank's loss, the weighted mean over all targets: 0-d, on the device.
-    With candidates it is the loss over these columns alone, which is lower.
+    With sampled columns it is the loss over these alone, which is lower.
 
     `following()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """

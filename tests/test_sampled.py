@@ -327,7 +327,7 @@ def test_too_few_candidates_end_a_run(launch, tmp_path):
     with launch(tmp_path / "run", change=("stages.1.sampled_columns=3",), world_size=2) as run:
         assert all(run.wait())
     said = re.findall(r"^train_gpt.py: error.*", run.err, re.MULTILINE)
-    start = r"train_gpt.py: error on rank \d: [789] distinct targets, 3 candidates: raise"
+    start = r"train_gpt.py: error on rank \d: [789] distinct targets, 3 columns: raise"
     assert said and all(re.match(start, line) for line in said), run.err
 
 
