@@ -1187,7 +1187,6 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         fast_beta, fast_weight = momentum, 1.0
     else:
         fast_beta, fast_weight = cfg.fast_beta, cfg.fast_weight
-    rates = [tick_rates(average, cfg.steps).get(step, 0.0) for average in cfg.averages]
     return StepPlan(
         step=step,
         stage=index,
@@ -1202,7 +1201,7 @@ def plan_step(cfg: Config, step: int) -> StepPlan:
         prefix=part_at(t, stage.prefix),
         sampled_columns=part_at(t, stage.sampled_columns),
         late_updates=step >= cfg.late_updates_from,
-        average_rates=tuple(rates),
+        average_rates=average_rates(cfg, step),
         fp8_exact=step < FP8_EXACT_STEPS,
         tied=step <= untie_step(cfg),
         untie=step == untie_step(cfg),
@@ -1221,6 +1220,11 @@ def tick_rates(average: WeightAverage, steps: int) -> dict[int, float]:
         rates[ticks[0]] = average.last_rate or average.rate
         rates[ticks[-1]] = 1.0  # the first in time: a copy of the parameter
     return rates
+
+
+def average_rates(cfg: Config, step: int) -> tuple[float, ...]:
+    """Returns how far each row of Config.averages moves after a step; 0: it does not tick then."""
+    return tuple(tick_rates(average, cfg.steps).get(step, 0.0) for average in cfg.averages)
 
 
 def window_tokens(cfg: Config, windows: Windows) -> dict[str, int]:
@@ -2375,10 +2379,7 @@ def relu_square_kernel(
     square,
     out,
     out_T,
-    a_scale,
-    b_scale,
-    square_scale,
-    out_scale,
+    scales,
     amax,
     amax_index,
     M,
@@ -2398,6 +2399,7 @@ def relu_square_kernel(
 
     GROUP rows of tiles share operands in the L2 cache.
     FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
+    scales: FP8MLP's (3, 2), contiguous. In a row the forward's comes first.
     """
     i, j = tl.program_id(1), tl.program_id(0)
     i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
@@ -2407,14 +2409,15 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        product *= tl.load(a_scale) * tl.load(b_scale)
+        scale = scales if square is None else scales + 1
+        product *= tl.load(scale) * tl.load(scale + 2)
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(square_scale)
+            squares *= tl.load(scales + 4)
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -2422,7 +2425,7 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        store_fp8(result * (1 / tl.load(out_scale)), out, out_T, rows, cols, M, N, FP8_MAX)
+        store_fp8(result * (1 / tl.load(scale + 4)), out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
 
@@ -2449,7 +2452,7 @@ def launch_relu_square(
     relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
 
 
-NO_FP8 = (None,) * 6 + (0,)
+NO_FP8 = None, None, None, 0
 
 
 def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
@@ -2466,12 +2469,10 @@ def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
 
 def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
     backward = int(square8 is not None)
-    a_scale, w_scale, out_scale = mlp.scales[:, backward]
     w8 = mlp.weights[backward]
     out = a8.new_empty(len(a8), len(w8))
     out_T = a8.new_empty(len(w8), len(a8))
-    amax_index = 2 * mlp.i + backward
-    fp8_args = out_T, a_scale, w_scale, mlp.scales[2, 0], out_scale, mlp.amax, amax_index
+    fp8_args = out_T, mlp.scales, mlp.amax, 2 * mlp.i + backward
     launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
     return out, out_T
 
@@ -4993,8 +4994,9 @@ class NgramTable:
         # One after the other, as no buffer has all rows of the block.
         places = torch.arange(distinct, dtype=torch.int32, device=self.device)
         plan = self.touched._replace(segments=self.touched.segments._replace(ids=places))
-        out = self.block.new_zeros((distinct, self.cfg.width), dtype=self.state["moments"].dtype)
-        return self.exchange.reduce_rows(self.name, self.main_grad[: len(plan.rows)], plan, out)
+        rows = self.main_grad[: len(plan.rows)]
+        out = rows.new_zeros((distinct, self.cfg.width), dtype=self.state["moments"].dtype)
+        return self.exchange.reduce_rows(self.name, rows, plan, out)
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
@@ -5164,9 +5166,7 @@ class Optimizer:
         It is called when the gathers of that step are over: a tied copy is made, and the next gradients are
         on their way.
         """
-        if step < 0:  # the first step has none before it
-            return
-        rates = plan_step(self.cfg, step).average_rates
+        rates = average_rates(self.cfg, step)
         for param in self.params.values():
             param.tick(rates)
 
@@ -5242,8 +5242,6 @@ def train_step(
             sampled_columns=micro_batch.sampled_columns,
             pointer_probs=pointer_probs,
         )
-        losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
-
         # The rest of the backward.
         roots, root_grads = [x], [dx]
         if pointer_probs is not None:
@@ -5256,6 +5254,7 @@ def train_step(
         for param in params.values():
             param.end_backward()
         optimizer.add_rows(looked_up, segments, model.signs)
+        losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
 
     if fp8_mlp:
         amax = optimizer.exchange.all_reduce(model.fp8_amax, dist.ReduceOp.MAX)

@@ -293,6 +293,7 @@ class GeneratedCounts(Counts):
 
 
 PHASE_OF = [
+    (tg.GPT, "fp8_head", "head"),
     (tg, "move", "copies"),
     (tg.Optimizer, "begin", "copies"),
     (tg.GPT, "forward", "forward"),

@@ -104,7 +104,7 @@ def shuffled(cfg, seed):
     """Returns the config with a random order of scatter, and of work."""
     rng, n = random.Random(seed), len(cfg.params)
     rows = zip(rng.sample(cfg.params, n), rng.sample(range(n), n))
-    return replace(cfg, params=tuple(replace(row, work=work) for row, work in rows))
+    return replace(cfg, params=tuple(replace(row, update_order=order) for row, order in rows))
 
 
 def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
@@ -331,7 +331,7 @@ def bytes_sent(cfg, rank, n):
                 sent[f"counts {row.name}"] += 8 * others
                 sent[f"row ids {row.name}"] += 4 * away
                 if is_due:
-                    sent[f"rows {row.name}"] += away * nbytes // shape[0]
+                    sent[f"gradient rows {row.name}"] += away * nbytes // shape[0]
                 touched = set()
             elif is_due:
                 sent[f"{'all_to_all' if fp32 else 'reduce_scatter'} {row.name}"] += nbytes * others // n
@@ -498,9 +498,9 @@ def test_gathers_are_waited_for_where_they_are_first_needed(everything, monkeypa
     assert same_bits(run["final"], want["final"])
     banks = ["qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"]
     small, moments = ["small_0", "small_1", "small_2"], ["lm_head.exp_avg", "lm_head.exp_avg_sq"]
-    every = ["lm_head", "value_embeds", *small, *banks]
+    every = ["lm_head", "value_embeds", *banks, *small]
     # Untying, after step 5, gathers moments. In step 5 value_embeds is not updated.
-    assert orders == [[], banks, every, banks, every, [*banks, *moments], ["lm_head", *small, *banks], banks]
+    assert orders == [[], banks, every, banks, every, [*banks, *moments], ["lm_head", *banks, *small], banks]
 
 
 # -------------------------------------------------------------------------------------------------- exchange
