@@ -4683,6 +4683,8 @@ class ShardedParam:
     over micro-batches and steps. How, and how it is exchanged and cleared, is what the heirs differ in.
     """
 
+    main_grad: typing.Any  # Tensor; None where autograd has the gradient
+
     def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
         self.spec, self.p, self.cfg, self.exchange, self.backend = spec, p, cfg, exchange, backend
         self.name, self.update_order = spec.name, spec.update_order
@@ -4721,7 +4723,7 @@ class ShardedParam:
 
     def clear(self) -> None:
         """Begins a new sum of the gradient, after an update."""
-        raise NotImplementedError
+        self.main_grad.zero_()
 
     def drop_grad(self) -> None:
         """Begins a new sum, whatever has been added since the last update."""
@@ -4803,9 +4805,6 @@ class SmallParams(ShardedParam):
 
     def scatter(self) -> Pending:
         return self.reduce(self.main_grad)
-
-    def clear(self) -> None:
-        self.main_grad.zero_()
 
 
 class DenseParam(ShardedParam):
