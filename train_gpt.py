@@ -2380,6 +2380,7 @@ def relu_square_kernel(
     out,
     out_T,
     scales,
+    SCALE_STEP: tl.constexpr,
     amax,
     amax_index,
     M,
@@ -2399,7 +2400,7 @@ def relu_square_kernel(
 
     GROUP rows of tiles share operands in the L2 cache.
     FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
-    scales: FP8MLP's (3, 2), contiguous. In a row the forward's comes first.
+    scales: FP8MLP's (3, 2), SCALE_STEP apart. In a row the forward's comes first.
     """
     i, j = tl.program_id(1), tl.program_id(0)
     i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
@@ -2409,15 +2410,15 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        scale = scales if square is None else scales + 1
-        product *= tl.load(scale) * tl.load(scale + 2)
+        scale = scales if square is None else scales + SCALE_STEP
+        product *= tl.load(scale) * tl.load(scale + 2 * SCALE_STEP)
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(scales + 4)
+            squares *= tl.load(scales + 4 * SCALE_STEP)
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -2425,7 +2426,7 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        store_fp8(result * (1 / tl.load(scale + 4)), out, out_T, rows, cols, M, N, FP8_MAX)
+        store_fp8(result * (1 / tl.load(scale + 4 * SCALE_STEP)), out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
 
@@ -2452,7 +2453,7 @@ def launch_relu_square(
     relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
 
 
-NO_FP8 = None, None, None, 0
+NO_FP8 = None, None, 0, None, 0
 
 
 def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
@@ -2472,7 +2473,7 @@ def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = Non
     w8 = mlp.weights[backward]
     out = a8.new_empty(len(a8), len(w8))
     out_T = a8.new_empty(len(w8), len(a8))
-    fp8_args = out_T, mlp.scales, mlp.amax, 2 * mlp.i + backward
+    fp8_args = out_T, mlp.scales, mlp.scales.stride(1), mlp.amax, 2 * mlp.i + backward
     launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
     return out, out_T
 

@@ -191,8 +191,9 @@ def fp8_case(T, d, width, backward):
     h = randn(T, d)
     bank = randn(2, width, d, seed=1)
     dy = randn(T, d, seed=2)
-    scales = torch.tensor([[2**-6, 2**-4], [0, 0], [0, 0]])[..., None, None]
-    pair = torch.stack([scales, scales])  # the second is not aligned
+    # As the model has them: each at a multiple of 16 bytes, and nothing may be read between them.
+    pair = torch.full((2, 3, 2, 4, 1), torch.nan)[:, :, :, :1]
+    pair[:] = torch.tensor([[2**-6, 2**-4], [0, 0], [0, 0]])[..., None, None]
     weights, transposed = tg.fp8_mlp_weights(bank.repeat(2, 1, 1), pair, torch.zeros(2, 2))
     square = (h @ bank[0].T).relu().square()
     da = 2 * square.sqrt() * (dy @ bank[1].T)
