@@ -15,7 +15,7 @@ Results
 
 The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
 
-Sections. Each uses only what is above it; but the Prefetcher (5) gets an Exchange (9), and the model (8) the
+Sections. Each uses only what is above it; but the Prefetcher (5) uses Exchange (9), and the model (8) the
 objects of section 11. To read the step first, begin with train_step (13) and GPT (8)
     1  This text, imports
     2  Config       layer, parameter and stage tables; presets; --set name=value; what a config must satisfy
@@ -752,7 +752,8 @@ def used_params(cfg: Config) -> list[Param]:
 def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
     value_tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    mix = list(MIX_BIASES) + value_tables * [0.0]
+    mix = list(MIX_BIASES)
+    mix[4:4] = value_tables * [0.0]  # the value embeddings' streams stand after "skip"
     gates: tuple[list[float], list[float]] = ([], [])
     for biases, table in zip(gates, gate_table(cfg)):
         for gate in table:
@@ -1658,7 +1659,8 @@ class MicroBatch(NamedTuple):
     # Of "inputs" and of "hashed_rows"; of n-grams of their slots. Packed apart: their sizes vary.
     segments: dict[str, Segments] = {}
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
-    loss_weights: Tensor | None = None  # (K,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
+    # (losses,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
+    loss_weights: Tensor | None = None
 
 
 map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
@@ -3351,7 +3353,7 @@ class GPT(nn.Module):
         mlps = sum(layer.mlps for layer in self.cfg.layers)
         dy_scale = FP8_DY * world_size / num_microbatches(self.cfg, world_size)
         scales = torch.tensor([[FP8_H, dy_scale], [0, 0], [1, dy_scale]], device=self.device)
-        # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four equal numbers.
+        # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four, and alone in use.
         scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
         self.fp8_scales = scales[:, :, :, :1]
         self.fp8_amax = torch.zeros(mlps, 2, device=self.device)
@@ -3838,7 +3840,7 @@ class GPT(nn.Module):
         return FP8MLP(weights, transposed, self.fp8_scales, self.fp8_amax.zero_())
 
     def set_fp8_scales(self, amax: Tensor) -> None:
-        """Sets the scales of the next step's squares and their gradients from this one's maxima (L, 2)."""
+        """Sets the next step's scales of each MLP's square and da from this step's maxima (MLPs, 2)."""
         scales = self.fp8_scales[:, 2, :, 0, 0]
         # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
         is_known = (amax > FP8_LEAST) & (amax < math.inf)
@@ -4055,7 +4057,7 @@ def next_token_losses(
 
     with them the mixture of section 6, where p_vocab is the softmax without the gate's column:
 
-        p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy
+        p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy + PROB_FLOOR
     """
     z = cap.scale * softcap_sigmoid(logits, cap)
     if pointer_probs is None:
@@ -4098,14 +4100,14 @@ def index_in(ids: Tensor, columns: Tensor) -> Tensor:
 # 9  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
 #    a Pending is waited for where its result is first used.
 #
-#    How a table row's gradient travels, for example bigram_embed's:
+#    How a table row's gradient travels, for example value_embeds':
 #
 #    thread that       make_segments           which rows each micro-batch reads, and at which positions
 #    builds batches    Exchange.plan_rows      tells every owner which of its rows are touched
 #    each backward     TableParam.add_rows     adds the positions' gradients to their rows of main_grad
 #    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner
 #                                              sums them in fp32, in rank order, in its block of main_grad
-#    work              TableParam.update       Adam; then clear() makes these rows of main_grad 0
+#    work              ShardedParam.update     Adam; then clear() makes the means' rows of main_grad 0
 #
 #        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
@@ -4645,7 +4647,9 @@ OPTIMIZERS = {
 #
 #                   ShardedParam's heirs                        NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       add_product, add_rows; end_backward         add_rows
+#    backward       by products: add_product of lm_head, and    add_rows
+#                   Weight.gradient of banks; tables: add_rows;
+#                   small ones: autograd; then end_backward
 #    scatter        scatter: the mean over ranks begins         scatter
 #    work           update, by the mean; clear: a new sum       update; clear
 #    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
@@ -4655,7 +4659,7 @@ OPTIMIZERS = {
 #    these steps read are fetched once, and their gradients return once. On the left what the batch-building
 #    thread does, while earlier steps train; on the right the main thread, from top to bottom:
 #
-#    index  hash_ngrams, make_segments       each forward    embeddings sum rows of `cache`, by slot
+#    index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
 #    ids    plan_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
 #           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
 #                                                            update: owners' mean in rank order, and the rule
