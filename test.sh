@@ -28,10 +28,10 @@ fi
 case $mode$# in
     --cpus*)   # OpenBLAS is numpy's and so Triton's interpreter's; ATen, oneDNN and MKL are torch's
         export OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2
-        export ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+        export ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 MKL_CBWR=AVX2   # MKL_CBWR: on AMD too
         "${pytest[@]}" -q -m numeric "$@"
         export OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default
-        export ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+        export ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE
         pytest+=(-q -m numeric) ;;
     --fast*) pytest+=(-m "not slow") ;;
     all0) for check in "ruff format --check ." "ruff check ." mypy; do "$python" -c "$module" $check; done ;;
