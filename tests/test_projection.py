@@ -161,6 +161,7 @@ def test_flash_attention_3_as_a_setting_saves_what_it_saves_as_a_technique():
     assert projection.step_ms(changed, Model()) == pytest.approx(projection.step_ms(fa3, Model()))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run(capsys):
     """Checks that the estimates of published times, to which the model is fitted, are near."""
