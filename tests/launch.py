@@ -252,8 +252,9 @@ class Launch:
         while running := self.running:
             assert time.monotonic() < end, f"{running} still run after {seconds} s; their output: {self.err}"
             if any(process.exitcode for process in self.processes):
-                time.sleep(GRACE)
+                end_of_grace = time.monotonic() + GRACE
                 for process in running:
+                    process.join(max(0.0, end_of_grace - time.monotonic()))  # most have ended by then
                     process.terminate()
                     process.join()
             wait([process.sentinel for process in running], 1)

@@ -37,6 +37,7 @@ def setup(tmp_path, monkeypatch):
     return check.Setup(tmp_path, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_everything_runs_without_a_gpu(tmp_path):
     command = [sys.executable, str(BENCH / "gpu/check.py"), "--out", "answers"]

@@ -7,6 +7,7 @@ Data reaches the device through move(), from page-locked memory if there is a GP
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,3 +88,14 @@ def test_a_step_that_waits_fails(few_layers, monkeypatch, mutant):  # noqa: F811
     monkeypatch.setattr(tg.GPT, "head_loss_and_grad", waiting)
     with pytest.raises(RuntimeError):
         train_on_meta(few_layers, monkeypatch)
+
+
+def test_a_loss_counts_when_it_has_arrived():
+    losses = tg.AsyncLoss()
+    arrived = []
+    losses.queue = [(1, torch.tensor(5.0), SimpleNamespace(query=lambda: arrived))]
+    losses.poll()
+    assert losses.latest == (0, None) and losses.queue
+    arrived.append(True)
+    losses.poll()
+    assert losses.latest == (1, 5.0) and not losses.queue

@@ -246,7 +246,9 @@ def test_test_sh(ready):
         return status, [re.sub(r"--num\S+ --max\S+ --dist=worksteal", "-n", command) for command in commands]
 
     checks = ["-m ruff format --check .", "-m ruff check .", "-m mypy"]
-    assert run_tests() == (0, [*checks, "-m pytest -n"])
+    assert run_tests() == (0, [*checks, "-m pytest -n -m not long"])
+    assert run_tests("--all") == (0, [*checks, "-m pytest -n"])
+    assert run_tests("-x") == (0, ["-m pytest -n -m not long -x"])
     assert run_tests(FAILS="ruff check") == (3, checks[:2])
     assert run_tests("--fast -x", FAILS="pytest") == (3, ["-m pytest -n -m not slow -x"])
     assert run_tests("tests/test_a.py -x") == (0, ["-m pytest tests/test_a.py -x"])
@@ -258,6 +260,7 @@ def test_test_sh(ready):
 # ---- With the real Python and torchrun ---------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_machines_train_as_two_processes_on_one(repository):
     """Each of two run.sh starts one process. The losses have the same digits."""
