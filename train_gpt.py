@@ -780,7 +780,7 @@ def compiler_of(cfg: Config) -> Callable | None:
         return None
     torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
     # These vary without a new graph of GPT.trunk; only dense attention needs one for each window.
-    torch.compiler.config.dynamic_sources = r"L\['(embeddings|sequence|windows)'\].*"
+    torch.compiler.config.dynamic_sources = r"L\['(looked_up|sequence|windows)'\].*"
 
     @cache
     def compiler(function: Callable) -> Callable:
@@ -852,7 +852,7 @@ class Segments(NamedTuple):
 
 
 class RowExchange(NamedTuple):
-    """The all-to-all that takes the gradients of a table's touched rows to their owners (diagram: section 12).
+    """The all-to-all that takes the gradients of a table's touched rows to their owners (section 12).
 
     A rank has touched a row if one of its micro-batches has read it since the table's last update. The rows
     of n-grams take the same ways back, from their owners, before that.
@@ -905,8 +905,8 @@ def train_step(
     plan, cfg, params = batch.plan, model.cfg, optimizer.params
     count = len(batch.micro_batches)
     model.use_stage(plan.stage)
-    model.wait_for, model.ngrams = optimizer.wait_for, optimizer.ngrams
     optimizer.begin(batch)
+    optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
 
     fp8_mlp = fp8_head = None
     if model.backend.fp8 and cfg.fp8_mlp and "mlp_bank" in model.banks:
@@ -920,12 +920,12 @@ def train_step(
         micro_batch = move(micro_batch._replace(segments={}), model.device, model.input_buffer)
 
         # Forward.
-        looked_up: dict[str, Tensor] = {}
-        x = model.forward(micro_batch, plan.windows, params, looked_up, fp8_mlp)  # (T, d)
+        looked_up = model.look_up(micro_batch, training=True)
+        x = model.forward(looked_up, micro_batch, plan.windows, params, fp8_mlp)  # (T, d)
         prefixes = model.prefixes if plan.prefix else None
         targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
         pointer_probs = None
-        if cfg.pointer_dim and cfg.pointer_window:
+        if cfg.pointer_dim:
             pointer_inputs = model.pointer_inputs(x)
             probs, lse = model.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_window)
             pointer_probs = PointerProbs(probs, torch.empty_like(probs), model.gate_column)
@@ -1101,16 +1101,67 @@ MUDD_WEIGHTS = {
     "resid_mlp": RESID_BIAS,
     "post_mlp": 10,
 }
-# The same of the mix before the head, of the streams that GPT.trunk lists; those left out have 0. The
-# second, "backout", is taken off: it served only middle layers (PR 140).
-MIX_BIASES = (0.0, -5.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter that this model has, in the order of cfg.params.
+def mix_streams(cfg: Config) -> dict[str, float]:
+    """Returns the streams that the mix before the head weighs, by the names that GPT.trunk saves them under,
+    and the initial biases of their weights, divided by MUDD_SCALE.
+    """
+    tables = sum(layer.value for layer in cfg.layers if layer.attention)
+    values = {f"value {i}": 0.0 for i in range(tables)}
+    # The backout is taken off: it served only middle layers (PR 140).
+    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
+    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
 
-    One with a size of 0 is of a technique that is off: it does not exist. Banks are padded for `world_size`
-    ranks.
+
+def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
+    gates: tuple[list[float], list[float]] = ([], [])
+    for biases, table in zip(gates, gate_table(cfg)):
+        for gate in table:
+            biases.extend(gate.columns * [gate.bias])
+    return {"mudd": (list(MUDD_WEIGHTS.values()), list(mix_streams(cfg).values())), "mudd_gate": gates}
+
+
+# Draws an initial value of this shape, on the CPU.
+Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
+
+
+def constant(value: float) -> Draw:
+    return lambda shape, generator: torch.full(shape, value)
+
+
+def normal(std: float) -> Draw:
+    return lambda shape, generator: std * torch.randn(shape, generator=generator)
+
+
+def uniform(std: float, inputs: int) -> Draw:
+    """std: for one input; of `inputs` it is divided by their root."""
+    bound = math.sqrt(3) * std * inputs**-0.5
+    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+
+def rows(*values: list[float]) -> Draw:
+    """Draws nothing: the rows are given, shorter ones padded with 0."""
+    tensors = [torch.tensor(row) for row in values]
+    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
+
+
+def first_of_pairs(draw_all: Draw) -> Draw:
+    """The second matrices of pairs are 0: a layer begins without MLP."""
+
+    def draw(shape, generator):
+        value = draw_all(shape, generator)
+        value[1::2] = 0
+        return value
+
+    return draw
+
+
+def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
+    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
+
+    One with a size of 0 is of a technique that is off: it does not exist.
     """
     d = cfg.dim
     H = cfg.heads
@@ -1124,47 +1175,58 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     value_tables = sum(layer.value for layer in attending)
     value_gates = sum(layer.value and not layer.mudd for layer in attending)
     bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
-    # The two small MLPs "mudd": of the layer with MUDD, and of the mix before the head, which weighs each
-    # stream as a whole and by groups of its channels.
-    streams = len(MIX_BIASES) + value_tables
+    # The mix before the head weighs each stream as a whole and by groups of its channels.
+    biases = mlp_biases(cfg)
+    streams = len(mix_streams(cfg))
     mudd_biases = max(len(MUDD_WEIGHTS), streams)
     mudd_outputs = max(len(MUDD_WEIGHTS), streams * (1 + cfg.mix_groups))
     mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
-    gates = max(sum(gate.columns for gate in table) for table in gate_table(cfg))
+    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
     gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
     pointer = cfg.pointer_dim
-    sizes = {
-        "qk_bank": (wide * H, 2 * D, d),
-        "narrow_qk_bank": (narrow * H, D, d),
-        "vo_bank": (2 * len(attending), d, d),
-        "mlp_bank": (2 * mlps, cfg.mlp_dim, d),
-        "scalars": (2 * L + 2,),
-        "smear_gate": (1, GATE_DIM),
-        "ve_gate_bank": (value_gates, H, GATE_DIM),
-        "mudd_w1": (2, mudd_hidden, d),
-        "mudd_w2": (2, mudd_outputs, mudd_hidden),
-        "mudd_b2": (2, mudd_biases),
-        "mudd_gate_w1": (2, gates_hidden, d),
-        "mudd_gate_w2": (2, gates, gates_hidden),
-        "mudd_gate_b2": (2, gates),
-        "mudd_gate_scale": (min(1, gates),),
-        "post_lambdas": (L, 2),
-        "resid_lambdas": (L, 2),
-        "pointer_bank": (2, pointer, d),
-        "pointer_gain": (min(1, pointer),),
-        "pointer_sink": (pointer,),
-        "lm_head": (d, V),
-        "bigram_embed": (bigrams, d),
-        "value_embeds": (V, value_tables, d),
-        "embed": (V, d),
+    zeros = constant(0.0)
+    # Of each layer the factors of its QKV and of its output products. Then the factor of the smear, and the
+    # skip's before its sigmoid.
+    scalars = [0.5, 1.0] * L + [0.0, -1.5]
+    return {
+        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
+        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
+        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
+        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
+        "scalars": ((2 * L + 2,), rows(scalars)),
+        "smear_gate": ((1, GATE_DIM), zeros),
+        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
+        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
+        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
+        "mudd_b2": ((2, mudd_biases), rows(*biases["mudd"])),
+        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
+        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
+        "mudd_gate_b2": ((2, gates), rows(*biases["mudd_gate"])),
+        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
+        "post_lambdas": ((L, 2), constant(1.0)),
+        "resid_lambdas": ((L, 2), constant(1.0488)),
+        "pointer_bank": ((2, pointer, d), uniform(1.0, d)),
+        "pointer_gain": ((min(1, pointer),), constant(1.0)),
+        "pointer_sink": ((pointer,), normal(max(1, pointer) ** -0.5)),
+        "lm_head": ((d, V), normal(0.005)),
+        "bigram_embed": ((bigrams, d), zeros),
+        "value_embeds": ((V, value_tables, d), normal(0.01)),
+        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
     }
+
+
+def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter that this model has, in the order of cfg.params.
+
+    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
+    """
+    table = param_table(cfg)
     shapes = {}
     for spec in cfg.params:
-        first, *rest = sizes[spec.name]
-        if spec.kind == "bank":
-            first = padded(first, world_size)
-        if first and all(rest):
-            shapes[spec.name] = (first, *rest)
+        shape, _ = table[spec.name]
+        if all(shape):
+            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
+            shapes[spec.name] = (first, *shape[1:])
     return shapes
 
 
@@ -1174,64 +1236,10 @@ def used_params(cfg: Config) -> list[Param]:
     return [spec for spec in cfg.params if spec.name in shapes]
 
 
-def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
-    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    value_tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    mix = list(MIX_BIASES)
-    mix[4:4] = value_tables * [0.0]  # the value embeddings' streams stand after "skip"
-    gates: tuple[list[float], list[float]] = ([], [])
-    for biases, table in zip(gates, gate_table(cfg)):
-        for gate in table:
-            biases.extend(gate.columns * [gate.bias])
-    return {"mudd": (list(MUDD_WEIGHTS.values()), mix), "mudd_gate": gates}
-
-
 def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
     """Returns a parameter's initial value, drawn on the CPU and without padding."""
-    shape = param_shapes(cfg, 1)[name]
-    generator = seeded(name, seed)
-
-    def normal(std: float) -> Tensor:
-        return std * torch.randn(shape, generator=generator)
-
-    def uniform(std: float) -> Tensor:  # std: in units of 1 / sqrt(d)
-        bound = math.sqrt(3) * std * cfg.dim**-0.5
-        return (torch.rand(shape, generator=generator) * 2 - 1) * bound
-
-    match name:
-        case "qk_bank" | "narrow_qk_bank" | "vo_bank":
-            return uniform(0.5)
-        case "mlp_bank":
-            value = uniform(0.5)
-            value[1::2] = 0  # the second matrices: a layer begins without MLP
-            return value
-        case "mudd_w1" | "mudd_gate_w1":
-            return uniform(0.577)  # Kaiming's
-        case "pointer_bank":
-            return uniform(1.0)
-        case "lm_head":
-            return normal(0.005)
-        case "value_embeds":
-            return normal(0.01)
-        case "pointer_sink":
-            return normal(cfg.pointer_dim**-0.5)
-        case "scalars":
-            # Of each layer the factors of its QKV and of its output products. Then the factor of the smear,
-            # and the skip's before its sigmoid.
-            return torch.tensor([0.5, 1.0] * len(cfg.layers) + [0.0, -1.5])
-        case "mudd_b2" | "mudd_gate_b2":
-            first, second = mlp_biases(cfg)[name.removesuffix("_b2")]
-            rows = [torch.tensor(first), torch.tensor(second)]
-            return nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        case "mudd_gate_scale":
-            return torch.full(shape, 0.1)
-        case "resid_lambdas":
-            return torch.full(shape, 1.0488)
-        case "post_lambdas" | "pointer_gain":
-            return torch.ones(shape)
-        case "smear_gate" | "ve_gate_bank" | "mudd_w2" | "mudd_gate_w2" | "bigram_embed" | "embed":
-            return torch.zeros(shape)  # embed: until GPT.initialize copies lm_head to it
-    raise KeyError(f"{name}: add its initial value here")
+    shape, draw = param_table(cfg)[name]
+    return draw(shape, seeded(name, seed))
 
 
 Term = tuple[
@@ -1283,14 +1291,14 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.backend = backend or TORCH_BACKEND
         self.device = torch.device(device)
-        self.wait_for = lambda *names: None  # the optimizer's: ends tensors' gathers
-        # An NgramTable, or what has its fetch(): where rows of n-grams come from.
+        # An NgramTable, or what has its fetch(): where rows of n-grams come from. Its owner sets it.
         self.ngrams: typing.Any = None
         # For move(): each micro-batch in training overwrites the one before it of its size. So those of equal
         # shapes have equal addresses, which CUDA graphs need.
         self.input_buffer = cache(torch.empty)
         self.gate_table = gate_table(cfg)
         self.mlp_biases = mlp_biases(cfg)
+        self.mix_streams = mix_streams(cfg)
         self.register_parameters(world_size)
         self.register_constants()
         self.allocate_fp8_scales(world_size)
@@ -1306,12 +1314,16 @@ class GPT(nn.Module):
         cfg = self.cfg
         shapes = param_shapes(cfg, world_size)
         self.banks = []
+        self.token_tables = []
         for spec in used_params(cfg):
             dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
             zeros = torch.zeros(shapes[spec.name], dtype=dtype, device=self.device)
             self.register_parameter(spec.name, nn.Parameter(zeros))
             if spec.kind == "bank":
                 self.banks.append(spec.name)
+            elif spec.kind == "tokens":
+                self.token_tables.append(spec.name)
+        # The table that ngram_sums() reads: a parameter, or the NgramTable.
         self.ngram_table = "bigram_embed" if "bigram_embed" in shapes else "ngrams"
 
     def register_constants(self) -> None:
@@ -1361,47 +1373,21 @@ class GPT(nn.Module):
     # ------------------------------------------------------------------------------------------- the forward
 
     @traced("forward")
-    def forward(
-        self,
-        micro_batch: MicroBatch,
-        windows: dict[str, int],
-        params: dict[str, typing.Any] | None = None,
-        looked_up: dict[str, Tensor] | None = None,
-        fp8: FP8MLP | None = None,
-    ) -> Tensor:
-        """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
+    def look_up(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
+        """Returns what a micro-batch's tokens look up, by table, for forward().
 
-        windows: tokens, by name. The backward gives the banks' gradients to `params`, or without it to
-        autograd. In training, `looked_up` gets what is looked up in tables, by name, where autograd leaves
-        its gradients; outside it, rows of n-grams are fetched first. With `fp8`, the result of GPT.fp8_mlps,
-        MLPs are in FP8.
+        Of a table of tokens: each token's row (T, ...). Of bigram_embed or the n-grams: sums of rows (T,
+        width). In training the rows of n-grams are in the table's cache, and autograd leaves its gradients
+        in the `grad` of what is returned; outside it rows of n-grams are fetched first.
         """
-        embeddings = self.embeddings(micro_batch, training=looked_up is not None)
-        if looked_up is not None:
-            for name, rows in embeddings.items():
-                looked_up[name] = rows.detach().requires_grad_()
-            embeddings = looked_up
-        self.wait_for()
-        banks = {}
-        for name in self.banks:
-            banks[name] = params[name].weight() if params else Weight(getattr(self, name))
-        sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
-        return compiled(GPT.trunk)(self, embeddings, sequence, windows, banks, fp8)
-
-    def embeddings(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
-        """Returns what a micro-batch's tokens look up, by table.
-
-        embed: rows (T, d). bigram_embed or ngrams: sums of rows (T, width). value_embeds: rows of all tables
-        (T, tables, d), if there are any.
-        """
-        ngram_sums = self.ngram_sums(micro_batch, training)
-        self.wait_for("embed")
-        embeddings = {"embed": F.embedding(micro_batch.inputs, self.embed), self.ngram_table: ngram_sums}
-        if hasattr(self, "value_embeds"):
-            self.wait_for("value_embeds")
-            rows = F.embedding(micro_batch.inputs, self.value_embeds.flatten(1))
-            embeddings["value_embeds"] = rows.unflatten(1, self.value_embeds.shape[1:])
-        return embeddings
+        found = {self.ngram_table: self.ngram_sums(micro_batch, training)}
+        for name in self.token_tables:
+            table = getattr(self, name)
+            rows = F.embedding(micro_batch.inputs, table.flatten(1))
+            found[name] = rows.unflatten(1, table.shape[1:])
+        if training:
+            found = {name: rows.detach().requires_grad_() for name, rows in found.items()}
+        return found
 
     def ngram_sums(self, micro_batch: MicroBatch, training: bool) -> Tensor:
         """Returns the sum (T, width) of the rows of each token's n-grams, or bigram, times their signs.
@@ -1409,7 +1395,6 @@ class GPT(nn.Module):
         Hashed n-grams are an embedding of this token and those before, so that no layer need recognize
         frequent ones (PR 201).
         """
-        self.wait_for(self.ngram_table)
         ids = micro_batch.hashed_rows
         if self.ngram_table == "bigram_embed":
             rows = self.bigram_embed
@@ -1422,26 +1407,46 @@ class GPT(nn.Module):
         gather_rows(sums, rows, ids.int(), self.signs, micro_batch.sign_ids)
         return sums
 
+    @traced("forward")
+    def forward(
+        self,
+        looked_up: dict[str, Tensor],
+        micro_batch: MicroBatch,
+        windows: dict[str, int],
+        params: dict[str, typing.Any] | None = None,
+        fp8: FP8MLP | None = None,
+    ) -> Tensor:
+        """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
+
+        windows: tokens, by name. The backward gives the banks' gradients to `params`, or without it to
+        autograd. With `fp8`, the result of GPT.fp8_mlps, MLPs are in FP8.
+        """
+        banks = {}
+        for name in self.banks:
+            banks[name] = params[name].weight() if params else Weight(getattr(self, name))
+        sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
+        return compiled(GPT.trunk)(self, looked_up, sequence, windows, banks, fp8)
+
     def trunk(
         self,
-        embeddings: dict[str, Tensor],
+        looked_up: dict[str, Tensor],
         sequence: tuple[Tensor, int],
         windows: dict[str, int],
         banks: dict[str, Weight],
         fp8: FP8MLP | None,
     ) -> Tensor:
-        """Does forward after the embeddings: one graph, if it is compiled, and so is its backward.
+        """Does forward: one graph, if it is compiled, and so is its backward.
 
-        embeddings: GPT.embeddings's; sequence: cu_seqlens, longest document.
+        sequence: cu_seqlens, longest document.
         """
         cfg = self.cfg
-        embed = embeddings["embed"]
+        embed = looked_up["embed"]
         T, d = embed.shape
-        ngram = embeddings[self.ngram_table]  # (T, width)
+        ngram = looked_up[self.ngram_table]  # (T, width)
         ngram = F.pad(ngram, (0, d - ngram.size(1)))  # (T, d)
         values: Sequence[Tensor] = ()  # (T, d) each
-        if "value_embeds" in embeddings:
-            values = embeddings["value_embeds"].unbind(1)
+        if "value_embeds" in looked_up:
+            values = looked_up["value_embeds"].unbind(1)
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
         smear, skip = self.scalars[-2:].unbind()
         x0 = norm(smear_tokens(embed, self.smear_gate, smear))
@@ -1451,7 +1456,6 @@ class GPT(nn.Module):
             x = mix([(None, x0), (gates["ngram", 0], ngram)])
         # Streams that later layers and the head's input read, by the place where they were saved.
         saved = {
-            "x0": x0,
             "ngram": ngram,
             "first": x,  # enters layer 0
             "skip": x,  # leaves layer skip_from
@@ -1460,6 +1464,8 @@ class GPT(nn.Module):
             "mudd": x,  # enters the layer with MUDD weights
             "mudd mlp": x,  # the input of its MLP
         }
+        for i, value in enumerate(values):
+            saved[f"value {i}"] = value
         for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, values, fp8, T))):
             if i == cfg.skip_to:
                 x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], saved["skip"])])
@@ -1490,9 +1496,7 @@ class GPT(nn.Module):
             if i == cfg.backout_from:
                 saved["backout"] = x
                 saved["normed backout"] = norm(x)
-        # In the order of MIX_BIASES, the value embeddings' after "skip".
-        streams = [saved["first"], saved["backout"], saved["mudd"], saved["skip"]]
-        streams += [*values, saved["mudd mlp"], saved["normed backout"]]
+        streams = [saved[name] for name in self.mix_streams]
         return final_norm(x, self.token_weights("mudd", 1, x), streams)
 
     def layer_weights(
@@ -1769,7 +1773,7 @@ class GPT(nn.Module):
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         cfg = self.cfg
-        x = self.forward(micro_batch, windows)
+        x = self.forward(self.look_up(micro_batch, training=False), micro_batch, windows)
         if cfg.pointer_dim:
             queries = self.pointer_inputs(x)
             pointer_weights, _ = self.backend.pointer(queries, micro_batch, cfg.pointer_val_window)
@@ -1792,7 +1796,8 @@ class GPT(nn.Module):
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
         micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), cfg)), self.device)
-        x = self.forward(micro_batch, window_tokens(cfg, cfg.val_windows))
+        looked_up = self.look_up(micro_batch, training=False)
+        x = self.forward(looked_up, micro_batch, window_tokens(cfg, cfg.val_windows))
         z = cfg.softcap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cfg.softcap)
         if not cfg.pointer_dim:
             return z.softmax(1)[0, : cfg.vocab_size]
@@ -1821,7 +1826,6 @@ class GPT(nn.Module):
         """
         if exact:
             self.weight_amax.zero_()
-        self.wait_for("mlp_bank")
         bank = self.mlp_bank[: 2 * len(self.fp8_amax)]
         weights, transposed = fp8_mlp_weights(bank, self.fp8_scales, self.weight_amax)
         return FP8MLP(weights, transposed, self.fp8_scales, self.fp8_amax.zero_())
@@ -1837,7 +1841,6 @@ class GPT(nn.Module):
     @torch.no_grad()
     def fp8_head(self) -> tuple[Tensor, Tensor]:
         """Converts lm_head to FP8 for a step that computes all its columns: (d, V), and transposed."""
-        self.wait_for("lm_head")
         return fp8_and_transposed(self.lm_head, FP8_W)
 
     # -------------------------------------------------------------------------------------- rotary embedding
@@ -3798,7 +3801,8 @@ class Optimizer:
     def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
         """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update.
 
-        Mean gradients exist only here, each rank's block of them.
+        wait() must have been called since the step before. Mean gradients exist only here, each rank's block
+        of them.
         """
         head, embed = self.params.get("lm_head"), self.params.get("embed")
         for table in self.params.values():
@@ -3816,9 +3820,7 @@ class Optimizer:
             with traced(f"exchange {each.name}"):
                 mean_grads[each.name] = each.scatter()
 
-        # The gathers of the step before end, if nobody has waited for them. So averages see its values, a
-        # tied copy among them, while the gradients are on their way.
-        self.wait_for()
+        # The averages tick after the step before, while the gradients are on their way.
         self.tick(plan.step - 1)
 
         # Work, and gather.
@@ -3839,11 +3841,10 @@ class Optimizer:
             head.untie(embed)
 
     @torch.no_grad()
-    def wait_for(self, *names: str) -> None:
-        """Ends the gathers, and the fetch "ngrams", of these names; without names, all."""
-        for name in names or self.sharded:
-            if name in self.sharded:
-                self.sharded[name].wait()
+    def wait(self) -> None:
+        """Ends all gathers, and the fetch of n-grams, that are under way."""
+        for each in self.sharded.values():
+            each.wait()
 
     def gather_all(self) -> None:
         for param in self.params.values():
@@ -3853,8 +3854,7 @@ class Optimizer:
     def tick(self, step: int) -> None:
         """Moves the averages that tick after `step` towards their parameters.
 
-        It is called when the gathers of that step are over: a tied copy is made, and the next gradients are
-        on their way.
+        The gathers of that step have ended, so that a tied copy is made.
         """
         rates = average_rates(self.cfg, step)
         for param in self.params.values():
@@ -3864,7 +3864,7 @@ class Optimizer:
     @torch.no_grad()
     def apply_averages(self) -> None:
         """Moves parameters to their averages, after the last step, and restores their norms."""
-        self.wait_for()
+        self.wait()
         self.tick(self.cfg.steps - 1)
         for param in self.params.values():
             param.apply_averages()
@@ -3874,7 +3874,7 @@ class Optimizer:
     @torch.no_grad()
     def drop_grads(self) -> None:
         """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
-        self.wait_for()
+        self.wait()
         for each in self.sharded.values():
             each.drop_grad()
         self.begun = None
@@ -5300,7 +5300,6 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     # torch.save raises RuntimeError when the disk is full.
     with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
         if exchange.rank == 0:
-            model.wait_for()
             weights = {"signs": model.signs.cpu()}
             for name, shape in param_shapes(model.cfg, 1).items():
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
@@ -5321,7 +5320,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
     """Returns this rank's part of all that training changes, except gradients and the table of n-grams."""
-    optimizer.wait_for()
+    optimizer.wait()
     return {
         "params": {name: param.state_dict() for name, param in optimizer.params.items()},
         "others": {name: getattr(model, name) for name in ("signs", "fp8_scales", "weight_amax")},
@@ -5650,6 +5649,7 @@ def warm_up(training: Training) -> None:
         batches = Prefetcher(loader, plans, ids_exchange)
         for plan in plans:
             model.use_stage(plan.stage)
+            optimizer.wait()
             validate(model, val, optimizer.exchange, plan.windows, slices)
             loss = train_step(model, optimizer, batches.next(), batches.peek)
             AsyncLoss().push(plan.step, loss)
@@ -5713,6 +5713,7 @@ def timed_validation(
     model = training.model
     with clock.paused() as ms:
         losses.poll()
+        training.optimizer.wait()
         loss = validate(model, training.val, training.optimizer.exchange, windows)
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")

@@ -296,6 +296,7 @@ PHASE_OF = [
     (tg.GPT, "fp8_head", "head"),
     (tg, "move", "copies"),
     (tg.Optimizer, "begin", "copies"),
+    (tg.GPT, "look_up", "forward"),
     (tg.GPT, "forward", "forward"),
     (tg.GPT, "head_loss_and_grad", "head"),
     (torch.autograd, "backward", "backward"),

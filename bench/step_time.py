@@ -216,6 +216,7 @@ class Training:
         self.optimizer = tg.Optimizer(
             self.cfg, dict(self.model.named_parameters()), exchange, variant.backend
         )
+        self.model.ngrams = self.optimizer.ngrams
         start = self.cfg.stage_starts[stage]
         count = self.cfg.stages[stage].steps
         first = tg.padded(start, 4)  # no gradient awaits its update then
@@ -251,7 +252,7 @@ class Training:
     def validate(self) -> None:
         """Runs a validation forward, on training tokens."""
         plan = tg.plan_step(self.cfg, 0)
-        self.model.ngrams = self.optimizer.ngrams
+        self.optimizer.wait()
         batch = tg.ValLoader(replace(self.cfg, val_slices=1), self.paths).slice(0)
         self.model.token_losses(tg.move(batch, self.variant.device), plan.windows)
         self.variant.validated = True

@@ -122,7 +122,7 @@ def test_golden_untying():
         optimizer.exchanges, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
         changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t}
         optimizer.step(tg.plan_step(RECORD92, step)._replace(**changes))
-        optimizer.wait_for()
+        optimizer.wait()
         if step % 2:
             want = next(events)
             assert want["step"] == step
@@ -163,7 +163,7 @@ def train_joined(rank, world_size):
         for name, grad in small_values(10 * rank + plan.step).items():
             params[name].grad += grad
         optimizer.step(plan)
-    optimizer.wait_for()
+    optimizer.wait()
     return params, [*optimizer.params]
 
 
