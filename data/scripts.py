@@ -88,13 +88,14 @@ def target(path: str | Path, kind: bytes) -> Path:
 def unfinished(folder: Path) -> Iterator[Path]:
     """Yields a hidden folder in `folder` for outputs that are not complete. It is removed at the end.
 
-    An OSError that names no file, as that of a full disk, gets the name of `folder`.
+    An OSError without another file's name, as that of a full disk, gets the name of `folder`.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=folder) as name:
             yield Path(name)
     except OSError as error:
-        error.filename = error.filename or str(folder)
+        if not error.filename or ".unfinished-" in str(error.filename):
+            error.filename = str(folder)
         raise
 
 
