@@ -18,8 +18,8 @@ weights, and the runs of one seed begin with the same. p is that of the paired t
 standard errors is "not resolved", and decides nothing; one above is no proof: of three seeds, 18 % of
 differences that are only noise pass two.
 
-Runs are kept in --out, a JSON line each, and not repeated there with the same script, settings and seed.
-Begin another file after a change of the data.
+Runs are kept in --out, a JSON line each, and not repeated there with the same script, data, settings and
+seed.
 """
 
 import argparse
@@ -41,8 +41,10 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "records"))
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "records")]
 import compare
+
+import train_gpt as tg
 
 
 class Variant(NamedTuple):
@@ -121,6 +123,30 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
     return {"loss": result.curve[-1][1], "log": path}
 
 
+def data_of(preset: str, settings: list[str]) -> str:
+    """Returns a hash of the shards that a run reads."""
+    folder = tg.PRESETS[preset].data
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name == "data":
+            folder = value
+    return tg.dataset_hash(sorted(Path(folder).glob("*.bin")))
+
+
+def read_results(path: Path) -> dict[tuple, float]:
+    """Returns the losses of the runs in a file, by what makes a run. Raises UserError if a line has none."""
+    done = {}
+    if path.exists():
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            try:
+                entry = json.loads(line)
+                done[tuple(entry["run"]), entry.get("data")] = float(entry["loss"])
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                message = f"{path}:{number} is no run: remove this line, or give another --out"
+                raise compare.UserError(message) from error
+    return done
+
+
 def paired(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
     """Returns the mean of losses - base, pair by pair, its standard error, and p; nan: undefined."""
     from scipy.stats import ttest_rel
@@ -151,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("variants", nargs="+", type=parse_variant, metavar="[LABEL:] NAME=VALUE ...")
     parser.add_argument("--script", type=Path, default=REPOSITORY / "train_gpt.py")
-    parser.add_argument("--preset", default="cpu")
+    parser.add_argument("--preset", default="cpu", choices=tg.PRESETS)
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="common")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
@@ -174,6 +200,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -> dict[str, list[float]]:
     """Trains all variants with all seeds; returns their losses by label. Patched scripts go to `folder`."""
+    done = read_results(args.out)
     scripts = {}
     for i, variant in enumerate(variants):
         scripts[variant.label] = script_of(variant.files, args.script, folder / str(i))
@@ -181,21 +208,15 @@ def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -
     for label, settings, _ in variants:
         if b'"--check"' in args.script.read_bytes():  # early records have no such option
             start(scripts[label], args.preset, args.common + settings, "--check", "1")  # before any run
-    with open(args.out, "a+") as file:
-        file.seek(0)
-        done = {}
-        for line in file:
-            entry = json.loads(line)
-            done[tuple(entry["run"])] = entry["loss"]
 
     def run(seed: int, label: str, settings: list[str]) -> float:
         settings = args.common + settings
         digest = hashlib.sha256(scripts[label].read_bytes()).hexdigest()[:12]
-        name = digest, args.preset, " ".join(settings), seed
+        name = (digest, args.preset, " ".join(settings), seed), data_of(args.preset, settings)
         if name not in done:
             result = train(scripts[label], args.preset, settings, seed)
             with open(args.out, "a") as file:
-                file.write(json.dumps({"run": name, "label": label} | result) + "\n")
+                file.write(json.dumps({"run": name[0], "data": name[1], "label": label} | result) + "\n")
             done[name] = result["loss"]
         if not math.isfinite(done[name]):
             raise compare.UserError(f"seed {seed}, {label}: the loss is {done[name]}")

@@ -49,6 +49,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
+from scripts import UserError, picture
+
 COLOURS = {
     "forward": "tab:blue",
     "head": "tab:cyan",
@@ -492,7 +495,7 @@ def draw(traces: list[Trace], path: Path) -> None:
     ax.set(xlim=(0, (end - begin) / 1e6), xlabel=f"step {step}, ms", ylim=(len(rows) - 0.5, -0.5))
     ax.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane in rows])
     figure.legend(loc="outside upper center", ncols=len(COLOURS))
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, format="png", dpi=120)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -503,10 +506,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE.png")
     args = parser.parse_args(argv)
     try:
-        traces = read_traces(tqdm(args.traces, "reading", unit="trace"))
-        tables = [table(traces, lane) for lane in ("main", "stream", "builder") if lane in traces[0].lanes]
-        if args.picture:
-            draw(traces, args.picture)
+        with picture(args.picture) as path:
+            traces = read_traces(tqdm(args.traces, "reading", unit="trace"))
+            tables = [
+                table(traces, lane) for lane in ("main", "stream", "builder") if lane in traces[0].lanes
+            ]
+            if path:
+                draw(traces, path)
+    except UserError as error:
+        sys.exit(f"timeline.py: {error}")
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
         sys.exit(f"timeline.py: these are not the traces of a run: {type(error).__name__}: {error}")
     steps = list(traces[0].steps)

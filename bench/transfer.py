@@ -294,7 +294,7 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
         ax.set(title=f"the {track} preset", xlabel="published effect, thousandths of a nat")
         ax.set_ylabel("effect here, thousandths of a nat; bars: standard error")
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, format="png", dpi=120)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -305,7 +305,8 @@ def main(argv: list[str] | None = None) -> None:
     effects = all_effects()
     print(report(effects))
     if effects:
-        draw(effects, HERE.parent / "docs" / "transfer.png")
+        with compare.picture(HERE.parent / "docs" / "transfer.png") as path:
+            draw(effects, path)
 
 
 if __name__ == "__main__":
