@@ -212,6 +212,17 @@ def test_one_line_says_what_is_wrong(repository, wrong):
     assert result == (1, []) and len(run.text.splitlines()) == 1
 
 
+def test_lines_end_as_a_shell_reads_them_in_a_clone_by_git_for_windows(repository):
+    """Git turns LF into CR LF there, unless .gitattributes forbids it."""
+    shutil.copy(ROOT / ".gitattributes", repository)
+    names = ("run.sh", "environment.sh", "test.sh", "train_gpt.py")
+    git = ["git", "-c", "core.autocrlf=true"]
+    for words in ("init -q", f"add .gitattributes {' '.join(names)}", "checkout-index --prefix=clone/ -a"):
+        subprocess.run([*git, *words.split()], cwd=repository, check=True)
+    for name in names:
+        assert (repository / "clone" / name).read_bytes() == (repository / name).read_bytes(), name
+
+
 def test_help_is_no_run(repository):
     assert run(repository, "-h") == (0, []) and "--runs N" in run.text
 
