@@ -202,10 +202,11 @@ def test_failures_end_the_rest(ready):
 
 
 WRONG = f"""--runs=0 --runs=x --runs= --seed --seed=-1 --seed={2**63 - 1} --seed={2**64 + 1} --check
+--data= --name= --save= --checkpoint-every=
 --seed=0x1 none.py NPROC_PER_NODE=auto NPROC_PER_NODE=0 NNODES=1:2 NODE_RANK=1 PYTHON=none TOO_OLD=1"""
 
 
-@pytest.mark.parametrize("wrong", WRONG.split())
+@pytest.mark.parametrize("wrong", [*WRONG.split(), "--data ''", "--name '' --runs 2"])
 def test_one_line_says_what_is_wrong(repository, wrong):
     name, _, value = wrong.partition("=")
     result = run(repository, wrong) if wrong[0] in "-n" else run(repository, **{name: value})
@@ -247,6 +248,14 @@ def test_environment_is_made_once(repository):
     with open(repository / "requirements.txt", "a") as file:
         file.write("another\n")
     assert run(repository)[1][:3] == INSTALLED
+
+
+def test_a_killed_shell_ends_an_installation(repository):
+    """The kernel sends SIGKILL when there is no memory left."""
+    with started(repository, LOG="/dev/null", HANGS="-r requirements.txt") as process:
+        wait_for(process, repository / "hangs")
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=WAIT)  # returns when nothing holds the output any more
 
 
 def test_test_sh(ready):
@@ -303,7 +312,9 @@ run = Path("records/cpu/1_A b/seed0_a")
 run.with_suffix(".checkpoint").joinpath("step00000020").mkdir(parents=True, exist_ok=True)
 run.with_suffix(".txt").touch()
 if os.environ["RANK"] == "0": print(f"log: {run}.txt", flush=True)
-Path("up" + os.environ["RANK"]).touch()
+up = Path("up" + os.environ["RANK"])
+up.with_suffix(".new").write_text(str(os.getppid()))
+up.with_suffix(".new").rename(up)
 while "--resume=" not in " ".join(sys.argv): time.sleep(1)
 """
 
@@ -332,3 +343,21 @@ def test_a_signal_ends_all_and_the_last_line_resumes(repository, name, send):
     if name == "TERM":
         with started(repository, *command[1:], **real) as process:
             assert process.wait(WAIT) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ("run.sh", "its group", "torchrun"))
+def test_whatever_is_killed_all_ends(repository, killed):
+    """run.sh alone, also with its process group, in which the ranks are not; or torchrun alone."""
+    (repository / "idea.py").write_text(IDEA)
+    with started(repository, "idea.py", "--data", ".", PYTHON=sys.executable) as process:
+        wait_for(process, repository / "up0", repository / "up1")
+        if killed == "its group":
+            os.killpg(process.pid, signal.SIGKILL)
+        elif killed == "run.sh":
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            os.kill(int((repository / "up0").read_text()), signal.SIGKILL)
+        text, _ = process.communicate(timeout=WAIT)  # returns when nothing holds the output any more
+    if killed == "torchrun":
+        assert process.returncode == 137 and "--resume" in text.splitlines()[-1]
