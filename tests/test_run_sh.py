@@ -33,6 +33,8 @@ esac
 command=$*
 echo "${command/--no-python *python /}" >>"$LOG"
 echo "threads: $OMP_NUM_THREADS; vectors: ${ATEN_CPU_CAPABILITY-}; interface: ${GLOO_SOCKET_IFNAME-}"
+echo "safe path: ${PYTHONSAFEPATH-}"
+[[ $* != *"pip install"* ]] || echo "user: $PIP_USER; target: $PIP_TARGET"
 case "$*" in
     "-m venv"*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
     *"${FAILS-no command}"*) exit 3 ;;
@@ -126,6 +128,11 @@ def test_the_words_preset_gets_its_data(ready):
         "data/local_corpus.py --encoding gpt2",
     ]
     assert ("interface: lo\n" in run.text) == (sys.platform == "linux")
+
+
+def test_programs_import_from_their_own_folder(ready):
+    """PYTHONSAFEPATH would forbid it."""
+    assert run(ready, PYTHONSAFEPATH="1")[0] == 0 and run.text.count("safe path: \n") == 2
 
 
 def test_options_of_the_user_have_priority(ready):
@@ -241,7 +248,8 @@ def test_environment_is_made_once(repository):
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=WAIT)  # what pip has started is gone, too
     assert process.returncode == 143
-    assert run(repository)[1][:3] == INSTALLED
+    assert run(repository, PIP_USER="1", PIP_TARGET="elsewhere")[1][:3] == INSTALLED
+    assert "user: 0; target: \n" in run.text
     status, commands = run(repository)
     assert status == 0 and len(commands) == 3 and ".venv/bin/python" in run.text
     assert run(repository, gpus=1) == (1, []) and "no CUDA" in run.text
