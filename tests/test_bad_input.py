@@ -88,6 +88,10 @@ def write_text(path, content):
     return corrupt
 
 
+def make_folder(name):
+    return lambda folder: (folder / name).mkdir()
+
+
 def other_corpus(folder):
     shutil.copytree(folder / "corpus", folder / "other")
     set_token(FIRST, 9, 0)(folder)
@@ -255,6 +259,12 @@ CASES = [
     Case("--set microbatches=4", world_size="3"),
     Case("--set padded_vocab=265", world_size="2"),
     Case("--set ngrams.orders= --set bigram_vocab_size=322 --set microbatches=4", world_size="4"),
+    # what --save would replace
+    Case("a folder in place of the n-gram rows", "--save model.pt", make_folder("model.pt.ngrams0")),
+    Case("such a folder for one rank", "--save model.pt", make_folder("model.pt.ngrams1"), ranks=2),
+    Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
+    Case("a link to a missing folder", "--save link.pt",
+         lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),
     # numbers that go wrong
     Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2),
     # ranks that do not fit together
