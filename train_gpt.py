@@ -5714,11 +5714,15 @@ def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
 def timed_validation(
     training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
 ) -> dict:
-    """Validates and logs the loss after `step` steps, while the clock stops. Returns closing lines."""
+    """Validates and logs the loss after `step` steps, while the clock stops. Returns closing lines.
+
+    Raises UserError if it is not finite, so no such model is saved.
+    """
     model = training.model
     with clock.paused() as ms:
         losses.poll()
         loss = validate(model, training.val, training.optimizer.exchange, windows)
+        require(math.isfinite(loss), f"val_loss is {loss} at step {step}; lower the learning rates")
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")
     return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
