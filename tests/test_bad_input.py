@@ -149,6 +149,7 @@ FILES = f"{ATTEMPTS}/*.checkpoint/step00000004"
 RESUME = "--resume LOG"  # the folder's
 EVERY = "--checkpoint-every 2"
 TWO = f"{EVERY} --set stages.3.steps=8"  # checkpoints, after steps 4 and 8
+ONE_STEP = "--set stages.*.steps=0 stages.0.steps=1"
 SETTINGS = ("warmup=false", "microbatches=2", "val_slices=2")
 
 WRONG = """--preset huge
@@ -267,6 +268,8 @@ CASES = [
          lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),
     # numbers that go wrong
     Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2),
+    Case("no finite loss after the last update", f"{ONE_STEP} bank_lr=1e30 --save model.pt", ranks=2, steps=1),
+    Case("no finite loss before the second step", "--set bank_lr=1e30 val_every=1", ranks=0, steps=1),
     # ranks that do not fit together
     Case("ranks with other options", "", ranks=2, rank_arguments={1: ["--set", "adam_lr=.5"]}),
     Case("ranks with other data", "", other_corpus, ranks=2, rank_arguments={1: ["--data", "other"]}),
@@ -407,7 +410,7 @@ def test_bad_input_is_one_line(case, tmp_path, folders, monkeypatch, capsys):
         assert after == before
         return
     written = after.keys() - before.keys()
-    assert before.keys() <= after.keys()
+    assert before.keys() <= after.keys() and folder / "model.pt" not in written
     (log,) = (path for path in written if path.is_file() and path.parent == folder / ATTEMPTS)
     text = log.read_text(encoding="utf-8")
     steps = list(map(int, STEP.findall(text)))
