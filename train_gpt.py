@@ -5289,6 +5289,20 @@ def config_json(cfg: Config, **more) -> str:
     return json.dumps(dataclasses.asdict(cfg) | more)
 
 
+def output_file(name: str) -> Path:
+    """Returns the file that writing `name` creates or replaces; of a symbolic link, the one it points to.
+
+    Raises UserError if something else is there, such as a device, which would be lost, or a folder.
+    """
+    path = Path(name)
+    target = path.resolve()
+    require(
+        (path.is_file() or not path.exists()) and os.access(target.parent, os.W_OK),
+        f"--save cannot write {name}: give a file, in a folder that exists and can be written to",
+    )
+    return target
+
+
 def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     """Saves full weights without a world size's padding, and the config as JSON, from rank 0 into `path`.
 
@@ -5304,10 +5318,11 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
             for name, shape in param_shapes(model.cfg, 1).items():
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
             saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
-            torch.save(saved | {"weights": weights}, f"{path}.partial")
-            written.append(path)
+            weights_path = output_file(path)
+            torch.save(saved | {"weights": weights}, f"{weights_path}.partial")
+            written.append(weights_path)
         if model.ngrams:
-            rows_path = f"{path}.ngrams{exchange.rank}"
+            rows_path = output_file(f"{path}.ngrams{exchange.rank}")
             with open(f"{rows_path}.partial", "wb") as file:
                 for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
                     file.write(rows.cpu().view(torch.uint8).numpy())

@@ -151,6 +151,22 @@ def validation_loss(model, corpus):
 
 
 @pytest.mark.slow
+def test_a_model_is_saved_through_symbolic_links(launch_two, tmp_path):
+    """They stay. What they point to may be there or not."""
+    weights, rows = tmp_path / "disk/weights", tmp_path / "disk/rows"
+    weights.parent.mkdir()
+    weights.write_text("of an earlier run")
+    (tmp_path / "model.pt").symlink_to(weights)
+    (tmp_path / "model.pt.ngrams1").symlink_to("disk/rows")
+    with launch_two(tmp_path, "--save", "model.pt", change=("warmup=false",)) as run:
+        assert run.wait() == [0, 0], run.err
+    assert (tmp_path / "model.pt").is_symlink() and (tmp_path / "model.pt.ngrams1").is_symlink()
+    run_id = torch.load(weights)["id"]
+    assert rows.read_bytes()[-12:].decode() == run_id
+    assert sorted(path.name for path in weights.parent.iterdir()) == ["rows", "weights"]
+
+
+@pytest.mark.slow
 def test_a_saved_model_gives_the_runs_loss(saved, corpus, tmp_path):
     """A file of the table that is missing, too short or another run's is refused, and named."""
     folder = shutil.copytree(saved, tmp_path / "run")
