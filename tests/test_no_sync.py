@@ -33,11 +33,11 @@ def fail_on_device(make, *args, **options):
     return made
 
 
-def train_on_meta(cfg, monkeypatch, **backend):
+def train_on_meta(cfg, monkeypatch, backend=tg.TORCH_BACKEND):
     """Runs all steps, with everything that a GPU would hold on "meta"."""
     monkeypatch.setattr(torch, "_scaled_mm", gpu_code.scaled_mm)
     monkeypatch.setattr(tg.GPT, "initialize", lambda self, seed: None)
-    backend = tg.TORCH_BACKEND._replace(segment_sum_rows=segment_sum_rows, **backend)
+    backend = backend._replace(segment_sum_rows=segment_sum_rows)
     model = tg.GPT(cfg, 1, "meta", 0, backend)
     exchange = tg.Exchange(0, 1, device=model.device)
     optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
@@ -70,7 +70,8 @@ def test_no_step_waits_for_the_gpu(few_layers, monkeypatch, variant):  # noqa: F
     """Runs every stage, with and without Adam, tied and untied; rows of n-grams are fetched ahead."""
     cfg = replace(few_layers, dtype="bfloat16", bank_dtype="bfloat16", head_chunk=16)
     cfg = replace(cfg, **VARIANTS[variant])
-    train_on_meta(cfg, monkeypatch, fp8=variant != "ngrams", attention=tg.flash_attention)
+    backend = tg.TORCH_BACKEND._replace(fp8=variant != "ngrams", attention=tg.flash_attention)
+    train_on_meta(cfg, monkeypatch, backend)
 
 
 def read(loss):
