@@ -5267,11 +5267,8 @@ def read_settings(args: argparse.Namespace) -> Config:
     cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))  # so no absolute path is in the log
     check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
     if args.save:
-        folder = Path(args.save).resolve().parent
-        require(
-            not os.path.isdir(args.save) and os.access(folder, os.W_OK),
-            f"--save {args.save}: give a file, in a folder that exists and can be written to",
-        )
+        output_file(args.save)
+        output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
     return cfg
 
 
@@ -5724,12 +5721,16 @@ def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
 def timed_validation(
     training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
 ) -> dict:
-    """Validates and logs the loss after `step` steps, while the clock stops. Returns closing lines."""
+    """Validates and logs the loss after `step` steps, while the clock stops. Returns closing lines.
+
+    Raises UserError if it is not finite, so no such model is saved.
+    """
     model = training.model
     with clock.paused() as ms:
         losses.poll()
         training.optimizer.wait()
         loss = validate(model, training.val, training.optimizer.exchange, windows)
+        require(math.isfinite(loss), f"val_loss is {loss} at step {step}; lower the learning rates")
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")
     return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}
