@@ -3379,9 +3379,13 @@ class ShardedParam:
 
     main_grad: typing.Any  # Tensor; None where autograd has the gradient
 
-    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
-        self.spec, self.p, self.cfg, self.exchange, self.backend = spec, p, cfg, exchange, backend
-        self.name, self.update_order = spec.name, spec.update_order
+    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
+        self.spec = spec
+        self.p = p
+        self.cfg = cfg
+        self.exchange = exchange
+        self.name = spec.name
+        self.update_order = spec.update_order
         self.block = exchange.block(p.detach())  # the part of p that this rank updates, a view
         self.rule = OPTIMIZERS[spec.optimizer]
         self.state = self.rule.init(self.block, spec, acc_dtype(cfg), exchange.rank * len(self.block))
@@ -3413,7 +3417,7 @@ class ShardedParam:
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the block by its mean gradient."""
-        self.rule.update(self.block, grad, self.state, self.spec, plan, self.cfg, self.backend)
+        self.rule.update(self.block, grad, self.state, self.spec, plan, self.cfg)
 
     def clear(self) -> None:
         """Begins a new sum of the gradient, after an update."""
@@ -3479,13 +3483,12 @@ class SmallParams(ShardedParam):
         params: list[Tensor],
         cfg: Config,
         exchange: Exchange,
-        backend: Backend,
     ):
         # Parts, and ranks' blocks, begin at multiples of 16 bytes, as fast kernels want.
         sizes = [padded(p.numel(), 8) for p in params]
         padding = -sum(sizes) % (8 * exchange.world_size)
         vector = params[0].new_zeros(sum(sizes) + padding)
-        super().__init__(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, cfg, exchange, backend)
+        super().__init__(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, cfg, exchange)
         self.main_grad = torch.zeros_like(vector)
         values, grads = vector.split(sizes + [padding]), self.main_grad.split(sizes + [padding])
         for p, value, grad in zip(params, values, grads):
@@ -3509,8 +3512,8 @@ class DenseParam(ShardedParam):
     A bank's main_grad is None with cfg.main_grad=false: then autograd sums its gradient in p.grad.
     """
 
-    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
-        super().__init__(spec, p, cfg, exchange, backend)
+    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
+        super().__init__(spec, p, cfg, exchange)
         by_autograd = spec.kind == "bank" and not cfg.main_grad
         self.main_grad = None if by_autograd else torch.zeros_like(p)
         p.requires_grad_(by_autograd)
@@ -3543,8 +3546,8 @@ class TableParam(ShardedParam):
 
     touched: RowExchange | None = None  # in a step that updates the table, on the device
 
-    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
-        super().__init__(spec, p, cfg, exchange, backend)
+    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
+        super().__init__(spec, p, cfg, exchange)
         p.requires_grad_(False)
         self.main_grad = torch.zeros_like(p)
         self.ids = IDS_OF_KIND[spec.kind]
@@ -3554,7 +3557,7 @@ class TableParam(ShardedParam):
 
         signs: the model's, by which rows of bigrams were multiplied.
         """
-        self.backend.segment_sum_rows(self.main_grad, grads, segments[self.ids], signs)
+        self.exchange.sum_rows(self.main_grad, grads, segments[self.ids], signs)
 
     def take_rows(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
@@ -3640,9 +3643,9 @@ class NgramTable:
     name, ids = "ngrams", "hashed_rows"
     update_order = -1  # before all parameters, while whose updates run the next rows are fetched
 
-    def __init__(self, cfg: Config, exchange: Exchange, backend: Backend = TORCH_BACKEND):
-        n = self.cfg = cfg.ngrams
-        self.exchange, self.backend, self.device = exchange, backend, exchange.device
+    def __init__(self, cfg: Config, exchange: Exchange):
+        n = self.spec = cfg.ngrams
+        self.exchange, self.device = exchange, exchange.device
         slots, block = ngram_bounds(cfg, exchange.world_size)
         # By slot: the rows that steps read until the next update, and their gradients.
         zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
@@ -3656,7 +3659,7 @@ class NgramTable:
         self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
 
     def is_due(self, plan: StepPlan) -> bool:
-        return plan.updates(self.cfg.update_every)
+        return plan.updates(self.spec.update_every)
 
     @traced("rows ngrams")
     def start_fetch(self, rows: RowExchange) -> None:
@@ -3678,7 +3681,7 @@ class NgramTable:
 
     def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
         """Adds the gradients (T, width) of what a micro-batch's positions have looked up, times `signs`."""
-        self.backend.segment_sum_rows(self.main_grad, grads, segments[self.ids], signs)
+        self.exchange.sum_rows(self.main_grad, grads, segments[self.ids], signs)
 
     @traced("rows ngrams")
     def scatter(self) -> Pending:
@@ -3688,12 +3691,12 @@ class NgramTable:
         places = torch.arange(distinct, dtype=torch.int32, device=self.device)
         plan = self.touched._replace(segments=self.touched.segments._replace(ids=places))
         rows = self.main_grad[: len(plan.rows)]
-        out = rows.new_zeros((distinct, self.cfg.width), dtype=self.state["moments"].dtype)
+        out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["moments"].dtype)
         return self.exchange.reduce_rows(self.name, rows, plan, out)
 
     def update(self, grads: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
-        row_adam(self.block, (self.touched.segments.ids, grads), self.state, self.cfg, plan)
+        row_adam(self.block, (self.touched.segments.ids, grads), self.state, self.spec, plan)
 
     def clear(self) -> None:
         """Begins a new sum of the gradient, after an update."""
@@ -3722,18 +3725,14 @@ class NgramTable:
         return self.saved
 
 
-def make_ngram_table(cfg: Config, exchange: Exchange, backend: Backend) -> NgramTable | None:
+def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
     """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
     if not cfg.ngrams.orders:
         return None
-    touched, block = ngram_bounds(cfg, exchange.world_size)
-    row = cfg.ngrams.width * dtype_of(cfg.ngrams.dtype).itemsize
-    size = block * (row + 8) + 2 * touched * row  # 8: row_adam_init's moment and time
-    problem = f"the n-gram table needs {size:,} bytes in each process"
     fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
     # What a GPU's allocator raises is a RuntimeError, too.
-    with user_error_on(problem, fix, RuntimeError, MemoryError):
-        return NgramTable(cfg, exchange, backend)
+    with user_error_on("the n-gram table does not fit in memory", fix, RuntimeError, MemoryError):
+        return NgramTable(cfg, exchange)
 
 
 # ============================================================================================================
@@ -3755,23 +3754,21 @@ class Optimizer:
     copied after lm_head's are gathered.
     """
 
-    def __init__(
-        self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, backend: Backend = TORCH_BACKEND
-    ):
-        self.cfg, self.exchange = cfg, exchange
+    def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange):
+        self.cfg = cfg
+        self.exchange = exchange
         self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
         groups = defaultdict(list)
         for spec in used_params(cfg):
             if spec.kind == "small":
                 groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
             else:
-                sharded_param = KINDS[spec.kind](spec, params[spec.name], cfg, exchange, backend)
-                self.params[spec.name] = sharded_param
+                self.params[spec.name] = KINDS[spec.kind](spec, params[spec.name], cfg, exchange)
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             name, tensors = f"small_{i}", [params[spec.name] for spec in group]
-            self.params[name] = SmallParams(name, group, tensors, cfg, exchange, backend)
-        self.ngrams = make_ngram_table(cfg, exchange, backend)
+            self.params[name] = SmallParams(name, group, tensors, cfg, exchange)
+        self.ngrams = make_ngram_table(cfg, exchange)
         self.sharded: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
             self.sharded = {"ngrams": self.ngrams} | self.sharded
@@ -3896,7 +3893,7 @@ class UpdateRule(NamedTuple):
     """
 
     init: Callable  # (block, its Param, dtype of moments, index of its first row) -> state
-    # (block, gradient, state, its Param, plan, cfg, backend): updates block and state in place.
+    # (block, gradient, state, its Param, plan, cfg): updates block and state in place.
     update: Callable
 
 
@@ -3913,9 +3910,7 @@ def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     }
 
 
-def adam(
-    p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
-) -> None:
+def adam(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config) -> None:
     """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
 
         exp_avg = beta1 exp_avg + (1 - beta1) grad,  exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
@@ -4063,9 +4058,7 @@ def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     return state
 
 
-def anvil(
-    p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
-) -> None:
+def anvil(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config) -> None:
     """Updates matrices p (n, rows, cols) by ANVIL (record 92, PR 360), which descends from Muon and NorMuon.
 
         x = normuon_variance_reduction(orthogonalize(nesterov_momentum(grad)))
@@ -4334,7 +4327,7 @@ class Exchange:
     world_size: int
     group: dist.ProcessGroup | None = None
     device: torch.device = torch.device("cpu")  # where the group's tensors must be
-    sum_rows: Callable = segment_sum_rows  # the backend's
+    sum_rows: Callable = segment_sum_rows  # the backend's, also for what tables do alone
 
     def __post_init__(self):
         self.options = {"group": self.group, "async_op": True}
@@ -5031,29 +5024,6 @@ def assign(group, values: dict[str, typing.Any], path: str = ""):
     return type(group)(**fields)
 
 
-def config_from_dict(values: dict, table=Config):
-    """Builds a Config from a dict of all its fields, as JSON gives it.
-
-    Raises KeyError if a field is unknown or missing, UserError if it cannot have such a value.
-    """
-    fields = {}
-    for name in hints_of(table) | values:
-        hint = hints_of(table)[name]
-        value = values[name]
-        row = row_type(hint)
-        if row is None:
-            field = field_of(hint)
-            is_tuple = field.size is not None
-            parts = value if is_tuple else [value]
-            require(all(field.allows(part) for part in parts), f"{name} cannot be {value}")
-            fields[name] = tuple(value) if is_tuple else value
-        elif isinstance(value, list):
-            fields[name] = tuple(config_from_dict(each, row) for each in value)
-        else:
-            fields[name] = config_from_dict(value, row)
-    return table(**fields)
-
-
 # Names, and a parameter's kind, are the script's: --set cannot change them.
 FIXED = ("preset", "track", "name", "kind")
 
@@ -5306,7 +5276,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ..., each ending with the
     run's id. All ranks must call it. Files are renamed when all are whole: older ones stay until then.
     """
-    written = []
+    written: list[Path] = []
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
     # torch.save raises RuntimeError when the disk is full.
     with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
@@ -5617,7 +5587,7 @@ def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple
     global COMPILER
     COMPILER = compiler_of(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
-    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
     model.ngrams = optimizer.ngrams
     return model, optimizer

@@ -341,7 +341,7 @@ def run_steps(
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
         exchange = CountingExchange(world_size, counts, backend.segment_sum_rows)
-        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
         model.ngrams = optimizer.ngrams
         start = cfg.stage_starts[stage]
         tied = start <= tg.untie_step(cfg)

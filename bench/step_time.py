@@ -213,9 +213,7 @@ class Training:
         self.model = tg.GPT(self.cfg, world_size, variant.device, backend=variant.backend)
         kind = SingleRankExchange if world_size > 1 else tg.Exchange
         exchange = kind(0, world_size, device=variant.device, sum_rows=variant.backend.segment_sum_rows)
-        self.optimizer = tg.Optimizer(
-            self.cfg, dict(self.model.named_parameters()), exchange, variant.backend
-        )
+        self.optimizer = tg.Optimizer(self.cfg, dict(self.model.named_parameters()), exchange)
         self.model.ngrams = self.optimizer.ngrams
         start = self.cfg.stage_starts[stage]
         count = self.cfg.stages[stage].steps

@@ -120,6 +120,9 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
         )
         data, built = tg.open_dataset(cfg), tg.build(cfg, MASKED, ranks[0], 0)
         training = tg.Training(data, *built, tg.ValLoader(cfg, data.val), ranks[1])
+        validate = tg.validate
+        # One rank of 8 alone has no finite loss, which would end the run.
+        monkeypatch.setattr(tg, "validate", lambda *args: validate(*args) and 1.0)
         tg.warm_up(training)
         warm = dict(graphs.counts)
         tg.train(training, tg.RunLog(), tg.Progress())
@@ -140,7 +143,7 @@ def test_updates_in_generated_code(compile):
             rule = tg.OPTIMIZERS[row.optimizer]
             state = rule.init(p, row, torch.float32, 0) | rates.get(row.optimizer, {})
             for t, plan in enumerate(plans, 1):
-                rule.update(p, grad * t, state, row, plan, cfg, tg.TORCH_BACKEND)
+                rule.update(p, grad * t, state, row, plan, cfg)
             results[-1] += [p.float(), *(t.float() for t in state.values())]
     assert counters["stats"]["unique_graphs"] == 2
     for plain, generated in zip(*results):

@@ -34,7 +34,7 @@ class WholeTable:
 
     name, update_order = "ngrams", -1
 
-    def __init__(self, cfg, exchange, backend):
+    def __init__(self, cfg, exchange):
         n = self.cfg = cfg.ngrams
         self.exchange, self.dtype, self.acc_dtype = exchange, tg.dtype_of(n.dtype), tg.acc_dtype(cfg)
         self.decays = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.acc_dtype)
