@@ -127,7 +127,8 @@ UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 class Layer:
     # paired: two heads share one stream of twice the length. Empty: this layer does not attend.
     attention: Literal["plain", "paired", ""] = "plain"
-    window: Literal["short", "long"] = "short"  # a field of Windows
+    # A field of Windows. Rotary embedding follows the long windows in wide heads, the short in narrow ones.
+    window: Literal["short", "long"] = "short"
     # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
     narrow_qk: bool = False
     narrow_v: bool = False
@@ -229,6 +230,8 @@ PARAMS = (  # gradients are exchanged in this order, small parameters' last
     Param("scalars",          5.00,   0, dtype="float32"),
     Param("smear_gate",       0.01,   0),
     Param("ve_gate_bank",     1.00,   1),
+    # Two small MLPs each. mudd: [0] weighs streams for the layer with MUDD, [1] for the mix before the head.
+    # mudd_gate: [0] computes the gates of the layers up to skip_from, [1] those of the layers after it.
     Param("mudd_w1",          0.25,   1),
     Param("mudd_w2",          0.25,   1),
     Param("mudd_b2",          0.25,   0),
@@ -866,7 +869,7 @@ class RowExchange(NamedTuple):
 
 
 # The list of a micro-batch that selects the rows of a table, by Param.kind.
-IDS_OF_KIND = {"tokens": "inputs", "hashed": "hashed_rows"}
+SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
 
 
 class MicroBatch(NamedTuple):
@@ -936,7 +939,7 @@ def train_step(
             targets,
             micro_batch.loss_weights,
             params["lm_head"],
-            grad_scale=1 / count,
+            loss_share=1 / count,
             fp8_head=fp8_head,
             sampled_columns=micro_batch.sampled_columns,
             pointer_probs=pointer_probs,
@@ -1246,6 +1249,11 @@ Term = tuple[
     Tensor | None, Tensor
 ]  # of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies
 Gates = dict[tuple[str, int], Tensor]  # (T, columns) by kind and layer; (1, columns) if they are constants
+
+
+# Full turns in a window: frequencies below the first stretch with it, those above the second stay.
+YARN_ALPHA = 1
+YARN_BETA = 32
 
 
 class RotaryFamily(NamedTuple):
@@ -1695,7 +1703,7 @@ class GPT(nn.Module):
         targets: Tensor,
         weights: Tensor,
         head: Head,
-        grad_scale: float,
+        loss_share: float,
         fp8_head: tuple[Tensor, Tensor] | None = None,
         sampled_columns: Tensor | None = None,
         pointer_probs: PointerProbs | None = None,
@@ -1705,8 +1713,8 @@ class GPT(nn.Module):
             logits = x @ lm_head;  dx = dlogits @ lm_head.T;  lm_head's gradient += x.T @ dlogits
 
         x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
-        time. lm_head's gradient is added to `head`, and rounded once per chunk. `grad_scale`, which `weights`
-        contain already, sets the unit of FP8 gradients. fp8_head: GPT.fp8_head's, if it was called.
+        time. lm_head's gradient is added to `head`, and rounded once per chunk. `loss_share` is the factor of
+        the loss that `weights` contain already: FP8 gradients are scaled with it. fp8_head: GPT.fp8_head's.
 
         With `sampled_columns` (P,) int32, ascending, only these columns of lm_head are computed, as if the
         others did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record
@@ -1725,14 +1733,14 @@ class GPT(nn.Module):
                 pointer_probs = pointer_probs._replace(gate_column=gate_column)
             chunk *= self.cfg.padded_vocab // len(sampled_columns)  # about as many logits
         fp8 = self.backend.fp8
-        unit = 0.0
+        fp8_scale = 0.0  # of dlogits
         if fp8:  # with fixed scales, and second factors of products column-major
-            unit = FP8_GRAD * grad_scale
+            fp8_scale = FP8_GRAD * loss_share
             x_scale = device_scalar(FP8_X, x.device)
             w_scale = device_scalar(FP8_W, x.device)
-            dlogits_scale = device_scalar(unit, x.device)
-            x8, x8_T = fp8_and_transposed(x, FP8_X)
-            w8, w8_T = fp8_head or fp8_and_transposed(w, FP8_W)
+            dlogits_scale = device_scalar(fp8_scale, x.device)
+            x8, x8_T = to_fp8_and_transposed(x, FP8_X)
+            w8, w8_T = fp8_head or to_fp8_and_transposed(w, FP8_W)
         dx = torch.empty_like(x)
         losses = []
         for i in range(0, len(x), chunk):
@@ -1743,7 +1751,7 @@ class GPT(nn.Module):
                 logits = x[rows] @ w
             probs = None if pointer_probs is None else pointer_probs.part(rows)
             chunk_losses, dlogits, *dlogits_T = self.backend.softcap_loss(
-                logits, targets[rows], weights, unit, probs, self.cfg.softcap
+                logits, targets[rows], weights, fp8_scale, probs, self.cfg.softcap
             )
             losses.append(chunk_losses)
             del logits  # before the next chunk's
@@ -1841,7 +1849,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def fp8_head(self) -> tuple[Tensor, Tensor]:
         """Converts lm_head to FP8 for a step that computes all its columns: (d, V), and transposed."""
-        return fp8_and_transposed(self.lm_head, FP8_W)
+        return to_fp8_and_transposed(self.lm_head, FP8_W)
 
     # -------------------------------------------------------------------------------------- rotary embedding
 
@@ -1881,9 +1889,6 @@ class GPT(nn.Module):
         angles = positions[:, None] * freq
         dtype = dtype_of(cfg.dtype)
         return RotaryFamily(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
-
-
-YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stretch with it, faster ones stay
 
 
 def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
@@ -2090,7 +2095,7 @@ def first_seen(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
 
 def seen_keys(cu_seqlens: Tensor, T: int, block: int, window: int) -> Tensor:
     """Returns which keys a query sees, (n, block, keys), for blocks of queries. A block's keys are its own
-    positions and `window` or more before them, whole blocks. Behind T there is one more document.
+    positions and `window` or more before them, whole blocks. After T there is one more document.
     """
     positions, before = torch.arange(padded(T, block), device=cu_seqlens.device), padded(window, block)
     first = first_seen(cu_seqlens, len(positions), window).view(-1, block, 1)
@@ -2198,7 +2203,7 @@ def tile_offsets(rows, cols, M, N):
 def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
     """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
 
-    Sums are fp32. Rows behind the last one become others, and are not stored.
+    Sums are fp32. Rows after the last one become others, and are not stored.
     """
     k = tl.arange(0, BLOCK_K)
     left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
@@ -2223,7 +2228,7 @@ E5M2_MAX = 57344.0  # more range: gradients
 
 # The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum: e4m3's largest
 # number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Their
-# gradients have the scale FP8_GRAD times grad_scale, which the losses contain.
+# gradients have the scale FP8_GRAD times loss_share, a factor of the losses.
 FP8_X = 100 / E4M3_MAX
 FP8_W = 2 / E4M3_MAX
 FP8_GRAD = 0.75 / 8 / E4M3_MAX
@@ -2310,9 +2315,11 @@ def fp8_matmul(
     return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
 
 
-def fp8_and_transposed(x: Tensor, unit: float) -> tuple[Tensor, Tensor]:
-    """Returns x (n, m) in e4m3, in such units, and its row-major transpose (m, n)."""
-    x8 = to_fp8(x, unit, torch.float8_e4m3fn)
+def to_fp8_and_transposed(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), which is copied: the scale need
+    not be a power of 2, as that of cast_and_transpose must.
+    """
+    x8 = to_fp8(x, scale, torch.float8_e4m3fn)
     return x8, transposed(x8)
 
 
@@ -2541,7 +2548,7 @@ def softcap_loss(
     logits: Tensor,
     targets: Tensor,
     weights: Tensor,
-    grad_scale: float = 0.0,
+    fp8_scale: float = 0.0,
     pointer_probs: PointerProbs | None = None,
     cap: Softcap = RECORD.softcap,
 ) -> tuple[Tensor, ...]:
@@ -2562,7 +2569,7 @@ def softcap_loss(
     To the other targets the gate's column is a column as any.
 
     logits (n, V); targets (n, K) int64, contiguous, -1: none; weights (K,) of the losses' dtype. Losses (n,)
-    are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `grad_scale` it is e5m2 with
+    are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `fp8_scale` it is e5m2 with
     that scale, saturating, and comes twice: (n, V), and transposed.
     """
     # In place where possible: on a CPU memory traffic is the limit. exp(z) cannot overflow.
@@ -2605,8 +2612,8 @@ def softcap_loss(
     if pointer_probs is not None:
         grad.index_copy_(1, gate_column, slope * dz_gate * gate_s * (1 - gate_s))
     losses = losses.sum(dim=-1)
-    if grad_scale:
-        return losses, *cast_and_transpose(grad, grad_scale, torch.float8_e5m2)
+    if fp8_scale:
+        return losses, *cast_and_transpose(grad, fp8_scale, torch.float8_e5m2)
     return losses, grad.to(logits.dtype)
 
 
@@ -2645,7 +2652,7 @@ def softcap_loss_kernel(
 ):
     """Computes the losses and the gradient of ROWS rows, with the names of softcap_loss.
 
-    z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows behind the last one repeat it: they
+    z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows after the last one repeat it: they
     write the same numbers.
     """
     tile_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -2671,7 +2678,7 @@ def softcap_loss_kernel(
     lse = tl.log(sum_exp)
 
     loss = 0.0
-    sum_weights = 0.0  # of the targets whose loss is a cross-entropy
+    cross_entropy_weight = 0.0  # of all targets but one that is mixed with the pointer
     factor = 0.0
     for k in tl.static_range(K):
         target = tl.load(targets + k)
@@ -2679,7 +2686,7 @@ def softcap_loss_kernel(
         weight = tl.load(weights + k) * (target >= 0)
         if k > 0 or pointer_probs is None:
             loss += weight * (lse - z)
-            sum_weights += weight
+            cross_entropy_weight += weight
         else:
             p_copy = tl.load(pointer_probs + rows)
             p_sink = tl.load(pointer_probs + pointer_stride + rows)
@@ -2694,21 +2701,21 @@ def softcap_loss_kernel(
             tl.store(pointer_grad + rows, -w * gate)
             tl.store(pointer_grad + pointer_stride + rows, -w * gate * p_vocab)
             factor = w * (p_head + gate_slope) / not_gate
-            first_weight = w * p_head
+            first_target_weight = w * p_head
             dz_gate = -w * gate_slope
     tl.store(losses + rows, loss)
 
-    factor += sum_weights
+    factor += cross_entropy_weight
     for start in range(0, V, BLOCK):
         cols = start + offs
         s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
         softmax = tl.exp(s * SCALE - lse)
         dz = factor * softmax
         for k in tl.static_range(K):
-            target_weight = tl.load(weights + k) if k > 0 or pointer_probs is None else first_weight
+            target_weight = tl.load(weights + k) if k > 0 or pointer_probs is None else first_target_weight
             dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
         if pointer_probs is not None:
-            dz = tl.where(cols == gate_col, dz_gate + sum_weights * softmax, dz)
+            dz = tl.where(cols == gate_col, dz_gate + cross_entropy_weight * softmax, dz)
         g = dz * (s * (1 - s) * dz_scale)
         g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
         tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
@@ -2726,13 +2733,13 @@ def triton_softcap_loss(
     logits: Tensor,
     targets: Tensor,
     weights: Tensor,
-    grad_scale: float = 0.0,
+    fp8_scale: float = 0.0,
     pointer_probs: PointerProbs | None = None,
     cap: Softcap = RECORD.softcap,
 ) -> tuple[Tensor, ...]:
     n, V = logits.shape
     losses = logits.new_empty(n, dtype=torch.float32)
-    if grad_scale:
+    if fp8_scale:
         grad = logits.new_empty(n, V, dtype=torch.float8_e5m2)
         grad_T = grad.new_empty(V, n)
         tiles = LOSS_TILES["fp8"]
@@ -2755,7 +2762,7 @@ def triton_softcap_loss(
         *pointer_args,
         len(weights),
         torch.finfo(grad.dtype).max,
-        cap.scale / cap.span / (grad_scale or 1.0),
+        cap.scale / cap.span / (fp8_scale or 1.0),
         cap.scale,
         cap.shift,
         1 / cap.span,
@@ -2872,7 +2879,7 @@ def pointer_grad(
     return PointerInputs(dq, dk.to(k.dtype), probs[1] * (probs_grad[1] - mean))
 
 
-# In the kernels scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691). Rows behind
+# In the kernels scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691). Rows after
 # the last position repeat it: they write the same numbers.
 
 
@@ -2968,11 +2975,11 @@ POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
 @compiled
 def pointer_bounds(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
     """Returns (4, T) int32: each query's first source; the end of each source's queries; tokens; targets. A
-    query's sources end before it; a source's queries begin behind it.
+    query's sources end before it; a source's queries begin after it.
     """
     positions = torch.arange(len(tokens), device=tokens.device)
     documents = document_numbers(cu_seqlens, len(tokens))
-    first = torch.maximum(cu_seqlens[documents - 1], positions - window)
+    first = first_seen(cu_seqlens, len(tokens), window)
     end = torch.minimum(cu_seqlens[documents], positions + window + 1)
     return torch.stack([first, end, tokens, targets]).int()
 
@@ -3279,7 +3286,7 @@ class Weight(NamedTuple):
 
 
 class Linear(torch.autograd.Function):
-    """x w^T, for x (T, cols); w is the weight's matrix."""
+    """x w^T, for x (T, cols). The matrix w is an argument beside its Weight: autograd sees only tensors."""
 
     @staticmethod
     def forward(ctx, x, weight, w):
@@ -3334,7 +3341,7 @@ class MLP(torch.autograd.Function):
 #    the table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its
 #    update changes:
 #
-#                   ShardedParam's heirs                        NgramTable
+#                   ShardedParam's subclasses                   NgramTable
 #    forward        wait: values are complete                   wait: the fetched rows are here
 #    backward       by products: add_product of lm_head, and    add_rows
 #                   Weight.gradient of banks; tables: add_rows;
@@ -3374,7 +3381,7 @@ class ShardedParam:
     rule's state and the averages of that block.
 
     main_grad: the gradient, with the parameter's shape and dtype; it is summed from one update to the next,
-    over micro-batches and steps. How, and how it is exchanged and cleared, is what the heirs differ in.
+    over micro-batches and steps. How, and how it is exchanged and cleared, is what the subclasses differ in.
     """
 
     main_grad: typing.Any  # Tensor; None where autograd has the gradient
@@ -3550,14 +3557,14 @@ class TableParam(ShardedParam):
         super().__init__(spec, p, cfg, exchange)
         p.requires_grad_(False)
         self.main_grad = torch.zeros_like(p)
-        self.ids = IDS_OF_KIND[spec.kind]
+        self.selector = SELECTORS[spec.kind]
 
     def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
         """Adds the gradients (T, ...) of what a micro-batch's positions have looked up.
 
         signs: the model's, by which rows of bigrams were multiplied.
         """
-        self.exchange.sum_rows(self.main_grad, grads, segments[self.ids], signs)
+        self.exchange.sum_rows(self.main_grad, grads, segments[self.selector], signs)
 
     def take_rows(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
@@ -3640,7 +3647,8 @@ class NgramTable:
     r // world_size of rank r % world_size. Rows start at 0.
     """
 
-    name, ids = "ngrams", "hashed_rows"
+    name = "ngrams"
+    selector = "hashed_rows"
     update_order = -1  # before all parameters, while whose updates run the next rows are fetched
 
     def __init__(self, cfg: Config, exchange: Exchange):
@@ -3681,7 +3689,7 @@ class NgramTable:
 
     def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
         """Adds the gradients (T, width) of what a micro-batch's positions have looked up, times `signs`."""
-        self.exchange.sum_rows(self.main_grad, grads, segments[self.ids], signs)
+        self.exchange.sum_rows(self.main_grad, grads, segments[self.selector], signs)
 
     @traced("rows ngrams")
     def scatter(self) -> Pending:
@@ -4629,17 +4637,25 @@ def make_micro_batch(
     tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, cfg: Config, attention_cap: int = 0
 ) -> MicroBatch:
     """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
-    T, starts = len(tokens) - 1, np.append(0, ends)
+    T = len(tokens) - 1
+    starts = np.append(0, ends)
     if attention_cap:
         pieces = zip(starts, np.append(ends, T))
         starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
         max_doc_len = min(max_doc_len, attention_cap)
     size = max(cu_seqlens_capacity(T), padded(len(starts) + 1, 128))
-    inputs, cu_seqlens = int32(tokens[:-1]), torch.full((size,), T, dtype=torch.int32)
-    hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
-    rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)
+    cu_seqlens = torch.full((size,), T, dtype=torch.int32)
     cu_seqlens.numpy()[: len(starts)] = starts
-    return MicroBatch(inputs, int32(tokens[1:]).long(), rows, sign_ids, cu_seqlens, max_doc_len)
+    hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
+    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)
+    return MicroBatch(
+        inputs=int32(tokens[:-1]),
+        targets=int32(tokens[1:]).long(),
+        hashed_rows=hashed_rows,
+        sign_ids=sign_ids,
+        cu_seqlens=cu_seqlens,
+        max_doc_len=max_doc_len,
+    )
 
 
 NO_ROWS = np.empty(0, np.int32)
@@ -4669,7 +4685,7 @@ def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: i
     """Returns `count` tokens (ascending, int32), all that are needed and others, and the next call's offset.
 
     The others come from a walk through a fixed permutation of the vocabulary, from `offset` on: the first
-    that are not needed. The next call goes on behind this walk's interval. If the interval has too few, they
+    that are not needed. The next call goes on after this walk's interval. If the interval has too few, they
     are spread over all (record 92).
     `vocab` must not be a multiple of the prime COLUMN_STRIDE.
     """
@@ -4710,26 +4726,29 @@ class TrainLoader:
         world_size: int,
         position: tuple[int, ...] = (0, 0),
     ):
-        self.cfg, self.paths, self.microbatches = cfg, paths, num_microbatches(cfg, world_size)
+        self.cfg = cfg
+        self.paths = paths
+        self.microbatches = num_microbatches(cfg, world_size)
         self.own = range(rank, self.microbatches, world_size)
         # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0: if
         # it page-locked memory, every rank would make a context there.
         on_gpu = torch.cuda.is_initialized()
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
-        self.opened, self.document, *self.offsets = position
+        self.shard_number, self.document, *self.offsets = position
         # For choose_sampled_columns(): the offset of each of this rank's micro-batches.
         self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in self.own]
-        self.upcoming = self._read(self.opened)
+        self.next_shard = self._read(self.shard_number)
         # The clock runs already, so the first batches only wait for the shard's first tokens. A batch that
         # needs later ones, or more of the last of these documents, is taken from the whole shard.
-        self.shard, self.is_partial = read_shard(self._path(self.opened), cfg, FIRST_READ), True
+        self.shard = read_shard(self._path(self.shard_number), cfg, FIRST_READ)
+        self.is_partial = True
 
     def position(self) -> tuple[int, ...]:
         """Returns where the next batch begins: number of the shard, counting on in later epochs; document;
         and the offsets of this rank's sampled columns.
         """
-        return self.opened, self.document, *self.offsets
+        return self.shard_number, self.document, *self.offsets
 
     def _path(self, i: int) -> Path:
         return self.paths[i % len(self.paths)]
@@ -4739,7 +4758,8 @@ class TrainLoader:
 
     def _open(self) -> None:
         """Opens the shard that is being read: all of the present one, or the next."""
-        self.shard, self.upcoming = self.upcoming.result(), self._read(self.opened + 1)
+        self.shard = self.next_shard.result()
+        self.next_shard = self._read(self.shard_number + 1)
 
     def close(self) -> None:
         self.builder.shutdown()  # not cancelled: other ranks may wait for this one to build the same batch
@@ -4749,15 +4769,17 @@ class TrainLoader:
         """Skips a batch. Returns each micro-batch's first document, and the one after the last."""
         for _ in range(len(self.paths) + 2):  # the rest of this shard, its tokens as yet unread, every shard
             lengths = np.minimum(np.diff(self.shard.bounds), max_doc_len)
-            ends, cuts = np.append(0, np.cumsum(lengths)), [self.document]
-            while len(cuts) <= self.microbatches and cuts[-1] < len(ends):
-                end = ends[cuts[-1]] + batch_tokens // self.microbatches + 1
-                cuts.append(int(np.searchsorted(ends, end)))
-            if cuts[-1] < len(ends):
-                self.document = cuts[-1]
-                return cuts
+            ends = np.append(0, np.cumsum(lengths))
+            firsts = [self.document]
+            while len(firsts) <= self.microbatches and firsts[-1] < len(ends):
+                end = ends[firsts[-1]] + batch_tokens // self.microbatches + 1
+                firsts.append(int(np.searchsorted(ends, end)))
+            if firsts[-1] < len(ends):
+                self.document = firsts[-1]
+                return firsts
             if not self.is_partial:
-                self.opened, self.document = self.opened + 1, 0
+                self.shard_number += 1
+                self.document = 0
             self._open()
             self.is_partial = False
         raise UserError(
@@ -4767,10 +4789,12 @@ class TrainLoader:
 
     def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
         """Builds this rank's micro-batches of the next batch, and chooses their sampled columns."""
-        T, cuts = plan.batch_tokens // self.microbatches, self.advance(plan.batch_tokens, plan.max_doc_len)
-        cfg, micro_batches = self.cfg, []
+        cfg = self.cfg
+        T = plan.batch_tokens // self.microbatches
+        firsts = self.advance(plan.batch_tokens, plan.max_doc_len)
+        micro_batches = []
         for i, m in enumerate(self.own):
-            bounds = self.shard.bounds[cuts[m] : cuts[m + 1] + 1]
+            bounds = self.shard.bounds[firsts[m] : firsts[m + 1] + 1]
             lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
             ends = np.cumsum(lengths)[:-1]
@@ -4856,7 +4880,7 @@ class Prefetcher:
         exchanges = {}
         for spec in used_params(self.cfg):
             if spec.is_table:
-                read = self._rows_read(micro_batches, IDS_OF_KIND[spec.kind])
+                read = self._rows_read(micro_batches, SELECTORS[spec.kind])
                 rows = merge_ascending(read + [self.touched.pop(spec.name, NO_ROWS)])
                 if plan.updates(spec.update_every):
                     exchanges[spec.name] = self._plan_table(spec, rows)
@@ -4864,9 +4888,9 @@ class Prefetcher:
                     self.touched[spec.name] = rows
         return Batch(plan, micro_batches, self.loader.position(), exchanges)
 
-    def _rows_read(self, micro_batches: list[MicroBatch], ids: str) -> list[np.ndarray]:
+    def _rows_read(self, micro_batches: list[MicroBatch], selector: str) -> list[np.ndarray]:
         """Returns the rows, ascending, that each micro-batch's list of this name selects."""
-        return [part.segments[ids].ids.numpy() for part in micro_batches]
+        return [part.segments[selector].ids.numpy() for part in micro_batches]
 
     def _plan_table(self, spec: Param, rows: np.ndarray) -> RowExchange:
         """Plans the exchange of a table whose blocks are consecutive rows. A dense exchange sends the whole
@@ -5296,8 +5320,8 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
                 file.write(run_id.encode())
             written.append(rows_path)
     exchange.from_rank_0(None)  # a barrier: all ranks have written
-    for name in written:
-        os.replace(f"{name}.partial", name)
+    for whole in written:
+        os.replace(f"{whole}.partial", whole)
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:

@@ -565,9 +565,9 @@ def test_the_loss_of_a_step_is_a_mean(cfg, monkeypatch):
         model.lm_head.zero_()
     scales, head_loss_and_grad = [], tg.GPT.head_loss_and_grad
 
-    def record(self, x, targets, weights, head, grad_scale, **options):
-        scales.append((grad_scale, weights.tolist()))
-        return head_loss_and_grad(self, x, targets, weights, head, grad_scale, **options)
+    def record(self, x, targets, weights, head, loss_share, **options):
+        scales.append((loss_share, weights.tolist()))
+        return head_loss_and_grad(self, x, targets, weights, head, loss_share, **options)
 
     monkeypatch.setattr(tg.GPT, "head_loss_and_grad", record)
     batch = first_batch(cfg)
