@@ -1380,23 +1380,28 @@ class RunLog:
 
 
 def describe_commit(script: Path) -> str:
-    """Returns the commit of the script's repository, and in brackets how the script differs from it.
+    """Returns the commit of the script's repository, and in brackets whether it has this very script.
 
-    It is clean, or has git's letters: M modified, ?? not committed, !! ignored.
+    It is clean, or else modified: changed, or not committed.
     """
+    # A GIT_DIR would name another repository.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
     def git(*arguments: str) -> str:
         return subprocess.check_output(
-            ["git", *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
-        )
+            ["git", *arguments], cwd=script.parent, env=environment, stderr=subprocess.DEVNULL, text=True
+        ).strip()
 
+    file = f"./{script.name}"  # a name that begins with a colon would be a pattern
     try:
-        commit = git("rev-parse", "HEAD").strip()
-        status = git("status", "--porcelain", "--ignored", "--", script.name)
+        commit = git("rev-parse", "HEAD")
+        committed = git("ls-tree", "HEAD", file)  # "MODE blob HASH NAME", or nothing
+        own = git("hash-object", "--no-filters", file)
     except (OSError, subprocess.CalledProcessError):  # git is not installed; there is no commit
         return "unknown"
-    letters = status[:2].strip()
-    return f"{commit} ({letters or 'clean'})"
+    if own in committed:
+        return f"{commit} (clean)"
+    return f"{commit} (modified)"
 
 
 def describe_cpu() -> str:
