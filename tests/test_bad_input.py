@@ -268,7 +268,7 @@ CASES = [
          lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),
     # numbers that go wrong
     Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2),
-    Case("no finite loss after the last update", f"{ONE_STEP} bank_lr=1e30 --save model.pt", ranks=2, steps=1),
+    Case("no finite loss after the last step", f"{ONE_STEP} bank_lr=1e30 --save model.pt", ranks=2, steps=1),
     Case("no finite loss before the second step", "--set bank_lr=1e30 val_every=1", ranks=0, steps=1),
     # ranks that do not fit together
     Case("ranks with other options", "", ranks=2, rank_arguments={1: ["--set", "adam_lr=.5"]}),
