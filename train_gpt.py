@@ -5381,8 +5381,8 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
                 file.write(run_id.encode())
             written.append(rows_path)
     exchange.from_rank_0(None)  # a barrier: all ranks have written
-    for name in written:
-        os.replace(f"{name}.partial", name)
+    for target in written:
+        os.replace(f"{target}.partial", target)
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
