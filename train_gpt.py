@@ -1384,12 +1384,12 @@ def describe_commit(script: Path) -> str:
 
     It is clean, or else modified: changed, or not committed.
     """
-    # A GIT_DIR would name another repository.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # With GIT_DIR git would look into another repository.
+    start = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "git"]
 
     def git(*arguments: str) -> str:
         return subprocess.check_output(
-            ["git", *arguments], cwd=script.parent, env=environment, stderr=subprocess.DEVNULL, text=True
+            [*start, *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
         ).strip()
 
     file = f"./{script.name}"  # a name that begins with a colon would be a pattern
@@ -1397,7 +1397,7 @@ def describe_commit(script: Path) -> str:
         commit = git("rev-parse", "HEAD")
         committed = git("ls-tree", "HEAD", file)  # "MODE blob HASH NAME", or nothing
         own = git("hash-object", "--no-filters", file)
-    except (OSError, subprocess.CalledProcessError):  # git is not installed; there is no commit
+    except subprocess.CalledProcessError:  # git is not installed; there is no commit
         return "unknown"
     if own in committed:
         return f"{commit} (clean)"
