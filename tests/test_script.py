@@ -223,6 +223,7 @@ def test_commit(tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     git("init", "-q", "other")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "other"))
     for path in (script, *copies, Path(odd)):
         assert tg.describe_commit(path) == f"{commit} (modified)"
 
