@@ -5459,9 +5459,10 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
     optimizer.exchange.from_rank_0(None)  # a barrier: all ranks have written
     if rank == 0:
         incomplete.rename(complete)
-        for other in list(folder.iterdir()):
+        for other in folder.iterdir():
             if other != complete:
-                shutil.rmtree(other)
+                # What is no folder stays, and what another machine has open.
+                shutil.rmtree(other, ignore_errors=True)
 
 
 # ============================================================================================================
