@@ -1373,7 +1373,8 @@ class RunLog:
         if self.file is None:
             return
         if file:
-            self.file.write(text + "\n")
+            with user_error_on(f"cannot write {self.path}", "make room on its disk", OSError):
+                self.file.write(text + "\n")
         if console:
             tqdm.write(text)  # above the progress bar
             sys.stdout.flush()
