@@ -1274,6 +1274,7 @@ def traced(label: str):
         yield
 
 
+@user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
 def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
     """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
 
@@ -5527,7 +5528,8 @@ def read_settings(args: argparse.Namespace) -> Config:
     for setting in args.set:
         cfg = override(cfg, setting)
     cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))  # so no absolute path is in the log
-    check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
+    _, world_size, _ = init_distributed(join=False)
+    check_config(cfg, args.check or world_size)
     if args.save:
         output_file(args.save)
         output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
