@@ -266,6 +266,9 @@ CASES = [
     Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
     Case("a link to a missing folder", "--save link.pt",
          lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),
+    # variables that a launcher has left
+    Case("two processes, of which one was started", "", world_size="2"),
+    Case("many processes", "", world_size="many"),
     # numbers that go wrong
     Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2),
     Case("no finite loss after the last step", f"{ONE_STEP} bank_lr=1e30 --save model.pt", ranks=2, steps=1),
