@@ -88,8 +88,10 @@ try:
     from torch import Tensor, nn
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
-except ModuleNotFoundError as error:
-    raise SystemExit(f"train_gpt.py needs {error.name}; start it with ./run.sh, which installs it") from None
+except (ImportError, AttributeError) as error:  # the latter if it found a file json.py, say, and not Python's
+    raise SystemExit(
+        f"train_gpt.py: {error}; ./run.sh installs what is missing; no file here may be called like a module"
+    ) from None
 
 try:
     import triton
