@@ -194,6 +194,15 @@ def test_profile(folder):
         assert {"aten::mm", "MLP", "MLPBackward"} <= within
 
 
+@pytest.mark.parametrize("module", ("json", "random", "torch"))
+def test_a_file_beside_the_script_with_a_modules_name_is_a_line(tmp_path, module):
+    (tmp_path / "train_gpt.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / f"{module}.py").touch()
+    process = start(tmp_path, "train_gpt.py")
+    _, err = process.communicate(timeout=WAIT)
+    assert process.returncode == 1 and len(err.splitlines()) == 1 and module in err
+
+
 def test_commit(tmp_path, monkeypatch):
     """It is clean only with the text that is committed, whatever git is told to ignore or to look at."""
 
