@@ -5529,10 +5529,12 @@ def read_settings(args: argparse.Namespace) -> Config:
     cfg = PRESETS[args.preset]
     for setting in args.set:
         cfg = override(cfg, setting)
-    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))  # so no absolute path is in the log
+    require("" not in (args.data, cfg.data), "--data: give a folder")
+    # The log holds no absolute path.
+    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
     _, world_size, _ = init_distributed(join=False)
     check_config(cfg, args.check or world_size)
-    if args.save:
+    if args.save is not None:
         output_file(args.save)
         output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
     return cfg
@@ -5571,6 +5573,7 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     """Returns the path of the run's files, without a suffix, and that of its log. Rank 0 names the run."""
     folder = "attempts"
     if args.name:
+        require(".." not in args.name, f"--name {args.name}: give a name without ..")
         folder = f"{date.today()}_{args.name}"
     path = Path("records", track, folder, f"seed{args.seed}_{uuid.uuid4().hex[:12]}")
     path = exchange.from_rank_0(path)
