@@ -159,6 +159,11 @@ WRONG = """--preset huge
 --save corpus/
 --checkpoint-every -1
 --profile 0
+--name ../../../elsewhere
+--data=
+--save=
+--resume=
+--set data=
 --set adam_lr
 --set adm_lr=1
 --set track=../elsewhere
