@@ -90,8 +90,10 @@ try:
     from torch import Tensor, nn
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
-except ModuleNotFoundError as error:
-    raise SystemExit(f"train_gpt.py needs {error.name}; start it with ./run.sh, which installs it") from None
+except (ImportError, AttributeError) as error:  # the latter if it found a file json.py, say, and not Python's
+    raise SystemExit(
+        f"train_gpt.py: {error}; ./run.sh installs what is missing; no file here may be called like a module"
+    ) from None
 
 try:
     import triton
@@ -5258,9 +5260,12 @@ def read_settings(args: argparse.Namespace) -> Config:
     cfg = PRESETS[args.preset]
     for setting in args.set:
         cfg = override(cfg, setting)
-    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))  # so no absolute path is in the log
-    check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
-    if args.save:
+    require("" not in (args.data, cfg.data), "--data: give a folder")
+    # The log holds no absolute path.
+    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
+    _, world_size, _ = init_distributed(join=False)
+    check_config(cfg, args.check or world_size)
+    if args.save is not None:
         output_file(args.save)
         output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
     return cfg
@@ -5398,9 +5403,10 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
     optimizer.exchange.from_rank_0(None)  # a barrier: all ranks have written
     if rank == 0:
         incomplete.rename(complete)
-        for other in list(folder.iterdir()):
+        for other in folder.iterdir():
             if other != complete:
-                shutil.rmtree(other)
+                # What is no folder stays, and what another machine has open.
+                shutil.rmtree(other, ignore_errors=True)
 
 
 # ============================================================================================================
@@ -5412,6 +5418,7 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
+@user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
 def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
     """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
 
@@ -5476,30 +5483,36 @@ class RunLog:
         if self.file is None:
             return
         if file:
-            self.file.write(text + "\n")
+            with user_error_on(f"cannot write {self.path}", "make room on its disk", OSError):
+                self.file.write(text + "\n")
         if console:
             tqdm.write(text)  # above the progress bar
             sys.stdout.flush()
 
 
 def describe_commit(script: Path) -> str:
-    """Returns the commit of the script's repository, and in brackets how the script differs from it.
+    """Returns the commit of the script's repository, and in brackets whether it has this very script.
 
-    It is clean, or has git's letters: M modified, ?? not committed, !! ignored.
+    It is clean, or else modified: changed, or not committed.
     """
+    # With GIT_DIR git would look into another repository.
+    start = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "git"]
 
     def git(*arguments: str) -> str:
         return subprocess.check_output(
-            ["git", *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
-        )
+            [*start, *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
+        ).strip()
 
+    file = f"./{script.name}"  # a name that begins with a colon would be a pattern
     try:
-        commit = git("rev-parse", "HEAD").strip()
-        status = git("status", "--porcelain", "--ignored", "--", script.name)
-    except (OSError, subprocess.CalledProcessError):  # git is not installed; there is no commit
+        commit = git("rev-parse", "HEAD")
+        committed = git("ls-tree", "HEAD", file)  # "MODE blob HASH NAME", or nothing
+        own = git("hash-object", "--no-filters", file)
+    except subprocess.CalledProcessError:  # git is not installed; there is no commit
         return "unknown"
-    letters = status[:2].strip()
-    return f"{commit} ({letters or 'clean'})"
+    if own in committed:
+        return f"{commit} (clean)"
+    return f"{commit} (modified)"
 
 
 def describe_cpu() -> str:
@@ -5560,6 +5573,7 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     """Returns the path of the run's files, without a suffix, and that of its log. Rank 0 names the run."""
     folder = "attempts"
     if args.name:
+        require(".." not in args.name, f"--name {args.name}: give a name without ..")
         folder = f"{date.today()}_{args.name}"
     path = Path("records", track, folder, f"seed{args.seed}_{uuid.uuid4().hex[:12]}")
     path = exchange.from_rank_0(path)

@@ -159,6 +159,11 @@ WRONG = """--preset huge
 --save corpus/
 --checkpoint-every -1
 --profile 0
+--name ../../../elsewhere
+--data=
+--save=
+--resume=
+--set data=
 --set adam_lr
 --set adm_lr=1
 --set track=../elsewhere
@@ -266,9 +271,12 @@ CASES = [
     Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
     Case("a link to a missing folder", "--save link.pt",
          lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),
+    # variables that a launcher has left
+    Case("two processes, of which one was started", "", world_size="2"),
+    Case("many processes", "", world_size="many"),
     # numbers that go wrong
     Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2),
-    Case("no finite last loss", f"{ONE_STEP} bank_lr=1e30 --save model.pt", ranks=2, steps=1),
+    Case("no finite loss after the last step", f"{ONE_STEP} bank_lr=1e30 --save model.pt", ranks=2, steps=1),
     Case("no finite loss before the second step", "--set bank_lr=1e30 val_every=1", ranks=0, steps=1),
     # ranks that do not fit together
     Case("ranks with other options", "", ranks=2, rank_arguments={1: ["--set", "adam_lr=.5"]}),
@@ -402,6 +410,7 @@ def test_bad_input_is_one_line(case, tmp_path, folders, monkeypatch, capsys):
         assert case.statuses.get(rank, status or 1) == status, err
     said = err.count("train_gpt.py: error")
     assert bool(said) == case.said, err
+    assert "disk" not in case.name or ATTEMPTS in err  # the file that could not be written
     assert case.ranks or said <= 1 and "Traceback" not in err, err
     raised = re.findall(r"^([\w.]+): ", err.partition("Traceback")[2], re.MULTILINE)
     assert set(raised) <= {*LOST, "train_gpt.py"}, err
