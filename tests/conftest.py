@@ -34,7 +34,7 @@ def _join(rank, world_size, store):
 
 def _call(request):
     """Takes and returns plain pickles, in which tensors travel as copies."""
-    fn, *args = pickle.loads(request)
+    fn, args = pickle.loads(request)
     return pickle.dumps(fn(*args))
 
 
@@ -57,7 +57,7 @@ class Pool:
         world_size = len(self.ranks)
         futures = []
         for rank, process in enumerate(self.ranks):
-            request = pickle.dumps((fn, rank, world_size, *args))
+            request = pickle.dumps((fn, (rank, world_size) + args))
             futures.append(process.submit(_call, request))
         for future in as_completed(futures, WAIT + 20):
             error = future.exception()

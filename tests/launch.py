@@ -107,14 +107,16 @@ LAST_STATEMENT = ast.Module([ast.parse(Path(tg.__file__).read_text(encoding="utf
 
 def run_main(arguments):
     """Runs the script's last statement, as `python train_gpt.py ARGUMENTS` does. Does not return."""
-    sys.argv = ["train_gpt.py", *arguments]
+    sys.argv = ["train_gpt.py"] + arguments
     exec(compile(LAST_STATEMENT, "train_gpt.py", "exec"), vars(tg) | {"__name__": "__main__"})
 
 
 def wrap(where, around):
     """Replaces `where`, "function", "Class.method" or "module.function", with `around(original)`."""
-    *owner, name = where.split(".")
-    owner = functools.reduce(getattr, owner, tg)
+    *path, name = where.split(".")
+    owner = tg
+    for part in path:
+        owner = getattr(owner, part)
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(around(original)))
 
@@ -241,7 +243,8 @@ class SetGlobal:
 
 
 def list_checkpoints():
-    print("checkpoints:", *sorted(path.name for path in Path().rglob("*.checkpoint/*")), flush=True)
+    names = sorted(path.name for path in Path().rglob("*.checkpoint/*"))
+    print("checkpoints:", " ".join(names), flush=True)
 
 
 class Launch:
