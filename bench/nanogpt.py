@@ -12,7 +12,6 @@ out. Both losses are nats per character of the last tenth of the text. nanoGPT s
 each, ours as many as its windows allow.
 """
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 
 from ablations import compare
-from scripts import new_figure, png, save_figure
+from scripts import make_parser, new_figure, png, save_figure
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "data" / "shakespeare"
@@ -98,9 +97,7 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("nanogpt.py", __doc__)
     parser.add_argument(
         "nanogpt", type=Path, help="folder of nanoGPT; its data/shakespeare_char gets the text"
     )

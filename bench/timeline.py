@@ -34,7 +34,6 @@ microseconds more. Tested on traces of gloo processes and, of GPUs, on small one
 real ones of one H200.
 """
 
-import argparse
 import gzip
 import itertools
 import json
@@ -50,7 +49,7 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
-from scripts import new_figure, png, save_figure
+from scripts import make_parser, new_figure, png, save_figure
 
 COLOURS = {
     "forward": "tab:blue",
@@ -497,9 +496,7 @@ def draw(traces: list[Trace], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("timeline.py", __doc__)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--picture", type=png, metavar="FILE.png")
     args = parser.parse_args(argv)

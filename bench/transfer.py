@@ -10,7 +10,6 @@ bench/ablations/transfer_TRACK.jsonl. They were made with the script of commit 4
 patches are those of that script. `bench/transfer.py --run` of commit 1cdcaab makes them again.
 """
 
-import argparse
 import json
 import typing
 from collections import defaultdict
@@ -21,7 +20,7 @@ import numpy as np
 
 import ablations
 from ablations import compare
-from scripts import new_figure, save_figure
+from scripts import make_parser, new_figure, save_figure
 
 HERE = Path(__file__).resolve().parent
 TRACKS = "cpu", "words"
@@ -297,10 +296,7 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.parse_args(argv)
+    make_parser("transfer.py", __doc__).parse_args(argv)
     effects = all_effects()
     print(report(effects))
     if effects:

@@ -67,7 +67,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
-from scripts import UserError, new_figure, number, png, save_figure
+from scripts import UserError, make_parser, new_figure, number, png, save_figure
 
 SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # of logs in a folder; a file named directly may have any
 ALPHA = 0.01  # the public speedrun's level for "the mean loss is below the target"
@@ -1418,12 +1418,7 @@ def update() -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="compare.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("compare.py", __doc__)
     add = parser.add_argument
     add("paths", nargs="*", metavar="[LABEL=]PATH", help="log, folder or pattern; the first is the baseline")
     add("--target", type=number(float, 1e-9), help="loss to reach (default: the logs')")
