@@ -136,12 +136,10 @@ def read_results(path: Path) -> dict[tuple, float]:
     done = {}
     if path.exists():
         for i, line in enumerate(path.read_bytes().splitlines(), 1):
-            try:
+            fix = "remove this line, or give another --out"
+            with tg.user_error_on(f"{path}:{i} is no run", fix, ValueError, LookupError, TypeError):
                 entry = json.loads(line)
                 done[tuple(entry["run"]), entry.get("data")] = float(entry["loss"])
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
-                message = f"{path}:{i} is no run: remove this line, or give another --out"
-                raise compare.UserError(message) from error
     return done
 
 
@@ -188,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             print(f"\n{table(train_all(args, variants, Path(folder)))}")
-    except (compare.UserError, OSError) as error:
+    except (compare.UserError, tg.UserError, OSError) as error:
         sys.exit(f"ablations.py: {error}")
 
 

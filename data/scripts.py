@@ -75,15 +75,13 @@ def target(path: str | Path, kind: bytes) -> Path:
     folder for it.
     """
     path = Path(path).resolve()
-    if not path.parent.is_dir():
-        raise UserError(f"{path.parent} is no folder; make it, or choose another place")
-    if path.exists():
-        begin = None  # of a folder, or a device
-        if path.is_file():
-            with open(path, "rb") as file:
-                begin = file.read(4096)
-        if begin is None or not re.match(kind + rb"|\Z", begin, re.DOTALL):
-            raise UserError(f"{path}: another kind of file is there; remove it, or choose another place")
+    if path.is_file():
+        with open(path, "rb") as file:
+            is_free = bool(re.match(kind + rb"|\Z", file.read(4096), re.DOTALL))
+    else:  # a folder or a device may be there
+        is_free = path.parent.is_dir() and not path.exists()
+    if not is_free:
+        raise UserError(f"{path}: there is no such folder, or another kind of file; choose another place")
     return path
 
 

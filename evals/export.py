@@ -31,7 +31,7 @@ file is written, every tensor's name, dtype and shape is printed.
 """
 
 import argparse
-import os
+import shutil
 
 import torch
 
@@ -39,13 +39,6 @@ from generate import load_model, make_parser, run_script, tg
 from scripts import replacing, target
 
 EXPORT_BEGINS = rb'.{8}\{"__metadata__":\{"config":'
-
-
-def umask() -> int:
-    """Returns the process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     with tg.user_error_on(f"cannot write {args.out}", "choose another place", SafetensorError):
         with replacing(args.out, EXPORT_BEGINS) as path:
             save_file(tensors, path, {"config": tg.config_json(model.cfg)})
-            path.chmod(0o666 & ~umask())  # safetensors lets nobody else read it
+            shutil.copymode(args.model, path)  # safetensors lets nobody else read it
     for name, tensor in sorted(tensors.items()):
         print(f"{name:20} {str(tensor.dtype).removeprefix('torch.'):10} {tuple(tensor.shape)}")
 

@@ -383,10 +383,10 @@ loss m.pt gpt2.bin -> 50257
 loss m.pt empty.txt --passage-bytes 3 -> from 4
 loss m.pt a.csv -> a.csv:1: a table
 loss m.pt one.txt -> one.txt:1: one JSON value
-export m.pt m.pt -> m.pt: another kind of file
-export no.pt ./m.pt.ngrams1 -> m.pt.ngrams1: another kind of file
+export m.pt m.pt -> m.pt: there is no such folder, or another kind
+export no.pt ./m.pt.ngrams1 -> m.pt.ngrams1: there is no such folder, or another kind
 export no.pt empty.bin -> cannot read no.pt
-export no.pt no/a.safetensors -> no is no folder
+export no.pt no/a.safetensors -> no such folder
 """
 
 
