@@ -45,6 +45,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "records")]
 import compare
 
 import train_gpt as tg
+from scripts import make_parser, number
 
 
 class Variant(NamedTuple):
@@ -125,25 +126,20 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
 
 def data_of(preset: str, settings: list[str]) -> str:
     """Returns a hash of the shards that a run reads."""
-    folder = tg.PRESETS[preset].data
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        if name == "data":
-            folder = value
-    return tg.dataset_hash(sorted(Path(folder).glob("*.bin")))
+    named = [setting[5:] for setting in settings if setting.startswith("data=")]
+    folder = Path([tg.PRESETS[preset].data, *named][-1])  # the last counts
+    return tg.dataset_hash(sorted(folder.glob("*.bin")))
 
 
 def read_results(path: Path) -> dict[tuple, float]:
     """Returns the losses of the runs in a file, by what makes a run. Raises UserError if a line has none."""
     done = {}
     if path.exists():
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            try:
+        for i, line in enumerate(path.read_bytes().splitlines(), 1):
+            fix = "remove this line, or give another --out"
+            with tg.user_error_on(f"{path}:{i} is no run", fix, ValueError, LookupError, TypeError):
                 entry = json.loads(line)
                 done[tuple(entry["run"]), entry.get("data")] = float(entry["loss"])
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
-                message = f"{path}:{number} is no run: remove this line, or give another --out"
-                raise compare.UserError(message) from error
     return done
 
 
@@ -172,16 +168,14 @@ def table(losses: dict[str, list[float]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("ablations.py", __doc__)
     parser.add_argument("variants", nargs="+", type=parse_variant, metavar="[LABEL:] NAME=VALUE ...")
     parser.add_argument("--script", type=Path, default=REPOSITORY / "train_gpt.py")
     parser.add_argument("--preset", default="cpu", choices=tg.PRESETS)
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="common")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N")
+    parser.add_argument("--seeds", type=number(int, 1), default=3, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
+    parser.add_argument("--jobs", type=number(int, 1), default=1, metavar="N", help="runs at once")
     parser.add_argument("--out", type=Path, default=Path("ablations.jsonl"))
     args = parser.parse_args(argv)
     if importlib.util.find_spec("scipy") is None:
@@ -189,12 +183,10 @@ def main(argv: list[str] | None = None) -> None:
     variants = [Variant("as it is", [])] + args.variants
     if len({variant.label for variant in variants}) < len(variants):
         parser.error("two variants have the same label")
-    if min(args.seeds, args.jobs) < 1:
-        parser.error("--seeds and --jobs must be at least 1")
     try:
         with tempfile.TemporaryDirectory() as folder:
             print(f"\n{table(train_all(args, variants, Path(folder)))}")
-    except (compare.UserError, OSError) as error:
+    except (compare.UserError, tg.UserError, OSError) as error:
         sys.exit(f"ablations.py: {error}")
 
 

@@ -76,6 +76,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import train_gpt as tg
+from scripts import make_parser
 from synthetic import draw_documents
 from tokenize_text import shard_header
 
@@ -607,9 +608,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("step_time.py", __doc__)
     add = parser.add_argument
     preset = "record" if torch.cuda.is_available() else "cpu"
     add("--preset", choices=tg.PRESETS, default=preset)

@@ -150,6 +150,7 @@ def run(args: argparse.Namespace) -> None:
     if is_complete(out, source):
         print(f"{out.name}: the text of {origin.title()} {version} is there already")
         return
+    out.mkdir(parents=True, exist_ok=True)
     target(out / "source.json", SOURCE_BEGINS)
     written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN, replaced=origin)
     complete = source | {"tokens": tokens_of_shards(out)}

@@ -17,7 +17,7 @@ from pathlib import Path
 PNG = rb"\x89PNG"  # how pictures begin
 
 
-class UserError(Exception):
+class UserError(argparse.ArgumentTypeError):  # so argparse reports it, if it is of an option
     """Reports input that cannot be used. The message is one line: what is wrong, and what to do."""
 
 
@@ -71,31 +71,36 @@ def run_script(
 def target(path: str | Path, kind: bytes) -> Path:
     """Returns the file that an output to `path` creates or replaces: that which a link is to.
 
-    kind: a regular expression for how such outputs begin. Raises UserError if anything else is there.
+    kind: a regular expression for how such outputs begin. Raises UserError if anything else is there, or no
+    folder for it.
     """
     path = Path(path).resolve()
-    if path.exists():
-        begin = None  # of a folder, or a device
-        if path.is_file():
-            with open(path, "rb") as file:
-                begin = file.read(4096)
-        if begin is None or not re.match(kind + rb"|\Z", begin, re.DOTALL):
-            raise UserError(f"{path}: another kind of file is there; remove it, or choose another place")
+    if path.is_file():
+        with open(path, "rb") as file:
+            is_free = bool(re.match(kind + rb"|\Z", file.read(4096), re.DOTALL))
+    else:  # a folder or a device may be there
+        is_free = path.parent.is_dir() and not path.exists()
+    if not is_free:
+        raise UserError(f"{path}: there is no such folder, or another kind of file; choose another place")
     return path
+
+
+def png(text: str) -> Path:
+    """Returns target() of a picture: an argparse type."""
+    return target(text, PNG)
 
 
 @contextlib.contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
     """Yields a hidden folder in `folder` for outputs that are not complete. It is removed at the end.
 
-    An OSError without another file's name, as that of a full disk, gets the name of `folder`.
+    An OSError that names no file, as that of a full disk, gets the name of `folder`.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=folder) as name:
             yield Path(name)
     except OSError as error:
-        if not error.filename or ".unfinished-" in str(error.filename):
-            error.filename = str(folder)
+        error.filename = error.filename or str(folder)
         raise
 
 
@@ -111,9 +116,14 @@ def replacing(path: str | Path, kind: bytes) -> Iterator[Path]:
         os.replace(folder / path.name, path)
 
 
-@contextlib.contextmanager
-def picture(path: str | Path | None) -> Iterator[Path | None]:
-    """Yields where to draw a PNG with matplotlib, as replacing() does; nowhere without a path."""
+def new_figure(width: float, height: float):
+    """Returns an empty figure of matplotlib, of a size in inches."""
     os.environ["MPLBACKEND"] = "agg"  # a notebook's needs a package that may not be here
-    with replacing(path, PNG) if path else contextlib.nullcontext() as file:
-        yield file
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure, path: str | Path, **options) -> None:
+    with replacing(path, PNG) as new:
+        figure.savefig(new, format="png", **options)

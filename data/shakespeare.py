@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> None:
     train_passages = cut_passages(text[:val_begin], PASSAGE_BYTES["bytes"])
     random.Random(0).shuffle(train_passages)
     splits = {"train": train_passages, "val": [text[val_begin:]]}
-    target(args.out / "input.txt", re.escape(text[:4096]))
     with new_shards(args.out, "shakespeare") as folder:
+        target(args.out / "input.txt", re.escape(text[:4096]))
         (folder / "input.txt").write_bytes(text)  # for bench/nanogpt.py, which gives it to nanoGPT
         for split, passages in splits.items():
             writer = SplitWriter(folder, "shakespeare", split, encoding, SHARD_TOKENS)

@@ -18,14 +18,13 @@ own data are refused, so runs on these tokens belong to the track `other`.
 import argparse
 import functools
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from scripts import UserError, make_parser, run_script, target, unfinished
+from scripts import UserError, make_parser, replacing, run_script, target
 from tokenize_text import (
     SHARD_BEGINS,
     SHARD_TOKENS,
@@ -130,18 +129,14 @@ def write_shards(
                 f"{path}: not a shard that these options give, but training would read it too; remove it, or "
                 "choose another folder"
             )
-        target(path, SHARD_BEGINS)
-    target(out / VOCABULARY, VOCABULARY_BEGINS)
     out.mkdir(parents=True, exist_ok=True)
+    target(out / VOCABULARY, VOCABULARY_BEGINS)
     missing = [name for name, header in headers.items() if not is_complete(out / name, header)]
     total = sum(headers[name].tokens for name in missing)
-    with (
-        unfinished(out) as folder,
-        tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, desc="writing") as bar,
-    ):
+    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, desc="writing") as bar:
         for name in missing:
             left = headers[name].tokens
-            with open(folder / name, "wb") as file:
+            with replacing(out / name, SHARD_BEGINS) as path, open(path, "wb") as file:
                 file.write(shard_header(*headers[name]))
                 for tokens, _ in draw_documents(vocab_size - 1, list(name.encode())):
                     tokens = tokens[:left]
@@ -150,7 +145,6 @@ def write_shards(
                     left -= len(tokens)
                     if not left:
                         break
-            os.replace(folder / name, (out / name).resolve())
     write_token_bytes(out, make_up_tokens(vocab_size))
     return missing
 

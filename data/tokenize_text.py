@@ -324,10 +324,10 @@ def prepare(document: Document | BadDocument, val_one_in: int, passage_bytes: in
 
 
 @functools.lru_cache
-def get_encoding(name: str, vocabulary: Path | None = None) -> tiktoken.Encoding:
+def get_encoding(name: str, vocabulary: tuple[bytes, ...] = ()) -> tiktoken.Encoding:
     """Returns `gpt2`, or `bytes`: 256 bytes, and 256 as BOS. Raises UserError if GPT-2's is unavailable.
 
-    vocabulary: a file of this script with GPT-2's tokens, which are then not downloaded.
+    vocabulary: the bytes of GPT-2's tokens, which are then not downloaded.
     """
     import tiktoken  # here, because those who only read or write shards need not have it
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -342,9 +342,10 @@ def get_encoding(name: str, vocabulary: Path | None = None) -> tiktoken.Encoding
             special_tokens={"<|endoftext|>": 256},
         )
     if vocabulary:
-        lines = vocabulary.read_text(encoding="ascii").splitlines()
-        ranks = {bytes.fromhex(line): i for i, line in enumerate(lines) if line}
-        special = {"<|endoftext|>": len(lines) - 1}
+        ranks = {token: i for i, token in enumerate(vocabulary) if token}
+        if not all(bytes([i]) in ranks for i in range(256)):  # tiktoken would panic
+            raise UserError(f"{VOCABULARY} lacks tokens of single bytes; build the data again")
+        special = {"<|endoftext|>": len(vocabulary) - 1}
         return tiktoken.Encoding(name, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
     try:
         return tiktoken.get_encoding(name)

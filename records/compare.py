@@ -67,7 +67,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
-from scripts import UserError, number, picture, replacing
+from scripts import UserError, make_parser, new_figure, number, png, save_figure
 
 SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # of logs in a folder; a file named directly may have any
 ALPHA = 0.01  # the public speedrun's level for "the mean loss is below the target"
@@ -138,7 +138,7 @@ HEADER = {
 }
 # Types of the settings that are read here.
 CONFIG: dict[str, Any] = {"seed": int, "val_slices": int, "val_slice_tokens": int, "track": str}
-CONFIG |= {"target": (int, float), "length": (int, float), "stages": list}
+CONFIG |= {"target": int | float, "length": int | float}
 GPU = r"\n\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off)\s*\|"  # a row of nvidia-smi's table
 # Other rules of `=` vary in number, and occur in the source, too.
 SOURCE_END = pattern(r"={20,}\s*\n(?:Running|script:) ")
@@ -383,24 +383,15 @@ def read_header(text: str, path: str, before: Header) -> Header:
     if "config" in last:
         try:
             header.config = json.loads(last["config"], parse_constant=int)  # int("NaN") is an error
-            check_config(header.config)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: its config line cannot be read ({error})") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{path}: its config line is not JSON, or has numbers that are none") from None
+        for name, kind in CONFIG.items():
+            if not isinstance(header.config.get(name), kind | None):
+                raise UserError(f"{path}: its config has {name} = {header.config[name]!r}")
     if "resumed" in last:
         header.origin, after = last["resumed"]
         header.after = int(after)
     return header
-
-
-def check_config(config: dict) -> None:
-    """Raises ValueError if a setting that is read here is of another type."""
-    for name, kind in CONFIG.items():
-        value = config.get(name)
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"its {name} is {value!r}")
-    for row in config.get("stages", []):
-        if not isinstance(row, dict):
-            raise ValueError(f"its stages have {row!r}")
 
 
 def decode(text: bytes) -> str:
@@ -1037,10 +1028,9 @@ class Picture(NamedTuple):
 
     def draw(self, path: str | Path) -> None:
         """Writes a PNG with its mark."""
-        from matplotlib.figure import Figure
+        fig = new_figure(6 + 2 * len(self.over), 4.6)
         from matplotlib.lines import Line2D
 
-        fig = Figure(figsize=(6 + 2 * len(self.over), 4.6), layout="constrained")
         axes = fig.subplots(1, len(self.over), sharey=True, squeeze=False)[0]
         labels = []
         kinds = {}
@@ -1062,15 +1052,15 @@ class Picture(NamedTuple):
         if all(len(group.counted) <= 1 for group in self.groups):
             names = [kind.partition(";")[0] for kind in kinds]  # there are no bars
         fig.legend(kinds.values(), names, loc="outside upper right")
-        fig.savefig(path, format="png", metadata={"Source": self.mark})
+        save_figure(fig, path, metadata={"Source": self.mark})
 
     def curves(self, group: Group, color: str) -> list[Curve]:
         """Returns the group's validation and training losses, where they are finite."""
         training = TRAINED
         for run in group.counted:
-            for stage in run.header.config.get("stages", []):
-                if stage.get("sampled_columns") or stage.get("candidates"):  # its name until 1cdcaab
-                    training = TRAINED_SAMPLED
+            # `candidates` is the name until 1cdcaab.
+            if re.search(r"'(candidates|sampled_columns)': \[[1-9]", str(run.header.config.get("stages"))):
+                training = TRAINED_SAMPLED
         curves = []
         for kind, points in ((VALIDATED, mean_curve(group)), (training, training_curve(group))):
             curves.append(Curve(kind, color, [point for point in points if math.isfinite(point.loss)]))
@@ -1342,10 +1332,9 @@ class History(NamedTuple):
         return digest([History], self.rows, NAMED)
 
     def draw(self, path: Path) -> None:
-        from matplotlib.figure import Figure
+        fig = new_figure(9, 5)
         from matplotlib.ticker import NullLocator
 
-        fig = Figure(figsize=(9, 5), layout="constrained")
         ax: Any = fig.subplots()
         days = [date.fromisoformat(row.date) for row in self.rows]
         times = [float(row.minutes) for row in self.rows]
@@ -1364,7 +1353,7 @@ class History(NamedTuple):
         ax.set_yticks([0.5, 1, 2, 3, 5, 10, 20, 45])
         ax.yaxis.set(major_formatter="{x:g} min", minor_locator=NullLocator())
         clear(ax)
-        fig.savefig(path, format="png", metadata={"Source": self.mark})
+        save_figure(fig, path, metadata={"Source": self.mark})
 
 
 def read_history() -> History:
@@ -1421,28 +1410,21 @@ def update() -> list[str]:
     text = readme.read_text(encoding="utf-8")
     for name, part in readme_parts(records).items():
         text = replace_part(text, name, part)
-    with replacing(readme, b"# ") as path:
-        path.write_text(text, encoding="utf-8")
-    for path, drawing in pictures.items():
-        if not is_current(path, drawing.mark):
-            with picture(path) as new:
-                drawing.draw(new)
+    readme.write_text(text, encoding="utf-8")
+    for path, picture in pictures.items():
+        if not is_current(path, picture.mark):
+            picture.draw(path)
     return []
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="compare.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("compare.py", __doc__)
     add = parser.add_argument
     add("paths", nargs="*", metavar="[LABEL=]PATH", help="log, folder or pattern; the first is the baseline")
     add("--target", type=number(float, 1e-9), help="loss to reach (default: the logs')")
     add("--json", action="store_true", help="print one JSON object; warnings go to stderr")
     add("--anyway", action="store_true", help="print percentages though machines, data or validation differ")
-    add("--curves", metavar="FILE.png", help="draw losses over steps and over training time")
+    add("--curves", type=png, metavar="FILE.png", help="draw losses over steps and over training time")
     add("--diff", nargs=2, metavar=("A", "B"), help="what changed in script and config from log A to log B")
     add("--begin", metavar="FOLDER", help="print the table of a new record, and begin its README.md")
     add("--update", action="store_true", help="write the tables and pictures of the records and README.md")
@@ -1457,8 +1439,7 @@ def main(argv: list[str] | None = None) -> int:
         elif args.update:
             errors = update()
         else:
-            with picture(args.curves) as path:
-                errors = report(args, path)
+            errors = report(args)
     except UserError as e:
         errors = [str(e)]
     except OSError as e:
@@ -1473,8 +1454,8 @@ def main(argv: list[str] | None = None) -> int:
     return 2 if errors else 0
 
 
-def report(args: argparse.Namespace, curves: Path | None) -> list[str]:
-    """Prints what the logs say; begins a record, draws `curves`. Returns what could not be read."""
+def report(args: argparse.Namespace) -> list[str]:
+    """Prints what the logs say; begins a record, draws curves. Returns what could not be read."""
     paths = args.paths
     if args.begin:
         folder = Path(os.path.relpath(args.begin))
@@ -1490,8 +1471,8 @@ def report(args: argparse.Namespace, curves: Path | None) -> list[str]:
         if args.begin and not errors:
             print(begin_readme(folder, paths, text) + "\n")
         print(text)
-    if curves:
-        Picture(groups, []).draw(curves)
+    if args.curves:
+        Picture(groups, []).draw(args.curves)
     return errors
 
 

@@ -51,11 +51,3 @@ def test_both_in_turns(clone, capsys):
 def test_what_is_missing(clone):
     with pytest.raises(SystemExit, match="clone nanoGPT"):
         nanogpt.main(["elsewhere"])
-
-
-@pytest.mark.parametrize("name", ("nanoGPT/data/shakespeare_char/input.txt", "curves.png"))
-def test_a_users_file_is_not_replaced(clone, name):
-    (clone.parent / name).write_text("mine")
-    with pytest.raises(SystemExit, match=f"^nanogpt.py: .*{name}: another kind of file"):
-        nanogpt.main(["nanoGPT", "--picture", "curves.png"])
-    assert (clone.parent / name).read_text() == "mine" and not (clone / "done").exists()
