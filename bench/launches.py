@@ -296,6 +296,7 @@ PHASE_OF = [
     (tg.GPT, "fp8_head", "head"),
     (tg, "move", "copies"),
     (tg.Optimizer, "begin", "copies"),
+    (tg.GPT, "look_up", "forward"),
     (tg.GPT, "forward", "forward"),
     (tg.GPT, "head_loss_and_grad", "head"),
     (torch.autograd, "backward", "backward"),
@@ -311,12 +312,16 @@ PHASE_OF = [
 def run_steps(
     cfg: tg.Config, stage: int, world_size: int, backend: tg.Backend, counts: Counts, validated: bool = True
 ) -> list[Any]:
-    """Runs eight steps of rank 0 of `world_size` in a stage. Returns what was found in the last four.
+    """Runs steps of rank 0 of `world_size` in a stage. Returns what was found in the last four.
 
-    Four are a period of all updates. As in a run, validation comes first: compiled code is then for any
-    length from the first step on.
+    Four are a period of all updates. With `validated`, validation comes first, as in a run, so that compiled
+    code is for any length from the first step on; four more steps then precede the last four. Without it
+    nothing is compiled, so one step before them is enough.
     """
     found = []
+    count = 5
+    if validated:
+        count = 8
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
         def patch(owner: Any, **changes) -> None:
@@ -336,7 +341,7 @@ def run_steps(
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
         exchange = CountingExchange(world_size, counts, backend.segment_sum_rows)
-        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
         model.ngrams = optimizer.ngrams
         start = cfg.stage_starts[stage]
         tied = start <= tg.untie_step(cfg)
@@ -346,17 +351,17 @@ def run_steps(
         first = tg.padded(start, 4)  # no gradient awaits its update then
         plan = tg.plan_step(cfg, start + cfg.stages[stage].steps // 2)
         # Rows are fetched for steps after those that run.
-        plans = [plan._replace(step=first + i, tied=tied, untie=False) for i in range(16)]
+        plans = [plan._replace(step=first + i, tied=tied, untie=False) for i in range(count + 8)]
         batches = tg.Prefetcher(loader, plans, SingleRankExchange(0, world_size))
         if validated:
             val = tg.ValLoader(dataclasses.replace(cfg, val_slices=1), paths)
             gpu_code.validate(model, val, exchange, plan.windows, 1)
-        for _ in tqdm(range(8), "steps", unit="step", leave=False):
+        for _ in tqdm(range(count), "steps", unit="step", leave=False):
             batch = batches.next()
             with counts.step(batch):
                 tg.train_step(model, optimizer, batch, batches.peek)
             found.append(counts.found)
-    return found[4:]
+    return found[-4:]
 
 
 def h100_backend(cfg: tg.Config) -> tg.Backend:

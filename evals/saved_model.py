@@ -88,12 +88,35 @@ def rename(settings, path: str = ""):
     return renamed
 
 
+def config_from_dict(values: dict, table=tg.Config) -> tg.Config:
+    """Builds a Config from a dict of all its fields, as JSON gives it.
+
+    Raises KeyError if a field is unknown or missing, UserError if it cannot have such a value.
+    """
+    fields = {}
+    for name in tg.hints_of(table) | values:
+        hint = tg.hints_of(table)[name]
+        value = values[name]
+        row = tg.row_type(hint)
+        if row is None:
+            field = tg.field_of(hint)
+            is_tuple = field.size is not None
+            parts = value if is_tuple else [value]
+            tg.require(all(field.allows(part) for part in parts), f"{name} cannot be {value}")
+            fields[name] = tuple(value) if is_tuple else value
+        elif isinstance(value, list):
+            fields[name] = tuple(config_from_dict(each, row) for each in value)
+        else:
+            fields[name] = config_from_dict(value, row)
+    return table(**fields)
+
+
 def read_config(text: str) -> tg.Config:
     """Returns the config of a saved model's JSON, whichever script wrote it. Raises an error if it cannot."""
     values = ADDED | rename(json.loads(text))
     kernels = [RENAMED_KERNELS.get(name, name) for name in values["kernels"]]
     values["kernels"] = [name for name in kernels if name]
-    return tg.config_from_dict(values)
+    return config_from_dict(values)
 
 
 def check_sizes(weights: dict[str, Tensor], cfg: tg.Config, file_bytes: int) -> None:

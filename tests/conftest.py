@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "", "data", "bench", "records", "evals")]
+for folder in "evals", "records", "bench", "data", "", "tests":
+    sys.path.insert(0, str(ROOT / folder))
 
 from launch import CONTEXT, WAIT
 
@@ -33,7 +34,7 @@ def _join(rank, world_size, store):
 
 def _call(request):
     """Takes and returns plain pickles, in which tensors travel as copies."""
-    fn, *args = pickle.loads(request)
+    fn, args = pickle.loads(request)
     return pickle.dumps(fn(*args))
 
 
@@ -42,16 +43,25 @@ class Pool:
 
     def __init__(self, world_size):
         self.folder = tempfile.TemporaryDirectory()
-        numbers, store = range(world_size), f"{self.folder.name}/store"
-        self.ranks = [ProcessPoolExecutor(1, CONTEXT, _join, (rank, world_size, store)) for rank in numbers]
-        self.pids = [future.result(WAIT) for future in [rank.submit(os.getpid) for rank in self.ranks]]
+        store = f"{self.folder.name}/store"
+        self.ranks = []
+        starts = []
+        for rank in range(world_size):
+            process = ProcessPoolExecutor(1, CONTEXT, _join, (rank, world_size, store))
+            self.ranks.append(process)
+            starts.append(process.submit(os.getpid))
+        self.pids = [start.result(WAIT) for start in starts]
 
     def run(self, fn, args):
         """Returns fn(rank, world_size, *args) of every rank, in rank order."""
-        requests = (pickle.dumps((fn, rank, len(self.ranks), *args)) for rank in range(len(self.ranks)))
-        futures = [rank.submit(_call, request) for rank, request in zip(self.ranks, requests)]
+        world_size = len(self.ranks)
+        futures = []
+        for rank, process in enumerate(self.ranks):
+            request = pickle.dumps((fn, (rank, world_size) + args))
+            futures.append(process.submit(_call, request))
         for future in as_completed(futures, WAIT + 20):
-            if error := future.exception():  # the others may hang in a collective, waiting for this rank
+            error = future.exception()
+            if error:  # the others may hang in a collective, waiting for this rank
                 what = f"rank {futures.index(future)} raised in {fn.__name__}: {error!r}"
                 raise RuntimeError(what) from error
         return [pickle.loads(future.result()) for future in futures]
@@ -79,11 +89,14 @@ def workers():
     pools = {}
 
     def run(world_size, fn, *args):
-        pool = pools.get(world_size) or pools.setdefault(world_size, Pool(world_size))
+        if world_size not in pools:
+            pools[world_size] = Pool(world_size)
+        pool = pools[world_size]
         try:
             return pool.run(fn, args)
         except BaseException:
-            for pid in pools.pop(world_size).pids:
+            del pools[world_size]
+            for pid in pool.pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             pool.close()

@@ -6,11 +6,16 @@ import pytest
 import train_gpt as tg
 
 
+def version_of(package):
+    """Returns a package's major and minor version."""
+    major, minor = package.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def skip_without_interpreter():
     if tg.triton is None:
         pytest.skip("triton is not installed")
-    triton, numpy = (tuple(map(int, package.__version__.split(".")[:2])) for package in (tg.triton, np))
-    if triton < (3, 7) and numpy >= (2, 4):
+    if version_of(tg.triton) < (3, 7) and version_of(np) >= (2, 4):
         pytest.skip(
             "the interpreter of triton < 3.7 needs numpy < 2.4 (github.com/triton-lang/triton/issues/9171)"
         )

@@ -60,10 +60,14 @@ def make_corpus(folder, train=(6000, 6000), val=1500):
     The vocabulary makes each of the seven, 97 to 103, the prefix of the next.
     """
     folder.mkdir(parents=True)
-    words = [b"x" * max(0, i - 96) if i < 104 else b"" for i in range(257)]
-    (folder / "vocabulary.txt").write_text("".join(word.hex() + "\n" for word in words))
+    words = [""] * 257
+    for token in range(97, 104):
+        words[token] = (b"x" * (token - 96)).hex()
+    (folder / "vocabulary.txt").write_text("\n".join(words) + "\n")
+    sizes = {f"train_{i:06d}": count for i, count in enumerate(train)}
+    sizes["val_000000"] = val
     rng = np.random.default_rng(2)
-    for name, count in [*((f"train_{i:06d}", n) for i, n in enumerate(train)), ("val_000000", val)]:
+    for name, count in sizes.items():
         tokens = random_documents(rng, count, 257, 256, 120)
         tokens = np.where(tokens < 256, tokens % 7 + 97, 256)
         write_shard(folder / f"tiny_{name}.bin", tokens, 257, 256, text_bytes=int((tokens < 256).sum()))
@@ -89,7 +93,8 @@ def _rank(rank, world_size, port, folder, arguments, output, fault):
     for stream, name in ((1, "out"), (2, "err")):
         file = os.open(f"{output}/rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
     tg.torch.set_num_threads(1)
     tg.COLLECTIVE_TIMEOUT = timedelta(seconds=60)  # no torchrun here ends ranks that gloo leaves waiting
     if fault:
@@ -102,14 +107,16 @@ LAST_STATEMENT = ast.Module([ast.parse(Path(tg.__file__).read_text(encoding="utf
 
 def run_main(arguments):
     """Runs the script's last statement, as `python train_gpt.py ARGUMENTS` does. Does not return."""
-    sys.argv = ["train_gpt.py", *arguments]
+    sys.argv = ["train_gpt.py"] + arguments
     exec(compile(LAST_STATEMENT, "train_gpt.py", "exec"), vars(tg) | {"__name__": "__main__"})
 
 
 def wrap(where, around):
     """Replaces `where`, "function", "Class.method" or "module.function", with `around(original)`."""
-    *owner, name = where.split(".")
-    owner = functools.reduce(getattr, owner, tg)
+    *path, name = where.split(".")
+    owner = tg
+    for part in path:
+        owner = getattr(owner, part)
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(around(original)))
 
@@ -118,7 +125,9 @@ class FaultAtCall:
     """Runs `do()` before the `call`-th call (from 1) of `where`, named as in wrap()."""
 
     def __init__(self, where, call, do):
-        self.where, self.call, self.do = where, call, do
+        self.where = where
+        self.call = call
+        self.do = do
 
     def __call__(self):
         calls = itertools.count(1)
@@ -141,13 +150,16 @@ class FaultAtWrite:
     """
 
     def __init__(self, where, n, do):
-        self.where, self.n, self.do = where, n, do
+        self.where = where
+        self.n = n
+        self.do = do
 
     def __call__(self):
-        changes, state = itertools.count(1), ["before"]
+        changes = itertools.count(1)
+        state = "before"  # the first call of `where`; then "inside", then "after"
 
         def change(name):
-            if state[-1] == "inside" and next(changes) == self.n:
+            if state == "inside" and next(changes) == self.n:
                 os.write(1, f"change: {name}\n".encode())
                 self.do()
 
@@ -156,25 +168,35 @@ class FaultAtWrite:
             if opens or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
                 change(event)
 
-        def marking(original, *args, **kwargs):
-            state.append("inside" if state == ["before"] else "after")
-            result = original(*args, **kwargs)
-            state.append("after")
-            return result
+        def mark(original):
+            def marking(*args, **kwargs):
+                nonlocal state
+                if state == "before":
+                    state = "inside"
+                result = original(*args, **kwargs)
+                state = "after"
+                return result
 
-        def saving(original, content, file):
-            if not hasattr(file, "write"):
-                return original(content, file)
-            original(content, data := io.BytesIO())
-            data = data.getvalue()
-            half = len(data) // 2
-            file.write(data[:half])
-            file.flush()
-            change("half of torch.save")
-            file.write(data[half:])
+            return marking
 
-        for where, around in ((self.where, marking), ("torch.save", saving)):
-            wrap(where, functools.partial(functools.partial, around))
+        def save_in_halves(original):
+            def saving(content, file):
+                if not hasattr(file, "write"):
+                    original(content, file)
+                    return
+                buffer = io.BytesIO()
+                original(content, buffer)
+                data = buffer.getvalue()
+                half = len(data) // 2
+                file.write(data[:half])
+                file.flush()
+                change("half of torch.save")
+                file.write(data[half:])
+
+            return saving
+
+        wrap(self.where, mark)
+        wrap("torch.save", save_in_halves)
         sys.addaudithook(audit)
 
 
@@ -213,14 +235,16 @@ class SetGlobal:
     """Sets a global of the script to `value`, as a fault does: in one rank, before it begins."""
 
     def __init__(self, name, value):
-        self.name, self.value = name, value
+        self.name = name
+        self.value = value
 
     def __call__(self):
         setattr(tg, self.name, self.value)
 
 
 def list_checkpoints():
-    print("checkpoints:", *sorted(path.name for path in Path().rglob("*.checkpoint/*")), flush=True)
+    names = sorted(path.name for path in Path().rglob("*.checkpoint/*"))
+    print("checkpoints:", " ".join(names), flush=True)
 
 
 class Launch:
@@ -235,10 +259,11 @@ class Launch:
         # torchrun's agent keeps such a store too.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = []
+        faults = faults or {}
+        rank_arguments = rank_arguments or {}
         for rank in range(max(world_size, 1)):
-            words = [*map(str, arguments), *(rank_arguments or {}).get(rank, [])]
-            place = rank, world_size, self.store.port, folder
-            args = *place, words, self.output.name, (faults or {}).get(rank)
+            words = [str(argument) for argument in arguments] + rank_arguments.get(rank, [])
+            args = rank, world_size, self.store.port, folder, words, self.output.name, faults.get(rank)
             self.processes.append(CONTEXT.Process(target=_rank, daemon=True, args=args))
         for process in self.processes:
             process.start()
@@ -249,14 +274,24 @@ class Launch:
         When a rank fails, those that still run after GRACE seconds are terminated, as torchrun does.
         """
         end = time.monotonic() + seconds
-        while running := self.running:
+        while self.running:
+            running = self.running
             assert time.monotonic() < end, f"{running} still run after {seconds} s; their output: {self.err}"
-            if any(process.exitcode for process in self.processes):
-                time.sleep(GRACE)
-                for process in running:
-                    process.terminate()
-                    process.join()
+            if any(self.statuses):
+                self.end_rest(running)
             wait([process.sentinel for process in running], 1)
+        return self.statuses
+
+    def end_rest(self, running):
+        """Terminates processes that still run after GRACE seconds."""
+        end = time.monotonic() + GRACE
+        for process in running:
+            process.join(max(0.0, end - time.monotonic()))  # most have ended by then
+            process.terminate()
+            process.join()
+
+    @property
+    def statuses(self):
         return [process.exitcode for process in self.processes]
 
     @property
@@ -264,7 +299,8 @@ class Launch:
         return [process for process in self.processes if process.exitcode is None]
 
     def read(self, stream):
-        return "".join(path.read_text() for path in sorted(Path(self.output.name).glob(f"*.{stream}")))
+        paths = sorted(Path(self.output.name).glob(f"*.{stream}"))
+        return "".join(path.read_text() for path in paths)
 
     out = property(lambda self: self.read("out"))
     err = property(lambda self: self.read("err"))

@@ -15,17 +15,47 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?(\S+)\s*(.*?) ;
 
 def disassemble(cubin, triton_folder, folder):
     """Returns the blocks of a kernel's code: lists of (opcode, operands)."""
-    (path := Path(folder, "kernel.cubin")).write_bytes(cubin)
+    path = Path(folder, "kernel.cubin")
+    path.write_bytes(cubin)
     tool = Path(triton_folder, "backends", "nvidia", "bin", "nvdisasm")
     sass = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
     blocks = [[]]
     for line in sass.splitlines():
-        if found := INSTRUCTION.search(line):
+        ends = re.match(r"\.L_x_\d+:", line.strip()) is not None  # a label: the next block begins
+        found = INSTRUCTION.search(line)
+        if found:
             opcode, operands = found.groups()
-            blocks[-1].append((opcode, re.sub(r"\.reuse", "", operands).split(", ")))
-        if re.match(r"\.L_x_\d+:", line.strip()) or found and opcode.split(".")[0] in ("BRA", "EXIT", "CALL"):
+            blocks[-1].append((opcode, operands.replace(".reuse", "").split(", ")))
+            if opcode.split(".")[0] in ("BRA", "EXIT", "CALL"):
+                ends = True
+        if ends:
             blocks.append([])
     return blocks
+
+
+def packs_fp8(block):
+    for opcode, _ in block:
+        if opcode.startswith("F2FP") and re.search("E[45]M[23].F32", opcode):
+            return True
+    return False
+
+
+def stored_bytes(opcode):
+    """Returns how many bytes a store of one or two bytes stores, and 0 for a larger one."""
+    if ".U8" in opcode:
+        return 1
+    if ".U16" in opcode:
+        return 2
+    return 0
+
+
+def written_registers(opcode):
+    """Returns how many registers of four bytes an instruction writes."""
+    if ".128" in opcode:
+        return 4
+    if ".64" in opcode or "WIDE" in opcode:
+        return 2
+    return 1
 
 
 def read(registers, operand):
@@ -36,20 +66,22 @@ def stale_stores(blocks):
     """Returns the stores of one or two bytes that come from before their block, if it packs FP8."""
     stale = []
     for block in blocks:
-        if not any(opcode.startswith("F2FP") and re.search("E[45]M[23].F32", opcode) for opcode, _ in block):
+        if not packs_fp8(block):
             continue
         registers = {"RZ": ["zero"] * 4}
         get = partial(read, registers)
         for place, (opcode, operands) in enumerate(block):
-            name, out = opcode.split(".")[0], operands[0]
+            name = opcode.split(".")[0]
+            out = operands[0]
             if name == "STS":
-                size = 1 if ".U8" in opcode else 2 if ".U16" in opcode else 0
-                if any("before" in byte for byte in get(operands[-1])[:size]):
+                stored = get(operands[-1])[: stored_bytes(opcode)]
+                if "before" in " ".join(stored):
                     stale.append((opcode, operands))
             elif "PACK_AB_MERGE_C" in opcode:  # two new bytes, and two of the last operand
                 registers[out] = [f"pack {place}"] * 2 + get(operands[3])[:2]
             elif name == "PRMT" and operands[2].startswith("0x"):
-                source, selectors = get(operands[1]) + get(operands[3]), int(operands[2], 16)
+                source = get(operands[1]) + get(operands[3])
+                selectors = int(operands[2], 16)
                 registers[out] = [source[selectors >> 4 * i & 7] for i in range(4)]
             elif name == "LOP3" and operands[2:5:2] == ["0xffff", "0xc0"]:
                 registers[out] = get(operands[1])[:2] + ["zero"] * 2
@@ -58,7 +90,6 @@ def stale_stores(blocks):
             elif name in ("MOV", "IMAD") and ".MOV" in f".{opcode}" and operands[-1].startswith("R"):
                 registers[out] = list(get(operands[-1]))
             elif re.fullmatch(r"R\d+", out):
-                wide = 4 if ".128" in opcode else 2 if ".64" in opcode or "WIDE" in opcode else 1
-                for i in range(wide):
+                for i in range(written_registers(opcode)):
                     registers[f"R{int(out[1:]) + i}"] = [opcode] * 4
     return stale

@@ -22,11 +22,12 @@ def test_a_difference_is_that_of_pairs():
     base = rng.normal(1, 0.5, 7)
     losses = base - 0.1 + rng.normal(0, 0.01, 7)
     difference, error, _ = ablations.paired(losses.tolist(), base.tolist())
-    found, statistic = (difference, difference / error), scipy.stats.ttest_rel(losses, base).statistic
-    assert found == pytest.approx(((losses - base).mean(), statistic))
-    for undefined in ([1.0], [2.0]), ([1.0, 2.0], [2.0, 3.0]):  # one pair; pairs without spread
-        mean, *rest = ablations.paired(*undefined)
-        assert mean == -1 and all(map(math.isnan, rest))
+    assert difference == pytest.approx((losses - base).mean())
+    assert difference / error == pytest.approx(scipy.stats.ttest_rel(losses, base).statistic)
+    for losses, base in ([1.0], [2.0]), ([1.0, 2.0], [2.0, 3.0]):  # one pair; pairs without spread
+        difference, error, p = ablations.paired(losses, base)
+        assert difference == -1
+        assert math.isnan(error) and math.isnan(p)
 
 
 def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
@@ -34,28 +35,31 @@ def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
 
     def train(script, preset, settings, seed):
         runs.append(f"{seed} {' '.join(settings)}")
-        return {"loss": 2.0 - seed - (0.25 if "x=2" in settings else 0), "log": "a.txt"}
+        loss = 2.0 - seed
+        if "x=2" in settings:
+            loss -= 0.25
+        return {"loss": loss, "log": "a.txt"}
 
     monkeypatch.setattr(ablations, "train", train)
     script = tmp_path / "script.py"
     script.write_text("one")
     out = tmp_path / "out.jsonl"
     options = f"--script {script} --out {out} --set c=1 d=2 --set e=3 --seeds".split()
-    ablations.main(["more: x=2 y=3", *options, "2"])
-    common = "c=1 d=2 e=3"
-    want = [f"{seed} {common}{more}" for seed in (0, 1) for more in ("", " x=2 y=3")]
+    ablations.main(["more: x=2 y=3"] + options + ["2"])
+    want = ["0 c=1 d=2 e=3", "0 c=1 d=2 e=3 x=2 y=3", "1 c=1 d=2 e=3", "1 c=1 d=2 e=3 x=2 y=3"]
     assert runs == want
     assert "| more | 1.2500 | -0.2500 +- nan | nan | not resolved |" in capsys.readouterr().out
-    ablations.main(["more: x=2 y=3", *options, "3"])
-    want += [f"2 {common}", f"2 {common} x=2 y=3"]
+    ablations.main(["more: x=2 y=3"] + options + ["3"])
+    want += ["2 c=1 d=2 e=3", "2 c=1 d=2 e=3 x=2 y=3"]
     assert runs == want and len(out.read_text().splitlines()) == 6
     script.write_text("two")
-    ablations.main(["x=2", *options, "1"])
-    assert runs == [*want, f"0 {common}", f"0 {common} x=2"]
+    ablations.main(["x=2"] + options + ["1"])
+    want += ["0 c=1 d=2 e=3", "0 c=1 d=2 e=3 x=2"]
+    assert runs == want
     monkeypatch.setattr(ablations, "train", lambda *args: {"loss": math.nan})
     for change, count in ("x=3", "1"), ("x=2", "0"):  # a loss that is no number; nothing to average
         with pytest.raises(SystemExit):
-            ablations.main([change, *options, count])
+            ablations.main([change] + options + [count])
 
 
 def test_runs_on_other_data_are_made_again(tmp_path, monkeypatch):
@@ -107,7 +111,8 @@ def test_a_script_prints_its_log_twice_and_beside_itself(tmp_path, monkeypatch):
     """Runs a script without --check, as early records are."""
     run = SimpleNamespace(curve=[(9, 1.0, 1.0)])
     monkeypatch.setattr(ablations.compare, "read_log", lambda path: ([run], 0))
-    script, log = tmp_path / "script.py", tmp_path / "a.txt"
+    script = tmp_path / "script.py"
+    log = tmp_path / "a.txt"
     script.write_text("print('log: a.txt\\nlog: a.txt')")
     log.touch()
     assert Path(ablations.train(script, "cpu", [], 0)["log"]).resolve() == log
@@ -124,24 +129,27 @@ def test_a_patch_changes_a_copy_of_a_script(tmp_path, monkeypatch):
         return {"loss": 1.0, "log": "a.txt"}
 
     monkeypatch.setattr(ablations, "train", train)
-    script, out = tmp_path / "mine.py", tmp_path / "out.jsonl"
+    script = tmp_path / "mine.py"
+    out = tmp_path / "out.jsonl"
     script.write_text("one\n")
-    patches = [tmp_path / f"{name}.patch" for name in ("two", "three")]
-    for patch, old, new in zip(patches, ("one", "two"), ("two", "three")):
-        patch.write_text(f"--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-{old}\n+{new}\n")
-    both = " ".join(map(str, patches))
+    head = "--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n"
+    to_two = tmp_path / "two.patch"
+    to_two.write_text(head + "-one\n+two\n")
+    to_three = tmp_path / "three.patch"
+    to_three.write_text(head + "-two\n+three\n")
     options = f"--script {script} --out {out} --seeds 1".split()
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ablations.main([f"patched: x=1 {both}", *options])
+    ablations.main([f"patched: x=1 {to_two} {to_three}"] + options)
     assert ran == [("one\n", []), ("three\n", ["x=1"])]
-    ablations.main([f"again: x=1 {both}", *options])
+    ablations.main([f"again: x=1 {to_two} {to_three}"] + options)
     assert len(ran) == 2
-    (other := tmp_path / "other.py").write_text("two\n")
-    ablations.main([f"other: {other}", f"patched, too: {other} {patches[1]}", *options])
+    other = tmp_path / "other.py"
+    other.write_text("two\n")
+    ablations.main([f"other: {other}", f"patched, too: {other} {to_three}"] + options)
     assert ran[2:] == [("two\n", []), ("three\n", [])]
     with pytest.raises(SystemExit, match="three.patch does not fit"):
-        ablations.main([f"x=1 {patches[1]}", *options])
+        ablations.main([f"x=1 {to_three}"] + options)
 
 
 @pytest.mark.slow
@@ -149,13 +157,13 @@ def test_a_real_run_and_one_that_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_corpus(tmp_path / "corpus")
     out = tmp_path / "out.jsonl"
-    common = *TINY, "warmup=false", f"data={tmp_path}/corpus"
-    options = ["--script", tg.__file__, "--seeds", "1", "--out", str(out), "--set", *common]
-    ablations.main(["adam_lr=0.1", *options])
+    options = ["--script", tg.__file__, "--seeds", "1", "--out", str(out)]
+    options += ["--set", "warmup=false", f"data={tmp_path}/corpus"] + TINY
+    ablations.main(["adam_lr=0.1"] + options)
     entry = json.loads(out.read_text().splitlines()[0])
     assert f"| as it is | {entry['loss']:.4f} |" in capsys.readouterr().out
     assert f"val_loss:{entry['loss']}" in Path(entry["log"]).read_text()
     out.unlink()
     with pytest.raises(SystemExit, match="failed: train_gpt.py: error: padded_vocab "):
-        ablations.main(["padded_vocab=9", *options])
+        ablations.main(["padded_vocab=9"] + options)
     assert not out.exists()  # the baseline did not run first

@@ -87,7 +87,7 @@ def train(cfg, backend):
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("changes", [{}, {"main_grad": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, pytest.param({"main_grad": False}, marks=pytest.mark.long)], ids=str)
 def test_a_compiled_run_is_the_plain_run(few_layers, compile, monkeypatch, changes):  # noqa: F811
     """Trains through all stages and untying, with two micro-batches: traces and differentiates, generates no
     code. Lengths, windows, longest documents and scales of the softmax change with the stages.
@@ -104,6 +104,7 @@ def test_a_compiled_run_is_the_plain_run(few_layers, compile, monkeypatch, chang
     assert graphs.counts["trunk"] == 2, graphs.counts
 
 
+@pytest.mark.long
 def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch):  # noqa: F811
     """Trains as rank 0 of 8: warm-up, training, validation. As on a GPU, the backward has a thread."""
     backward = torch.autograd.backward
@@ -119,12 +120,21 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
         )
         data, built = tg.open_dataset(cfg), tg.build(cfg, MASKED, ranks[0], 0)
         training = tg.Training(data, *built, tg.ValLoader(cfg, data.val), ranks[1])
+        validate = tg.validate
+
+        def validate_alone(*args):
+            """Hides the loss, which is not finite for one rank of 8 alone, and would end the run."""
+            validate(*args)
+            return 1.0
+
+        monkeypatch.setattr(tg, "validate", validate_alone)
         tg.warm_up(training)
         warm = dict(graphs.counts)
         tg.train(training, tg.RunLog(), tg.Progress())
     assert warm == graphs.counts and warm["trunk"] == 2
 
 
+@pytest.mark.long
 def test_updates_in_generated_code(compile):
     cfg, g, results = replace(tg.CPU, bank_wd=5.0, two_momenta_from=2), torch.Generator().manual_seed(0), []
     start, grad = (torch.randn(3, 10, 8, generator=g) for _ in range(2))
@@ -138,7 +148,7 @@ def test_updates_in_generated_code(compile):
             rule = tg.OPTIMIZERS[row.optimizer]
             state = rule.init(p, row, torch.float32, 0) | rates.get(row.optimizer, {})
             for t, plan in enumerate(plans, 1):
-                rule.update(p, grad * t, state, row, plan, cfg, tg.TORCH_BACKEND)
+                rule.update(p, grad * t, state, row, plan, cfg)
             results[-1] += [p.float(), *(t.float() for t in state.values())]
     assert counters["stats"]["unique_graphs"] == 2
     for plain, generated in zip(*results):

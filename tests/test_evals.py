@@ -22,7 +22,7 @@ import tokenize_text as tt
 import train_gpt as tg
 from golden_inputs import write_shard
 from launch import Launch, make_corpus, settings
-from saved_model import load_model, read_config
+from saved_model import config_from_dict, load_model, read_config
 from test_ngram_runs import NGRAMS, one_log
 from test_resume import closing_block, make_config
 
@@ -532,7 +532,7 @@ def test_an_exported_model_is_the_saved_one(run, capsys, name):
     with safetensors.safe_open(f"{name}.safetensors", "pt") as file:
         config, tensors = file.metadata()["config"], {key: file.get_tensor(key) for key in file.keys()}
     model = load_model(f"{name}.pt")
-    assert tg.config_from_dict(json.loads(config)) == model.cfg
+    assert config_from_dict(json.loads(config)) == model.cfg
     expected = model.state_dict()
     if name == "m":
         expected["ngrams"] = model.ngrams.fetch(torch.arange(602))

@@ -26,20 +26,25 @@ def watch_steps(rank, world_size, cfg):
 
     Gradients are those of all micro-batches' shares together.
     """
-    tg.FP8_EXACT_STEPS, steps_seen = 2, [[]]
+    tg.FP8_EXACT_STEPS = 2
+    steps_seen = [[]]
     count = tg.num_microbatches(cfg, world_size) // world_size
 
-    def watched(a8, mlp, *square8):
-        backward = len(square8)
+    def watched(a8, mlp, square8=None):
+        backward = int(square8 is not None)
         maxima = mlp.amax[mlp.i]
         before = maxima.clone()
         maxima.zero_()
-        result = tg.relu_square_fp8(a8, mlp, *square8)
-        largest, scale = torch.stack([maxima[backward], mlp.scales[2, backward, 0, 0]]) * count**backward
+        result = tg.relu_square_fp8(a8, mlp, square8)
+        largest = maxima[backward].item()
         maxima.copy_(torch.maximum(maxima, before))
-        scales = mlp.scales[1, backward].item(), scale.item()
+        weight_scale = mlp.scales[1, backward].item()
+        scale = mlp.scales[2, backward, 0, 0].item()
+        if backward:
+            largest *= count
+            scale *= count
         codes = digest_of({"codes": result[0].view(torch.uint8)})
-        steps_seen[-1].append((backward, *scales, largest.item(), codes))
+        steps_seen[-1].append((backward, weight_scale, scale, largest, codes))
         return result
 
     _, model, optimizer = build(rank, world_size, cfg, backend=FP8._replace(relu_square_fp8=watched))
@@ -54,19 +59,27 @@ def test_slices_share_a_scale(cfg, main_grad):
     """All slices use the maxima over those of the step before, which differ."""
     n = sum(layer.mlps for layer in cfg.layers)
     count = tg.num_microbatches(cfg, 1)
-    factors = (1.8 / 448, 1.25 / 57344)
-    second_counts = [False, False]
-    scales = [[1.0] * n, [2**-6] * n]
-    for seen in watch_steps(0, 1, replace(cfg, main_grad=main_grad)):
-        assert len(seen) == 2 * n * count
-        for i, factor in enumerate(factors):
-            uses = [use for use in seen if use[0] == i]
-            parts = [uses[k : k + n][:: 1 - 2 * i] for k in range(0, len(uses), n)]
-            assert all([use[2] for use in part] == scales[i] for part in parts)
-            each = torch.tensor([[use[3] for use in part] for part in parts])
-            second_counts[i] |= (each[0] != each.amax(0)).any().item()
-            scales[i] = (each.amax(0) * factor).tolist()
-    assert second_counts == [True, True]
+    steps = watch_steps(0, 1, replace(cfg, main_grad=main_grad))
+    for backward, first_scale, factor in (0, 1.0, 1.8 / 448), (1, 2**-6, 1.25 / 57344):
+        scales = torch.full((n,), first_scale)
+        later_ones_count = False
+        for seen in steps:
+            # By micro-batch and MLP; the last MLP's backward is the first.
+            uses = [use for use in seen if use[0] == backward]
+            used = torch.tensor([use[2] for use in uses]).view(count, n)
+            largest = torch.tensor([use[3] for use in uses]).view(count, n)
+            if backward:
+                used = used.flip(1)
+                largest = largest.flip(1)
+            assert torch.equal(used, scales.expand(count, n))
+            later_ones_count |= (largest[0] < largest.amax(0)).any().item()
+            scales = largest.amax(0) * factor
+        assert later_ones_count
+
+
+def scales_of(uses):
+    """Returns of each product whether it is the backward's, and its scales."""
+    return [use[:3] for use in uses]
 
 
 @pytest.mark.slow
@@ -74,15 +87,13 @@ def test_slices_share_a_scale(cfg, main_grad):
 def test_codes_do_not_depend_on_the_number_of_ranks(workers, cfg):
     """Compares scales, maxima and codes: in the first step all, later scales, as gradients round."""
     alone = watch_steps(0, 1, cfg)
-    ranks = workers(2, watch_steps, cfg)
+    first, second = workers(2, watch_steps, cfg)
+    assert sorted(first[0] + second[0]) == sorted(alone[0])
     for step, seen in enumerate(alone):
-        parts = [rank[step] for rank in ranks]
-        scales = [[use[:3] for use in part] for part in parts]
-        assert scales[0] == scales[1]
-        spread, together = ([use[:3] for use in uses] for uses in (parts[0] + parts[1], seen))
-        if step == 0:
-            assert sorted(parts[0] + parts[1]) == sorted(seen)
-        assert sorted(spread) == [pytest.approx(use, rel=0.05) for use in sorted(together)], step
+        scales = scales_of(first[step])
+        assert scales_of(second[step]) == scales
+        for found, want in zip(sorted(2 * scales), sorted(scales_of(seen)), strict=True):
+            assert found == pytest.approx(want, rel=0.05), step
 
 
 def test_scales_follow_maxima(cfg):
@@ -92,7 +103,8 @@ def test_scales_follow_maxima(cfg):
     amax = torch.zeros_like(model.fp8_amax)
     model.set_fp8_scales(amax)
     assert torch.equal(model.fp8_scales, before)
-    amax[0], amax[1, 1] = torch.tensor([3.0, 5.0]), torch.nan
+    amax[0] = torch.tensor([3.0, 5.0])
+    amax[1, 1] = torch.nan
     model.set_fp8_scales(amax)
     before[0, 2, :, 0, 0] = torch.tensor([3 * 1.8 / 448, 5 * 1.25 / 57344])
     torch.testing.assert_close(model.fp8_scales, before, rtol=1e-6, atol=0)
@@ -107,8 +119,11 @@ def test_scales_of_weights(cfg):
         bank *= growth
         mlp = model.fp8_mlps(step < tg.FP8_EXACT_STEPS)
         largest.append(largest[-1] * growth)
-        source, room = (largest[-1], 1) if step < tg.FP8_EXACT_STEPS else (largest[-2], 1.12)
-        torch.testing.assert_close(mlp.scales[:, 1, :, 0, 0], source * room / 448, rtol=1e-5, atol=0)
+        if step < tg.FP8_EXACT_STEPS:
+            want = largest[-1] / 448
+        else:
+            want = largest[-2] * 1.12 / 448
+        torch.testing.assert_close(mlp.scales[:, 1, :, 0, 0], want, rtol=1e-5, atol=0)
         units = bank[: mlp.weights[:, :, 0, 0].numel()].view(mlp.weights.shape) / mlp.scales[:, 1]
         assert (units.abs().max() > 448 * 1.1) == (growth > 1.2)
         torch.testing.assert_close(mlp.weights.float(), units.clamp(-448, 448), rtol=2**-4, atol=2**-10)
@@ -116,15 +131,19 @@ def test_scales_of_weights(cfg):
         assert mlp.weights_T.is_contiguous()
 
 
+def places_of_scales(model):
+    return [t.data_ptr() for t in (model.fp8_scales, model.fp8_amax, model.weight_amax)]
+
+
 def test_scales_keep_their_addresses(cfg):
     """What micro-batches read must be at the same place in every step, for CUDA graphs."""
     _, model, optimizer = build(0, 1, cfg, backend=FP8)
-    places = [t.data_ptr() for t in (model.fp8_scales, model.fp8_amax, model.weight_amax)]
+    places = places_of_scales(model)
     state = tg.training_state(model, optimizer)
     for _ in run_steps(model, optimizer):
         pass
     tg.restore(state, model, optimizer)
-    assert places == [t.data_ptr() for t in (model.fp8_scales, model.fp8_amax, model.weight_amax)]
+    assert places_of_scales(model) == places
 
 
 @pytest.mark.numeric
@@ -154,7 +173,8 @@ def test_the_warm_up_leaves_no_scales(cfg):
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_what_is_not_in_fp8(cfg, main_grad):
     """Validation never is, nor is training without the switch."""
-    cfg, states, losses, grads = replace(cfg, main_grad=main_grad), [], [], []
+    cfg = replace(cfg, main_grad=main_grad)
+    states, losses, grads = [], [], []
     plan = tg.plan_step(cfg, 0)
     batch = first_batch(cfg)
     for backend, on in ((FP8, True), (FP8, False), (tg.TORCH_BACKEND, True)):
@@ -173,8 +193,9 @@ def test_what_is_not_in_fp8(cfg, main_grad):
             tg.train_step(model, optimizer, batch)
         grads.append(optimizer.params["mlp_bank"].grad())
     assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
-    in_fp8, *others = states[5::6]
-    assert torch.equal(*others) and 0 < (in_fp8 - others[0]).norm() < 0.2 * others[0].norm()
+    in_fp8, without, plain = states[5::6]
+    assert torch.equal(without, plain)
+    assert 0 < (in_fp8 - plain).norm() < 0.2 * plain.norm()
     assert 0.01 < (grads[0] - grads[1]).norm() / grads[1].norm() < 0.3
 
 
@@ -186,14 +207,18 @@ def test_errors(dtype):
     h, dy = torch.randn(2, 128, 64, generator=g).to(dtype)
     bank = torch.randn(2, 192, 64, generator=g).to(dtype)
     scales = torch.tensor([[tg.FP8_H, tg.FP8_DY], [0, 0], [0, 0]])[None, ..., None, None]
-    h64, fc64, proj64 = (t.double().requires_grad_() for t in (h, *bank))
+    h64 = h.double().requires_grad_()
+    fc64 = bank[0].double().requires_grad_()
+    proj64 = bank[1].double().requires_grad_()
     square = tg.relu_square(h64, fc64)
-    (exact := square @ proj64).backward(dy.double())
+    exact = square @ proj64
+    exact.backward(dy.double())
     da = tg.relu_square_grad(dy.double(), proj64, square).detach()
     scales[0, 2, :, 0, 0] = torch.stack([square.max() * 1.8 / 448, da.abs().max() * 1.25 / 57344])
-    weights8 = tg.fp8_mlp_weights(bank, scales, torch.zeros(1, 2))
-    mlp = tg.FP8MLP(*(t[0] for t in (*weights8, scales)), torch.zeros(1, 2))
-    fc, proj = (w.clone().requires_grad_() for w in bank)
+    weights8, weights8_T = tg.fp8_mlp_weights(bank, scales, torch.zeros(1, 2))
+    mlp = tg.FP8MLP(weights8[0], weights8_T[0], scales[0], torch.zeros(1, 2))
+    fc = bank[0].clone().requires_grad_()
+    proj = bank[1].clone().requires_grad_()
     h.requires_grad_()
     y = tg.MLP.apply(h, (tg.Weight(fc), tg.Weight(proj)), fc, proj, FP8, mlp)
     y.backward(dy)

@@ -80,6 +80,7 @@ def bad_kernel(kernel):
         yield where + f"spills registers: {kernel['usage']}"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13"),
     reason=f"uses internals of torch 2.13's Inductor, this is torch {torch.__version__}",

@@ -258,15 +258,22 @@ def test_validation_slices(tmp_path):
 # ---------------------------------------------------------------------------------------------------- folders
 
 
-def small(folder, text_bytes=(0, 0)):
-    """Writes a small folder of shards, and returns its dataset."""
+def small(folder, text_bytes=(0, 0), **changes):
+    """Writes a small folder of shards, with 1000 tokens for validation, and returns its dataset."""
     rng = np.random.default_rng(3)
     make_shards(folder, rng, [3000, 3000])
     for i, (count, nbytes) in enumerate(zip((600, 400), text_bytes)):
         tokens = random_documents(rng, count, VOCAB, BOS)
         write_shard(folder / f"x_val_{i:06d}.bin", tokens, VOCAB, BOS, text_bytes=nbytes)
     stages = tuple(replace(stage, steps=1, batch_tokens=800, max_doc_len=100) for stage in tg.CPU.stages)
-    return tg.open_dataset(config(folder, stages=stages, val_slices=2, val_slice_tokens=256))
+    changes = {"val_slices": 2, "val_slice_tokens": 256} | changes
+    return tg.open_dataset(config(folder, stages=stages, **changes))
+
+
+def test_slices_need_the_last_ones_target_and_no_more(tmp_path):
+    for slice_tokens, slices in (333, 3), (334, 2), (999, 1):
+        data = small(tmp_path, val_slices=9, val_slice_tokens=slice_tokens)
+        assert data.val_slices == slices
 
 
 def test_bytes_per_token(tmp_path):

@@ -24,11 +24,13 @@ print("step:4/4 val_loss:1.5 train_time:120ms step_avg:30ms")
 def clone(tmp_path, monkeypatch):
     """Makes a folder "nanoGPT", a text, and our repository, and goes to the folder that has them."""
     monkeypatch.chdir(tmp_path)
-    (prepared := tmp_path / "nanoGPT" / "data" / "shakespeare_char").mkdir(parents=True)
+    prepared = tmp_path / "nanoGPT" / "data" / "shakespeare_char"
+    prepared.mkdir(parents=True)
     (prepared / "prepare.py").write_text("open('data/shakespeare_char/input.txt').read(); open('done', 'w')")
     (tmp_path / "nanoGPT" / "train.py").write_text(NANOGPT)
     (tmp_path / "input.txt").write_text("text")
-    (run := tmp_path / "run.sh").write_text(f"#!/usr/bin/env python3\n{OURS}")
+    run = tmp_path / "run.sh"
+    run.write_text(f"#!/usr/bin/env python3\n{OURS}")
     run.chmod(0o755)
     monkeypatch.setattr(nanogpt, "DATA", tmp_path)
     monkeypatch.setattr(nanogpt, "REPOSITORY", tmp_path)
@@ -39,8 +41,8 @@ def test_both_in_turns(clone, capsys):
     nanogpt.main(["nanoGPT", "--runs", "2", "--picture", "curves.png"])
     printed = capsys.readouterr().out
     # An iteration without an evaluation takes 50 ms, so two take 0.1 s.
-    order = "nanoGPT's recipe: 1.9000 after 0.1 s", "the cpu preset: 1.5000 after 0.1 s"
-    assert [line for line in printed.splitlines() if line in order] == [*order, *order]
+    pair = ["nanoGPT's recipe: 1.9000 after 0.1 s", "the cpu preset: 1.5000 after 0.1 s"]
+    assert [line for line in printed.splitlines() if line in pair] == pair + pair
     assert "| nanoGPT's recipe | 1.9000 | 0.1 | 1.9000 1.9000 | 0.1 0.1 |" in printed
     assert "is at nanoGPT's mean loss, 1.9000, after (s): [0.05, 0.05]" in printed
     assert (clone / "done").exists() and (clone.parent / "curves.png").stat().st_size

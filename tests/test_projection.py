@@ -152,19 +152,24 @@ def test_flops_of_a_step_are_those_of_the_config():
 
 
 @pytest.mark.slow
-def test_a_run(capsys):
-    """Checks that the estimates of published times, to which the model is fitted, are near.
+def test_flash_attention_3_as_a_setting_saves_what_it_saves_as_a_technique():
+    varlen = projection.count(replace(tg.RECORD, attention_impl="varlen"), 1)
+    fa3 = projection.count(replace(tg.RECORD, attention_impl="fa3"), 1)
+    technique = projection.TECHNIQUES["FlashAttention-3"]
+    changed = [technique(op) for op in varlen]
+    assert "fa3" in {op.kind for op in changed}
+    assert projection.step_ms(changed, Model()) == pytest.approx(projection.step_ms(fa3, Model()))
 
-    Also that FlashAttention-3 as a setting saves what it saves as a technique.
-    """
-    projection.main(["--what-if", "attention_impl=fa3"])
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_run(capsys):
+    """Checks that the estimates of published times, to which the model is fitted, are near."""
+    projection.main([])
     lines = capsys.readouterr().out.splitlines()
     residuals = [float(line.split()[-1][:-1]) for line in lines if line.startswith(("80 ", "92 ", "92, "))]
     assert len(residuals) == 11 and max(map(abs, residuals)) < 6
     (share,) = (line for line in lines if line.startswith("its schedule"))
     assert abs(float(share.split()[-1][:-1])) < 2
-    seconds = [float(line.split()[1]) for line in lines if line.startswith("total")]
-    assert len(seconds) == 2 and seconds[0] > seconds[1]
-    (fa3,) = (line for line in lines if line.startswith("FlashAttention-3"))
-    (change,) = (line for line in lines if line.startswith("change "))
-    assert fa3.split()[-1] == change.split()[1]
+    (seconds,) = (float(line.split()[1]) for line in lines if line.startswith("total"))
+    assert 20 < seconds < 100

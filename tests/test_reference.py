@@ -133,6 +133,11 @@ def test_norm_has_one_eps_for_all_dtypes():
         assert tg.norm(x.to(dtype)).double()[0, 0].item() == pytest.approx((2 / 3) ** 0.5, rel=near)
 
 
+def test_norm_of_bf16_is_rounded_once():
+    x = randn(64, 256, g=generator(2)).bfloat16()
+    torch.testing.assert_close(tg.norm(x).double(), tg.norm(x.double()), rtol=2**-8, atol=0)
+
+
 def test_gates_without_an_mlp_are_constants():
     model = tg.GPT(tiny_config("float64", mudd_gates=False))
     constants = torch.nn.init.normal_(model.mudd_gate_b2) * model.mudd_gate_scale
@@ -179,7 +184,7 @@ def test_token_losses_are_cross_entropies_of_capped_logits(dtype, softcap):
     model = fill_model(tg.GPT(tiny_config(dtype, softcap=softcap), WORLD))
     batch = tiny_batch()
     with torch.no_grad():
-        x = model.forward(batch, WINDOWS)
+        x = model.forward(model.look_up(batch, training=False), batch, WINDOWS)
         logits = (x @ model.lm_head).to(tg.acc_dtype(model.cfg))
     near = FP64 if dtype == "float64" else dict(rtol=1e-6, atol=1e-6)  # fp32 from the logits on
     if softcap.shift == 0:

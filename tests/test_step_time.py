@@ -15,12 +15,14 @@ from launch import TINY
 sys.path.insert(0, str(Path(tg.__file__).resolve().parent / "bench"))
 import step_time
 
-SETTINGS = [*TINY, "compile=false", "attention_impl=dense", "stages.*.steps=2", "stages.3.steps=0"]
+SETTINGS = TINY + ["compile=false", "attention_impl=dense", "stages.*.steps=2", "stages.3.steps=0"]
+OPTIONS = ["--preset", "cpu", "--steps", "2", "--set"] + SETTINGS
 
 
 def test_mean_keys_are_those_of_the_reference_attention():
     """Checks which queries see a key, by giving that key alone a value."""
-    cu_seqlens, T = torch.tensor([0, 5, 21, 30, 30], dtype=torch.int32), 30
+    cu_seqlens = torch.tensor([0, 5, 21, 30, 30], dtype=torch.int32)
+    T = 30
     zeros = torch.zeros(T, 1, 4)
     for window in (1, 4, 40):
         seen = 0.0
@@ -36,7 +38,10 @@ def test_flops_by_hand():
     """Counts for two layers of width 12: one with narrow queries and keys, one with two MLPs alone."""
     layers = tg.Layer("plain", narrow_qk=True), tg.Layer("", mlps=2)
     cfg = replace(tg.CPU, heads=2, head_dim=6, mlp_dim=20, padded_vocab=32, layers=layers)
-    qk, vo, mlps, head = 2 * 12 * 6, 2 * 12 * 12, 3 * (2 * 20 * 12), 12 * 32
+    qk = 2 * 12 * 6
+    vo = 2 * 12 * 12
+    mlps = 3 * (2 * 20 * 12)
+    head = 12 * 32
     scores = 2 * (2 * (3 + 6) * 7.5)  # q k^T and p v of two heads, with 7.5 keys
     assert step_time.flops_per_token(cfg, [7.5], 32) == 6 * (qk + vo + mlps + head) + 3 * scores
 
@@ -44,9 +49,13 @@ def test_flops_by_hand():
 def test_every_rank_sends_as_many_rows():
     owner, place = np.array([[0, 1, 2, 0, 0], [1, 2, 0, 4, 6]], np.int32)
     plan = step_time.SingleRankExchange(0, 3).plan_rows("tokens", np.arange(5), owner, place)
-    first, *others = np.split(plan.local_rows.numpy(), 3)
-    assert plan.output_splits == [3, 3, 3] and first.tolist() == [1, 4, 6]
-    assert all(len({*part}) == 3 and {*part} != {*first} and max(part) <= 6 for part in others)
+    assert plan.output_splits == [3, 3, 3]
+    own, second, third = plan.local_rows.view(3, 3).tolist()
+    assert own == [1, 4, 6]
+    for rows in second, third:
+        assert len(set(rows)) == 3
+        assert set(rows) != set(own)
+        assert max(rows) <= 6
 
 
 @pytest.mark.slow
@@ -55,21 +64,27 @@ def test_output(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    options = ["--preset", "cpu", "--steps", "2", "--set", *SETTINGS, "--stages", "0,2"]
-    step_time.main([*options, "--against", "main_grad=false head_chunk=7"])
+    step_time.main(OPTIONS + ["--stages", "0,2", "--against", "main_grad=false head_chunk=7"])
     out = capsys.readouterr().out
     assert "synthetic tokens" in out and "A: main_grad=false head_chunk=7" in out
     ceiling = float(out.split("matmul ceiling: ")[1].split()[0]) * 1e12
     lines = [line.split() for line in out.splitlines() if line.startswith(("base ", "A "))]
     assert [line[0] for line in lines] == ["base", "A"] * 4
+    # Stages 0 and 2, each as one rank of one and as one of eight; the baseline, then the variant.
     cfg = reduce(tg.override, SETTINGS, tg.CPU)
-    batches = [cfg.stages[stage].batch_tokens // ranks for stage in (0, 2) for ranks in (1, 8)]
-    assert [int(line[1]) for line in lines] == [tokens for tokens in batches for _ in range(2)]
-    for _, tokens, ms, quartiles, host, _, rate, mflop, mfu, *_ in lines:
-        low, high = map(float, quartiles.split(".."))
-        assert 0 < low <= float(ms) <= high and float(host) <= float(ms)
-        assert float(rate) == pytest.approx(1000 * int(tokens) / float(ms), rel=0.01, abs=0.5)
-        assert float(mfu) == pytest.approx(float(rate) * float(mflop) * 1e6 / ceiling, rel=0.01, abs=1e-4)
+    tokens = []
+    for stage in 0, 2:
+        for ranks in 1, 8:
+            tokens += 2 * [cfg.stages[stage].batch_tokens // ranks]
+    assert [int(line[1]) for line in lines] == tokens
+    for line in lines:
+        low, high = map(float, line[3].split(".."))
+        tokens, ms, host = int(line[1]), float(line[2]), float(line[4])
+        rate, mflop, mfu = map(float, line[6:9])
+        assert 0 < low <= ms <= high
+        assert host <= ms
+        assert rate == pytest.approx(1000 * tokens / ms, rel=0.01, abs=0.5)
+        assert mfu == pytest.approx(rate * mflop * 1e6 / ceiling, rel=0.01, abs=1e-4)
     assert [len(line) for line in lines] == [11, 13] * 4
 
 
@@ -77,7 +92,8 @@ def test_exponents_by_hand():
     """Powers of the size give their exponent; the fit and the local exponent differ where the slope does."""
     for power in (-1.0, 0.0, 1.5, 2.0):
         sizes = [3, 5, 64, 100]
-        assert step_time.exponents(sizes, [7 * n**power for n in sizes]) == pytest.approx((power, power))
+        times = [7 * n**power for n in sizes]
+        assert step_time.exponents(sizes, times) == pytest.approx((power, power))
     # In log2 sizes are -1, 0, 1 from their mean, and times 0, 0, 3.
     assert step_time.exponents([1, 2, 4], [1, 1, 8]) == pytest.approx((1.5, 3))
 
@@ -87,14 +103,18 @@ def test_scale_of_tokens(tmp_path, capsys, monkeypatch):
     """Runs on synthetic data; the printed exponents are those of the printed times."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    options = ["--preset", "cpu", "--steps", "2", "--set", *SETTINGS, "--stages", "2"]
-    step_time.main([*options, "--scale", "tokens"])
+    step_time.main(OPTIONS + ["--stages", "2", "--scale", "tokens"])
     _, table = capsys.readouterr().out.split("\n\n")
     header, *lines, last = table.splitlines()
     assert header.split() == ["tokens", "ms", "quartiles"]
-    assert [int(line.split()[0]) for line in lines] == [96, 192, 384, 768, 1536]
-    ms = [float(line.split()[1]) for line in lines]
-    expected = step_time.exponents([96, 192, 384, 768, 1536], ms)
-    assert [float(last.split()[i].strip(",")) for i in (1, 3)] == pytest.approx(expected, abs=0.02)
+    tokens, times = [], []
+    for line in lines:
+        columns = line.split()
+        tokens.append(int(columns[0]))
+        times.append(float(columns[1]))
+    assert tokens == [96, 192, 384, 768, 1536]
+    _, of_all, _, of_last = last.replace(",", "").split()[:4]
+    expected = step_time.exponents(tokens, times)
+    assert (float(of_all), float(of_last)) == pytest.approx(expected, abs=0.02)
     with pytest.raises(SystemExit, match="--scale: of width,tokens,rows,processes"):
-        step_time.main([*options, "--scale", "depth"])
+        step_time.main(OPTIONS + ["--stages", "2", "--scale", "depth"])
