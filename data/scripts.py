@@ -81,7 +81,7 @@ def target(path: str | Path, kind: bytes) -> Path:
     else:  # a folder or a device may be there
         is_free = path.parent.is_dir() and not path.exists()
     if not is_free:
-        raise UserError(f"{path}: there is no such folder, or another kind of file; choose another place")
+        raise UserError(f"{path}: another kind of file is there, or no folder for it; choose another place")
     return path
 
 

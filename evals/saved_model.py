@@ -136,7 +136,10 @@ def check_sizes(weights: dict[str, Tensor], cfg: tg.Config, file_bytes: int) -> 
 
 def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss."""
-    fix = "give a file that --save of this script wrote"
+    fix = (
+        "give a file that --save of this script wrote; models of scripts before commit 1b4b4c9 (2026-11-26) "
+        "load with the evals/ of their own commit, which their run's log names"
+    )
     saved = tg.read_saved(path, fix)
     # Which exception it is depends on the script that wrote it.
     with tg.user_error_on(f"cannot load {path}", fix, Exception):

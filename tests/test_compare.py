@@ -575,7 +575,7 @@ def test_curves_are_drawn(run):
     assert code == 0 and Path("loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-CANNOT = ("missing/loss.png", "no such folder"), ("readme.md", "another kind")
+CANNOT = ("missing/loss.png", "no folder for it"), ("readme.md", "another kind")
 
 
 @pytest.mark.parametrize("path, reason", CANNOT)

@@ -176,6 +176,16 @@ def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
     assert [list(shape) for shape in tg.param_shapes(cfg, 1).values()] == golden["shapes"]
 
 
+def test_a_model_that_is_too_old_names_the_commits_that_load(run):
+    """Before 1b4b4c9 the kind of a layer without attention was null."""
+    save("old.pt", random_model(run))
+    saved = torch.load("old.pt")
+    layers = [row | {"attention": row["attention"] or None} for row in json.loads(saved["config"])["layers"]]
+    torch.save(change(saved, layers=layers), "old.pt")
+    with pytest.raises(tg.UserError, match="^cannot load old.pt: .* before commit 1b4b4c9 .* run's log"):
+        load_model("old.pt")
+
+
 def test_text_of_a_saved_model_is_never_run(run):
     """A shape or an initial value may be any text: it is not looked at."""
     model = random_model(run)
@@ -383,10 +393,10 @@ loss m.pt gpt2.bin -> 50257
 loss m.pt empty.txt --passage-bytes 3 -> from 4
 loss m.pt a.csv -> a.csv:1: a table
 loss m.pt one.txt -> one.txt:1: one JSON value
-export m.pt m.pt -> m.pt: there is no such folder, or another kind
-export no.pt ./m.pt.ngrams1 -> m.pt.ngrams1: there is no such folder, or another kind
+export m.pt m.pt -> m.pt: another kind of file is there
+export no.pt ./m.pt.ngrams1 -> m.pt.ngrams1: another kind of file is there
 export no.pt empty.bin -> cannot read no.pt
-export no.pt no/a.safetensors -> no such folder
+export no.pt no/a.safetensors -> no folder for it
 """
 
 

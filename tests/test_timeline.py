@@ -219,7 +219,7 @@ def test_a_picture_replaces_a_picture_only(tmp_path, capsys):
     (tmp_path / "a.md").write_text("mine")
     with pytest.raises(SystemExit):
         timeline.main([str(tmp_path / "none.json"), "--picture", str(tmp_path / "a.md")])
-    assert "a.md: there is no such folder, or another kind of file" in capsys.readouterr().err
+    assert "a.md: another kind of file is there" in capsys.readouterr().err
     assert (tmp_path / "a.md").read_text() == "mine"
 
 
