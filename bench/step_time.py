@@ -144,9 +144,9 @@ class SingleRankExchange(tg.Exchange):
         parts = part.new_empty((self.world_size,) + part.shape)
         return tg.Pending(parts.copy_(part), None, tg.rank_order_mean)
 
-    def plan_rows(
+    def route_rows(
         self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray
-    ) -> tg.RowExchange:
+    ) -> tg.RowRoutes:
         """Sends this rank's own rows to itself; every other rank sends as many, of rows next to these."""
         own = local_row[owner == self.rank]
         others = np.arange(self.world_size, dtype=own.dtype)[:, None]
@@ -154,7 +154,7 @@ class SingleRankExchange(tg.Exchange):
         by_owner = tg.int32(rows[np.argsort(owner, kind="stable")])
         input_splits = np.bincount(owner, minlength=self.world_size).tolist()
         output_splits = [len(own)] * self.world_size
-        return tg.RowExchange(input_splits, output_splits, by_owner, arriving, tg.make_segments(arriving))
+        return tg.RowRoutes(input_splits, output_splits, by_owner, arriving, tg.make_segments(arriving))
 
     def send_rows(
         self,

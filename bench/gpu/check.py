@@ -353,7 +353,7 @@ def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, T
                 grads[name] = param.main_grad
         table = optimizer.ngrams
         if table:
-            grads["ngrams"] = table.main_grad[: len(table.touched.rows)]
+            grads["ngrams"] = table.main_grad[: len(table.routes.rows)]
         return loss, grads
 
 
