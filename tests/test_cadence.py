@@ -162,6 +162,7 @@ def train_joined(rank, world_size):
     for plan in PLANS:
         for name, grad in small_values(10 * rank + plan.step).items():
             params[name].grad += grad
+        optimizer.wait()
         optimizer.step(plan)
     optimizer.wait()
     return params, [*optimizer.params]
