@@ -1,6 +1,7 @@
 # What run.sh and test.sh share; they source it.
 
 caller=$PWD
+unset PYTHONSAFEPATH   # programs import what is in their own folder
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 say() { echo "$(basename "$0"): $*"; }
@@ -35,6 +36,7 @@ find_environment() {   # sets `python` to one that can train here; makes .venv i
     python=$(cd "$caller" && command -v "${PYTHON:-python3}") || die "there is no ${PYTHON:-python3}"
     python=$(from_caller "$python")
     if suitable; then return; fi
+    export PIP_USER=0 PIP_TARGET= PIP_PREFIX=   # whatever pip is configured for, packages go into .venv
     if ! cmp -s requirements.txt "$stamp"; then
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
             die "$python is older than Python 3.10"

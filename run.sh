@@ -17,10 +17,8 @@ script=train_gpt.py against='' name='' preset='' data='' runs=1 seed=0 args=()
 if [[ ${1-} == *.py ]]; then script=$(from_caller "$1"); shift; fi
 [[ -f $script ]] || die "there is no $script"
 while (( $# )); do
-    if [[ $1 =~ ^--(runs|seed|preset|data|save|resume|against|name)$ ]]; then
-        (( $# > 1 )) || die "$1 needs a value"
-        set -- "$1=$2" "${@:3}"
-    fi
+    if [[ $1 =~ ^--(runs|seed|preset|data|save|resume|against|name)$ ]]; then set -- "$1=${2-}" "${@:3}"; fi
+    [[ ! $1 =~ ^--[a-z-]+=$ ]] || die "${1%=} needs a value"
     case $1 in
         -h|--help) sed -n '2,/^$/s/^# \{0,1\}//p' run.sh; exit ;;
         --check|--check=*) die "only python $script takes --check" ;;
@@ -59,6 +57,7 @@ else   # the machine's name may have no address
 fi
 
 train() {   # a background job, so that signals reach the shell, which waits for it
+    watch &
     find_environment
     echo "$python" >"$folder/python"
     if grep -q '"--check"' "$script"; then   # options and machine, before a download; early records lack it
@@ -78,24 +77,29 @@ train() {   # a background job, so that signals reach the shell, which waits for
 }
 start() {   # SCRIPT OPTION...
     say "$1, preset $preset, seed $seed, $processes processes${NNODES:+, node $node}, python $python"
-    mkdir "$folder/ranks"   # where every process enters its id before it begins
-    local rank=(sh -c ': 2>/dev/null >"$0/$$" && exec "$@"' "$folder/ranks" "$python" "$1")
+    mkdir "$folder/ranks"   # where every rank enters its process group, -ID, before it begins
+    local rank=(sh -c ': 2>/dev/null >"$0/-$$" && exec "$@"' "$folder/ranks" "$python" "$1")
     rank+=(--seed="$seed" "${@:2}")
     "$python" -c "$module" torch.distributed.run "${launch[@]}" --nproc_per_node="$processes" \
         --no-python "${rank[@]//\$/\$\$}"   # torchrun makes one $ of two
     rm -r "$folder/ranks"
 }
+watch() {   # waits until the shell writes to the pipe or was killed; ends the ranks and the group of train()
+    trap '' HUP INT QUIT TERM
+    read -ru 4 || true
+    mv "$folder/ranks" "$folder/ended" 2>/dev/null && kill -KILL -- $(ls "$folder/ended") 2>/dev/null || true
+    kill -KILL 0
+}
 # The names of the runs' logs, and an empty line where a run begins
 logs() { sed -nE "s/^$(basename "$0"): .*//p; s/^log:? +(.*\.txt)$/\1/p" "$folder/output"; }
 from_script() { if [[ -e $1 ]]; then echo "$1"; else echo "$(dirname "$script")/$1"; fi; }   # a path
+finish() { echo >&4; exec 3>&-; wait "$screen"; }   # the screen ends when nothing can write to it
 stop() {   # STATUS: ends what still runs, and says how to continue
     trap '' HUP INT QUIT TERM
-    local groups=$(jobs -p) log run checkpoint
+    local log run checkpoint
     disown -a   # bash would report how they end
-    if mv "$folder/ranks" "$folder/ended" 2>/dev/null; then groups+=" $(ls "$folder/ended")"; fi
-    for id in $groups; do kill -KILL -- "-$id" "$id" 2>/dev/null || true; done
-    exec 3>&- >&2
-    wait ${screen-} || true   # it ends when none of them can write to it
+    finish || true
+    exec >&2
     log=$(logs | tail -n 1 | grep .) && [[ -d $folder/ended ]] || exit "$1"   # none is named, or under way
     log=$(from_script "$log") run=${log##*/}
     [[ $caller -ef . || $log == /* ]] || log=$PWD/$log
@@ -109,16 +113,17 @@ stop() {   # STATUS: ends what still runs, and says how to continue
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-for signal in 1 2 3 15; do trap "stop $(( 128 + signal ))" $signal; done   # HUP, INT, QUIT, TERM
 if [[ -t 1 && -t 2 ]]; then erase=$'\r\e[K'; fi   # the progress bar
 exec 3> >(trap '' HUP INT QUIT TERM; tee "$folder/output" | sed -u "s/^/${erase-}/")
 screen=$!
+mkfifo "$folder/alive"
+exec 4<>"$folder/alive"   # only this shell can write to it
+for signal in 1 2 3 15; do trap "stop $(( 128 + signal ))" $signal; done   # HUP, INT, QUIT, TERM
 set -m
-train </dev/null >&3 3>&- &
+train </dev/null >&3 3>&- 4<"$folder/alive" &
 set +m
 wait $! || stop $?
-exec 3>&-
-wait "$screen"
+finish
 [[ $runs == 1 && ! $against ]] || folders=$(logs | sed -nE 's#(/baseline)?/[^/]*$##p' | sort -u)
 case ${folders-} in
     ''|*/attempts) ;;

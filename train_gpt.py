@@ -15,25 +15,25 @@ Results
 
 The words preset has GPT-2's tokens, for two cores: it tests what depends on the vocabulary.
 
-Sections. Each uses only what is above it; but the Prefetcher (5) uses Exchange (9), and the model (8) the
-objects of section 11. To read the step first, begin with train_step (13) and GPT (8)
+Sections, in the order of reading: a run's settings, a step, the model; then what these rest on
     1  This text, imports
-    2  Config       layer, parameter and stage tables; presets; --set name=value; what a config must satisfy
+    2  Settings     layer, parameter and stage tables; the presets
     3  Schedule     plan_step(cfg, step): windows, batch size, learning rate, loss weights of one step
-    4  Runtime      processes and devices, compilation, clock, labels in traces, log
-    5  Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows,
+    4  Helpers      a user's errors, labels in traces, compilation, dtypes
+    5  Step         what a batch holds; train_step, validate
+    6  Model        shapes and initial values of parameters; GPT: embeddings, layers, the head with its loss
+    7  Operations   in plain torch, five with Triton kernels: norm, rotary embedding, attention, FP8, squared
+                    ReLU, loss, copy pointer, rows of tables; the backend of a run, which chooses
+    8  Gradients    matmuls that write their weights' gradients into main_grad
+    9  Parameters   what is updated, an object each: its gradient, its update, its averages; n-gram memory
+    10 Optimizer    has these objects; scatter, work, gather, in explicit orders
+    11 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
+    12 Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
+    13 Data         shards, prefixes of tokens, micro-batches of whole documents, hashes, touched rows,
                     batches that a thread builds ahead
-    6  Operations   in plain torch, five with Triton kernels: FP8, squared ReLU, loss, copy pointer, sums of
-                    rows; attention; the backend of a run, which chooses
-    7  Gradients    matmuls that write their weights' gradients into main_grad
-    8  Model        rotary tables, what mixes and gates the streams, the head with its loss
-    9  Exchange     averages gradients over ranks, whole or by touched rows; gathers parameters
-    10 Update rules Adam, ANVIL and the rule of n-gram rows, on one block
-    11 Parameters   what is updated, an object each: its gradient, its update, its averages; n-gram memory
-    12 Optimizer    has these objects; scatter, work, gather, in explicit orders
-    13 Step         train_step, validate, losses that leave the device asynchronously
-    14 Saving       saved models, checkpoints
-    15 Main         command line, warm-up, the timed loop; run() is the whole story
+    14 Command line --set name=value, what settings must satisfy, options
+    15 Saving       saved models, checkpoints
+    16 Run          processes, clock, log; warm-up, the timed loop; run() is the whole story
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
@@ -44,6 +44,8 @@ The stream is the residual stream. A bank is a stack of equal matrices, and a ra
 parameter that it updates. The touched rows of a table are those that a batch looks up. A running average of a
 parameter ticks after some steps: that moves it.
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -88,8 +90,10 @@ try:
     from torch import Tensor, nn
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
-except ModuleNotFoundError as error:
-    raise SystemExit(f"train_gpt.py needs {error.name}; start it with ./run.sh, which installs it") from None
+except (ImportError, AttributeError) as error:  # the latter if it found a file json.py, say, and not Python's
+    raise SystemExit(
+        f"train_gpt.py: {error}; ./run.sh installs what is missing; no file here may be called like a module"
+    ) from None
 
 try:
     import triton
@@ -104,29 +108,8 @@ except ImportError:  # PyTorch's CPU build brings none; kernels are then functio
 
 
 # ============================================================================================================
-# 2  Config. What a reader edits: tables of layers, parameters and stages, and fields for the rest.
+# 2  Settings. What a reader edits: tables of layers, parameters and stages, and fields for the rest; presets.
 # ============================================================================================================
-
-
-class UserError(Exception):
-    """An error that the user can fix. Its message is one line: what is wrong, and what to do."""
-
-
-def require(ok: object, message: str) -> None:
-    """Raises UserError(message) unless `ok`."""
-    if not ok:
-        raise UserError(message)
-
-
-@contextlib.contextmanager
-def user_error_on(problem: str, fix: str, *kinds: type[Exception]):
-    """Turns errors of these kinds into a UserError: the problem, the error's own first line, what to do."""
-    try:
-        yield
-    except kinds as e:
-        reason, *_ = f"{e}\n".splitlines()
-        raise UserError(f"{problem}: {reason}; {fix}") from None
-
 
 Float = Literal["bfloat16", "float32", "float64"]
 Kernel = Literal["relu_square", "cast_and_transpose", "softcap_loss", "pointer", "segment_sum_rows"]
@@ -146,7 +129,8 @@ UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 class Layer:
     # paired: two heads share one stream of twice the length. Empty: this layer does not attend.
     attention: Literal["plain", "paired", ""] = "plain"
-    window: Literal["short", "long"] = "short"  # a field of Windows
+    # A field of Windows. Rotary embedding follows the long windows in wide heads, the short in narrow ones.
+    window: Literal["short", "long"] = "short"
     # Queries and keys, or values, half as wide as a head: at a short range less is enough (record 92).
     narrow_qk: bool = False
     narrow_v: bool = False
@@ -248,6 +232,8 @@ PARAMS = (  # gradients are exchanged in this order, small parameters' last
     Param("scalars",          5.00,   0, dtype="float32"),
     Param("smear_gate",       0.01,   0),
     Param("ve_gate_bank",     1.00,   1),
+    # Two small MLPs each. mudd: [0] weighs streams for the layer with MUDD, [1] for the mix before the head.
+    # mudd_gate: [0] computes the gates of the layers up to skip_from, [1] those of the layers after it.
     Param("mudd_w1",          0.25,   1),
     Param("mudd_w2",          0.25,   1),
     Param("mudd_b2",          0.25,   0),
@@ -376,7 +362,7 @@ class Config:
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
     softcap: Softcap = Softcap()
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
-    # softmax (section 6). Its width, 0: no pointer; and how many tokens it looks back.
+    # softmax (section 7). Its width, 0: no pointer; and how many tokens it looks back.
     pointer_dim: int = 128
     pointer_window: Positive = 2560
     pointer_val_window: Positive = 16384
@@ -580,521 +566,8 @@ WORDS = replace(
 )
 
 
-def dtype_of(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
-def acc_dtype(cfg: Config) -> torch.dtype:
-    """Returns the dtype of sums, moments, lambdas and angles: fp32, or fp64 for an fp64 model."""
-    return torch.promote_types(dtype_of(cfg.dtype), torch.float32)
-
-
-def num_microbatches(cfg: Config, world_size: int) -> int:
-    return max(cfg.microbatches, world_size)
-
-
-def padded(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-class Gate(NamedTuple):
-    kind: str  # xsa, output, x0, ngram, skip
-    layer: int
-    columns: int  # one, or one a head
-    bias: float  # initial, in units of the gates' scale
-
-
-def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
-    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
-
-    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
-    skip_from, and serves the layers after it.
-    """
-    early: list[Gate] = []
-    late: list[Gate] = []
-    layers = []  # each layer's number, the layer itself, and the table of its gates
-    for i, layer in enumerate(cfg.layers):
-        table = late if i > cfg.skip_from else early
-        layers.append((i, layer, table))
-    for i, layer, table in layers:
-        if layer.xsa:
-            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
-    for i, layer, table in layers:
-        if layer.gate:
-            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
-    for i, layer, table in layers:
-        if layer.x0:
-            table.append(Gate("x0", i, columns=1, bias=0.0))
-        if layer.ngram:
-            table.append(Gate("ngram", i, columns=1, bias=0.5))
-    if cfg.skip_to < len(cfg.layers):
-        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
-    return early, late
-
-
-# A layer's numbers in GPT.scalars, resid_lambdas and post_lambdas: factors of its products, of the stream
-# where outputs are added, and of these outputs.
-LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
-
-
-def used_scalars(cfg: Config) -> list[LayerScalars]:
-    """Returns which of its scalars each layer uses."""
-    used = []
-    for i, layer in enumerate(cfg.layers):
-        attends = bool(layer.attention)
-        adds = attends or layer.x0 or (layer.ngram and i > 0)  # something, before its MLPs
-        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
-        scalars = LayerScalars(
-            qkv=attends,
-            out=attends,
-            resid_attention=has_own and adds,
-            resid_mlp=has_own,
-            post_attention=has_own and attends,
-            post_mlp=has_own and layer.mlps > 0,
-        )
-        used.append(scalars)
-    return used
-
-
-MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
-RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
-# The outputs of the first of MUDD's MLPs, and their initial biases divided by MUDD_SCALE. Each is one token's
-# weight of one stream; x is the layer's own.
-MUDD_WEIGHTS = {
-    "first to value": 0,
-    "backout to value": 0,
-    "x to value": 0,
-    "first": 0,
-    "backout": 0,
-    "x": 0,
-    "left value": 20,  # the value embedding of the first half of the heads
-    "right value": 20,
-    "resid_attention": RESID_BIAS,  # this and the next, and the last two, in place of LayerScalars'
-    "post_attention": 10,
-    "first after": 0,  # added with attention's output
-    "ngram after": 0.5,
-    "resid_mlp": RESID_BIAS,
-    "post_mlp": 10,
-}
-# The same of the mix before the head, of the streams that GPT.trunk lists; those left out have 0. The
-# second, "backout", is taken off: it served only middle layers (PR 140).
-MIX_BIASES = (0.0, -5.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter that this model has, in the order of cfg.params.
-
-    One with a size of 0 is of a technique that is off: it does not exist. Banks are padded for `world_size`
-    ranks.
-    """
-    d = cfg.dim
-    H = cfg.heads
-    D = cfg.head_dim
-    L = len(cfg.layers)
-    V = cfg.padded_vocab
-    attending = [layer for layer in cfg.layers if layer.attention]
-    narrow = sum(layer.narrow_qk for layer in attending)
-    wide = len(attending) - narrow
-    mlps = sum(layer.mlps for layer in cfg.layers)
-    value_tables = sum(layer.value for layer in attending)
-    value_gates = sum(layer.value and not layer.mudd for layer in attending)
-    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
-    # The two small MLPs "mudd": of the layer with MUDD, and of the mix before the head, which weighs each
-    # stream as a whole and by groups of its channels.
-    streams = len(MIX_BIASES) + value_tables
-    mudd_biases = max(len(MUDD_WEIGHTS), streams)
-    mudd_outputs = max(len(MUDD_WEIGHTS), streams * (1 + cfg.mix_groups))
-    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
-    gates = max(sum(gate.columns for gate in table) for table in gate_table(cfg))
-    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
-    pointer = cfg.pointer_dim
-    sizes = {
-        "qk_bank": (wide * H, 2 * D, d),
-        "narrow_qk_bank": (narrow * H, D, d),
-        "vo_bank": (2 * len(attending), d, d),
-        "mlp_bank": (2 * mlps, cfg.mlp_dim, d),
-        "scalars": (2 * L + 2,),
-        "smear_gate": (1, GATE_DIM),
-        "ve_gate_bank": (value_gates, H, GATE_DIM),
-        "mudd_w1": (2, mudd_hidden, d),
-        "mudd_w2": (2, mudd_outputs, mudd_hidden),
-        "mudd_b2": (2, mudd_biases),
-        "mudd_gate_w1": (2, gates_hidden, d),
-        "mudd_gate_w2": (2, gates, gates_hidden),
-        "mudd_gate_b2": (2, gates),
-        "mudd_gate_scale": (min(1, gates),),
-        "post_lambdas": (L, 2),
-        "resid_lambdas": (L, 2),
-        "pointer_bank": (2, pointer, d),
-        "pointer_gain": (min(1, pointer),),
-        "pointer_sink": (pointer,),
-        "lm_head": (d, V),
-        "bigram_embed": (bigrams, d),
-        "value_embeds": (V, value_tables, d),
-        "embed": (V, d),
-    }
-    shapes = {}
-    for spec in cfg.params:
-        first, *rest = sizes[spec.name]
-        if spec.kind == "bank":
-            first = padded(first, world_size)
-        if first and all(rest):
-            shapes[spec.name] = (first, *rest)
-    return shapes
-
-
-def used_params(cfg: Config) -> list[Param]:
-    """Returns the parameter table's rows, without those of parameters that this model lacks."""
-    shapes = param_shapes(cfg, 1)
-    return [spec for spec in cfg.params if spec.name in shapes]
-
-
-def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
-    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
-    value_tables = sum(layer.value for layer in cfg.layers if layer.attention)
-    mix = list(MIX_BIASES)
-    mix[4:4] = value_tables * [0.0]  # the value embeddings' streams stand after "skip"
-    gates: tuple[list[float], list[float]] = ([], [])
-    for biases, table in zip(gates, gate_table(cfg)):
-        for gate in table:
-            biases.extend(gate.columns * [gate.bias])
-    return {"mudd": (list(MUDD_WEIGHTS.values()), mix), "mudd_gate": gates}
-
-
-def seeded(name: str, seed: int) -> torch.Generator:
-    """Returns a generator for one tensor alone: what it draws does not depend on which others there are."""
-    return torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
-
-
-def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
-    """Returns a parameter's initial value, drawn on the CPU and without padding."""
-    shape = param_shapes(cfg, 1)[name]
-    generator = seeded(name, seed)
-
-    def normal(std: float) -> Tensor:
-        return std * torch.randn(shape, generator=generator)
-
-    def uniform(std: float) -> Tensor:  # std: in units of 1 / sqrt(d)
-        bound = math.sqrt(3) * std * cfg.dim**-0.5
-        return (torch.rand(shape, generator=generator) * 2 - 1) * bound
-
-    match name:
-        case "qk_bank" | "narrow_qk_bank" | "vo_bank":
-            return uniform(0.5)
-        case "mlp_bank":
-            value = uniform(0.5)
-            value[1::2] = 0  # the second matrices: a layer begins without MLP
-            return value
-        case "mudd_w1" | "mudd_gate_w1":
-            return uniform(0.577)  # Kaiming's
-        case "pointer_bank":
-            return uniform(1.0)
-        case "lm_head":
-            return normal(0.005)
-        case "value_embeds":
-            return normal(0.01)
-        case "pointer_sink":
-            return normal(cfg.pointer_dim**-0.5)
-        case "scalars":
-            # Of each layer the factors of its QKV and of its output products. Then the factor of the smear,
-            # and the skip's before its sigmoid.
-            return torch.tensor([0.5, 1.0] * len(cfg.layers) + [0.0, -1.5])
-        case "mudd_b2" | "mudd_gate_b2":
-            first, second = mlp_biases(cfg)[name.removesuffix("_b2")]
-            rows = [torch.tensor(first), torch.tensor(second)]
-            return nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        case "mudd_gate_scale":
-            return torch.full(shape, 0.1)
-        case "resid_lambdas":
-            return torch.full(shape, 1.0488)
-        case "post_lambdas" | "pointer_gain":
-            return torch.ones(shape)
-        case "smear_gate" | "ve_gate_bank" | "mudd_w2" | "mudd_gate_w2" | "bigram_embed" | "embed":
-            return torch.zeros(shape)  # embed: until GPT.initialize copies lm_head to it
-    raise KeyError(f"{name}: add its initial value here")
-
-
-class Field(NamedTuple):
-    """Which values a setting takes, as the annotation of its dataclass field says."""
-
-    kind: type  # bool, int, float or str
-    low: float = 0
-    high: float = sys.float_info.max
-    choices: tuple = ()  # the only values, if there are any
-    size: int | None = None  # the value is a tuple of so many, or with 0 of any number; None: it is no tuple
-    rescaled: str = ""  # how Config.length changes it: as "steps", as a "rate", or not
-
-    def parse(self, text: str, name: str):
-        """Returns the value that --set name=text gives."""
-        if self.size is None:
-            return self.parse_one(text, name)
-        parts = [part for part in text.split(",") if part]
-        require(self.size in (0, len(parts)), f"--set {name}={text}: give two values")
-        return tuple(self.parse_one(part, name) for part in parts)
-
-    def parse_one(self, text: str, name: str):
-        choices = {str(choice).lower(): choice for choice in self.choices}
-        try:
-            value = choices[text.lower()] if choices else self.kind(text)
-        except (KeyError, ValueError):
-            kinds = " or ".join(filter(None, choices)) or self.kind.__name__
-            raise UserError(f"--set {name}={text}: give {kinds}") from None
-        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} to {self.high:g}")
-        return value
-
-    def allows(self, value) -> bool:
-        """True if the setting, or a part of a tuple, can have this value."""
-        if self.choices:
-            return value in self.choices
-        if self.kind is str:
-            return isinstance(value, str)
-        is_number = isinstance(value, int) or self.kind is float and isinstance(value, float)
-        return is_number and self.low <= value <= self.high  # NaN is never between
-
-
-def field_of(hint) -> Field:
-    """Returns the Field of an annotation."""
-    args = typing.get_args(hint)
-    origin = typing.get_origin(hint)
-    if origin is tuple:
-        return field_of(args[0])._replace(size=0 if Ellipsis in args else len(args))
-    if origin is Annotated:
-        kind, low, high, *rescaled = args
-        return Field(kind, low, high, rescaled="".join(rescaled))
-    if origin is Literal:
-        return Field(type(args[0]), choices=args)
-    return Field(hint, choices=(True, False) if hint is bool else ())
-
-
-def hints_of(table) -> dict[str, typing.Any]:
-    """Returns the annotations of a dataclass's fields, in order."""
-    return typing.get_type_hints(table, include_extras=True)
-
-
-def row_type(hint):
-    """Returns the dataclass of a group of settings, or of a table's rows; None: it is a single setting."""
-    if typing.get_origin(hint) is tuple:
-        hint = typing.get_args(hint)[0]
-    return hint if dataclasses.is_dataclass(hint) else None
-
-
-def rows_of(value, name: str) -> dict[str, typing.Any]:
-    """Returns the rows of a table by their names in --set: name.0, name.1, or name.embed of a row that has a
-    name. A group of settings is one row, of the group's name.
-    """
-    if not isinstance(value, tuple):
-        return {name: value}
-    return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
-
-
-def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
-    """Returns the value and the Field of every setting of a config, or of a part of it, by its name in --set:
-    "stages.0.steps".
-    """
-    settings = {}
-    for name, hint in hints_of(type(group)).items():
-        value = getattr(group, name)
-        if row_type(hint) is None:
-            settings[path + name] = value, field_of(hint)
-            continue
-        for row_name, row in rows_of(value, path + name).items():
-            settings |= flatten(row, f"{row_name}.")
-    return settings
-
-
-def assign(group, values: dict[str, typing.Any], path: str = ""):
-    """Returns a copy of a config, or of a part of it, with other `values` by the names of flatten()."""
-    fields = {}
-    for name, hint in hints_of(type(group)).items():
-        value = getattr(group, name)
-        if row_type(hint) is None:
-            fields[name] = values.get(path + name, value)
-            continue
-        rows = [assign(row, values, f"{row_name}.") for row_name, row in rows_of(value, path + name).items()]
-        fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
-    return type(group)(**fields)
-
-
-def config_from_dict(values: dict, table=Config):
-    """Builds a Config from a dict of all its fields, as JSON gives it.
-
-    Raises KeyError if a field is unknown or missing, UserError if it cannot have such a value.
-    """
-    fields = {}
-    for name in hints_of(table) | values:
-        hint = hints_of(table)[name]
-        value = values[name]
-        row = row_type(hint)
-        if row is None:
-            field = field_of(hint)
-            is_tuple = field.size is not None
-            parts = value if is_tuple else [value]
-            require(all(field.allows(part) for part in parts), f"{name} cannot be {value}")
-            fields[name] = tuple(value) if is_tuple else value
-        elif isinstance(value, list):
-            fields[name] = tuple(config_from_dict(each, row) for each in value)
-        else:
-            fields[name] = config_from_dict(value, row)
-    return table(**fields)
-
-
-# Names, and a parameter's kind, are the script's: --set cannot change them.
-FIXED = ("preset", "track", "name", "kind")
-
-
-def override(cfg: Config, setting: str) -> Config:
-    """Returns `cfg` with one "name=value" applied.
-
-    Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
-    stages.*.windows.long=9, params.embed.lr_mul=2.
-    """
-    pattern, eq, text = setting.partition("=")
-    require(eq, f"--set {setting}: write name=value")
-    settings = flatten(cfg)
-    names = fnmatch.filter(settings, pattern)
-    near = ", ".join(difflib.get_close_matches(pattern, settings, cutoff=0.4)) or "a field of Config"
-    require(names, f"--set {pattern}: unknown; did you mean {near}?")
-    values = {}
-    for name in names:
-        require(
-            name.split(".")[-1] not in FIXED,
-            f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
-        )
-        field = settings[name][1]
-        values[name] = field.parse(text, name)
-    new = assign(cfg, values)
-    return rescale(new, new.length / cfg.length)
-
-
-def rescale(cfg: Config, factor: float) -> Config:
-    """Returns `cfg` with all Steps `factor` times as many. Averages reach back as many times further."""
-
-    def scaled(steps: int) -> int:
-        return max(1, round(steps * factor)) if steps else 0
-
-    if factor == 1:
-        return cfg
-    values = {}
-    for name, (value, field) in flatten(cfg).items():
-        if field.rescaled == "rate":
-            values[name] = 1 - (1 - value) ** (1 / factor)
-        elif field.rescaled == "steps" and isinstance(value, tuple):
-            values[name] = tuple(scaled(steps) for steps in value)
-        elif field.rescaled == "steps":
-            values[name] = scaled(value)
-    return assign(cfg, values)
-
-
-PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in (RECORD, CPU, WORDS)}
-
-
-def check_config(cfg: Config, world_size: int) -> None:
-    """Raises UserError for settings that would silently train something else, or fail unclearly."""
-    check_processes(cfg, world_size)
-    check_sizes(cfg)
-    check_layers(cfg)
-    check_stages(cfg)
-    check_updates(cfg)
-    if cfg.fp8:
-        check_fp8(cfg, num_microbatches(cfg, world_size))
-
-
-def check_processes(cfg: Config, world_size: int) -> None:
-    """Checks that processes can share the micro-batches, their tokens, and the parameters."""
-    count = num_microbatches(cfg, world_size)
-    cannot_share = f"{world_size} processes cannot share"
-    require(count % world_size == 0, f"{cannot_share} {count} micro-batches; change one of these numbers")
-    shapes = param_shapes(cfg, world_size)
-    for spec in used_params(cfg):
-        is_shared = spec.kind == "small" or shapes[spec.name][0] % world_size == 0
-        require(is_shared, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
-    for i, stage in enumerate(cfg.stages):
-        is_whole = stage.batch_tokens % count == 0
-        require(is_whole, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
-
-
-def check_sizes(cfg: Config) -> None:
-    """Checks the model's widths, its vocabulary and the table of n-grams."""
-    pairs = 2 if any(layer.attention == "paired" for layer in cfg.layers) else 1
-    fits = cfg.heads % pairs == 0 and cfg.head_dim % 4 == 0
-    fits = fits and cfg.dim >= GATE_DIM and cfg.dim % cfg.mix_groups == 0
-    require(
-        fits,
-        f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
-        "paired; head_dim a multiple of 4",
-    )
-    require(cfg.vocab_size <= cfg.padded_vocab, "padded_vocab must not be below vocab_size")
-    require(
-        not cfg.pointer_dim or cfg.vocab_size != cfg.padded_vocab,
-        "the copy pointer needs a column of the head: raise padded_vocab, or use --set pointer_dim=0",
-    )
-    orders = cfg.ngrams.orders
-    are_orders = len(set(orders)) == len(orders) and min(orders, default=2) >= 2
-    require(
-        are_orders and len(orders) * cfg.ngrams.rows_per_order < 2**31,
-        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
-    )
-    require(not orders or cfg.ngrams.width <= cfg.dim, "ngrams.width must not be above the model's width")
-
-
-def check_layers(cfg: Config) -> None:
-    """Checks that every layer uses all its parts, and that streams are read after they are written."""
-    for i, layer in enumerate(cfg.layers):
-        is_plain = layer.attention == "plain"
-        of_attention = layer.gate or layer.value or layer.narrow_qk or layer.narrow_v
-        require(
-            (is_plain or not (layer.key_shift or layer.xsa))
-            and not (layer.key_shift and layer.narrow_qk)
-            and (layer.attention or not of_attention)
-            and (layer.value or not layer.mudd),
-            f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts",
-        )
-    require(
-        cfg.skip_from < cfg.skip_to and cfg.backout_from < len(cfg.layers),
-        "skip_from must be below skip_to, and backout_from the number of a layer",
-    )
-
-
-def check_stages(cfg: Config) -> None:
-    require(cfg.steps, "stages.*.steps are all 0: there is nothing to train")
-    for i, stage in enumerate(cfg.stages):
-        require(stage.mtp and stage.mtp[0], f"stages.{i}.mtp: the first weight must not be 0")
-        columns = max(stage.sampled_columns, default=0)
-        require(columns <= cfg.padded_vocab, f"stages.{i}.sampled_columns: give numbers up to padded_vocab")
-
-
-def check_updates(cfg: Config) -> None:
-    """Checks how often parameters are updated, and which have averages."""
-    intervals = {spec.name: spec.update_every for spec in cfg.params}
-    tied = {intervals[name] for name in ("lm_head", "embed") if name in intervals}
-    require(
-        tied in ({(1, 1)}, {(2, 2)}),
-        "lm_head and embed are tied: give both params.*.update_every the same value, 1,1 or 2,2",
-    )
-    for early, late in [cfg.ngrams.update_every, *intervals.values()]:
-        require(
-            early <= late,
-            "ngrams.update_every, params.*.update_every: the second number must not be below the first",
-        )
-    known = {spec.name for spec in cfg.params if spec.kind != "small"}
-    for i, average in enumerate(cfg.averages):
-        unknown = set(average.params) - known
-        require(not unknown, f"averages.{i}.params: {unknown}: use names of banks, tables and lm_head")
-
-
-def check_fp8(cfg: Config, count: int) -> None:
-    """Checks the sizes of matrix products in 8 bits, for `count` micro-batches."""
-    for i, stage in enumerate(cfg.stages):
-        widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
-        require(
-            math.gcd(16, *widths, *stage.sampled_columns) == 16,
-            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, sampled_columns, head_chunk, "
-            "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
-        )
-
-
 # ============================================================================================================
-# 3  Schedule. Pure functions of the config and the step.
+# 3  Schedule. Pure functions of the settings and the step.
 # ============================================================================================================
 
 
@@ -1251,13 +724,30 @@ def warmup_steps(cfg: Config) -> list[range]:
 
 
 # ============================================================================================================
-# 4  Runtime. Processes and devices, the clock, labels in traces, the log and the screen.
+# 4  Helpers. A user's errors; labels in traces; compilation; dtypes.
 # ============================================================================================================
 
 
-# How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
-# peers, too, but not always those that were just sending to it.
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+class UserError(Exception):
+    """An error that the user can fix. Its message is one line: what is wrong, and what to do."""
+
+
+def require(ok: object, message: str) -> None:
+    """Raises UserError(message) unless `ok`."""
+    if not ok:
+        raise UserError(message)
+
+
+@contextlib.contextmanager
+def user_error_on(problem: str, fix: str, *kinds: type[Exception]):
+    """Turns errors of these kinds into a UserError: the problem, the error's own first line, what to do."""
+    try:
+        yield
+    except kinds as e:
+        reason, *_ = f"{e}\n".splitlines()
+        raise UserError(f"{problem}: {reason}; {fix}") from None
+
+
 TRACING = False  # set by --profile: record_function takes 10 us even if nothing is profiled
 
 
@@ -1272,27 +762,6 @@ def traced(label: str):
         return
     with torch.profiler.record_function(label):
         yield
-
-
-def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
-    """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
-
-    Without torchrun there is one rank, and no group. With join=False no group is joined.
-    """
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-        # Otherwise split-K matmuls would not sum in fp32.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if join and world_size > 1:
-        if device.type == "cuda":
-            dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    return rank, world_size, device
 
 
 COMPILER: Callable | None = None  # compiles a function; None: functions run as written
@@ -1316,7 +785,7 @@ def compiler_of(cfg: Config) -> Callable | None:
         return None
     torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
     # These vary without a new graph of GPT.trunk; only dense attention needs one for each window.
-    torch.compiler.config.dynamic_sources = r"L\['(embeddings|sequence|windows)'\].*"
+    torch.compiler.config.dynamic_sources = r"L\['(looked_up|sequence|windows)'\].*"
 
     @cache
     def compiler(function: Callable) -> Callable:
@@ -1330,238 +799,26 @@ def compiler_of(cfg: Config) -> Callable | None:
     return compiler
 
 
-class Clock:
-    """Measures the milliseconds of training. It starts at `ms`, and stops in `with clock.paused()`."""
-
-    def __init__(self, ms: float = 0.0):
-        self.began = self.synchronized() - ms / 1000
-
-    def synchronized(self) -> float:
-        """Waits until the device has done all its work. Returns the time in seconds."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def ms(self) -> float:
-        """Returns the milliseconds of training, without waiting for the device."""
-        return 1000 * (time.perf_counter() - self.began)
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Waits for the device, and stops the clock inside the `with`. Yields the milliseconds so far."""
-        stopped = self.synchronized()
-        yield 1000 * (stopped - self.began)
-        self.began += self.synchronized() - stopped
+def dtype_of(name: str) -> torch.dtype:
+    return getattr(torch, name)
 
 
-class RunLog:
-    """Writes the run's log file and its screen output. On ranks without a path it writes nothing.
-
-    The file is line-buffered, so it holds every finished step whatever ends the process.
-    """
-
-    def __init__(self, path: Path | None = None):
-        self.path = path
-        self.file = None
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Mode "x": no run may overwrite the log of another.
-            self.file = open(path, "x", buffering=1, encoding="utf-8", errors="backslashreplace")
-
-    def print0(self, text: str, console: bool = True, file: bool = True) -> None:
-        """Prints a line from rank 0 to the screen, to the log file, or to both."""
-        if self.file is None:
-            return
-        if file:
-            self.file.write(text + "\n")
-        if console:
-            tqdm.write(text)  # above the progress bar
-            sys.stdout.flush()
+def acc_dtype(cfg: Config) -> torch.dtype:
+    """Returns the dtype of sums, moments, lambdas and angles: fp32, or fp64 for an fp64 model."""
+    return torch.promote_types(dtype_of(cfg.dtype), torch.float32)
 
 
-def describe_commit(script: Path) -> str:
-    """Returns the commit of the script's repository, and in brackets how the script differs from it.
-
-    It is clean, or has git's letters: M modified, ?? not committed, !! ignored.
-    """
-
-    def git(*arguments: str) -> str:
-        return subprocess.check_output(
-            ["git", *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
-        )
-
-    try:
-        commit = git("rev-parse", "HEAD").strip()
-        status = git("status", "--porcelain", "--ignored", "--", script.name)
-    except (OSError, subprocess.CalledProcessError):  # git is not installed; there is no commit
-        return "unknown"
-    letters = status[:2].strip()
-    return f"{commit} ({letters or 'clean'})"
+def upcast(x: Tensor) -> Tensor:
+    """Returns x in at least fp32: as it is, if it is fp32 or fp64."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
-def describe_cpu() -> str:
-    """Returns the CPU's model, or its architecture where the system does not tell the model."""
-    with contextlib.suppress(OSError):  # only Linux has this file
-        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        if model:
-            return model[1]
-    return platform.machine()
+def num_microbatches(cfg: Config, world_size: int) -> int:
+    return max(cfg.microbatches, world_size)
 
 
-def describe_environment(device: torch.device, world_size: int, file: str = __file__) -> list[str]:
-    """Returns log lines on software, hardware, script and commit. They hold no absolute path."""
-    script = Path(file).resolve()
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    else:
-        hardware = f"{describe_cpu()} ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
-    return [
-        f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
-        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {hardware} "
-        f"with world_size {world_size}",
-        f"script: {script.name} (sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:12]})",
-        f"commit: {describe_commit(script)}",
-    ]
-
-
-# ============================================================================================================
-# 5  Data. Shards of tokens become micro-batches of whole documents, the same for any number of ranks.
-# ============================================================================================================
-
-MAGIC = 20240520
-VERSION = 1
-HEADER_BYTES = 1024
-
-
-class Header(NamedTuple):
-    """What a shard's header says."""
-
-    tokens: int
-    vocab_size: int  # GPT-2's, where the file has 0
-    bos_id: int
-    text_bytes: int  # of the text that the tokens encode; 0: unknown
-
-
-def read_header(path: Path) -> Header:
-    """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
-    words = np.fromfile(path, dtype="<i4", count=256).tolist()
-    require(
-        words[:2] == [MAGIC, VERSION] and path.stat().st_size == HEADER_BYTES + 2 * words[2],
-        f"{path}: not a whole token shard of version {VERSION}; delete it, and download or build it again",
-    )
-    tokens, vocab_size, bos_id, text_bytes = words[2:6]
-    if vocab_size == 0:
-        vocab_size = 50257
-        bos_id = 50256
-    return Header(tokens, vocab_size, bos_id, text_bytes)
-
-
-def find_shards(folder: str, split: str) -> list[Path]:
-    """Returns the shards of a split, train or val, sorted. Their names tell: NAME_train_000001.bin."""
-    name = re.compile(rf"(?!\._).+_{split}_\d+\.bin")  # macOS keeps ._NAME beside NAME
-    paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
-    require(
-        paths,
-        f"no {split} shards (NAME_{split}_000000.bin) in {folder}: ./run.sh without --data gets a preset's; "
-        "data/tokenize_text.py makes them from your text",
-    )
-    return paths
-
-
-class Dataset(NamedTuple):
-    """A run's shards, their headers checked against the config."""
-
-    train: list[Path]
-    val: list[Path]
-    val_slices: int  # the config's, or as many as the validation text has
-    bytes_per_token: float  # of the validation text; 0: unknown
-    fingerprint: str
-    vocabulary: Sequence[bytes] = ()  # each token's, if a loss or texts need them
-
-
-def open_dataset(cfg: Config) -> Dataset:
-    """Finds the shards of cfg.data. Raises UserError if they do not match the config or are too short."""
-    train = find_shards(cfg.data, "train")
-    val = find_shards(cfg.data, "val")
-    headers = {path: read_header(path) for path in train + val}
-    for path, header in headers.items():
-        require(
-            header.vocab_size == cfg.vocab_size and header.bos_id == cfg.bos_id,
-            f"{path}: its vocabulary has {header.vocab_size} tokens and bos_id {header.bos_id}, the config "
-            f"{cfg.vocab_size} and {cfg.bos_id}; choose the matching --preset or --data",
-        )
-    train_tokens = sum(headers[path].tokens for path in train)
-    val_tokens = sum(headers[path].tokens for path in val)
-    batch_tokens = max(stage.batch_tokens for stage in cfg.stages)
-    val_slices = (val_tokens - 1) // cfg.val_slice_tokens  # 1: the last token is only a target
-    require(
-        val_slices >= 1 and train_tokens > batch_tokens,
-        f"{cfg.data}: {val_tokens:,} tokens for validation and {train_tokens:,} for training; the run needs "
-        f"more than {cfg.val_slice_tokens:,} and {batch_tokens:,}; add text, or lower val_slice_tokens and "
-        "batch_tokens",
-    )
-    text_bytes = [headers[path].text_bytes for path in val]
-    bytes_per_token = 0.0
-    if all(text_bytes):
-        bytes_per_token = sum(text_bytes) / val_tokens
-    counts = f"{train_tokens} training tokens in {len(train)} shards, {val_tokens} for validation"
-    fingerprint = f"{dataset_hash(train + val)} ({counts})"
-    path = Path(cfg.data, "vocabulary.txt")
-    vocabulary: Sequence[bytes] = ()
-    if cfg.predicts_prefixes or (cfg.samples and path.exists()):
-        vocabulary = read_vocabulary(path, cfg.vocab_size)
-    return Dataset(train, val, min(val_slices, cfg.val_slices), bytes_per_token, fingerprint, vocabulary)
-
-
-def read_vocabulary(path: Path, size: int) -> list[bytes]:
-    """Returns the bytes of each of `size` tokens, from a line of hexadecimal digits each; it may be empty."""
-    settings = "--set samples=0 --set stages.*.prefix="
-    fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
-    with user_error_on(f"cannot read {path}", fix, OSError, ValueError):
-        vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]
-    require(len(vocabulary) == size, f"{path}: {len(vocabulary)} tokens, the config has {size}; {fix}")
-    return vocabulary
-
-
-def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
-    """Returns for each token the one that is its longest proper prefix, (rows,) int64; -1: there is none."""
-    ids = {token: i for i, token in enumerate(vocabulary) if token}
-    table = [-1] * rows
-    for token, i in ids.items():
-        for n in range(1, len(token)):  # a longer prefix replaces a shorter one
-            table[i] = ids.get(token[:n], table[i])
-    return torch.tensor(table)
-
-
-def dataset_hash(paths: list[Path]) -> str:
-    """Hashes each shard's name, size, and 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
-    digest = hashlib.sha256()
-    block = 1 << 16
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            for i in range(64):
-                file.seek(max(0, size - block) * i // 63)
-                digest.update(file.read(block))
-    return digest.hexdigest()[:16]
-
-
-class Shard(NamedTuple):
-    tokens: np.ndarray  # uint16
-    bounds: np.ndarray  # int64: positions of BOS tokens, and the end
-
-
-def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
-    """Reads a shard, or up to `count` of its first tokens, into memory."""
-    tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES, count=count)
-    require(
-        tokens.max(initial=0) < cfg.vocab_size,
-        f"{path.name} has tokens outside the vocabulary of {cfg.vocab_size}: it is damaged, or another "
-        "tokenizer's; build it again",
-    )
-    document_starts = np.flatnonzero(tokens == cfg.bos_id)
-    return Shard(tokens, np.append(document_starts, len(tokens)))
+def padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def int32(numbers: np.ndarray) -> Tensor:
@@ -1569,47 +826,17 @@ def int32(numbers: np.ndarray) -> Tensor:
     return torch.from_numpy(numbers.astype(np.int32, copy=False))
 
 
-HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
+def seeded(name: str, seed: int) -> torch.Generator:
+    """Returns a generator for one tensor alone: what it draws does not depend on which others there are."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
 
 
-def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for K orders and T tokens.
-
-    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each order has
-    a range of rows_per_order rows. The first n - 1 positions end no whole n-gram: they share the range's last
-    row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32,
-    which wraps. It crosses document starts: masking them was slower and no better.
-    """
-    T = len(tokens)
-    words = tokens.astype(np.uint32)
-    polynomial = np.zeros(T, np.uint32)  # of the last n tokens
-    h = np.empty((len(ngrams.orders), T), np.uint32)
-    for n in range(1, max(ngrams.orders) + 1):
-        polynomial[n - 1 :] += words[: max(0, T - n + 1)]
-        polynomial *= HASH_MULTIPLIER
-        if n in ngrams.orders:
-            h[ngrams.orders.index(n)] = polynomial
-    sign_ids = None
-    if sign_rows:
-        upper = h * 0x27D4EB2F >> 16  # another odd factor
-        sign_ids = int32(upper * sign_rows >> 16)
-    h ^= h >> 16
-    h *= 0x85EBCA6B
-    h ^= h >> 13
-    h *= 0xC2B2AE35
-    h ^= h >> 16
-    hashed_rows = ngrams.rows_per_order - 1  # all rows of a range but the last
-    h -= h // hashed_rows * hashed_rows  # NumPy's % is not vectorized
-    for i, n in enumerate(ngrams.orders):
-        h[i, : n - 1] = hashed_rows
-        h[i] += i * ngrams.rows_per_order
-    return int32(h), sign_ids
+map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
 
 
-def cu_seqlens_capacity(tokens: int) -> int:
-    """Returns the usual entries of cu_seqlens for a micro-batch of `tokens`: so its shape seldom changes."""
-    return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
-
+# ============================================================================================================
+# 5  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
+# ============================================================================================================
 
 # A row of a table has up to three numbers, all int32:
 #   row        its place in the whole table, as a token or a hash names it
@@ -1630,7 +857,7 @@ class Segments(NamedTuple):
 
 
 class RowExchange(NamedTuple):
-    """The all-to-all that takes the gradients of a table's touched rows to their owners (diagram: section 9).
+    """The all-to-all that takes the gradients of a table's touched rows to their owners (section 12).
 
     A rank has touched a row if one of its micro-batches has read it since the table's last update. The rows
     of n-grams take the same ways back, from their owners, before that.
@@ -1644,7 +871,7 @@ class RowExchange(NamedTuple):
 
 
 # The list of a micro-batch that selects the rows of a table, by Param.kind.
-IDS_OF_KIND = {"tokens": "inputs", "hashed": "hashed_rows"}
+SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
 
 
 class MicroBatch(NamedTuple):
@@ -1663,205 +890,6 @@ class MicroBatch(NamedTuple):
     loss_weights: Tensor | None = None
 
 
-map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and tuples)
-
-
-def pack(nest):
-    """Copies all tensors of a nest into one host buffer, so that one copy takes them to a GPU.
-
-    If the process uses one, the buffer is page-locked; torch reuses such memory when no tensor holds it and
-    the asynchronous copies from it are done.
-    """
-    sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
-    parts = iter(buffer.split(sizes))
-    return map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
-
-
-def move(packed, device: torch.device, empty: Callable = torch.empty):
-    """Returns a packed nest on `device`, by one copy, asynchronous to a GPU, into what `empty` returns."""
-    tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
-    if not tensors:
-        return packed
-    host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
-    buffer = empty(len(host), dtype=host.dtype, device=device).copy_(host, non_blocking=True)
-
-    def moved(t: Tensor) -> Tensor:
-        return buffer.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
-
-    return map_tensors(moved, packed)
-
-
-def make_micro_batch(
-    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, cfg: Config, attention_cap: int = 0
-) -> MicroBatch:
-    """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
-    T, starts = len(tokens) - 1, np.append(0, ends)
-    if attention_cap:
-        pieces = zip(starts, np.append(ends, T))
-        starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
-        max_doc_len = min(max_doc_len, attention_cap)
-    size = max(cu_seqlens_capacity(T), padded(len(starts) + 1, 128))
-    inputs, cu_seqlens = int32(tokens[:-1]), torch.full((size,), T, dtype=torch.int32)
-    hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
-    rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)
-    cu_seqlens.numpy()[: len(starts)] = starts
-    return MicroBatch(inputs, int32(tokens[1:]).long(), rows, sign_ids, cu_seqlens, max_doc_len)
-
-
-NO_ROWS = np.empty(0, np.int32)
-
-
-def merge_ascending(lists: list[np.ndarray]) -> np.ndarray:
-    """Returns the distinct numbers, none negative, of ascending lists, ascending."""
-    merged = np.concatenate(lists)
-    merged.sort(kind="stable")  # which takes ascending runs as they are; np.unique would hash every number
-    return merged[np.diff(merged, prepend=-1) > 0]
-
-
-def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
-    """Sorts the positions of `ids`, int32, (T,) or (K, T) with a range of ids for each k."""
-    by_id, perm = ids.flatten().sort(stable=True)
-    distinct, counts = by_id.unique_consecutive(return_counts=True)
-    offsets = F.pad(counts.cumsum(0), (1, 0))
-    if sign_ids is not None:
-        sign_ids = sign_ids.flatten()[perm]
-    return Segments(distinct, (perm % ids.shape[-1]).int(), offsets.int(), sign_ids)
-
-
-COLUMN_STRIDE = 20011  # a prime
-
-
-def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
-    """Returns `count` tokens (ascending, int32), all that are needed and others, and the next call's offset.
-
-    The others come from a walk through a fixed permutation of the vocabulary, from `offset` on: the first
-    that are not needed. The next call goes on behind this walk's interval. If the interval has too few, they
-    are spread over all (record 92).
-    `vocab` must not be a multiple of the prime COLUMN_STRIDE.
-    """
-    chosen = np.zeros(vocab, bool)
-    chosen[needed] = True
-    distinct = int(chosen.sum())
-    require(
-        distinct <= count, f"{distinct} distinct targets, {count} columns: raise stages.*.sampled_columns"
-    )
-    if missing := count - distinct:
-        size = min(vocab, missing * 17 // 10 + 256)
-        others = np.arange(offset, offset + size) * COLUMN_STRIDE % vocab
-        others, offset = others[~chosen[others]], (offset + size) % vocab
-        if len(others) < missing:
-            others = np.flatnonzero(~chosen)
-            others = others[:: len(others) // missing]
-        chosen[others[:missing]] = True
-    return int32(np.flatnonzero(chosen)), offset
-
-
-FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
-
-
-class TrainLoader:
-    """Cuts training shards into batches of whole documents; micro-batch m * world_size + r is rank r's m-th.
-
-    A micro-batch takes documents in order, each cut to max_doc_len tokens, until it holds T + 1 tokens; the
-    rest of a cut document is dropped. A batch that does not fit before the end of a shard starts over in the
-    next one, which a thread reads meanwhile; the first follows the last, as another epoch. `position`
-    continues where an earlier loader's position() was taken, on the same rank.
-    """
-
-    def __init__(
-        self,
-        cfg: Config,
-        paths: list[Path],
-        rank: int,
-        world_size: int,
-        position: tuple[int, ...] = (0, 0),
-    ):
-        self.cfg, self.paths, self.microbatches = cfg, paths, num_microbatches(cfg, world_size)
-        self.own = range(rank, self.microbatches, world_size)
-        # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0: if
-        # it page-locked memory, every rank would make a context there.
-        on_gpu = torch.cuda.is_initialized()
-        use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
-        self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
-        self.opened, self.document, *self.offsets = position
-        # For choose_sampled_columns(): the offset of each of this rank's micro-batches.
-        self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in self.own]
-        self.upcoming = self._read(self.opened)
-        # The clock runs already, so the first batches only wait for the shard's first tokens. A batch that
-        # needs later ones, or more of the last of these documents, is taken from the whole shard.
-        self.shard, self.is_partial = read_shard(self._path(self.opened), cfg, FIRST_READ), True
-
-    def position(self) -> tuple[int, ...]:
-        """Returns where the next batch begins: number of the shard, counting on in later epochs; document;
-        and the offsets of this rank's sampled columns.
-        """
-        return self.opened, self.document, *self.offsets
-
-    def _path(self, i: int) -> Path:
-        return self.paths[i % len(self.paths)]
-
-    def _read(self, i: int) -> Future:
-        return self.reader.submit(read_shard, self._path(i), self.cfg)
-
-    def _open(self) -> None:
-        """Opens the shard that is being read: all of the present one, or the next."""
-        self.shard, self.upcoming = self.upcoming.result(), self._read(self.opened + 1)
-
-    def close(self) -> None:
-        self.builder.shutdown()  # not cancelled: other ranks may wait for this one to build the same batch
-        self.reader.shutdown(cancel_futures=True)
-
-    def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
-        """Skips a batch. Returns each micro-batch's first document, and the one after the last."""
-        for _ in range(len(self.paths) + 2):  # the rest of this shard, its tokens as yet unread, every shard
-            lengths = np.minimum(np.diff(self.shard.bounds), max_doc_len)
-            ends, cuts = np.append(0, np.cumsum(lengths)), [self.document]
-            while len(cuts) <= self.microbatches and cuts[-1] < len(ends):
-                end = ends[cuts[-1]] + batch_tokens // self.microbatches + 1
-                cuts.append(int(np.searchsorted(ends, end)))
-            if cuts[-1] < len(ends):
-                self.document = cuts[-1]
-                return cuts
-            if not self.is_partial:
-                self.opened, self.document = self.opened + 1, 0
-            self._open()
-            self.is_partial = False
-        raise UserError(
-            f"no training shard holds a batch of {batch_tokens:,} tokens, documents cut to {max_doc_len:,}; "
-            "add larger shards, or lower batch_tokens"
-        )
-
-    def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
-        """Builds this rank's micro-batches of the next batch, and chooses their sampled columns."""
-        T, cuts = plan.batch_tokens // self.microbatches, self.advance(plan.batch_tokens, plan.max_doc_len)
-        cfg, micro_batches = self.cfg, []
-        for i, m in enumerate(self.own):
-            bounds = self.shard.bounds[cuts[m] : cuts[m + 1] + 1]
-            lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
-            tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
-            ends = np.cumsum(lengths)[:-1]
-            part = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
-            if plan.sampled_columns:
-                needed = np.append(tokens[1:], cfg.vocab_size) if cfg.pointer_dim else tokens[1:]
-                chosen, self.offsets[i] = choose_sampled_columns(
-                    needed, plan.sampled_columns, cfg.padded_vocab, self.offsets[i]
-                )
-                part = part._replace(sampled_columns=chosen)
-            micro_batches.append(part)
-        return micro_batches
-
-
-def assign_slots(part: MicroBatch, rows: np.ndarray, slots: np.ndarray) -> MicroBatch:
-    """Gives a micro-batch's n-grams their slots. Its rows are among `rows`, ascending, which get `slots`."""
-    segments = part.segments["hashed_rows"]
-    ids = int32(slots[np.searchsorted(rows, segments.ids.numpy())])
-    by_id = ids.repeat_interleave(segments.offsets.diff()).view(part.hashed_rows.shape)
-    by_position = torch.empty_like(by_id).scatter_(1, segments.perm.view(by_id.shape).long(), by_id)
-    both = part.segments | {"hashed_rows": segments._replace(ids=ids)}
-    return part._replace(slots=by_position, segments=both)
-
-
 class Batch(NamedTuple):
     plan: StepPlan
     micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
@@ -1871,1386 +899,363 @@ class Batch(NamedTuple):
     exchanges: dict[str, RowExchange]
 
 
-class Prefetcher:
-    """Builds the planned steps' batches on a thread, some ahead of the one in use.
-
-    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. The first of
-    the planned steps must follow an update of every table: rows touched before are not known here.
-    """
-
-    def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: "Exchange"):
-        self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
-        self.shapes = param_shapes(self.cfg, 1)
-        self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update, ascending
-        # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
-        # failed batch's exchange on other ranks.
-        self.batches = self._batches(plans)
-        self.queue = [self._submit() for _ in range(max(2, *self.cfg.ngrams.update_every))]
-
-    def _submit(self) -> Future:
-        return self.loader.builder.submit(next, self.batches, None)
-
-    def next(self) -> Batch | None:
-        """Returns the next batch; None after the last."""
-        batch = self.peek()
-        self.queue.pop(0)
-        self.queue.append(self._submit())
-        return batch
-
-    @traced("waiting batch")
-    def peek(self) -> Batch | None:
-        """Returns the batch that next() will return."""
-        return self.queue[0].result()
-
-    def _batches(self, plans: Iterable[StepPlan]) -> Iterator[Batch]:
-        """Yields the batches. Those from one update of n-grams to the next are built together, since their
-        rows of n-grams are fetched together.
-        """
-        ngrams = self.cfg.ngrams
-        together = []
-        for plan in plans:
-            together.append(self._build(plan))
-            if not ngrams.orders or plan.updates(ngrams.update_every):
-                yield from self._finish(together)
-                together = []
-        if together:
-            yield from self._finish(together)
-
-    @traced("index")
-    def _build(self, plan: StepPlan) -> Batch:
-        """Builds a batch with the exchanges of the tables that it updates, but n-grams'. Packs nothing."""
-        parts = self.loader.micro_batches(plan)
-        shares = [weight / len(parts) for weight in plan.loss_weights]
-        loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
-        micro_batches = []
-        for part in parts:
-            segments = {
-                "inputs": make_segments(part.inputs),
-                "hashed_rows": make_segments(part.hashed_rows, part.sign_ids),
-            }
-            micro_batches.append(part._replace(segments=segments, loss_weights=loss_weights))
-        exchanges = {}
-        for spec in used_params(self.cfg):
-            if spec.is_table:
-                read = self._rows_read(micro_batches, IDS_OF_KIND[spec.kind])
-                rows = merge_ascending(read + [self.touched.pop(spec.name, NO_ROWS)])
-                if plan.updates(spec.update_every):
-                    exchanges[spec.name] = self._plan_table(spec, rows)
-                else:
-                    self.touched[spec.name] = rows
-        return Batch(plan, micro_batches, self.loader.position(), exchanges)
-
-    def _rows_read(self, micro_batches: list[MicroBatch], ids: str) -> list[np.ndarray]:
-        """Returns the rows, ascending, that each micro-batch's list of this name selects."""
-        return [part.segments[ids].ids.numpy() for part in micro_batches]
-
-    def _plan_table(self, spec: Param, rows: np.ndarray) -> RowExchange:
-        """Plans the exchange of a table whose blocks are consecutive rows. A dense exchange sends the whole
-        table, so that nothing is planned with other ranks: rows are their own owner's.
-        """
-        exchange = self.exchange if spec.exchange == "sparse" else Exchange(0, 1)
-        owner, local_row = np.divmod(rows, self.shapes[spec.name][0] // exchange.world_size)
-        return exchange.plan_rows(spec.name, rows, owner, local_row)
-
-    def _plan_ngrams(self, rows: np.ndarray) -> RowExchange:
-        """Plans the exchange of rows of n-grams: rank r % ranks owns row r."""
-        local_row, owner = np.divmod(rows, self.exchange.world_size)
-        return self.exchange.plan_rows("ngrams", rows, owner, local_row)
-
-    @traced("index")
-    def _finish(self, together: list[Batch]) -> list[Batch]:
-        """Packs batches. Their rows of n-grams are fetched together, by an exchange that the first has."""
-        if self.cfg.ngrams.orders:
-            parts = [part for batch in together for part in batch.micro_batches]
-            rows = merge_ascending(self._rows_read(parts, "hashed_rows"))
-            exchange = self._plan_ngrams(rows)
-            together[0].exchanges["ngrams"] = exchange
-            slots = np.argsort(exchange.rows.numpy())  # the cache is in the exchange's order
-        finished = []
-        for batch in together:
-            packed = []
-            for part in batch.micro_batches:
-                if self.cfg.ngrams.orders:
-                    part = assign_slots(part, rows, slots)
-                segments = pack(part.segments)
-                packed.append(pack(part._replace(segments={}))._replace(segments=segments))
-            finished.append(batch._replace(micro_batches=packed, exchanges=pack(batch.exchanges)))
-        return finished
-
-
-class ValLoader:
-    """Holds the first val_slices * val_slice_tokens validation tokens, and the last target."""
-
-    def __init__(self, cfg: Config, paths: list[Path]):
-        self.cfg, need = cfg, cfg.val_slices * cfg.val_slice_tokens + 1
-        self.tokens = np.concatenate([read_shard(path, cfg, need).tokens for path in paths])[:need]
-
-    def slice(self, i: int) -> MicroBatch:
-        """Builds slice i, packed."""
-        T = self.cfg.val_slice_tokens
-        tokens = self.tokens[i * T : (i + 1) * T + 1]
-        starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
-        max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
-        return pack(make_micro_batch(tokens, starts, max_doc_len, self.cfg))
-
-
-# ============================================================================================================
-# 6  Operations. Each in one place: its formula, its form in plain torch, and, where it has one, its Triton
-#    kernel and what launches that, with the same arguments and results. Last, the Backend: a run's choice.
-# ============================================================================================================
-
-# ---- RMSNorm -----------------------------------------------------------------------------------------------
-
-NORM_EPS = 2.0**-23  # for every dtype
-
-
-def upcast(x: Tensor) -> Tensor:
-    """Returns x in at least fp32: as it is, if it is fp32 or fp64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def norm(x: Tensor) -> Tensor:
-    """Returns x / sqrt(mean(x^2) + eps), over the last axis: RMSNorm without weight (arXiv:1910.07467).
-
-    Reduced in at least fp32.
-    """
-    if torch.compiler.is_compiling() or x.element_size() < 4:
-        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
-    return Norm.apply(x)
-
-
-class Norm(torch.autograd.Function):
-    """Does norm() with half as many passes over memory as rms_norm makes where it is not compiled."""
-
-    @staticmethod
-    def forward(ctx, x):
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = length.square_().div_(x.size(-1)).add_(NORM_EPS).rsqrt_()
-        ctx.save_for_backward(y := x * scale, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        y, scale = ctx.saved_tensors
-        return torch.addcmul(dy, y, (dy * y).mean(-1, keepdim=True), value=-1).mul_(scale)
-
-
-# ---- Attention ---------------------------------------------------------------------------------------------
-
-
-def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
+def train_step(
+    model: GPT, optimizer: Optimizer, batch: Batch, following: Callable[[], Batch | None] = lambda: None
 ) -> Tensor:
-    """Attends causally within documents: position i sees j of its document with 0 <= i - j <= window.
+    """Trains on one batch. Returns this rank's loss, the weighted mean over all targets: 0-d, on the device.
+    With sampled columns it is the loss over these alone, which is lower.
 
-    q, already scaled, and k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen
-    bounds a document's length. Returns (T, H, Dv).
-
-    Queries go in blocks, each against the keys of its block and of `window` positions before it:
-    T * (window + block) scores instead of T * T.
+    `following()` is the next batch, whose n-grams are fetched after their update; None after the last.
     """
-    T, H, _ = q.shape
-    if not (q.is_cuda or torch.compiler.is_compiling()):
-        bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
-        return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
-    window = min(window, T - 1)
-    block = min(max(32, window), 256)
-    before, tail = padded(window, block), -T % block  # keys before a block's own; what the last block lacks
-    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (-1, block))
-    # Overlapping blocks of keys from neighbouring ones: the backward of unfold() is five times as slow.
-    k, v = (F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block)) for t in (k, v))
-    k, v = (torch.cat([t[i : i + len(q)] for i in range(before // block + 1)], dim=1) for t in (k, v))
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    mask = seen_keys(cu_seqlens, T, block, window).unsqueeze(1)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
-    return y.transpose(1, 2).flatten(0, 1)[:T]
-
-
-def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Returns which document each of T positions belongs to, (T,) int64, from 1 on."""
-    pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens, pos, right=True)
-
-
-def first_seen(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
-    """Returns the first position, (T,) int64, in each of T positions' document and window."""
-    positions = torch.arange(T, device=cu_seqlens.device)
-    return torch.maximum(cu_seqlens[document_numbers(cu_seqlens, T) - 1], positions - window)
-
-
-def seen_keys(cu_seqlens: Tensor, T: int, block: int, window: int) -> Tensor:
-    """Returns which keys a query sees, (n, block, keys), for blocks of queries. A block's keys are its own
-    positions and `window` or more before them, whole blocks. Behind T there is one more document.
-    """
-    positions, before = torch.arange(padded(T, block), device=cu_seqlens.device), padded(window, block)
-    first = first_seen(cu_seqlens, len(positions), window).view(-1, block, 1)
-    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + block, block).unsqueeze(1)
-    return (first <= keys) & (keys <= positions.view(-1, block, 1))
-
-
-# Without a compiler, on a CPU: smaller blocks, whose keys are not copied, and a backward of its own.
-
-BLOCK = 32  # queries. With more, a block has more keys that most of its queries do not see.
-
-
-@lru_cache(4)  # layers of one kind share it
-def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
-    """Returns what is added to BlockAttention's scores, (H * blocks, BLOCK, keys): 0, or -inf where a query
-    does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
-    """
-    return torch.where(seen_keys(cu_seqlens, T, BLOCK, window), 0.0, -math.inf).repeat(H, 1, 1)
-
-
-class BlockAttention(torch.autograd.Function):
-    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with block_bias().
-
-    One batch of products serves all heads: their rows lie one after the other, whole blocks each. Keys that a
-    block would have of the head before are hidden by the bias.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, bias):
-        q = blocks_by_head(q, bias, BLOCK)
-        k, by_key = (blocks_by_head(t, bias, bias.size(2)) for t in (k, v))
-        weights = torch.baddbmm(bias, q, k.mT).softmax(-1)
-        ctx.save_for_backward(q, k, by_key, weights)
-        return by_position(weights @ by_key, v)
-
-    @staticmethod
-    def backward(ctx, dy):
-        q, k, v, weights = ctx.saved_tensors
-        dy_rows = blocks_by_head(dy, weights, BLOCK)
-        dscores = torch._softmax_backward_data(dy_rows @ v.mT, weights, -1, weights.dtype)
-        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(weights.mT @ dy_rows)
-        return *(by_position(grad, dy) for grad in grads), None
-
-
-def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
-    """Returns t (T, H, D) as blocks (H * blocks, size, D), dtype and number as of `like`: the BLOCK rows of
-    each, after the rows before them. It is a view of rows; there are zeros before the first and after T.
-    """
-    (T, H, D), before = t.shape, size - BLOCK
-    rows = like.new_zeros(before + len(like) * BLOCK, D)
-    rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
-    return rows.unfold(0, size, BLOCK).mT
-
-
-def sum_blocks(x: Tensor) -> Tensor:
-    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * BLOCK, D)."""
-    n, keys, D = x.shape
-    rows = x.new_zeros(keys + (n - 1) * BLOCK, D)
-    for i in range(0, keys, BLOCK):
-        rows[i : i + n * BLOCK].view(n, BLOCK, D).add_(x[:, i : i + BLOCK])
-    return rows[keys - BLOCK :]
-
-
-def by_position(rows: Tensor, like: Tensor) -> Tensor:
-    """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
-    T, H, _ = like.shape
-    return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
-
-
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
-) -> Tensor:
-    """Does dense_attention by FlashAttention, which takes heads of one width: narrow ones get zeros."""
-    from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
-
-    v_dim = v.size(-1)
-    head_dim = max(q.size(-1), v_dim)
-    q, k, v = (F.pad(t, (0, head_dim - t.size(-1))) for t in (q, k, v))
-    y = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=1.0, window_size=(window, 0)
-    )  # type: ignore
-    return y[:, :, :v_dim]  # type: ignore
-
-
-# ---- What several kernels need -----------------------------------------------------------------------------
-
-# Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
-# KiB on consumer GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried
-# on one H200.
-
-
-@jit
-def load_fp32(pointers, mask):
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-
-
-@jit
-def tile_offsets(rows, cols, M, N):
-    """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
-    offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    return offs, (rows[:, None] < M) & (cols[None, :] < N)
-
-
-@jit
-def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
-    """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
-
-    Sums are fp32. Rows behind the last one become others, and are not stored.
-    """
-    k = tl.arange(0, BLOCK_K)
-    left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
-    right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
-    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
-        right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
-        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
-        left += BLOCK_K * a_k
-        right += BLOCK_K * b_k
-    return total
-
-
-# ---- FP8: scales, casts, products --------------------------------------------------------------------------
-
-# A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
-# * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
-# needed in two layouts, x and x^T.
-E4M3_MAX = 448.0  # more digits: activations and weights
-E5M2_MAX = 57344.0  # more range: gradients
-
-# The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum: e4m3's largest
-# number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Their
-# gradients have the scale FP8_GRAD times grad_scale, which the losses contain.
-FP8_X = 100 / E4M3_MAX
-FP8_W = 2 / E4M3_MAX
-FP8_GRAD = 0.75 / 8 / E4M3_MAX
-
-# The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
-# width, 27.7 for 768. The other scales are delayed: margin * maximum of the step before / the format's
-# largest number. Activations change more from step to step than gradients, weights less.
-FP8_H = 2**-4
-FP8_DY = 2**-6
-FP8_ACT_MARGIN = 1.80
-FP8_GRAD_MARGIN = 1.25
-FP8_WEIGHT_MARGIN = 1.12
-FP8_LEAST = 1e-12  # maxima below count as that, or as none
-
-
-@compiled
-def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x / scale, rounded to nearest, saturating, contiguous."""
-    fp8_max = torch.finfo(dtype).max
-    x = (x.float() / scale).clamp(-fp8_max, fp8_max)
-    return x.to(dtype, memory_format=torch.contiguous_format)
-
-
-def cast_and_transpose(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns to_fp8 of x (..., n, m), and of its transpose."""
-    return to_fp8(x, scale, dtype), to_fp8(x.mT, scale, dtype)
-
-
-@jit
-def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
-    """Stores a tile of codes, saturated, in FP8, and its transpose. FP8 products need M that 16 divides; to
-    know it allows stores of 16 bytes, where a tensor's size may vary.
-
-    Each store converts by itself: of code in which both have the same bytes, ptxas 12.8 can make a program
-    that transposes some bytes of the tile before.
-    """
-    M = M // 16 * 16
-    codes = tl.clamp(codes, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
-    offs, mask = tile_offsets(rows, cols, M, N)
-    tl.store(out + offs, codes.to(out.dtype.element_ty), mask=mask)
-    offs_T, mask_T = tile_offsets(cols, rows, N, M)
-    # Zeros are not stored. They make this another conversion, which no compiler merges with the first.
-    codes_T = tl.trans(tl.where(mask, codes, 0.0).to(out.dtype.element_ty))
-    tl.store(out_T + offs_T, codes_T, mask=mask_T)
-
-
-# The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
-@jit(do_not_specialize_on_alignment=["scale"])
-def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
-    """Converts a tile of x / scale. The scale is a power of 2, so its inverse is exact."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    offs, mask = tile_offsets(rows, cols, M, N)
-    codes = load_fp32(x + offs, mask) * (1 / tl.load(scale))
-    store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
-
-
-CAST_TILES = dict(BLOCK=64, num_warps=4)
-
-
-def triton_cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    M, N = x.shape
-    out = x.new_empty(M, N, dtype=dtype)
-    out_T = x.new_empty(N, M, dtype=dtype)
-    grid = triton.cdiv(M, CAST_TILES["BLOCK"]), triton.cdiv(N, CAST_TILES["BLOCK"])
-    fp8_max = int(torch.finfo(dtype).max)
-    cast_and_transpose_kernel[grid](x.contiguous(), scale, out, out_T, M, N, fp8_max, **CAST_TILES)
-    return out, out_T
-
-
-def fp8_matmul(
-    a: Tensor,
-    b: Tensor,
-    scales: Sequence[Tensor],
-    dtype: torch.dtype,
-    fast: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns a b times both scales, in `out` if given, for fp8 a (n, k), row-major, b (k, m), column-major.
-
-    Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
-    """
-    assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
-    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
-
-
-@cache
-def device_scalar(value: float, device: torch.device) -> Tensor:
-    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
-    return torch.full((), value, device=device)
-
-
-# ---- Squared ReLU ------------------------------------------------------------------------------------------
-
-
-def relu_square(h: Tensor, fc: Tensor) -> Tensor:
-    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d).
-
-    The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
-    """
-    return F.linear(h, fc).relu_().square()
-
-
-def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
-    """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
-
-    The root is not rounded; rounded to bf16 it would be relu(h fc^T) again.
-    """
-    # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
-    root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
-    return (2 * dy @ proj.T).mul_(root)
-
-
-def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
-    """Does relu_square_grad for bf16 with a rounded root, in half the time on a CPU."""
-    return (2 * dy @ proj.T).mul_(square.sqrt())
-
-
-class FP8MLP(NamedTuple):
-    """An MLP's weights in FP8, and scales; first those of the forward, then those of the backward.
-
-    square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
-    """
-
-    weights: Tensor  # fc and proj (2, F, d), e4m3
-    weights_T: Tensor  # (2, d, F)
-    # (3, 2, 1, 1) fp32: of h and dy; of fc and proj; of square and da
-    scales: Tensor
-    # Of all MLPs, (L, 2) fp32: maxima of square and |da| in this step so far.
-    amax: Tensor
-    i: int = 0  # which MLP this is
-
-    def split(self) -> Iterator["FP8MLP"]:
-        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor forgets where in its
-        tensor a part begins that a Triton kernel changes.
-        """
-        parts = zip(self.weights, self.weights_T, self.scales)
-        for i, (weights, weights_T, scales) in enumerate(parts):
-            yield FP8MLP(weights, weights_T, scales, self.amax, i)
-
-
-def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns `square` in e4m3 for a8 = h (T, d) in e4m3; or da in e5m2 for a8 = dy in e5m2 and square8:
-    (T, F), and transposed.
-
-    The result is first rounded to bf16. Raises the MLP's number in mlp.amax to its maximum.
-    """
-    backward = int(square8 is not None)
-    a_scale, w_scale, out_scale = mlp.scales[:, backward]
-    product = a8.float() @ mlp.weights[backward].float().T * (a_scale * w_scale)
-    if square8 is None:
-        result = product.bfloat16().relu_().square()
-    else:
-        square = square8.float() * mlp.scales[2, 0]
-        result = (product * square.sqrt_().mul_(2)).bfloat16()
-    amax = mlp.amax.view(-1)[2 * mlp.i + backward]
-    amax.copy_(torch.maximum(amax, result.abs().max()))
-    return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
-
-
-@jit(do_not_specialize_on_alignment=["a_scale", "b_scale", "square_scale", "out_scale"])
-def relu_square_kernel(
-    a,
-    b,
-    square,
-    out,
-    out_T,
-    scales,
-    SCALE_STEP: tl.constexpr,
-    amax,
-    amax_index,
-    M,
-    N,
-    K,
-    a_m,
-    a_k,
-    b_n,
-    b_k,
-    FP8_MAX: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Computes a tile of relu(a b^T)^2 or, with `square`, of 2 sqrt(square) (a b^T).
-
-    GROUP rows of tiles share operands in the L2 cache.
-    FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
-    scales: FP8MLP's (3, 2), SCALE_STEP apart. In a row the forward's comes first.
-    """
-    i, j = tl.program_id(1), tl.program_id(0)
-    i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
-    rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
-    product = multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
-    offs, mask = tile_offsets(rows, cols, M, N)
-    dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
-    if FP8_MAX:
-        scale = scales if square is None else scales + SCALE_STEP
-        product *= tl.load(scale) * tl.load(scale + 2 * SCALE_STEP)
-    if square is None:
-        relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
-        result = relu * relu
-    else:
-        squares = load_fp32(square + offs, mask)
-        if FP8_MAX:
-            squares *= tl.load(scales + 4 * SCALE_STEP)
-        else:
-            product = product.to(dtype).to(tl.float32)
-        result = 2 * tl.sqrt(squares) * product
-    result = result.to(dtype)
-    if FP8_MAX:
-        result = result.to(tl.float32)
-        tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        store_fp8(result * (1 / tl.load(scale + 4 * SCALE_STEP)), out, out_T, rows, cols, M, N, FP8_MAX)
-    else:
-        tl.store(out + offs, result, mask=mask)
-
-
-RELU_SQUARE_TILES = {
-    "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
-    "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
-    "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
-}
-
-
-def launch_relu_square(
-    a: Tensor, b: Tensor, square: Tensor | None, out: Tensor, fp8_args: tuple, fp8_max: int = 0
-) -> None:
-    """Launches the kernel. fp8_args are its arguments from out_T to amax_index."""
-    M, K = a.shape
-    N = len(b)
-    name = "small"
-    if a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10):
-        name = "large fp8" if fp8_max else "large"
-    tiles = RELU_SQUARE_TILES[name]
-    grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
-    strides = a.stride() + b.stride()
-    relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
-
-
-NO_FP8 = None, None, 0, None, 0
-
-
-def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
-    out = h.new_empty(len(h), len(fc))
-    launch_relu_square(h, fc, None, out, NO_FP8)
-    return out
-
-
-def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
-    out = dy.new_empty(len(dy), len(proj))
-    launch_relu_square(dy, proj, square, out, NO_FP8)
-    return out
-
-
-def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    backward = int(square8 is not None)
-    w8 = mlp.weights[backward]
-    out = a8.new_empty(len(a8), len(w8))
-    out_T = a8.new_empty(len(w8), len(a8))
-    fp8_args = out_T, mlp.scales, mlp.scales.stride(1), mlp.amax, 2 * mlp.i + backward
-    launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
-    return out, out_T
-
-
-# ---- Softcapped cross-entropy, also of a mixture with the copy pointer -------------------------------------
-
-
-def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
-    """Returns the capped logits divided by the cap's scale, in at least fp32."""
-    return (upcast(logits) + cap.shift).div_(cap.span).sigmoid_()
-
-
-class PointerProbs(NamedTuple):
-    """What the copy pointer (below) says of the next tokens of n positions."""
-
-    probs: Tensor  # (2, n), at least fp32: p_copy, of the sources that hold the next token; p_sink
-    grad: Tensor  # (2, n): where softcap_loss writes the gradient of `probs`
-    gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
-
-    def part(self, n: slice) -> "PointerProbs":
-        return self._replace(probs=self.probs[:, n], grad=self.grad[:, n])
-
-
-PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
-
-
-def softcap_loss(
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    grad_scale: float = 0.0,
-    pointer_probs: PointerProbs | None = None,
-    cap: Softcap = RECORD.softcap,
-) -> tuple[Tensor, ...]:
-    """Returns each row's loss, the weighted sum of the cross-entropies of its targets after the softcap, and
-    the gradient of the losses' sum with respect to the logits.
-
-        z = scale sigmoid((logits + shift) / span)
-        loss = sum_k weights[k] (log sum exp z - z[targets[k]])
-        dz_j = (sum_k weights[k]) softmax(z)_j - sum_k weights[k] [j = targets[k]]
-
-    With `pointer_probs` the first target's loss is -weights[0] log p of a mixture. Its p_vocab is the softmax
-    of z without the gate's column, in which the target has p_vocab; `gate` is that column's softmax of all.
-
-        p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
-        dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
-        dp/dz_j = p_head [j = target] - (p_head + gate_slope) softmax without gate_j
-
-    To the other targets the gate's column is a column as any.
-
-    logits (n, V); targets (n, K) int64, contiguous, -1: none; weights (K,) of the losses' dtype. Losses (n,)
-    are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `grad_scale` it is e5m2 with
-    that scale, saturating, and comes twice: (n, V), and transposed.
-    """
-    # In place where possible: on a CPU memory traffic is the limit. exp(z) cannot overflow.
-    s = softcap_sigmoid(logits, cap)
-    slope = cap.scale / cap.span  # dz/dlogits = slope s (1 - s)
-    exp_z = (cap.scale * s).exp_()
-    target_ids = targets.clamp_min(0)
-    target_weights = (targets >= 0) * weights
-    target_s = s.gather(1, target_ids)
-    sum_weights = target_weights.sum(dim=-1, keepdim=True)
-    if pointer_probs is None:
-        sum_exp = exp_z.sum(dim=-1, keepdim=True)
-        losses = target_weights * (sum_exp.log() - cap.scale * target_s)
-        factor = slope * sum_weights / sum_exp
-    else:
-        gate_column = pointer_probs.gate_column
-        exp_gate = exp_z[:, gate_column]
-        sum_vocab = exp_z.index_fill_(1, gate_column, 0).sum(dim=-1, keepdim=True)
-        sum_exp = sum_vocab + exp_gate
-        losses = target_weights * (sum_exp.log() - cap.scale * target_s)
-        # 1 - gate is computed as such: near 0 a difference has no digits.
-        gate = exp_gate / sum_exp
-        not_gate = sum_vocab / sum_exp
-        p_copy, p_sink = pointer_probs.probs[..., None]
-        p_vocab = (cap.scale * target_s[:, :1]).exp() / sum_vocab
-        p_head = p_vocab * (not_gate + gate * p_sink)
-        p = p_head + gate * p_copy + PROB_FLOOR
-        gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
-        first_weight = target_weights[:, :1].clone()
-        other_weights = sum_weights - first_weight
-        losses[:, :1] = -first_weight * p.log()
-        w = first_weight / p
-        pointer_probs.grad.copy_(torch.stack([-w * gate, -w * gate * p_vocab])[..., 0])
-        factor = slope * (w * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp)
-        target_weights[:, :1] = w * p_head
-        gate_s = s[:, gate_column]
-        dz_gate = other_weights * gate - w * gate_slope
-    grad = (1 - s).mul_(s).mul_(exp_z).mul_(factor)
-    grad.scatter_add_(1, target_ids, -slope * target_weights * target_s * (1 - target_s))
-    if pointer_probs is not None:
-        grad.index_copy_(1, gate_column, slope * dz_gate * gate_s * (1 - gate_s))
-    losses = losses.sum(dim=-1)
-    if grad_scale:
-        return losses, *cast_and_transpose(grad, grad_scale, torch.float8_e5m2)
-    return losses, grad.to(logits.dtype)
-
-
-FLOOR = tl.constexpr(PROB_FLOOR)
-
-
-@jit
-def load_sigmoid(logits, cols, V, SHIFT, PER_SPAN):
-    """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
-    return tl.sigmoid((tl.load(logits + cols, mask=cols < V).to(tl.float32) + SHIFT) * PER_SPAN)
-
-
-@jit
-def softcap_loss_kernel(
-    logits,
-    targets,
-    weights,
-    losses,
-    grad,
-    grad_T,
-    n,
-    V,
-    logits_stride,
-    pointer_probs,
-    pointer_grad,
-    gate_column,
-    pointer_stride,
-    K: tl.constexpr,
-    fp8_max,
-    dz_scale,
-    SCALE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    PER_SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Computes the losses and the gradient of ROWS rows, with the names of softcap_loss.
-
-    z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows behind the last one repeat it: they
-    write the same numbers.
-    """
-    tile_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    rows = tl.minimum(tile_rows, n - 1).to(tl.int64)
-    offs = tl.arange(0, BLOCK)[None, :]
-    logits += rows * logits_stride
-    grad += rows * V
-    targets += rows * K
-    gate_col = -1
-    if pointer_probs is not None:
-        gate_col = tl.load(gate_column).to(tl.int32)
-
-    sums = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, V, BLOCK):
-        cols = start + offs
-        z = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN) * SCALE
-        sums += tl.where((cols < V) & (cols != gate_col), tl.exp(z), 0.0)
-    sum_vocab = tl.sum(sums, 1, keep_dims=True)
-    sum_exp = sum_vocab
-    if pointer_probs is not None:
-        exp_gate = tl.exp(load_sigmoid(logits, gate_col, V, SHIFT, PER_SPAN) * SCALE)
-        sum_exp += exp_gate
-    lse = tl.log(sum_exp)
-
-    loss = 0.0
-    sum_weights = 0.0  # of the targets whose loss is a cross-entropy
-    factor = 0.0
-    for k in tl.static_range(K):
-        target = tl.load(targets + k)
-        z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
-        weight = tl.load(weights + k) * (target >= 0)
-        if k > 0 or pointer_probs is None:
-            loss += weight * (lse - z)
-            sum_weights += weight
-        else:
-            p_copy = tl.load(pointer_probs + rows)
-            p_sink = tl.load(pointer_probs + pointer_stride + rows)
-            gate = exp_gate / sum_exp
-            not_gate = sum_vocab / sum_exp
-            p_vocab = tl.exp(z) / sum_vocab
-            p_head = p_vocab * (not_gate + gate * p_sink)
-            p = p_head + gate * p_copy + FLOOR
-            gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
-            loss -= weight * tl.log(p)
-            w = weight / p
-            tl.store(pointer_grad + rows, -w * gate)
-            tl.store(pointer_grad + pointer_stride + rows, -w * gate * p_vocab)
-            factor = w * (p_head + gate_slope) / not_gate
-            first_weight = w * p_head
-            dz_gate = -w * gate_slope
-    tl.store(losses + rows, loss)
-
-    factor += sum_weights
-    for start in range(0, V, BLOCK):
-        cols = start + offs
-        s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
-        softmax = tl.exp(s * SCALE - lse)
-        dz = factor * softmax
-        for k in tl.static_range(K):
-            target_weight = tl.load(weights + k) if k > 0 or pointer_probs is None else first_weight
-            dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
+    plan, cfg, params = batch.plan, model.cfg, optimizer.params
+    count = len(batch.micro_batches)
+    model.use_stage(plan.stage)
+    optimizer.begin(batch)
+    optimizer.wait()  # for the parameters, and for this batch's rows of n-grams
+
+    fp8_mlp = fp8_head = None
+    if model.backend.fp8 and cfg.fp8_mlp and "mlp_bank" in model.banks:
+        fp8_mlp = model.fp8_mlps(plan.fp8_exact)
+    if model.backend.fp8 and not plan.sampled_columns:
+        fp8_head = model.fp8_head()
+
+    losses = []
+    for micro_batch in batch.micro_batches:
+        segments = move(micro_batch.segments, model.device)
+        micro_batch = move(micro_batch._replace(segments={}), model.device, model.input_buffer)
+
+        # Forward.
+        looked_up = model.look_up(micro_batch, training=True)
+        x = model.forward(looked_up, micro_batch, plan.windows, params, fp8_mlp)  # (T, d)
+        prefixes = model.prefixes if plan.prefix else None
+        targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
+        pointer_probs = None
+        if cfg.pointer_dim:
+            pointer_inputs = model.pointer_inputs(x)
+            probs, lse = model.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_window)
+            pointer_probs = PointerProbs(probs, torch.empty_like(probs), model.gate_column)
+
+        # The head, forward and backward.
+        loss, dx = model.head_loss_and_grad(
+            x,
+            targets,
+            micro_batch.loss_weights,
+            params["lm_head"],
+            loss_share=1 / count,
+            fp8_head=fp8_head,
+            sampled_columns=micro_batch.sampled_columns,
+            pointer_probs=pointer_probs,
+        )
+        # The rest of the backward.
+        roots, root_grads = [x], [dx]
         if pointer_probs is not None:
-            dz = tl.where(cols == gate_col, dz_gate + sum_weights * softmax, dz)
-        g = dz * (s * (1 - s) * dz_scale)
-        g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
-        tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
-        if grad_T is not None:
-            g_T = tl.where(cols < V, g, 0.0).to(grad.dtype.element_ty)  # once more: see store_fp8
-            tl.store(grad_T + cols.to(tl.int64) * n + tile_rows, g_T, mask=(cols < V) & (tile_rows < n))
+            roots += pointer_inputs
+            root_grads += model.backend.pointer_grad(
+                pointer_inputs, micro_batch, cfg.pointer_window, probs, lse, pointer_probs.grad
+            )
+        with traced("backward"):
+            torch.autograd.backward(roots, root_grads)
+        for param in params.values():
+            param.end_backward()
+        optimizer.add_rows(looked_up, segments, model.signs)
+        losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
+
+    if fp8_mlp:
+        amax = optimizer.exchange.all_reduce(model.fp8_amax, dist.ReduceOp.MAX)
+    optimizer.step(plan, following)
+    if fp8_mlp:
+        model.set_fp8_scales(amax.wait())
+    return sum(losses[1:], losses[0])
 
 
-# One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
-# bytes.
-LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
+# A screen is drawn often; a file would keep every line.
+progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr.isatty() else 10)
 
 
-def triton_softcap_loss(
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    grad_scale: float = 0.0,
-    pointer_probs: PointerProbs | None = None,
-    cap: Softcap = RECORD.softcap,
-) -> tuple[Tensor, ...]:
-    n, V = logits.shape
-    losses = logits.new_empty(n, dtype=torch.float32)
-    if grad_scale:
-        grad = logits.new_empty(n, V, dtype=torch.float8_e5m2)
-        grad_T = grad.new_empty(V, n)
-        tiles = LOSS_TILES["fp8"]
-    else:
-        grad, grad_T = logits.new_empty(n, V), None
-        tiles = LOSS_TILES["row"]
-    pointer_args: tuple = (None,) * 4
-    if pointer_probs is not None:
-        pointer_args = *pointer_probs, pointer_probs.probs.stride(0)
-    softcap_loss_kernel[(triton.cdiv(n, tiles["ROWS"]),)](
-        logits,
-        targets,
-        weights,
-        losses,
-        grad,
-        grad_T,
-        n,
-        V,
-        logits.stride(0),
-        *pointer_args,
-        len(weights),
-        torch.finfo(grad.dtype).max,
-        cap.scale / cap.span / (grad_scale or 1.0),
-        cap.scale,
-        cap.shift,
-        1 / cap.span,
-        **tiles,
-    )
-    return (losses, grad) if grad_T is None else (losses, grad, grad_T)
+def validate(
+    model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int], slices: int | None = None
+) -> float:
+    """Returns the mean over slices of their mean losses: the same however slices are spread over ranks.
 
-
-# ---- Copy pointer ------------------------------------------------------------------------------------------
-
-# PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843. Each position i is a query that
-# attends to sources j, the positions strictly before it in its document and window, and to a sink:
-#
-#     score_ij = q_i k_j / sqrt(D),   lse_i = log(exp sink_score_i + sum_j exp score_ij)
-#     p_copy_i = sum_j exp(score_ij - lse_i) [token_j = target_i],   p_sink_i = exp(sink_score_i - lse_i)
-#
-# softcap_loss mixes p_copy and the head's probabilities. As these do not depend on each other, the pointer
-# comes before the head, and the gradients that the head gives p_copy and p_sink begin its own backward:
-#
-#     mean_i = p_copy_i dp_copy_i + p_sink_i dp_sink_i,   dsink_score_i = p_sink_i (dp_sink_i - mean_i)
-#     dscore_ij = exp(score_ij - lse_i) ([token_j = target_i] dp_copy_i - mean_i)
-
-
-class PointerInputs(NamedTuple):
-    q: Tensor  # (T, D)
-    k: Tensor  # (T, D)
-    sink_scores: Tensor  # (T,), at least fp32
-
-
-def pointer_blocks(
-    inputs: PointerInputs, micro_batch: MicroBatch, window: int
-) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yields for blocks of queries: their slice; that of the sources which they may see; their scores, (n, m)
-    in at least fp32, -inf where they do not see the source; and which sources hold the next token.
+    slices: how many of the first slices; None: all. Rank 0 draws its progress.
     """
-    q, k, _ = inputs
-    T, D = q.shape
-    first = first_seen(micro_batch.cu_seqlens, T, window)
-    positions = torch.arange(T, device=q.device)
-    for i in range(0, T, 256):
-        rows = slice(i, i + 256)
-        columns = slice(max(0, i - window), i + 256)
-        seen = (first[rows, None] <= positions[columns]) & (positions[columns] < positions[rows, None])
-        scores = upcast(q[rows]) @ upcast(k[columns]).T * D**-0.5
-        scores.masked_fill_(~seen, -math.inf)
-        yield rows, columns, scores, micro_batch.inputs[columns] == micro_batch.targets[rows, None]
+    slices = slices or model.cfg.val_slices
+    losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
+    # All ranks make as many rounds, some without a slice: fetching rows of n-grams is collective.
+    own = range(exchange.rank, padded(slices, exchange.world_size), exchange.world_size)
+    for i in progress_bar(own, "validation", leave=False, disable=exchange.rank > 0, delay=1):
+        if i < slices:
+            losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
+        elif model.ngrams:
+            model.ngrams.fetch(int32(NO_ROWS))
+    return exchange.all_reduce(losses).wait().mean().item()
 
 
-@torch.no_grad()
-def pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
-    """Returns PointerProbs.probs (2, T), and lse (T,)."""
-    sink_scores = inputs.sink_scores
-    probs = sink_scores.new_empty(2, len(sink_scores))
-    lse = torch.empty_like(sink_scores)
-    for rows, _, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
-        lse[rows] = torch.logaddexp(scores.logsumexp(1), sink_scores[rows])
-        probs[0, rows] = (scores.sub_(lse[rows, None]).exp_() * holds_target).sum(1)
-    probs[1] = (sink_scores - lse).exp()
-    return probs, lse
+class AsyncLoss:
+    """Reads the losses of steps without waiting for the device.
 
-
-@torch.no_grad()
-def pointer_grad(
-    inputs: PointerInputs,
-    micro_batch: MicroBatch,
-    window: int,
-    probs: Tensor,
-    lse: Tensor,
-    probs_grad: Tensor,
-) -> PointerInputs:
-    """Returns the gradients of the inputs, given pointer()'s arguments, its results, and the gradient of its
-    probabilities (2, T).
+    latest: the newest (step, loss) that has arrived; before the first (0, None).
     """
-    q, k, sink_scores = inputs
-    scale = q.size(1) ** -0.5
-    mean = (probs * probs_grad).sum(0)
-    dq = torch.empty_like(q)
-    dk = torch.zeros_like(k, dtype=sink_scores.dtype)
-    for rows, columns, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
-        dscores = holds_target * probs_grad[0, rows, None] - mean[rows, None]
-        dscores *= scores.sub_(lse[rows, None]).exp_().mul_(scale)
-        dq[rows] = dscores @ upcast(k[columns])
-        dk[columns] += dscores.T @ upcast(q[rows])
-    return PointerInputs(dq, dk.to(k.dtype), probs[1] * (probs_grad[1] - mean))
+
+    def __init__(self):
+        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
+        self.latest = (0, None)
+
+    def push(self, step: int, loss: Tensor) -> None:
+        """Starts the copy of a step's loss, 0-d."""
+        arrived = None
+        if loss.is_cuda:
+            loss = loss.to("cpu", non_blocking=True)  # into pinned memory
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self.queue.append((step, loss, arrived))
+
+    def poll(self) -> None:
+        """Takes what has arrived. Raises UserError if it is not finite."""
+        while self.queue:
+            step, loss, arrived = self.queue[0]
+            if arrived is not None and not arrived.query():
+                break
+            self.queue.pop(0)
+            self.latest = (step, loss.item())
+            require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
 
 
-# In the kernels scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691). Rows behind
-# the last position repeat it: they write the same numbers.
+# ============================================================================================================
+# 6  Model. Its parameters' shapes and initial values; GPT with its layers, embeddings and head;
+#    then functions that only it calls.
+# ============================================================================================================
 
 
-@jit
-def pointer_scores(a, b, seen, D: tl.constexpr):
-    """Returns the scores of a tile of queries, or keys, a and what it meets, b; -inf where unseen."""
-    scores = tl.dot(a, tl.trans(b), input_precision="ieee") * D**-0.5
-    return tl.where(seen, scores, float("-inf"))
+class Gate(NamedTuple):
+    kind: str  # xsa, output, x0, ngram, skip
+    layer: int
+    columns: int  # one, or one a head
+    bias: float  # initial, in units of the gates' scale
 
 
-@jit
-def pointer_kernel(
-    q, k, first_sources, targets, tokens, sink_scores, out, T, D: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Computes p_copy, p_sink and lse, the rows of `out` (3, T), of a tile of queries.
+def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
+    """Returns the gates that each of the two gate MLPs outputs, in the order of its columns.
 
-    Sums are relative to exp(peak), the largest score so far.
+    The first MLP reads x0 and serves layers 0 .. skip_from. The second reads the stream that leaves
+    skip_from, and serves the layers after it.
     """
-    offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
-    rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
-    q_tile = tl.load(q + rows.to(tl.int64)[:, None] * D + d)
-    first = tl.load(first_sources + rows)
-    target = tl.load(targets + rows)
-    sink = tl.load(sink_scores + rows)
-    peak = sink
-    copy_sum = tl.zeros_like(sink)
-    total = copy_sum + 1
-    for start in range(tl.min(first), tl.max(rows), BLOCK):
-        cols = start + offs
-        seen = (first[:, None] <= cols) & (cols < rows[:, None])
-        cols = tl.minimum(cols, T - 1)
-        k_tile = tl.load(k + cols.to(tl.int64)[:, None] * D + d)
-        holds_target = target[:, None] == tl.load(tokens + cols)
-        scores = pointer_scores(q_tile, k_tile, seen, D)
-        old_peak = peak
-        peak = tl.maximum(peak, tl.max(scores, 1))
-        exp_scores = tl.exp(scores - peak[:, None])
-        shrink = tl.exp(old_peak - peak)
-        total = total * shrink + tl.sum(exp_scores, 1)
-        copy_sum = copy_sum * shrink + tl.sum(tl.where(holds_target, exp_scores, 0.0), 1)
-    lse = peak + tl.log(total)
-    tl.store(out + rows, copy_sum / total)
-    tl.store(out + T + rows, tl.exp(sink - lse))
-    tl.store(out + 2 * T + rows, lse)
+    early: list[Gate] = []
+    late: list[Gate] = []
+    layers = []  # each layer's number, the layer itself, and the table of its gates
+    for i, layer in enumerate(cfg.layers):
+        table = late if i > cfg.skip_from else early
+        layers.append((i, layer, table))
+    for i, layer, table in layers:
+        if layer.xsa:
+            table.append(Gate("xsa", i, columns=cfg.heads, bias=0.0))
+    for i, layer, table in layers:
+        if layer.gate:
+            table.append(Gate("output", i, columns=cfg.heads, bias=2.5))
+    for i, layer, table in layers:
+        if layer.x0:
+            table.append(Gate("x0", i, columns=1, bias=0.0))
+        if layer.ngram:
+            table.append(Gate("ngram", i, columns=1, bias=0.5))
+    if cfg.skip_to < len(cfg.layers):
+        late.append(Gate("skip", cfg.skip_to, columns=1, bias=5.0))
+    return early, late
 
 
-@jit
-def pointer_grad_kernel(
-    a,
-    b,
-    bounds,
-    a_ids,
-    b_ids,
-    lse,
-    mean,
-    copy_grad,
-    grad,
-    T,
-    KEYS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Computes the gradient of a tile of a (T, D), which meets b (T, D).
-
-    a are the queries and b the keys, with their targets and tokens, a_ids and b_ids; bounds are the queries'
-    first sources. KEYS: a are the keys and b the queries; bounds are the ends of the keys' queries.
-    """
-    offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
-    rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
-    a_offs = rows.to(tl.int64)[:, None] * D + d
-    a_tile = tl.load(a + a_offs)
-    bound = tl.load(bounds + rows)
-    a_id = tl.load(a_ids + rows)
-    first, end = (rows + 1, bound) if KEYS else (bound, rows)
-    total = tl.zeros((BLOCK, D), tl.float32)
-    for start in range(tl.min(first), tl.max(end), BLOCK):
-        cols = start + offs
-        seen = (first[:, None] <= cols) & (cols < end[:, None])
-        cols = tl.minimum(cols, T - 1)
-        b_tile = tl.load(b + cols.to(tl.int64)[:, None] * D + d)
-        holds_target = a_id[:, None] == tl.load(b_ids + cols)
-        scores = pointer_scores(a_tile, b_tile, seen, D)
-        query = cols[None, :] if KEYS else rows[:, None]
-        dscores = tl.where(holds_target, tl.load(copy_grad + query), 0.0) - tl.load(mean + query)
-        dscores *= tl.exp(scores - tl.load(lse + query))
-        total = tl.dot(dscores.to(b_tile.dtype), b_tile, total, input_precision="ieee")
-    tl.store(grad + a_offs, total * D**-0.5)
+# A layer's numbers in GPT.scalars, resid_lambdas and post_lambdas: factors of its products, of the stream
+# where outputs are added, and of these outputs.
+LayerScalars = namedtuple("LayerScalars", "qkv out resid_attention resid_mlp post_attention post_mlp")
 
 
-POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
+def used_scalars(cfg: Config) -> list[LayerScalars]:
+    """Returns which of its scalars each layer uses."""
+    used = []
+    for i, layer in enumerate(cfg.layers):
+        attends = bool(layer.attention)
+        adds = attends or layer.x0 or (layer.ngram and i > 0)  # something, before its MLPs
+        has_own = not layer.mudd  # a layer with MUDD computes the last four for each token
+        scalars = LayerScalars(
+            qkv=attends,
+            out=attends,
+            resid_attention=has_own and adds,
+            resid_mlp=has_own,
+            post_attention=has_own and attends,
+            post_mlp=has_own and layer.mlps > 0,
+        )
+        used.append(scalars)
+    return used
 
 
-@compiled
-def pointer_bounds(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
-    """Returns (4, T) int32: each query's first source; the end of each source's queries; tokens; targets. A
-    query's sources end before it; a source's queries begin behind it.
-    """
-    positions = torch.arange(len(tokens), device=tokens.device)
-    documents = document_numbers(cu_seqlens, len(tokens))
-    first = torch.maximum(cu_seqlens[documents - 1], positions - window)
-    end = torch.minimum(cu_seqlens[documents], positions + window + 1)
-    return torch.stack([first, end, tokens, targets]).int()
-
-
-def triton_pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
-    bounds = pointer_bounds(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
-    first, _, tokens, targets = bounds
-    q, k = inputs.q.contiguous(), inputs.k.contiguous()
-    T, D = q.shape
-    out = inputs.sink_scores.new_empty(3, T)
-    grid = (triton.cdiv(T, POINTER_TILES["BLOCK"]),)
-    pointer_kernel[grid](q, k, first, targets, tokens, inputs.sink_scores, out, T, D, **POINTER_TILES)
-    return out[:2], out[2]
-
-
-def triton_pointer_grad(
-    inputs: PointerInputs,
-    micro_batch: MicroBatch,
-    window: int,
-    probs: Tensor,
-    lse: Tensor,
-    probs_grad: Tensor,
-) -> PointerInputs:
-    bounds = pointer_bounds(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
-    first, end, tokens, targets = bounds
-    q, k = inputs.q.contiguous(), inputs.k.contiguous()
-    T, D = q.shape
-    mean = (probs * probs_grad).sum(0)
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    of_queries = lse, mean, probs_grad[0]
-    kernel = pointer_grad_kernel[(triton.cdiv(T, POINTER_TILES["BLOCK"]),)]
-    kernel(q, k, first, targets, tokens, *of_queries, dq, T, False, D, **POINTER_TILES)
-    kernel(k, q, end, tokens, targets, *of_queries, dk, T, True, D, **POINTER_TILES)
-    return PointerInputs(dq, dk, probs[1] * (probs_grad[1] - mean))
-
-
-# ---- Sums of table rows' gradients -------------------------------------------------------------------------
-
-
-def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
-    """out[ids[i]] += the sum of grad[k] over the positions k of ids[i], times its row of signs.
-
-    out (N, ...), grad (T, ...). A row's gradients are summed in at least fp32, in the list's order, and
-    rounded once.
-    """
-    out = out.flatten(1)
-    ids = segments.ids.long()
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    by_row = grad.flatten(1)[segments.perm].to(dtype)
-    if signs is not None and segments.sign_ids is not None:
-        by_row *= signs[segments.sign_ids]
-    sums = torch.segment_reduce(by_row, "sum", lengths=segments.offsets.diff().long(), unsafe=True)
-    out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
-
-
-@jit
-def segment_sum_rows_kernel(
-    out,
-    grad,
-    ids,
-    perm,
-    offsets,
-    sign_ids,
-    signs,
-    columns,
-    grad_stride,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Sums a chunk of a row over its positions, in their order, with UNROLL loads in flight."""
-    i = tl.program_id(0)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(first, last, UNROLL):
-        for k in tl.static_range(UNROLL):
-            at = start + k
-            pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
-            mask = cols < tl.where(at < last, columns, 0)
-            part = load_fp32(grad + pos * grad_stride + cols, mask)
-            if sign_ids is not None:
-                row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
-                part *= load_fp32(signs + row * columns + cols, mask)
-            total += part
-    out_ptrs = out + tl.load(ids + i).to(tl.int64) * columns + cols
-    total += load_fp32(out_ptrs, cols < columns)
-    tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
-
-
-SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
-
-
-def triton_segment_sum_rows(
-    out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None
-) -> None:
-    if not len(segments.ids):
-        return
-    out, grad = out.flatten(1), grad.flatten(1)
-    columns = out.size(1)
-    grid = len(segments.ids), triton.cdiv(columns, SEGMENT_SUM_TILES["BLOCK"])
-    segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
-
-
-# ---- Products, transposes and sums without kernels ---------------------------------------------------------
-
-
-def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
-    """Returns beta add + alpha x y for batches of matrices, summed in at least fp32 and rounded once."""
-    if x.is_cuda:  # tensor cores already accumulate in fp32
-        return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
-    return torch.baddbmm(upcast(add), upcast(x), upcast(y), beta=beta, alpha=alpha).to(x.dtype)
-
-
-def bmm_fp32(x: Tensor, y: Tensor) -> Tensor:
-    """Returns x y for batches of matrices, summed in at least fp32 and rounded once."""
-    if x.is_cuda:  # tensor cores already accumulate in fp32
-        return x @ y
-    return (upcast(x) @ upcast(y)).to(x.dtype)
-
-
-@compiled
-def transpose_copy(out: Tensor, x: Tensor) -> None:
-    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
-    if x.element_size() == 1:
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    out.copy_(x.T)
-
-
-def transposed(x: Tensor) -> Tensor:
-    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
-    transpose_copy(out := x.new_empty(x.T.shape), x)
-    return out
-
-
-@compiled
-def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
-    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
-    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
-        out[:, columns.long()] += x
-    else:
-        out.index_add_(1, columns, x)
-
-
-# ---- The backend of a run ----------------------------------------------------------------------------------
-
-
-class Backend(NamedTuple):
-    """A run's implementations of operations."""
-
-    attention: Callable = dense_attention
-    relu_square: Callable = relu_square
-    relu_square_grad: Callable = relu_square_grad
-    relu_square_fp8: Callable = relu_square_fp8
-    cast_and_transpose: Callable = cast_and_transpose
-    softcap_loss: Callable = softcap_loss
-    pointer: Callable = pointer
-    pointer_grad: Callable = pointer_grad
-    segment_sum_rows: Callable = segment_sum_rows
-    fp8: bool = False
-    mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
-
-
-TORCH_BACKEND = Backend()
-
-KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in Config.kernels
-    "relu_square": triton_relu_square,
-    "relu_square_grad": triton_relu_square_grad,
-    "relu_square_fp8": triton_relu_square_fp8,
-    "cast_and_transpose": triton_cast_and_transpose,
-    "softcap_loss": triton_softcap_loss,
-    "pointer": triton_pointer,
-    "pointer_grad": triton_pointer_grad,
-    "segment_sum_rows": triton_segment_sum_rows,
+MUDD_SCALE = 0.1  # times the outputs of MUDD's MLPs
+RESID_BIAS = math.sqrt(1.1) / MUDD_SCALE
+# The outputs of the first of MUDD's MLPs, and their initial biases divided by MUDD_SCALE. Each is one token's
+# weight of one stream; x is the layer's own.
+MUDD_WEIGHTS = {
+    "first to value": 0,
+    "backout to value": 0,
+    "x to value": 0,
+    "first": 0,
+    "backout": 0,
+    "x": 0,
+    "left value": 20,  # the value embedding of the first half of the heads
+    "right value": 20,
+    "resid_attention": RESID_BIAS,  # this and the next, and the last two, in place of LayerScalars'
+    "post_attention": 10,
+    "first after": 0,  # added with attention's output
+    "ngram after": 0.5,
+    "resid_mlp": RESID_BIAS,
+    "post_mlp": 10,
 }
 
 
-def check_driver() -> None:
-    """Raises UserError, with CUDA's own reason, if there are GPUs that this torch cannot use."""
-    if torch.cuda.device_count() and not torch.cuda.is_available():  # the first asks the driver, not CUDA
-        cuda = torch.version.cuda
-        fix = f"this torch needs a driver for CUDA {cuda}: install one, or a torch for an older CUDA, from "
-        with user_error_on("cannot use the GPUs", f"{fix}download.pytorch.org, and set PYTHON", RuntimeError):
-            torch.cuda.init()
-
-
-def select_backend(cfg: Config, device: torch.device) -> Backend:
-    """Returns the implementations that the config names; there are no silent fallbacks.
-
-    Raises UserError with the first reason against them here, and a setting that avoids it.
+def mix_streams(cfg: Config) -> dict[str, float]:
+    """Returns the streams that the mix before the head weighs, by the names that GPT.trunk saves them under,
+    and the initial biases of their weights, divided by MUDD_SCALE.
     """
-    check_driver()
-    on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
-    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-    too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
-    lacks_kernels = triton is None or too_old and not interpreted
-    require(
-        not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
-        "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
-        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
-    )
-    require(
-        "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
-        "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
-    )
-    require(
-        cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
-        "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
-        "bfloat16; use --set attention_impl=dense",
-    )
-    require(
-        not cfg.fp8 or not on_gpu or capability >= (8, 9),
-        "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
-    )
-    chosen: dict = {name: function for name, function in KERNELS.items() if name.startswith(cfg.kernels)}
-    if cfg.attention_impl != "dense":
-        chosen["attention"] = flash_attention
-    if cfg.attention_impl == "fa3":
-        fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
-        with user_error_on("FlashAttention-3 cannot be used", fix, Exception):
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-    plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
-    if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
-        chosen |= {"mlp_dtype": torch.bfloat16, "relu_square_grad": relu_square_grad_bf16}
-    return Backend(**chosen, fp8=cfg.fp8)
+    tables = sum(layer.value for layer in cfg.layers if layer.attention)
+    values = {f"value {i}": 0.0 for i in range(tables)}
+    # The backout is taken off: it served only middle layers (PR 140).
+    before = {"first": 0.0, "backout": -5.0, "mudd": 0.0, "skip": 0.0}
+    return before | values | {"mudd mlp": 0.0, "normed backout": 0.0}
 
 
-# ============================================================================================================
-# 7  Gradients. Matmuls that write their weight's gradient into main_grad.
-# ============================================================================================================
+def mlp_biases(cfg: Config) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns the initial biases of the two MLPs "mudd" and the two "mudd_gate", in units of their scales."""
+    gates: tuple[list[float], list[float]] = ([], [])
+    for biases, table in zip(gates, gate_table(cfg)):
+        for gate in table:
+            biases.extend(gate.columns * [gate.bias])
+    return {"mudd": (list(MUDD_WEIGHTS.values()), list(mix_streams(cfg).values())), "mudd_gate": gates}
 
 
-def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
-    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `written`.
+# Draws an initial value of this shape, on the CPU.
+Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
-    The sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16 before it is
-    added. FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary.
+
+def constant(value: float) -> Draw:
+    return lambda shape, generator: torch.full(shape, value)
+
+
+def normal(std: float) -> Draw:
+    return lambda shape, generator: std * torch.randn(shape, generator=generator)
+
+
+def uniform(std: float, inputs: int) -> Draw:
+    """std: for one input; of `inputs` it is divided by their root."""
+    bound = math.sqrt(3) * std * inputs**-0.5
+    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+
+def rows(*values: list[float]) -> Draw:
+    """Draws nothing: the rows are given, shorter ones padded with 0."""
+    tensors = [torch.tensor(row) for row in values]
+    return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
+
+
+def first_of_pairs(draw_all: Draw) -> Draw:
+    """The second matrices of pairs are 0: a layer begins without MLP."""
+
+    def draw(shape, generator):
+        value = draw_all(shape, generator)
+        value[1::2] = 0
+        return value
+
+    return draw
+
+
+def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
+    """Returns the shape, without padding, and the initial value of every parameter of PARAMS.
+
+    One with a size of 0 is of a technique that is off: it does not exist.
     """
-    out = main_grad[: a.size(1), : b.size(1)]
-    if a.dtype == out.dtype:
-        out.addmm_(a.T, b) if written else torch.mm(a.T, b, out=out)
-    elif a.element_size() > 1:
-        out.add_(a.T @ b) if written else out.copy_(a.T @ b)
-    elif written:
-        out.add_(fp8_matmul(a.T, b, scales, torch.float32))
-    else:
-        fp8_matmul(a.T, b, scales, out.dtype, out=out)
+    d = cfg.dim
+    H = cfg.heads
+    D = cfg.head_dim
+    L = len(cfg.layers)
+    V = cfg.padded_vocab
+    attending = [layer for layer in cfg.layers if layer.attention]
+    narrow = sum(layer.narrow_qk for layer in attending)
+    wide = len(attending) - narrow
+    mlps = sum(layer.mlps for layer in cfg.layers)
+    value_tables = sum(layer.value for layer in attending)
+    value_gates = sum(layer.value and not layer.mudd for layer in attending)
+    bigrams = 0 if cfg.ngrams.orders else cfg.bigram_vocab_size
+    # The mix before the head weighs each stream as a whole and by groups of its channels.
+    biases = mlp_biases(cfg)
+    streams = len(mix_streams(cfg))
+    mudd_biases = max(len(MUDD_WEIGHTS), streams)
+    mudd_outputs = max(len(MUDD_WEIGHTS), streams * (1 + cfg.mix_groups))
+    mudd_hidden = cfg.mudd_dim if cfg.mudd_weights else 0
+    gates = max(len(gate_biases) for gate_biases in biases["mudd_gate"])
+    gates_hidden = cfg.mudd_dim if cfg.mudd_gates and gates else 0
+    pointer = cfg.pointer_dim
+    zeros = constant(0.0)
+    # Of each layer the factors of its QKV and of its output products. Then the factor of the smear, and the
+    # skip's before its sigmoid.
+    scalars = [0.5, 1.0] * L + [0.0, -1.5]
+    return {
+        "qk_bank": ((wide * H, 2 * D, d), uniform(0.5, d)),
+        "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
+        "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
+        "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
+        "scalars": ((2 * L + 2,), rows(scalars)),
+        "smear_gate": ((1, GATE_DIM), zeros),
+        "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
+        "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
+        "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
+        "mudd_b2": ((2, mudd_biases), rows(*biases["mudd"])),
+        "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
+        "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
+        "mudd_gate_b2": ((2, gates), rows(*biases["mudd_gate"])),
+        "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
+        "post_lambdas": ((L, 2), constant(1.0)),
+        "resid_lambdas": ((L, 2), constant(1.0488)),
+        "pointer_bank": ((2, pointer, d), uniform(1.0, d)),
+        "pointer_gain": ((min(1, pointer),), constant(1.0)),
+        "pointer_sink": ((pointer,), normal(max(1, pointer) ** -0.5)),
+        "lm_head": ((d, V), normal(0.005)),
+        "bigram_embed": ((bigrams, d), zeros),
+        "value_embeds": ((V, value_tables, d), normal(0.01)),
+        "embed": ((V, d), zeros),  # until GPT.initialize copies lm_head to it
+    }
 
 
-# As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
-# copies of this script can be imported, but of different names. torch.library.custom_op would take 0.1 ms
-# more a call.
-LIBRARY = torch.library.Library(__name__.replace(".", "_"), "FRAGMENT")
-LIBRARY.define("write_grad(Tensor(a!) main_grad, Tensor a, Tensor b, Tensor[] scales, Tensor written) -> ()")
-LIBRARY.impl("write_grad", write_grad, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LIBRARY)
-write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
+def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter that this model has, in the order of cfg.params.
 
-
-class Weight(NamedTuple):
-    """A matrix of a bank, or the bank."""
-
-    w: Tensor  # (rows, cols)
-    main_grad: Tensor | None = None  # its part of it; None: its gradient is autograd's
-    written: Tensor | None = None  # DenseParam.written
-
-    def split(self, rows: int) -> Iterator["Weight"]:
-        """Returns a bank's matrices, of so many rows each, in their order."""
-        # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
-        # gradient as large as the bank.
-        parts = self.w.flatten(0, -2).split(rows)
-        whole = self.main_grad
-        main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
-        return map(partial(Weight, written=self.written), parts, main_grads)
-
-    def gradient(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
-        """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
-        if self.main_grad is None:
-            return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
-        write = write_grad_op if torch.compiler.is_compiling() else write_grad
-        write(self.main_grad, a, b, scales, self.written)
-        return None
-
-
-class Linear(torch.autograd.Function):
-    """x w^T, for x (T, cols); w is the weight's matrix."""
-
-    @staticmethod
-    def forward(ctx, x, weight, w):
-        ctx.weight = weight
-        ctx.save_for_backward(x, w)
-        return F.linear(x, w)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        return dy @ w, None, ctx.weight.gradient(dy, x)
-
-
-class MLP(torch.autograd.Function):
-    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
-
-    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
-    Gradients pass straight through the roundings, but a square that becomes 0 has none.
+    Banks are padded, so that each of `world_size` ranks owns equally many matrices.
     """
-
-    @staticmethod
-    def forward(ctx, h, weights, fc, proj, backend, fp8):
-        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
-        if fp8 is None:
-            square = backend.relu_square(h, fc)
-            ctx.save_for_backward(h, square, fc, proj)
-            return square @ proj
-        (h_scale, _), (_, proj_scale), (scale, _) = fp8.scales
-        h8, ht8 = backend.cast_and_transpose(h, h_scale, torch.float8_e4m3fn)
-        square8, squaret8 = backend.relu_square_fp8(h8, fp8)
-        ctx.save_for_backward(ht8, square8, squaret8)
-        return fp8_matmul(square8, fp8.weights_T[1].T, (scale, proj_scale), h.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, dy):
-        fp8, (to_fc, to_proj) = ctx.fp8, ctx.weights
-        if fp8 is None:
-            h, square, fc, proj = ctx.saved_tensors
-            da = ctx.backend.relu_square_grad(dy, proj, square)
-            return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
-        ht8, square8, squaret8 = ctx.saved_tensors
-        (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
-        dy8, dyt8 = ctx.backend.cast_and_transpose(dy, dy_scale, torch.float8_e5m2)
-        da8, dat8 = ctx.backend.relu_square_fp8(dy8, fp8, square8)
-        dh = fp8_matmul(da8, fp8.weights_T[0].T, (da_scale, fc_scale), dy.dtype)
-        dfc = to_fc.gradient(dat8.T, ht8.T, (da_scale, h_scale))
-        return dh, None, dfc, to_proj.gradient(squaret8.T, dyt8.T, (scale, dy_scale)), None, None
+    table = param_table(cfg)
+    shapes = {}
+    for spec in cfg.params:
+        shape, _ = table[spec.name]
+        if all(shape):
+            first = padded(shape[0], world_size) if spec.kind == "bank" else shape[0]
+            shapes[spec.name] = (first, *shape[1:])
+    return shapes
 
 
-# ============================================================================================================
-# 8  Model. GPT with its layers, embeddings and head; then the functions that it calls: rotary embedding, sums
-#    of streams, look-ups, losses.
-# ============================================================================================================
+def used_params(cfg: Config) -> list[Param]:
+    """Returns the parameter table's rows, without those of parameters that this model lacks."""
+    shapes = param_shapes(cfg, 1)
+    return [spec for spec in cfg.params if spec.name in shapes]
+
+
+def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
+    """Returns a parameter's initial value, drawn on the CPU and without padding."""
+    shape, draw = param_table(cfg)[name]
+    return draw(shape, seeded(name, seed))
+
 
 Term = tuple[
     Tensor | None, Tensor
 ]  # of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies
 Gates = dict[tuple[str, int], Tensor]  # (T, columns) by kind and layer; (1, columns) if they are constants
+
+
+# Full turns in a window: frequencies below the first stretch with it, those above the second stay.
+YARN_ALPHA = 1
+YARN_BETA = 32
 
 
 class RotaryFamily(NamedTuple):
@@ -3290,20 +1295,20 @@ class GPT(nn.Module):
         world_size: int = 1,
         device: torch.device | str = "cpu",
         seed: int = 0,
-        backend: Backend = TORCH_BACKEND,
+        backend: Backend | None = None,
     ):
         super().__init__()
         self.cfg = cfg
-        self.backend = backend
+        self.backend = backend or TORCH_BACKEND
         self.device = torch.device(device)
-        self.wait_for = lambda *names: None  # the optimizer's: ends tensors' gathers
-        # An NgramTable, or what has its fetch(): where rows of n-grams come from.
+        # An NgramTable, or what has its fetch(): where rows of n-grams come from. Its owner sets it.
         self.ngrams: typing.Any = None
         # For move(): each micro-batch in training overwrites the one before it of its size. So those of equal
         # shapes have equal addresses, which CUDA graphs need.
         self.input_buffer = cache(torch.empty)
         self.gate_table = gate_table(cfg)
         self.mlp_biases = mlp_biases(cfg)
+        self.mix_streams = mix_streams(cfg)
         self.register_parameters(world_size)
         self.register_constants()
         self.allocate_fp8_scales(world_size)
@@ -3319,12 +1324,16 @@ class GPT(nn.Module):
         cfg = self.cfg
         shapes = param_shapes(cfg, world_size)
         self.banks = []
+        self.token_tables = []
         for spec in used_params(cfg):
             dtype = dtype_of(cfg.dtype) if spec.dtype == "model" else acc_dtype(cfg)
             zeros = torch.zeros(shapes[spec.name], dtype=dtype, device=self.device)
             self.register_parameter(spec.name, nn.Parameter(zeros))
             if spec.kind == "bank":
                 self.banks.append(spec.name)
+            elif spec.kind == "tokens":
+                self.token_tables.append(spec.name)
+        # The table that ngram_sums() reads: a parameter, or the NgramTable.
         self.ngram_table = "bigram_embed" if "bigram_embed" in shapes else "ngrams"
 
     def register_constants(self) -> None:
@@ -3374,47 +1383,21 @@ class GPT(nn.Module):
     # ------------------------------------------------------------------------------------------- the forward
 
     @traced("forward")
-    def forward(
-        self,
-        micro_batch: MicroBatch,
-        windows: dict[str, int],
-        params: dict[str, typing.Any] | None = None,
-        looked_up: dict[str, Tensor] | None = None,
-        fp8: FP8MLP | None = None,
-    ) -> Tensor:
-        """Runs all layers on a micro-batch on this device. Returns the head's input (T, d).
+    def look_up(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
+        """Returns what a micro-batch's tokens look up, by table, for forward().
 
-        windows: tokens, by name. The backward gives the banks' gradients to `params`, or without it to
-        autograd. In training, `looked_up` gets what is looked up in tables, by name, where autograd leaves
-        its gradients; outside it, rows of n-grams are fetched first. With `fp8`, the result of GPT.fp8_mlps,
-        MLPs are in FP8.
+        Of a table of tokens: each token's row (T, ...). Of bigram_embed or the n-grams: sums of rows (T,
+        width). In training the rows of n-grams are in the table's cache, and autograd leaves its gradients
+        in the `grad` of what is returned; outside it rows of n-grams are fetched first.
         """
-        embeddings = self.embeddings(micro_batch, training=looked_up is not None)
-        if looked_up is not None:
-            for name, rows in embeddings.items():
-                looked_up[name] = rows.detach().requires_grad_()
-            embeddings = looked_up
-        self.wait_for()
-        banks = {}
-        for name in self.banks:
-            banks[name] = params[name].weight() if params else Weight(getattr(self, name))
-        sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
-        return compiled(GPT.trunk)(self, embeddings, sequence, windows, banks, fp8)
-
-    def embeddings(self, micro_batch: MicroBatch, training: bool) -> dict[str, Tensor]:
-        """Returns what a micro-batch's tokens look up, by table.
-
-        embed: rows (T, d). bigram_embed or ngrams: sums of rows (T, width). value_embeds: rows of all tables
-        (T, tables, d), if there are any.
-        """
-        ngram_sums = self.ngram_sums(micro_batch, training)
-        self.wait_for("embed")
-        embeddings = {"embed": F.embedding(micro_batch.inputs, self.embed), self.ngram_table: ngram_sums}
-        if hasattr(self, "value_embeds"):
-            self.wait_for("value_embeds")
-            rows = F.embedding(micro_batch.inputs, self.value_embeds.flatten(1))
-            embeddings["value_embeds"] = rows.unflatten(1, self.value_embeds.shape[1:])
-        return embeddings
+        found = {self.ngram_table: self.ngram_sums(micro_batch, training)}
+        for name in self.token_tables:
+            table = getattr(self, name)
+            rows = F.embedding(micro_batch.inputs, table.flatten(1))
+            found[name] = rows.unflatten(1, table.shape[1:])
+        if training:
+            found = {name: rows.detach().requires_grad_() for name, rows in found.items()}
+        return found
 
     def ngram_sums(self, micro_batch: MicroBatch, training: bool) -> Tensor:
         """Returns the sum (T, width) of the rows of each token's n-grams, or bigram, times their signs.
@@ -3422,7 +1405,6 @@ class GPT(nn.Module):
         Hashed n-grams are an embedding of this token and those before, so that no layer need recognize
         frequent ones (PR 201).
         """
-        self.wait_for(self.ngram_table)
         ids = micro_batch.hashed_rows
         if self.ngram_table == "bigram_embed":
             rows = self.bigram_embed
@@ -3435,26 +1417,46 @@ class GPT(nn.Module):
         gather_rows(sums, rows, ids.int(), self.signs, micro_batch.sign_ids)
         return sums
 
+    @traced("forward")
+    def forward(
+        self,
+        looked_up: dict[str, Tensor],
+        micro_batch: MicroBatch,
+        windows: dict[str, int],
+        params: dict[str, typing.Any] | None = None,
+        fp8: FP8MLP | None = None,
+    ) -> Tensor:
+        """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
+
+        windows: tokens, by name. The backward gives the banks' gradients to `params`, or without it to
+        autograd. With `fp8`, the result of GPT.fp8_mlps, MLPs are in FP8.
+        """
+        banks = {}
+        for name in self.banks:
+            banks[name] = params[name].weight() if params else Weight(getattr(self, name))
+        sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
+        return compiled(GPT.trunk)(self, looked_up, sequence, windows, banks, fp8)
+
     def trunk(
         self,
-        embeddings: dict[str, Tensor],
+        looked_up: dict[str, Tensor],
         sequence: tuple[Tensor, int],
         windows: dict[str, int],
         banks: dict[str, Weight],
         fp8: FP8MLP | None,
     ) -> Tensor:
-        """Does forward after the embeddings: one graph, if it is compiled, and so is its backward.
+        """Does forward: one graph, if it is compiled, and so is its backward.
 
-        embeddings: GPT.embeddings's; sequence: cu_seqlens, longest document.
+        sequence: cu_seqlens, longest document.
         """
         cfg = self.cfg
-        embed = embeddings["embed"]
+        embed = looked_up["embed"]
         T, d = embed.shape
-        ngram = embeddings[self.ngram_table]  # (T, width)
+        ngram = looked_up[self.ngram_table]  # (T, width)
         ngram = F.pad(ngram, (0, d - ngram.size(1)))  # (T, d)
         values: Sequence[Tensor] = ()  # (T, d) each
-        if "value_embeds" in embeddings:
-            values = embeddings["value_embeds"].unbind(1)
+        if "value_embeds" in looked_up:
+            values = looked_up["value_embeds"].unbind(1)
         sequences = {"plain": sequence, "paired": (2 * sequence[0], 2 * sequence[1])}
         smear, skip = self.scalars[-2:].unbind()
         x0 = norm(smear_tokens(embed, self.smear_gate, smear))
@@ -3464,7 +1466,6 @@ class GPT(nn.Module):
             x = mix([(None, x0), (gates["ngram", 0], ngram)])
         # Streams that later layers and the head's input read, by the place where they were saved.
         saved = {
-            "x0": x0,
             "ngram": ngram,
             "first": x,  # enters layer 0
             "skip": x,  # leaves layer skip_from
@@ -3473,6 +1474,8 @@ class GPT(nn.Module):
             "mudd": x,  # enters the layer with MUDD weights
             "mudd mlp": x,  # the input of its MLP
         }
+        for i, value in enumerate(values):
+            saved[f"value {i}"] = value
         for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, values, fp8, T))):
             if i == cfg.skip_to:
                 x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], saved["skip"])])
@@ -3503,9 +1506,7 @@ class GPT(nn.Module):
             if i == cfg.backout_from:
                 saved["backout"] = x
                 saved["normed backout"] = norm(x)
-        # In the order of MIX_BIASES, the value embeddings' after "skip".
-        streams = [saved["first"], saved["backout"], saved["mudd"], saved["skip"]]
-        streams += [*values, saved["mudd mlp"], saved["normed backout"]]
+        streams = [saved[name] for name in self.mix_streams]
         return final_norm(x, self.token_weights("mudd", 1, x), streams)
 
     def layer_weights(
@@ -3703,8 +1704,8 @@ class GPT(nn.Module):
         x: Tensor,
         targets: Tensor,
         weights: Tensor,
-        head: "Head",
-        grad_scale: float,
+        head: Head,
+        loss_share: float,
         fp8_head: tuple[Tensor, Tensor] | None = None,
         sampled_columns: Tensor | None = None,
         pointer_probs: PointerProbs | None = None,
@@ -3714,8 +1715,8 @@ class GPT(nn.Module):
             logits = x @ lm_head;  dx = dlogits @ lm_head.T;  lm_head's gradient += x.T @ dlogits
 
         x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
-        time. lm_head's gradient is added to `head`, and rounded once per chunk. `grad_scale`, which `weights`
-        contain already, sets the unit of FP8 gradients. fp8_head: GPT.fp8_head's, if it was called.
+        time. lm_head's gradient is added to `head`, and rounded once per chunk. `loss_share` is the factor of
+        the loss that `weights` contain already: FP8 gradients are scaled with it. fp8_head: GPT.fp8_head's.
 
         With `sampled_columns` (P,) int32, ascending, only these columns of lm_head are computed, as if the
         others did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record
@@ -3734,14 +1735,14 @@ class GPT(nn.Module):
                 pointer_probs = pointer_probs._replace(gate_column=gate_column)
             chunk *= self.cfg.padded_vocab // len(sampled_columns)  # about as many logits
         fp8 = self.backend.fp8
-        unit = 0.0
+        fp8_scale = 0.0  # of dlogits
         if fp8:  # with fixed scales, and second factors of products column-major
-            unit = FP8_GRAD * grad_scale
+            fp8_scale = FP8_GRAD * loss_share
             x_scale = device_scalar(FP8_X, x.device)
             w_scale = device_scalar(FP8_W, x.device)
-            dlogits_scale = device_scalar(unit, x.device)
-            x8, x8_T = fp8_and_transposed(x, FP8_X)
-            w8, w8_T = fp8_head or fp8_and_transposed(w, FP8_W)
+            dlogits_scale = device_scalar(fp8_scale, x.device)
+            x8, x8_T = to_fp8_and_transposed(x, FP8_X)
+            w8, w8_T = fp8_head or to_fp8_and_transposed(w, FP8_W)
         dx = torch.empty_like(x)
         losses = []
         for i in range(0, len(x), chunk):
@@ -3752,7 +1753,7 @@ class GPT(nn.Module):
                 logits = x[rows] @ w
             probs = None if pointer_probs is None else pointer_probs.part(rows)
             chunk_losses, dlogits, *dlogits_T = self.backend.softcap_loss(
-                logits, targets[rows], weights, unit, probs, self.cfg.softcap
+                logits, targets[rows], weights, fp8_scale, probs, self.cfg.softcap
             )
             losses.append(chunk_losses)
             del logits  # before the next chunk's
@@ -3782,7 +1783,7 @@ class GPT(nn.Module):
     def token_losses(self, micro_batch: MicroBatch, windows: dict[str, int]) -> Tensor:
         """Returns the cross-entropy (T,) of every next token, in at least fp32 from the logits on."""
         cfg = self.cfg
-        x = self.forward(micro_batch, windows)
+        x = self.forward(self.look_up(micro_batch, training=False), micro_batch, windows)
         if cfg.pointer_dim:
             queries = self.pointer_inputs(x)
             pointer_weights, _ = self.backend.pointer(queries, micro_batch, cfg.pointer_val_window)
@@ -3805,11 +1806,12 @@ class GPT(nn.Module):
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
         micro_batch = move(pack(make_micro_batch(text, NO_ROWS, len(tokens), cfg)), self.device)
-        x = self.forward(micro_batch, window_tokens(cfg, cfg.val_windows))
+        looked_up = self.look_up(micro_batch, training=False)
+        x = self.forward(looked_up, micro_batch, window_tokens(cfg, cfg.val_windows))
         z = cfg.softcap.scale * softcap_sigmoid(x[-1:] @ self.lm_head, cfg.softcap)
         if not cfg.pointer_dim:
             return z.softmax(1)[0, : cfg.vocab_size]
-        # The mixture of section 6, for all next tokens at once.
+        # The mixture of section 7, for all next tokens at once.
         gate, z = split_gate(z, self.gate_column)
         p_vocab = z.softmax(1)[0]
         sources = slice(-1 - cfg.pointer_val_window, -1)
@@ -3834,14 +1836,13 @@ class GPT(nn.Module):
         """
         if exact:
             self.weight_amax.zero_()
-        self.wait_for("mlp_bank")
         bank = self.mlp_bank[: 2 * len(self.fp8_amax)]
         weights, transposed = fp8_mlp_weights(bank, self.fp8_scales, self.weight_amax)
         return FP8MLP(weights, transposed, self.fp8_scales, self.fp8_amax.zero_())
 
     def set_fp8_scales(self, amax: Tensor) -> None:
-        """Sets the next step's scales of each MLP's square and da from this step's maxima (MLPs, 2)."""
-        scales = self.fp8_scales[:, 2, :, 0, 0]
+        """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2)."""
+        scales = self.fp8_scales[:, 2, :, 0, 0]  # (mlps, 2): of square and da
         # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
         is_known = (amax > FP8_LEAST) & (amax < math.inf)
         scales.copy_(torch.where(is_known, amax * self.fp8_margins, scales))
@@ -3850,8 +1851,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def fp8_head(self) -> tuple[Tensor, Tensor]:
         """Converts lm_head to FP8 for a step that computes all its columns: (d, V), and transposed."""
-        self.wait_for("lm_head")
-        return fp8_and_transposed(self.lm_head, FP8_W)
+        return to_fp8_and_transposed(self.lm_head, FP8_W)
 
     # -------------------------------------------------------------------------------------- rotary embedding
 
@@ -3893,23 +1893,13 @@ class GPT(nn.Module):
         return RotaryFamily(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
 
 
-YARN_ALPHA, YARN_BETA = 1, 32  # full turns in a window: slower frequencies stretch with it, faster ones stay
+def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
+    """Adds to each token's embedding (T, d) a gated share of the one before.
 
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n).
-
-    Each pair (a, b) of successive numbers becomes (cos a + sin b, cos b - sin a).
+    gate (1, GATE_DIM); scale 0-d. Attention would spend a head on it (PR 130).
     """
-    n = cos.size(-1)
-    if not torch.compiler.is_compiling() and x.element_size() > 2:  # as complex numbers, in one pass
-        turns = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - n), value=1)
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * turns).flatten(-2)
-    rotated, passthrough = x[..., : 2 * n], x[..., 2 * n :]
-    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
-    return torch.cat([rotated, passthrough], dim=-1)
+    share = scale * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], gate))  # (T - 1, 1)
+    return torch.cat([embed[:1], embed[1:] + share * embed[:-1]])
 
 
 def shift_keys(k: Tensor) -> Tensor:
@@ -3933,13 +1923,78 @@ def without_own_value(y: Tensor, v: Tensor, xsa: Tensor) -> Tensor:
     return (y32 - xsa.tanh()[:, :, None] * along * v32).to(y.dtype)
 
 
-def smear_tokens(embed: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-    """Adds to each token's embedding (T, d) a gated share of the one before.
+def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
+    """Returns the head's input: norm(x + the sum of weights times streams), for x and n streams (T, d).
 
-    gate (1, GATE_DIM); scale 0-d. Attention would spend a head on it (PR 130).
+    weights (n + n * groups, T or 1): one for each stream; then for each stream one for each group of
+    channels, which is added to that.
     """
-    share = scale * torch.sigmoid(F.linear(embed[1:, :GATE_DIM], gate))  # (T - 1, 1)
-    return torch.cat([embed[:1], embed[1:] + share * embed[:-1]])
+    n = len(streams)
+    by_stream, by_group = weights[:n], weights[n:].unflatten(0, (n, -1))  # (n, T), (n, groups, T)
+    scales = (by_stream[:, None] + by_group).mT[..., None]  # (n, T, groups, 1)
+    groups = scales.size(2)
+    terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
+    for scale, stream in zip(scales, streams):
+        terms.append((scale, stream.unflatten(1, (groups, -1))))
+    return norm(mix(terms).flatten(1))
+
+
+@compiled
+def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
+    """Returns each position's targets (T, count) int64: its next `count` tokens. -1: none.
+
+    targets (T,): the next one. With `prefixes` (V,), a last column has the next token's prefix.
+    """
+    columns = []
+    for k in range(count):
+        missing = min(k, len(targets))
+        columns.append(F.pad(targets[k:], (0, missing), value=-1))
+    if prefixes is not None:
+        columns.append(prefixes[targets])
+    return torch.stack(columns, dim=1)
+
+
+@compiled
+def index_in(ids: Tensor, columns: Tensor) -> Tensor:
+    """Returns where each of `ids` int64 is among ascending `columns` (P,) int32; -1: absent."""
+    at = torch.searchsorted(columns.long(), ids).clamp_max(len(columns) - 1)
+    return torch.where(columns[at] == ids, at, -1)
+
+
+# ============================================================================================================
+# 7  Operations. Each in one place: its formula, its form in plain torch, and, where it has one, its Triton
+#    kernel and what launches that, with the same arguments and results. Last, the Backend: a run's choice.
+# ============================================================================================================
+
+# ---- RMSNorm -----------------------------------------------------------------------------------------------
+
+NORM_EPS = 2.0**-23  # for every dtype
+
+
+def norm(x: Tensor) -> Tensor:
+    """Returns x / sqrt(mean(x^2) + eps), over the last axis: RMSNorm without weight (arXiv:1910.07467).
+
+    Reduced in at least fp32.
+    """
+    if torch.compiler.is_compiling() or x.element_size() < 4:
+        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    return Norm.apply(x)
+
+
+class Norm(torch.autograd.Function):
+    """Does norm() with half as many passes over memory as rms_norm makes where it is not compiled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.size(-1)).add_(NORM_EPS).rsqrt_()
+        ctx.save_for_backward(y := x * scale, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y, scale = ctx.saved_tensors
+        return torch.addcmul(dy, y, (dy * y).mean(-1, keepdim=True), value=-1).mul_(scale)
 
 
 def mix(terms: Sequence[Term]) -> Tensor:
@@ -3981,20 +2036,996 @@ class Mix(torch.autograd.Function):
         return tuple(grads)
 
 
-def final_norm(x: Tensor, weights: Tensor, streams: list[Tensor]) -> Tensor:
-    """Returns the head's input: norm(x + the sum of weights times streams), for x and n streams (T, d).
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary embedding to the first 2n numbers of x (..., D), by angles' cos and sin (..., n).
 
-    weights (n + n * groups, T or 1): one for each stream; then for each stream one for each group of
-    channels, which is added to that.
+    Each pair (a, b) of successive numbers becomes (cos a + sin b, cos b - sin a).
     """
-    n = len(streams)
-    by_stream, by_group = weights[:n], weights[n:].unflatten(0, (n, -1))  # (n, T), (n, groups, T)
-    scales = (by_stream[:, None] + by_group).mT[..., None]  # (n, T, groups, 1)
-    groups = scales.size(2)
-    terms: list[Term] = [(None, x.unflatten(1, (groups, -1)))]  # (T, groups, d / groups)
-    for scale, stream in zip(scales, streams):
-        terms.append((scale, stream.unflatten(1, (groups, -1))))
-    return norm(mix(terms).flatten(1))
+    n = cos.size(-1)
+    if not torch.compiler.is_compiling() and x.element_size() > 2:  # as complex numbers, in one pass
+        turns = F.pad(torch.complex(cos, -sin), (0, x.size(-1) // 2 - n), value=1)
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turns).flatten(-2)
+    rotated, passthrough = x[..., : 2 * n], x[..., 2 * n :]
+    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], dim=-1).flatten(-2)
+    return torch.cat([rotated, passthrough], dim=-1)
+
+
+# ---- Attention ---------------------------------------------------------------------------------------------
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
+) -> Tensor:
+    """Attends causally within documents: position i sees j of its document with 0 <= i - j <= window.
+
+    q, already scaled, and k (T, H, Dq); v (T, H, Dv); cu_seqlens (n,) int32, document boundaries; max_seqlen
+    bounds a document's length. Returns (T, H, Dv).
+
+    Queries go in blocks, each against the keys of its block and of `window` positions before it:
+    T * (window + block) scores instead of T * T.
+    """
+    T, H, _ = q.shape
+    if not (q.is_cuda or torch.compiler.is_compiling()):
+        bias = block_bias(cu_seqlens, cu_seqlens._version, T, H, min(window, max_seqlen - 1, T - 1))
+        return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
+    window = min(window, T - 1)
+    block = min(max(32, window), 256)
+    before, tail = padded(window, block), -T % block  # keys before a block's own; what the last block lacks
+    q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (-1, block))
+    # Overlapping blocks of keys from neighbouring ones: the backward of unfold() is five times as slow.
+    k, v = (F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block)) for t in (k, v))
+    k, v = (torch.cat([t[i : i + len(q)] for i in range(before // block + 1)], dim=1) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = seen_keys(cu_seqlens, T, block, window).unsqueeze(1)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    return y.transpose(1, 2).flatten(0, 1)[:T]
+
+
+def document_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Returns which document each of T positions belongs to, (T,) int64, from 1 on."""
+    pos = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, pos, right=True)
+
+
+def first_seen(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
+    """Returns the first position, (T,) int64, in each of T positions' document and window."""
+    positions = torch.arange(T, device=cu_seqlens.device)
+    return torch.maximum(cu_seqlens[document_numbers(cu_seqlens, T) - 1], positions - window)
+
+
+def seen_keys(cu_seqlens: Tensor, T: int, block: int, window: int) -> Tensor:
+    """Returns which keys a query sees, (n, block, keys), for blocks of queries. A block's keys are its own
+    positions and `window` or more before them, whole blocks. After T there is one more document.
+    """
+    positions, before = torch.arange(padded(T, block), device=cu_seqlens.device), padded(window, block)
+    first = first_seen(cu_seqlens, len(positions), window).view(-1, block, 1)
+    keys = F.pad(positions, (before, 0), value=-1).unfold(0, before + block, block).unsqueeze(1)
+    return (first <= keys) & (keys <= positions.view(-1, block, 1))
+
+
+# Without a compiler, on a CPU: smaller blocks, whose keys are not copied, and a backward of its own.
+
+BLOCK = 32  # queries. With more, a block has more keys that most of its queries do not see.
+
+
+@lru_cache(4)  # layers of one kind share it
+def block_bias(cu_seqlens: Tensor, version: int, T: int, H: int, window: int) -> Tensor:
+    """Returns what is added to BlockAttention's scores, (H * blocks, BLOCK, keys): 0, or -inf where a query
+    does not see the key. version: the cache knows cu_seqlens by its identity; this changes with its contents.
+    """
+    return torch.where(seen_keys(cu_seqlens, T, BLOCK, window), 0.0, -math.inf).repeat(H, 1, 1)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention of q, k (T, H, Dq) and v (T, H, Dv), with block_bias().
+
+    One batch of products serves all heads: their rows lie one after the other, whole blocks each. Keys that a
+    block would have of the head before are hidden by the bias.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias):
+        q = blocks_by_head(q, bias, BLOCK)
+        k, by_key = (blocks_by_head(t, bias, bias.size(2)) for t in (k, v))
+        weights = torch.baddbmm(bias, q, k.mT).softmax(-1)
+        ctx.save_for_backward(q, k, by_key, weights)
+        return by_position(weights @ by_key, v)
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, weights = ctx.saved_tensors
+        dy_rows = blocks_by_head(dy, weights, BLOCK)
+        dscores = torch._softmax_backward_data(dy_rows @ v.mT, weights, -1, weights.dtype)
+        grads = dscores @ k, sum_blocks(dscores.mT @ q), sum_blocks(weights.mT @ dy_rows)
+        return *(by_position(grad, dy) for grad in grads), None
+
+
+def blocks_by_head(t: Tensor, like: Tensor, size: int) -> Tensor:
+    """Returns t (T, H, D) as blocks (H * blocks, size, D), dtype and number as of `like`: the BLOCK rows of
+    each, after the rows before them. It is a view of rows; there are zeros before the first and after T.
+    """
+    (T, H, D), before = t.shape, size - BLOCK
+    rows = like.new_zeros(before + len(like) * BLOCK, D)
+    rows[before:].view(H, -1, D)[:, :T].copy_(t.transpose(0, 1))
+    return rows.unfold(0, size, BLOCK).mT
+
+
+def sum_blocks(x: Tensor) -> Tensor:
+    """Sums the gradients x (blocks, keys, D) of overlapping blocks into their rows (blocks * BLOCK, D)."""
+    n, keys, D = x.shape
+    rows = x.new_zeros(keys + (n - 1) * BLOCK, D)
+    for i in range(0, keys, BLOCK):
+        rows[i : i + n * BLOCK].view(n, BLOCK, D).add_(x[:, i : i + BLOCK])
+    return rows[keys - BLOCK :]
+
+
+def by_position(rows: Tensor, like: Tensor) -> Tensor:
+    """Returns rows by head as (T, H, D), T, H and dtype as of `like`."""
+    T, H, _ = like.shape
+    return rows.view(H, -1, rows.size(-1))[:, :T].transpose(0, 1).to(like.dtype)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
+) -> Tensor:
+    """Does dense_attention by FlashAttention, which takes heads of one width: narrow ones get zeros."""
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
+
+    v_dim = v.size(-1)
+    head_dim = max(q.size(-1), v_dim)
+    q, k, v = (F.pad(t, (0, head_dim - t.size(-1))) for t in (q, k, v))
+    y = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=1.0, window_size=(window, 0)
+    )  # type: ignore
+    return y[:, :, :v_dim]  # type: ignore
+
+
+# ---- What several kernels need -----------------------------------------------------------------------------
+
+# Tiles, warps and pipeline stages stand before each launch. Matmuls are sized by a block's shared memory: 99
+# KiB on consumer GPUs, 163 on the A100, 227 on H100 and B200. bench/gpu/h200/1_tiles.txt has what was tried
+# on one H200.
+
+
+@jit
+def load_fp32(pointers, mask):
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def tile_offsets(rows, cols, M, N):
+    """Returns where these rows and columns of a matrix (M, N) lie, and which of them exist."""
+    offs = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    return offs, (rows[:, None] < M) & (cols[None, :] < N)
+
+
+@jit
+def multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K: tl.constexpr):
+    """Multiplies these rows of a (M, K) by those rows of b (N, K) that are the product's columns.
+
+    Sums are fp32. Rows after the last one become others, and are not stored.
+    """
+    k = tl.arange(0, BLOCK_K)
+    left = a + (rows % M).to(tl.int64)[:, None] * a_m + k[None, :] * a_k
+    right = b + (cols % N)[None, :] * b_n + k[:, None] * b_k
+    total = tl.zeros((rows.shape[0], cols.shape[0]), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        left_tile = tl.load(left, mask=k[None, :] < K - start, other=0.0)
+        right_tile = tl.load(right, mask=k[:, None] < K - start, other=0.0)
+        total = tl.dot(left_tile, right_tile, total, input_precision="ieee")
+        left += BLOCK_K * a_k
+        right += BLOCK_K * b_k
+    return total
+
+
+# ---- FP8: scales, casts, products --------------------------------------------------------------------------
+
+# A number x is stored as its code round(x / scale), saturated at the format's largest number; x is about code
+# * scale. FP8 products sum over the last axis of both factors as they lie in memory, so most factors are
+# needed in two layouts, x and x^T.
+E4M3_MAX = 448.0  # more digits: activations and weights
+E5M2_MAX = 57344.0  # more range: gradients
+
+# The head's scales (records 19, 51, 92) are fixed, so that no step searches for a maximum: e4m3's largest
+# number stands for x = 100 and w = 2. Logits are e4m3 with scale 1: the cap flattens large ones. Their
+# gradients have the scale FP8_GRAD times loss_share, a factor of the losses.
+FP8_X = 100 / E4M3_MAX
+FP8_W = 2 / E4M3_MAX
+FP8_GRAD = 0.75 / 8 / E4M3_MAX
+
+# The MLPs' input h and the gradient dy of their output have fixed scales, too: |h| is at most the root of the
+# width, 27.7 for 768. The other scales are delayed: margin * maximum of the step before / the format's
+# largest number. Activations change more from step to step than gradients, weights less.
+FP8_H = 2**-4
+FP8_DY = 2**-6
+FP8_ACT_MARGIN = 1.80
+FP8_GRAD_MARGIN = 1.25
+FP8_WEIGHT_MARGIN = 1.12
+FP8_LEAST = 1e-12  # maxima below count as that, or as none
+
+
+@compiled
+def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x / scale, rounded to nearest, saturating, contiguous."""
+    fp8_max = torch.finfo(dtype).max
+    x = (x.float() / scale).clamp(-fp8_max, fp8_max)
+    return x.to(dtype, memory_format=torch.contiguous_format)
+
+
+def cast_and_transpose(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns to_fp8 of x (..., n, m), and of its transpose."""
+    return to_fp8(x, scale, dtype), to_fp8(x.mT, scale, dtype)
+
+
+@jit
+def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
+    """Stores a tile of codes, saturated, in FP8, and its transpose. FP8 products need M that 16 divides; to
+    know it allows stores of 16 bytes, where a tensor's size may vary.
+
+    Each store converts by itself: of code in which both have the same bytes, ptxas 12.8 can make a program
+    that transposes some bytes of the tile before.
+    """
+    M = M // 16 * 16
+    codes = tl.clamp(codes, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays visible
+    offs, mask = tile_offsets(rows, cols, M, N)
+    tl.store(out + offs, codes.to(out.dtype.element_ty), mask=mask)
+    offs_T, mask_T = tile_offsets(cols, rows, N, M)
+    # Zeros are not stored. They make this another conversion, which no compiler merges with the first.
+    codes_T = tl.trans(tl.where(mask, codes, 0.0).to(out.dtype.element_ty))
+    tl.store(out_T + offs_T, codes_T, mask=mask_T)
+
+
+# The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
+@jit(do_not_specialize_on_alignment=["scale"])
+def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
+    """Converts a tile of x / scale. The scales of h and dy are powers of 2, if the number of a rank's
+    micro-batches is one: then the inverse is exact.
+    """
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offs, mask = tile_offsets(rows, cols, M, N)
+    codes = load_fp32(x + offs, mask) * (1 / tl.load(scale))
+    store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX)
+
+
+CAST_TILES = dict(BLOCK=64, num_warps=4)
+
+
+def triton_cast_and_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    out = x.new_empty(M, N, dtype=dtype)
+    out_T = x.new_empty(N, M, dtype=dtype)
+    grid = triton.cdiv(M, CAST_TILES["BLOCK"]), triton.cdiv(N, CAST_TILES["BLOCK"])
+    fp8_max = int(torch.finfo(dtype).max)
+    cast_and_transpose_kernel[grid](x.contiguous(), scale, out, out_T, M, N, fp8_max, **CAST_TILES)
+    return out, out_T
+
+
+def fp8_matmul(
+    a: Tensor,
+    b: Tensor,
+    scales: Sequence[Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Returns a b times both scales, in `out` if given, for fp8 a (n, k), row-major, b (k, m), column-major.
+
+    Scales are one fp32 number each. At most one of a and b is e5m2. `fast` keeps fewer bits of the sums.
+    """
+    assert torch.float8_e4m3fn in (a.dtype, b.dtype)  # a GPU needs it
+    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)  # type: ignore
+
+
+def to_fp8_and_transposed(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), which is copied: the scale need
+    not be a power of 2, as that of cast_and_transpose must.
+    """
+    x8 = to_fp8(x, scale, torch.float8_e4m3fn)
+    return x8, transposed(x8)
+
+
+@compiled
+def fp8_mlp_weights(bank: Tensor, scales: Tensor, previous_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Converts a bank (2 mlps, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
+
+    Returns FP8MLP.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F), and writes their scales to `scales`
+    (mlps, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (mlps, 2), with
+    room for growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to the
+    bank's dtype (compiled code may skip that rounding).
+    """
+    weights = bank.unflatten(0, (-1, 2))
+    amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
+    exact = (amax / E4M3_MAX).to(bank.dtype).float()
+    delayed = previous_amax * (FP8_WEIGHT_MARGIN / E4M3_MAX)
+    scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
+    scales[:, 1] = scale  # of fc and proj
+    previous_amax.copy_(amax)
+    return cast_and_transpose(weights, scale, torch.float8_e4m3fn)
+
+
+@cache
+def device_scalar(value: float, device: torch.device) -> Tensor:
+    """Returns a 0-d fp32 tensor, made once: on a GPU each would be a launch."""
+    return torch.full((), value, device=device)
+
+
+# ---- Squared ReLU ------------------------------------------------------------------------------------------
+
+
+def relu_square(h: Tensor, fc: Tensor) -> Tensor:
+    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d).
+
+    The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
+    """
+    return F.linear(h, fc).relu_().square()
+
+
+def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
+    """Returns d(h fc^T) = 2 sqrt(square) (dy proj^T), for the result of relu_square (record 87); proj (F, d).
+
+    The root is not rounded; rounded to bf16 it would be relu(h fc^T) again.
+    """
+    # No sqrt(): on CPUs with MKL it takes zeros one by one, 15 times as long.
+    root = upcast(square.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt_().mul_(square)
+    return (2 * dy @ proj.T).mul_(root)
+
+
+def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
+    """Does relu_square_grad for bf16 with a rounded root, in half the time on a CPU."""
+    return (2 * dy @ proj.T).mul_(square.sqrt())
+
+
+# Where FP8MLP.scales has the scale of each tensor. The first column is what relu_square_fp8 multiplies and
+# returns in the forward, the second what it does in the backward.
+FP8_SCALES = {"h": (0, 0), "dy": (0, 1), "fc": (1, 0), "proj": (1, 1), "square": (2, 0), "da": (2, 1)}
+
+
+class FP8MLP(NamedTuple):
+    """An MLP's weights in FP8, and the scales of what it computes with:
+
+    square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
+    """
+
+    weights: Tensor  # fc and proj (2, F, d), e4m3
+    weights_T: Tensor  # (2, d, F)
+    scales: Tensor  # (3, 2, 1, 1) fp32, by FP8_SCALES
+    # Of all MLPs, (mlps, 2) fp32: maxima of square and |da| in this step so far.
+    amax: Tensor
+    i: int = 0  # which MLP this is
+
+    def split(self) -> Iterator[FP8MLP]:
+        """Returns the MLPs one by one, from stacked ones. Maxima stay whole: Inductor forgets where in its
+        tensor a part begins that a Triton kernel changes.
+        """
+        parts = zip(self.weights, self.weights_T, self.scales)
+        for i, (weights, weights_T, scales) in enumerate(parts):
+            yield FP8MLP(weights, weights_T, scales, self.amax, i)
+
+    def scale(self, name: str) -> Tensor:
+        """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
+        return self.scales[FP8_SCALES[name]]
+
+
+def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns `square` in e4m3 for a8 = h (T, d) in e4m3; or da in e5m2 for a8 = dy in e5m2 and square8:
+    (T, F), and transposed.
+
+    The result is first rounded to bf16. Raises the MLP's number in mlp.amax to its maximum.
+    """
+    backward = int(square8 is not None)
+    a_scale, w_scale, out_scale = mlp.scales[:, backward]
+    product = a8.float() @ mlp.weights[backward].float().T * (a_scale * w_scale)
+    if square8 is None:
+        result = product.bfloat16().relu_().square()
+    else:
+        square = square8.float() * mlp.scales[2, 0]
+        result = (product * square.sqrt_().mul_(2)).bfloat16()
+    amax = mlp.amax.view(-1)[2 * mlp.i + backward]
+    amax.copy_(torch.maximum(amax, result.abs().max()))
+    return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
+
+
+@jit(do_not_specialize_on_alignment=["a_scale", "b_scale", "square_scale", "out_scale"])
+def relu_square_kernel(
+    a,
+    b,
+    square,
+    out,
+    out_T,
+    scales,
+    SCALE_STEP: tl.constexpr,
+    amax,
+    amax_index,
+    M,
+    N,
+    K,
+    a_m,
+    a_k,
+    b_n,
+    b_k,
+    FP8_MAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Computes a tile of relu(a b^T)^2 or, with `square`, of 2 sqrt(square) (a b^T).
+
+    GROUP rows of tiles share operands in the L2 cache.
+    FP8_MAX: the largest number of the result's format. 0: no FP8, and no out_T, scales and amax.
+    scales: FP8MLP's (3, 2), SCALE_STEP apart. In a row the forward's comes first.
+    """
+    i, j = tl.program_id(1), tl.program_id(0)
+    i, j = tl.swizzle2d(i, j, tl.num_programs(1), tl.num_programs(0), GROUP)
+    rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    product = multiply_rows(a, b, rows, cols, M, N, K, a_m, a_k, b_n, b_k, BLOCK_K)
+    offs, mask = tile_offsets(rows, cols, M, N)
+    dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
+    if FP8_MAX:
+        scale = scales if square is None else scales + SCALE_STEP
+        product *= tl.load(scale) * tl.load(scale + 2 * SCALE_STEP)
+    if square is None:
+        relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        result = relu * relu
+    else:
+        squares = load_fp32(square + offs, mask)
+        if FP8_MAX:
+            squares *= tl.load(scales + 4 * SCALE_STEP)
+        else:
+            product = product.to(dtype).to(tl.float32)
+        result = 2 * tl.sqrt(squares) * product
+    result = result.to(dtype)
+    if FP8_MAX:
+        result = result.to(tl.float32)
+        tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
+        store_fp8(result * (1 / tl.load(scale + 4 * SCALE_STEP)), out, out_T, rows, cols, M, N, FP8_MAX)
+    else:
+        tl.store(out + offs, result, mask=mask)
+
+
+RELU_SQUARE_TILES = {
+    "small": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=4),
+    "large": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3),
+    "large fp8": dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=128, GROUP=8, num_warps=8, num_stages=3),
+}
+
+
+def launch_relu_square(
+    a: Tensor, b: Tensor, square: Tensor | None, out: Tensor, fp8_args: tuple, fp8_max: int = 0
+) -> None:
+    """Launches the kernel. fp8_args are its arguments from out_T to amax_index."""
+    M, K = a.shape
+    N = len(b)
+    name = "small"
+    if a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10):
+        name = "large fp8" if fp8_max else "large"
+    tiles = RELU_SQUARE_TILES[name]
+    grid = triton.cdiv(N, tiles["BLOCK_N"]), triton.cdiv(M, tiles["BLOCK_M"])
+    strides = a.stride() + b.stride()
+    relu_square_kernel[grid](a, b, square, out, *fp8_args, M, N, K, *strides, fp8_max, **tiles)
+
+
+NO_FP8 = None, None, 0, None, 0
+
+
+def triton_relu_square(h: Tensor, fc: Tensor) -> Tensor:
+    out = h.new_empty(len(h), len(fc))
+    launch_relu_square(h, fc, None, out, NO_FP8)
+    return out
+
+
+def triton_relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
+    out = dy.new_empty(len(dy), len(proj))
+    launch_relu_square(dy, proj, square, out, NO_FP8)
+    return out
+
+
+def triton_relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    backward = int(square8 is not None)
+    w8 = mlp.weights[backward]
+    out = a8.new_empty(len(a8), len(w8))
+    out_T = a8.new_empty(len(w8), len(a8))
+    fp8_args = out_T, mlp.scales, mlp.scales.stride(1), mlp.amax, 2 * mlp.i + backward
+    launch_relu_square(a8, w8, square8, out, fp8_args, int(torch.finfo(a8.dtype).max))
+    return out, out_T
+
+
+# ---- Softcapped cross-entropy, also of a mixture with the copy pointer -------------------------------------
+
+
+def softcap_sigmoid(logits: Tensor, cap: Softcap) -> Tensor:
+    """Returns the capped logits divided by the cap's scale, in at least fp32."""
+    return (upcast(logits) + cap.shift).div_(cap.span).sigmoid_()
+
+
+class PointerProbs(NamedTuple):
+    """What the copy pointer (below) says of the next tokens of n positions."""
+
+    probs: Tensor  # (2, n), at least fp32: p_copy, of the sources that hold the next token; p_sink
+    grad: Tensor  # (2, n): where softcap_loss writes the gradient of `probs`
+    gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
+
+    def part(self, n: slice) -> PointerProbs:
+        return self._replace(probs=self.probs[:, n], grad=self.grad[:, n])
+
+
+PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
+
+
+def softcap_loss(
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    fp8_scale: float = 0.0,
+    pointer_probs: PointerProbs | None = None,
+    cap: Softcap = RECORD.softcap,
+) -> tuple[Tensor, ...]:
+    """Returns each row's loss, the weighted sum of the cross-entropies of its targets after the softcap, and
+    the gradient of the losses' sum with respect to the logits.
+
+        z = scale sigmoid((logits + shift) / span)
+        loss = sum_k weights[k] (log sum exp z - z[targets[k]])
+        dz_j = (sum_k weights[k]) softmax(z)_j - sum_k weights[k] [j = targets[k]]
+
+    With `pointer_probs` the first target's loss is -weights[0] log p of a mixture. Its p_vocab is the softmax
+    of z without the gate's column, in which the target has p_vocab; `gate` is that column's softmax of all.
+
+        p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
+        dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
+        dp/dz_j = p_head [j = target] - (p_head + gate_slope) softmax without gate_j
+
+    To the other targets the gate's column is a column as any.
+
+    logits (n, V); targets (n, K) int64, contiguous, -1: none; weights (K,) of the losses' dtype. Losses (n,)
+    are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `fp8_scale` it is e5m2 with
+    that scale, saturating, and comes twice: (n, V), and transposed.
+    """
+    # In place where possible: on a CPU memory traffic is the limit. exp(z) cannot overflow.
+    s = softcap_sigmoid(logits, cap)
+    slope = cap.scale / cap.span  # dz/dlogits = slope s (1 - s)
+    exp_z = (cap.scale * s).exp_()
+    target_ids = targets.clamp_min(0)
+    target_weights = (targets >= 0) * weights
+    target_s = s.gather(1, target_ids)
+    sum_weights = target_weights.sum(dim=-1, keepdim=True)
+    if pointer_probs is None:
+        sum_exp = exp_z.sum(dim=-1, keepdim=True)
+        losses = target_weights * (sum_exp.log() - cap.scale * target_s)
+        factor = slope * sum_weights / sum_exp
+    else:
+        gate_column = pointer_probs.gate_column
+        exp_gate = exp_z[:, gate_column]
+        sum_vocab = exp_z.index_fill_(1, gate_column, 0).sum(dim=-1, keepdim=True)
+        sum_exp = sum_vocab + exp_gate
+        losses = target_weights * (sum_exp.log() - cap.scale * target_s)
+        # 1 - gate is computed as such: near 0 a difference has no digits.
+        gate = exp_gate / sum_exp
+        not_gate = sum_vocab / sum_exp
+        p_copy, p_sink = pointer_probs.probs[..., None]
+        p_vocab = (cap.scale * target_s[:, :1]).exp() / sum_vocab
+        p_head = p_vocab * (not_gate + gate * p_sink)
+        p = p_head + gate * p_copy + PROB_FLOOR
+        gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
+        first_weight = target_weights[:, :1].clone()
+        other_weights = sum_weights - first_weight
+        losses[:, :1] = -first_weight * p.log()
+        w = first_weight / p
+        pointer_probs.grad.copy_(torch.stack([-w * gate, -w * gate * p_vocab])[..., 0])
+        factor = slope * (w * (p_head + gate_slope) / sum_vocab + other_weights / sum_exp)
+        target_weights[:, :1] = w * p_head
+        gate_s = s[:, gate_column]
+        dz_gate = other_weights * gate - w * gate_slope
+    grad = (1 - s).mul_(s).mul_(exp_z).mul_(factor)
+    grad.scatter_add_(1, target_ids, -slope * target_weights * target_s * (1 - target_s))
+    if pointer_probs is not None:
+        grad.index_copy_(1, gate_column, slope * dz_gate * gate_s * (1 - gate_s))
+    losses = losses.sum(dim=-1)
+    if fp8_scale:
+        return losses, *cast_and_transpose(grad, fp8_scale, torch.float8_e5m2)
+    return losses, grad.to(logits.dtype)
+
+
+FLOOR = tl.constexpr(PROB_FLOOR)
+
+
+@jit
+def load_sigmoid(logits, cols, V, SHIFT, PER_SPAN):
+    """Computes softcap_sigmoid() of a row's logits in these columns. What lies beyond V is undefined."""
+    return tl.sigmoid((tl.load(logits + cols, mask=cols < V).to(tl.float32) + SHIFT) * PER_SPAN)
+
+
+@jit
+def softcap_loss_kernel(
+    logits,
+    targets,
+    weights,
+    losses,
+    grad,
+    grad_T,
+    n,
+    V,
+    logits_stride,
+    pointer_probs,
+    pointer_grad,
+    gate_column,
+    pointer_stride,
+    K: tl.constexpr,
+    fp8_max,
+    dz_scale,
+    SCALE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PER_SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes the losses and the gradient of ROWS rows, with the names of softcap_loss.
+
+    z lies in 0 .. SCALE: exponentials need no maximum subtracted. Rows after the last one repeat it: they
+    write the same numbers.
+    """
+    tile_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    rows = tl.minimum(tile_rows, n - 1).to(tl.int64)
+    offs = tl.arange(0, BLOCK)[None, :]
+    logits += rows * logits_stride
+    grad += rows * V
+    targets += rows * K
+    gate_col = -1
+    if pointer_probs is not None:
+        gate_col = tl.load(gate_column).to(tl.int32)
+
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, V, BLOCK):
+        cols = start + offs
+        z = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN) * SCALE
+        sums += tl.where((cols < V) & (cols != gate_col), tl.exp(z), 0.0)
+    sum_vocab = tl.sum(sums, 1, keep_dims=True)
+    sum_exp = sum_vocab
+    if pointer_probs is not None:
+        exp_gate = tl.exp(load_sigmoid(logits, gate_col, V, SHIFT, PER_SPAN) * SCALE)
+        sum_exp += exp_gate
+    lse = tl.log(sum_exp)
+
+    loss = 0.0
+    cross_entropy_weight = 0.0  # of all targets but one that is mixed with the pointer
+    factor = 0.0
+    for k in tl.static_range(K):
+        target = tl.load(targets + k)
+        z = load_sigmoid(logits, tl.maximum(target, 0), V, SHIFT, PER_SPAN) * SCALE
+        weight = tl.load(weights + k) * (target >= 0)
+        if k > 0 or pointer_probs is None:
+            loss += weight * (lse - z)
+            cross_entropy_weight += weight
+        else:
+            p_copy = tl.load(pointer_probs + rows)
+            p_sink = tl.load(pointer_probs + pointer_stride + rows)
+            gate = exp_gate / sum_exp
+            not_gate = sum_vocab / sum_exp
+            p_vocab = tl.exp(z) / sum_vocab
+            p_head = p_vocab * (not_gate + gate * p_sink)
+            p = p_head + gate * p_copy + FLOOR
+            gate_slope = gate * not_gate * (p_copy - p_vocab * (1 - p_sink))
+            loss -= weight * tl.log(p)
+            w = weight / p
+            tl.store(pointer_grad + rows, -w * gate)
+            tl.store(pointer_grad + pointer_stride + rows, -w * gate * p_vocab)
+            factor = w * (p_head + gate_slope) / not_gate
+            first_target_weight = w * p_head
+            dz_gate = -w * gate_slope
+    tl.store(losses + rows, loss)
+
+    factor += cross_entropy_weight
+    for start in range(0, V, BLOCK):
+        cols = start + offs
+        s = load_sigmoid(logits, cols, V, SHIFT, PER_SPAN)
+        softmax = tl.exp(s * SCALE - lse)
+        dz = factor * softmax
+        for k in tl.static_range(K):
+            target_weight = tl.load(weights + k) if k > 0 or pointer_probs is None else first_target_weight
+            dz -= tl.where(cols == tl.load(targets + k).to(tl.int32), target_weight, 0.0)
+        if pointer_probs is not None:
+            dz = tl.where(cols == gate_col, dz_gate + cross_entropy_weight * softmax, dz)
+        g = dz * (s * (1 - s) * dz_scale)
+        g = tl.clamp(g, -fp8_max, fp8_max, propagate_nan=tl.PropagateNan.ALL)  # a NaN must stay visible
+        tl.store(grad + cols, g.to(grad.dtype.element_ty), mask=cols < V)
+        if grad_T is not None:
+            g_T = tl.where(cols < V, g, 0.0).to(grad.dtype.element_ty)  # once more: see store_fp8
+            tl.store(grad_T + cols.to(tl.int64) * n + tile_rows, g_T, mask=(cols < V) & (tile_rows < n))
+
+
+# One row at a time finds its logits in the L2 cache again. The transpose needs rows, for whole sectors of 32
+# bytes.
+LOSS_TILES = {"row": dict(ROWS=1, BLOCK=2048, num_warps=8), "fp8": dict(ROWS=32, BLOCK=128, num_warps=8)}
+
+
+def triton_softcap_loss(
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    fp8_scale: float = 0.0,
+    pointer_probs: PointerProbs | None = None,
+    cap: Softcap = RECORD.softcap,
+) -> tuple[Tensor, ...]:
+    n, V = logits.shape
+    losses = logits.new_empty(n, dtype=torch.float32)
+    if fp8_scale:
+        grad = logits.new_empty(n, V, dtype=torch.float8_e5m2)
+        grad_T = grad.new_empty(V, n)
+        tiles = LOSS_TILES["fp8"]
+    else:
+        grad, grad_T = logits.new_empty(n, V), None
+        tiles = LOSS_TILES["row"]
+    pointer_args: tuple = (None,) * 4
+    if pointer_probs is not None:
+        pointer_args = *pointer_probs, pointer_probs.probs.stride(0)
+    softcap_loss_kernel[(triton.cdiv(n, tiles["ROWS"]),)](
+        logits,
+        targets,
+        weights,
+        losses,
+        grad,
+        grad_T,
+        n,
+        V,
+        logits.stride(0),
+        *pointer_args,
+        len(weights),
+        torch.finfo(grad.dtype).max,
+        cap.scale / cap.span / (fp8_scale or 1.0),
+        cap.scale,
+        cap.shift,
+        1 / cap.span,
+        **tiles,
+    )
+    return (losses, grad) if grad_T is None else (losses, grad, grad_T)
+
+
+@compiled
+def next_token_losses(
+    logits: Tensor,
+    targets: Tensor,
+    pointer_probs: PointerProbs | None = None,
+    cap: Softcap = RECORD.softcap,
+) -> Tensor:
+    """Returns the losses (n,) of targets (n,), -log p, in at least fp32: without pointer_probs
+
+        p = p_vocab, the softmax of the logits (n, V) after the softcap;
+
+    with them the mixture of section 7, where p_vocab is the softmax without the gate's column:
+
+        p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy + PROB_FLOOR
+    """
+    z = cap.scale * softcap_sigmoid(logits, cap)
+    if pointer_probs is None:
+        return F.cross_entropy(z, targets, reduction="none")
+    gate, z = split_gate(z, pointer_probs.gate_column)
+    p_vocab = (-F.cross_entropy(z, targets, reduction="none")).exp()
+    p_copy, p_sink = pointer_probs.probs
+    return -(p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy + PROB_FLOOR).log()
+
+
+def split_gate(z: Tensor, gate_column: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns gate_column's softmax (n,) of softcapped logits z (n, V); and z with -inf in that column."""
+    rest = z.index_fill(1, gate_column, -math.inf)
+    return torch.sigmoid(z[:, gate_column][:, 0] - rest.logsumexp(1)), rest
+
+
+# ---- Copy pointer ------------------------------------------------------------------------------------------
+
+# PR 379; pointer sentinel mixtures: Merity et al. 2016, arXiv:1609.07843. Each position i is a query that
+# attends to sources j, the positions strictly before it in its document and window, and to a sink:
+#
+#     score_ij = q_i k_j / sqrt(D),   lse_i = log(exp sink_score_i + sum_j exp score_ij)
+#     p_copy_i = sum_j exp(score_ij - lse_i) [token_j = target_i],   p_sink_i = exp(sink_score_i - lse_i)
+#
+# softcap_loss mixes p_copy and the head's probabilities. As these do not depend on each other, the pointer
+# comes before the head, and the gradients that the head gives p_copy and p_sink begin its own backward:
+#
+#     mean_i = p_copy_i dp_copy_i + p_sink_i dp_sink_i,   dsink_score_i = p_sink_i (dp_sink_i - mean_i)
+#     dscore_ij = exp(score_ij - lse_i) ([token_j = target_i] dp_copy_i - mean_i)
+
+
+class PointerInputs(NamedTuple):
+    q: Tensor  # (T, D)
+    k: Tensor  # (T, D)
+    sink_scores: Tensor  # (T,), at least fp32
+
+
+def pointer_blocks(
+    inputs: PointerInputs, micro_batch: MicroBatch, window: int
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Yields for blocks of queries: their slice; that of the sources which they may see; their scores, (n, m)
+    in at least fp32, -inf where they do not see the source; and which sources hold the next token.
+    """
+    q, k, _ = inputs
+    T, D = q.shape
+    first = first_seen(micro_batch.cu_seqlens, T, window)
+    positions = torch.arange(T, device=q.device)
+    for i in range(0, T, 256):
+        rows = slice(i, i + 256)
+        columns = slice(max(0, i - window), i + 256)
+        seen = (first[rows, None] <= positions[columns]) & (positions[columns] < positions[rows, None])
+        scores = upcast(q[rows]) @ upcast(k[columns]).T * D**-0.5
+        scores.masked_fill_(~seen, -math.inf)
+        yield rows, columns, scores, micro_batch.inputs[columns] == micro_batch.targets[rows, None]
+
+
+@torch.no_grad()
+def pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
+    """Returns PointerProbs.probs (2, T), and lse (T,)."""
+    sink_scores = inputs.sink_scores
+    probs = sink_scores.new_empty(2, len(sink_scores))
+    lse = torch.empty_like(sink_scores)
+    for rows, _, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
+        lse[rows] = torch.logaddexp(scores.logsumexp(1), sink_scores[rows])
+        probs[0, rows] = (scores.sub_(lse[rows, None]).exp_() * holds_target).sum(1)
+    probs[1] = (sink_scores - lse).exp()
+    return probs, lse
+
+
+@torch.no_grad()
+def pointer_grad(
+    inputs: PointerInputs,
+    micro_batch: MicroBatch,
+    window: int,
+    probs: Tensor,
+    lse: Tensor,
+    probs_grad: Tensor,
+) -> PointerInputs:
+    """Returns the gradients of the inputs, given pointer()'s arguments, its results, and the gradient of its
+    probabilities (2, T).
+    """
+    q, k, sink_scores = inputs
+    scale = q.size(1) ** -0.5
+    mean = (probs * probs_grad).sum(0)
+    dq = torch.empty_like(q)
+    dk = torch.zeros_like(k, dtype=sink_scores.dtype)
+    for rows, columns, scores, holds_target in pointer_blocks(inputs, micro_batch, window):
+        dscores = holds_target * probs_grad[0, rows, None] - mean[rows, None]
+        dscores *= scores.sub_(lse[rows, None]).exp_().mul_(scale)
+        dq[rows] = dscores @ upcast(k[columns])
+        dk[columns] += dscores.T @ upcast(q[rows])
+    return PointerInputs(dq, dk.to(k.dtype), probs[1] * (probs_grad[1] - mean))
+
+
+# In the kernels scores are computed again and never stored (FlashAttention-2: arXiv:2307.08691). Rows after
+# the last position repeat it: they write the same numbers.
+
+
+@jit
+def pointer_scores(a, b, seen, D: tl.constexpr):
+    """Returns the scores of a tile of queries, or keys, a and what it meets, b; -inf where unseen."""
+    scores = tl.dot(a, tl.trans(b), input_precision="ieee") * D**-0.5
+    return tl.where(seen, scores, float("-inf"))
+
+
+@jit
+def pointer_kernel(
+    q, k, first_sources, targets, tokens, sink_scores, out, T, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Computes p_copy, p_sink and lse, the rows of `out` (3, T), of a tile of queries.
+
+    Sums are relative to exp(peak), the largest score so far.
+    """
+    offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
+    q_tile = tl.load(q + rows.to(tl.int64)[:, None] * D + d)
+    first = tl.load(first_sources + rows)
+    target = tl.load(targets + rows)
+    sink = tl.load(sink_scores + rows)
+    peak = sink
+    copy_sum = tl.zeros_like(sink)
+    total = copy_sum + 1
+    for start in range(tl.min(first), tl.max(rows), BLOCK):
+        cols = start + offs
+        seen = (first[:, None] <= cols) & (cols < rows[:, None])
+        cols = tl.minimum(cols, T - 1)
+        k_tile = tl.load(k + cols.to(tl.int64)[:, None] * D + d)
+        holds_target = target[:, None] == tl.load(tokens + cols)
+        scores = pointer_scores(q_tile, k_tile, seen, D)
+        old_peak = peak
+        peak = tl.maximum(peak, tl.max(scores, 1))
+        exp_scores = tl.exp(scores - peak[:, None])
+        shrink = tl.exp(old_peak - peak)
+        total = total * shrink + tl.sum(exp_scores, 1)
+        copy_sum = copy_sum * shrink + tl.sum(tl.where(holds_target, exp_scores, 0.0), 1)
+    lse = peak + tl.log(total)
+    tl.store(out + rows, copy_sum / total)
+    tl.store(out + T + rows, tl.exp(sink - lse))
+    tl.store(out + 2 * T + rows, lse)
+
+
+@jit
+def pointer_grad_kernel(
+    a,
+    b,
+    bounds,
+    a_ids,
+    b_ids,
+    lse,
+    mean,
+    copy_grad,
+    grad,
+    T,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes the gradient of a tile of a (T, D), which meets b (T, D).
+
+    a are the queries and b the keys, with their targets and tokens, a_ids and b_ids; bounds are the queries'
+    first sources. KEYS: a are the keys and b the queries; bounds are the ends of the keys' queries.
+    """
+    offs, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    rows = tl.minimum(tl.program_id(0) * BLOCK + offs, T - 1)
+    a_offs = rows.to(tl.int64)[:, None] * D + d
+    a_tile = tl.load(a + a_offs)
+    bound = tl.load(bounds + rows)
+    a_id = tl.load(a_ids + rows)
+    first, end = (rows + 1, bound) if KEYS else (bound, rows)
+    total = tl.zeros((BLOCK, D), tl.float32)
+    for start in range(tl.min(first), tl.max(end), BLOCK):
+        cols = start + offs
+        seen = (first[:, None] <= cols) & (cols < end[:, None])
+        cols = tl.minimum(cols, T - 1)
+        b_tile = tl.load(b + cols.to(tl.int64)[:, None] * D + d)
+        holds_target = a_id[:, None] == tl.load(b_ids + cols)
+        scores = pointer_scores(a_tile, b_tile, seen, D)
+        query = cols[None, :] if KEYS else rows[:, None]
+        dscores = tl.where(holds_target, tl.load(copy_grad + query), 0.0) - tl.load(mean + query)
+        dscores *= tl.exp(scores - tl.load(lse + query))
+        total = tl.dot(dscores.to(b_tile.dtype), b_tile, total, input_precision="ieee")
+    tl.store(grad + a_offs, total * D**-0.5)
+
+
+POINTER_TILES = dict(BLOCK=64, num_warps=4, num_stages=3)
+
+
+@compiled
+def pointer_bounds(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+    """Returns (4, T) int32: each query's first source; the end of each source's queries; tokens; targets. A
+    query's sources end before it; a source's queries begin after it.
+    """
+    positions = torch.arange(len(tokens), device=tokens.device)
+    documents = document_numbers(cu_seqlens, len(tokens))
+    first = first_seen(cu_seqlens, len(tokens), window)
+    end = torch.minimum(cu_seqlens[documents], positions + window + 1)
+    return torch.stack([first, end, tokens, targets]).int()
+
+
+def triton_pointer(inputs: PointerInputs, micro_batch: MicroBatch, window: int) -> tuple[Tensor, Tensor]:
+    bounds = pointer_bounds(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
+    first, _, tokens, targets = bounds
+    q, k = inputs.q.contiguous(), inputs.k.contiguous()
+    T, D = q.shape
+    out = inputs.sink_scores.new_empty(3, T)
+    grid = (triton.cdiv(T, POINTER_TILES["BLOCK"]),)
+    pointer_kernel[grid](q, k, first, targets, tokens, inputs.sink_scores, out, T, D, **POINTER_TILES)
+    return out[:2], out[2]
+
+
+def triton_pointer_grad(
+    inputs: PointerInputs,
+    micro_batch: MicroBatch,
+    window: int,
+    probs: Tensor,
+    lse: Tensor,
+    probs_grad: Tensor,
+) -> PointerInputs:
+    bounds = pointer_bounds(micro_batch.inputs, micro_batch.targets, micro_batch.cu_seqlens, window)
+    first, end, tokens, targets = bounds
+    q, k = inputs.q.contiguous(), inputs.k.contiguous()
+    T, D = q.shape
+    mean = (probs * probs_grad).sum(0)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    of_queries = lse, mean, probs_grad[0]
+    kernel = pointer_grad_kernel[(triton.cdiv(T, POINTER_TILES["BLOCK"]),)]
+    kernel(q, k, first, targets, tokens, *of_queries, dq, T, False, D, **POINTER_TILES)
+    kernel(k, q, end, tokens, targets, *of_queries, dk, T, True, D, **POINTER_TILES)
+    return PointerInputs(dq, dk, probs[1] * (probs_grad[1] - mean))
 
 
 @compiled
@@ -4019,237 +3050,857 @@ def gather_rows(
     out.copy_(total)
 
 
-@compiled
-def fp8_mlp_weights(bank: Tensor, scales: Tensor, previous_amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Converts a bank (2L, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
+# ---- Sums of table rows' gradients -------------------------------------------------------------------------
 
-    Returns FP8MLP.weights (L, 2, F, d) and .weights_T (L, 2, d, F), and writes their scales to `scales`
-    (L, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (L, 2), with room for
-    growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to the bank's
-    dtype (compiled code may skip that rounding).
+
+def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
+    """out[ids[i]] += the sum of grad[k] over the positions k of ids[i], times its row of signs.
+
+    out (N, ...), grad (T, ...). A row's gradients are summed in at least fp32, in the list's order, and
+    rounded once.
     """
-    weights = bank.unflatten(0, (-1, 2))
-    amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
-    exact = (amax / E4M3_MAX).to(bank.dtype).float()
-    delayed = previous_amax * (FP8_WEIGHT_MARGIN / E4M3_MAX)
-    scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
-    scales[:, 1] = scale
-    previous_amax.copy_(amax)
-    return cast_and_transpose(weights, scale, torch.float8_e4m3fn)
+    out = out.flatten(1)
+    ids = segments.ids.long()
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    by_row = grad.flatten(1)[segments.perm].to(dtype)
+    if signs is not None and segments.sign_ids is not None:
+        by_row *= signs[segments.sign_ids]
+    sums = torch.segment_reduce(by_row, "sum", lengths=segments.offsets.diff().long(), unsafe=True)
+    out.index_copy_(0, ids, (out[ids].to(dtype) + sums).to(out.dtype))
 
 
-def fp8_and_transposed(x: Tensor, unit: float) -> tuple[Tensor, Tensor]:
-    """Returns x (n, m) in e4m3, in such units, and its row-major transpose (m, n)."""
-    x8 = to_fp8(x, unit, torch.float8_e4m3fn)
-    return x8, transposed(x8)
+@jit
+def segment_sum_rows_kernel(
+    out,
+    grad,
+    ids,
+    perm,
+    offsets,
+    sign_ids,
+    signs,
+    columns,
+    grad_stride,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Sums a chunk of a row over its positions, in their order, with UNROLL loads in flight."""
+    i = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, last = tl.load(offsets + i), tl.load(offsets + i + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(first, last, UNROLL):
+        for k in tl.static_range(UNROLL):
+            at = start + k
+            pos = tl.load(perm + at, mask=at < last, other=0).to(tl.int64)
+            mask = cols < tl.where(at < last, columns, 0)
+            part = load_fp32(grad + pos * grad_stride + cols, mask)
+            if sign_ids is not None:
+                row = tl.load(sign_ids + at, mask=at < last, other=0).to(tl.int64)
+                part *= load_fp32(signs + row * columns + cols, mask)
+            total += part
+    out_ptrs = out + tl.load(ids + i).to(tl.int64) * columns + cols
+    total += load_fp32(out_ptrs, cols < columns)
+    tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=cols < columns)
+
+
+SEGMENT_SUM_TILES = dict(BLOCK=256, UNROLL=8, num_warps=2)
+
+
+def triton_segment_sum_rows(
+    out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None
+) -> None:
+    if not len(segments.ids):
+        return
+    out, grad = out.flatten(1), grad.flatten(1)
+    columns = out.size(1)
+    grid = len(segments.ids), triton.cdiv(columns, SEGMENT_SUM_TILES["BLOCK"])
+    segment_sum_rows_kernel[grid](out, grad, *segments, signs, columns, grad.stride(0), **SEGMENT_SUM_TILES)
+
+
+# ---- Products, transposes and sums without kernels ---------------------------------------------------------
+
+
+def baddbmm_fp32(add: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
+    """Returns beta add + alpha x y for batches of matrices, summed in at least fp32 and rounded once."""
+    if x.is_cuda:  # tensor cores already accumulate in fp32
+        return torch.baddbmm(add, x, y, beta=beta, alpha=alpha)
+    return torch.baddbmm(upcast(add), upcast(x), upcast(y), beta=beta, alpha=alpha).to(x.dtype)
+
+
+def bmm_fp32(x: Tensor, y: Tensor) -> Tensor:
+    """Returns x y for batches of matrices, summed in at least fp32 and rounded once."""
+    if x.is_cuda:  # tensor cores already accumulate in fp32
+        return x @ y
+    return (upcast(x) @ upcast(y)).to(x.dtype)
 
 
 @compiled
-def next_token_losses(
-    logits: Tensor,
-    targets: Tensor,
-    pointer_probs: PointerProbs | None = None,
-    cap: Softcap = RECORD.softcap,
-) -> Tensor:
-    """Returns the losses (n,) of targets (n,), -log p, in at least fp32: without pointer_probs
+def transpose_copy(out: Tensor, x: Tensor) -> None:
+    """Writes x^T, for x (m, n), to out (n, m). FP8 is copied as bytes: generated code would convert it."""
+    if x.element_size() == 1:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    out.copy_(x.T)
 
-        p = p_vocab, the softmax of the logits (n, V) after the softcap;
 
-    with them the mixture of section 6, where p_vocab is the softmax without the gate's column:
+def transposed(x: Tensor) -> Tensor:
+    """Returns a row-major copy (n, m) of x^T, for x (m, n)."""
+    transpose_copy(out := x.new_empty(x.T.shape), x)
+    return out
 
-        p = (1 - gate (1 - p_sink)) p_vocab + gate p_copy + PROB_FLOOR
+
+@compiled
+def add_columns(out: Tensor, columns: Tensor, x: Tensor) -> None:
+    """Adds x (n, P) to those `columns` (P,) int32, distinct, of out (n, m)."""
+    if out.is_cuda or torch.compiler.is_compiling():  # index_add_ is atomic on a GPU
+        out[:, columns.long()] += x
+    else:
+        out.index_add_(1, columns, x)
+
+
+# ---- The backend of a run ----------------------------------------------------------------------------------
+
+
+class Backend(NamedTuple):
+    """A run's implementations of operations."""
+
+    attention: Callable = dense_attention
+    relu_square: Callable = relu_square
+    relu_square_grad: Callable = relu_square_grad
+    relu_square_fp8: Callable = relu_square_fp8
+    cast_and_transpose: Callable = cast_and_transpose
+    softcap_loss: Callable = softcap_loss
+    pointer: Callable = pointer
+    pointer_grad: Callable = pointer_grad
+    segment_sum_rows: Callable = segment_sum_rows
+    fp8: bool = False
+    mlp_dtype: torch.dtype | None = None  # of the MLPs' products outside FP8; None: the model's
+
+
+TORCH_BACKEND = Backend()
+
+KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in Config.kernels
+    "relu_square": triton_relu_square,
+    "relu_square_grad": triton_relu_square_grad,
+    "relu_square_fp8": triton_relu_square_fp8,
+    "cast_and_transpose": triton_cast_and_transpose,
+    "softcap_loss": triton_softcap_loss,
+    "pointer": triton_pointer,
+    "pointer_grad": triton_pointer_grad,
+    "segment_sum_rows": triton_segment_sum_rows,
+}
+
+
+def check_driver() -> None:
+    """Raises UserError, with CUDA's own reason, if there are GPUs that this torch cannot use."""
+    if torch.cuda.device_count() and not torch.cuda.is_available():  # the first asks the driver, not CUDA
+        cuda = torch.version.cuda
+        fix = f"this torch needs a driver for CUDA {cuda}: install one, or a torch for an older CUDA, from "
+        with user_error_on("cannot use the GPUs", f"{fix}download.pytorch.org, and set PYTHON", RuntimeError):
+            torch.cuda.init()
+
+
+def select_backend(cfg: Config, device: torch.device) -> Backend:
+    """Returns the implementations that the config names; there are no silent fallbacks.
+
+    Raises UserError with the first reason against them here, and a setting that avoids it.
     """
-    z = cap.scale * softcap_sigmoid(logits, cap)
-    if pointer_probs is None:
-        return F.cross_entropy(z, targets, reduction="none")
-    gate, z = split_gate(z, pointer_probs.gate_column)
-    p_vocab = (-F.cross_entropy(z, targets, reduction="none")).exp()
-    p_copy, p_sink = pointer_probs.probs
-    return -(p_vocab * (1 - gate * (1 - p_sink)) + gate * p_copy + PROB_FLOOR).log()
-
-
-def split_gate(z: Tensor, gate_column: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns gate_column's softmax (n,) of softcapped logits z (n, V); and z with -inf in that column."""
-    rest = z.index_fill(1, gate_column, -math.inf)
-    return torch.sigmoid(z[:, gate_column][:, 0] - rest.logsumexp(1)), rest
-
-
-@compiled
-def loss_targets(targets: Tensor, count: int, prefixes: Tensor | None) -> Tensor:
-    """Returns each position's targets (T, count) int64: its next `count` tokens. -1: none.
-
-    targets (T,): the next one. With `prefixes` (V,), a last column has the next token's prefix.
-    """
-    columns = []
-    for k in range(count):
-        missing = min(k, len(targets))
-        columns.append(F.pad(targets[k:], (0, missing), value=-1))
-    if prefixes is not None:
-        columns.append(prefixes[targets])
-    return torch.stack(columns, dim=1)
-
-
-@compiled
-def index_in(ids: Tensor, columns: Tensor) -> Tensor:
-    """Returns where each of `ids` int64 is among ascending `columns` (P,) int32; -1: absent."""
-    at = torch.searchsorted(columns.long(), ids).clamp_max(len(columns) - 1)
-    return torch.where(columns[at] == ids, at, -1)
+    check_driver()
+    on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
+    lacks_kernels = triton is None or too_old and not interpreted
+    require(
+        not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
+        "the kernels need the package triton, a GPU of compute capability 8.0 (A100, RTX 30) or newer, and "
+        "dtype and bank_dtype bfloat16 (float32 if interpreted); use --preset cpu, or --set kernels=",
+    )
+    require(
+        "pointer" not in cfg.kernels or cfg.pointer_dim in (0, 16, 32, 64, 128),
+        "the pointer's kernel needs pointer_dim 16, 32, 64 or 128; use --set pointer_dim=128",
+    )
+    require(
+        cfg.attention_impl == "dense" or (not too_old and cfg.dtype == "bfloat16"),
+        "FlashAttention needs a GPU of compute capability 8.0 (A100, RTX 30) or newer, and dtype "
+        "bfloat16; use --set attention_impl=dense",
+    )
+    require(
+        not cfg.fp8 or not on_gpu or capability >= (8, 9),
+        "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
+    )
+    chosen: dict = {name: function for name, function in KERNELS.items() if name.startswith(cfg.kernels)}
+    if cfg.attention_impl != "dense":
+        chosen["attention"] = flash_attention
+    if cfg.attention_impl == "fa3":
+        fix = "docs/gpus.md says how to get it; or use --set attention_impl=varlen"
+        with user_error_on("FlashAttention-3 cannot be used", fix, Exception):
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+    plain_mlp = cfg.dtype == "float32" and not on_gpu and "relu_square" not in cfg.kernels
+    if cfg.bf16_mlp and plain_mlp and torch.cpu._is_amx_tile_supported():
+        chosen |= {"mlp_dtype": torch.bfloat16, "relu_square_grad": relu_square_grad_bf16}
+    return Backend(**chosen, fp8=cfg.fp8)
 
 
 # ============================================================================================================
-# 9  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
-#    a Pending is waited for where its result is first used.
-#
-#    How a table row's gradient travels, for example value_embeds':
-#
-#    thread that       make_segments           which rows each micro-batch reads, and at which positions
-#    builds batches    Exchange.plan_rows      tells every owner which of its rows are touched
-#    each backward     TableParam.add_rows     adds the positions' gradients to their rows of main_grad
-#    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner
-#                                              sums them in fp32, in rank order, in its block of main_grad
-#    work              ShardedParam.update     Adam; then clear() makes the means' rows of main_grad 0
-#
-#        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
-#
-#                           rank 0 touched 0, 3         rank 1 touched 1, 3
-#        local rows         1      ------->             <------- 1
-#        row gradients      g0[3]  ------->             <------- g1[1]
-#        mean               row 0 = g0[0] / 2           row 2 = 0
-#                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
-#
-#    These are the bits of the dense exchange with reduction=fp32, rounded to main_grad's dtype, at any number
-#    of ranks. Section 11 says what is added for the rows of n-grams, of which no rank has them all.
+# 8  Gradients. Matmuls that write their weight's gradient into main_grad.
 # ============================================================================================================
 
-# torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+def write_grad(main_grad: Tensor, a: Tensor, b: Tensor, scales: Sequence[Tensor], written: Tensor) -> None:
+    """Writes a^T b to main_grad[:rows, :cols], for a (T, rows) and b (T, cols); adds it if `written`.
+
+    The sum is rounded once. bf16 a and b for an fp32 main_grad: the product is rounded to bf16 before it is
+    added. FP8 a and b, both column-major: a^T b times both scales; added through an fp32 temporary.
+    """
+    out = main_grad[: a.size(1), : b.size(1)]
+    if a.dtype == out.dtype:
+        out.addmm_(a.T, b) if written else torch.mm(a.T, b, out=out)
+    elif a.element_size() > 1:
+        out.add_(a.T @ b) if written else out.copy_(a.T @ b)
+    elif written:
+        out.add_(fp8_matmul(a.T, b, scales, torch.float32))
+    else:
+        fp8_matmul(a.T, b, scales, out.dtype, out=out)
 
 
-class Pending(NamedTuple):
-    result: Tensor
-    handle: dist.Work | None = None
-    finish: Callable[[Tensor], Tensor] | None = None  # completes the result after its arrival
-
-    def wait(self) -> Tensor:
-        if self.handle is not None:
-            with traced("waiting"):
-                self.handle.wait()
-        return self.result if self.finish is None else self.finish(self.result)
+# As an operation of torch's, so that a compiled backward can hold it. Its name has the module's, so that two
+# copies of this script can be imported, but of different names. torch.library.custom_op would take 0.1 ms
+# more a call.
+LIBRARY = torch.library.Library(__name__.replace(".", "_"), "FRAGMENT")
+LIBRARY.define("write_grad(Tensor(a!) main_grad, Tensor a, Tensor b, Tensor[] scales, Tensor written) -> ()")
+LIBRARY.impl("write_grad", write_grad, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{LIBRARY.ns}::write_grad", lambda *_: None, lib=LIBRARY)
+write_grad_op = getattr(torch.ops, LIBRARY.ns).write_grad.default
 
 
-def rank_order_mean(parts: Tensor) -> Tensor:
-    """Returns the mean over the first axis of `parts` (n, ...), summed from 0 in order, in at least fp32."""
-    total = torch.zeros_like(parts[0], dtype=torch.promote_types(parts.dtype, torch.float32))
-    for part in parts:
-        total += part
-    return total.div_(len(parts))
+class Weight(NamedTuple):
+    """A matrix of a bank, or the bank."""
+
+    w: Tensor  # (rows, cols)
+    main_grad: Tensor | None = None  # its part of it; None: its gradient is autograd's
+    written: Tensor | None = None  # DenseParam.written
+
+    def split(self, rows: int) -> Iterator[Weight]:
+        """Returns a bank's matrices, of so many rows each, in their order."""
+        # One split, so that autograd builds the bank's gradient once. Separate slices would each make a
+        # gradient as large as the bank.
+        parts = self.w.flatten(0, -2).split(rows)
+        whole = self.main_grad
+        main_grads = len(parts) * [None] if whole is None else whole.flatten(0, -2).split(rows)
+        return map(partial(Weight, written=self.written), parts, main_grads)
+
+    def gradient(self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = ()) -> Tensor | None:
+        """Gives the weight write_grad's a^T b: writes it to main_grad, or returns it to autograd."""
+        if self.main_grad is None:
+            return fp8_matmul(a.T, b, scales, self.w.dtype) if scales else a.T @ b
+        write = write_grad_op if torch.compiler.is_compiling() else write_grad
+        write(self.main_grad, a, b, scales, self.written)
+        return None
 
 
-@dataclass
-class Exchange:
-    """Collectives of one process group; with one rank they do nothing.
+class Linear(torch.autograd.Function):
+    """x w^T, for x (T, cols). The matrix w is an argument beside its Weight: autograd sees only tensors."""
 
-    Every rank must make the same calls in the same order, from one thread. `name` and `kind` say what a call
-    sends: tests and benchmarks count by them.
+    @staticmethod
+    def forward(ctx, x, weight, w):
+        ctx.weight = weight
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w, None, ctx.weight.gradient(dy, x)
+
+
+class MLP(torch.autograd.Function):
+    """relu(h fc^T)^2 proj, for h (T, d), fc and proj both (F, d): `weights` and their matrices.
+
+    With `fp8`, the weights in FP8, all products are in FP8 (record 92): gradients as e5m2, all else as e4m3.
+    Gradients pass straight through the roundings, but a square that becomes 0 has none.
     """
 
-    rank: int
-    world_size: int
-    group: dist.ProcessGroup | None = None
-    device: torch.device = torch.device("cpu")  # where the group's tensors must be
-    sum_rows: Callable = segment_sum_rows  # the backend's
+    @staticmethod
+    def forward(ctx, h, weights, fc, proj, backend, fp8):
+        ctx.weights, ctx.backend, ctx.fp8 = weights, backend, fp8
+        if fp8 is None:
+            square = backend.relu_square(h, fc)
+            ctx.save_for_backward(h, square, fc, proj)
+            return square @ proj
+        h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
+        square8, square8_T = backend.relu_square_fp8(h8, fp8)
+        ctx.save_for_backward(h8_T, square8, square8_T)
+        proj8_T = fp8.weights_T[1]
+        return fp8_matmul(square8, proj8_T.T, (fp8.scale("square"), fp8.scale("proj")), h.dtype, fast=True)
 
-    def __post_init__(self):
-        self.options = {"group": self.group, "async_op": True}
+    @staticmethod
+    def backward(ctx, dy):
+        backend, fp8 = ctx.backend, ctx.fp8
+        to_fc, to_proj = ctx.weights
+        if fp8 is None:
+            h, square, fc, proj = ctx.saved_tensors
+            da = backend.relu_square_grad(dy, proj, square)
+            return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
+        h8_T, square8, square8_T = ctx.saved_tensors
+        dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
+        da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
+        fc8_T = fp8.weights_T[0]
+        dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
+        dfc = to_fc.gradient(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
+        dproj = to_proj.gradient(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
+        return dh, None, dfc, dproj, None, None
 
-    def block(self, t: Tensor) -> Tensor:
-        """Returns this rank's block of t's first axis, a view."""
-        return t.chunk(self.world_size)[self.rank]
 
-    def reduce(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
-        """Averages `grad` over ranks; each gets its own block.
+# ============================================================================================================
+# 9  What is updated. One object for each bank, each table, lm_head, each vector of small parameters, and
+#    the table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its
+#    update changes:
+#
+#                   ShardedParam's subclasses                   NgramTable
+#    forward        wait: values are complete                   wait: the fetched rows are here
+#    backward       by products: add_product of lm_head, and    add_rows
+#                   Weight.gradient of banks; tables: add_rows;
+#                   small ones: autograd; then end_backward
+#    scatter        scatter: the mean over ranks begins         scatter
+#    work           update, by the mean; clear: a new sum       update; clear
+#    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
+#
+#    N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated
+#    after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that
+#    these steps read are fetched once, and their gradients return once. On the left what the batch-building
+#    thread does, while earlier steps train; on the right the main thread, from top to bottom:
+#
+#    index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
+#    ids    plan_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
+#           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
+#                                                            update: owners' mean in rank order, and the rule
+#                                                            rows of the next steps: to askers
+#
+#    No step takes time or memory in proportion to the table's rows. Sharded rows, and ids that are known
+#    ahead, so that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe,
+#    arXiv:2202.12429); tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366
+#    and nanochat PR 854.
+# ============================================================================================================
 
-        The backend sums in grad's dtype, rounding at every hop. With `in_rank_order` ranks send their
-        gradients as they are, as many bytes, and the sum is fp32, in rank order. Returns grad's dtype, or at
-        least fp32.
+
+class RunningAverage(NamedTuple):
+    """The running average of a parameter's block that a row of Config.averages asks for."""
+
+    row: int  # its number; StepPlan.average_rates[row] is how far it moves after a step
+    spec: WeightAverage
+    value: Tensor
+
+
+class ShardedParam:
+    """A parameter whose updates are spread over ranks: each rank updates its own block, and has the update
+    rule's state and the averages of that block.
+
+    main_grad: the gradient, with the parameter's shape and dtype; it is summed from one update to the next,
+    over micro-batches and steps. How, and how it is exchanged and cleared, is what the subclasses differ in.
+    """
+
+    main_grad: typing.Any  # Tensor; None where autograd has the gradient
+
+    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
+        self.spec = spec
+        self.p = p
+        self.cfg = cfg
+        self.exchange = exchange
+        self.name = spec.name
+        self.update_order = spec.update_order
+        self.block = exchange.block(p.detach())  # the part of p that this rank updates, a view
+        self.rule = OPTIMIZERS[spec.optimizer]
+        self.state = self.rule.init(self.block, spec, acc_dtype(cfg), exchange.rank * len(self.block))
+        self.averages = []
+        for row, average in enumerate(cfg.averages):
+            if spec.name in average.params and tick_rates(average, cfg.steps):
+                value = torch.zeros_like(self.block, dtype=acc_dtype(cfg))
+                self.averages.append(RunningAverage(row, average, value))
+        self.in_flight: Pending | None = None  # the gather, until somebody waits for it
+
+    def is_due(self, plan: StepPlan) -> bool:
+        return plan.updates(self.spec.update_every)
+
+    def end_backward(self) -> None:
+        """Ends a micro-batch's backward.
+
+        By TransformerEngine's contract (its PR 2871), a parameter's attribute grad_added_to_main_grad, if
+        there is one, becomes True, and autograd gets an uninitialized gradient: hooks that wait for one then
+        run, and drop it. This is here, and not in the backward of each product, because a compiled backward
+        gives all its results at its end.
         """
-        if self.world_size == 1:
-            return Pending(grad)
-        out = torch.empty_like(self.block(grad))
-        if in_rank_order:
-            parts = out.new_empty((self.world_size, *out.shape))
-            work = dist.all_to_all_single(parts.flatten(0, 1), grad, **self.options)
-            return Pending(parts, work, rank_order_mean)
-        return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
+        if hasattr(self.p, "grad_added_to_main_grad"):
+            self.p.grad_added_to_main_grad = True
+            torch.autograd.backward(self.p, torch.empty_like(self.p))
 
-    def plan_rows(self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray) -> RowExchange:
-        """Tells each row's owner that this rank has touched the row. Blocks.
+    def reduce(self, grad: Tensor) -> Pending:
+        """Starts the mean of a whole gradient over ranks. Each gets that of its block."""
+        return self.exchange.reduce(self.name, grad, self.spec.reduction == "fp32")
 
-        rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
-        and where in its block.
+    def update(self, grad: Tensor, plan: StepPlan) -> None:
+        """Updates the block by its mean gradient."""
+        self.rule.update(self.block, grad, self.state, self.spec, plan, self.cfg)
+
+    def clear(self) -> None:
+        """Begins a new sum of the gradient, after an update."""
+        self.main_grad.zero_()
+
+    def drop_grad(self) -> None:
+        """Begins a new sum, whatever has been added since the last update."""
+        self.clear()
+
+    def gather(self) -> None:
+        """Starts to complete the parameter from the ranks' blocks."""
+        with traced(f"gather {self.name}"):
+            self.in_flight = self.exchange.gather(self.name, self.p.detach())
+
+    def wait(self) -> None:
+        """Ends the gather, if one is under way."""
+        pending, self.in_flight = self.in_flight, None
+        if pending:
+            pending.wait()
+
+    def tick(self, rates: tuple[float, ...]) -> None:
+        """Moves averages towards the block, by StepPlan.average_rates."""
+        for average in self.averages:
+            rate = rates[average.row]
+            if rate:
+                average.value.mul_(1 - rate).add_(self.block, alpha=rate)
+
+    def apply_averages(self) -> None:
+        """Moves the parameter to its averages, and restores its norm if they keep it. Waits.
+
+        Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
         """
-        order = np.argsort(owner.astype(np.uint16), kind="stable")
-        input_splits = np.bincount(owner, minlength=self.world_size).tolist()
-        output_splits = input_splits
-        arriving = int32(local_row[order]).to(self.device)
-        if self.world_size > 1:
-            ones = [1] * self.world_size
-            counts = torch.tensor(input_splits, device=self.device)
-            output_splits = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
-            arriving = self.send_rows("row ids", name, arriving, input_splits, output_splits).wait()
-        arriving = arriving.cpu()
-        return RowExchange(input_splits, output_splits, int32(rows[order]), arriving, make_segments(arriving))
+        if not self.averages:
+            return
+        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # so that padding changes no digit
+        before = norm_of(self.p.detach())
+        for average in self.averages:
+            self.block.copy_(self.block.to(average.value.dtype).lerp(average.value, average.spec.blend))
+        self.gather()
+        self.wait()
+        if any(average.spec.keep_norm for average in self.averages):
+            p = self.p.detach()
+            after = norm_of(p)
+            ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
+            p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
 
-    def send_rows(
+    def state_dict(self) -> dict:
+        """Returns what this rank alone has of it, all but the gradient; not copied."""
+        averages = [average.value for average in self.averages]
+        return {"block": self.block, "state": self.state, "averages": averages}
+
+
+class SmallParams(ShardedParam):
+    """Small parameters with equal betas, dtype, interval and reduction, as parts of one vector, which is
+    exchanged and updated in their place. Autograd adds their gradients to main_grad, of which p.grad of each
+    is a part.
+    """
+
+    def __init__(
         self,
-        kind: str,
         name: str,
-        rows: Tensor,
-        input_splits: list[int],
-        output_splits: list[int],
-        out: Tensor | None = None,
-    ) -> Pending:
-        """Sends rows (sum(input_splits), ...), by receiver; returns those sent here, by sender, in `out`."""
-        if self.world_size == 1:
-            return Pending(rows if out is None else out.copy_(rows))
-        if out is None:
-            out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
-        return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
+        specs: list[Param],
+        params: list[Tensor],
+        cfg: Config,
+        exchange: Exchange,
+    ):
+        # Parts, and ranks' blocks, begin at multiples of 16 bytes, as fast kernels want.
+        sizes = [padded(p.numel(), 8) for p in params]
+        padding = -sum(sizes) % (8 * exchange.world_size)
+        vector = params[0].new_zeros(sum(sizes) + padding)
+        super().__init__(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, cfg, exchange)
+        self.main_grad = torch.zeros_like(vector)
+        values, grads = vector.split(sizes + [padding]), self.main_grad.split(sizes + [padding])
+        for p, value, grad in zip(params, values, grads):
+            value[: p.numel()].copy_(p.detach().flatten())
+            p.data = value[: p.numel()].view_as(p)
+            p.grad = grad[: p.numel()].view_as(p)
+        muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
+        rates = torch.tensor(muls, dtype=acc_dtype(cfg))
+        rates = rates.repeat_interleave(torch.tensor(sizes + [padding]), 0)
+        self.state["rates"] = exchange.block(rates).T.contiguous().to(vector.device)
 
-    def reduce_rows(self, name: str, row_grads: Tensor, plan: RowExchange, out: Tensor) -> Pending:
-        """Sends the gradients of touched rows, (sum(plan.input_splits), ...), to their owners, as they are.
-        Each gets the mean over ranks of its rows, in the rows of `out` that plan.segments.ids name; 0 before.
+    def scatter(self) -> Pending:
+        return self.reduce(self.main_grad)
 
-        Rows arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
+
+class DenseParam(ShardedParam):
+    """A bank, or lm_head: backwards of matrix products write its gradient to main_grad directly.
+
+    written: whether main_grad holds a gradient of this sum already, to which the next one is added; the first
+    one overwrites it. It is a 0-d CPU tensor, as a bool would make torch.compile build two graphs.
+    A bank's main_grad is None with cfg.main_grad=false: then autograd sums its gradient in p.grad.
+    """
+
+    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
+        super().__init__(spec, p, cfg, exchange)
+        by_autograd = spec.kind == "bank" and not cfg.main_grad
+        self.main_grad = None if by_autograd else torch.zeros_like(p)
+        p.requires_grad_(by_autograd)
+        self.written = torch.tensor(False)
+
+    def weight(self) -> Weight:
+        """Returns the parameter as matrix products take it."""
+        w = self.p if self.main_grad is None else self.p.detach()
+        return Weight(w, self.main_grad, self.written)
+
+    def grad(self) -> Tensor:
+        return self.p.grad if self.main_grad is None else self.main_grad
+
+    def end_backward(self) -> None:
+        """Ends a micro-batch's backward: what follows is added to its gradient."""
+        self.written = torch.tensor(True)
+        if self.main_grad is not None:
+            super().end_backward()
+
+    def scatter(self) -> Pending:
+        return self.reduce(self.grad())
+
+    def clear(self) -> None:
+        self.p.grad = None
+        self.written = torch.tensor(False)
+
+
+class TableParam(ShardedParam):
+    """A table of rows for tokens or bigrams. Every rank has all rows; main_grad begins every sum with 0."""
+
+    touched: RowExchange | None = None  # in a step that updates the table, on the device
+
+    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
+        super().__init__(spec, p, cfg, exchange)
+        p.requires_grad_(False)
+        self.main_grad = torch.zeros_like(p)
+        self.selector = SELECTORS[spec.kind]
+
+    def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
+        """Adds the gradients (T, ...) of what a micro-batch's positions have looked up.
+
+        signs: the model's, by which rows of bigrams were multiplied.
         """
+        self.exchange.sum_rows(self.main_grad, grads, segments[self.selector], signs)
 
-        def mean(arrived: Tensor) -> Tensor:
-            self.sum_rows(out, arrived, plan.segments)
-            return out.div_(self.world_size)
+    def take_rows(self) -> Tensor:
+        """Returns the touched rows of main_grad, which begin a new sum."""
+        rows = self.main_grad[self.touched.rows]
+        self.main_grad.index_fill_(0, self.touched.rows.long(), 0)
+        return rows
 
-        arriving = self.send_rows("gradient rows", name, row_grads, plan.input_splits, plan.output_splits)
-        return arriving._replace(finish=mean)
+    def scatter(self) -> Pending:
+        if self.spec.exchange == "sparse":  # only touched rows; the mean is put where their owner had them
+            out = self.exchange.block(self.main_grad)
+            return self.exchange.reduce_rows(self.name, self.take_rows(), self.touched, out)
+        return self.reduce(self.main_grad)
 
-    def gather(self, name: str, t: Tensor) -> Pending:
-        """Fills t, of which each rank has updated its own block, from all ranks."""
-        if self.world_size == 1:
-            return Pending(t)
-        return Pending(t, _all_gather(t, self.block(t), **self.options))
+    def clear(self) -> None:
+        if self.spec.exchange == "sparse":  # only these rows are not 0
+            self.exchange.block(self.main_grad).index_fill_(0, self.touched.segments.ids.long(), 0)
+        else:
+            self.main_grad.zero_()
 
-    def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> Pending:
-        return Pending(t, None if self.world_size == 1 else dist.all_reduce(t, op, **self.options))
+    def drop_grad(self) -> None:
+        self.main_grad.zero_()
 
-    def from_rank_0(self, value):
-        """Returns rank 0's small value, when all ranks have called it. Blocks: not for the timed loop."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value, self.group)
-        return values[0]
+
+class Head(DenseParam):
+    """lm_head. Until the untie step embed is its transpose: lm_head gets embed's gradient, too, and embed a
+    copy of its values.
+    """
+
+    def add_product(
+        self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = (), columns: Tensor | None = None
+    ) -> None:
+        """Writes a^T b to main_grad, or adds it, as write_grad does.
+
+        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad; the
+        first one sets all others to 0.
+        """
+        if columns is None:
+            write_grad(self.main_grad, a, b, scales, self.written)
+        else:
+            if not self.written:
+                self.main_grad.zero_()
+            product = self.main_grad.new_empty(a.size(1), b.size(1))
+            write_grad(product, a, b, scales, torch.tensor(False))
+            add_columns(self.main_grad, columns, product)
+        self.written = torch.tensor(True)
+
+    def add_grad_of(self, embed: TableParam) -> None:
+        """Adds the gradient of embed, of which only the touched rows are not 0."""
+        add_columns(self.main_grad, embed.touched.rows, embed.take_rows().T)
+
+    def copy_to(self, embed: TableParam) -> None:
+        """Lets embed be copied when somebody waits for it, after this parameter's gather."""
+        embed.in_flight = self.in_flight._replace(finish=partial(transpose_copy, embed.p))
+
+    def untie(self, embed: TableParam) -> None:
+        """Lets embed train on its own, from this parameter's state, transposed and resharded."""
+        for key, value in self.state.items():
+            if value.dim():
+                whole = torch.empty_like(self.p, dtype=value.dtype)
+                self.exchange.block(whole).copy_(value)
+                whole = self.exchange.gather(f"{self.name}.{key}", whole).wait()
+                value = self.exchange.block(whole.T)
+            embed.state[key].copy_(value)
+
+
+def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
+    orders = len(cfg.ngrams.orders)
+    rows = cfg.ngrams.rows_per_order
+    tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
+    touched = orders * min(max(cfg.ngrams.update_every) * tokens, rows)
+    block = math.ceil(orders * rows / world_size)
+    return touched, block
+
+
+class NgramTable:
+    """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
+
+    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Row r is local_row
+    r // world_size of rank r % world_size. Rows start at 0.
+    """
+
+    name = "ngrams"
+    selector = "hashed_rows"
+    update_order = -1  # before all parameters, while whose updates run the next rows are fetched
+
+    def __init__(self, cfg: Config, exchange: Exchange):
+        n = self.spec = cfg.ngrams
+        self.exchange, self.device = exchange, exchange.device
+        slots, block = ngram_bounds(cfg, exchange.world_size)
+        # By slot: the rows that steps read until the next update, and their gradients.
+        zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
+        self.cache, self.main_grad = zeros(slots, n.width), zeros(slots, n.width)
+        self.touched: RowExchange | None = None  # of the rows in the cache, on the device
+        self.in_flight: Pending | None = None  # their fetch
+        self.block = zeros(block, n.width)
+        self.state = row_adam_init(self.block, acc_dtype(cfg))
+        self.saved = {"block": self.block} | self.state
+        # As a table: on CPUs the last bit of pow() depends on a number's place in its vector.
+        self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
+
+    def is_due(self, plan: StepPlan) -> bool:
+        return plan.updates(self.spec.update_every)
+
+    @traced("rows ngrams")
+    def start_fetch(self, rows: RowExchange) -> None:
+        """Starts to fetch the rows that the steps up to the next update read, to slots 0, 1, ... of the
+        cache, by owner. They travel against the exchange's direction.
+        """
+        self.touched = rows
+        own = self.block.index_select(0, rows.local_rows)
+        out = self.cache[: len(rows.rows)]
+        self.in_flight = self.exchange.send_rows(
+            "rows", self.name, own, rows.output_splits, rows.input_splits, out
+        )
+
+    def wait(self) -> None:
+        """Ends the fetch, if one is under way."""
+        pending, self.in_flight = self.in_flight, None
+        if pending:
+            pending.wait()
+
+    def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
+        """Adds the gradients (T, width) of what a micro-batch's positions have looked up, times `signs`."""
+        self.exchange.sum_rows(self.main_grad, grads, segments[self.selector], signs)
+
+    @traced("rows ngrams")
+    def scatter(self) -> Pending:
+        """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
+        distinct = len(self.touched.segments.ids)
+        # One after the other, as no buffer has all rows of the block.
+        places = torch.arange(distinct, dtype=torch.int32, device=self.device)
+        plan = self.touched._replace(segments=self.touched.segments._replace(ids=places))
+        rows = self.main_grad[: len(plan.rows)]
+        out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["moments"].dtype)
+        return self.exchange.reduce_rows(self.name, rows, plan, out)
+
+    def update(self, grads: Tensor, plan: StepPlan) -> None:
+        """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
+        row_adam(self.block, (self.touched.segments.ids, grads), self.state, self.spec, plan)
+
+    def clear(self) -> None:
+        """Begins a new sum of the gradient, after an update."""
+        self.main_grad[: len(self.touched.rows)].zero_()
+
+    def drop_grad(self) -> None:
+        self.main_grad.zero_()
+
+    @torch.no_grad()
+    def fetch(self, rows: Tensor) -> Tensor:
+        """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
+
+        Every rank must call it the same number of times: it communicates.
+        """
+        wanted = rows.cpu().numpy()
+        local_row, owner = np.divmod(wanted, self.exchange.world_size)
+        plan = self.exchange.plan_rows(self.name, wanted, owner, local_row)
+        own = self.block[plan.local_rows]
+        received = self.exchange.send_rows(
+            "rows outside training", self.name, own, plan.output_splits, plan.input_splits
+        )
+        return received.wait()[plan.rows.argsort()]
+
+    def state_dict(self) -> dict:
+        """Returns what this rank alone has of it, all but the gradient; not copied."""
+        return self.saved
+
+
+def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
+    """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
+    if not cfg.ngrams.orders:
+        return None
+    fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
+    # What a GPU's allocator raises is a RuntimeError, too.
+    with user_error_on("the n-gram table does not fit in memory", fix, RuntimeError, MemoryError):
+        return NgramTable(cfg, exchange)
 
 
 # ============================================================================================================
-# 10  Update rules. In place, on one block, in at least fp32. Another rule is init, update, and an entry of
+# 10  Optimizer. Has the objects of section 9, and runs their scatter, work and gather in explicit orders.
+# ============================================================================================================
+
+# By Param.kind; small parameters are packed.
+KINDS = {"bank": DenseParam, "matmul": Head, "tokens": TableParam, "hashed": TableParam}
+
+
+class Optimizer:
+    """Spreads updates over ranks: scatters gradients, updates own blocks (work), gathers parameters.
+
+    Gradients are exchanged in the order of `sharded`: n-grams', then in the order of cfg.params, small
+    parameters' last. Updates are done by update_order.
+
+    Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
+    has an order of its own. embed's gradient is added before lm_head's is exchanged, and its values are
+    copied after lm_head's are gathered.
+    """
+
+    def __init__(self, cfg: Config, params: dict[str, Tensor], exchange: Exchange):
+        self.cfg = cfg
+        self.exchange = exchange
+        self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
+        groups = defaultdict(list)
+        for spec in used_params(cfg):
+            if spec.kind == "small":
+                groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
+            else:
+                self.params[spec.name] = KINDS[spec.kind](spec, params[spec.name], cfg, exchange)
+        for i, group in enumerate(groups.values()):
+            group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
+            name, tensors = f"small_{i}", [params[spec.name] for spec in group]
+            self.params[name] = SmallParams(name, group, tensors, cfg, exchange)
+        self.ngrams = make_ngram_table(cfg, exchange)
+        self.sharded: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
+        if self.ngrams:
+            self.sharded = {"ngrams": self.ngrams} | self.sharded
+        self.begun: Batch | None = None
+        self.exchanges: dict[str, RowExchange] = {}  # of that batch, on the device
+
+    @torch.no_grad()
+    def begin(self, batch: Batch | None) -> None:
+        """Copies a batch's exchanges to the device, and starts to fetch its rows of n-grams. The step before
+        does this already if it has updated the n-grams. None: there is no batch any more.
+        """
+        if batch is None or batch is self.begun:
+            return
+        self.begun, self.exchanges = batch, move(batch.exchanges, self.exchange.device)
+        if "ngrams" in self.exchanges:
+            self.ngrams.start_fetch(self.exchanges["ngrams"])
+
+    @traced("rows")
+    @torch.no_grad()
+    def add_rows(self, looked_up: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
+        """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
+        for name, rows in looked_up.items():
+            if rows.grad is not None:  # of bigrams, if no layer adds them
+                self.sharded[name].add_rows(rows.grad, segments, signs)
+
+    @torch.no_grad()
+    def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
+        """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update.
+
+        wait() must have been called since the step before. Mean gradients exist only here, each rank's block
+        of them.
+        """
+        head, embed = self.params.get("lm_head"), self.params.get("embed")
+        for table in self.params.values():
+            if isinstance(table, TableParam):
+                table.touched = self.exchanges.get(table.name)
+        due = [each for each in self.sharded.values() if each.is_due(plan)]
+
+        # Scatter. While embed is tied, its gradient is a part of lm_head's.
+        if plan.tied:
+            due = [each for each in due if each is not embed]
+            if head in due:
+                head.add_grad_of(embed)
+        mean_grads = {}
+        for each in due:
+            with traced(f"exchange {each.name}"):
+                mean_grads[each.name] = each.scatter()
+
+        # The averages tick after the step before, while the gradients are on their way.
+        self.tick(plan.step - 1)
+
+        # Work, and gather.
+        with traced("update"):
+            for each in sorted(due, key=lambda each: each.update_order):
+                grad = mean_grads.pop(each.name).wait()
+                with traced(f"update {each.name}"):
+                    each.update(grad, plan)
+                each.clear()
+                if each is self.ngrams:
+                    self.begin(following())
+                else:
+                    each.gather()
+                if plan.tied and each is head:
+                    head.copy_to(embed)
+
+        if plan.untie:
+            head.untie(embed)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Ends all gathers, and the fetch of n-grams, that are under way."""
+        for each in self.sharded.values():
+            each.wait()
+
+    def gather_all(self) -> None:
+        for param in self.params.values():
+            param.gather()
+            param.wait()
+
+    def tick(self, step: int) -> None:
+        """Moves the averages that tick after `step` towards their parameters.
+
+        The gathers of that step have ended, so that a tied copy is made.
+        """
+        rates = average_rates(self.cfg, step)
+        for param in self.params.values():
+            param.tick(rates)
+
+    @traced("averages")
+    @torch.no_grad()
+    def apply_averages(self) -> None:
+        """Moves parameters to their averages, after the last step, and restores their norms."""
+        self.wait()
+        self.tick(self.cfg.steps - 1)
+        for param in self.params.values():
+            param.apply_averages()
+        if untie_step(self.cfg) >= self.cfg.steps:  # still tied
+            transpose_copy(self.params["embed"].p, self.params["lm_head"].p)
+
+    @torch.no_grad()
+    def drop_grads(self) -> None:
+        """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
+        self.wait()
+        for each in self.sharded.values():
+            each.drop_grad()
+        self.begun = None
+
+
+# ============================================================================================================
+# 11  Update rules. In place, on one block, in at least fp32. Another rule is init, update, and an entry of
 #     OPTIMIZERS.
 # ============================================================================================================
 
@@ -4264,7 +3915,7 @@ class UpdateRule(NamedTuple):
     """
 
     init: Callable  # (block, its Param, dtype of moments, index of its first row) -> state
-    # (block, gradient, state, its Param, plan, cfg, backend): updates block and state in place.
+    # (block, gradient, state, its Param, plan, cfg): updates block and state in place.
     update: Callable
 
 
@@ -4281,9 +3932,7 @@ def adam_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     }
 
 
-def adam(
-    p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
-) -> None:
+def adam(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config) -> None:
     """Updates p by Adam (Kingma, Ba 2015, arXiv:1412.6980), eps added to the uncorrected root.
 
         exp_avg = beta1 exp_avg + (1 - beta1) grad,  exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
@@ -4431,9 +4080,7 @@ def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     return state
 
 
-def anvil(
-    p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config, backend: Backend
-) -> None:
+def anvil(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg: Config) -> None:
     """Updates matrices p (n, rows, cols) by ANVIL (record 92, PR 360), which descends from Muon and NorMuon.
 
         x = normuon_variance_reduction(orthogonalize(nesterov_momentum(grad)))
@@ -4641,688 +4288,1003 @@ OPTIMIZERS = {
 
 
 # ============================================================================================================
-# 11  What is updated. One object for each bank, each table, lm_head, each vector of small parameters, and
-#    the table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its
-#    update changes:
+# 12  Exchange. Averages gradients over ranks, whole or by touched rows, and gathers parameters. Asynchronous:
+#    a Pending is waited for where its result is first used.
 #
-#                   ShardedParam's heirs                        NgramTable
-#    forward        wait: values are complete                   wait: the fetched rows are here
-#    backward       by products: add_product of lm_head, and    add_rows
-#                   Weight.gradient of banks; tables: add_rows;
-#                   small ones: autograd; then end_backward
-#    scatter        scatter: the mean over ranks begins         scatter
-#    work           update, by the mean; clear: a new sum       update; clear
-#    gather         gather: all ranks get all blocks            start_fetch: of rows for the next steps
+#    How a table row's gradient travels, for example value_embeds':
 #
-#    N-gram memory is a table of any size, whose cost follows the rows that a step reads. It is updated
-#    after every step, or after 2 or 4 (Ngrams.update_every). Until then no row changes, so the rows that
-#    these steps read are fetched once, and their gradients return once. On the left what the batch-building
-#    thread does, while earlier steps train; on the right the main thread, from top to bottom:
+#    thread that       make_segments           which rows each micro-batch reads, and at which positions
+#    builds batches    Exchange.plan_rows      tells every owner which of its rows are touched
+#    each backward     TableParam.add_rows     adds the positions' gradients to their rows of main_grad
+#    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner
+#                                              sums them in fp32, in rank order, in its block of main_grad
+#    work              ShardedParam.update     Adam; then clear() makes the means' rows of main_grad 0
 #
-#    index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
-#    ids    plan_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
-#           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
-#                                                            update: owners' mean in rank order, and the rule
-#                                                            rows of the next steps: to askers
+#        4 rows; rank 0 owns rows 0 and 1, rank 1 owns rows 2 and 3; g0 and g1 are their main_grads
 #
-#    No step takes time or memory in proportion to the table's rows. Sharded rows, and ids that are known
-#    ahead, so that no row is stale, are from recommenders (TorchRec, arXiv:2207.07684; BagPipe,
-#    arXiv:2202.12429); tables of n-grams that large in language models from modded-nanogpt PRs 360 and 366
-#    and nanochat PR 854.
+#                           rank 0 touched 0, 3         rank 1 touched 1, 3
+#        local rows         1      ------->             <------- 1
+#        row gradients      g0[3]  ------->             <------- g1[1]
+#        mean               row 0 = g0[0] / 2           row 2 = 0
+#                           row 1 = g1[1] / 2           row 3 = (g0[3] + g1[3]) / 2
+#
+#    These are the bits of the dense exchange with reduction=fp32, rounded to main_grad's dtype, at any number
+#    of ranks. Section 9 says what is added for the rows of n-grams, of which no rank has them all.
 # ============================================================================================================
 
-
-class RunningAverage(NamedTuple):
-    """The running average of a parameter's block that a row of Config.averages asks for."""
-
-    row: int  # its number; StepPlan.average_rates[row] is how far it moves after a step
-    spec: WeightAverage
-    value: Tensor
+# torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class ShardedParam:
-    """A parameter whose updates are spread over ranks: each rank updates its own block, and has the update
-    rule's state and the averages of that block.
+class Pending(NamedTuple):
+    result: Tensor
+    handle: dist.Work | None = None
+    finish: Callable[[Tensor], Tensor] | None = None  # completes the result after its arrival
 
-    main_grad: the gradient, with the parameter's shape and dtype; it is summed from one update to the next,
-    over micro-batches and steps. How, and how it is exchanged and cleared, is what the heirs differ in.
+    def wait(self) -> Tensor:
+        if self.handle is not None:
+            with traced("waiting"):
+                self.handle.wait()
+        return self.result if self.finish is None else self.finish(self.result)
+
+
+def rank_order_mean(parts: Tensor) -> Tensor:
+    """Returns the mean over the first axis of `parts` (n, ...), summed from 0 in order, in at least fp32."""
+    total = torch.zeros_like(parts[0], dtype=torch.promote_types(parts.dtype, torch.float32))
+    for part in parts:
+        total += part
+    return total.div_(len(parts))
+
+
+@dataclass
+class Exchange:
+    """Collectives of one process group; with one rank they do nothing.
+
+    Every rank must make the same calls in the same order, from one thread. `name` and `kind` say what a call
+    sends: tests and benchmarks count by them.
     """
 
-    main_grad: typing.Any  # Tensor; None where autograd has the gradient
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")  # where the group's tensors must be
+    sum_rows: Callable = segment_sum_rows  # the backend's, also for what tables do alone
 
-    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
-        self.spec, self.p, self.cfg, self.exchange, self.backend = spec, p, cfg, exchange, backend
-        self.name, self.update_order = spec.name, spec.update_order
-        self.block = exchange.block(p.detach())  # the part of p that this rank updates, a view
-        self.rule = OPTIMIZERS[spec.optimizer]
-        self.state = self.rule.init(self.block, spec, acc_dtype(cfg), exchange.rank * len(self.block))
-        self.averages = []
-        for row, average in enumerate(cfg.averages):
-            if spec.name in average.params and tick_rates(average, cfg.steps):
-                value = torch.zeros_like(self.block, dtype=acc_dtype(cfg))
-                self.averages.append(RunningAverage(row, average, value))
-        self.in_flight: Pending | None = None  # the gather, until somebody waits for it
+    def __post_init__(self):
+        self.options = {"group": self.group, "async_op": True}
 
-    def is_due(self, plan: StepPlan) -> bool:
-        return plan.updates(self.spec.update_every)
+    def block(self, t: Tensor) -> Tensor:
+        """Returns this rank's block of t's first axis, a view."""
+        return t.chunk(self.world_size)[self.rank]
 
-    def end_backward(self) -> None:
-        """Ends a micro-batch's backward.
+    def reduce(self, name: str, grad: Tensor, in_rank_order: bool = False) -> Pending:
+        """Averages `grad` over ranks; each gets its own block.
 
-        By TransformerEngine's contract (its PR 2871), a parameter's attribute grad_added_to_main_grad, if
-        there is one, becomes True, and autograd gets an uninitialized gradient: hooks that wait for one then
-        run, and drop it. This is here, and not in the backward of each product, because a compiled backward
-        gives all its results at its end.
+        The backend sums in grad's dtype, rounding at every hop. With `in_rank_order` ranks send their
+        gradients as they are, as many bytes, and the sum is fp32, in rank order. Returns grad's dtype, or at
+        least fp32.
         """
-        if hasattr(self.p, "grad_added_to_main_grad"):
-            self.p.grad_added_to_main_grad = True
-            torch.autograd.backward(self.p, torch.empty_like(self.p))
+        if self.world_size == 1:
+            return Pending(grad)
+        out = torch.empty_like(self.block(grad))
+        if in_rank_order:
+            parts = out.new_empty((self.world_size, *out.shape))
+            work = dist.all_to_all_single(parts.flatten(0, 1), grad, **self.options)
+            return Pending(parts, work, rank_order_mean)
+        return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
-    def reduce(self, grad: Tensor) -> Pending:
-        """Starts the mean of a whole gradient over ranks. Each gets that of its block."""
-        return self.exchange.reduce(self.name, grad, self.spec.reduction == "fp32")
+    def plan_rows(self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray) -> RowExchange:
+        """Tells each row's owner that this rank has touched the row. Blocks.
 
-    def update(self, grad: Tensor, plan: StepPlan) -> None:
-        """Updates the block by its mean gradient."""
-        self.rule.update(self.block, grad, self.state, self.spec, plan, self.cfg, self.backend)
-
-    def clear(self) -> None:
-        """Begins a new sum of the gradient, after an update."""
-        self.main_grad.zero_()
-
-    def drop_grad(self) -> None:
-        """Begins a new sum, whatever has been added since the last update."""
-        self.clear()
-
-    def gather(self) -> None:
-        """Starts to complete the parameter from the ranks' blocks."""
-        with traced(f"gather {self.name}"):
-            self.in_flight = self.exchange.gather(self.name, self.p.detach())
-
-    def wait(self) -> None:
-        """Ends the gather, if one is under way."""
-        pending, self.in_flight = self.in_flight, None
-        if pending:
-            pending.wait()
-
-    def tick(self, rates: tuple[float, ...]) -> None:
-        """Moves averages towards the block, by StepPlan.average_rates."""
-        for average in self.averages:
-            rate = rates[average.row]
-            if rate:
-                average.value.mul_(1 - rate).add_(self.block, alpha=rate)
-
-    def apply_averages(self) -> None:
-        """Moves the parameter to its averages, and restores its norm if they keep it. Waits.
-
-        Every write rounds to the parameter's dtype. Mantissas are ignored: no update follows.
+        rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
+        and where in its block.
         """
-        if not self.averages:
-            return
-        norm_of = partial(torch.linalg.vector_norm, dtype=torch.float64)  # so that padding changes no digit
-        before = norm_of(self.p.detach())
-        for average in self.averages:
-            self.block.copy_(self.block.to(average.value.dtype).lerp(average.value, average.spec.blend))
-        self.gather()
-        self.wait()
-        if any(average.spec.keep_norm for average in self.averages):
-            p = self.p.detach()
-            after = norm_of(p)
-            ratio = torch.where(after > 0, before / after, 1).to(acc_dtype(self.cfg))
-            p.copy_(p * ratio[None])  # a 0-d factor would be rounded to the dtype of p
+        order = np.argsort(owner.astype(np.uint16), kind="stable")
+        input_splits = np.bincount(owner, minlength=self.world_size).tolist()
+        output_splits = input_splits
+        arriving = int32(local_row[order]).to(self.device)
+        if self.world_size > 1:
+            ones = [1] * self.world_size
+            counts = torch.tensor(input_splits, device=self.device)
+            output_splits = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
+            arriving = self.send_rows("row ids", name, arriving, input_splits, output_splits).wait()
+        arriving = arriving.cpu()
+        return RowExchange(input_splits, output_splits, int32(rows[order]), arriving, make_segments(arriving))
 
-    def state_dict(self) -> dict:
-        """Returns what this rank alone has of it, all but the gradient; not copied."""
-        averages = [average.value for average in self.averages]
-        return {"block": self.block, "state": self.state, "averages": averages}
+    def send_rows(
+        self,
+        kind: str,
+        name: str,
+        rows: Tensor,
+        input_splits: list[int],
+        output_splits: list[int],
+        out: Tensor | None = None,
+    ) -> Pending:
+        """Sends rows (sum(input_splits), ...), by receiver; returns those sent here, by sender, in `out`."""
+        if self.world_size == 1:
+            return Pending(rows if out is None else out.copy_(rows))
+        if out is None:
+            out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
+        return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
+
+    def reduce_rows(self, name: str, row_grads: Tensor, plan: RowExchange, out: Tensor) -> Pending:
+        """Sends the gradients of touched rows, (sum(plan.input_splits), ...), to their owners, as they are.
+        Each gets the mean over ranks of its rows, in the rows of `out` that plan.segments.ids name; 0 before.
+
+        Rows arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
+        """
+
+        def mean(arrived: Tensor) -> Tensor:
+            self.sum_rows(out, arrived, plan.segments)
+            return out.div_(self.world_size)
+
+        arriving = self.send_rows("gradient rows", name, row_grads, plan.input_splits, plan.output_splits)
+        return arriving._replace(finish=mean)
+
+    def gather(self, name: str, t: Tensor) -> Pending:
+        """Fills t, of which each rank has updated its own block, from all ranks."""
+        if self.world_size == 1:
+            return Pending(t)
+        return Pending(t, _all_gather(t, self.block(t), **self.options))
+
+    def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> Pending:
+        return Pending(t, None if self.world_size == 1 else dist.all_reduce(t, op, **self.options))
+
+    def from_rank_0(self, value):
+        """Returns rank 0's small value, when all ranks have called it. Blocks: not for the timed loop."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, self.group)
+        return values[0]
 
 
-class SmallParams(ShardedParam):
-    """Small parameters with equal betas, dtype, interval and reduction, as parts of one vector, which is
-    exchanged and updated in their place. Autograd adds their gradients to main_grad, of which p.grad of each
-    is a part.
+# ============================================================================================================
+# 13  Data. Shards of tokens become micro-batches of whole documents, the same for any number of ranks.
+# ============================================================================================================
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 1024
+
+
+class Header(NamedTuple):
+    """What a shard's header says."""
+
+    tokens: int
+    vocab_size: int  # GPT-2's, where the file has 0
+    bos_id: int
+    text_bytes: int  # of the text that the tokens encode; 0: unknown
+
+
+def read_header(path: Path) -> Header:
+    """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
+    words = np.fromfile(path, dtype="<i4", count=256).tolist()
+    require(
+        words[:2] == [MAGIC, VERSION] and path.stat().st_size == HEADER_BYTES + 2 * words[2],
+        f"{path}: not a whole token shard of version {VERSION}; delete it, and download or build it again",
+    )
+    tokens, vocab_size, bos_id, text_bytes = words[2:6]
+    if vocab_size == 0:
+        vocab_size = 50257
+        bos_id = 50256
+    return Header(tokens, vocab_size, bos_id, text_bytes)
+
+
+def find_shards(folder: str, split: str) -> list[Path]:
+    """Returns the shards of a split, train or val, sorted. Their names tell: NAME_train_000001.bin."""
+    name = re.compile(rf"(?!\._).+_{split}_\d+\.bin")  # macOS keeps ._NAME beside NAME
+    paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
+    require(
+        paths,
+        f"no {split} shards (NAME_{split}_000000.bin) in {folder}: ./run.sh without --data gets a preset's; "
+        "data/tokenize_text.py makes them from your text",
+    )
+    return paths
+
+
+class Dataset(NamedTuple):
+    """A run's shards, their headers checked against the config."""
+
+    train: list[Path]
+    val: list[Path]
+    val_slices: int  # the config's, or as many as the validation text has
+    bytes_per_token: float  # of the validation text; 0: unknown
+    fingerprint: str
+    vocabulary: Sequence[bytes] = ()  # each token's, if a loss or texts need them
+
+
+def open_dataset(cfg: Config) -> Dataset:
+    """Finds the shards of cfg.data. Raises UserError if they do not match the config or are too short."""
+    train = find_shards(cfg.data, "train")
+    val = find_shards(cfg.data, "val")
+    headers = {path: read_header(path) for path in train + val}
+    for path, header in headers.items():
+        require(
+            header.vocab_size == cfg.vocab_size and header.bos_id == cfg.bos_id,
+            f"{path}: its vocabulary has {header.vocab_size} tokens and bos_id {header.bos_id}, the config "
+            f"{cfg.vocab_size} and {cfg.bos_id}; choose the matching --preset or --data",
+        )
+    train_tokens = sum(headers[path].tokens for path in train)
+    val_tokens = sum(headers[path].tokens for path in val)
+    batch_tokens = max(stage.batch_tokens for stage in cfg.stages)
+    val_slices = (val_tokens - 1) // cfg.val_slice_tokens  # 1: the last token is only a target
+    require(
+        val_slices >= 1 and train_tokens > batch_tokens,
+        f"{cfg.data}: {val_tokens:,} tokens for validation and {train_tokens:,} for training; the run needs "
+        f"more than {cfg.val_slice_tokens:,} and {batch_tokens:,}; add text, or lower val_slice_tokens and "
+        "batch_tokens",
+    )
+    text_bytes = [headers[path].text_bytes for path in val]
+    bytes_per_token = 0.0
+    if all(text_bytes):
+        bytes_per_token = sum(text_bytes) / val_tokens
+    counts = f"{train_tokens} training tokens in {len(train)} shards, {val_tokens} for validation"
+    fingerprint = f"{dataset_hash(train + val)} ({counts})"
+    path = Path(cfg.data, "vocabulary.txt")
+    vocabulary: Sequence[bytes] = ()
+    if cfg.predicts_prefixes or (cfg.samples and path.exists()):
+        vocabulary = read_vocabulary(path, cfg.vocab_size)
+    return Dataset(train, val, min(val_slices, cfg.val_slices), bytes_per_token, fingerprint, vocabulary)
+
+
+def read_vocabulary(path: Path, size: int) -> list[bytes]:
+    """Returns the bytes of each of `size` tokens, from a line of hexadecimal digits each; it may be empty."""
+    settings = "--set samples=0 --set stages.*.prefix="
+    fix = f"make it with the script in data/ that made the shards, or train without one: {settings}"
+    with user_error_on(f"cannot read {path}", fix, OSError, ValueError):
+        vocabulary = [bytes.fromhex(line) for line in path.read_text(encoding="ascii").splitlines()]
+    require(len(vocabulary) == size, f"{path}: {len(vocabulary)} tokens, the config has {size}; {fix}")
+    return vocabulary
+
+
+def prefix_table(vocabulary: Sequence[bytes], rows: int) -> Tensor:
+    """Returns for each token the one that is its longest proper prefix, (rows,) int64; -1: there is none."""
+    ids = {token: i for i, token in enumerate(vocabulary) if token}
+    table = [-1] * rows
+    for token, i in ids.items():
+        for n in range(1, len(token)):  # a longer prefix replaces a shorter one
+            table[i] = ids.get(token[:n], table[i])
+    return torch.tensor(table)
+
+
+def dataset_hash(paths: list[Path]) -> str:
+    """Hashes each shard's name, size, and 64 blocks of 64 KiB spread evenly over it (all of a small one)."""
+    digest = hashlib.sha256()
+    block = 1 << 16
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            for i in range(64):
+                file.seek(max(0, size - block) * i // 63)
+                digest.update(file.read(block))
+    return digest.hexdigest()[:16]
+
+
+class Shard(NamedTuple):
+    tokens: np.ndarray  # uint16
+    bounds: np.ndarray  # int64: positions of BOS tokens, and the end
+
+
+def read_shard(path: Path, cfg: Config, count: int = -1) -> Shard:
+    """Reads a shard, or up to `count` of its first tokens, into memory."""
+    tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES, count=count)
+    require(
+        tokens.max(initial=0) < cfg.vocab_size,
+        f"{path.name} has tokens outside the vocabulary of {cfg.vocab_size}: it is damaged, or another "
+        "tokenizer's; build it again",
+    )
+    document_starts = np.flatnonzero(tokens == cfg.bos_id)
+    return Shard(tokens, np.append(document_starts, len(tokens)))
+
+
+HASH_MULTIPLIER = 0x9E3779B1  # odd: 2^32 over the golden ratio
+
+
+def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Tensor, Tensor | None]:
+    """Returns the table's rows of the n-grams that end at each token, (K, T) int32 for K orders and T tokens.
+
+    Also returns their rows of signs, (K, T) int32, by a second hash, unless `sign_rows` is 0. Each order has
+    a range of rows_per_order rows. The first n - 1 positions end no whole n-gram: they share the range's last
+    row. The hash is a polynomial of the tokens and the finalizer of MurmurHash3 (Appleby 2011), in uint32,
+    which wraps. It crosses document starts: masking them was slower and no better.
+    """
+    T = len(tokens)
+    words = tokens.astype(np.uint32)
+    polynomial = np.zeros(T, np.uint32)  # of the last n tokens
+    h = np.empty((len(ngrams.orders), T), np.uint32)
+    for n in range(1, max(ngrams.orders) + 1):
+        polynomial[n - 1 :] += words[: max(0, T - n + 1)]
+        polynomial *= HASH_MULTIPLIER
+        if n in ngrams.orders:
+            h[ngrams.orders.index(n)] = polynomial
+    sign_ids = None
+    if sign_rows:
+        upper = h * 0x27D4EB2F >> 16  # another odd factor
+        sign_ids = int32(upper * sign_rows >> 16)
+    h ^= h >> 16
+    h *= 0x85EBCA6B
+    h ^= h >> 13
+    h *= 0xC2B2AE35
+    h ^= h >> 16
+    hashed_rows = ngrams.rows_per_order - 1  # all rows of a range but the last
+    h -= h // hashed_rows * hashed_rows  # NumPy's % is not vectorized
+    for i, n in enumerate(ngrams.orders):
+        h[i, : n - 1] = hashed_rows
+        h[i] += i * ngrams.rows_per_order
+    return int32(h), sign_ids
+
+
+def cu_seqlens_capacity(tokens: int) -> int:
+    """Returns the usual entries of cu_seqlens for a micro-batch of `tokens`: so its shape seldom changes."""
+    return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
+
+
+def pack(nest):
+    """Copies all tensors of a nest into one host buffer, so that one copy takes them to a GPU.
+
+    If the process uses one, the buffer is page-locked; torch reuses such memory when no tensor holds it and
+    the asynchronous copies from it are done.
+    """
+    sizes = [padded(t.nbytes, 16) for t in tree_leaves(nest) if isinstance(t, Tensor)]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+    parts = iter(buffer.split(sizes))
+    return map_tensors(lambda t: next(parts)[: t.nbytes].view(t.dtype).view(t.shape).copy_(t), nest)
+
+
+def move(packed, device: torch.device, empty: Callable = torch.empty):
+    """Returns a packed nest on `device`, by one copy, asynchronous to a GPU, into what `empty` returns."""
+    tensors = [t for t in tree_leaves(packed) if isinstance(t, Tensor)]
+    if not tensors:
+        return packed
+    host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
+    buffer = empty(len(host), dtype=host.dtype, device=device).copy_(host, non_blocking=True)
+
+    def moved(t: Tensor) -> Tensor:
+        return buffer.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+    return map_tensors(moved, packed)
+
+
+def make_micro_batch(
+    tokens: np.ndarray, ends: np.ndarray, max_doc_len: int, cfg: Config, attention_cap: int = 0
+) -> MicroBatch:
+    """Builds one from T+1 tokens (uint16) and the ends of all documents but the last."""
+    T = len(tokens) - 1
+    starts = np.append(0, ends)
+    if attention_cap:
+        pieces = zip(starts, np.append(ends, T))
+        starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
+        max_doc_len = min(max_doc_len, attention_cap)
+    size = max(cu_seqlens_capacity(T), padded(len(starts) + 1, 128))
+    cu_seqlens = torch.full((size,), T, dtype=torch.int32)
+    cu_seqlens.numpy()[: len(starts)] = starts
+    hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
+    hashed_rows, sign_ids = hash_ngrams(tokens[:-1], hashed, cfg.sign_rows)
+    return MicroBatch(
+        inputs=int32(tokens[:-1]),
+        targets=int32(tokens[1:]).long(),
+        hashed_rows=hashed_rows,
+        sign_ids=sign_ids,
+        cu_seqlens=cu_seqlens,
+        max_doc_len=max_doc_len,
+    )
+
+
+NO_ROWS = np.empty(0, np.int32)
+
+
+def merge_ascending(lists: list[np.ndarray]) -> np.ndarray:
+    """Returns the distinct numbers, none negative, of ascending lists, ascending."""
+    merged = np.concatenate(lists)
+    merged.sort(kind="stable")  # which takes ascending runs as they are; np.unique would hash every number
+    return merged[np.diff(merged, prepend=-1) > 0]
+
+
+def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
+    """Sorts the positions of `ids`, int32, (T,) or (K, T) with a range of ids for each k."""
+    by_id, perm = ids.flatten().sort(stable=True)
+    distinct, counts = by_id.unique_consecutive(return_counts=True)
+    offsets = F.pad(counts.cumsum(0), (1, 0))
+    if sign_ids is not None:
+        sign_ids = sign_ids.flatten()[perm]
+    return Segments(distinct, (perm % ids.shape[-1]).int(), offsets.int(), sign_ids)
+
+
+COLUMN_STRIDE = 20011  # a prime
+
+
+def choose_sampled_columns(needed: np.ndarray, count: int, vocab: int, offset: int) -> tuple[Tensor, int]:
+    """Returns `count` tokens (ascending, int32), all that are needed and others, and the next call's offset.
+
+    The others come from a walk through a fixed permutation of the vocabulary, from `offset` on: the first
+    that are not needed. The next call goes on after this walk's interval. If the interval has too few, they
+    are spread over all (record 92).
+    `vocab` must not be a multiple of the prime COLUMN_STRIDE.
+    """
+    chosen = np.zeros(vocab, bool)
+    chosen[needed] = True
+    distinct = int(chosen.sum())
+    require(
+        distinct <= count, f"{distinct} distinct targets, {count} columns: raise stages.*.sampled_columns"
+    )
+    if missing := count - distinct:
+        size = min(vocab, missing * 17 // 10 + 256)
+        others = np.arange(offset, offset + size) * COLUMN_STRIDE % vocab
+        others, offset = others[~chosen[others]], (offset + size) % vocab
+        if len(others) < missing:
+            others = np.flatnonzero(~chosen)
+            others = others[:: len(others) // missing]
+        chosen[others[:missing]] = True
+    return int32(np.flatnonzero(chosen)), offset
+
+
+FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wait for
+
+
+class TrainLoader:
+    """Cuts training shards into batches of whole documents; micro-batch m * world_size + r is rank r's m-th.
+
+    A micro-batch takes documents in order, each cut to max_doc_len tokens, until it holds T + 1 tokens; the
+    rest of a cut document is dropped. A batch that does not fit before the end of a shard starts over in the
+    next one, which a thread reads meanwhile; the first follows the last, as another epoch. `position`
+    continues where an earlier loader's position() was taken, on the same rank.
     """
 
     def __init__(
         self,
-        name: str,
-        specs: list[Param],
-        params: list[Tensor],
         cfg: Config,
-        exchange: Exchange,
-        backend: Backend,
+        paths: list[Path],
+        rank: int,
+        world_size: int,
+        position: tuple[int, ...] = (0, 0),
     ):
-        # Parts, and ranks' blocks, begin at multiples of 16 bytes, as fast kernels want.
-        sizes = [padded(p.numel(), 8) for p in params]
-        padding = -sum(sizes) % (8 * exchange.world_size)
-        vector = params[0].new_zeros(sum(sizes) + padding)
-        super().__init__(replace(specs[0], name=name, lr_mul=1.0, wd_mul=1.0), vector, cfg, exchange, backend)
-        self.main_grad = torch.zeros_like(vector)
-        values, grads = vector.split(sizes + [padding]), self.main_grad.split(sizes + [padding])
-        for p, value, grad in zip(params, values, grads):
-            value[: p.numel()].copy_(p.detach().flatten())
-            p.data = value[: p.numel()].view_as(p)
-            p.grad = grad[: p.numel()].view_as(p)
-        muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
-        rates = torch.tensor(muls, dtype=acc_dtype(cfg))
-        rates = rates.repeat_interleave(torch.tensor(sizes + [padding]), 0)
-        self.state["rates"] = exchange.block(rates).T.contiguous().to(vector.device)
+        self.cfg = cfg
+        self.paths = paths
+        self.microbatches = num_microbatches(cfg, world_size)
+        self.own = range(rank, self.microbatches, world_size)
+        # One thread reads the next shard, one builds the next batches, in order. A new thread's GPU is 0: if
+        # it page-locked memory, every rank would make a context there.
+        on_gpu = torch.cuda.is_initialized()
+        use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+        self.reader, self.builder = (ThreadPoolExecutor(1, initializer=use_gpu) for _ in range(2))
+        self.shard_number, self.document, *self.offsets = position
+        # For choose_sampled_columns(): the offset of each of this rank's micro-batches.
+        self.offsets = self.offsets or [cfg.padded_vocab * m // self.microbatches for m in self.own]
+        self.next_shard = self._read(self.shard_number)
+        # The clock runs already, so the first batches only wait for the shard's first tokens. A batch that
+        # needs later ones, or more of the last of these documents, is taken from the whole shard.
+        self.shard = read_shard(self._path(self.shard_number), cfg, FIRST_READ)
+        self.is_partial = True
 
-    def scatter(self) -> Pending:
-        return self.reduce(self.main_grad)
-
-
-class DenseParam(ShardedParam):
-    """A bank, or lm_head: backwards of matrix products write its gradient to main_grad directly.
-
-    written: whether main_grad holds a gradient of this sum already, to which the next one is added; the first
-    one overwrites it. It is a 0-d CPU tensor, as a bool would make torch.compile build two graphs.
-    A bank's main_grad is None with cfg.main_grad=false: then autograd sums its gradient in p.grad.
-    """
-
-    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
-        super().__init__(spec, p, cfg, exchange, backend)
-        by_autograd = spec.kind == "bank" and not cfg.main_grad
-        self.main_grad = None if by_autograd else torch.zeros_like(p)
-        p.requires_grad_(by_autograd)
-        self.written = torch.tensor(False)
-
-    def weight(self) -> Weight:
-        """Returns the parameter as matrix products take it."""
-        w = self.p if self.main_grad is None else self.p.detach()
-        return Weight(w, self.main_grad, self.written)
-
-    def grad(self) -> Tensor:
-        return self.p.grad if self.main_grad is None else self.main_grad
-
-    def end_backward(self) -> None:
-        """Ends a micro-batch's backward: what follows is added to its gradient."""
-        self.written = torch.tensor(True)
-        if self.main_grad is not None:
-            super().end_backward()
-
-    def scatter(self) -> Pending:
-        return self.reduce(self.grad())
-
-    def clear(self) -> None:
-        self.p.grad = None
-        self.written = torch.tensor(False)
-
-
-class TableParam(ShardedParam):
-    """A table of rows for tokens or bigrams. Every rank has all rows; main_grad begins every sum with 0."""
-
-    touched: RowExchange | None = None  # in a step that updates the table, on the device
-
-    def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange, backend: Backend):
-        super().__init__(spec, p, cfg, exchange, backend)
-        p.requires_grad_(False)
-        self.main_grad = torch.zeros_like(p)
-        self.ids = IDS_OF_KIND[spec.kind]
-
-    def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
-        """Adds the gradients (T, ...) of what a micro-batch's positions have looked up.
-
-        signs: the model's, by which rows of bigrams were multiplied.
+    def position(self) -> tuple[int, ...]:
+        """Returns where the next batch begins: number of the shard, counting on in later epochs; document;
+        and the offsets of this rank's sampled columns.
         """
-        self.backend.segment_sum_rows(self.main_grad, grads, segments[self.ids], signs)
+        return self.shard_number, self.document, *self.offsets
 
-    def take_rows(self) -> Tensor:
-        """Returns the touched rows of main_grad, which begin a new sum."""
-        rows = self.main_grad[self.touched.rows]
-        self.main_grad.index_fill_(0, self.touched.rows.long(), 0)
-        return rows
+    def _path(self, i: int) -> Path:
+        return self.paths[i % len(self.paths)]
 
-    def scatter(self) -> Pending:
-        if self.spec.exchange == "sparse":  # only touched rows; the mean is put where their owner had them
-            out = self.exchange.block(self.main_grad)
-            return self.exchange.reduce_rows(self.name, self.take_rows(), self.touched, out)
-        return self.reduce(self.main_grad)
+    def _read(self, i: int) -> Future:
+        return self.reader.submit(read_shard, self._path(i), self.cfg)
 
-    def clear(self) -> None:
-        if self.spec.exchange == "sparse":  # only these rows are not 0
-            self.exchange.block(self.main_grad).index_fill_(0, self.touched.segments.ids.long(), 0)
-        else:
-            self.main_grad.zero_()
+    def _open(self) -> None:
+        """Opens the shard that is being read: all of the present one, or the next."""
+        self.shard = self.next_shard.result()
+        self.next_shard = self._read(self.shard_number + 1)
 
-    def drop_grad(self) -> None:
-        self.main_grad.zero_()
+    def close(self) -> None:
+        self.builder.shutdown()  # not cancelled: other ranks may wait for this one to build the same batch
+        self.reader.shutdown(cancel_futures=True)
 
-
-class Head(DenseParam):
-    """lm_head. Until the untie step embed is its transpose: lm_head gets embed's gradient, too, and embed a
-    copy of its values.
-    """
-
-    def add_product(
-        self, a: Tensor, b: Tensor, scales: Sequence[Tensor] = (), columns: Tensor | None = None
-    ) -> None:
-        """Writes a^T b to main_grad, or adds it, as write_grad does.
-
-        With distinct `columns` (cols,) int32, the rounded product is added to these columns of main_grad; the
-        first one sets all others to 0.
-        """
-        if columns is None:
-            write_grad(self.main_grad, a, b, scales, self.written)
-        else:
-            if not self.written:
-                self.main_grad.zero_()
-            product = self.main_grad.new_empty(a.size(1), b.size(1))
-            write_grad(product, a, b, scales, torch.tensor(False))
-            add_columns(self.main_grad, columns, product)
-        self.written = torch.tensor(True)
-
-    def add_grad_of(self, embed: TableParam) -> None:
-        """Adds the gradient of embed, of which only the touched rows are not 0."""
-        add_columns(self.main_grad, embed.touched.rows, embed.take_rows().T)
-
-    def copy_to(self, embed: TableParam) -> None:
-        """Lets embed be copied when somebody waits for it, after this parameter's gather."""
-        embed.in_flight = self.in_flight._replace(finish=partial(transpose_copy, embed.p))
-
-    def untie(self, embed: TableParam) -> None:
-        """Lets embed train on its own, from this parameter's state, transposed and resharded."""
-        for key, value in self.state.items():
-            if value.dim():
-                whole = torch.empty_like(self.p, dtype=value.dtype)
-                self.exchange.block(whole).copy_(value)
-                whole = self.exchange.gather(f"{self.name}.{key}", whole).wait()
-                value = self.exchange.block(whole.T)
-            embed.state[key].copy_(value)
-
-
-def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Returns the most rows of n-grams that a rank touches between updates, and the rows of its block."""
-    orders = len(cfg.ngrams.orders)
-    rows = cfg.ngrams.rows_per_order
-    tokens = max(stage.batch_tokens for stage in cfg.stages) // world_size
-    touched = orders * min(max(cfg.ngrams.update_every) * tokens, rows)
-    block = math.ceil(orders * rows / world_size)
-    return touched, block
-
-
-class NgramTable:
-    """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
-
-    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Row r is local_row
-    r // world_size of rank r % world_size. Rows start at 0.
-    """
-
-    name, ids = "ngrams", "hashed_rows"
-    update_order = -1  # before all parameters, while whose updates run the next rows are fetched
-
-    def __init__(self, cfg: Config, exchange: Exchange, backend: Backend = TORCH_BACKEND):
-        n = self.cfg = cfg.ngrams
-        self.exchange, self.backend, self.device = exchange, backend, exchange.device
-        slots, block = ngram_bounds(cfg, exchange.world_size)
-        # By slot: the rows that steps read until the next update, and their gradients.
-        zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
-        self.cache, self.main_grad = zeros(slots, n.width), zeros(slots, n.width)
-        self.touched: RowExchange | None = None  # of the rows in the cache, on the device
-        self.in_flight: Pending | None = None  # their fetch
-        self.block = zeros(block, n.width)
-        self.state = row_adam_init(self.block, acc_dtype(cfg))
-        self.saved = {"block": self.block} | self.state
-        # As a table: on CPUs the last bit of pow() depends on a number's place in its vector.
-        self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
-
-    def is_due(self, plan: StepPlan) -> bool:
-        return plan.updates(self.cfg.update_every)
-
-    @traced("rows ngrams")
-    def start_fetch(self, rows: RowExchange) -> None:
-        """Starts to fetch the rows that the steps up to the next update read, to slots 0, 1, ... of the
-        cache, by owner. They travel against the exchange's direction.
-        """
-        self.touched = rows
-        own = self.block.index_select(0, rows.local_rows)
-        out = self.cache[: len(rows.rows)]
-        self.in_flight = self.exchange.send_rows(
-            "rows", self.name, own, rows.output_splits, rows.input_splits, out
+    def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
+        """Skips a batch. Returns each micro-batch's first document, and the one after the last."""
+        for _ in range(len(self.paths) + 2):  # the rest of this shard, its tokens as yet unread, every shard
+            lengths = np.minimum(np.diff(self.shard.bounds), max_doc_len)
+            ends = np.append(0, np.cumsum(lengths))
+            firsts = [self.document]
+            while len(firsts) <= self.microbatches and firsts[-1] < len(ends):
+                end = ends[firsts[-1]] + batch_tokens // self.microbatches + 1
+                firsts.append(int(np.searchsorted(ends, end)))
+            if firsts[-1] < len(ends):
+                self.document = firsts[-1]
+                return firsts
+            if not self.is_partial:
+                self.shard_number += 1
+                self.document = 0
+            self._open()
+            self.is_partial = False
+        raise UserError(
+            f"no training shard holds a batch of {batch_tokens:,} tokens, documents cut to {max_doc_len:,}; "
+            "add larger shards, or lower batch_tokens"
         )
 
-    def wait(self) -> None:
-        """Ends the fetch, if one is under way."""
-        pending, self.in_flight = self.in_flight, None
-        if pending:
-            pending.wait()
-
-    def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
-        """Adds the gradients (T, width) of what a micro-batch's positions have looked up, times `signs`."""
-        self.backend.segment_sum_rows(self.main_grad, grads, segments[self.ids], signs)
-
-    @traced("rows ngrams")
-    def scatter(self) -> Pending:
-        """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
-        distinct = len(self.touched.segments.ids)
-        # One after the other, as no buffer has all rows of the block.
-        places = torch.arange(distinct, dtype=torch.int32, device=self.device)
-        plan = self.touched._replace(segments=self.touched.segments._replace(ids=places))
-        rows = self.main_grad[: len(plan.rows)]
-        out = rows.new_zeros((distinct, self.cfg.width), dtype=self.state["moments"].dtype)
-        return self.exchange.reduce_rows(self.name, rows, plan, out)
-
-    def update(self, grads: Tensor, plan: StepPlan) -> None:
-        """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
-        row_adam(self.block, (self.touched.segments.ids, grads), self.state, self.cfg, plan)
-
-    def clear(self) -> None:
-        """Begins a new sum of the gradient, after an update."""
-        self.main_grad[: len(self.touched.rows)].zero_()
-
-    def drop_grad(self) -> None:
-        self.main_grad.zero_()
-
-    @torch.no_grad()
-    def fetch(self, rows: Tensor) -> Tensor:
-        """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
-
-        Every rank must call it the same number of times: it communicates.
-        """
-        wanted = rows.cpu().numpy()
-        local_row, owner = np.divmod(wanted, self.exchange.world_size)
-        plan = self.exchange.plan_rows(self.name, wanted, owner, local_row)
-        own = self.block[plan.local_rows]
-        received = self.exchange.send_rows(
-            "rows outside training", self.name, own, plan.output_splits, plan.input_splits
-        )
-        return received.wait()[plan.rows.argsort()]
-
-    def state_dict(self) -> dict:
-        """Returns what this rank alone has of it, all but the gradient; not copied."""
-        return self.saved
+    def micro_batches(self, plan: StepPlan) -> list[MicroBatch]:
+        """Builds this rank's micro-batches of the next batch, and chooses their sampled columns."""
+        cfg = self.cfg
+        T = plan.batch_tokens // self.microbatches
+        firsts = self.advance(plan.batch_tokens, plan.max_doc_len)
+        micro_batches = []
+        for i, m in enumerate(self.own):
+            bounds = self.shard.bounds[firsts[m] : firsts[m + 1] + 1]
+            lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
+            tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
+            ends = np.cumsum(lengths)[:-1]
+            part = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
+            if plan.sampled_columns:
+                needed = np.append(tokens[1:], cfg.vocab_size) if cfg.pointer_dim else tokens[1:]
+                chosen, self.offsets[i] = choose_sampled_columns(
+                    needed, plan.sampled_columns, cfg.padded_vocab, self.offsets[i]
+                )
+                part = part._replace(sampled_columns=chosen)
+            micro_batches.append(part)
+        return micro_batches
 
 
-def make_ngram_table(cfg: Config, exchange: Exchange, backend: Backend) -> NgramTable | None:
-    """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
-    if not cfg.ngrams.orders:
-        return None
-    touched, block = ngram_bounds(cfg, exchange.world_size)
-    row = cfg.ngrams.width * dtype_of(cfg.ngrams.dtype).itemsize
-    size = block * (row + 8) + 2 * touched * row  # 8: row_adam_init's moment and time
-    problem = f"the n-gram table needs {size:,} bytes in each process"
-    fix = "lower ngrams.rows_per_order with --set, or use more processes on as many GPUs"
-    # What a GPU's allocator raises is a RuntimeError, too.
-    with user_error_on(problem, fix, RuntimeError, MemoryError):
-        return NgramTable(cfg, exchange, backend)
+def assign_slots(part: MicroBatch, rows: np.ndarray, slots: np.ndarray) -> MicroBatch:
+    """Gives a micro-batch's n-grams their slots. Its rows are among `rows`, ascending, which get `slots`."""
+    segments = part.segments["hashed_rows"]
+    ids = int32(slots[np.searchsorted(rows, segments.ids.numpy())])
+    by_id = ids.repeat_interleave(segments.offsets.diff()).view(part.hashed_rows.shape)
+    by_position = torch.empty_like(by_id).scatter_(1, segments.perm.view(by_id.shape).long(), by_id)
+    both = part.segments | {"hashed_rows": segments._replace(ids=ids)}
+    return part._replace(slots=by_position, segments=both)
 
 
-# ============================================================================================================
-# 12  Optimizer. Has the objects of section 11, and runs their scatter, work and gather in explicit orders.
-# ============================================================================================================
+class Prefetcher:
+    """Builds the planned steps' batches on a thread, some ahead of the one in use.
 
-# By Param.kind; small parameters are packed.
-KINDS = {"bank": DenseParam, "matmul": Head, "tokens": TableParam, "hashed": TableParam}
-
-
-class Optimizer:
-    """Spreads updates over ranks: scatters gradients, updates own blocks (work), gathers parameters.
-
-    Gradients are exchanged in the order of `sharded`: n-grams', then in the order of cfg.params, small
-    parameters' last. Updates are done by update_order.
-
-    Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
-    has an order of its own. embed's gradient is added before lm_head's is exchanged, and its values are
-    copied after lm_head's are gathered.
+    Ranks tell each other over `exchange`, a process group of its own, which rows they touch. The first of
+    the planned steps must follow an update of every table: rows touched before are not known here.
     """
 
-    def __init__(
-        self, cfg: Config, params: dict[str, Tensor], exchange: Exchange, backend: Backend = TORCH_BACKEND
-    ):
-        self.cfg, self.exchange = cfg, exchange
-        self.params: dict[str, typing.Any] = {}  # ShardedParam, by name
-        groups = defaultdict(list)
-        for spec in used_params(cfg):
-            if spec.kind == "small":
-                groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
-            else:
-                sharded_param = KINDS[spec.kind](spec, params[spec.name], cfg, exchange, backend)
-                self.params[spec.name] = sharded_param
-        for i, group in enumerate(groups.values()):
-            group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
-            name, tensors = f"small_{i}", [params[spec.name] for spec in group]
-            self.params[name] = SmallParams(name, group, tensors, cfg, exchange, backend)
-        self.ngrams = make_ngram_table(cfg, exchange, backend)
-        self.sharded: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
-        if self.ngrams:
-            self.sharded = {"ngrams": self.ngrams} | self.sharded
-        self.begun: Batch | None = None
-        self.exchanges: dict[str, RowExchange] = {}  # of that batch, on the device
+    def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: Exchange):
+        self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
+        self.shapes = param_shapes(self.cfg, 1)
+        self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update, ascending
+        # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
+        # failed batch's exchange on other ranks.
+        self.batches = self._batches(plans)
+        self.queue = [self._submit() for _ in range(max(2, *self.cfg.ngrams.update_every))]
 
-    @torch.no_grad()
-    def begin(self, batch: Batch | None) -> None:
-        """Copies a batch's exchanges to the device, and starts to fetch its rows of n-grams. The step before
-        does this already if it has updated the n-grams. None: there is no batch any more.
+    def _submit(self) -> Future:
+        return self.loader.builder.submit(next, self.batches, None)
+
+    def next(self) -> Batch | None:
+        """Returns the next batch; None after the last."""
+        batch = self.peek()
+        self.queue.pop(0)
+        self.queue.append(self._submit())
+        return batch
+
+    @traced("waiting batch")
+    def peek(self) -> Batch | None:
+        """Returns the batch that next() will return."""
+        return self.queue[0].result()
+
+    def _batches(self, plans: Iterable[StepPlan]) -> Iterator[Batch]:
+        """Yields the batches. Those from one update of n-grams to the next are built together, since their
+        rows of n-grams are fetched together.
         """
-        if batch is None or batch is self.begun:
-            return
-        self.begun, self.exchanges = batch, move(batch.exchanges, self.exchange.device)
-        if "ngrams" in self.exchanges:
-            self.ngrams.start_fetch(self.exchanges["ngrams"])
+        ngrams = self.cfg.ngrams
+        together = []
+        for plan in plans:
+            together.append(self._build(plan))
+            if not ngrams.orders or plan.updates(ngrams.update_every):
+                yield from self._finish(together)
+                together = []
+        if together:
+            yield from self._finish(together)
 
-    @traced("rows")
-    @torch.no_grad()
-    def add_rows(self, looked_up: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
-        """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
-        for name, rows in looked_up.items():
-            if rows.grad is not None:  # of bigrams, if no layer adds them
-                self.sharded[name].add_rows(rows.grad, segments, signs)
-
-    @torch.no_grad()
-    def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
-        """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update.
-
-        Mean gradients exist only here, each rank's block of them.
-        """
-        head, embed = self.params.get("lm_head"), self.params.get("embed")
-        for table in self.params.values():
-            if isinstance(table, TableParam):
-                table.touched = self.exchanges.get(table.name)
-        due = [each for each in self.sharded.values() if each.is_due(plan)]
-
-        # Scatter. While embed is tied, its gradient is a part of lm_head's.
-        if plan.tied:
-            due = [each for each in due if each is not embed]
-            if head in due:
-                head.add_grad_of(embed)
-        mean_grads = {}
-        for each in due:
-            with traced(f"exchange {each.name}"):
-                mean_grads[each.name] = each.scatter()
-
-        # The gathers of the step before end, if nobody has waited for them. So averages see its values, a
-        # tied copy among them, while the gradients are on their way.
-        self.wait_for()
-        self.tick(plan.step - 1)
-
-        # Work, and gather.
-        with traced("update"):
-            for each in sorted(due, key=lambda each: each.update_order):
-                grad = mean_grads.pop(each.name).wait()
-                with traced(f"update {each.name}"):
-                    each.update(grad, plan)
-                each.clear()
-                if each is self.ngrams:
-                    self.begin(following())
+    @traced("index")
+    def _build(self, plan: StepPlan) -> Batch:
+        """Builds a batch with the exchanges of the tables that it updates, but n-grams'. Packs nothing."""
+        parts = self.loader.micro_batches(plan)
+        shares = [weight / len(parts) for weight in plan.loss_weights]
+        loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
+        micro_batches = []
+        for part in parts:
+            segments = {
+                "inputs": make_segments(part.inputs),
+                "hashed_rows": make_segments(part.hashed_rows, part.sign_ids),
+            }
+            micro_batches.append(part._replace(segments=segments, loss_weights=loss_weights))
+        exchanges = {}
+        for spec in used_params(self.cfg):
+            if spec.is_table:
+                read = self._rows_read(micro_batches, SELECTORS[spec.kind])
+                rows = merge_ascending(read + [self.touched.pop(spec.name, NO_ROWS)])
+                if plan.updates(spec.update_every):
+                    exchanges[spec.name] = self._plan_table(spec, rows)
                 else:
-                    each.gather()
-                if plan.tied and each is head:
-                    head.copy_to(embed)
+                    self.touched[spec.name] = rows
+        return Batch(plan, micro_batches, self.loader.position(), exchanges)
 
-        if plan.untie:
-            head.untie(embed)
+    def _rows_read(self, micro_batches: list[MicroBatch], selector: str) -> list[np.ndarray]:
+        """Returns the rows, ascending, that each micro-batch's list of this name selects."""
+        return [part.segments[selector].ids.numpy() for part in micro_batches]
 
-    @torch.no_grad()
-    def wait_for(self, *names: str) -> None:
-        """Ends the gathers, and the fetch "ngrams", of these names; without names, all."""
-        for name in names or self.sharded:
-            if name in self.sharded:
-                self.sharded[name].wait()
-
-    def gather_all(self) -> None:
-        for param in self.params.values():
-            param.gather()
-            param.wait()
-
-    def tick(self, step: int) -> None:
-        """Moves the averages that tick after `step` towards their parameters.
-
-        It is called when the gathers of that step are over: a tied copy is made, and the next gradients are
-        on their way.
+    def _plan_table(self, spec: Param, rows: np.ndarray) -> RowExchange:
+        """Plans the exchange of a table whose blocks are consecutive rows. A dense exchange sends the whole
+        table, so that nothing is planned with other ranks: rows are their own owner's.
         """
-        rates = average_rates(self.cfg, step)
-        for param in self.params.values():
-            param.tick(rates)
+        exchange = self.exchange if spec.exchange == "sparse" else Exchange(0, 1)
+        owner, local_row = np.divmod(rows, self.shapes[spec.name][0] // exchange.world_size)
+        return exchange.plan_rows(spec.name, rows, owner, local_row)
 
-    @traced("averages")
-    @torch.no_grad()
-    def apply_averages(self) -> None:
-        """Moves parameters to their averages, after the last step, and restores their norms."""
-        self.wait_for()
-        self.tick(self.cfg.steps - 1)
-        for param in self.params.values():
-            param.apply_averages()
-        if untie_step(self.cfg) >= self.cfg.steps:  # still tied
-            transpose_copy(self.params["embed"].p, self.params["lm_head"].p)
+    def _plan_ngrams(self, rows: np.ndarray) -> RowExchange:
+        """Plans the exchange of rows of n-grams: rank r % ranks owns row r."""
+        local_row, owner = np.divmod(rows, self.exchange.world_size)
+        return self.exchange.plan_rows("ngrams", rows, owner, local_row)
 
-    @torch.no_grad()
-    def drop_grads(self) -> None:
-        """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
-        self.wait_for()
-        for each in self.sharded.values():
-            each.drop_grad()
-        self.begun = None
+    @traced("index")
+    def _finish(self, together: list[Batch]) -> list[Batch]:
+        """Packs batches. Their rows of n-grams are fetched together, by an exchange that the first has."""
+        if self.cfg.ngrams.orders:
+            parts = [part for batch in together for part in batch.micro_batches]
+            rows = merge_ascending(self._rows_read(parts, "hashed_rows"))
+            exchange = self._plan_ngrams(rows)
+            together[0].exchanges["ngrams"] = exchange
+            slots = np.argsort(exchange.rows.numpy())  # the cache is in the exchange's order
+        finished = []
+        for batch in together:
+            packed = []
+            for part in batch.micro_batches:
+                if self.cfg.ngrams.orders:
+                    part = assign_slots(part, rows, slots)
+                segments = pack(part.segments)
+                packed.append(pack(part._replace(segments={}))._replace(segments=segments))
+            finished.append(batch._replace(micro_batches=packed, exchanges=pack(batch.exchanges)))
+        return finished
+
+
+class ValLoader:
+    """Holds the first val_slices * val_slice_tokens validation tokens, and the last target."""
+
+    def __init__(self, cfg: Config, paths: list[Path]):
+        self.cfg, need = cfg, cfg.val_slices * cfg.val_slice_tokens + 1
+        self.tokens = np.concatenate([read_shard(path, cfg, need).tokens for path in paths])[:need]
+
+    def slice(self, i: int) -> MicroBatch:
+        """Builds slice i, packed."""
+        T = self.cfg.val_slice_tokens
+        tokens = self.tokens[i * T : (i + 1) * T + 1]
+        starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
+        max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
+        return pack(make_micro_batch(tokens, starts, max_doc_len, self.cfg))
 
 
 # ============================================================================================================
-# 13  Step. The one body of a training step, for warm-up and timed run alike; validation.
+# 14  Command line. --set name=value; what settings must satisfy; options.
 # ============================================================================================================
 
 
-def train_step(
-    model: GPT, optimizer: Optimizer, batch: Batch, following: Callable[[], Batch | None] = lambda: None
-) -> Tensor:
-    """Trains on one batch. Returns this rank's loss, the weighted mean over all targets: 0-d, on the device.
-    With sampled columns it is the loss over these alone, which is lower.
+class Field(NamedTuple):
+    """Which values a setting takes, as the annotation of its dataclass field says."""
 
-    `following()` is the next batch, whose n-grams are fetched after their update; None after the last.
+    kind: type  # bool, int, float or str
+    low: float = 0
+    high: float = sys.float_info.max
+    choices: tuple = ()  # the only values, if there are any
+    size: int | None = None  # the value is a tuple of so many, or with 0 of any number; None: it is no tuple
+    rescaled: str = ""  # how Config.length changes it: as "steps", as a "rate", or not
+
+    def parse(self, text: str, name: str):
+        """Returns the value that --set name=text gives."""
+        if self.size is None:
+            return self.parse_one(text, name)
+        parts = [part for part in text.split(",") if part]
+        require(self.size in (0, len(parts)), f"--set {name}={text}: give two values")
+        return tuple(self.parse_one(part, name) for part in parts)
+
+    def parse_one(self, text: str, name: str):
+        choices = {str(choice).lower(): choice for choice in self.choices}
+        try:
+            value = choices[text.lower()] if choices else self.kind(text)
+        except (KeyError, ValueError):
+            kinds = " or ".join(filter(None, choices)) or self.kind.__name__
+            raise UserError(f"--set {name}={text}: give {kinds}") from None
+        require(self.allows(value), f"--set {name}={text}: give a number from {self.low:g} to {self.high:g}")
+        return value
+
+    def allows(self, value) -> bool:
+        """True if the setting, or a part of a tuple, can have this value."""
+        if self.choices:
+            return value in self.choices
+        if self.kind is str:
+            return isinstance(value, str)
+        is_number = isinstance(value, int) or self.kind is float and isinstance(value, float)
+        return is_number and self.low <= value <= self.high  # NaN is never between
+
+
+def field_of(hint) -> Field:
+    """Returns the Field of an annotation."""
+    args = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        return field_of(args[0])._replace(size=0 if Ellipsis in args else len(args))
+    if origin is Annotated:
+        kind, low, high, *rescaled = args
+        return Field(kind, low, high, rescaled="".join(rescaled))
+    if origin is Literal:
+        return Field(type(args[0]), choices=args)
+    return Field(hint, choices=(True, False) if hint is bool else ())
+
+
+def hints_of(table) -> dict[str, typing.Any]:
+    """Returns the annotations of a dataclass's fields, in order."""
+    return typing.get_type_hints(table, globals(), include_extras=True)
+
+
+def row_type(hint):
+    """Returns the dataclass of a group of settings, or of a table's rows; None: it is a single setting."""
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    return hint if dataclasses.is_dataclass(hint) else None
+
+
+def rows_of(value, name: str) -> dict[str, typing.Any]:
+    """Returns the rows of a table by their names in --set: name.0, name.1, or name.embed of a row that has a
+    name. A group of settings is one row, of the group's name.
     """
-    plan, cfg, params = batch.plan, model.cfg, optimizer.params
-    count = len(batch.micro_batches)
-    model.use_stage(plan.stage)
-    model.wait_for, model.ngrams = optimizer.wait_for, optimizer.ngrams
-    optimizer.begin(batch)
+    if not isinstance(value, tuple):
+        return {name: value}
+    return {f"{name}.{getattr(row, 'name', i)}": row for i, row in enumerate(value)}
 
-    fp8_mlp = fp8_head = None
-    if model.backend.fp8 and cfg.fp8_mlp and "mlp_bank" in model.banks:
-        fp8_mlp = model.fp8_mlps(plan.fp8_exact)
-    if model.backend.fp8 and not plan.sampled_columns:
-        fp8_head = model.fp8_head()
 
-    losses = []
-    for micro_batch in batch.micro_batches:
-        segments = move(micro_batch.segments, model.device)
-        micro_batch = move(micro_batch._replace(segments={}), model.device, model.input_buffer)
+def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
+    """Returns the value and the Field of every setting of a config, or of a part of it, by its name in --set:
+    "stages.0.steps".
+    """
+    settings = {}
+    for name, hint in hints_of(type(group)).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            settings[path + name] = value, field_of(hint)
+            continue
+        for row_name, row in rows_of(value, path + name).items():
+            settings |= flatten(row, f"{row_name}.")
+    return settings
 
-        # Forward.
-        looked_up: dict[str, Tensor] = {}
-        x = model.forward(micro_batch, plan.windows, params, looked_up, fp8_mlp)  # (T, d)
-        prefixes = model.prefixes if plan.prefix else None
-        targets = loss_targets(micro_batch.targets, len(plan.mtp), prefixes)
-        pointer_probs = None
-        if cfg.pointer_dim and cfg.pointer_window:
-            pointer_inputs = model.pointer_inputs(x)
-            probs, lse = model.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_window)
-            pointer_probs = PointerProbs(probs, torch.empty_like(probs), model.gate_column)
 
-        # The head, forward and backward.
-        loss, dx = model.head_loss_and_grad(
-            x,
-            targets,
-            micro_batch.loss_weights,
-            params["lm_head"],
-            grad_scale=1 / count,
-            fp8_head=fp8_head,
-            sampled_columns=micro_batch.sampled_columns,
-            pointer_probs=pointer_probs,
+def assign(group, values: dict[str, typing.Any], path: str = ""):
+    """Returns a copy of a config, or of a part of it, with other `values` by the names of flatten()."""
+    fields = {}
+    for name, hint in hints_of(type(group)).items():
+        value = getattr(group, name)
+        if row_type(hint) is None:
+            fields[name] = values.get(path + name, value)
+            continue
+        rows = [assign(row, values, f"{row_name}.") for row_name, row in rows_of(value, path + name).items()]
+        fields[name] = tuple(rows) if isinstance(value, tuple) else rows[0]
+    return type(group)(**fields)
+
+
+# Names, and a parameter's kind, are the script's: --set cannot change them.
+FIXED = ("preset", "track", "name", "kind")
+
+
+def override(cfg: Config, setting: str) -> Config:
+    """Returns `cfg` with one "name=value" applied.
+
+    Dots reach into tables by row number, by a row's name, or by * for every row: stages.0.steps=10,
+    stages.*.windows.long=9, params.embed.lr_mul=2.
+    """
+    pattern, eq, text = setting.partition("=")
+    require(eq, f"--set {setting}: write name=value")
+    settings = flatten(cfg)
+    names = fnmatch.filter(settings, pattern)
+    near = ", ".join(difflib.get_close_matches(pattern, settings, cutoff=0.4)) or "a field of Config"
+    require(names, f"--set {pattern}: unknown; did you mean {near}?")
+    values = {}
+    for name in names:
+        require(
+            name.split(".")[-1] not in FIXED,
+            f"--set {name}: it cannot be changed here; choose a --preset, or edit a copy of the script",
         )
-        # The rest of the backward.
-        roots, root_grads = [x], [dx]
-        if pointer_probs is not None:
-            roots += pointer_inputs
-            root_grads += model.backend.pointer_grad(
-                pointer_inputs, micro_batch, cfg.pointer_window, probs, lse, pointer_probs.grad
-            )
-        with traced("backward"):
-            torch.autograd.backward(roots, root_grads)
-        for param in params.values():
-            param.end_backward()
-        optimizer.add_rows(looked_up, segments, model.signs)
-        losses.append(loss / (len(micro_batch.inputs) * sum(plan.loss_weights)))
-
-    if fp8_mlp:
-        amax = optimizer.exchange.all_reduce(model.fp8_amax, dist.ReduceOp.MAX)
-    optimizer.step(plan, following)
-    if fp8_mlp:
-        model.set_fp8_scales(amax.wait())
-    return sum(losses[1:], losses[0])
+        field = settings[name][1]
+        values[name] = field.parse(text, name)
+    new = assign(cfg, values)
+    return rescale(new, new.length / cfg.length)
 
 
-# A screen is drawn often; a file would keep every line.
-progress_bar = partial(tqdm, mininterval=0.1 if sys.stderr.isatty() else 10)
+def rescale(cfg: Config, factor: float) -> Config:
+    """Returns `cfg` with all Steps `factor` times as many. Averages reach back as many times further."""
+
+    def scaled(steps: int) -> int:
+        return max(1, round(steps * factor)) if steps else 0
+
+    if factor == 1:
+        return cfg
+    values = {}
+    for name, (value, field) in flatten(cfg).items():
+        if field.rescaled == "rate":
+            values[name] = 1 - (1 - value) ** (1 / factor)
+        elif field.rescaled == "steps" and isinstance(value, tuple):
+            values[name] = tuple(scaled(steps) for steps in value)
+        elif field.rescaled == "steps":
+            values[name] = scaled(value)
+    return assign(cfg, values)
 
 
-def validate(
-    model: GPT, loader: ValLoader, exchange: Exchange, windows: dict[str, int], slices: int | None = None
-) -> float:
-    """Returns the mean over slices of their mean losses: the same however slices are spread over ranks.
-
-    slices: how many of the first slices; None: all. Rank 0 draws its progress.
-    """
-    slices = slices or model.cfg.val_slices
-    losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
-    # All ranks make as many rounds, some without a slice: fetching rows of n-grams is collective.
-    own = range(exchange.rank, padded(slices, exchange.world_size), exchange.world_size)
-    for i in progress_bar(own, "validation", leave=False, disable=exchange.rank > 0, delay=1):
-        if i < slices:
-            losses[i] = model.token_losses(move(loader.slice(i), losses.device), windows).mean()
-        elif model.ngrams:
-            model.ngrams.fetch(int32(NO_ROWS))
-    return exchange.all_reduce(losses).wait().mean().item()
+PRESETS = {cfg.preset: replace(rescale(cfg, cfg.length), length=1.0) for cfg in (RECORD, CPU, WORDS)}
 
 
-class AsyncLoss:
-    """Reads the losses of steps without waiting for the device.
+def check_config(cfg: Config, world_size: int) -> None:
+    """Raises UserError for settings that would silently train something else, or fail unclearly."""
+    check_processes(cfg, world_size)
+    check_sizes(cfg)
+    check_layers(cfg)
+    check_stages(cfg)
+    check_updates(cfg)
+    if cfg.fp8:
+        check_fp8(cfg, num_microbatches(cfg, world_size))
 
-    latest: the newest (step, loss) that has arrived; before the first (0, None).
-    """
 
-    def __init__(self):
-        self.queue = []  # of (step, loss on the host, event after its copy), oldest first
-        self.latest = (0, None)
+def check_processes(cfg: Config, world_size: int) -> None:
+    """Checks that processes can share the micro-batches, their tokens, and the parameters."""
+    count = num_microbatches(cfg, world_size)
+    cannot_share = f"{world_size} processes cannot share"
+    require(count % world_size == 0, f"{cannot_share} {count} micro-batches; change one of these numbers")
+    shapes = param_shapes(cfg, world_size)
+    for spec in used_params(cfg):
+        is_shared = spec.kind == "small" or shapes[spec.name][0] % world_size == 0
+        require(is_shared, f"{cannot_share} the rows of {spec.name}; change one of these numbers")
+    for i, stage in enumerate(cfg.stages):
+        is_whole = stage.batch_tokens % count == 0
+        require(is_whole, f"stages.{i}.batch_tokens: use a multiple of the {count} micro-batches")
 
-    def push(self, step: int, loss: Tensor) -> None:
-        """Starts the copy of a step's loss, 0-d."""
-        arrived = None
-        if loss.is_cuda:
-            loss = loss.to("cpu", non_blocking=True)  # into pinned memory
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self.queue.append((step, loss, arrived))
 
-    def poll(self) -> None:
-        """Takes what has arrived. Raises UserError if it is not finite."""
-        while self.queue:
-            step, loss, arrived = self.queue[0]
-            if arrived is not None and not arrived.query():
-                break
-            self.queue.pop(0)
-            self.latest = (step, loss.item())
-            require(loss.isfinite(), f"train_loss is {loss} at step {step}; lower the learning rates")
+def check_sizes(cfg: Config) -> None:
+    """Checks the model's widths, its vocabulary and the table of n-grams."""
+    pairs = 2 if any(layer.attention == "paired" for layer in cfg.layers) else 1
+    fits = cfg.heads % pairs == 0 and cfg.head_dim % 4 == 0
+    fits = fits and cfg.dim >= GATE_DIM and cfg.dim % cfg.mix_groups == 0
+    require(
+        fits,
+        f"heads * head_dim must be {GATE_DIM} or more, and a multiple of mix_groups; heads even if some are "
+        "paired; head_dim a multiple of 4",
+    )
+    require(cfg.vocab_size <= cfg.padded_vocab, "padded_vocab must not be below vocab_size")
+    require(
+        not cfg.pointer_dim or cfg.vocab_size != cfg.padded_vocab,
+        "the copy pointer needs a column of the head: raise padded_vocab, or use --set pointer_dim=0",
+    )
+    orders = cfg.ngrams.orders
+    are_orders = len(set(orders)) == len(orders) and min(orders, default=2) >= 2
+    require(
+        are_orders and len(orders) * cfg.ngrams.rows_per_order < 2**31,
+        "ngrams.orders: use different numbers from 2 on, with fewer than 2^31 rows in all",
+    )
+    require(not orders or cfg.ngrams.width <= cfg.dim, "ngrams.width must not be above the model's width")
+
+
+def check_layers(cfg: Config) -> None:
+    """Checks that every layer uses all its parts, and that streams are read after they are written."""
+    for i, layer in enumerate(cfg.layers):
+        is_plain = layer.attention == "plain"
+        of_attention = layer.gate or layer.value or layer.narrow_qk or layer.narrow_v
+        require(
+            (is_plain or not (layer.key_shift or layer.xsa))
+            and not (layer.key_shift and layer.narrow_qk)
+            and (layer.attention or not of_attention)
+            and (layer.value or not layer.mudd),
+            f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts",
+        )
+    require(
+        cfg.skip_from < cfg.skip_to and cfg.backout_from < len(cfg.layers),
+        "skip_from must be below skip_to, and backout_from the number of a layer",
+    )
+
+
+def check_stages(cfg: Config) -> None:
+    require(cfg.steps, "stages.*.steps are all 0: there is nothing to train")
+    for i, stage in enumerate(cfg.stages):
+        require(stage.mtp and stage.mtp[0], f"stages.{i}.mtp: the first weight must not be 0")
+        columns = max(stage.sampled_columns, default=0)
+        require(columns <= cfg.padded_vocab, f"stages.{i}.sampled_columns: give numbers up to padded_vocab")
+
+
+def check_updates(cfg: Config) -> None:
+    """Checks how often parameters are updated, and which have averages."""
+    intervals = {spec.name: spec.update_every for spec in cfg.params}
+    tied = {intervals[name] for name in ("lm_head", "embed") if name in intervals}
+    require(
+        tied in ({(1, 1)}, {(2, 2)}),
+        "lm_head and embed are tied: give both params.*.update_every the same value, 1,1 or 2,2",
+    )
+    for early, late in [cfg.ngrams.update_every, *intervals.values()]:
+        require(
+            early <= late,
+            "ngrams.update_every, params.*.update_every: the second number must not be below the first",
+        )
+    known = {spec.name for spec in cfg.params if spec.kind != "small"}
+    for i, average in enumerate(cfg.averages):
+        unknown = set(average.params) - known
+        require(not unknown, f"averages.{i}.params: {unknown}: use names of banks, tables and lm_head")
+
+
+def check_fp8(cfg: Config, count: int) -> None:
+    """Checks the sizes of matrix products in 8 bits, for `count` micro-batches."""
+    for i, stage in enumerate(cfg.stages):
+        widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
+        require(
+            math.gcd(16, *widths, *stage.sampled_columns) == 16,
+            f"stages.{i}: FP8 needs multiples of 16 in tokens of a micro-batch, sampled_columns, head_chunk, "
+            "padded_vocab, mlp_dim and heads * head_dim; change them, or use --set fp8=false",
+        )
+
+
+def positive(text: str) -> int:
+    """Parses an option's number from 1 on. Raises ValueError, which argparse reports in one line."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "train_gpt.py",
+        description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
+        "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
+        epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
+        "stages.*.windows.long, params.embed.wd_mul. A run with --checkpoint-every, --resume or --profile "
+        "belongs to the track `other`.",
+        allow_abbrev=False,
+    )
+    preset = "record" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--preset", choices=PRESETS, default=preset, help="default here: %(default)s")
+    parser.add_argument(
+        "--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
+    parser.add_argument(
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change settings, in order",
+    )
+    parser.add_argument("--data", help="folder of .bin shards (default: the preset's)")
+    parser.add_argument("--save", help="file for the final weights and the config")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=positive,
+        metavar="N",
+        help="save all state beside the log every N steps, in multiples of 4",
+    )
+    parser.add_argument(
+        "--resume", help="log of a run to continue from its last checkpoint, with the same options"
+    )
+    parser.add_argument(
+        "--profile", type=positive, nargs="?", const=8, help="trace four steps from this on (alone: 8)"
+    )
+    parser.add_argument("--check", type=positive, help="say whether that many processes could run this here")
+    return parser.parse_args(argv)
+
+
+def read_settings(args: argparse.Namespace) -> Config:
+    """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
+    cfg = PRESETS[args.preset]
+    for setting in args.set:
+        cfg = override(cfg, setting)
+    require("" not in (args.data, cfg.data), "--data: give a folder")
+    # The log holds no absolute path.
+    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
+    _, world_size, _ = init_distributed(join=False)
+    check_config(cfg, args.check or world_size)
+    if args.save is not None:
+        output_file(args.save)
+        output_file(f"{args.save}.ngrams{os.environ.get('RANK', 0)}")
+    return cfg
 
 
 # ============================================================================================================
-# 14  Saving. Comparing runs; saved models; checkpoints.
+# 15  Saving. Comparing runs; saved models; checkpoints.
 # ============================================================================================================
 
 
@@ -5335,39 +5297,53 @@ def config_json(cfg: Config, **more) -> str:
     return json.dumps(dataclasses.asdict(cfg) | more)
 
 
+def output_file(name: str) -> Path:
+    """Returns the file that writing `name` creates or replaces; of a symbolic link, the one it points to.
+
+    Raises UserError if something else is there, such as a device, which would be lost, or a folder.
+    """
+    path = Path(name)
+    target = path.resolve()
+    require(
+        (path.is_file() or not path.exists()) and os.access(target.parent, os.W_OK),
+        f"--save cannot write {name}: give a file, in a folder that exists and can be written to",
+    )
+    return target
+
+
 def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     """Saves full weights without a world size's padding, and the config as JSON, from rank 0 into `path`.
 
     Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ..., each ending with the
     run's id. All ranks must call it. Files are renamed when all are whole: older ones stay until then.
     """
-    written = []
+    written: list[Path] = []
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
     # torch.save raises RuntimeError when the disk is full.
     with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
         if exchange.rank == 0:
-            model.wait_for()
             weights = {"signs": model.signs.cpu()}
             for name, shape in param_shapes(model.cfg, 1).items():
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
             saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
-            torch.save(saved | {"weights": weights}, f"{path}.partial")
-            written.append(path)
+            weights_path = output_file(path)
+            torch.save(saved | {"weights": weights}, f"{weights_path}.partial")
+            written.append(weights_path)
         if model.ngrams:
-            rows_path = f"{path}.ngrams{exchange.rank}"
+            rows_path = output_file(f"{path}.ngrams{exchange.rank}")
             with open(f"{rows_path}.partial", "wb") as file:
                 for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
                     file.write(rows.cpu().view(torch.uint8).numpy())
                 file.write(run_id.encode())
             written.append(rows_path)
     exchange.from_rank_0(None)  # a barrier: all ranks have written
-    for name in written:
-        os.replace(f"{name}.partial", name)
+    for whole in written:
+        os.replace(f"{whole}.partial", whole)
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
     """Returns this rank's part of all that training changes, except gradients and the table of n-grams."""
-    optimizer.wait_for()
+    optimizer.wait()
     return {
         "params": {name: param.state_dict() for name, param in optimizer.params.items()},
         "others": {name: getattr(model, name) for name in ("signs", "fp8_scales", "weight_amax")},
@@ -5439,80 +5415,141 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
     optimizer.exchange.from_rank_0(None)  # a barrier: all ranks have written
     if rank == 0:
         incomplete.rename(complete)
-        for other in list(folder.iterdir()):
+        for other in folder.iterdir():
             if other != complete:
-                shutil.rmtree(other)
+                # What is no folder stays, and what another machine has open.
+                shutil.rmtree(other, ignore_errors=True)
 
 
 # ============================================================================================================
-# 15  Main. Command line; build, warm up, reset, train against the clock, sum up.
+# 16  Run. Processes and devices, clock, log; build, warm up, reset, train against the clock, sum up.
 # ============================================================================================================
 
-
-def positive(text: str) -> int:
-    """Parses an option's number from 1 on. Raises ValueError, which argparse reports in one line."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+# How long a rank waits in a collective. If a rank is killed, torchrun ends the others at once. gloo tells its
+# peers, too, but not always those that were just sending to it.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "train_gpt.py",
-        description="Trains a GPT-2-small-class language model against the clock. Start it with torchrun, "
-        "one process per GPU (or a few without one). ./run.sh does that, and fetches the data first.",
-        epilog="--set takes the fields of Config; dots reach into its tables: stages.0.lr_mul, "
-        "stages.*.windows.long, params.embed.wd_mul. A run with --checkpoint-every, --resume or --profile "
-        "belongs to the track `other`.",
-        allow_abbrev=False,
-    )
-    preset = "record" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--preset", choices=PRESETS, default=preset, help="default here: %(default)s")
-    parser.add_argument(
-        "--name", default="", help="keep the log in records/TRACK/DATE_NAME/, not in records/TRACK/attempts/"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
-    parser.add_argument(
-        "--set",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change settings, in order",
-    )
-    parser.add_argument("--data", help="folder of .bin shards (default: the preset's)")
-    parser.add_argument("--save", help="file for the final weights and the config")
-    parser.add_argument(
-        "--checkpoint-every",
-        type=positive,
-        metavar="N",
-        help="save all state beside the log every N steps, in multiples of 4",
-    )
-    parser.add_argument(
-        "--resume", help="log of a run to continue from its last checkpoint, with the same options"
-    )
-    parser.add_argument(
-        "--profile", type=positive, nargs="?", const=8, help="trace four steps from this on (alone: 8)"
-    )
-    parser.add_argument("--check", type=positive, help="say whether that many processes could run this here")
-    return parser.parse_args(argv)
+@user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
+def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
+    """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
+
+    Without torchrun there is one rank, and no group. With join=False no group is joined.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        # Otherwise split-K matmuls would not sum in fp32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if join and world_size > 1:
+        if device.type == "cuda":
+            dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    return rank, world_size, device
 
 
-def read_settings(args: argparse.Namespace) -> Config:
-    """Returns the preset with the changes of the command line. Raises UserError if it could not run."""
-    cfg = PRESETS[args.preset]
-    for setting in args.set:
-        cfg = override(cfg, setting)
-    cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))  # so no absolute path is in the log
-    check_config(cfg, args.check or int(os.environ.get("WORLD_SIZE", 1)))
-    if args.save:
-        folder = Path(args.save).resolve().parent
-        require(
-            not os.path.isdir(args.save) and os.access(folder, os.W_OK),
-            f"--save {args.save}: give a file, in a folder that exists and can be written to",
-        )
-    return cfg
+class Clock:
+    """Measures the milliseconds of training. It starts at `ms`, and stops in `with clock.paused()`."""
+
+    def __init__(self, ms: float = 0.0):
+        self.began = self.synchronized() - ms / 1000
+
+    def synchronized(self) -> float:
+        """Waits until the device has done all its work. Returns the time in seconds."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def ms(self) -> float:
+        """Returns the milliseconds of training, without waiting for the device."""
+        return 1000 * (time.perf_counter() - self.began)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Waits for the device, and stops the clock inside the `with`. Yields the milliseconds so far."""
+        stopped = self.synchronized()
+        yield 1000 * (stopped - self.began)
+        self.began += self.synchronized() - stopped
+
+
+class RunLog:
+    """Writes the run's log file and its screen output. On ranks without a path it writes nothing.
+
+    The file is line-buffered, so it holds every finished step whatever ends the process.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self.path = path
+        self.file = None
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Mode "x": no run may overwrite the log of another.
+            self.file = open(path, "x", buffering=1, encoding="utf-8", errors="backslashreplace")
+
+    def print0(self, text: str, console: bool = True, file: bool = True) -> None:
+        """Prints a line from rank 0 to the screen, to the log file, or to both."""
+        if self.file is None:
+            return
+        if file:
+            with user_error_on(f"cannot write {self.path}", "make room on its disk", OSError):
+                self.file.write(text + "\n")
+        if console:
+            tqdm.write(text)  # above the progress bar
+            sys.stdout.flush()
+
+
+def describe_commit(script: Path) -> str:
+    """Returns the commit of the script's repository, and in brackets whether it has this very script.
+
+    It is clean, or else modified: changed, or not committed.
+    """
+    # With GIT_DIR git would look into another repository.
+    start = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "git"]
+
+    def git(*arguments: str) -> str:
+        return subprocess.check_output(
+            [*start, *arguments], cwd=script.parent, stderr=subprocess.DEVNULL, text=True
+        ).strip()
+
+    file = f"./{script.name}"  # a name that begins with a colon would be a pattern
+    try:
+        commit = git("rev-parse", "HEAD")
+        committed = git("ls-tree", "HEAD", file)  # "MODE blob HASH NAME", or nothing
+        own = git("hash-object", "--no-filters", file)
+    except subprocess.CalledProcessError:  # git is not installed; there is no commit
+        return "unknown"
+    if own in committed:
+        return f"{commit} (clean)"
+    return f"{commit} (modified)"
+
+
+def describe_cpu() -> str:
+    """Returns the CPU's model, or its architecture where the system does not tell the model."""
+    with contextlib.suppress(OSError):  # only Linux has this file
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        if model:
+            return model[1]
+    return platform.machine()
+
+
+def describe_environment(device: torch.device, world_size: int, file: str = __file__) -> list[str]:
+    """Returns log lines on software, hardware, script and commit. They hold no absolute path."""
+    script = Path(file).resolve()
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{describe_cpu()} ({os.cpu_count()} cores, {torch.get_num_threads()} threads a process)"
+    return [
+        f"Running Python {sys.version.split()[0]} on {platform.system()} {platform.machine()}",
+        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda} on {hardware} "
+        f"with world_size {world_size}",
+        f"script: {script.name} (sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:12]})",
+        f"commit: {describe_commit(script)}",
+    ]
 
 
 def read_checkpoint(args: argparse.Namespace, rank: int) -> dict:
@@ -5548,6 +5585,7 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     """Returns the path of the run's files, without a suffix, and that of its log. Rank 0 names the run."""
     folder = "attempts"
     if args.name:
+        require(".." not in args.name, f"--name {args.name}: give a name without ..")
         folder = f"{date.today()}_{args.name}"
     path = Path("records", track, folder, f"seed{args.seed}_{uuid.uuid4().hex[:12]}")
     path = exchange.from_rank_0(path)
@@ -5599,7 +5637,7 @@ def build(cfg: Config, backend: Backend, exchange: Exchange, seed: int) -> tuple
     global COMPILER
     COMPILER = compiler_of(cfg)
     model = GPT(cfg, exchange.world_size, exchange.device, seed, backend)
-    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+    optimizer = Optimizer(cfg, dict(model.named_parameters()), exchange)
     optimizer.gather_all()  # what other machines drew may differ in the last bits
     model.ngrams = optimizer.ngrams
     return model, optimizer
@@ -5643,6 +5681,7 @@ def warm_up(training: Training) -> None:
         batches = Prefetcher(loader, plans, ids_exchange)
         for plan in plans:
             model.use_stage(plan.stage)
+            optimizer.wait()
             validate(model, val, optimizer.exchange, plan.windows, slices)
             loss = train_step(model, optimizer, batches.next(), batches.peek)
             AsyncLoss().push(plan.step, loss)
@@ -5702,11 +5741,16 @@ def trace_steps(args: argparse.Namespace, path: Path, start: int, steps: int):
 def timed_validation(
     training: Training, clock: Clock, losses: AsyncLoss, log: RunLog, step: int, windows: dict[str, int]
 ) -> dict:
-    """Validates and logs the loss after `step` steps, while the clock stops. Returns closing lines."""
+    """Validates and logs the loss after `step` steps, while the clock stops. Returns closing lines.
+
+    Raises UserError if it is not finite, so no such model is saved.
+    """
     model = training.model
     with clock.paused() as ms:
         losses.poll()
+        training.optimizer.wait()
         loss = validate(model, training.val, training.optimizer.exchange, windows)
+        require(math.isfinite(loss), f"val_loss is {loss} at step {step}; lower the learning rates")
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         log.print0(f"step:{step}/{model.cfg.steps} val_loss:{loss:.4f} {times}")
     return {"val_loss": f"{loss:.6f}", "train_time_ms": f"{ms:.0f}"}

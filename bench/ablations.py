@@ -18,8 +18,8 @@ weights, and the runs of one seed begin with the same. p is that of the paired t
 standard errors is "not resolved", and decides nothing; one above is no proof: of three seeds, 18 % of
 differences that are only noise pass two.
 
-Runs are kept in --out, a JSON line each, and not repeated there with the same script, settings and seed.
-Begin another file after a change of the data.
+Runs are kept in --out, a JSON line each, and not repeated there with the same script, data, settings and
+seed.
 """
 
 import argparse
@@ -41,8 +41,11 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "records"))
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "records")]
 import compare
+
+import train_gpt as tg
+from scripts import make_parser, number
 
 
 class Variant(NamedTuple):
@@ -121,6 +124,25 @@ def train(script: Path, preset: str, settings: list[str], seed: int) -> dict:
     return {"loss": result.curve[-1][1], "log": path}
 
 
+def data_of(preset: str, settings: list[str]) -> str:
+    """Returns a hash of the shards that a run reads."""
+    named = [setting[5:] for setting in settings if setting.startswith("data=")]
+    folder = Path([tg.PRESETS[preset].data, *named][-1])  # the last counts
+    return tg.dataset_hash(sorted(folder.glob("*.bin")))
+
+
+def read_results(path: Path) -> dict[tuple, float]:
+    """Returns the losses of the runs in a file, by what makes a run. Raises UserError if a line has none."""
+    done = {}
+    if path.exists():
+        for i, line in enumerate(path.read_bytes().splitlines(), 1):
+            fix = "remove this line, or give another --out"
+            with tg.user_error_on(f"{path}:{i} is no run", fix, ValueError, LookupError, TypeError):
+                entry = json.loads(line)
+                done[tuple(entry["run"]), entry.get("data")] = float(entry["loss"])
+    return done
+
+
 def paired(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
     """Returns the mean of losses - base, pair by pair, its standard error, and p; nan: undefined."""
     from scipy.stats import ttest_rel
@@ -146,16 +168,14 @@ def table(losses: dict[str, list[float]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("ablations.py", __doc__)
     parser.add_argument("variants", nargs="+", type=parse_variant, metavar="[LABEL:] NAME=VALUE ...")
     parser.add_argument("--script", type=Path, default=REPOSITORY / "train_gpt.py")
-    parser.add_argument("--preset", default="cpu")
+    parser.add_argument("--preset", default="cpu", choices=tg.PRESETS)
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="common")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N")
+    parser.add_argument("--seeds", type=number(int, 1), default=3, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
+    parser.add_argument("--jobs", type=number(int, 1), default=1, metavar="N", help="runs at once")
     parser.add_argument("--out", type=Path, default=Path("ablations.jsonl"))
     args = parser.parse_args(argv)
     if importlib.util.find_spec("scipy") is None:
@@ -163,17 +183,16 @@ def main(argv: list[str] | None = None) -> None:
     variants = [Variant("as it is", [])] + args.variants
     if len({variant.label for variant in variants}) < len(variants):
         parser.error("two variants have the same label")
-    if min(args.seeds, args.jobs) < 1:
-        parser.error("--seeds and --jobs must be at least 1")
     try:
         with tempfile.TemporaryDirectory() as folder:
             print(f"\n{table(train_all(args, variants, Path(folder)))}")
-    except (compare.UserError, OSError) as error:
+    except (compare.UserError, tg.UserError, OSError) as error:
         sys.exit(f"ablations.py: {error}")
 
 
 def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -> dict[str, list[float]]:
     """Trains all variants with all seeds; returns their losses by label. Patched scripts go to `folder`."""
+    done = read_results(args.out)
     scripts = {}
     for i, variant in enumerate(variants):
         scripts[variant.label] = script_of(variant.files, args.script, folder / str(i))
@@ -181,21 +200,15 @@ def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -
     for label, settings, _ in variants:
         if b'"--check"' in args.script.read_bytes():  # early records have no such option
             start(scripts[label], args.preset, args.common + settings, "--check", "1")  # before any run
-    with open(args.out, "a+") as file:
-        file.seek(0)
-        done = {}
-        for line in file:
-            entry = json.loads(line)
-            done[tuple(entry["run"])] = entry["loss"]
 
     def run(seed: int, label: str, settings: list[str]) -> float:
         settings = args.common + settings
         digest = hashlib.sha256(scripts[label].read_bytes()).hexdigest()[:12]
-        name = digest, args.preset, " ".join(settings), seed
+        name = (digest, args.preset, " ".join(settings), seed), data_of(args.preset, settings)
         if name not in done:
             result = train(scripts[label], args.preset, settings, seed)
             with open(args.out, "a") as file:
-                file.write(json.dumps({"run": name, "label": label} | result) + "\n")
+                file.write(json.dumps({"run": name[0], "data": name[1], "label": label} | result) + "\n")
             done[name] = result["loss"]
         if not math.isfinite(done[name]):
             raise compare.UserError(f"seed {seed}, {label}: the loss is {done[name]}")

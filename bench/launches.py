@@ -296,6 +296,7 @@ PHASE_OF = [
     (tg.GPT, "fp8_head", "head"),
     (tg, "move", "copies"),
     (tg.Optimizer, "begin", "copies"),
+    (tg.GPT, "look_up", "forward"),
     (tg.GPT, "forward", "forward"),
     (tg.GPT, "head_loss_and_grad", "head"),
     (torch.autograd, "backward", "backward"),
@@ -340,7 +341,7 @@ def run_steps(
             patch(owner, **{name: counts.in_phase(phase, getattr(owner, name))})
         model = tg.GPT(cfg, world_size, "meta", 0, backend)
         exchange = CountingExchange(world_size, counts, backend.segment_sum_rows)
-        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+        optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
         model.ngrams = optimizer.ngrams
         start = cfg.stage_starts[stage]
         tied = start <= tg.untie_step(cfg)

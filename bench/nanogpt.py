@@ -12,7 +12,6 @@ out. Both losses are nats per character of the last tenth of the text. nanoGPT s
 each, ours as many as its windows allow.
 """
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 from statistics import mean
 
 from ablations import compare
+from scripts import make_parser, new_figure, png, save_figure
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "data" / "shakespeare"
@@ -78,9 +78,7 @@ def join(numbers: Iterable[float], form: str) -> str:
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
     ax = figure.subplots()
     for number, (label, runs) in enumerate(curves.items()):
         legend = f"{label}, measured"
@@ -95,18 +93,16 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     ax.set(xlabel="training time, s", ylabel="validation loss, nats per character")
     ax.set(ylim=(1.4, 2.6), xlim=(0, None))
     ax.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("nanogpt.py", __doc__)
     parser.add_argument(
         "nanogpt", type=Path, help="folder of nanoGPT; its data/shakespeare_char gets the text"
     )
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="of each")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw all losses over time")
+    parser.add_argument("--picture", type=png, metavar="FILE.png", help="draw all losses over time")
     args = parser.parse_args(argv)
     if not (args.nanogpt / "train.py").exists() or not (DATA / "input.txt").exists():
         sys.exit("nanogpt.py: clone nanoGPT, and run data/shakespeare.py first")

@@ -11,6 +11,7 @@ classes.
 import argparse
 import ast
 import io
+import sys
 import tokenize
 from pathlib import Path
 
@@ -61,12 +62,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--by-function", action="store_true", help="list the largest definitions too")
     args = parser.parse_args(argv)
     for file in args.files or [str(ROOT / "train_gpt.py")]:
-        text = Path(file).read_text(encoding="utf-8")
-        tokens, characters, lines, long_lines = measure(text)
+        try:
+            with tokenize.open(file) as source:  # in the encoding that it declares
+                text = source.read()
+            tokens, characters, lines, long_lines = measure(text)
+            definitions = measure_definitions(text)
+        except (OSError, ValueError, SyntaxError, tokenize.TokenError) as error:
+            sys.exit(f"size.py: {file} is no Python source: {error}")
         counts = f"{tokens} tokens, {characters} characters, {lines} lines, {long_lines} over"
         print(f"{file}: {counts} {MAX_COLUMNS} columns")
         if args.by_function:
-            for size, name in measure_definitions(text)[:SHOWN]:
+            for size, name in definitions[:SHOWN]:
                 print(f"{size:8} {name}")
 
 

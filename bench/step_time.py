@@ -76,6 +76,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import train_gpt as tg
+from scripts import make_parser
 from synthetic import draw_documents
 from tokenize_text import shard_header
 
@@ -213,9 +214,8 @@ class Training:
         self.model = tg.GPT(self.cfg, world_size, variant.device, backend=variant.backend)
         kind = SingleRankExchange if world_size > 1 else tg.Exchange
         exchange = kind(0, world_size, device=variant.device, sum_rows=variant.backend.segment_sum_rows)
-        self.optimizer = tg.Optimizer(
-            self.cfg, dict(self.model.named_parameters()), exchange, variant.backend
-        )
+        self.optimizer = tg.Optimizer(self.cfg, dict(self.model.named_parameters()), exchange)
+        self.model.ngrams = self.optimizer.ngrams
         start = self.cfg.stage_starts[stage]
         count = self.cfg.stages[stage].steps
         first = tg.padded(start, 4)  # no gradient awaits its update then
@@ -251,7 +251,7 @@ class Training:
     def validate(self) -> None:
         """Runs a validation forward, on training tokens."""
         plan = tg.plan_step(self.cfg, 0)
-        self.model.ngrams = self.optimizer.ngrams
+        self.optimizer.wait()
         batch = tg.ValLoader(replace(self.cfg, val_slices=1), self.paths).slice(0)
         self.model.token_losses(tg.move(batch, self.variant.device), plan.windows)
         self.variant.validated = True
@@ -608,9 +608,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("step_time.py", __doc__)
     add = parser.add_argument
     preset = "record" if torch.cuda.is_available() else "cpu"
     add("--preset", choices=tg.PRESETS, default=preset)

@@ -34,7 +34,6 @@ microseconds more. Tested on traces of gloo processes and, of GPUs, on small one
 real ones of one H200.
 """
 
-import argparse
 import gzip
 import itertools
 import json
@@ -48,6 +47,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
+from scripts import make_parser, new_figure, png, save_figure
 
 COLOURS = {
     "forward": "tab:blue",
@@ -461,8 +463,6 @@ def table(traces: list[Trace], lane: str) -> list[str]:
 
 def draw(traces: list[Trace], path: Path) -> None:
     """Writes a PNG of the first step: its lanes, coloured by section, and its critical path."""
-    from matplotlib.figure import Figure  # here: without a picture it is not needed
-
     step = next(iter(traces[0].steps))
     begins, ends = begins_and_ends(traces, step)
     begin, end = min(begins), max(ends)
@@ -470,7 +470,7 @@ def draw(traces: list[Trace], path: Path) -> None:
     for trace in traces:
         for lane, spans in trace.lanes.items():
             rows[trace.rank, lane] = spans
-    figure = Figure(figsize=(16, 1.5 + 0.4 * len(rows)), layout="constrained")
+    figure = new_figure(16, 1.5 + 0.4 * len(rows))
     ax = figure.subplots()
     for section, colour in COLOURS.items():
         for y, spans in enumerate(rows.values()):
@@ -492,15 +492,13 @@ def draw(traces: list[Trace], path: Path) -> None:
     ax.set(xlim=(0, (end - begin) / 1e6), xlabel=f"step {step}, ms", ylim=(len(rows) - 0.5, -0.5))
     ax.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane in rows])
     figure.legend(loc="outside upper center", ncols=len(COLOURS))
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("timeline.py", __doc__)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png")
+    parser.add_argument("--picture", type=png, metavar="FILE.png")
     args = parser.parse_args(argv)
     try:
         traces = read_traces(tqdm(args.traces, "reading", unit="trace"))

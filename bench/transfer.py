@@ -10,7 +10,6 @@ bench/ablations/transfer_TRACK.jsonl. They were made with the script of commit 4
 patches are those of that script. `bench/transfer.py --run` of commit 1cdcaab makes them again.
 """
 
-import argparse
 import json
 import typing
 from collections import defaultdict
@@ -21,6 +20,7 @@ import numpy as np
 
 import ablations
 from ablations import compare
+from scripts import make_parser, new_figure, save_figure
 
 HERE = Path(__file__).resolve().parent
 TRACKS = "cpu", "words"
@@ -263,9 +263,7 @@ def report(effects: dict[str, dict[Technique, Effect]]) -> str:
 
 def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
     """Draws published effects against ours, a point each with its standard error."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 5 * len(effects)), layout="constrained")
+    figure = new_figure(13, 5 * len(effects))
     groups = typing.get_args(Group)
     numbered = sorted((t.published, t) for t in TECHNIQUES if not isinstance(t.published, str))
     values = [published for published, _ in numbered]
@@ -294,14 +292,11 @@ def draw(effects: dict[str, dict[Technique, Effect]], path: Path) -> None:
         ax.set(title=f"the {track} preset", xlabel="published effect, thousandths of a nat")
         ax.set_ylabel("effect here, thousandths of a nat; bars: standard error")
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.parse_args(argv)
+    make_parser("transfer.py", __doc__).parse_args(argv)
     effects = all_effects()
     print(report(effects))
     if effects:

@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from scripts import UserError, make_parser, target
 from tokenize_text import (
     VOCABULARY,
-    UserError,
+    VOCABULARY_BEGINS,
     get_encoding,
-    make_parser,
     read_tokens,
     token_bytes,
     write_token_bytes,
@@ -129,7 +129,8 @@ def download(url: str, part: Path, size: int, name: str) -> None:
 
 def fetch(out: Path, name: str, dataset: str = DATASET, check: Callable[[Path], None] = check) -> None:
     """Downloads OUT/NAME unless it is complete. Raises UserError if what arrives is not, by `check`."""
-    path = out / name
+    path = (out / name).resolve()  # a link stays one
+    out = path.parent
     if path.exists():
         try:
             return check(path)
@@ -212,6 +213,7 @@ def main(argv: list[str] | None = None) -> None:
     pool = ThreadPoolExecutor(MAX_PARALLEL)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
+        target(args.out / VOCABULARY, VOCABULARY_BEGINS)
         fetch(args.out, "fineweb_val_000000.bin")  # alone, so that a missing network is reported once
         downloads = [pool.submit(fetch, args.out, name) for name in training]
         for future in as_completed(downloads):

@@ -23,19 +23,10 @@ import platform
 import sysconfig
 from pathlib import Path
 
-from tokenize_text import (
-    SHARDS,
-    VOCABULARY,
-    Document,
-    UserError,
-    cut,
-    make_parser,
-    read_header,
-    run_script,
-    write_lines,
-    write_shards,
-)
+from scripts import UserError, make_parser, replacing, run_script, target
+from tokenize_text import SHARDS, VOCABULARY, Document, cut, read_header, write_shards
 
+SOURCE_BEGINS = rb'\{\n "(python|torch)": '  # how source.json begins
 VAL_ONE_IN = 20
 PASSAGE_BYTES = 1024
 # Passages without a blank line in more bytes are mostly tables of character codes, which are long in GPT-2's
@@ -159,9 +150,12 @@ def run(args: argparse.Namespace) -> None:
     if is_complete(out, source):
         print(f"{out.name}: the text of {origin.title()} {version} is there already")
         return
-    written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN)
+    out.mkdir(parents=True, exist_ok=True)
+    target(out / "source.json", SOURCE_BEGINS)
+    written = write_shards(out, origin, documents, args.encoding, val_one_in=VAL_ONE_IN, replaced=origin)
     complete = source | {"tokens": tokens_of_shards(out)}
-    write_lines(out / "source.json", [json.dumps(complete, indent=1)])
+    with replacing(out / "source.json", SOURCE_BEGINS) as path:
+        path.write_text(json.dumps(complete, indent=1) + "\n")
     print(
         f"{out.name}: {written.train.tokens:,} training tokens ({written.train.documents:,} documents), "
         f"{written.val.tokens:,} validation tokens ({written.val.documents:,} documents), the text of "

@@ -18,22 +18,21 @@ own data are refused, so runs on these tokens belong to the track `other`.
 import argparse
 import functools
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from scripts import UserError, make_parser, replacing, run_script, target
 from tokenize_text import (
+    SHARD_BEGINS,
     SHARD_TOKENS,
     SHARDS,
+    VOCABULARY,
+    VOCABULARY_BEGINS,
     Header,
-    UserError,
-    make_parser,
     read_header,
-    run_script,
     shard_header,
     write_token_bytes,
 )
@@ -130,17 +129,14 @@ def write_shards(
                 f"{path}: not a shard that these options give, but training would read it too; remove it, or "
                 "choose another folder"
             )
-
     out.mkdir(parents=True, exist_ok=True)
+    target(out / VOCABULARY, VOCABULARY_BEGINS)
     missing = [name for name, header in headers.items() if not is_complete(out / name, header)]
     total = sum(headers[name].tokens for name in missing)
-    with (
-        tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=out) as folder,
-        tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, desc="writing") as bar,
-    ):
+    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, desc="writing") as bar:
         for name in missing:
             left = headers[name].tokens
-            with open(Path(folder, name), "wb") as file:
+            with replacing(out / name, SHARD_BEGINS) as path, open(path, "wb") as file:
                 file.write(shard_header(*headers[name]))
                 for tokens, _ in draw_documents(vocab_size - 1, list(name.encode())):
                     tokens = tokens[:left]
@@ -149,7 +145,6 @@ def write_shards(
                     left -= len(tokens)
                     if not left:
                         break
-            os.replace(Path(folder, name), out / name)
     write_token_bytes(out, make_up_tokens(vocab_size))
     return missing
 

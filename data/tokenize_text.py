@@ -4,10 +4,12 @@
     python data/tokenize_text.py OUT FILE... --encoding bytes     for the `cpu` preset
     python data/tokenize_text.py OUT FILE...                      for the `record` preset: GPT-2's tokens
 
-Each line of a .jsonl or .ndjson file is a document, a JSON object with its text under --field. Any other file
-is one document. A name may also end in .gz, and in capitals. Bad documents are named and left out: lines
-without a text, and what is not UTF-8. A file counts as one bad document if there are NUL bytes at its
-beginning, as in UTF-16, or if it is a JSON array (.json, .jsonl, .ndjson). Empty documents are left out, too.
+Each line of a .jsonl or .ndjson file is a document, a JSON object with its text under --field, and so is each
+line of a file that begins as such an object, {"key":, whatever its name. Any other file is one document. A
+name may also end in .gz, and in capitals. Bad documents are named and left out: lines without a text, and
+what is not UTF-8. A file counts as one bad document if there are NUL bytes at its beginning, as in UTF-16, if
+it is one JSON value, such as an array, or if it is a table by its name (.csv, .tsv). Empty documents are left
+out, too.
 
 Training uses only the beginning of a document, so documents of more than --passage-bytes are cut into
 passages: at blank lines if possible, else at line ends, else at spaces. A passage never spans two shards, and
@@ -29,6 +31,8 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
+import fcntl
 import functools
 import gzip
 import hashlib
@@ -38,15 +42,17 @@ import json
 import math
 import os
 import re
+import struct
 import sys
-import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
+
+from scripts import UserError, make_parser, number, replacing, run_script, target, unfinished
 
 if TYPE_CHECKING:
     import tiktoken
@@ -59,57 +65,14 @@ SHARD_TOKENS = 100_000_000
 PASSAGE_BYTES = {"bytes": 512, "gpt2": 8192}
 VOCABULARY = "vocabulary.txt"
 SHARDS = "[!.]*_[0-9]*.bin"  # the names of shards: training reads NAME_train_000001.bin, not other files
+# How the files here begin; no other file of these names is replaced.
+SHARD_BEGINS = re.escape(struct.pack("<2i", MAGIC, VERSION))
+VOCABULARY_BEGINS = rb"[0-9a-f\n]*\Z"
 FEW = 10  # times --val-one-in: with fewer documents, hashes might leave one split empty
 NAMED = 20  # bad documents; more are only counted
 LINES = (".jsonl", ".ndjson")  # ends of the names of files with a document on each line
-
-
-class UserError(Exception):
-    """Reports input that cannot be used. The message is one line: what is wrong, and what to do."""
-
-
-# ---- Command lines, also of other scripts ------------------------------------------------------------------
-
-
-def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Returns a script's parser, whose help is its docstring.
-
-    From here on stdout shows characters that its encoding lacks as escapes, as stderr always does: texts and
-    names of files may have any.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog, description=description, formatter_class=layout, allow_abbrev=False)
-
-
-def number(kind: type, least: float, most: float = 1e9) -> Callable:
-    """Returns an argparse type: a `kind` from `least` to `most`."""
-
-    def parse(text: str):
-        value = kind(text)
-        if not least <= value <= most:  # so NaN is refused, too
-            raise argparse.ArgumentTypeError(f"{text}: give a number from {least} to {most:g}")
-        return value
-
-    parse.__name__ = kind.__name__  # for argparse's own messages
-    return parse
-
-
-def run_script(
-    run: Callable, parser: argparse.ArgumentParser, argv: list[str] | None, *errors: type[Exception]
-) -> None:
-    """Calls run(options). Errors that the user can fix, also `errors`, end the script with one line."""
-    expected: tuple[type[Exception], ...] = (OSError, UserError, BadDocument, *errors)
-    try:
-        run(parser.parse_args(argv))
-    except BrokenPipeError:  # whoever read it, as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except expected as error:
-        sys.exit(f"{parser.prog}: {error}")
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        sys.exit(130)
+LINES_BEGIN = re.compile(rb'\s*\{\s*"[^"\n]*"\s*:')  # how such files begin under other names
+TABLES = (".csv", ".tsv")
 
 
 # ---- Shards ------------------------------------------------------------------------------------------------
@@ -223,17 +186,16 @@ class Text(NamedTuple):
     validation: bool
 
 
-class BadDocument(Exception):
+class BadDocument(UserError):
     """Reports a document that cannot be read. The message names file and line."""
 
 
-def is_json_array(file: io.BufferedIOBase) -> bool:
+def is_json(raw: bytes) -> bool:
     try:
-        return isinstance(json.loads(file.read()), list)
+        json.loads(raw)
+        return True
     except (ValueError, RecursionError):
         return False
-    finally:
-        file.seek(0)
 
 
 def open_text(path: Path) -> io.BufferedReader | gzip.GzipFile:
@@ -246,27 +208,37 @@ def open_text(path: Path) -> io.BufferedReader | gzip.GzipFile:
 def read_documents(paths: list[Path], field: str) -> Iterator[Document | BadDocument]:
     """Yields the documents of `paths` in order, without byte order marks.
 
-    One BadDocument replaces a file that is no UTF-8 text or an array, or what a broken .gz file lacks.
+    One BadDocument replaces a file that is no UTF-8 text, one JSON value or a table, or what a broken .gz
+    file lacks.
     """
     for path in paths:
         name = path.name.lower().removesuffix(".gz")
+        is_lines = name.endswith(LINES)
         line = 1
         with open_text(path) as file:
+            content: BinaryIO | gzip.GzipFile = file
             try:
                 begin = file.peek(8192).removeprefix(codecs.BOM_UTF8)
+                first = begin.lstrip()[:1]
+                whole = b""  # a file that may be one JSON value
+                if first == b"[" or (first == b"{" and not is_lines):
+                    whole = file.read()
+                    content = io.BytesIO(whole)  # a pipe cannot be read again
                 if b"\0" in begin:
                     yield BadDocument(f"{path}:1: UTF-16, or no text: it has NUL bytes; convert it to UTF-8")
-                elif begin.lstrip()[:1] == b"[" and name.endswith((".json", *LINES)) and is_json_array(file):
-                    yield BadDocument(f"{path}:1: a JSON array; write a .jsonl file, each object on a line")
-                elif name.endswith(LINES):
-                    for raw in file:
+                elif is_json(whole):
+                    yield BadDocument(f"{path}:1: one JSON value; write a .jsonl file, each object on a line")
+                elif name.endswith(TABLES):
+                    yield BadDocument(f"{path}:1: a table; write a .jsonl file, an object for each row")
+                elif is_lines or LINES_BEGIN.match(begin):
+                    for raw in content:
                         if line == 1:
                             raw = raw.removeprefix(codecs.BOM_UTF8)
                         if raw.strip():
                             yield Document(str(path), line, raw, field)
                         line += 1
                 else:
-                    yield Document(str(path), line, file.read().removeprefix(codecs.BOM_UTF8))
+                    yield Document(str(path), line, content.read().removeprefix(codecs.BOM_UTF8))
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 yield BadDocument(f"{path}:{line}: broken gzip data ({error})")
 
@@ -352,10 +324,10 @@ def prepare(document: Document | BadDocument, val_one_in: int, passage_bytes: in
 
 
 @functools.lru_cache
-def get_encoding(name: str, vocabulary: Path | None = None) -> tiktoken.Encoding:
+def get_encoding(name: str, vocabulary: tuple[bytes, ...] = ()) -> tiktoken.Encoding:
     """Returns `gpt2`, or `bytes`: 256 bytes, and 256 as BOS. Raises UserError if GPT-2's is unavailable.
 
-    vocabulary: a file of this script with GPT-2's tokens, which are then not downloaded.
+    vocabulary: the bytes of GPT-2's tokens, which are then not downloaded.
     """
     import tiktoken  # here, because those who only read or write shards need not have it
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -370,9 +342,10 @@ def get_encoding(name: str, vocabulary: Path | None = None) -> tiktoken.Encoding
             special_tokens={"<|endoftext|>": 256},
         )
     if vocabulary:
-        lines = vocabulary.read_text(encoding="ascii").splitlines()
-        ranks = {bytes.fromhex(line): i for i, line in enumerate(lines) if line}
-        special = {"<|endoftext|>": len(lines) - 1}
+        ranks = {token: i for i, token in enumerate(vocabulary) if token}
+        if not all(bytes([i]) in ranks for i in range(256)):  # tiktoken would panic
+            raise UserError(f"{VOCABULARY} lacks tokens of single bytes; build the data again")
+        special = {"<|endoftext|>": len(vocabulary) - 1}
         return tiktoken.Encoding(name, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
     try:
         return tiktoken.get_encoding(name)
@@ -383,17 +356,10 @@ def get_encoding(name: str, vocabulary: Path | None = None) -> tiktoken.Encoding
         ) from error
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Writes a text file. It appears complete; until then an earlier one stays."""
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=path.parent) as unfinished:
-        with open(Path(unfinished, path.name), "w", encoding="ascii", newline="\n") as file:
-            file.writelines(f"{line}\n" for line in lines)
-        os.replace(file.name, path)
-
-
 def write_token_bytes(folder: Path, tokens: Iterable[bytes]) -> None:
     """Writes FOLDER/vocabulary.txt: a line of hexadecimal for each token's bytes."""
-    write_lines(folder / VOCABULARY, (token.hex() for token in tokens))
+    with replacing(folder / VOCABULARY, VOCABULARY_BEGINS) as path:
+        path.write_text("".join(f"{token.hex()}\n" for token in tokens), encoding="ascii")
 
 
 def token_bytes(encoding: tiktoken.Encoding) -> list[bytes]:
@@ -472,6 +438,35 @@ class LeftOut:
             tqdm.write(f"left out: {error}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def new_shards(out: Path, replaced: str = "") -> Iterator[Path]:
+    """Yields a folder for shards and their vocabulary, which appear in `out` when the block ends.
+
+    Of earlier shards in `out`, those named REPLACED_{train,val}_<number>.bin are allowed. Others raise
+    UserError before the block, and so does a vocabulary of another kind. Of processes that fill one folder,
+    each waits until the one before has ended.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems of networks have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in out.glob(SHARDS):
+            if path.name.rpartition("_")[0] not in (f"{replaced}_train", f"{replaced}_val"):
+                raise UserError(
+                    f"{out} already has shards ({path.name}), and training would read those too: choose "
+                    "another folder"
+                )
+            target(path, SHARD_BEGINS)
+        target(out / VOCABULARY, VOCABULARY_BEGINS)
+        with unfinished(out) as folder:
+            yield folder
+            for path in sorted(folder.iterdir()):
+                os.replace(path, (out / path.name).resolve())
+    finally:
+        os.close(lock)
+
+
 class Written(NamedTuple):
     train: SplitWriter
     val: SplitWriter
@@ -488,10 +483,11 @@ def write_shards(
     shard_tokens: int = SHARD_TOKENS,
     val_one_in: int = 10,
     passage_bytes: int = 0,
+    replaced: str = "",
 ) -> Written:
     """Tokenizes `documents` into OUT/NAME_{train,val}_<number>.bin, and writes OUT/vocabulary.txt.
 
-    The files appear only once all are written.
+    The files appear only once all are written. `replaced` is new_shards()'s.
     passage_bytes: longer documents are cut into passages; 0: none are. Bad documents are reported on stderr
     and counted. A split without documents raises UserError and leaves no shards: half a corpus is useless,
     and would block the folder for the full one.
@@ -501,10 +497,9 @@ def write_shards(
         raise UserError(
             f"encoding {encoding_name!r} has {encoding.n_vocab} tokens; shards hold at most {2**16}"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", suffix=".tmp", dir=out) as folder:
-        train = SplitWriter(Path(folder), name, "train", encoding, shard_tokens)
-        val = SplitWriter(Path(folder), name, "val", encoding, shard_tokens)
+    with new_shards(out, replaced) as folder:
+        train = SplitWriter(folder, name, "train", encoding, shard_tokens)
+        val = SplitWriter(folder, name, "val", encoding, shard_tokens)
         left_out = LeftOut()
         divided = 0
         documents = iter(documents)
@@ -537,9 +532,7 @@ def write_shards(
         if divided:
             print(f"few documents: the last passages of each, one in {val_one_in}, are for validation")
         check_splits(train, val, left_out)
-        write_token_bytes(Path(folder), token_bytes(encoding))
-        for path in sorted(Path(folder).iterdir()):
-            os.replace(path, out / path.name)
+        write_token_bytes(folder, token_bytes(encoding))
     return Written(train, val, left_out.bad, left_out.empty)
 
 
@@ -567,10 +560,6 @@ def run(args: argparse.Namespace) -> None:
         passage_bytes = PASSAGE_BYTES[args.encoding]
     if 0 < passage_bytes < 4:
         raise UserError("--passage-bytes must be 0 or at least 4, which a character may take")
-    if next(args.out.glob(SHARDS), None):
-        raise UserError(
-            f"{args.out} already has shards, and training would read those too: choose another folder"
-        )
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="tokenizing") as bar:
 
         def documents():

@@ -31,19 +31,14 @@ file is written, every tensor's name, dtype and shape is printed.
 """
 
 import argparse
-import os
-from pathlib import Path
+import shutil
 
 import torch
 
 from generate import load_model, make_parser, run_script, tg
+from scripts import replacing, target
 
-
-def umask() -> int:
-    """Returns the process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+EXPORT_BEGINS = rb'.{8}\{"__metadata__":\{"config":'
 
 
 def run(args: argparse.Namespace) -> None:
@@ -51,11 +46,6 @@ def run(args: argparse.Namespace) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     model = load_model(args.model)
-    files = [args.model]
-    if model.ngrams:
-        files += [f"{args.model}.ngrams{i}" for i in range(len(model.ngrams.blocks))]
-    if Path(args.out).resolve() in [Path(file).resolve() for file in files]:
-        raise tg.UserError(f"{args.out} is the model itself; choose another name")
     tensors = {}
     for name, value in model.state_dict().items():
         tensors[name] = value.contiguous()
@@ -63,15 +53,16 @@ def run(args: argparse.Namespace) -> None:
         n = model.cfg.ngrams
         tensors["ngrams"] = model.ngrams.fetch(torch.arange(len(n.orders) * n.rows_per_order))
     with tg.user_error_on(f"cannot write {args.out}", "choose another place", SafetensorError):
-        save_file(tensors, args.out, {"config": tg.config_json(model.cfg)})
-        Path(args.out).chmod(0o666 & ~umask())  # safetensors lets nobody else read it
+        with replacing(args.out, EXPORT_BEGINS) as path:
+            save_file(tensors, path, {"config": tg.config_json(model.cfg)})
+            shutil.copymode(args.model, path)  # safetensors lets nobody else read it
     for name, tensor in sorted(tensors.items()):
         print(f"{name:20} {str(tensor.dtype).removeprefix('torch.'):10} {tuple(tensor.shape)}")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("export.py", __doc__)
-    parser.add_argument("out", metavar="OUT.safetensors")
+    parser.add_argument("out", type=lambda text: target(text, EXPORT_BEGINS), metavar="OUT.safetensors")
     run_script(run, parser, argv, tg.UserError)
 
 

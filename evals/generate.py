@@ -45,7 +45,10 @@ def load(path: str) -> tuple[tg.GPT, tiktoken.Encoding]:
     if count not in names:
         raise tg.UserError(f"{path} has {count} tokens; tokenizers here have 257 or 50257")
     file = ROOT / model.cfg.data / tokenize_text.VOCABULARY
-    return model, tokenize_text.get_encoding(names[count], file if file.exists() else None)
+    vocabulary: tuple[bytes, ...] = ()
+    if names[count] == "gpt2" and file.exists():
+        vocabulary = tuple(tg.read_vocabulary(file, count))
+    return model, tokenize_text.get_encoding(names[count], vocabulary)
 
 
 def max_context(cfg: tg.Config) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as tg
+
+MAX_TOKENS = 1 << 20  # of a sequence; the record preset's have 262,144
 
 
 class NgramFiles(NamedTuple):
@@ -30,15 +33,17 @@ class NgramFiles(NamedTuple):
 
 
 def map_rows(path: str, run_id: str, count: int, row_bytes: int) -> np.ndarray:
-    """Maps a file of `count` rows, which ends with the id of the run that wrote it."""
+    """Maps a file of `count` rows, which ends with the id of the run that wrote it, and their CRC-32.
+
+    Files of earlier scripts lack the CRC-32. Reads the file once.
+    """
     fix = "copy and rename all files of a model together"
     with tg.user_error_on(f"cannot read {path}", fix, OSError, ValueError):
         file = np.memmap(path, np.uint8, "r")
-    size, end = count * row_bytes, run_id.encode()
-    tg.require(
-        len(file) == size + len(end) and file[size:].tobytes() == end, f"{path} is another model's; {fix}"
-    )
-    return file[:size].reshape(count, row_bytes)
+    rows, end = np.split(file, [count * row_bytes])
+    ends = run_id.encode(), b"%s%08x" % (run_id.encode(), zlib.crc32(rows))
+    tg.require(end.tobytes() in ends, f"{path} is damaged, or another model's; {fix}")
+    return rows.reshape(count, row_bytes)
 
 
 # Settings in models of earlier scripts, and their names today. None: it says nothing of a model. Shapes and
@@ -83,39 +88,74 @@ def rename(settings, path: str = ""):
     return renamed
 
 
+def config_from_dict(values: dict, table=tg.Config) -> tg.Config:
+    """Builds a Config from a dict of all its fields, as JSON gives it.
+
+    Raises KeyError if a field is unknown or missing, UserError if it cannot have such a value.
+    """
+    fields = {}
+    for name in tg.hints_of(table) | values:
+        hint = tg.hints_of(table)[name]
+        value = values[name]
+        row = tg.row_type(hint)
+        if row is None:
+            field = tg.field_of(hint)
+            is_tuple = field.size is not None
+            parts = value if is_tuple else [value]
+            tg.require(all(field.allows(part) for part in parts), f"{name} cannot be {value}")
+            fields[name] = tuple(value) if is_tuple else value
+        elif isinstance(value, list):
+            fields[name] = tuple(config_from_dict(each, row) for each in value)
+        else:
+            fields[name] = config_from_dict(value, row)
+    return table(**fields)
+
+
 def read_config(text: str) -> tg.Config:
     """Returns the config of a saved model's JSON, whichever script wrote it. Raises an error if it cannot."""
     values = ADDED | rename(json.loads(text))
     kernels = [RENAMED_KERNELS.get(name, name) for name in values["kernels"]]
     values["kernels"] = [name for name in kernels if name]
-    return tg.config_from_dict(values)
+    return config_from_dict(values)
 
 
-def check_shapes(weights: dict[str, Tensor], cfg: tg.Config) -> None:
-    """Compares weights with the shapes of the config, before memory of these shapes is taken."""
+def check_sizes(weights: dict[str, Tensor], cfg: tg.Config, file_bytes: int) -> None:
+    """Raises UserError for sizes that a model's file cannot mean, before any memory is taken.
+
+    The weights must have the config's shapes, and room in the file, where few numbers may be shown as a large
+    tensor. Tables of angles are as long as the longest sequence.
+    """
     width = cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
     shapes = tg.param_shapes(cfg, 1) | {"signs": (cfg.sign_rows, width)}
     different = tg.differences(shapes, {name: tuple(t.shape) for name, t in weights.items()})
     tg.require(not different, f"its settings do not have the shapes of {different}")
+    tg.require(sum(t.nbytes for t in weights.values()) <= file_bytes, "its weights are larger than the file")
+    longest = max(cfg.val_slice_tokens, *(stage.batch_tokens // cfg.microbatches for stage in cfg.stages))
+    tg.require(longest <= MAX_TOKENS, f"it has sequences of {longest} tokens, more than {MAX_TOKENS}")
 
 
 def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
     """Loads the model that `--save` wrote; it gives the same validation loss."""
-    fix = "give a file that --save of this script wrote"
+    fix = (
+        "give a file that --save of this script wrote; models of scripts before commit 1b4b4c9 (2026-11-26) "
+        "load with the evals/ of their own commit, which their run's log names"
+    )
     saved = tg.read_saved(path, fix)
     # Which exception it is depends on the script that wrote it.
     with tg.user_error_on(f"cannot load {path}", fix, Exception):
         cfg = read_config(saved["config"])
-        run_id = saved["id"]
-        ranks = saved["ranks"]
-        check_shapes(saved["weights"], cfg)
+        check_sizes(saved["weights"], cfg, Path(path).stat().st_size)
         model = tg.GPT(cfg, device=device)
         model.load_state_dict(saved["weights"])
-    if cfg.ngrams.orders:
-        _, count = tg.ngram_bounds(cfg, ranks)
-        dtype = tg.dtype_of(cfg.ngrams.dtype)
-        names = (f"{path}.ngrams{rank}" for rank in range(ranks))
-        blocks = [map_rows(name, run_id, count, cfg.ngrams.width * dtype.itemsize) for name in names]
-        model.ngrams = NgramFiles(blocks, dtype, device)
+        if cfg.ngrams.orders:
+            ranks = saved["ranks"]
+            _, count = tg.ngram_bounds(cfg, ranks)
+            dtype = tg.dtype_of(cfg.ngrams.dtype)
+            row_bytes = cfg.ngrams.width * dtype.itemsize
+            names = (f"{path}.ngrams{rank}" for rank in range(ranks))
+            blocks = [map_rows(name, saved["id"], count, row_bytes) for name in names]
+            model.ngrams = NgramFiles(blocks, dtype, device)
+    for name, values in saved["weights"].items():
+        tg.require(values.isfinite().all(), f"{path}: {name} is not finite: its training diverged")
     model.use_stage(tg.plan_step(cfg, cfg.steps - 1).stage)
     return model

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares groups of speedrun logs: do they meet the target loss, how do they differ from the first group?
 
-    python records/compare.py [LABEL=]PATH... [--target 3.28] [--json] [--anyway] [--curves FILE.png]
+    python records/compare.py [LABEL=]PATH... [--target LOSS] [--json] [--anyway] [--curves FILE.png]
     python records/compare.py --diff A B
     python records/compare.py --begin FOLDER
     python records/compare.py --update
@@ -15,8 +15,9 @@ public speedrun.
 A run counts if the last step it logged has a validation; its loss and time are that validation's. A log of
 train_gpt.py must also end with `complete: yes`. One that says `epochs: 2` or more does not count: the run
 had used up its training data, and read some again. A run that was stopped and resumed has several logs, and
-counts once, as the one that went furthest. A mean loss is shown to be below the target if a one-sided
-one-sample t-test rejects, at p < 0.01, that it is not. Groups are compared by Welch's t-test, two-sided. If
+counts once, as the one that went furthest. The target is the logs'; public logs name none, so --target 3.28
+must name theirs. A mean loss is shown to be below it if a one-sided one-sample t-test rejects, at p < 0.01,
+that it is not. Groups are compared by Welch's t-test, two-sided. If
 their machines, data or validation differ, the first line warns of it and no percentage is printed, unless
 --anyway is given. The exit code is 2 if something could not be read; all else is still reported.
 
@@ -65,16 +66,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
+from scripts import UserError, make_parser, new_figure, number, png, save_figure
+
 SUFFIXES = {".txt", ".log", ".stdout", ".out"}  # of logs in a folder; a file named directly may have any
-DEFAULT_TARGET = 3.28  # nats per token: the public speedrun's, if no log's config names another
 ALPHA = 0.01  # the public speedrun's level for "the mean loss is below the target"
 SMOOTHED = 0.05  # of the steps: the window that training losses are averaged over
 FEW = 4  # validations, which make no curve: these are not joined by lines
 STEEP = 0.1  # of the steps: the first, whose losses may lie above the picture
-
-
-class UserError(Exception):
-    """Reports what the user can fix, in one line."""
 
 
 # ============================================================================================================
@@ -85,9 +84,13 @@ class UserError(Exception):
 
 TERMINAL_CODES = re.compile(rb"\x1b(?:\[[ -?]*[@-~]|\][^\x07\n]*\x07|[ -/]*[0-~])")
 # Where a line begins on the screen, also within a line of the file: after a carriage return, as progress bars
-# print, after a launcher's [default0]: or [rank0]:, and with the result of a step.
+# print, after a date or a time, after a launcher's [default0]: or [rank0]:, and with what a run's verdict
+# depends on, whatever a program put before it.
 LINE_BEGINS = re.compile(
-    rb"\r|\[[\w,]*\d\](?:<\w+>)?: ?|(?<!\n)(?=step:\d+/\d+ (?:val_loss|train_loss|train_time):)"
+    rb"\r|^\[?(?:\d{4}-\d\d-\d\d[T ]|[A-Z][a-z][a-z] [ \d]\d )?\d\d:\d\d:\d\d[^\s\]]*\]?:? "
+    rb"|\[[\w,]*\d\](?:<\w+>)?: ?"
+    rb"|(?<!\n)(?=step:\d+/\d+ (?:val_loss|train_loss|train_time):|epochs: \d+\s*$|target [\d.]+: )",
+    re.MULTILINE,
 )
 
 
@@ -123,7 +126,7 @@ CLOSING = (  # lines after the last step, and the fields of Run that they set
     (pattern(r"val_loss_per_byte: (NUM)\s"), "per_byte", float),
     (pattern(r"epochs: (INT)\s"), "epochs", int),
     (pattern(r"complete: (yes)\s"), "closed", bool),
-    (pattern(r"target (NUM): "), "target", float),
+    (pattern(r"target (\d{1,20}\.?\d{0,20}): "), "target", float),
 )
 HEADER = {
     "torch": r"Running [Pp]y[Tt]orch (\d\S*) compiled for CUDA \S+(?: on (.+?)\s+with world_size (\d+))?",
@@ -133,6 +136,9 @@ HEADER = {
     "data": r"data: (.+?)",
     "resumed": r"resumed: (\S+) after step (\d+)(?:;.*)?",
 }
+# Types of the settings that are read here.
+CONFIG: dict[str, Any] = {"seed": int, "val_slices": int, "val_slice_tokens": int, "track": str}
+CONFIG |= {"target": int | float, "length": int | float}
 GPU = r"\n\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off)\s*\|"  # a row of nvidia-smi's table
 # Other rules of `=` vary in number, and occur in the source, too.
 SOURCE_END = pattern(r"={20,}\s*\n(?:Running|script:) ")
@@ -376,9 +382,12 @@ def read_header(text: str, path: str, before: Header) -> Header:
             header.commit += " (modified)"
     if "config" in last:
         try:
-            header.config = json.loads(last["config"])
-        except ValueError:
-            raise UserError(f"{path}: its config line is not JSON") from None
+            header.config = json.loads(last["config"], parse_constant=int)  # int("NaN") is an error
+        except (ValueError, RecursionError):
+            raise UserError(f"{path}: its config line is not JSON, or has numbers that are none") from None
+        for name, kind in CONFIG.items():
+            if not isinstance(header.config.get(name), kind | None):
+                raise UserError(f"{path}: its config has {name} = {header.config[name]!r}")
     if "resumed" in last:
         header.origin, after = last["resumed"]
         header.after = int(after)
@@ -420,7 +429,7 @@ class Group:
     runs: list[Run] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # warnings with which there is no record
-    target: float = DEFAULT_TARGET
+    target: float | None = None  # None: no log names one
 
     @property
     def counted(self) -> list[Run]:
@@ -493,7 +502,7 @@ def read_groups(arguments: list[str], target: float | None) -> tuple[list[Group]
     for group in groups.values():
         drop_repeats(group)
         join_resumed(group)
-        group.target = target or min(group.distinct(ALIKE["targets"]), default=DEFAULT_TARGET)
+        group.target = target or min(group.distinct(ALIKE["targets"]), default=None)
         warn(group)
     base, *others = groups.values()
     for group in others:
@@ -655,12 +664,12 @@ def varies(values: Sequence[float]) -> bool:
     return len(values) > 1 and min(values) < max(values)
 
 
-def p_below(values: list[float], target: float) -> float | None:
-    """Returns the one-sided p of the one-sample t-test whose alternative is a mean below the target.
+def p_below(values: list[float], target: float | None) -> float | None:
+    """Returns the one-sided p of the one-sample t-test whose alternative is a mean below the target, if any.
 
     t = (mean - target) / (sd / sqrt(n)), and p = P(T <= t) for Student's T with n - 1 degrees of freedom.
     """
-    if not varies(values):
+    if target is None or not varies(values):
         return None
     from scipy.stats import ttest_1samp
 
@@ -732,8 +741,10 @@ def mean_verdict(what: str, mean: float | None, limit: float | None, name: str, 
     return Verdict(shown, f"the mean {what} {claim} below {name} ({level} < {ALPHA:g})")
 
 
-def target_verdict(group: Group, target: float) -> Verdict:
+def target_verdict(group: Group, target: float | None) -> Verdict:
     """Tells whether the group's mean loss is shown to be below the target."""
+    if target is None:
+        return Verdict(False, "no log names a target: give it by --target (3.28 in the public speedrun)")
     p = p_below(group.losses, target)
     return mean_verdict("loss", group.loss.mean, target, f"the target {target:g}", p)
 
@@ -1017,16 +1028,15 @@ class Picture(NamedTuple):
 
     def draw(self, path: str | Path) -> None:
         """Writes a PNG with its mark."""
-        from matplotlib.figure import Figure
+        fig = new_figure(6 + 2 * len(self.over), 4.6)
         from matplotlib.lines import Line2D
 
-        fig = Figure(figsize=(6 + 2 * len(self.over), 4.6), layout="constrained")
         axes = fig.subplots(1, len(self.over), sharey=True, squeeze=False)[0]
         labels = []
         kinds = {}
         losses = []
-        for number, group in enumerate(self.groups):
-            color = f"C{number}"
+        for i, group in enumerate(self.groups):
+            color = f"C{i}"
             final = f"{show(group.loss.mean)} after {show(group.time.mean, '.1f')} s"
             label = f"{group.label} (n={len(group.counted)}): {final}"
             labels.append(Line2D([], [], color=color, linewidth=2, label=label))
@@ -1042,15 +1052,15 @@ class Picture(NamedTuple):
         if all(len(group.counted) <= 1 for group in self.groups):
             names = [kind.partition(";")[0] for kind in kinds]  # there are no bars
         fig.legend(kinds.values(), names, loc="outside upper right")
-        fig.savefig(path, format="png", metadata={"Source": self.mark})
+        save_figure(fig, path, metadata={"Source": self.mark})
 
     def curves(self, group: Group, color: str) -> list[Curve]:
         """Returns the group's validation and training losses, where they are finite."""
         training = TRAINED
         for run in group.counted:
-            for stage in run.header.config.get("stages", []):
-                if stage.get("candidates"):
-                    training = TRAINED_SAMPLED
+            # `candidates` is the name until 1cdcaab.
+            if re.search(r"'(candidates|sampled_columns)': \[[1-9]", str(run.header.config.get("stages"))):
+                training = TRAINED_SAMPLED
         curves = []
         for kind, points in ((VALIDATED, mean_curve(group)), (training, training_curve(group))):
             curves.append(Curve(kind, color, [point for point in points if math.isfinite(point.loss)]))
@@ -1058,7 +1068,7 @@ class Picture(NamedTuple):
 
     def levels(self) -> list[tuple[str, float]]:
         """Returns label and loss of the dashed lines."""
-        targets = sorted({group.target for group in self.groups})
+        targets = sorted({group.target for group in self.groups} - {None})
         return [("target", target) for target in targets] + self.lines
 
     def draw_levels(self, axes) -> None:
@@ -1076,7 +1086,9 @@ class Picture(NamedTuple):
             ax.set(xlabel=over, xlim=(0, None))
             clear(ax)
         shown = losses + [level for _, level in self.levels()]
-        axes[0].set(yscale="log", ylim=(0.98 * min(shown), 1.02 * max(shown)))
+        axes[0].set(yscale="log")
+        if shown:
+            axes[0].set(ylim=(0.98 * min(shown), 1.02 * max(shown)))
         axes[0].set_ylabel("loss, nats per token (logarithmic)")
         ticks = MaxNLocator(8, steps=[1, 2, 2.5, 5, 10])
         axes[0].yaxis.set(major_locator=ticks, major_formatter="{x:g}", minor_locator=NullLocator())
@@ -1320,10 +1332,9 @@ class History(NamedTuple):
         return digest([History], self.rows, NAMED)
 
     def draw(self, path: Path) -> None:
-        from matplotlib.figure import Figure
+        fig = new_figure(9, 5)
         from matplotlib.ticker import NullLocator
 
-        fig = Figure(figsize=(9, 5), layout="constrained")
         ax: Any = fig.subplots()
         days = [date.fromisoformat(row.date) for row in self.rows]
         times = [float(row.minutes) for row in self.rows]
@@ -1342,7 +1353,7 @@ class History(NamedTuple):
         ax.set_yticks([0.5, 1, 2, 3, 5, 10, 20, 45])
         ax.yaxis.set(major_formatter="{x:g} min", minor_locator=NullLocator())
         clear(ax)
-        fig.savefig(path, format="png", metadata={"Source": self.mark})
+        save_figure(fig, path, metadata={"Source": self.mark})
 
 
 def read_history() -> History:
@@ -1407,18 +1418,13 @@ def update() -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="compare.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("compare.py", __doc__)
     add = parser.add_argument
     add("paths", nargs="*", metavar="[LABEL=]PATH", help="log, folder or pattern; the first is the baseline")
-    add("--target", type=float, help=f"loss to reach (default: the logs', else {DEFAULT_TARGET})")
+    add("--target", type=number(float, 1e-9), help="loss to reach (default: the logs')")
     add("--json", action="store_true", help="print one JSON object; warnings go to stderr")
     add("--anyway", action="store_true", help="print percentages though machines, data or validation differ")
-    add("--curves", metavar="FILE.png", help="draw losses over steps and over training time")
+    add("--curves", type=png, metavar="FILE.png", help="draw losses over steps and over training time")
     add("--diff", nargs=2, metavar=("A", "B"), help="what changed in script and config from log A to log B")
     add("--begin", metavar="FOLDER", help="print the table of a new record, and begin its README.md")
     add("--update", action="store_true", help="write the tables and pictures of the records and README.md")

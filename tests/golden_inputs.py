@@ -256,7 +256,7 @@ def loss_weights(plan, model):
 def head_of(w, main_grad=None):
     """Returns the Head of a matrix w (d, V), with zeros or `main_grad` as its gradient so far."""
     (spec,) = (row for row in tg.PARAMS if row.name == "lm_head")
-    head = tg.Head(spec, w, tg.CPU, tg.Exchange(0, 1), tg.TORCH_BACKEND)
+    head = tg.Head(spec, w, tg.CPU, tg.Exchange(0, 1))
     if main_grad is not None:
         head.main_grad = main_grad
     return head
@@ -264,7 +264,11 @@ def head_of(w, main_grad=None):
 
 def backward(model, batch, plan, leaves=None):
     """Runs a micro-batch forward and backward; returns its loss, summed over tokens. Fills .grad."""
-    x, w = model.forward(batch, plan.windows, None, leaves), model.lm_head
+    looked_up = model.look_up(batch, training=leaves is not None)
+    if leaves is not None:
+        leaves.update(looked_up)
+    x = model.forward(looked_up, batch, plan.windows)
+    w = model.lm_head
     head = head_of(w)
     targets = targets_of(model, batch, plan)
     weights = loss_weights(plan, model)

@@ -62,6 +62,43 @@ def test_variants_run_seed_by_seed_and_not_again(tmp_path, monkeypatch, capsys):
             ablations.main([change] + options + [count])
 
 
+def test_runs_on_other_data_are_made_again(tmp_path, monkeypatch):
+    """The folder's name is the same. Whatever a variant's own data are, they count."""
+    seen = []
+
+    def train(script, preset, settings, seed):
+        seen.append(" ".join(settings))
+        return {"loss": 2.0, "log": "a.txt"}
+
+    monkeypatch.setattr(ablations, "train", train)
+    (tmp_path / "script.py").write_text("one")
+    options = f"--script {tmp_path}/script.py --out {tmp_path}/out.jsonl --seeds 1 --set data={tmp_path}/a"
+    variants = ["x=1", f"data={tmp_path}/b"]
+    shards = [tmp_path / name / "mine_train_000001.bin" for name in "ab"]
+    for i, shard in enumerate([*shards, *shards[1:]]):
+        shard.parent.mkdir(exist_ok=True)
+        shard.write_text(f"shard {i}")
+        ablations.main([*variants, *options.split()])
+    both = f"data={tmp_path}/a data={tmp_path}/b"
+    first = [f"data={tmp_path}/a", f"data={tmp_path}/a x=1", both]
+    assert seen == first + [both, both]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ('{"run": ["0123", "cpu", "", 0], "label": "as it is", "lo', "", "[1]", '{"run": 5, "loss": 2}', "\0"),
+)
+def test_a_line_that_is_no_run_is_named_before_any_run(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(ablations, "train", lambda *args: pytest.fail("it trained"))
+    (tmp_path / "script.py").write_text("one")
+    out = tmp_path / "out.jsonl"
+    content = json.dumps({"run": ["0", "cpu", "", 0], "label": "a", "loss": 2.0}) + f"\n{line}\n"
+    out.write_text(content)
+    with pytest.raises(SystemExit, match=f"^ablations.py: {out}:2 is no run"):
+        ablations.main(["x=1", "--script", str(tmp_path / "script.py"), "--out", str(out)])
+    assert out.read_text() == content
+
+
 def test_without_scipy_nothing_is_trained(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablations.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(ablations, "train_all", lambda *args: pytest.fail("it trained"))

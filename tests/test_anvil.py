@@ -108,7 +108,7 @@ def golden_run(name, dtype):
         plan = tg.plan_step(cfg, numbers["step"])._replace(lr_mul=numbers["s"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tg, "anvil_update", recorded_update)
-            tg.anvil(p, grad, state, row, plan, cfg, tg.TORCH_BACKEND)
+            tg.anvil(p, grad, state, row, plan, cfg)
         yield want, state, p, x.pop()
 
 
@@ -182,7 +182,7 @@ def rails_after(cfg, step, fast=0.0, slow=0.0):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "nesterov_momentum", recorded_momentum)
         cfg = replace(cfg, bank_dtype="float64")
-        tg.anvil(p, torch.ones_like(p), state, row, tg.plan_step(cfg, step), cfg, tg.TORCH_BACKEND)
+        tg.anvil(p, torch.ones_like(p), state, row, tg.plan_step(cfg, step), cfg)
     tensors = state["fast_momentum"], state["slow_momentum"], results[0]
     return [t[0, 0, 0].item() for t in tensors]
 

@@ -88,6 +88,10 @@ def write_text(path, content):
     return corrupt
 
 
+def make_folder(name):
+    return lambda folder: (folder / name).mkdir()
+
+
 def other_corpus(folder):
     shutil.copytree(folder / "corpus", folder / "other")
     set_token(FIRST, 9, 0)(folder)
@@ -145,6 +149,7 @@ FILES = f"{ATTEMPTS}/*.checkpoint/step00000004"
 RESUME = "--resume LOG"  # the folder's
 EVERY = "--checkpoint-every 2"
 TWO = f"{EVERY} --set stages.3.steps=8"  # checkpoints, after steps 4 and 8
+ONE_STEP = "--set stages.*.steps=0 stages.0.steps=1"
 SETTINGS = ("warmup=false", "microbatches=2", "val_slices=2")
 
 WRONG = """--preset huge
@@ -154,6 +159,11 @@ WRONG = """--preset huge
 --save corpus/
 --checkpoint-every -1
 --profile 0
+--name ../../../elsewhere
+--data=
+--save=
+--resume=
+--set data=
 --set adam_lr
 --set adm_lr=1
 --set track=../elsewhere
@@ -255,8 +265,19 @@ CASES = [
     Case("--set microbatches=4", world_size="3"),
     Case("--set padded_vocab=265", world_size="2"),
     Case("--set ngrams.orders= --set bigram_vocab_size=322 --set microbatches=4", world_size="4"),
+    # what --save would replace
+    Case("a folder in place of the n-gram rows", "--save model.pt", make_folder("model.pt.ngrams0")),
+    Case("such a folder for one rank", "--save model.pt", make_folder("model.pt.ngrams1"), ranks=2),
+    Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
+    Case("a link to a missing folder", "--save link.pt",
+         lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),
+    # variables that a launcher has left
+    Case("two processes, of which one was started", "", world_size="2"),
+    Case("many processes", "", world_size="many"),
     # numbers that go wrong
     Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2),
+    Case("no finite loss after the last step", f"{ONE_STEP} bank_lr=1e30 --save model.pt", ranks=2, steps=1),
+    Case("no finite loss before the second step", "--set bank_lr=1e30 val_every=1", ranks=0, steps=1),
     # ranks that do not fit together
     Case("ranks with other options", "", ranks=2, rank_arguments={1: ["--set", "adam_lr=.5"]}),
     Case("ranks with other data", "", other_corpus, ranks=2, rank_arguments={1: ["--data", "other"]}),
@@ -389,6 +410,7 @@ def test_bad_input_is_one_line(case, tmp_path, folders, monkeypatch, capsys):
         assert case.statuses.get(rank, status or 1) == status, err
     said = err.count("train_gpt.py: error")
     assert bool(said) == case.said, err
+    assert "disk" not in case.name or ATTEMPTS in err  # the file that could not be written
     assert case.ranks or said <= 1 and "Traceback" not in err, err
     raised = re.findall(r"^([\w.]+): ", err.partition("Traceback")[2], re.MULTILINE)
     assert set(raised) <= {*LOST, "train_gpt.py"}, err
@@ -397,7 +419,7 @@ def test_bad_input_is_one_line(case, tmp_path, folders, monkeypatch, capsys):
         assert after == before
         return
     written = after.keys() - before.keys()
-    assert before.keys() <= after.keys()
+    assert before.keys() <= after.keys() and folder / "model.pt" not in written
     (log,) = (path for path in written if path.is_file() and path.parent == folder / ATTEMPTS)
     text = log.read_text(encoding="utf-8")
     steps = list(map(int, STEP.findall(text)))

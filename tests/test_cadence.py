@@ -83,7 +83,7 @@ def adam_events(name, dtype):
             want = next(events)
             assert want["step"] == step and grad.tolist() == want["summed_gradient"]
             plan = plan._replace(lr_mul=want["eta"] / (0.008 * row.lr_mul))
-            tg.adam(p, grad.to(dtype), state, row, plan, tg.RECORD, tg.TORCH_BACKEND)
+            tg.adam(p, grad.to(dtype), state, row, plan, tg.RECORD)
             assert state["steps"] == want["t"]
             yield want, p, state
             grad.zero_()
@@ -122,7 +122,7 @@ def test_golden_untying():
         optimizer.exchanges, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
         changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t}
         optimizer.step(tg.plan_step(RECORD92, step)._replace(**changes))
-        optimizer.wait_for()
+        optimizer.wait()
         if step % 2:
             want = next(events)
             assert want["step"] == step
@@ -163,7 +163,7 @@ def train_joined(rank, world_size):
         for name, grad in small_values(10 * rank + plan.step).items():
             params[name].grad += grad
         optimizer.step(plan)
-    optimizer.wait_for()
+    optimizer.wait()
     return params, [*optimizer.params]
 
 
@@ -180,7 +180,7 @@ def test_joined_parameters_are_updated_as_each_alone(workers, world_size):
         for plan in PLANS:
             sums = [t + small_values(10 * rank + plan.step)[row.name] for rank, t in enumerate(sums)]
             if plan.updates(row.update_every):
-                tg.adam(p, sum(sums) / world_size, state, row, plan, SMALL_CFG, tg.TORCH_BACKEND)
+                tg.adam(p, sum(sums) / world_size, state, row, plan, SMALL_CFG)
                 sums = [0] * world_size
         for params, names in results:
             assert torch.equal(params[row.name], p) and names == ["small_0", "small_1", "small_2"]
@@ -258,7 +258,7 @@ def test_golden_ngrams():
             "p_of_touched": table.block[rows],
             "table": table.block,
             "v_of_all_rows_if_decayed_at_every_event": moments
-            * table.cfg.beta2 ** (clock[1] - table.state["last"]).double(),
+            * table.spec.beta2 ** (clock[1] - table.state["last"]).double(),
         }
         for name, t in parts.items():
             assert distance(t, want[name]) < 1e-11, (want["step"], name)

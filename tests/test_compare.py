@@ -3,9 +3,11 @@
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -177,17 +179,39 @@ SCREENS = [  # what a line becomes
     "[rank0]: {}",
     "\r 38%|#  | 3/8 [00:12<00:20]\r      \r{}",
     "[default0]: 38%|#  | 3/8 [00:12<00:20][default0]:{}",
+    "12:00:01 {}",
+    "2026-11-27T10:00:00.123Z {}",
+    "[2026-11-27 10:00:00] {}",
+    "2026-11-27 10:00:00,123 [rank0]: {}",
+    "Nov  7 10:00:00 host run[12]: {}",
 ]
 
 
 def test_what_screens_and_launchers_do_to_lines(run):
-    text = f"{HEADER}\n{steps()}\npeak memory allocated: 9 MiB\ntarget 1.07: above"
+    closing = "peak memory allocated: 9 MiB\nepochs: 2\ntarget 1.07: above"
+    text = f"{HEADER}\n{steps()}\n{closing}"
     (plain,), _ = read(text)
-    assert (plain.val_loss, plain.peak_mem_mib, plain.target) == (3.2785, 9, 1.07)
+    assert (plain.curve[-1].loss, plain.peak_mem_mib, plain.target, plain.epochs) == (3.2785, 9, 1.07, 2)
     for form in SCREENS:
         assert read("\n".join(map(form.format, text.splitlines()))) == ([plain], []), form
-    (stamped,), _ = read(text.replace("\n", "\n12:00:01 "))
-    assert stamped.curve == plain.curve
+
+
+def test_what_a_verdict_needs_is_read_after_any_text(run):
+    """Losses, epochs and the target, though not the rest."""
+    text = f"{HEADER}\n{steps()}\nepochs: 2\ntarget 1.07: above"
+    (found,), _ = read("\n".join(f"INFO trainer {line}" for line in text.splitlines()))
+    assert (found.curve[-1].loss, found.target, found.epochs, found.counted) == (3.2785, 1.07, 2, False)
+
+
+def test_without_a_target_there_is_no_verdict(run):
+    """A target that is no number is none."""
+    Path("screen.log").write_text(f"{steps(3.2)}\ntarget nan: not below\n")
+    Path("other.log").write_text(steps(3.1))
+    code, out, _ = run("a=screen.log a=other.log")
+    assert code == 0 and re.findall("verdict +(.*?):", out) == ["no log names a target"]
+    (group,) = read_json(run, "a=screen.log a=other.log")[0]["groups"]
+    assert (group["p_target"], group["meets_target"]) == (None, False)
+    assert "below the target 3.28" in run("a=screen.log a=other.log --target 3.28")[1]
 
 
 @pytest.mark.parametrize(
@@ -549,8 +573,20 @@ def test_curves_are_drawn(run):
     Path("cut.log").write_text(steps(last=150, validate_last=False))
     code, _, err = run("a diverged llmc.log cut.log --curves loss.png")
     assert code == 0 and Path("loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    code, out, err = run("a --curves missing/loss.png")
-    assert code == 2 and "missing/loss.png" in err and "3.2785" in out
+
+
+CANNOT = ("missing/loss.png", "no folder for it"), ("readme.md", "another kind")
+
+
+@pytest.mark.parametrize("path, reason", CANNOT)
+def test_curves_that_cannot_be_written_are_named_before_all_else(run, capsys, path, reason):
+    write("a", 3.27)
+    Path("readme.md").write_text("mine")
+    with pytest.raises(SystemExit) as error:
+        run(f"a --curves {path}")
+    printed = capsys.readouterr()
+    assert (error.value.code, printed.out, Path("readme.md").read_text()) == (2, "", "mine")
+    assert reason in printed.err.splitlines()[-1]
 
 
 TRAINED = "step:500/500 train_time:95000ms step_avg:9.00ms train_loss:3.5@500\ncomplete: yes\n"
@@ -560,9 +596,10 @@ TRAINED = "step:500/500 train_time:95000ms step_avg:9.00ms train_loss:3.5@500\nc
 def test_what_is_no_curve_is_not_drawn_as_one(run, monkeypatch):
     """Few validations are not joined. The legend names a training loss over some columns only."""
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    for first, columns, line in ((0, [], "-"), (0, [4096], "-"), (400, [], "None")):
-        config = {"stages": [{"candidates": columns}, {}]}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure) or path.touch())
+    cases = (0, [], "-", "candidates"), (0, [4096], "-", "candidates"), (400, [], "None", "sampled_columns")
+    for first, columns, line, name in (*cases, (0, [4096], "-", "sampled_columns")):
+        config = {"stages": [{name: columns}, {}]}
         write("a", own_log(first=first, config=config, closing=TRAINED))
         run("a --curves a.png")
         figure = figures.pop()
@@ -669,7 +706,50 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
     assert (code, err) == (0, "") and "NVIDIA H\ufffd" in out
 
 
-@pytest.mark.parametrize("arguments", ["", "x --target low", "x --diff a b", "--begin a --update"])
+ODD = [  # values that a fork's or an edited config may have
+    '"seed": [1]',
+    '"val_slices": {"a": 1}',
+    '"val_slice_tokens": "4096"',
+    '"target": "1.07"',
+    '"target": NaN',
+    '"target": -Infinity',
+    '"length": []',
+    '"track": 5',
+    '"deep": ' + "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[odd[:20] for odd in ODD])
+def test_an_odd_config_is_named_and_the_rest_reported(run, odd):
+    write("runs", 3.27, f"config: {{{odd}}}\n{steps()}")
+    code, out, err = run("runs --curves a.png")
+    assert code == 2 and "3.2700" in out and Path("a.png").exists()
+    assert re.fullmatch(r"compare.py: runs/1.txt: its config .*\n", err)
+
+
+@pytest.mark.slow
+def test_curves_need_no_notebook(run):
+    """A notebook sets MPLBACKEND to a package that other environments lack."""
+    write("runs", 3.27)
+    command = [sys.executable, compare.__file__, "runs", "--curves", "a.png"]
+    environment = os.environ | {"MPLBACKEND": "module://no_such_package.backend"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and Path("a.png").exists()
+
+
+def test_curves_are_written_through_a_link(run):
+    write("runs", 3.27)
+    Path("old.png").write_bytes(b"\x89PNG old")
+    Path("link.png").symlink_to("old.png")
+    assert run("runs --curves link.png")[0] == 0
+    assert Path("link.png").is_symlink() and len(Path("old.png").read_bytes()) > 1000
+
+
+BAD_USAGE = ["", "x --diff a b", "--begin a --update"]
+BAD_USAGE += [f"x --target {target}" for target in ("low", "nan", "inf", "0", "-1")]
+
+
+@pytest.mark.parametrize("arguments", BAD_USAGE)
 def test_bad_usage(run, arguments):
     with pytest.raises(SystemExit) as e:
         run(arguments)

@@ -129,6 +129,14 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
         model, optimizer = tg.build(cfg, MASKED, SingleRankExchange(0, 8), 0)
         val = tg.ValLoader(cfg, data.val)
         training = tg.Training(data, model, optimizer, val, SingleRankExchange(0, 8))
+        validate = tg.validate
+
+        def validate_alone(*args):
+            """Hides the loss, which is not finite for one rank of 8 alone, and would end the run."""
+            validate(*args)
+            return 1.0
+
+        monkeypatch.setattr(tg, "validate", validate_alone)
         tg.warm_up(training)
         warm = dict(graphs.counts)
         tg.train(training, tg.RunLog(), tg.Progress())
@@ -148,7 +156,7 @@ def update_twice(name, dtype):
         state["rates"] = torch.rand(2, 240, generator=g)  # of small parameters' vectors
     for t in 1, 2:
         plan = tg.plan_step(cfg, t)._replace(lr_mul=1 / t, momentum=0.85 + t / 100)
-        rule.update(p, grad * t, state, row, plan, cfg, tg.TORCH_BACKEND)
+        rule.update(p, grad * t, state, row, plan, cfg)
     return [t.float() for t in (p, *state.values())]
 
 

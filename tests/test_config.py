@@ -16,6 +16,7 @@ import pytest
 import train_gpt as tg
 from golden_inputs import BIGRAMS, flatten
 from launch import WAIT
+from saved_model import config_from_dict
 
 ROOT = Path(tg.__file__).resolve().parent
 
@@ -64,7 +65,7 @@ def test_presets_are_valid_and_survive_json(preset):
     ) in "layers.1.value=false params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4".split():
         other = tg.override(other, setting)
     for written in (cfg, other):
-        assert tg.config_from_dict(json.loads(tg.config_json(written))) == written
+        assert config_from_dict(json.loads(tg.config_json(written))) == written
 
 
 def test_a_config_with_other_fields_is_an_error():
@@ -74,7 +75,7 @@ def test_a_config_with_other_fields_is_an_error():
     more = json.loads(tg.config_json(tg.CPU)) | {"lr_mul": 1}
     for values in (fewer, more):
         with pytest.raises(KeyError, match="lr_mul"):
-            tg.config_from_dict(values)
+            config_from_dict(values)
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
         kept, ticks = decay_and_count(before, cfg.steps)
         kept_half, ticks_half = decay_and_count(after, half.steps)
         assert abs(ticks - 2 * ticks_half) <= 4 and kept_half == pytest.approx(kept, abs=0.02)
-    assert tg.config_from_dict(json.loads(tg.config_json(half))) == tg.override(half, "length=0.5") == half
+    assert config_from_dict(json.loads(tg.config_json(half))) == tg.override(half, "length=0.5") == half
 
 
 def test_a_presets_length_is_applied_once_and_to_no_other(tmp_path):

@@ -1,5 +1,6 @@
 """Tests data/ and bench/ngram.py: texts survive the trip through shards, and nothing is half-written."""
 
+import gc
 import gzip
 import hashlib
 import importlib.metadata
@@ -9,6 +10,9 @@ import os
 import random
 import re
 import resource
+import subprocess
+import sys
+import threading
 import types
 from pathlib import Path
 
@@ -18,7 +22,9 @@ import tiktoken
 
 import local_corpus
 import ngram
+import scripts
 import shakespeare
+import synthetic
 import tokenize_text as tt
 
 BYTES = tt.get_encoding("bytes")
@@ -267,6 +273,191 @@ def test_one_document_is_split_by_passages(tmp_path):
         tokenize(tmp_path / "short", [short])
 
 
+OBJECT = {"id": 1, "text": "x"}
+
+
+@pytest.mark.parametrize(
+    "name, compact", (("a.json", False), ("a.jsonlines", True), ("a.jsonl.txt", False), ("a", True))
+)
+def test_lines_of_json_are_documents_under_any_name(tmp_path, name, compact):
+    """Those that are no JSON are named, as in a .jsonl file."""
+    file = write_lines(tmp_path / name, [TRAIN, VAL])
+    if compact:
+        file.write_text("\ufeff" + file.read_text().replace(": ", ":"))
+    with open(file, "a") as more:
+        more.write("\n{broken")
+    tokenize(tmp_path / "out", [file])
+    assert read_splits(tmp_path / "out") == ([TRAIN.encode()], [VAL.encode()])
+
+
+def test_lines_of_json_are_read_from_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = write_lines(tmp_path / "a", [TRAIN, VAL]).read_bytes()
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+    writer.start()
+    tokenize(tmp_path / "out", [pipe])
+    writer.join()
+    assert read_splits(tmp_path / "out") == ([TRAIN.encode()], [VAL.encode()])
+
+
+@pytest.mark.parametrize(
+    "name, content, reason",
+    [
+        ("a.json", json.dumps(OBJECT), "one JSON value"),
+        ("a.txt", json.dumps([OBJECT]), "one JSON value"),
+        ("a", json.dumps({"data": [OBJECT]}, indent=1), "one JSON value"),
+        ("a.CSV", "id,text\n1,x\n", "a table"),
+        ("a.tsv.gz", "id\ttext\n", "a table"),
+    ],
+)
+def test_one_json_value_or_a_table_is_no_document(tmp_path, capsys, name, content, reason):
+    raw = content.encode()
+    if name.endswith(".gz"):
+        raw = gzip.compress(raw)
+    (tmp_path / name).write_bytes(raw)
+    good = write_lines(tmp_path / "good.jsonl", [TRAIN, VAL])
+    tokenize(tmp_path / "out", [tmp_path / name, good])
+    assert f"left out: {tmp_path / name}:1: {reason}" in capsys.readouterr().err
+    assert read_splits(tmp_path / "out") == ([TRAIN.encode()], [VAL.encode()])
+
+
+@pytest.mark.parametrize("text", ("[Music]\n", "{x\n}\n", '{ "a", 1 },\n', "[1, 2] and more\n"))
+def test_a_text_may_begin_with_a_bracket(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text * 8)
+    tokenize(tmp_path / "out", [tmp_path / "a.txt"], options="--passage-bytes 16")
+    train, val = read_splits(tmp_path / "out")
+    assert b"".join(train + val) == text.encode() * 8
+
+
+# ---- what an output replaces -------------------------------------------------------------------------------
+
+
+def make_shards(maker, tmp_path, out):
+    """Calls one of the scripts that fill a folder with shards."""
+    if maker == "shakespeare":
+        (tmp_path / "play.txt").write_text("To be, or not to be.")
+        shakespeare.main([str(tmp_path / "play.txt"), "--out", str(out)])
+    elif maker == "corpus":
+        local_corpus.main(["--out", str(out)])
+    elif maker == "synthetic":
+        synthetic.main([str(out), "--train-tokens", "9", "--val-tokens", "9", "--vocab-size", "9"])
+    else:
+        tokenize(out, [write_lines(tmp_path / "a.jsonl", [TRAIN, VAL])])
+
+
+MAKERS = "shakespeare", "corpus", "synthetic", "tokenizer"
+
+
+@pytest.fixture
+def small_library(tmp_path, monkeypatch):
+    (tmp_path / "library").mkdir()
+    for i in range(40):
+        (tmp_path / f"library/{i}.py").write_text("pass")
+    monkeypatch.setattr(local_corpus.sysconfig, "get_path", lambda name: str(tmp_path / "library"))
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("name", ("vocabulary.txt", "input.txt", "source.json"))
+def test_a_users_file_is_not_replaced(tmp_path, small_library, maker, name):
+    """Where a script would write one of this name, it writes nothing. Otherwise the file just stays."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text("a word of mine\n")
+    writes = {"input.txt": ["shakespeare"], "source.json": ["corpus"]}.get(name, MAKERS)
+    if maker in writes:
+        with pytest.raises(SystemExit, match=f"{name}: .*another kind of file"):
+            make_shards(maker, tmp_path, out)
+    else:
+        make_shards(maker, tmp_path, out)
+    assert (out / name).read_text() == "a word of mine\n"
+    assert (maker in writes) == (len(contents(out)) == 1)
+
+
+@pytest.mark.parametrize("second", MAKERS)
+@pytest.mark.parametrize("first", MAKERS)
+def test_one_folder_has_the_shards_of_one_script(tmp_path, small_library, first, second):
+    """Of its own shards a script makes the same again, except the tokenizer, which has any text."""
+    out = tmp_path / "out"
+    make_shards(first, tmp_path, out)
+    before = contents(out)
+    if first == second != "tokenizer":
+        make_shards(second, tmp_path, out)
+    else:
+        with pytest.raises(SystemExit, match="shard"):
+            make_shards(second, tmp_path, out)
+    assert contents(out) == before
+
+
+def test_two_tokenizers_do_not_share_a_folder(tmp_path, monkeypatch):
+    """The second waits for the first, and then finds its shards. Real processes, started together."""
+    file = write_lines(tmp_path / "a.jsonl", list(map(bytes.decode, NUMBERS)))
+    command = [sys.executable, tt.__file__, str(tmp_path / "out"), str(file), "--encoding", "bytes", "--name"]
+    started = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "ab"]
+    errors = [process.communicate()[1] for process in started]
+    assert sorted(process.returncode for process in started) == [0, 1]
+    (failed,) = [error for error in errors if "already has shards" in error]
+    assert failed.splitlines()[-1].startswith("tokenize_text.py: ")
+    names = {path.name.partition("_")[0] for path in (tmp_path / "out").glob("*.bin")}
+    assert len(names) == 1
+
+
+def test_links_are_written_through(tmp_path, small_library):
+    """To files of any name in other folders, and to none."""
+    out = tmp_path / "out"
+    elsewhere = tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    for name in ("vocabulary.txt", "source.json", "python_train_000001.bin"):
+        (out / name).symlink_to(elsewhere / f"my {name}")
+    for _ in range(2):
+        make_shards("corpus", tmp_path, out)
+        assert all((out / path.name[3:]).is_symlink() for path in elsewhere.iterdir())
+        assert len(contents(elsewhere)) == 3
+        (elsewhere / "my python_train_000001.bin").write_bytes((out / "python_val_000000.bin").read_bytes())
+
+
+def test_an_output_replaces_files_of_its_kind_only(tmp_path):
+    """Or an empty one. A folder, a pipe or another file stays, and so does the file if the block fails."""
+    path = tmp_path / "a.png"
+    for content, fits in ((b"\x89PNG old", True), (b"", True), (b"GIF", False), (b"\n", False)):
+        path.write_bytes(content)
+        if fits:
+            with pytest.raises(OSError, match=str(tmp_path)), scripts.replacing(path, scripts.PNG):
+                raise OSError(28, "No space left on device")
+            assert path.read_bytes() == content
+            with scripts.replacing(path, scripts.PNG) as new:
+                new.write_bytes(b"new")
+                assert path.read_bytes() == content
+            assert path.read_bytes() == b"new"
+        else:
+            with pytest.raises(tt.UserError, match="another kind"), scripts.replacing(path, scripts.PNG):
+                pytest.fail("the work began")
+            assert path.read_bytes() == content
+    path.unlink()
+    os.mkfifo(path)
+    for other in (path, tmp_path):
+        with pytest.raises(tt.UserError, match="another kind"):
+            scripts.target(other, b"")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.png"]
+
+
+def test_a_full_disk_names_the_folder(tmp_path, capsys):
+    """Nothing is left there."""
+    file = tmp_path / "a.txt"
+    file.write_text("a line\n" * 5000)
+    out = tmp_path / "out"
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, unlimited[1]))  # as a full disk
+    try:
+        with pytest.raises(SystemExit, match=f"^tokenize_text.py: .*large: '{out}'$"):
+            tokenize(out, [file])
+        gc.collect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert list(out.iterdir()) == [] and "Exception" not in capsys.readouterr().err
+
+
 def test_nothing_appears_before_everything_is_written(tmp_path):
     def documents():
         yield tt.Document("a", 1, b"x" * 2_000_000)
@@ -298,6 +489,7 @@ def test_the_last_tenth_of_shakespeare_is_one_document(tmp_path, monkeypatch):
     text = b"".join(b"SPEAKER %d:\nA line of speech.\n\n" % i for i in range(1000))
     (tmp_path / "input.txt").write_bytes(text)
     monkeypatch.setattr(shakespeare, "URL", (tmp_path / "input.txt").as_uri())
+    monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(text).hexdigest())
     begin = int(len(text) * 0.9)  # as nanoGPT's prepare.py has it
     passages = tt.cut_passages(text[:begin], 512)
     written = []
@@ -310,8 +502,34 @@ def test_the_last_tenth_of_shakespeare_is_one_document(tmp_path, monkeypatch):
         assert len((out / "vocabulary.txt").read_text().splitlines()) == 257
         assert (out / "input.txt").read_bytes() == text
     assert written[0] == written[1]  # the random order is always the same
-    with pytest.raises(SystemExit, match="^shakespeare.py: .*none"):
-        shakespeare.main([str(tmp_path / "none"), "--out", str(tmp_path / "c")])
+    (tmp_path / "input.txt").write_text("Log in to the network")
+    with pytest.raises(SystemExit, match="^shakespeare.py: .*another text"):
+        shakespeare.main(["--out", str(tmp_path / "c")])
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (None, "No such file"),
+        (b"", "0 bytes of text"),
+        ("déjà vu, déjà vu".encode("latin-1"), "not UTF-8"),
+        ("a text of a few lines".encode("utf-16"), "UTF-16"),
+        (b"ten bytes.", None),
+    ],
+)
+def test_shakespeare_takes_utf8_text_only(tmp_path, content, reason):
+    file = tmp_path / "a.txt"
+    out = tmp_path / "out"
+    if content is not None:
+        file.write_bytes(content)
+    if reason is None:
+        shakespeare.main([str(file), "--out", str(out)])
+        assert read_splits(out) == ([content[:9]], [content[9:]])
+        return
+    with pytest.raises(SystemExit, match=f"^shakespeare.py: .*{reason}"):
+        shakespeare.main([str(file), "--out", str(out)])
+    assert not out.exists()
 
 
 # ---- local_corpus.py ---------------------------------------------------------------------------------------
@@ -381,7 +599,7 @@ def test_corpus_is_rebuilt_only_if_needed(tmp_path, monkeypatch, capsys):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, unlimited[1]))  # as a full disk
     try:
-        with pytest.raises(SystemExit, match="^local_corpus.py: .*large$"):
+        with pytest.raises(SystemExit, match=f"^local_corpus.py: .*large: '{out}'$"):
             builds()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)

@@ -128,7 +128,7 @@ def build(rank, world_size, cfg, seed=0, backend=tg.TORCH_BACKEND):
             if name != "embed":
                 getattr(model, name)[: shape[0]] += 0.03 * torch.randn(shape, generator=noise)
         model.embed.copy_(model.lm_head.T)
-    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange, backend)
+    optimizer = tg.Optimizer(cfg, dict(model.named_parameters()), exchange)
     model.ngrams = optimizer.ngrams
     return exchange, model, optimizer
 
@@ -210,10 +210,10 @@ def run_steps(model, optimizer, first=0, position=(0, 0)):
         batches.loader.close()
 
 
-def whole(model):
+def whole(model, optimizer):
     """Copies all parameters, after their gathers, without padding, which must be 0."""
     found = {}
-    model.wait_for()
+    optimizer.wait()
     for name, shape in tg.param_shapes(model.cfg, 1).items():
         p = getattr(model, name).detach()
         rows = shape[0]
@@ -222,9 +222,9 @@ def whole(model):
     return found
 
 
-def digest(model):
+def digest(model, optimizer):
     """Hashes all parameters' bits, after their gathers."""
-    model.wait_for()
+    optimizer.wait()
     return digest_of(dict(model.named_parameters()))
 
 
@@ -238,9 +238,9 @@ def digest_of(state):
     return h.hexdigest()
 
 
-def look(model):
+def look(model, optimizer):
     """Returns the digest, and whether embed is lm_head's transpose."""
-    return digest(model), torch.equal(model.embed, model.lm_head.T)
+    return digest(model, optimizer), torch.equal(model.embed, model.lm_head.T)
 
 
 def warm_up(model, optimizer, steps, prefetch):
@@ -267,7 +267,8 @@ def warm_up(model, optimizer, steps, prefetch):
 def train(rank, world_size, cfg, warm=(), after_step=look):
     """Trains a whole run, with its averages and validations before and after. Returns what it found, by name.
 
-    warm: steps of a warm-up. steps: what after_step(model) returned. sent: this rank's bytes in training.
+    warm: steps of a warm-up. steps: what after_step(model, optimizer) returned. sent: this rank's bytes in
+    training.
     """
     exchange, model, optimizer = build(rank, world_size, cfg)
     if warm:
@@ -285,12 +286,12 @@ def train(rank, world_size, cfg, warm=(), after_step=look):
     batches = batches_of(cfg, rank, world_size)
     for _ in range(cfg.steps):
         found["losses"].append(tg.train_step(model, optimizer, batches.next(), batches.peek).item())
-        found["steps"].append(after_step(model))
+        found["steps"].append(after_step(model, optimizer))
     batches.loader.close()
     found["sent"] = dict(exchange.bytes_sent | batches.exchange.bytes_sent)
     optimizer.apply_averages()
     found["val"] = tg.validate(model, val, exchange, windows)
-    found["final"] = whole(model)
+    found["final"] = whole(model, optimizer)
     if optimizer.ngrams:
         state = optimizer.ngrams.state_dict()
         found["table"] = [state["block"].clone(), state["moments"].clone(), state["last"].clone()]
@@ -321,8 +322,8 @@ def test_everything_trains(everything):
     digests, ties = zip(*run["steps"])
     assert ties == (True,) * 7 + (False,)
     assert len(set(digests)) == cfg.steps
-    _, model, _ = build(0, 1, cfg)
-    for name, p in whole(model).items():
+    _, model, optimizer = build(0, 1, cfg)
+    for name, p in whole(model, optimizer).items():
         assert (run["final"][name] - p).norm() > 1e-5 * p.norm(), name
     rows, moments, last = run["table"]
     changed = (rows != start_values(cfg)[0]).any(-1)
@@ -597,11 +598,10 @@ class LateGather:
 
 
 @pytest.mark.slow
-def test_gathers_are_waited_for_where_they_are_first_needed(everything, monkeypatch):
+def test_gathers_end_in_the_next_step(everything, monkeypatch):
     """Makes a parameter NaN until its gather is waited for.
 
-    No gather is waited for in the step that starts it. The next step needs the tables of tokens first (embed
-    is lm_head's copy until it is untied), then the layers all that they read.
+    No gather is waited for in the step that starts it. The next step, or a validation, waits for all.
     """
     want = one_rank(everything)
     waited, orders = [], []
@@ -609,7 +609,7 @@ def test_gathers_are_waited_for_where_they_are_first_needed(everything, monkeypa
     def gather(self, name, t):
         return tg.Pending(t, LateGather(name, t, waited))
 
-    def record(model):
+    def record(model, optimizer):
         orders.append(list(waited))
         waited.clear()
 
@@ -621,10 +621,10 @@ def test_gathers_are_waited_for_where_they_are_first_needed(everything, monkeypa
     _, _, optimizer = build(0, 1, everything)
     small = [name for name, param in optimizer.params.items() if isinstance(param, tg.SmallParams)]
     moments = ["lm_head.exp_avg", "lm_head.exp_avg_sq"]
-    every = ["lm_head", "value_embeds"] + banks + small
+    every = banks + ["lm_head", "value_embeds"] + small
     # Untying, after step 5, gathers moments. In step 5 value_embeds is not updated.
     first_steps = [[], banks, every, banks, every]
-    assert orders == first_steps + [banks + moments, ["lm_head"] + banks + small, banks]
+    assert orders == first_steps + [banks + moments, banks + ["lm_head"] + small, banks]
 
 
 # -------------------------------------------------------------------------------------------------- exchange
@@ -697,9 +697,9 @@ def test_the_loss_of_a_step_is_a_mean(cfg, monkeypatch):
     head_loss_and_grad = tg.GPT.head_loss_and_grad
     scales = []
 
-    def record(self, x, targets, weights, head, grad_scale, **options):
-        scales.append((grad_scale, weights.tolist()))
-        return head_loss_and_grad(self, x, targets, weights, head, grad_scale, **options)
+    def record(self, x, targets, weights, head, loss_share, **options):
+        scales.append((loss_share, weights.tolist()))
+        return head_loss_and_grad(self, x, targets, weights, head, loss_share, **options)
 
     monkeypatch.setattr(tg.GPT, "head_loss_and_grad", record)
     batch = first_batch(cfg)

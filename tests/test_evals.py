@@ -4,6 +4,8 @@ import gzip
 import json
 import math
 import re
+import shutil
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ import tokenize_text as tt
 import train_gpt as tg
 from golden_inputs import write_shard
 from launch import Launch, make_corpus, settings
-from saved_model import load_model, read_config
+from saved_model import config_from_dict, load_model, read_config
 from test_ngram_runs import NGRAMS, one_log
 from test_resume import closing_block, make_config
 
@@ -174,6 +176,16 @@ def test_settings_of_an_earlier_script_are_read_by_their_new_names(preset):
     assert [list(shape) for shape in tg.param_shapes(cfg, 1).values()] == golden["shapes"]
 
 
+def test_a_model_that_is_too_old_names_the_commits_that_load(run):
+    """Before 1b4b4c9 the kind of a layer without attention was null."""
+    save("old.pt", random_model(run))
+    saved = torch.load("old.pt")
+    layers = [row | {"attention": row["attention"] or None} for row in json.loads(saved["config"])["layers"]]
+    torch.save(change(saved, layers=layers), "old.pt")
+    with pytest.raises(tg.UserError, match="^cannot load old.pt: .* before commit 1b4b4c9 .* run's log"):
+        load_model("old.pt")
+
+
 def test_text_of_a_saved_model_is_never_run(run):
     """A shape or an initial value may be any text: it is not looked at."""
     model = random_model(run)
@@ -199,6 +211,72 @@ def test_settings_that_do_not_fit_the_weights_are_one_line(run, change):
     torch.save(saved | {"config": json.dumps(config)}, "other.pt")
     with pytest.raises(tg.UserError, match=r"^cannot load other.pt: .*; give a file that --save"):
         load_model("other.pt")
+
+
+@pytest.mark.parametrize("at", (0, 1000, -21))
+def test_a_damaged_table_is_one_line(run, tmp_path, at):
+    """Wherever it is. A table of an earlier script has no CRC-32 after the run's id."""
+    for path in run.glob("m.pt*"):
+        shutil.copy(path, tmp_path)
+    table = tmp_path / "m.pt.ngrams1"
+    run_id = torch.load("m.pt")["id"].encode()
+    rows = table.read_bytes().partition(run_id)[0]
+    content = rows + run_id + b"%08x" % zlib.crc32(rows)
+    table.write_bytes(content)
+    model = load_model(str(tmp_path / "m.pt"))
+    assert torch.equal(model.next_token_probs([256]), load_model("m.pt").next_token_probs([256]))
+    damaged = bytearray(content)
+    damaged[at] ^= 1
+    table.write_bytes(damaged)
+    with pytest.raises(tg.UserError, match=r"m.pt.ngrams1 is damaged"):
+        load_model(str(tmp_path / "m.pt"))
+    table.write_bytes(content[:-8])
+    load_model(str(tmp_path / "m.pt"))
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+@pytest.mark.parametrize("name", ("embed", "scalars"))
+def test_a_model_that_diverged_is_one_line(run, name, value):
+    model = random_model(run)
+    with torch.no_grad():
+        getattr(model, name).view(-1)[-1] = value
+    save("diverged.pt", model)
+    for script in generate, loss:
+        with pytest.raises(SystemExit, match=f"diverged.pt: {name} is not finite"):
+            script.main(["diverged.pt", "x"])
+
+
+def make_small(saved):
+    """Shows one number as each of the tensors, all of the right shapes."""
+    number = torch.zeros(1)
+    return saved | {"weights": {name: number.expand(t.shape) for name, t in saved["weights"].items()}}
+
+
+def change(saved, **settings):
+    return saved | {"config": json.dumps(json.loads(saved["config"]) | settings)}
+
+
+HOSTILE = {
+    "larger than the file": make_small,
+    "sequences of 2147483646 tokens": lambda saved: change(saved, val_slice_tokens=2147483646),
+    "Tensor": lambda saved: saved | {"weights": [1]},
+    "recursion": lambda saved: saved | {"config": "[" * 100_000},
+    "integer": lambda saved: saved | {"ranks": "2"},
+    "division": lambda saved: saved | {"ranks": 0},
+    "'encode'": lambda saved: saved | {"id": 5},
+}
+
+
+@pytest.mark.parametrize("reason", HOSTILE)
+def test_what_a_file_holds_is_checked_before_memory_is_taken(run, tmp_path, reason):
+    for path in run.glob("m.pt*"):
+        shutil.copy(path, tmp_path)
+    model = str(tmp_path / "m.pt")
+    torch.save(HOSTILE[reason](torch.load("m.pt")), model)
+    with pytest.raises(tg.UserError, match=f"^cannot load {model}: ") as error:
+        load_model(model)
+    assert reason in str(error.value) or " " not in reason
+    assert "\n" not in str(error.value)
 
 
 DRAWS = {  # temperature, top_k, top_p: weights of the likeliest tokens
@@ -245,6 +323,17 @@ def test_the_context_is_the_longest_document_of_training(run):
     assert list(generate.generate(recorder(cfg, contexts), text[:31], 20, temperature=0)) == text[31:]
     assert contexts == [text[: 31 + i][-40:] for i in range(20)]
     assert list(generate.generate(recorder(cfg, [], 4), [256], 9, temperature=0)) == [1, 2, 3]
+
+
+def test_a_vocabulary_that_is_none_is_one_line(run, tmp_path, monkeypatch):
+    """Of another size, no text, or without single bytes, of which tiktoken would panic."""
+    numbers = "ngrams.orders=", "vocab_size=50257", "padded_vocab=50304", "bos_id=50256"
+    save("odd.pt", tg.GPT(make_config("odd", *NGRAMS, *numbers)))
+    (run / "odd").mkdir()
+    for content, reason in (("00\n", "1 tokens"), ("x\n", "hexadecimal"), ("ff\n" * 50257, "single bytes")):
+        (run / "odd/vocabulary.txt").write_text(content)
+        with pytest.raises(SystemExit, match=f"^generate.py: .*vocabulary.txt.*{reason}"):
+            generate.main(["odd.pt", "a"])
 
 
 def test_the_command_continues_the_prompt(capsys, monkeypatch):
@@ -302,14 +391,19 @@ loss m.pt five.jsonl -> five.jsonl:1: no text
 loss m.pt empty.bin -> not a whole token shard
 loss m.pt gpt2.bin -> 50257
 loss m.pt empty.txt --passage-bytes 3 -> from 4
-export m.pt m.pt -> model itself
-export m.pt ./m.pt.ngrams1 -> model itself
+loss m.pt a.csv -> a.csv:1: a table
+loss m.pt one.txt -> one.txt:1: one JSON value
+export m.pt m.pt -> m.pt: another kind of file is there
+export no.pt ./m.pt.ngrams1 -> m.pt.ngrams1: another kind of file is there
+export no.pt empty.bin -> cannot read no.pt
+export no.pt no/a.safetensors -> no folder for it
 """
 
 
 def test_bad_input_gets_one_line(run, capsys):
-    for name in ("empty.txt", "empty.bin"):
+    for name in ("empty.txt", "empty.bin", "a.csv"):
         (run / name).write_text("")
+    (run / "one.txt").write_text('{"text": "x"}')
     (run / "gpt2.bin").write_bytes(tt.shard_header(2, 50257, 50256) + bytes(4))
     (run / "latin.txt").write_bytes(b"\xe9")
     (run / "five.jsonl").write_text('{"body": "x"}\n')
@@ -438,7 +532,7 @@ def test_an_exported_model_is_the_saved_one(run, capsys, name):
     with safetensors.safe_open(f"{name}.safetensors", "pt") as file:
         config, tensors = file.metadata()["config"], {key: file.get_tensor(key) for key in file.keys()}
     model = load_model(f"{name}.pt")
-    assert tg.config_from_dict(json.loads(config)) == model.cfg
+    assert config_from_dict(json.loads(config)) == model.cfg
     expected = model.state_dict()
     if name == "m":
         expected["ngrams"] = model.ngrams.fetch(torch.arange(602))

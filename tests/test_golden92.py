@@ -78,7 +78,8 @@ def training_losses(case, kind, cap):
     model, plan = golden_model(case, kind)
     batch = golden_batch(case, model.cfg, cap)
     with torch.no_grad():
-        logits = model.forward(batch, plan.windows) @ model.lm_head
+        x = model.forward(model.look_up(batch, training=False), batch, plan.windows)
+        logits = x @ model.lm_head
         return tg.softcap_loss(logits, targets_of(model, batch, plan), loss_weights(plan, model))[0]
 
 

@@ -147,7 +147,6 @@ def test_head():
 
     backend = tg.TORCH_BACKEND._replace(fp8=True, softcap_loss=watched)
     model = SimpleNamespace(lm_head=w, cfg=replace(tg.RECORD, head_chunk=n), backend=backend)
-    model.wait_for = lambda name: None
     fp8_head = tg.GPT.fp8_head(model)
     head = head_of(w)
     loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0, fp8_head)

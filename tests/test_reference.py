@@ -184,7 +184,7 @@ def test_token_losses_are_cross_entropies_of_capped_logits(dtype, softcap):
     model = fill_model(tg.GPT(tiny_config(dtype, softcap=softcap), WORLD))
     batch = tiny_batch()
     with torch.no_grad():
-        x = model.forward(batch, WINDOWS)
+        x = model.forward(model.look_up(batch, training=False), batch, WINDOWS)
         logits = (x @ model.lm_head).to(tg.acc_dtype(model.cfg))
     near = FP64 if dtype == "float64" else dict(rtol=1e-6, atol=1e-6)  # fp32 from the logits on
     if softcap.shift == 0:

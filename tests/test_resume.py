@@ -221,6 +221,21 @@ def test_killed_runs_end_as_if_never_stopped(launch, uninterrupted, tmp_path, wo
     assert steps.issuperset(range(resumed[-1] + 1, 13))
 
 
+def litter():
+    """Leaves a file, as NFS does when another machine has a removed one open, and a user's link."""
+    (folder,) = ATTEMPTS.glob("*.checkpoint")
+    (folder / ".nfs0001").touch()
+    (folder / "newest").symlink_to("step00000004")
+
+
+@pytest.mark.slow
+def test_other_files_beside_checkpoints_end_no_run(launch, tmp_path):
+    faults = {0: FaultAtCall("save_checkpoint", 2, litter)}
+    with launch(tmp_path, "--checkpoint-every", 4, faults=faults) as run:
+        assert run.wait() == [0], run.err
+    assert found_in_logs(tmp_path, r"^checkpoint: after step (\d+);") == {"4", "8"}
+
+
 # ---- killed while writing ----------------------------------------------------------------------------------
 
 

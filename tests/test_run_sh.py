@@ -33,6 +33,8 @@ esac
 command=$*
 echo "${command/--no-python *python /}" >>"$LOG"
 echo "threads: $OMP_NUM_THREADS; vectors: ${ATEN_CPU_CAPABILITY-}; interface: ${GLOO_SOCKET_IFNAME-}"
+echo "safe path: ${PYTHONSAFEPATH-}"
+[[ $* != *"pip install"* ]] || echo "user: $PIP_USER; target: $PIP_TARGET"
 case "$*" in
     "-m venv"*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
     *"${FAILS-no command}"*) exit 3 ;;
@@ -128,6 +130,11 @@ def test_the_words_preset_gets_its_data(ready):
     assert ("interface: lo\n" in run.text) == (sys.platform == "linux")
 
 
+def test_programs_import_from_their_own_folder(ready):
+    """PYTHONSAFEPATH would forbid it."""
+    assert run(ready, PYTHONSAFEPATH="1")[0] == 0 and run.text.count("safe path: \n") == 2
+
+
 def test_options_of_the_user_have_priority(ready):
     """Nothing is checked or fetched."""
     options = "old.py --data mine --seed=010 --set a=1 b=2 --preset=record --name '$A b' --checkpoint-every 9"
@@ -202,14 +209,26 @@ def test_failures_end_the_rest(ready):
 
 
 WRONG = f"""--runs=0 --runs=x --runs= --seed --seed=-1 --seed={2**63 - 1} --seed={2**64 + 1} --check
+--data= --name= --save= --checkpoint-every=
 --seed=0x1 none.py NPROC_PER_NODE=auto NPROC_PER_NODE=0 NNODES=1:2 NODE_RANK=1 PYTHON=none TOO_OLD=1"""
 
 
-@pytest.mark.parametrize("wrong", WRONG.split())
+@pytest.mark.parametrize("wrong", [*WRONG.split(), "--data ''", "--name '' --runs 2"])
 def test_one_line_says_what_is_wrong(repository, wrong):
     name, _, value = wrong.partition("=")
     result = run(repository, wrong) if wrong[0] in "-n" else run(repository, **{name: value})
     assert result == (1, []) and len(run.text.splitlines()) == 1
+
+
+def test_lines_end_as_a_shell_reads_them_in_a_clone_by_git_for_windows(repository):
+    """Git turns LF into CR LF there, unless .gitattributes forbids it."""
+    shutil.copy(ROOT / ".gitattributes", repository)
+    names = ("run.sh", "environment.sh", "test.sh", "train_gpt.py")
+    git = ["git", "-c", "core.autocrlf=true"]
+    for words in ("init -q", f"add .gitattributes {' '.join(names)}", "checkout-index --prefix=clone/ -a"):
+        subprocess.run([*git, *words.split()], cwd=repository, check=True)
+    for name in names:
+        assert (repository / "clone" / name).read_bytes() == (repository / name).read_bytes(), name
 
 
 def test_help_is_no_run(repository):
@@ -229,13 +248,22 @@ def test_environment_is_made_once(repository):
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=WAIT)  # what pip has started is gone, too
     assert process.returncode == 143
-    assert run(repository)[1][:3] == INSTALLED
+    assert run(repository, PIP_USER="1", PIP_TARGET="elsewhere")[1][:3] == INSTALLED
+    assert "user: 0; target: \n" in run.text
     status, commands = run(repository)
     assert status == 0 and len(commands) == 3 and ".venv/bin/python" in run.text
     assert run(repository, gpus=1) == (1, []) and "no CUDA" in run.text
     with open(repository / "requirements.txt", "a") as file:
         file.write("another\n")
     assert run(repository)[1][:3] == INSTALLED
+
+
+def test_a_killed_shell_ends_an_installation(repository):
+    """The kernel sends SIGKILL when there is no memory left."""
+    with started(repository, LOG="/dev/null", HANGS="-r requirements.txt") as process:
+        wait_for(process, repository / "hangs")
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=WAIT)  # returns when nothing holds the output any more
 
 
 def test_test_sh(ready):
@@ -295,7 +323,9 @@ run = Path("records/cpu/1_A b/seed0_a")
 run.with_suffix(".checkpoint").joinpath("step00000020").mkdir(parents=True, exist_ok=True)
 run.with_suffix(".txt").touch()
 if os.environ["RANK"] == "0": print(f"log: {run}.txt", flush=True)
-Path("up" + os.environ["RANK"]).touch()
+up = Path("up" + os.environ["RANK"])
+up.with_suffix(".new").write_text(str(os.getppid()))
+up.with_suffix(".new").rename(up)
 while "--resume=" not in " ".join(sys.argv): time.sleep(1)
 """
 
@@ -324,3 +354,21 @@ def test_a_signal_ends_all_and_the_last_line_resumes(repository, name, send):
     if name == "TERM":
         with started(repository, *command[1:], **real) as process:
             assert process.wait(WAIT) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ("run.sh", "its group", "torchrun"))
+def test_whatever_is_killed_all_ends(repository, killed):
+    """run.sh alone, also with its process group, in which the ranks are not; or torchrun alone."""
+    (repository / "idea.py").write_text(IDEA)
+    with started(repository, "idea.py", "--data", ".", PYTHON=sys.executable) as process:
+        wait_for(process, repository / "up0", repository / "up1")
+        if killed == "its group":
+            os.killpg(process.pid, signal.SIGKILL)
+        elif killed == "run.sh":
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            os.kill(int((repository / "up0").read_text()), signal.SIGKILL)
+        text, _ = process.communicate(timeout=WAIT)  # returns when nothing holds the output any more
+    if killed == "torchrun":
+        assert process.returncode == 137 and "--resume" in text.splitlines()[-1]

@@ -201,10 +201,10 @@ def test_golden_model(monkeypatch):
     head = tg.GPT.head_loss_and_grad
     found = []
 
-    def sampled(self, x, targets, weights, grad, grad_scale):
+    def sampled(self, x, targets, weights, grad, loss_share):
         places = tg.index_in(targets, candidates)
         losses, _ = tg.softcap_loss(x @ self.lm_head[:, candidates], places, weights)
-        loss, dx = head(self, x, targets, weights, grad, grad_scale, None, candidates)
+        loss, dx = head(self, x, targets, weights, grad, loss_share, None, candidates)
         found.extend([losses, dx])
         return loss, dx
 

@@ -102,7 +102,7 @@ RUNS = pytest.mark.parametrize(
 LOG = rf"""Running Python 3\.\S+ on \w+ \w+
 Running PyTorch {re.escape(torch.__version__)} compiled for CUDA \S+ on .+ with world_size (?P<world_size>\d)
 script: (?P<script>\w+\.py) \(sha256 (?P<hash>[0-9a-f]{{12}})\)
-commit: (?:unknown|[0-9a-f]{{40}} \((?:clean|[A-Z]+|\?\?|!!)\))
+commit: (?:unknown|[0-9a-f]{{40}} \((?:clean|modified)\))
 config: (?P<config>.*)
 data: [0-9a-f]{{16}} \(12000 training tokens in 2 shards, 1500 for validation\)
 ={{100}}
@@ -247,35 +247,47 @@ def test_profile(folder):
         assert {"aten::mm", "MLP", "MLPBackward"} <= within
 
 
-def test_commit(tmp_path):
-    """It is clean only with the text that is committed."""
+@pytest.mark.parametrize("module", ("json", "random", "torch"))
+def test_a_file_beside_the_script_with_a_modules_name_is_a_line(tmp_path, module):
+    (tmp_path / "train_gpt.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / f"{module}.py").touch()
+    process = start(tmp_path, "train_gpt.py")
+    _, err = process.communicate(timeout=WAIT)
+    assert process.returncode == 1 and len(err.splitlines()) == 1 and module in err
+
+
+def test_commit(tmp_path, monkeypatch):
+    """It is clean only with the text that is committed, whatever git is told to ignore or to look at."""
 
     def git(*words):
         names = "-c user.name=x -c user.email=x@x".split()
         return subprocess.check_output(["git", *names, *words], cwd=tmp_path, text=True)
 
-    script = tmp_path / "train_gpt.py"
-    idea = tmp_path / "my_idea.py"
-    ignored = tmp_path / "ideas/b.py"
+    script, copies = tmp_path / "train_gpt.py", [tmp_path / "my_idea.py", tmp_path / "ideas/b.py"]
     git("init", "-q")
     (tmp_path / "ideas").mkdir()
-    for path in (script, idea, ignored):
+    for path in (script, *copies):
         path.write_text(SOURCE, encoding="utf-8")
         assert tg.describe_commit(path) == "unknown"  # nothing is committed
     (tmp_path / "others.py").write_text("x = 1\n")
     git("add", "others.py")
     git("commit", "-qm", "theirs")
     commit = git("rev-parse", "HEAD").strip()
-    assert tg.describe_commit(script) == tg.describe_commit(ignored) == f"{commit} (??)"
+    assert tg.describe_commit(script) == tg.describe_commit(copies[1]) == f"{commit} (modified)"
+    odd = shutil.copy(script, tmp_path / ":(top)train_gpt.py")
     git("add", "train_gpt.py")
     git("commit", "-qm", "ours")
     commit = git("rev-parse", "HEAD").strip()
     assert tg.describe_commit(script) == f"{commit} (clean)"
     script.write_text(SOURCE + "\n", encoding="utf-8")
     (tmp_path / ".gitignore").write_text("ideas\n")
-    assert tg.describe_commit(script) == f"{commit} (M)"
-    assert tg.describe_commit(idea) == f"{commit} (??)"
-    assert tg.describe_commit(ignored) == f"{commit} (!!)"
+    git("update-index", "--assume-unchanged", "train_gpt.py")
+    (tmp_path / "other").mkdir()
+    git("init", "-q", "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "other"))
+    for path in (script, *copies, Path(odd)):
+        assert tg.describe_commit(path) == f"{commit} (modified)"
 
 
 @pytest.mark.slow

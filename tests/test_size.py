@@ -1,5 +1,7 @@
 """Tests bench/size.py on a known snippet."""
 
+import pytest
+
 import size
 
 SNIPPET = f'''"""One token."""
@@ -26,3 +28,21 @@ def test_snippet(tmp_path, capsys):
     line = f"{path}: {tokens} tokens, {len(SNIPPET)} characters, 12 lines, 1 over 110 columns\n"
     assert capsys.readouterr().out == f"{line}      13 A\n      10 A.f\n"
     assert size.measure("x=[1,]") == (6, 6, 1, 0)
+
+
+@pytest.mark.parametrize("raw", (b"\xef\xbb\xbfx = 1\n", b"# coding: latin-1\nx = '\xe9'\n"))
+def test_encodings_of_python(tmp_path, capsys, raw):
+    (tmp_path / "a.py").write_bytes(raw)
+    size.main([str(tmp_path / "a.py"), "--by-function"])
+    assert "a.py: 3 tokens, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "raw", (None, b"def f(:\n", b"x = (\n", b"\x1f\x8b\x08\xff", b"x = '\0'\n", b"# coding: x")
+)
+def test_what_is_no_python_gets_one_line(tmp_path, raw):
+    if raw is not None:
+        (tmp_path / "a.py").write_bytes(raw)
+    with pytest.raises(SystemExit) as error:
+        size.main([str(tmp_path / "a.py")])
+    assert str(error.value).startswith(f"size.py: {tmp_path}/a.py ") and "\n" not in str(error.value)

@@ -91,7 +91,7 @@ def train(cfg, backend):
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = [loss.item() for _, loss in run_steps(model, optimizer)]
-    optimizer.wait_for()
+    optimizer.wait()
     changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
     if optimizer.ngrams:
         changes["ngrams"] = optimizer.ngrams.block

@@ -214,6 +214,15 @@ def test_kernels_are_in_the_section_that_launched_them(tmp_path):
     assert windows == {1: (10, 110), 2: (110, 125)}
 
 
+def test_a_picture_replaces_a_picture_only(tmp_path, capsys):
+    """It says so before it reads a trace."""
+    (tmp_path / "a.md").write_text("mine")
+    with pytest.raises(SystemExit):
+        timeline.main([str(tmp_path / "none.json"), "--picture", str(tmp_path / "a.md")])
+    assert "a.md: another kind of file is there" in capsys.readouterr().err
+    assert (tmp_path / "a.md").read_text() == "mine"
+
+
 def test_steps_that_a_trace_lacks(tmp_path):
     with pytest.raises(SystemExit, match="a.json has no step"):
         timeline.main([str(write_trace(tmp_path / "a.json", [event("forward", 0, 1)]))])

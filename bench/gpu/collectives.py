@@ -99,7 +99,7 @@ def train_small(cfg: tg.Config, exchange: tg.Exchange, prefetch: tg.Exchange, sh
         for _ in range(cfg.steps):
             tg.train_step(model, optimizer, batches.next(), batches.peek)
     loader.close()
-    optimizer.wait_for()
+    optimizer.wait()
     tensors = list(model.parameters()) + list(optimizer.ngrams.state_dict().values())
     return [t.detach().to(exchange.device) for t in tensors]
 
