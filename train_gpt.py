@@ -1841,8 +1841,8 @@ class GPT(nn.Module):
         return FP8MLP(weights, transposed, self.fp8_scales, self.fp8_amax.zero_())
 
     def set_fp8_scales(self, amax: Tensor) -> None:
-        """Sets the next step's scales of each MLP's square and da from this step's maxima (MLPs, 2)."""
-        scales = self.fp8_scales[:, 2, :, 0, 0]
+        """Sets the next step's scales of each MLP's square and da from this step's maxima (mlps, 2)."""
+        scales = self.fp8_scales[:, 2, :, 0, 0]  # (mlps, 2): of square and da
         # 0, infinity and NaN leave the scale. Step 0 has no gradients: proj is 0.
         is_known = (amax > FP8_LEAST) & (amax < math.inf)
         scales.copy_(torch.where(is_known, amax * self.fp8_margins, scales))
@@ -2280,7 +2280,9 @@ def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
 # The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
 @jit(do_not_specialize_on_alignment=["scale"])
 def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
-    """Converts a tile of x / scale. The scale is a power of 2, so its inverse is exact."""
+    """Converts a tile of x / scale. The scales of h and dy are powers of 2, if the number of a rank's
+    micro-batches is one: then the inverse is exact.
+    """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offs, mask = tile_offsets(rows, cols, M, N)
@@ -2327,19 +2329,19 @@ def to_fp8_and_transposed(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 @compiled
 def fp8_mlp_weights(bank: Tensor, scales: Tensor, previous_amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Converts a bank (2L, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
+    """Converts a bank (2 mlps, F, d) of the matrices fc, proj, fc, ... for FP8 products (records 84, 89, 92).
 
-    Returns FP8MLP.weights (L, 2, F, d) and .weights_T (L, 2, d, F), and writes their scales to `scales`
-    (L, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (L, 2), with room for
-    growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to the bank's
-    dtype (compiled code may skip that rounding).
+    Returns FP8MLP.weights (mlps, 2, F, d) and .weights_T (mlps, 2, d, F), and writes their scales to `scales`
+    (mlps, 3, 2, 1, 1). A scale comes from the maximum in the step before, `previous_amax` (mlps, 2), with
+    room for growth; this step's maximum takes its place. Where it is 0, the scale is exact, rounded to the
+    bank's dtype (compiled code may skip that rounding).
     """
     weights = bank.unflatten(0, (-1, 2))
     amax = weights.abs().amax((2, 3)).float().clamp_min(FP8_LEAST)
     exact = (amax / E4M3_MAX).to(bank.dtype).float()
     delayed = previous_amax * (FP8_WEIGHT_MARGIN / E4M3_MAX)
     scale = torch.where(previous_amax > 0, delayed, exact)[:, :, None, None]
-    scales[:, 1] = scale
+    scales[:, 1] = scale  # of fc and proj
     previous_amax.copy_(amax)
     return cast_and_transpose(weights, scale, torch.float8_e4m3fn)
 
@@ -2376,17 +2378,21 @@ def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
     return (2 * dy @ proj.T).mul_(square.sqrt())
 
 
+# Where FP8MLP.scales has the scale of each tensor. The first column is what relu_square_fp8 multiplies and
+# returns in the forward, the second what it does in the backward.
+FP8_SCALES = {"h": (0, 0), "dy": (0, 1), "fc": (1, 0), "proj": (1, 1), "square": (2, 0), "da": (2, 1)}
+
+
 class FP8MLP(NamedTuple):
-    """An MLP's weights in FP8, and scales; first those of the forward, then those of the backward.
+    """An MLP's weights in FP8, and the scales of what it computes with:
 
     square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
     """
 
     weights: Tensor  # fc and proj (2, F, d), e4m3
     weights_T: Tensor  # (2, d, F)
-    # (3, 2, 1, 1) fp32: of h and dy; of fc and proj; of square and da
-    scales: Tensor
-    # Of all MLPs, (L, 2) fp32: maxima of square and |da| in this step so far.
+    scales: Tensor  # (3, 2, 1, 1) fp32, by FP8_SCALES
+    # Of all MLPs, (mlps, 2) fp32: maxima of square and |da| in this step so far.
     amax: Tensor
     i: int = 0  # which MLP this is
 
@@ -2397,6 +2403,10 @@ class FP8MLP(NamedTuple):
         parts = zip(self.weights, self.weights_T, self.scales)
         for i, (weights, weights_T, scales) in enumerate(parts):
             yield FP8MLP(weights, weights_T, scales, self.amax, i)
+
+    def scale(self, name: str) -> Tensor:
+        """Returns the scale (1, 1) of "h", "dy", "fc", "proj", "square" or "da"."""
+        return self.scales[FP8_SCALES[name]]
 
 
 def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -3316,26 +3326,28 @@ class MLP(torch.autograd.Function):
             square = backend.relu_square(h, fc)
             ctx.save_for_backward(h, square, fc, proj)
             return square @ proj
-        (h_scale, _), (_, proj_scale), (scale, _) = fp8.scales
-        h8, ht8 = backend.cast_and_transpose(h, h_scale, torch.float8_e4m3fn)
-        square8, squaret8 = backend.relu_square_fp8(h8, fp8)
-        ctx.save_for_backward(ht8, square8, squaret8)
-        return fp8_matmul(square8, fp8.weights_T[1].T, (scale, proj_scale), h.dtype, fast=True)
+        h8, h8_T = backend.cast_and_transpose(h, fp8.scale("h"), torch.float8_e4m3fn)
+        square8, square8_T = backend.relu_square_fp8(h8, fp8)
+        ctx.save_for_backward(h8_T, square8, square8_T)
+        proj8_T = fp8.weights_T[1]
+        return fp8_matmul(square8, proj8_T.T, (fp8.scale("square"), fp8.scale("proj")), h.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy):
-        fp8, (to_fc, to_proj) = ctx.fp8, ctx.weights
+        backend, fp8 = ctx.backend, ctx.fp8
+        to_fc, to_proj = ctx.weights
         if fp8 is None:
             h, square, fc, proj = ctx.saved_tensors
-            da = ctx.backend.relu_square_grad(dy, proj, square)
+            da = backend.relu_square_grad(dy, proj, square)
             return da @ fc, None, to_fc.gradient(da, h), to_proj.gradient(square, dy), None, None
-        ht8, square8, squaret8 = ctx.saved_tensors
-        (h_scale, dy_scale), (fc_scale, _), (scale, da_scale) = fp8.scales
-        dy8, dyt8 = ctx.backend.cast_and_transpose(dy, dy_scale, torch.float8_e5m2)
-        da8, dat8 = ctx.backend.relu_square_fp8(dy8, fp8, square8)
-        dh = fp8_matmul(da8, fp8.weights_T[0].T, (da_scale, fc_scale), dy.dtype)
-        dfc = to_fc.gradient(dat8.T, ht8.T, (da_scale, h_scale))
-        return dh, None, dfc, to_proj.gradient(squaret8.T, dyt8.T, (scale, dy_scale)), None, None
+        h8_T, square8, square8_T = ctx.saved_tensors
+        dy8, dy8_T = backend.cast_and_transpose(dy, fp8.scale("dy"), torch.float8_e5m2)
+        da8, da8_T = backend.relu_square_fp8(dy8, fp8, square8)
+        fc8_T = fp8.weights_T[0]
+        dh = fp8_matmul(da8, fc8_T.T, (fp8.scale("da"), fp8.scale("fc")), dy.dtype)
+        dfc = to_fc.gradient(da8_T.T, h8_T.T, (fp8.scale("da"), fp8.scale("h")))
+        dproj = to_proj.gradient(square8_T.T, dy8_T.T, (fp8.scale("square"), fp8.scale("dy")))
+        return dh, None, dfc, dproj, None, None
 
 
 # ============================================================================================================

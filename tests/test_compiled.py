@@ -24,12 +24,15 @@ pytestmark = pytest.mark.slow
 
 def masked_attention(q, k, v, cu_seqlens, max_seqlen, window):
     """Attends as tg.dense_attention; but one graph takes any window, as with FlashAttention."""
-    document, position = tg.document_numbers(cu_seqlens, len(q)), torch.arange(len(q))
+    document = tg.document_numbers(cu_seqlens, len(q))
+    position = torch.arange(len(q))
     distance = position[:, None] - position
     mask = (document[:, None] == document) & (distance >= 0) & (distance <= window)
     mask &= distance < max_seqlen
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).transpose(0, 1)
+    y = F.scaled_dot_product_attention(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=mask, scale=1.0
+    )
+    return y.transpose(0, 1)
 
 
 MASKED = tg.TORCH_BACKEND._replace(attention=masked_attention)
@@ -39,16 +42,18 @@ class Graphs:
     """Compiles functions as a run does, and counts the graphs of each."""
 
     def __init__(self, monkeypatch, backend):
-        self.counts, self.backend, self.torch_compile = Counter(), backend, torch.compile
+        self.counts = Counter()
+        self.backend = backend
+        self.torch_compile = torch.compile
         monkeypatch.setattr(torch, "compile", self.compile)
 
     def compile(self, function, options, **more):
-        compiled, stats = self.torch_compile(function, backend=self.backend, **more), counters["stats"]
+        compiled = self.torch_compile(function, backend=self.backend, **more)
 
         def call(*args, **kwargs):
-            before = stats["unique_graphs"]
+            before = counters["stats"]["unique_graphs"]
             result = compiled(*args, **kwargs)
-            self.counts[function.__name__] += stats["unique_graphs"] - before
+            self.counts[function.__name__] += counters["stats"]["unique_graphs"] - before
             return result
 
         return call
@@ -56,7 +61,7 @@ class Graphs:
 
 @pytest.fixture
 def compile(monkeypatch):
-    """Returns compile(**arguments): from its call on torch.compile compiles the script's functions.
+    """Returns compile(): from its call on torch.compile compiles the script's functions.
 
     Before it they are plain.
     """
@@ -65,8 +70,8 @@ def compile(monkeypatch):
     capability = torch.backends.cpu.get_cpu_capability()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(default_cache_dir(), capability))
 
-    def compile(**arguments):
-        compiler = cache(partial(torch.compile, fullgraph=True, **arguments))
+    def compile():
+        compiler = cache(partial(torch.compile, fullgraph=True))
         monkeypatch.setattr(tg, "COMPILER", compiler)
 
     monkeypatch.setattr(tg, "COMPILER", None)
@@ -81,18 +86,19 @@ def train(cfg, backend):
     """Trains a run, with a validation after every step; returns losses and the model's tensors."""
     exchange, model, optimizer = build(0, 1, cfg, backend=backend)
     model.prefixes.copy_(torch.arange(cfg.padded_vocab) - 9).clamp_min_(-1)
-    losses, val = [], tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+    val = tg.ValLoader(cfg, tg.find_shards(cfg.data, "val"))
+    losses = []
     for batch, loss in run_steps(model, optimizer):
         losses += [loss.item(), tg.validate(model, val, exchange, batch.plan.windows)]
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param({"main_grad": False}, marks=pytest.mark.long)], ids=str)
-def test_a_compiled_run_is_the_plain_run(few_layers, compile, monkeypatch, changes):  # noqa: F811
+@pytest.mark.parametrize("main_grad", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_compiled_run_is_the_plain_run(few_layers, compile, monkeypatch, main_grad):  # noqa: F811
     """Trains through all stages and untying, with two micro-batches: traces and differentiates, generates no
     code. Lengths, windows, longest documents and scales of the softmax change with the stages.
     """
-    cfg = replace(few_layers, compile=True, **changes)
+    cfg = replace(few_layers, compile=True, main_grad=main_grad)
     want, tensors = train(cfg, MASKED)
     assert not counters["stats"]
     graphs = Graphs(monkeypatch, "aot_eager")
@@ -113,13 +119,16 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
     cfg = replace(cfg, microbatches=8, val_every=3, val_slices=8, val_slice_tokens=48)
 
     graphs = Graphs(monkeypatch, "aot_eager")
-    ranks = [SingleRankExchange(0, 8) for _ in range(2)]
     with ThreadPoolExecutor(1) as thread:
-        monkeypatch.setattr(
-            torch.autograd, "backward", lambda *args, **more: thread.submit(backward, *args, **more).result()
-        )
-        data, built = tg.open_dataset(cfg), tg.build(cfg, MASKED, ranks[0], 0)
-        training = tg.Training(data, *built, tg.ValLoader(cfg, data.val), ranks[1])
+
+        def in_thread(*args, **options):
+            return thread.submit(backward, *args, **options).result()
+
+        monkeypatch.setattr(torch.autograd, "backward", in_thread)
+        data = tg.open_dataset(cfg)
+        model, optimizer = tg.build(cfg, MASKED, SingleRankExchange(0, 8), 0)
+        val = tg.ValLoader(cfg, data.val)
+        training = tg.Training(data, model, optimizer, val, SingleRankExchange(0, 8))
         validate = tg.validate
 
         def validate_alone(*args):
@@ -134,39 +143,52 @@ def test_nothing_is_traced_after_the_warm_up(few_layers, compile, monkeypatch): 
     assert warm == graphs.counts and warm["trunk"] == 2
 
 
+def update_twice(name, dtype):
+    """Updates (3, 10, 8) numbers as the parameter `name`; returns them and its state's tensors, in fp32."""
+    cfg = replace(tg.CPU, bank_wd=5.0, two_momenta_from=2)
+    g = torch.Generator().manual_seed(0)
+    p = torch.randn(3, 10, 8, generator=g).to(dtype)
+    grad = torch.randn(3, 10, 8, generator=g)
+    (row,) = [row for row in cfg.params if row.name == name]
+    rule = tg.OPTIMIZERS[row.optimizer]
+    state = rule.init(p, row, torch.float32, 0)
+    if row.optimizer == "adam":
+        state["rates"] = torch.rand(2, 240, generator=g)  # of small parameters' vectors
+    for t in 1, 2:
+        plan = tg.plan_step(cfg, t)._replace(lr_mul=1 / t, momentum=0.85 + t / 100)
+        rule.update(p, grad * t, state, row, plan, cfg)
+    return [t.float() for t in (p, *state.values())]
+
+
 @pytest.mark.long
 def test_updates_in_generated_code(compile):
-    cfg, g, results = replace(tg.CPU, bank_wd=5.0, two_momenta_from=2), torch.Generator().manual_seed(0), []
-    start, grad = (torch.randn(3, 10, 8, generator=g) for _ in range(2))
-    rates = {"adam": {"rates": torch.rand(2, 240, generator=g)}}  # of small parameters' vectors
-    plans = [tg.plan_step(cfg, t)._replace(lr_mul=1 / t, momentum=0.85 + t / 100) for t in (1, 2)]
-    rows = {row.name: row for row in cfg.params}
-    for prepare in (lambda: None, compile):
-        prepare()
-        results.append([])
-        for row, p in ((rows["embed"], start.bfloat16()), (rows["mlp_bank"], start.clone())):
-            rule = tg.OPTIMIZERS[row.optimizer]
-            state = rule.init(p, row, torch.float32, 0) | rates.get(row.optimizer, {})
-            for t, plan in enumerate(plans, 1):
-                rule.update(p, grad * t, state, row, plan, cfg)
-            results[-1] += [p.float(), *(t.float() for t in state.values())]
+    plain = update_twice("embed", torch.bfloat16) + update_twice("mlp_bank", torch.float32)
+    compile()
+    generated = update_twice("embed", torch.bfloat16) + update_twice("mlp_bank", torch.float32)
     assert counters["stats"]["unique_graphs"] == 2
-    for plain, generated in zip(*results):
-        assert (generated - plain).norm() <= 1e-5 * plain.norm() and plain.any()
+    for want, found in zip(plain, generated, strict=True):
+        assert want.any()
+        assert (found - want).norm() <= 1e-5 * want.norm()
+
+
+def updated_by_anvil():
+    """Returns bf16 weights with their mantissas, (2, 8, 6) in fp32, after an update."""
+    g = torch.Generator().manual_seed(0)
+    high = torch.randn(2, 8, 6, generator=g).bfloat16()
+    x = torch.randn(2, 8, 6, generator=g).bfloat16()
+    mantissa = torch.randint(0, 65536, (2, 8, 6), generator=g).to(torch.uint16)
+    slow = torch.randn(2, 8, 6, generator=g)
+    lr = torch.tensor([[[0.02]], [[0.04]]])
+    p = high.clone()
+    tg.compiled(tg.anvil_update)(p, x, slow, lr, torch.tensor(1.0), torch.tensor(0.1), mantissa)
+    assert not torch.equal(p, high)
+    return tg.merge_mantissa(p, mantissa)
 
 
 def test_mantissas_in_generated_code(compile):
     """Updates bf16 weights with their mantissas: to fp32's rounding as the plain update."""
-    g, results = torch.Generator().manual_seed(0), []
-    high, x = (torch.randn(2, 8, 6, generator=g).bfloat16() for _ in range(2))
-    low = torch.randint(0, 65536, (2, 8, 6), generator=g).to(torch.uint16)
-    lr, slow = torch.tensor([[[0.02]], [[0.04]]]), torch.randn(2, 8, 6, generator=g)
-    for prepare in (lambda: None, compile):
-        prepare()
-        p, mantissa = high.clone(), low.clone()
-        tg.compiled(tg.anvil_update)(p, x, slow, lr, torch.tensor(1.0), torch.tensor(0.1), mantissa)
-        assert not torch.equal(p, high)
-        results.append(tg.merge_mantissa(p, mantissa))
+    plain = updated_by_anvil()
+    compile()
+    generated = updated_by_anvil()
     assert counters["stats"]["unique_graphs"] == 1
-    plain, generated = results
     assert ((generated - plain).abs() <= 2**-22 * plain.abs()).all()  # one may fuse a product

@@ -18,7 +18,7 @@ LAYERS = (
     tg.Layer("plain", narrow_qk=True, narrow_v=True, xsa=True, ngram=True),
     tg.Layer("paired", "long", value=True, gate=True, mudd=True),
 )
-WINDOWS = [tg.Windows(n, 2 * n) for n in (1, 2, 3, 3)]
+WINDOWS = [tg.Windows(1, 2), tg.Windows(2, 4), tg.Windows(3, 6), tg.Windows(3, 6)]
 
 
 def ngram_config(folder, microbatches=12, last=1, **ngrams):
@@ -30,13 +30,13 @@ def ngram_config(folder, microbatches=12, last=1, **ngrams):
     rng = np.random.default_rng(3)
     for name, count in ("train_0", 2500), ("train_1", 2500), ("val_0", 400):
         write_shard(folder / f"x_{name}.bin", random_documents(rng, count, 61, 60, 40), 61, 60)
-    weights, stages = ((1.0, 0.5), (1.0, 0.5), (1.0,), (1.0,)), []
-    for i, (steps, T) in enumerate(zip((2, 2, 1, last), (12, 16, 24, 24))):
-        stage = tg.Stage(steps, microbatches * T, 30, WINDOWS[i], 1.0, weights[i])
-        stages.append(stage)
-    table = (
-        dict(orders=(3, 2, 5, 4), rows_per_order=301, width=12, dtype="float32", update_every=(1, 1)) | ngrams
+    stages = (
+        tg.Stage(2, microbatches * 12, 30, WINDOWS[0], 1.0, (1.0, 0.5)),
+        tg.Stage(2, microbatches * 16, 30, WINDOWS[1], 1.0, (1.0, 0.5)),
+        tg.Stage(1, microbatches * 24, 30, WINDOWS[2], 1.0),
+        tg.Stage(last, microbatches * 24, 30, WINDOWS[3], 1.0),
     )
+    table = tg.Ngrams((3, 2, 5, 4), rows_per_order=301, width=12, dtype="float32", update_every=(1, 1))
     return replace(
         tg.CPU,
         data=str(folder),
@@ -54,7 +54,7 @@ def ngram_config(folder, microbatches=12, last=1, **ngrams):
         window_unit=4,
         val_windows=WINDOWS[3],
         microbatches=microbatches,
-        stages=tuple(stages),
+        stages=stages,
         late_updates_from=2,
         val_slices=3,
         val_slice_tokens=50,
@@ -63,7 +63,7 @@ def ngram_config(folder, microbatches=12, last=1, **ngrams):
         momentum_cooldown=2,
         two_momenta_from=2,
         head_chunk=20,
-        ngrams=tg.Ngrams(**table),
+        ngrams=replace(table, **ngrams),
     )
 
 
@@ -77,7 +77,8 @@ def folder(tmp_path_factory):
 
 def python_hash(gram, rows, sign_rows):
     """Hashes one n-gram, its last token first, in Python's integers; returns its row and its row of signs."""
-    h, low = 0, 2**32 - 1
+    low = 2**32 - 1
+    h = 0
     for token in gram:
         h = (h + token) * 0x9E3779B1 & low
     sign = ((h * 0x27D4EB2F & low) >> 16) * sign_rows >> 16
@@ -88,14 +89,27 @@ def python_hash(gram, rows, sign_rows):
 
 def python_rows(tokens, ngrams, sign_rows):
     """Returns the rows and the rows of signs of every position, by ranges. Before the text are zeros."""
-    rows, signs, size = [], [], ngrams.rows_per_order
+    size = ngrams.rows_per_order
+    rows, signs = [], []
     for i, n in enumerate(ngrams.orders):
         padded = [0] * (n - 1) + tokens
-        hashed = [python_hash(padded[t : t + n][::-1], size, sign_rows) for t in range(len(tokens))]
-        places = [size - 1 if t < n - 1 else row for t, (row, _) in enumerate(hashed)]
-        rows.append([i * size + place for place in places])
-        signs.append([sign for _, sign in hashed])
+        rows.append([])
+        signs.append([])
+        for t in range(len(tokens)):
+            gram = padded[t : t + n]
+            row, sign = python_hash(gram[::-1], size, sign_rows)
+            if t < n - 1:  # it begins before the text
+                row = size - 1
+            rows[-1].append(i * size + row)
+            signs[-1].append(sign)
     return rows, signs
+
+
+def assert_signs(found, want, sign_rows):
+    if sign_rows == 0:
+        assert found is None
+    else:
+        assert found.tolist() == want
 
 
 @pytest.mark.parametrize("rows", [3, 97, 1 << 26])
@@ -107,9 +121,10 @@ def test_the_hash_is_pythons(rows):
             tokens = [rng.choice([0, 1, 7, 255, 256, 50256, 65535]) for _ in range(T)]
             ngrams = tg.Ngrams(orders, rows)
             got, signs = tg.hash_ngrams(np.array(tokens, np.int32), ngrams, sign_rows)
-            want = python_rows(tokens, ngrams, sign_rows)
-            assert got.dtype == torch.int32 and got.tolist() == want[0]
-            assert signs is None if sign_rows == 0 else signs.tolist() == want[1]
+            want_rows, want_signs = python_rows(tokens, ngrams, sign_rows)
+            assert got.dtype == torch.int32
+            assert got.tolist() == want_rows
+            assert_signs(signs, want_signs, sign_rows)
 
 
 @pytest.mark.parametrize("orders, sign_rows", [((), 50), ((), 0), ((2, 3), 50), ((2, 3), 0)])
@@ -118,44 +133,56 @@ def test_micro_batches_have_rows_and_signs(folder, orders, sign_rows):
     cfg = tg.override(ngram_config(folder, orders=orders), f"sign_rows={sign_rows}")
     tokens = np.random.default_rng(8).integers(0, 60, 38).astype(np.uint16)
     batch = tg.make_micro_batch(tokens, np.array([7, 20]), 30, cfg)
-    ngrams = cfg.ngrams if orders else tg.Ngrams((2,), 360)
+    ngrams = tg.Ngrams((2,), 360)
+    if orders:
+        ngrams = cfg.ngrams
     rows, signs = python_rows(tokens[:-1].tolist(), ngrams, sign_rows)
     assert batch.hashed_rows.tolist() == rows
-    assert batch.sign_ids is None if sign_rows == 0 else batch.sign_ids.tolist() == signs
+    assert_signs(batch.sign_ids, signs, sign_rows)
 
 
 # ---------------------------------------------------------------------------------------------- the segments
 
 
 def python_index(ranges):
-    """Returns Segments' first three lists of rows by range, and position."""
-    index = [], [], []
-    for row in ranges:
-        for row_id in sorted(set(row)):
-            index[2].append(len(index[1]))
-            index[0].append(row_id)
-            index[1].extend(t for t, r in enumerate(row) if r == row_id)
-    index[2].append(len(index[1]))
-    return index
+    """Returns Segments' first three lists, ids, perm and offsets, of rows by range and position."""
+    ids, perm, offsets = [], [], [0]
+    for rows in ranges:
+        for row_id in sorted(set(rows)):
+            ids.append(row_id)
+            perm += [t for t, row in enumerate(rows) if row == row_id]
+            offsets.append(len(perm))
+    return [ids, perm, offsets]
+
+
+def permuted_signs(signs, perm):
+    """Returns signs, by range and position, in the order of perm, in which ranges follow each other."""
+    found = []
+    for of_range, places in zip(signs.tolist(), perm.view(signs.shape).tolist()):
+        for place in places:
+            found.append(of_range[place])
+    return found
 
 
 def test_segments():
     """Checks one range and several, with signs, which follow the positions; within a row these ascend."""
     rng = np.random.default_rng(4)
-    cases = [rng.integers(0, high, T) for high in (1, 300, 65_536, 65_537, 2**29) for T in (1, 2, 300)]
-    cases += [np.array([65_535, top, 0, top, 1]) for top in (65_536, 131_071)]  # of equal lower halves
+    cases = []
+    for high in 1, 300, 65_536, 65_537, 2**29:
+        for T in 1, 2, 300:
+            cases.append(rng.integers(0, high, T))
+    for top in 65_536, 131_071:  # of equal lower halves
+        cases.append(np.array([65_535, top, 0, top, 1]))
     for ids in cases:
         first = np.arange(3)[:, None] * (int(ids.max()) + 1)
         for rows in tg.int32(ids[None]), tg.int32(ids + first):
             signs = tg.int32(rng.integers(0, 8192, rows.shape))
-            index, want = tg.make_segments(rows, signs), python_index(rows.tolist())
-            assert [part.tolist() for part in index[:3]] == list(want)
+            index = tg.make_segments(rows, signs)
+            assert [part.tolist() for part in index[:3]] == python_index(rows.tolist())
             assert {part.dtype for part in index} == {torch.int32}
-            order = index.perm.view(rows.shape).tolist()
-            assert index.sign_ids.tolist() == [
-                s[t] for s, places in zip(signs.tolist(), order) for t in places
-            ]
+            assert index.sign_ids.tolist() == permuted_signs(signs, index.perm)
             assert tg.make_segments(rows).sign_ids is None
     ids = rng.integers(0, 5000, 40_000)  # so many are sorted in another way
     assert tg.make_segments(tg.int32(ids)).perm.tolist() == np.argsort(ids, kind="stable").tolist()
-    assert [part.tolist() for part in tg.make_segments(tg.int32(tg.NO_ROWS))[:3]] == [[], [], [0]]
+    empty = tg.make_segments(tg.int32(tg.NO_ROWS))
+    assert [part.tolist() for part in empty[:3]] == [[], [], [0]]
