@@ -797,9 +797,9 @@ def compiler_of(cfg: Config) -> Callable | None:
 
     @cache
     def compiler(function: Callable) -> Callable:
-        # Autotuning first copies what a kernel changes. For update_rows that is the whole table of n-grams,
-        # 16 GB on each of 8 GPUs.
-        autotune = function.__name__ != "update_rows"
+        # Autotuning first copies what a kernel changes. For row_adam_update that is the whole table of
+        # n-grams, 16 GB on each of 8 GPUs.
+        autotune = function.__name__ != "row_adam_update"
         # Guards and AOTAutograd check sizes, so generated code need not.
         options: dict = {"size_asserts": False, "triton.autotune_pointwise": autotune}
         return torch.compile(function, fullgraph=True, options=options)
@@ -4121,7 +4121,7 @@ def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     state = {
         "fast_momentum": torch.zeros_like(p, dtype=dtype),
         "slow_momentum": torch.zeros_like(p, dtype=dtype),
-        "second_momentum_buffer": p.new_zeros(mean_shape, dtype=dtype),
+        "second_moment": p.new_zeros(mean_shape, dtype=dtype),
         # On the device from the start: a copy in a step would make it wait.
         "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
     }
@@ -4152,16 +4152,16 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg
         decay=host_scalar(decay, dtype),
     )
     for block in split_tensors({"p": p, "grad": grad} | state, size):
-        update_matrices(cfg=cfg, **block, **hyper)
+        anvil_update(cfg=cfg, **block, **hyper)
 
 
 @compiled  # one graph: launched from Python, the products of the banks alone would take milliseconds
-def update_matrices(
+def anvil_update(
     p: Tensor,
     grad: Tensor,
     fast_momentum: Tensor,
     slow_momentum: Tensor,
-    second_momentum_buffer: Tensor,
+    second_moment: Tensor,
     matrix_lr_mul: Tensor,
     cfg: Config,
     fast_rate: Tensor,
@@ -4183,8 +4183,8 @@ def update_matrices(
         dtype_of(cfg.bank_dtype),
     )
     x = orthogonalize(x, cfg.bank_margin)
-    x = normuon_variance_reduction(x, second_momentum_buffer, cfg.bank_beta2)
-    anvil_update(p, x, slow_momentum, matrix_lr_mul, lr, decay, mantissa)
+    x = normuon_variance_reduction(x, second_moment, cfg.bank_beta2)
+    apply_anvil(p, x, slow_momentum, matrix_lr_mul, lr, decay, mantissa)
 
 
 def nesterov_momentum(
@@ -4214,23 +4214,23 @@ def nesterov_momentum(
     return (grad + momentum * (mean - grad)).to(dtype)
 
 
-def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2: float) -> Tensor:
+def normuon_variance_reduction(x: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     """Scales the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares.
 
     Orthogonal updates still favour some neurons; this evens that out and keeps the update's norm (NorMuon: Li
     et al. 2025, arXiv:2510.05491; PRs 144, 168).
     """
-    x32 = x.to(second_momentum_buffer.dtype)
+    x32 = x.to(second_moment.dtype)
     axis = -1 if x.size(-2) >= x.size(-1) else -2
     mean = x32.square().mean(dim=axis, keepdim=True)
-    second_momentum_buffer.lerp_(mean, 1 - beta2)
-    scale = second_momentum_buffer.clamp_min(1e-10).rsqrt()
+    second_moment.lerp_(mean, 1 - beta2)
+    scale = second_moment.clamp_min(1e-10).rsqrt()
     old = (mean.sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
     new = ((mean * scale.square()).sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
     return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
 
 
-def anvil_update(
+def apply_anvil(
     p: Tensor,
     x: Tensor,
     slow_momentum: Tensor,
@@ -4285,7 +4285,7 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
     beta2 = ngrams.beta2**interval_ratio
     lr = ngrams.lr * plan.lr_mul
     # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
-    update = update_rows if len(rows) > 1 else update_rows.__wrapped__  # type: ignore
+    update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
     update(
         table,
         state["moments"],
@@ -4301,7 +4301,7 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
 
 
 @compiled
-def update_rows(
+def row_adam_update(
     table: Tensor,
     moments: Tensor,
     last: Tensor,

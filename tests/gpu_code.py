@@ -442,7 +442,7 @@ def main(out):
         return call
 
     def compile_of_rows(function):
-        of_a_row = tg.gather_rows.__wrapped__, tg.update_rows.__wrapped__
+        of_a_row = tg.gather_rows.__wrapped__, tg.row_adam_update.__wrapped__
         return of_rows.compiler(function) if function in of_a_row else function
 
     tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
