@@ -24,17 +24,31 @@ def texts():
     """Returns a training text and another with parts of it, of documents of three symbols."""
     rng = np.random.default_rng(0)
     train = np.where(rng.random(600) < 0.02, BOS, rng.choice([0, 1, 255], 600))
-    parts = [train[at : at + 70] for at in rng.integers(500, size=4)]
-    return train.astype(np.uint16), np.concatenate([[BOS], *parts]).astype(np.uint16)
+    text = [BOS]
+    for at in rng.integers(500, size=4):
+        text += train[at : at + 70].tolist()
+    return train.astype(np.uint16), np.array(text, np.uint16)
+
+
+def followers_of(context, n, train):
+    """Returns the tokens that follow each place where a text has the context of n tokens of one document."""
+    followers = []
+    if BOS not in context[1:]:
+        for end in range(n, len(train)):
+            if train[end - n : end] == context:
+                followers.append(train[end])
+    return followers
 
 
 def test_counts_equal_brute_force(texts):
-    train, text = (tokens.tolist() for tokens in texts)
-    for n, found in zip(ngram.ORDERS, ngram.count_followers(*texts, 257)):
+    train, text = texts
+    counts = ngram.count_followers(train, text, 257)
+    train = train.tolist()
+    text = text.tolist()
+    for n, found in zip(ngram.ORDERS, counts):
         for i in range(1, len(text)):
             context = text[max(0, i - n) : i]  # too short ones equal none
-            ends = [] if BOS in context[1:] else range(n, len(train))
-            followers = [train[end] for end in ends if train[end - n : end] == context]
+            followers = followers_of(context, n, train)
             assert found[:, i - 1].tolist() == [len(followers), followers.count(text[i])]
         assert found[1].any()
 
@@ -53,7 +67,8 @@ def test_mixed_probabilities_sum_to_one(texts):
 
 def test_the_fit_lowers_the_loss(texts):
     """No constant weight does as well, nor the model alone."""
-    counts = ngram.count_followers(*texts, 257)
+    train, text = texts
+    counts = ngram.count_followers(train, text, 257)
     p = np.random.default_rng(3).uniform(0.2, 0.5, counts.shape[-1])
 
     def loss(weights):
@@ -61,32 +76,33 @@ def test_the_fit_lowers_the_loss(texts):
 
     fitted = loss(ngram.fit_weights(p, counts))
     is_found = np.ones((12, 1)) * (np.arange(33) > 0)
-    assert all(fitted < loss(weight * is_found) for weight in (0, 0.1, 0.5))
+    for weight in 0, 0.1, 0.5:
+        assert fitted < loss(weight * is_found)
 
 
 def test_losses_of_a_saved_model(tmp_path, capsys):
     make_corpus(tmp_path / "corpus", train=(6000, 30000))
     cfg = functools.reduce(tg.override, settings()[1:], tg.CPU)
-    options = ["--model", f"{tmp_path}/m.pt", "--data", f"{tmp_path}/corpus"]
-    tg.save_model(options[1], tg.GPT(cfg), "run", tg.Exchange(0, 1))
-    ngram.main(options)
+    path = f"{tmp_path}/m.pt"
+    corpus = f"{tmp_path}/corpus"
+    tg.save_model(path, tg.GPT(cfg), "run", tg.Exchange(0, 1))
+    ngram.main(["--model", path, "--data", corpus])
     rows = re.findall(r"^(\d\S+) .* (?:alone|counts)(?:, (\S+) tokens)?", capsys.readouterr().out, re.M)
-    losses, counted = zip(*rows)
-    val, windows = (
-        tg.ValLoader(cfg, tg.find_shards(options[3], "val")),
-        tg.window_tokens(cfg, cfg.val_windows),
-    )
-    expected = tg.validate(load_model(options[1]), val, tg.Exchange(0, 1), windows)
-    assert float(losses[0]) == pytest.approx(expected, abs=6e-5)
-    assert max(map(float, losses[1:])) < expected - 1  # the model has learned nothing
+    losses = [float(loss) for loss, _ in rows]
+    counted = [count for _, count in rows]
+    val = tg.ValLoader(cfg, tg.find_shards(corpus, "val"))
+    windows = tg.window_tokens(cfg, cfg.val_windows)
+    expected = tg.validate(load_model(path), val, tg.Exchange(0, 1), windows)
+    assert losses[0] == pytest.approx(expected, abs=6e-5)
+    assert max(losses[1:]) < expected - 1  # the model has learned nothing
     trained = sum(stage.steps * stage.batch_tokens for stage in cfg.stages)
-    assert counted[1:3] == (f"{trained:,}",) * 2
+    assert counted[1:3] == [f"{trained:,}", f"{trained:,}"]
     assert "35,200" < counted[3] < "35,500"  # of 36,000
 
     for name, train in {"read": (2500,), "small": (6000, 6000)}.items():
         make_corpus(tmp_path / name, train)
         with pytest.raises(SystemExit, match="too few tokens are left"):
-            ngram.main([*options[:3], f"{tmp_path}/{name}"])
+            ngram.main(["--model", path, "--data", f"{tmp_path}/{name}"])
 
 
 def test_there_is_no_mean_of_nothing():
