@@ -201,8 +201,8 @@ class Param:
     kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
-    # Parameters are updated and gathered in ascending order of this number, which is roughly the order in
-    # which the next forward reads them. lm_head comes before embed, which is a copy of it at first.
+    # Parameters are updated and gathered in ascending order of this number. lm_head comes before embed, which
+    # is a copy of it at first.
     update_order: int = 0
     optimizer: Literal["adam", "anvil"] = "adam"
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
@@ -838,40 +838,14 @@ map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and t
 # 5  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
 # ============================================================================================================
 
-# A row of a table has up to three numbers, all int32:
-#   row        its place in the whole table, as a token or a hash names it
-#   local_row  its place in its owner's block
-#   slot       its place in this rank's buffers. Of most tables every rank has all rows, and a row is its own
-#              slot. Of n-grams a rank has only the rows that it fetched: NgramTable.cache has them by slot.
 
-
-class Segments(NamedTuple):
-    """The distinct ids of a list, and where each stands in it, as a sparse matrix in CSR form has them."""
-
-    ids: Tensor  # (n,) int32: local_rows or slots, ascending at first
-    perm: (
-        Tensor  # (T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
-    )
-    offsets: Tensor  # (n + 1,) int32
-    sign_ids: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
-
-
-class RowExchange(NamedTuple):
-    """The all-to-all that takes the gradients of a table's touched rows to their owners (section 12).
-
-    A rank has touched a row if one of its micro-batches has read it since the table's last update. The rows
-    of n-grams take the same ways back, from their owners, before that.
-    """
-
-    input_splits: list[int]  # how many rows this rank sends to each owner
-    output_splits: list[int]  # how many it receives, as an owner, from each rank
-    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
-    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
-    segments: Segments  # of local_rows: several ranks may send the same row
-
-
-# The list of a micro-batch that selects the rows of a table, by Param.kind.
-SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
+class Batch(NamedTuple):
+    plan: StepPlan
+    micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
+    position: tuple[int, ...]  # of the loader, after it
+    # By table, packed together: of the tables that this step updates; and "ngrams", if their rows must be
+    # fetched for this step, with those of the steps that follow until the next update of their table.
+    routes: dict[str, RowRoutes]
 
 
 class MicroBatch(NamedTuple):
@@ -890,13 +864,40 @@ class MicroBatch(NamedTuple):
     loss_weights: Tensor | None = None
 
 
-class Batch(NamedTuple):
-    plan: StepPlan
-    micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
-    position: tuple[int, ...]  # of the loader, after it
-    # By table, packed together: of the tables that this step updates; and "ngrams", if their rows must be
-    # fetched for this step, with those of the steps that follow until the next update of their table.
-    exchanges: dict[str, RowExchange]
+# The list of a micro-batch that selects the rows of a table, by Param.kind.
+SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
+
+
+# A row of a table has up to three numbers, all int32:
+#   row        its place in the whole table, as a token or a hash names it
+#   local_row  its place in its owner's block
+#   slot       its place in this rank's buffers. Of most tables every rank has all rows, and a row is its own
+#              slot. Of n-grams a rank has only the rows that it fetched: NgramTable.cache has them by slot.
+
+
+class Segments(NamedTuple):
+    """The distinct ids of a list, and where each stands in it, as a sparse matrix in CSR form has them."""
+
+    ids: Tensor  # (n,) int32: local_rows or slots, ascending at first
+    perm: (
+        Tensor  # (T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
+    )
+    offsets: Tensor  # (n + 1,) int32
+    sign_ids: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
+
+
+class RowRoutes(NamedTuple):
+    """Where a table's touched rows go in an all-to-all: their gradients to their owners (section 12).
+
+    A rank has touched a row if one of its micro-batches has read it since the table's last update. The rows
+    of n-grams take the same ways back, from their owners, before that.
+    """
+
+    input_splits: list[int]  # how many rows this rank sends to each owner
+    output_splits: list[int]  # how many it receives, as an owner, from each rank
+    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
+    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
+    segments: Segments  # of local_rows: several ranks may send the same row
 
 
 def train_step(
@@ -977,7 +978,8 @@ def validate(
 ) -> float:
     """Returns the mean over slices of their mean losses: the same however slices are spread over ranks.
 
-    slices: how many of the first slices; None: all. Rank 0 draws its progress.
+    Optimizer.wait() must have been called since the last step. slices: how many of the first slices; None:
+    all. Rank 0 draws its progress.
     """
     slices = slices or model.cfg.val_slices
     losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
@@ -3351,7 +3353,7 @@ class MLP(torch.autograd.Function):
 
 
 # ============================================================================================================
-# 9  What is updated. One object for each bank, each table, lm_head, each vector of small parameters, and
+# 9  Parameters. One object for each bank, each table, lm_head, each vector of small parameters, and
 #    the table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its
 #    update changes:
 #
@@ -3370,7 +3372,7 @@ class MLP(torch.autograd.Function):
 #    thread does, while earlier steps train; on the right the main thread, from top to bottom:
 #
 #    index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
-#    ids    plan_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
+#    ids    route_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
 #           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
 #                                                            update: owners' mean in rank order, and the rule
 #                                                            rows of the next steps: to askers
@@ -3390,15 +3392,54 @@ class RunningAverage(NamedTuple):
     value: Tensor
 
 
-class ShardedParam:
+class Updated:
+    """What the optimizer updates: a parameter that is spread over ranks, or the table of n-grams.
+
+    main_grad is the gradient, summed from one update to the next, over micro-batches and steps.
+    """
+
+    spec: Param | Ngrams
+    name: str
+    update_order: int
+    exchange: Exchange
+    main_grad: Tensor
+    in_flight: Pending | None = None  # a gather, or a fetch, until somebody waits for it
+
+    def is_due(self, plan: StepPlan) -> bool:
+        return plan.updates(self.spec.update_every)
+
+    def scatter(self) -> Pending:
+        """Starts the mean of the gradient over ranks. Each rank gets that of what it updates."""
+        raise NotImplementedError
+
+    def update(self, grad: Tensor, plan: StepPlan) -> None:
+        """Updates this rank's block by its mean gradient."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Begins a new sum of the gradient, after an update."""
+        self.main_grad.zero_()
+
+    def drop_grad(self) -> None:
+        """Begins a new sum, whatever has been added since the last update."""
+        self.main_grad.zero_()
+
+    def wait(self) -> None:
+        """Ends the gather or the fetch, if one is under way."""
+        pending, self.in_flight = self.in_flight, None
+        if pending:
+            pending.wait()
+
+
+class ShardedParam(Updated):
     """A parameter whose updates are spread over ranks: each rank updates its own block, and has the update
     rule's state and the averages of that block.
 
-    main_grad: the gradient, with the parameter's shape and dtype; it is summed from one update to the next,
-    over micro-batches and steps. How, and how it is exchanged and cleared, is what the subclasses differ in.
+    main_grad has the parameter's shape and dtype. How gradients are added to it, exchanged and cleared is
+    what the subclasses differ in.
     """
 
-    main_grad: typing.Any  # Tensor; None where autograd has the gradient
+    spec: Param
 
     def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
         self.spec = spec
@@ -3415,10 +3456,6 @@ class ShardedParam:
             if spec.name in average.params and tick_rates(average, cfg.steps):
                 value = torch.zeros_like(self.block, dtype=acc_dtype(cfg))
                 self.averages.append(RunningAverage(row, average, value))
-        self.in_flight: Pending | None = None  # the gather, until somebody waits for it
-
-    def is_due(self, plan: StepPlan) -> bool:
-        return plan.updates(self.spec.update_every)
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward.
@@ -3437,27 +3474,12 @@ class ShardedParam:
         return self.exchange.reduce(self.name, grad, self.spec.reduction == "fp32")
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
-        """Updates the block by its mean gradient."""
         self.rule.update(self.block, grad, self.state, self.spec, plan, self.cfg)
-
-    def clear(self) -> None:
-        """Begins a new sum of the gradient, after an update."""
-        self.main_grad.zero_()
-
-    def drop_grad(self) -> None:
-        """Begins a new sum, whatever has been added since the last update."""
-        self.clear()
 
     def gather(self) -> None:
         """Starts to complete the parameter from the ranks' blocks."""
         with traced(f"gather {self.name}"):
             self.in_flight = self.exchange.gather(self.name, self.p.detach())
-
-    def wait(self) -> None:
-        """Ends the gather, if one is under way."""
-        pending, self.in_flight = self.in_flight, None
-        if pending:
-            pending.wait()
 
     def tick(self, rates: tuple[float, ...]) -> None:
         """Moves averages towards the block, by StepPlan.average_rates."""
@@ -3561,11 +3583,14 @@ class DenseParam(ShardedParam):
         self.p.grad = None
         self.written = torch.tensor(False)
 
+    def drop_grad(self) -> None:
+        self.clear()
+
 
 class TableParam(ShardedParam):
     """A table of rows for tokens or bigrams. Every rank has all rows; main_grad begins every sum with 0."""
 
-    touched: RowExchange | None = None  # in a step that updates the table, on the device
+    routes: RowRoutes | None = None  # of the touched rows, in a step that updates the table; on the device
 
     def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
         super().__init__(spec, p, cfg, exchange)
@@ -3582,24 +3607,25 @@ class TableParam(ShardedParam):
 
     def take_rows(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
-        rows = self.main_grad[self.touched.rows]
-        self.main_grad.index_fill_(0, self.touched.rows.long(), 0)
+        rows = self.main_grad[self.routes.rows]
+        self.main_grad.index_fill_(0, self.routes.rows.long(), 0)
         return rows
 
     def scatter(self) -> Pending:
-        if self.spec.exchange == "sparse":  # only touched rows; the mean is put where their owner had them
-            out = self.exchange.block(self.main_grad)
-            return self.exchange.reduce_rows(self.name, self.take_rows(), self.touched, out)
         return self.reduce(self.main_grad)
 
-    def clear(self) -> None:
-        if self.spec.exchange == "sparse":  # only these rows are not 0
-            self.exchange.block(self.main_grad).index_fill_(0, self.touched.segments.ids.long(), 0)
-        else:
-            self.main_grad.zero_()
 
-    def drop_grad(self) -> None:
-        self.main_grad.zero_()
+class SparseTable(TableParam):
+    """A table of which ranks exchange the gradients of touched rows only."""
+
+    def scatter(self) -> Pending:
+        rows = self.take_rows()  # before their means come to the block, which is a part of main_grad
+        out = self.exchange.block(self.main_grad)
+        return self.exchange.reduce_rows(self.name, rows, self.routes, out)
+
+    def clear(self) -> None:
+        touched = self.routes.segments.ids.long()  # by any rank; all other rows of the block are 0
+        self.exchange.block(self.main_grad).index_fill_(0, touched, 0)
 
 
 class Head(DenseParam):
@@ -3627,7 +3653,7 @@ class Head(DenseParam):
 
     def add_grad_of(self, embed: TableParam) -> None:
         """Adds the gradient of embed, of which only the touched rows are not 0."""
-        add_columns(self.main_grad, embed.touched.rows, embed.take_rows().T)
+        add_columns(self.main_grad, embed.routes.rows, embed.take_rows().T)
 
     def copy_to(self, embed: TableParam) -> None:
         """Lets embed be copied when somebody waits for it, after this parameter's gather."""
@@ -3654,13 +3680,20 @@ def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
     return touched, block
 
 
-class NgramTable:
+def route_ngrams(exchange: Exchange, rows: np.ndarray) -> RowRoutes:
+    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size."""
+    local_row, owner = np.divmod(rows, exchange.world_size)
+    return exchange.route_rows("ngrams", rows, owner, local_row)
+
+
+class NgramTable(Updated):
     """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
 
-    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Row r is local_row
-    r // world_size of rank r % world_size. Rows start at 0.
+    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
+    says which rank has which row. Rows start at 0.
     """
 
+    spec: Ngrams
     name = "ngrams"
     selector = "hashed_rows"
     update_order = -1  # before all parameters, while whose updates run the next rows are fetched
@@ -3672,34 +3705,24 @@ class NgramTable:
         # By slot: the rows that steps read until the next update, and their gradients.
         zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
         self.cache, self.main_grad = zeros(slots, n.width), zeros(slots, n.width)
-        self.touched: RowExchange | None = None  # of the rows in the cache, on the device
-        self.in_flight: Pending | None = None  # their fetch
+        self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
         self.block = zeros(block, n.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
         self.saved = {"block": self.block} | self.state
         # As a table: on CPUs the last bit of pow() depends on a number's place in its vector.
         self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
 
-    def is_due(self, plan: StepPlan) -> bool:
-        return plan.updates(self.spec.update_every)
-
     @traced("rows ngrams")
-    def start_fetch(self, rows: RowExchange) -> None:
+    def start_fetch(self, routes: RowRoutes) -> None:
         """Starts to fetch the rows that the steps up to the next update read, to slots 0, 1, ... of the
-        cache, by owner. They travel against the exchange's direction.
+        cache, by owner. They go the routes of their gradients backwards.
         """
-        self.touched = rows
-        own = self.block.index_select(0, rows.local_rows)
-        out = self.cache[: len(rows.rows)]
+        self.routes = routes
+        own = self.block.index_select(0, routes.local_rows)
+        out = self.cache[: len(routes.rows)]
         self.in_flight = self.exchange.send_rows(
-            "rows", self.name, own, rows.output_splits, rows.input_splits, out
+            "rows", self.name, own, routes.output_splits, routes.input_splits, out
         )
-
-    def wait(self) -> None:
-        """Ends the fetch, if one is under way."""
-        pending, self.in_flight = self.in_flight, None
-        if pending:
-            pending.wait()
 
     def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
         """Adds the gradients (T, width) of what a micro-batch's positions have looked up, times `signs`."""
@@ -3708,24 +3731,21 @@ class NgramTable:
     @traced("rows ngrams")
     def scatter(self) -> Pending:
         """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
-        distinct = len(self.touched.segments.ids)
-        # One after the other, as no buffer has all rows of the block.
-        places = torch.arange(distinct, dtype=torch.int32, device=self.device)
-        plan = self.touched._replace(segments=self.touched.segments._replace(ids=places))
-        rows = self.main_grad[: len(plan.rows)]
+        segments = self.routes.segments
+        distinct = len(segments.ids)
+        # The means stand one after the other, as no buffer has all rows of the block.
+        numbers = torch.arange(distinct, dtype=torch.int32, device=self.device)
+        routes = self.routes._replace(segments=segments._replace(ids=numbers))
+        rows = self.main_grad[: len(routes.rows)]
         out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["moments"].dtype)
-        return self.exchange.reduce_rows(self.name, rows, plan, out)
+        return self.exchange.reduce_rows(self.name, rows, routes, out)
 
-    def update(self, grads: Tensor, plan: StepPlan) -> None:
+    def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
-        row_adam(self.block, (self.touched.segments.ids, grads), self.state, self.spec, plan)
+        row_adam(self.block, (self.routes.segments.ids, grad), self.state, self.spec, plan)
 
     def clear(self) -> None:
-        """Begins a new sum of the gradient, after an update."""
-        self.main_grad[: len(self.touched.rows)].zero_()
-
-    def drop_grad(self) -> None:
-        self.main_grad.zero_()
+        self.main_grad[: len(self.routes.rows)].zero_()
 
     @torch.no_grad()
     def fetch(self, rows: Tensor) -> Tensor:
@@ -3733,14 +3753,12 @@ class NgramTable:
 
         Every rank must call it the same number of times: it communicates.
         """
-        wanted = rows.cpu().numpy()
-        local_row, owner = np.divmod(wanted, self.exchange.world_size)
-        plan = self.exchange.plan_rows(self.name, wanted, owner, local_row)
-        own = self.block[plan.local_rows]
+        routes = route_ngrams(self.exchange, rows.cpu().numpy())
+        own = self.block[routes.local_rows]
         received = self.exchange.send_rows(
-            "rows outside training", self.name, own, plan.output_splits, plan.input_splits
+            "rows outside training", self.name, own, routes.output_splits, routes.input_splits
         )
-        return received.wait()[plan.rows.argsort()]
+        return received.wait()[routes.rows.argsort()]
 
     def state_dict(self) -> dict:
         """Returns what this rank alone has of it, all but the gradient; not copied."""
@@ -3761,14 +3779,21 @@ def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
 # 10  Optimizer. Has the objects of section 9, and runs their scatter, work and gather in explicit orders.
 # ============================================================================================================
 
-# By Param.kind; small parameters are packed.
-KINDS = {"bank": DenseParam, "matmul": Head, "tokens": TableParam, "hashed": TableParam}
+# By Param.kind and Param.exchange; small parameters are packed.
+CLASSES: dict[tuple[str, str], Callable] = {
+    ("bank", "reduce_scatter"): DenseParam,
+    ("matmul", "reduce_scatter"): Head,
+    ("tokens", "reduce_scatter"): TableParam,
+    ("hashed", "reduce_scatter"): TableParam,
+    ("tokens", "sparse"): SparseTable,
+    ("hashed", "sparse"): SparseTable,
+}
 
 
 class Optimizer:
     """Spreads updates over ranks: scatters gradients, updates own blocks (work), gathers parameters.
 
-    Gradients are exchanged in the order of `sharded`: n-grams', then in the order of cfg.params, small
+    Gradients are exchanged in the order of `updated`: n-grams', then in the order of cfg.params, small
     parameters' last. Updates are done by update_order.
 
     Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
@@ -3785,28 +3810,29 @@ class Optimizer:
             if spec.kind == "small":
                 groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
             else:
-                self.params[spec.name] = KINDS[spec.kind](spec, params[spec.name], cfg, exchange)
+                make = CLASSES[spec.kind, spec.exchange]
+                self.params[spec.name] = make(spec, params[spec.name], cfg, exchange)
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             name, tensors = f"small_{i}", [params[spec.name] for spec in group]
             self.params[name] = SmallParams(name, group, tensors, cfg, exchange)
         self.ngrams = make_ngram_table(cfg, exchange)
-        self.sharded: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
+        self.updated: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
-            self.sharded = {"ngrams": self.ngrams} | self.sharded
+            self.updated = {"ngrams": self.ngrams} | self.updated
         self.begun: Batch | None = None
-        self.exchanges: dict[str, RowExchange] = {}  # of that batch, on the device
+        self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
 
     @torch.no_grad()
     def begin(self, batch: Batch | None) -> None:
-        """Copies a batch's exchanges to the device, and starts to fetch its rows of n-grams. The step before
+        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. The step before
         does this already if it has updated the n-grams. None: there is no batch any more.
         """
         if batch is None or batch is self.begun:
             return
-        self.begun, self.exchanges = batch, move(batch.exchanges, self.exchange.device)
-        if "ngrams" in self.exchanges:
-            self.ngrams.start_fetch(self.exchanges["ngrams"])
+        self.begun, self.routes = batch, move(batch.routes, self.exchange.device)
+        if "ngrams" in self.routes:
+            self.ngrams.start_fetch(self.routes["ngrams"])
 
     @traced("rows")
     @torch.no_grad()
@@ -3814,46 +3840,47 @@ class Optimizer:
         """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
         for name, rows in looked_up.items():
             if rows.grad is not None:  # of bigrams, if no layer adds them
-                self.sharded[name].add_rows(rows.grad, segments, signs)
+                self.updated[name].add_rows(rows.grad, segments, signs)
 
     @torch.no_grad()
     def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
         """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update.
 
-        wait() must have been called since the step before. Mean gradients exist only here, each rank's block
+        wait() must have been called since the step before. Mean gradients exist only here, item rank's block
         of them.
         """
+        assert not any(item.in_flight for item in self.updated.values())
         head, embed = self.params.get("lm_head"), self.params.get("embed")
-        for table in self.params.values():
+        for table in self.params.values():  # begin() below replaces self.routes by those of the next batch
             if isinstance(table, TableParam):
-                table.touched = self.exchanges.get(table.name)
-        due = [each for each in self.sharded.values() if each.is_due(plan)]
+                table.routes = self.routes.get(table.name)
+        due = [item for item in self.updated.values() if item.is_due(plan)]
 
         # Scatter. While embed is tied, its gradient is a part of lm_head's.
         if plan.tied:
-            due = [each for each in due if each is not embed]
+            due = [item for item in due if item is not embed]
             if head in due:
                 head.add_grad_of(embed)
         mean_grads = {}
-        for each in due:
-            with traced(f"exchange {each.name}"):
-                mean_grads[each.name] = each.scatter()
+        for item in due:
+            with traced(f"exchange {item.name}"):
+                mean_grads[item.name] = item.scatter()
 
         # The averages tick after the step before, while the gradients are on their way.
         self.tick(plan.step - 1)
 
         # Work, and gather.
         with traced("update"):
-            for each in sorted(due, key=lambda each: each.update_order):
-                grad = mean_grads.pop(each.name).wait()
-                with traced(f"update {each.name}"):
-                    each.update(grad, plan)
-                each.clear()
-                if each is self.ngrams:
+            for item in sorted(due, key=lambda item: item.update_order):
+                grad = mean_grads.pop(item.name).wait()
+                with traced(f"update {item.name}"):
+                    item.update(grad, plan)
+                item.clear()
+                if item is self.ngrams:
                     self.begin(following())
                 else:
-                    each.gather()
-                if plan.tied and each is head:
+                    item.gather()
+                if plan.tied and item is head:
                     head.copy_to(embed)
 
         if plan.untie:
@@ -3862,8 +3889,8 @@ class Optimizer:
     @torch.no_grad()
     def wait(self) -> None:
         """Ends all gathers, and the fetch of n-grams, that are under way."""
-        for each in self.sharded.values():
-            each.wait()
+        for item in self.updated.values():
+            item.wait()
 
     def gather_all(self) -> None:
         for param in self.params.values():
@@ -3894,8 +3921,8 @@ class Optimizer:
     def drop_grads(self) -> None:
         """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
         self.wait()
-        for each in self.sharded.values():
-            each.drop_grad()
+        for item in self.updated.values():
+            item.drop_grad()
         self.begun = None
 
 
@@ -4294,7 +4321,7 @@ OPTIMIZERS = {
 #    How a table row's gradient travels, for example value_embeds':
 #
 #    thread that       make_segments           which rows each micro-batch reads, and at which positions
-#    builds batches    Exchange.plan_rows      tells every owner which of its rows are touched
+#    builds batches    Exchange.route_rows      tells every owner which of its rows are touched
 #    each backward     TableParam.add_rows     adds the positions' gradients to their rows of main_grad
 #    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner
 #                                              sums them in fp32, in rank order, in its block of main_grad
@@ -4374,7 +4401,7 @@ class Exchange:
             return Pending(parts, work, rank_order_mean)
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
-    def plan_rows(self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray) -> RowExchange:
+    def route_rows(self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray) -> RowRoutes:
         """Tells each row's owner that this rank has touched the row. Blocks.
 
         rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
@@ -4390,7 +4417,7 @@ class Exchange:
             output_splits = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
             arriving = self.send_rows("row ids", name, arriving, input_splits, output_splits).wait()
         arriving = arriving.cpu()
-        return RowExchange(input_splits, output_splits, int32(rows[order]), arriving, make_segments(arriving))
+        return RowRoutes(input_splits, output_splits, int32(rows[order]), arriving, make_segments(arriving))
 
     def send_rows(
         self,
@@ -4408,18 +4435,19 @@ class Exchange:
             out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
         return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
 
-    def reduce_rows(self, name: str, row_grads: Tensor, plan: RowExchange, out: Tensor) -> Pending:
-        """Sends the gradients of touched rows, (sum(plan.input_splits), ...), to their owners, as they are.
-        Each gets the mean over ranks of its rows, in the rows of `out` that plan.segments.ids name; 0 before.
+    def reduce_rows(self, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor) -> Pending:
+        """Sends the gradients of touched rows, (sum(routes.input_splits), ...), to their owners, as they are.
+        Each gets the mean over ranks of its rows, in the rows of `out` that routes.segments.ids name; these
+        are 0 before.
 
         Rows arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
         """
 
         def mean(arrived: Tensor) -> Tensor:
-            self.sum_rows(out, arrived, plan.segments)
+            self.sum_rows(out, arrived, routes.segments)
             return out.div_(self.world_size)
 
-        arriving = self.send_rows("gradient rows", name, row_grads, plan.input_splits, plan.output_splits)
+        arriving = self.send_rows("gradient rows", name, row_grads, routes.input_splits, routes.output_splits)
         return arriving._replace(finish=mean)
 
     def gather(self, name: str, t: Tensor) -> Pending:
@@ -4880,7 +4908,7 @@ class Prefetcher:
 
     @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
-        """Builds a batch with the exchanges of the tables that it updates, but n-grams'. Packs nothing."""
+        """Builds a batch with the routes of the tables that it updates, but n-grams'. Packs nothing."""
         parts = self.loader.micro_batches(plan)
         shares = [weight / len(parts) for weight in plan.loss_weights]
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
@@ -4891,43 +4919,38 @@ class Prefetcher:
                 "hashed_rows": make_segments(part.hashed_rows, part.sign_ids),
             }
             micro_batches.append(part._replace(segments=segments, loss_weights=loss_weights))
-        exchanges = {}
+        routes = {}
         for spec in used_params(self.cfg):
             if spec.is_table:
                 read = self._rows_read(micro_batches, SELECTORS[spec.kind])
                 rows = merge_ascending(read + [self.touched.pop(spec.name, NO_ROWS)])
                 if plan.updates(spec.update_every):
-                    exchanges[spec.name] = self._plan_table(spec, rows)
+                    routes[spec.name] = self._route_table(spec, rows)
                 else:
                     self.touched[spec.name] = rows
-        return Batch(plan, micro_batches, self.loader.position(), exchanges)
+        return Batch(plan, micro_batches, self.loader.position(), routes)
 
     def _rows_read(self, micro_batches: list[MicroBatch], selector: str) -> list[np.ndarray]:
         """Returns the rows, ascending, that each micro-batch's list of this name selects."""
         return [part.segments[selector].ids.numpy() for part in micro_batches]
 
-    def _plan_table(self, spec: Param, rows: np.ndarray) -> RowExchange:
-        """Plans the exchange of a table whose blocks are consecutive rows. A dense exchange sends the whole
-        table, so that nothing is planned with other ranks: rows are their own owner's.
+    def _route_table(self, spec: Param, rows: np.ndarray) -> RowRoutes:
+        """Routes the touched rows of a table whose blocks are consecutive rows. A dense exchange sends the
+        whole table, so that other ranks need not know: this rank counts as the owner of all rows.
         """
         exchange = self.exchange if spec.exchange == "sparse" else Exchange(0, 1)
         owner, local_row = np.divmod(rows, self.shapes[spec.name][0] // exchange.world_size)
-        return exchange.plan_rows(spec.name, rows, owner, local_row)
-
-    def _plan_ngrams(self, rows: np.ndarray) -> RowExchange:
-        """Plans the exchange of rows of n-grams: rank r % ranks owns row r."""
-        local_row, owner = np.divmod(rows, self.exchange.world_size)
-        return self.exchange.plan_rows("ngrams", rows, owner, local_row)
+        return exchange.route_rows(spec.name, rows, owner, local_row)
 
     @traced("index")
     def _finish(self, together: list[Batch]) -> list[Batch]:
-        """Packs batches. Their rows of n-grams are fetched together, by an exchange that the first has."""
+        """Packs batches. Their rows of n-grams are fetched together, by routes that the first has."""
         if self.cfg.ngrams.orders:
             parts = [part for batch in together for part in batch.micro_batches]
             rows = merge_ascending(self._rows_read(parts, "hashed_rows"))
-            exchange = self._plan_ngrams(rows)
-            together[0].exchanges["ngrams"] = exchange
-            slots = np.argsort(exchange.rows.numpy())  # the cache is in the exchange's order
+            routes = route_ngrams(self.exchange, rows)
+            together[0].routes["ngrams"] = routes
+            slots = np.argsort(routes.rows.numpy())  # the cache is in the order of the routes
         finished = []
         for batch in together:
             packed = []
@@ -4936,7 +4959,7 @@ class Prefetcher:
                     part = assign_slots(part, rows, slots)
                 segments = pack(part.segments)
                 packed.append(pack(part._replace(segments={}))._replace(segments=segments))
-            finished.append(batch._replace(micro_batches=packed, exchanges=pack(batch.exchanges)))
+            finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))
         return finished
 
 
@@ -5200,6 +5223,9 @@ def check_updates(cfg: Config) -> None:
             early <= late,
             "ngrams.update_every, params.*.update_every: the second number must not be below the first",
         )
+    for spec in cfg.params:
+        can_be = spec.exchange == "reduce_scatter" or spec.is_table
+        require(can_be, f"params.{spec.name}.exchange: only tables can be sparse")
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
     for i, average in enumerate(cfg.averages):
         unknown = set(average.params) - known

@@ -38,7 +38,10 @@ def device(request, compile):  # noqa: F811
 def on(device, *tensors):
     """Copies tensors to a device with what surrounds them: strides and neighbours stay as they are."""
     for t in tensors:
-        whole = (t if t._base is None else t._base.view(t.dtype)).to(device, copy=True)
+        whole = t
+        if t._base is not None:
+            whole = t._base.view(t.dtype)
+        whole = whole.to(device, copy=True)
         yield whole.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
@@ -48,7 +51,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 def test_places_among(device):
     candidates = torch.tensor([0, 3, 4, 9, 40]).int()
     ids = torch.tensor([[-1, 0, 1], [9, 40, 41], [3, 4, 39]])
-    found = tg.index_in(*on(device, ids, candidates))
+    ids, candidates = on(device, ids, candidates)
+    found = tg.index_in(ids, candidates)
     assert found.tolist() == [[-1, 0, -1], [3, 4, -1], [1, 2, -1]]
 
 
@@ -63,16 +67,18 @@ def test_gather_rows(device, dtype, out_dtype, signed):
         size = 2.0 ** torch.randint(-10, 11, (len(read), 101), generator=generator(n + 1))
         table[read] = (randn(len(read), 101, seed=n + 2) * size).to(dtype)
         buffer = nan_filled(n + 4, 101, dtype=out_dtype).to(device)
-        signs = ()
-        want = torch.zeros(n, 101)
-        parts = [table[rows].float() for rows in ids]
+        arguments = [table, ids]
         if signed:
+            signs = random_signs(9, 101, out_dtype)
             sign_ids = torch.randint(0, 9, (ranges, n), generator=generator(n + 3)).int()
-            signs = random_signs(9, 101, out_dtype), sign_ids
-            parts = [part * signs[0][rows] for part, rows in zip(parts, sign_ids)]
-        for part in parts:
+            arguments += [signs, sign_ids]
+        want = torch.zeros(n, 101)
+        for i in range(ranges):
+            part = table[ids[i]].float()
+            if signed:
+                part = part * signs[sign_ids[i]]
             want = want + part
-        tg.gather_rows(buffer[2:-2], *on(device, table, ids, *signs))
+        tg.gather_rows(buffer[2:-2], *on(device, *arguments))
         assert torch.equal(buffer[2:-2].cpu(), want.to(out_dtype))
         assert buffer[:2].isnan().all() and buffer[-2:].isnan().all()
 
@@ -143,7 +149,8 @@ def test_transpose_copy(device, dtype):
         random_bytes = torch.randint(
             0, 256, (n, m * dtype.itemsize), generator=generator(n), dtype=torch.uint8
         )
-        (x,), out = on(device, random_bytes.view(dtype)), nan_filled(m, n, dtype=dtype).to(device)
+        (x,) = on(device, random_bytes.view(dtype))
+        out = nan_filled(m, n, dtype=dtype).to(device)
         tg.transpose_copy(out, x)
         assert torch.equal(bits(out), bits(x.T))
 
@@ -166,15 +173,23 @@ def test_add_columns(device, dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_conversion_to_fp8(device, dtype):
     """Checks numbers and scales. Compiled code rounds quotients of bf16 numbers to fp32."""
-    rounding = 2**-8 if dtype == BF16 else 0 if device == "cpu" else 1e-6
+    rounding = 0
+    if dtype == BF16:
+        rounding = 2**-8
+    elif device != "cpu":
+        rounding = 1e-6
     bank = randn(6, 48, 32, dtype=dtype)
     bank[5] = 0
     delayed = torch.tensor([[1.2, 0.4], [9.0, 3.0], [3.0, 1e-12]])  # cuts, leaves room
     for before in (torch.zeros(3, 2), delayed):
-        ours, others = ([bank, torch.ones(3, 3, 2, 1, 1), before.clone()] for _ in range(2))
-        want = [*inspect.unwrap(tg.fp8_mlp_weights)(*ours), *ours[1:]]
-        others = [*on(device, *others)]
-        for found, expected in zip([*tg.fp8_mlp_weights(*others), *others[1:]], want, strict=True):
+        scales = torch.ones(3, 3, 2, 1, 1)
+        amax = before.clone()
+        ours, ours_T = inspect.unwrap(tg.fp8_mlp_weights)(bank, scales, amax)
+        others = torch.ones(3, 3, 2, 1, 1), before.clone()
+        bank_there, scales_there, amax_there = on(device, bank, *others)
+        theirs, theirs_T = tg.fp8_mlp_weights(bank_there, scales_there, amax_there)
+        pairs = (theirs, ours), (theirs_T, ours_T), (scales_there, scales), (amax_there, amax)
+        for found, expected in pairs:
             found = found.cpu()
             assert found.dtype == expected.dtype and found.shape == expected.shape
             if found.element_size() > 1 or dtype == F32:
