@@ -3717,22 +3717,33 @@ class NgramTable:
 
     @torch.no_grad()
     def fetch(self, rows: Tensor) -> Tensor:
-        """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
+        """Returns rows (n,), distinct, of the table, outside training. Waits for the device.
 
         Every rank must call it the same number of times: it communicates.
         """
-        wanted = rows.cpu().numpy()
-        local_row, owner = np.divmod(wanted, self.exchange.world_size)
-        plan = self.exchange.plan_rows(self.name, wanted, owner, local_row)
+        plan, slots = plan_ngrams(self.exchange, rows.cpu().numpy())
         own = self.block[plan.local_rows]
         received = self.exchange.send_rows(
             "rows outside training", self.name, own, plan.output_splits, plan.input_splits
         )
-        return received.wait()[plan.rows.argsort()]
+        return received.wait()[slots]
 
     def state_dict(self) -> dict:
         """Returns what this rank alone has of it, all but the gradient; not copied."""
         return self.saved
+
+
+def plan_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowExchange, Tensor]:
+    """Plans the exchange of distinct rows (n,) of n-grams. Also returns their slots, (n,) int32: the places
+    of rows[0], rows[1], ... in the exchange's order.
+    """
+    owner = rows % exchange.world_size
+    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
+    slots = np.empty(len(rows), np.int32)
+    slots[by_owner] = np.arange(len(rows))
+    rows = rows[by_owner]
+    plan = exchange.plan_rows("ngrams", rows, owner[by_owner], rows // exchange.world_size)
+    return plan, int32(slots)
 
 
 def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
@@ -4366,19 +4377,18 @@ class Exchange:
         """Tells each row's owner that this rank has touched the row. Blocks.
 
         rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
-        and where in its block.
+        and where in its block. Owners ascend.
         """
-        order = np.argsort(owner.astype(np.uint16), kind="stable")
         input_splits = np.bincount(owner, minlength=self.world_size).tolist()
         output_splits = input_splits
-        arriving = int32(local_row[order]).to(self.device)
+        arriving = int32(local_row).to(self.device)
         if self.world_size > 1:
             ones = [1] * self.world_size
             counts = torch.tensor(input_splits, device=self.device)
             output_splits = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
             arriving = self.send_rows("row ids", name, arriving, input_splits, output_splits).wait()
         arriving = arriving.cpu()
-        return RowExchange(input_splits, output_splits, int32(rows[order]), arriving, make_segments(arriving))
+        return RowExchange(input_splits, output_splits, int32(rows), arriving, make_segments(arriving))
 
     def send_rows(
         self,
@@ -4663,21 +4673,24 @@ def make_micro_batch(
 NO_ROWS = np.empty(0, np.int32)
 
 
-def merge_ascending(lists: list[np.ndarray]) -> np.ndarray:
-    """Returns the distinct numbers, none negative, of ascending lists, ascending."""
-    merged = np.concatenate(lists)
-    merged.sort(kind="stable")  # which takes ascending runs as they are; np.unique would hash every number
-    return merged[np.diff(merged, prepend=-1) > 0]
-
-
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
     """Sorts the positions of `ids`, int32, (T,) or (K, T) with a range of ids for each k."""
+    K, T = torch.atleast_2d(ids).shape
     by_id, perm = ids.flatten().sort(stable=True)
     distinct, counts = by_id.unique_consecutive(return_counts=True)
     offsets = F.pad(counts.cumsum(0), (1, 0))
     if sign_ids is not None:
-        sign_ids = sign_ids.flatten()[perm]
-    return Segments(distinct, (perm % ids.shape[-1]).int(), offsets.int(), sign_ids)
+        sign_ids = sign_ids.flatten().index_select(0, perm)  # a quarter of an indexing's time
+    # perm's k-th T numbers are of the k-th range: less k * T they are positions, without a slow division.
+    positions = perm.int().view(K, T) - T * torch.arange(K, dtype=torch.int32)[:, None]
+    return Segments(distinct, positions.flatten(), offsets.int(), sign_ids)
+
+
+def list_ids(segments: Segments, shape: Sequence[int]) -> Tensor:
+    """Returns the list, of this shape, whose segments these are: make_segments' inverse."""
+    counts = np.diff(segments.offsets.numpy())
+    by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
+    return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
 
 
 COLUMN_STRIDE = 20011  # a prime
@@ -4811,14 +4824,11 @@ class TrainLoader:
         return micro_batches
 
 
-def assign_slots(part: MicroBatch, rows: np.ndarray, slots: np.ndarray) -> MicroBatch:
-    """Gives a micro-batch's n-grams their slots. Its rows are among `rows`, ascending, which get `slots`."""
-    segments = part.segments["hashed_rows"]
-    ids = int32(slots[np.searchsorted(rows, segments.ids.numpy())])
-    by_id = ids.repeat_interleave(segments.offsets.diff()).view(part.hashed_rows.shape)
-    by_position = torch.empty_like(by_id).scatter_(1, segments.perm.view(by_id.shape).long(), by_id)
-    both = part.segments | {"hashed_rows": segments._replace(ids=ids)}
-    return part._replace(slots=by_position, segments=both)
+def assign_slots(part: MicroBatch, slots: Tensor) -> MicroBatch:
+    """Gives a micro-batch's n-grams their slots: those, int32, of its distinct rows, ascending."""
+    segments = part.segments["hashed_rows"]._replace(ids=slots)
+    by_position = list_ids(segments, part.hashed_rows.shape)
+    return part._replace(slots=by_position, segments=part.segments | {"hashed_rows": segments})
 
 
 class Prefetcher:
@@ -4831,7 +4841,9 @@ class Prefetcher:
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: Exchange):
         self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
         self.shapes = param_shapes(self.cfg, 1)
-        self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update, ascending
+        self.tables = [spec for spec in used_params(self.cfg) if spec.is_table]
+        # By table: whether a row has been read since the table's last update.
+        self.touched = {spec.name: np.zeros(self.shapes[spec.name][0], bool) for spec in self.tables}
         # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
         # failed batch's exchange on other ranks.
         self.batches = self._batches(plans)
@@ -4880,19 +4892,14 @@ class Prefetcher:
             }
             micro_batches.append(part._replace(segments=segments, loss_weights=loss_weights))
         exchanges = {}
-        for spec in used_params(self.cfg):
-            if spec.is_table:
-                read = self._rows_read(micro_batches, SELECTORS[spec.kind])
-                rows = merge_ascending(read + [self.touched.pop(spec.name, NO_ROWS)])
-                if plan.updates(spec.update_every):
-                    exchanges[spec.name] = self._plan_table(spec, rows)
-                else:
-                    self.touched[spec.name] = rows
+        for spec in self.tables:
+            touched = self.touched[spec.name]
+            for part in micro_batches:
+                touched[part.segments[SELECTORS[spec.kind]].ids.numpy()] = True
+            if plan.updates(spec.update_every):
+                exchanges[spec.name] = self._plan_table(spec, np.flatnonzero(touched))
+                touched[:] = False
         return Batch(plan, micro_batches, self.loader.position(), exchanges)
-
-    def _rows_read(self, micro_batches: list[MicroBatch], selector: str) -> list[np.ndarray]:
-        """Returns the rows, ascending, that each micro-batch's list of this name selects."""
-        return [part.segments[selector].ids.numpy() for part in micro_batches]
 
     def _plan_table(self, spec: Param, rows: np.ndarray) -> RowExchange:
         """Plans the exchange of a table whose blocks are consecutive rows. A dense exchange sends the whole
@@ -4902,26 +4909,22 @@ class Prefetcher:
         owner, local_row = np.divmod(rows, self.shapes[spec.name][0] // exchange.world_size)
         return exchange.plan_rows(spec.name, rows, owner, local_row)
 
-    def _plan_ngrams(self, rows: np.ndarray) -> RowExchange:
-        """Plans the exchange of rows of n-grams: rank r % ranks owns row r."""
-        local_row, owner = np.divmod(rows, self.exchange.world_size)
-        return self.exchange.plan_rows("ngrams", rows, owner, local_row)
-
     @traced("index")
     def _finish(self, together: list[Batch]) -> list[Batch]:
         """Packs batches. Their rows of n-grams are fetched together, by an exchange that the first has."""
         if self.cfg.ngrams.orders:
             parts = [part for batch in together for part in batch.micro_batches]
-            rows = merge_ascending(self._rows_read(parts, "hashed_rows"))
-            exchange = self._plan_ngrams(rows)
-            together[0].exchanges["ngrams"] = exchange
-            slots = np.argsort(exchange.rows.numpy())  # the cache is in the exchange's order
+            rows = [part.segments["hashed_rows"].ids for part in parts]
+            merged = make_segments(torch.cat(rows))
+            together[0].exchanges["ngrams"], slots = plan_ngrams(self.exchange, merged.ids.numpy())
+            by_part = list_ids(merged._replace(ids=slots), (-1,)).split([len(each) for each in rows])
+            slots_of_parts = iter(by_part)
         finished = []
         for batch in together:
             packed = []
             for part in batch.micro_batches:
                 if self.cfg.ngrams.orders:
-                    part = assign_slots(part, rows, slots)
+                    part = assign_slots(part, next(slots_of_parts))
                 segments = pack(part.segments)
                 packed.append(pack(part._replace(segments={}))._replace(segments=segments))
             finished.append(batch._replace(micro_batches=packed, exchanges=pack(batch.exchanges)))
