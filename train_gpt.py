@@ -3775,20 +3775,34 @@ class NgramTable(Updated):
 
     @torch.no_grad()
     def fetch(self, rows: Tensor) -> Tensor:
-        """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
+        """Returns rows (n,), distinct, of the table, outside training. Waits for the device.
 
         Every rank must call it the same number of times: it communicates.
         """
-        routes = route_ngrams(self.exchange, rows.cpu().numpy())
+        routes, slots = route_ngrams(self.exchange, rows.cpu().numpy())
         own = self.block[routes.local_rows]
         received = self.exchange.send_rows(
             "rows outside training", self.name, own, routes.output_splits, routes.input_splits
         )
-        return received.wait()[routes.rows.argsort()]
+        return received.wait()[slots]
 
     def state_dict(self) -> dict:
         """Returns what this rank alone has of it, all but the gradient; not copied."""
         return self.saved
+
+
+def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
+    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
+
+    Also returns the slots, (n,) int32, of rows[0], rows[1], ...: their places in the order of the routes.
+    """
+    owner = rows % exchange.world_size
+    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
+    slots = np.empty(len(rows), np.int32)
+    slots[by_owner] = np.arange(len(rows))
+    rows = rows[by_owner]
+    routes = exchange.route_rows("ngrams", rows, owner[by_owner], rows // exchange.world_size)
+    return routes, int32(slots)
 
 
 def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
@@ -4421,19 +4435,18 @@ class Exchange:
         """Tells each row's owner that this rank has touched the row. Blocks.
 
         rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
-        and where in its block.
+        and where in its block. Owners ascend.
         """
-        order = np.argsort(owner.astype(np.uint16), kind="stable")
         input_splits = np.bincount(owner, minlength=self.world_size).tolist()
         output_splits = input_splits
-        arriving = int32(local_row[order]).to(self.device)
+        arriving = int32(local_row).to(self.device)
         if self.world_size > 1:
             ones = [1] * self.world_size
             counts = torch.tensor(input_splits, device=self.device)
             output_splits = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
             arriving = self.send_rows("row ids", name, arriving, input_splits, output_splits).wait()
         arriving = arriving.cpu()
-        return RowRoutes(input_splits, output_splits, int32(rows[order]), arriving, make_segments(arriving))
+        return RowRoutes(input_splits, output_splits, int32(rows), arriving, make_segments(arriving))
 
     def send_rows(
         self,
@@ -4719,21 +4732,24 @@ def make_micro_batch(
 NO_ROWS = np.empty(0, np.int32)
 
 
-def merge_ascending(lists: list[np.ndarray]) -> np.ndarray:
-    """Returns the distinct numbers, none negative, of ascending lists, ascending."""
-    merged = np.concatenate(lists)
-    merged.sort(kind="stable")  # which takes ascending runs as they are; np.unique would hash every number
-    return merged[np.diff(merged, prepend=-1) > 0]
-
-
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
     """Sorts the positions of `ids`, int32, (T,) or (K, T) with a range of ids for each k."""
+    K, T = torch.atleast_2d(ids).shape
     by_id, perm = ids.flatten().sort(stable=True)
     distinct, counts = by_id.unique_consecutive(return_counts=True)
     offsets = F.pad(counts.cumsum(0), (1, 0))
     if sign_ids is not None:
-        sign_ids = sign_ids.flatten()[perm]
-    return Segments(distinct, (perm % ids.shape[-1]).int(), offsets.int(), sign_ids)
+        sign_ids = sign_ids.flatten().index_select(0, perm)  # a quarter of an indexing's time
+    # perm's k-th T numbers are of the k-th range: less k * T they are positions, without a slow division.
+    positions = perm.int().view(K, T) - T * torch.arange(K, dtype=torch.int32)[:, None]
+    return Segments(distinct, positions.flatten(), offsets.int(), sign_ids)
+
+
+def list_ids(segments: Segments, shape: Sequence[int]) -> Tensor:
+    """Returns the list, of this shape, whose segments these are: make_segments' inverse."""
+    counts = np.diff(segments.offsets.numpy())
+    by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
+    return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
 
 
 COLUMN_STRIDE = 20011  # a prime
@@ -4870,14 +4886,11 @@ class TrainLoader:
         return micro_batches
 
 
-def assign_slots(part: MicroBatch, rows: np.ndarray, slots: np.ndarray) -> MicroBatch:
-    """Gives a micro-batch's n-grams their slots. Its rows are among `rows`, ascending, which get `slots`."""
-    segments = part.segments["hashed_rows"]
-    ids = int32(slots[np.searchsorted(rows, segments.ids.numpy())])
-    by_id = ids.repeat_interleave(segments.offsets.diff()).view(part.hashed_rows.shape)
-    by_position = torch.empty_like(by_id).scatter_(1, segments.perm.view(by_id.shape).long(), by_id)
-    both = part.segments | {"hashed_rows": segments._replace(ids=ids)}
-    return part._replace(slots=by_position, segments=both)
+def assign_slots(part: MicroBatch, slots: Tensor) -> MicroBatch:
+    """Gives a micro-batch's n-grams their slots: those, int32, of its distinct rows, ascending."""
+    segments = part.segments["hashed_rows"]._replace(ids=slots)
+    by_position = list_ids(segments, part.hashed_rows.shape)
+    return part._replace(slots=by_position, segments=part.segments | {"hashed_rows": segments})
 
 
 class Prefetcher:
@@ -4891,7 +4904,8 @@ class Prefetcher:
         self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
         self.shapes = param_shapes(self.cfg, 1)
         self.tables = [spec for spec in used_params(self.cfg) if spec.is_table]
-        self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update, ascending
+        # By table: whether a row has been read since the table's last update.
+        self.touched = {spec.name: np.zeros(self.shapes[spec.name][0], bool) for spec in self.tables}
         # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
         # failed batch's exchange on other ranks.
         self.batches = self._batches(plans)
@@ -4941,17 +4955,13 @@ class Prefetcher:
             micro_batches.append(part._replace(segments=segments, loss_weights=loss_weights))
         routes = {}
         for spec in self.tables:
-            read = self._rows_read(micro_batches, SELECTORS[spec.kind])
-            rows = merge_ascending(read + [self.touched.pop(spec.name, NO_ROWS)])
+            touched = self.touched[spec.name]
+            for part in micro_batches:
+                touched[part.segments[SELECTORS[spec.kind]].ids.numpy()] = True
             if plan.updates(spec.update_every):
-                routes[spec.name] = self._route_table(spec, rows)
-            else:
-                self.touched[spec.name] = rows
+                routes[spec.name] = self._route_table(spec, np.flatnonzero(touched))
+                touched[:] = False
         return Batch(plan, micro_batches, self.loader.position(), routes)
-
-    def _rows_read(self, micro_batches: list[MicroBatch], selector: str) -> list[np.ndarray]:
-        """Returns the rows, ascending, that each micro-batch's list of this name selects."""
-        return [part.segments[selector].ids.numpy() for part in micro_batches]
 
     def _route_table(self, spec: Param, rows: np.ndarray) -> RowRoutes:
         """Routes the touched rows of a table whose blocks are consecutive rows. A dense exchange sends the
@@ -4966,16 +4976,17 @@ class Prefetcher:
         """Packs batches. Their rows of n-grams are fetched together, by routes that the first has."""
         if self.cfg.ngrams.orders:
             parts = [part for batch in together for part in batch.micro_batches]
-            rows = merge_ascending(self._rows_read(parts, "hashed_rows"))
-            routes = route_ngrams(self.exchange, rows)
-            together[0].routes["ngrams"] = routes
-            slots = np.argsort(routes.rows.numpy())  # the cache is in the order of the routes
+            rows = [part.segments["hashed_rows"].ids for part in parts]
+            merged = make_segments(torch.cat(rows))
+            together[0].routes["ngrams"], slots = route_ngrams(self.exchange, merged.ids.numpy())
+            by_part = list_ids(merged._replace(ids=slots), (-1,)).split([len(each) for each in rows])
+            slots_of_parts = iter(by_part)
         finished = []
         for batch in together:
             packed = []
             for part in batch.micro_batches:
                 if self.cfg.ngrams.orders:
-                    part = assign_slots(part, rows, slots)
+                    part = assign_slots(part, next(slots_of_parts))
                 segments = pack(part.segments)
                 packed.append(pack(part._replace(segments={}))._replace(segments=segments))
             finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))

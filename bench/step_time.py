@@ -149,18 +149,6 @@ class SingleRankExchange(tg.Exchange):
         parts = part.new_empty((self.world_size,) + part.shape)
         return tg.Pending(parts.copy_(part), None, tg.rank_order_mean)
 
-    def route_rows(
-        self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray
-    ) -> tg.RowRoutes:
-        """Sends this rank's own rows to itself; every other rank sends as many, of rows next to these."""
-        own = local_row[owner == self.rank]
-        others = np.arange(self.world_size, dtype=own.dtype)[:, None]
-        arriving = tg.int32(((own + others - self.rank) % (own.max(initial=0) + 1)).ravel())
-        by_owner = tg.int32(rows[np.argsort(owner, kind="stable")])
-        input_splits = np.bincount(owner, minlength=self.world_size).tolist()
-        output_splits = [len(own)] * self.world_size
-        return tg.RowRoutes(input_splits, output_splits, by_owner, arriving, tg.make_segments(arriving))
-
     def send_rows(
         self,
         kind: str,
@@ -170,10 +158,21 @@ class SingleRankExchange(tg.Exchange):
         output_splits: list[int],
         out: Tensor | None = None,
     ) -> tg.Pending:
-        """Fills this rank's part of `out`; others' keep what they have, 0 if it is new."""
+        """Fills this rank's part of `out`; others' keep what they have, 0 if it is new.
+
+        While batches are built, this rank sends its own rows to itself, and every other rank sends as many,
+        of rows next to these.
+        """
+        own = rows.split(input_splits)[self.rank]
+        if kind == "counts":
+            return tg.Pending(own.repeat(self.world_size))
+        if kind == "row ids":
+            others = np.arange(self.world_size, dtype=np.int32)[:, None] - self.rank
+            largest = own.numpy().max(initial=0)
+            return tg.Pending(tg.int32((own.numpy() + others) % (largest + 1)).flatten())
         if out is None:
             out = rows.new_zeros((sum(output_splits),) + rows.shape[1:])
-        out.split(output_splits)[self.rank].copy_(rows.split(input_splits)[self.rank])
+        out.split(output_splits)[self.rank].copy_(own)
         return tg.Pending(out)
 
     def gather(self, name: str, t: Tensor) -> tg.Pending:
