@@ -3706,10 +3706,18 @@ def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
     return touched, block
 
 
-def route_ngrams(exchange: Exchange, rows: np.ndarray) -> RowRoutes:
-    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size."""
-    local_row, owner = np.divmod(rows, exchange.world_size)
-    return exchange.route_rows("ngrams", rows, owner, local_row)
+def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
+    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
+
+    Also returns the slots, (n,) int32, of rows[0], rows[1], ...: their places in the order of the routes.
+    """
+    owner = rows % exchange.world_size
+    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
+    slots = np.empty(len(rows), np.int32)
+    slots[by_owner] = np.arange(len(rows))
+    rows = rows[by_owner]
+    routes = exchange.route_rows("ngrams", rows, owner[by_owner], rows // exchange.world_size)
+    return routes, int32(slots)
 
 
 class NgramTable(Updated):
@@ -3791,20 +3799,6 @@ class NgramTable(Updated):
         return self.saved
 
 
-def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
-    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
-
-    Also returns the slots, (n,) int32, of rows[0], rows[1], ...: their places in the order of the routes.
-    """
-    owner = rows % exchange.world_size
-    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
-    slots = np.empty(len(rows), np.int32)
-    slots[by_owner] = np.arange(len(rows))
-    rows = rows[by_owner]
-    routes = exchange.route_rows("ngrams", rows, owner[by_owner], rows // exchange.world_size)
-    return routes, int32(slots)
-
-
 def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
     """Allocates this rank's part of the table; None without n-grams. Raises UserError if memory runs out."""
     if not cfg.ngrams.orders:
@@ -3862,6 +3856,7 @@ class Optimizer:
             self.updated = {"ngrams": self.ngrams} | self.updated
         self.begun: Batch | None = None
         self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
+        self.last_plan: StepPlan | None = None  # of the last step, whose averages have not ticked yet
 
     @torch.no_grad()
     def begin(self, batch: Batch | None) -> None:
@@ -3906,9 +3901,7 @@ class Optimizer:
             with traced(f"exchange {item.name}"):
                 mean_grads[item.name] = item.scatter()
 
-        # The averages tick after the step before, while the gradients are on their way.
-        if plan.step > 0:
-            self.tick(plan_step(self.cfg, plan.step - 1))
+        self.tick()  # while the gradients are on their way
 
         # Work, and gather.
         with traced("update"):
@@ -3926,6 +3919,7 @@ class Optimizer:
 
         if plan.untie:
             head.untie(embed)
+        self.last_plan = plan
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -3938,17 +3932,18 @@ class Optimizer:
             param.gather()
             param.wait()
 
-    def tick(self, plan: StepPlan) -> None:
-        """Moves averages towards their parameters after a step, whose gathers have ended."""
-        for param in self.params.values():
-            param.tick(plan.average_rates)
+    def tick(self) -> None:
+        """Moves averages towards their parameters, after the last step and its gathers."""
+        if self.last_plan is not None:
+            for param in self.params.values():
+                param.tick(self.last_plan.average_rates)
 
     @traced("averages")
     @torch.no_grad()
     def apply_averages(self) -> None:
         """Moves parameters to their averages, after the last step, and restores their norms."""
         self.wait()
-        self.tick(plan_step(self.cfg, self.cfg.steps - 1))
+        self.tick()
         for param in self.params.values():
             param.apply_averages()
         if untie_step(self.cfg) >= self.cfg.steps:  # still tied
@@ -3961,6 +3956,7 @@ class Optimizer:
         for item in self.updated.values():
             item.drop_grad()
         self.begun = None
+        self.last_plan = None
 
 
 # ============================================================================================================
@@ -5375,7 +5371,8 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     """Saves full weights without a world size's padding, and the config as JSON, from rank 0 into `path`.
 
     Beside it every rank saves its rows of n-grams in PATH.ngrams0, PATH.ngrams1, ..., each ending with the
-    run's id. All ranks must call it. Files are renamed when all are whole: older ones stay until then.
+    run's id and its rows' CRC-32. All ranks must call it. Files are renamed when all are whole: older ones
+    stay until then.
     """
     written: list[Path] = []
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
@@ -5392,9 +5389,12 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
         if model.ngrams:
             rows_path = output_file(f"{path}.ngrams{exchange.rank}")
             with open(f"{rows_path}.partial", "wb") as file:
+                crc = 0
                 for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
-                    file.write(rows.cpu().view(torch.uint8).numpy())
-                file.write(run_id.encode())
+                    data = rows.cpu().view(torch.uint8).numpy()
+                    crc = zlib.crc32(data, crc)
+                    file.write(data)
+                file.write(f"{run_id}{crc:08x}".encode())
             written.append(rows_path)
     exchange.from_rank_0(None)  # a barrier: all ranks have written
     for whole in written:
@@ -5764,6 +5764,7 @@ def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
     if resumed:
         restore(resumed, training.model, training.optimizer)
         start = Progress(resumed["step"], resumed["train_ms"], resumed["position"])
+        training.optimizer.last_plan = plan_step(training.model.cfg, start.step - 1)
         resumed.clear()  # or its files, which are mapped, could not be removed over a network
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again
