@@ -23,6 +23,7 @@ ROOT = Path(tg.__file__).resolve().parent
 
 # ---- overrides, presets, JSON ------------------------------------------------------------------------------
 
+LM_HEAD = [row.name for row in tg.RECORD.params].index("lm_head")
 OVERRIDES = {  # a setting of the record preset, and what it changes
     "adam_lr=0.01": {"['adam_lr']": 0.01},
     "microbatches=16": {"['microbatches']": 16},
@@ -33,7 +34,7 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
     "val_windows.long=4": {"['val_windows']['long']": 4},
     "stages.3.mtp=2,0.5": {f"['stages'][3]['mtp'][{i}]": x for i, x in enumerate((2.0, 0.5))},
     "stages.*.windows.long=9": {f"['stages'][{i}]['windows']['long']": 9 for i in range(5)},
-    "params.lm_head.wd_mul=3": {"['params'][19]['wd_mul']": 3.0},
+    "params.lm_head.wd_mul=3": {f"['params'][{LM_HEAD}]['wd_mul']": 3.0},
     "layers.1.value=false": {"['layers'][1]['value']": False},
     "layers.1.attention=paired": {"['layers'][1]['attention']": "paired"},
     "layers.1.attention=": {"['layers'][1]['attention']": ""},
@@ -60,9 +61,8 @@ def test_presets_are_valid_and_survive_json(preset):
     for layer, role in zip(cfg.layers, tg.LAYERS, strict=True):
         assert replace(layer, xsa=False) == replace(role, xsa=False)
     other = cfg
-    for (
-        setting
-    ) in "layers.1.value=false params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4".split():
+    settings = "layers.1.value=false params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4"
+    for setting in settings.split():
         other = tg.override(other, setting)
     for written in (cfg, other):
         assert config_from_dict(json.loads(tg.config_json(written))) == written
