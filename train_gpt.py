@@ -139,7 +139,7 @@ class Layer:
     xsa: bool = False  # exclusive self-attention: heads lose what lies along their own token's value
     gate: bool = False  # each head's output is gated
     x0: bool = False  # a gated share of x0 is added to the stream
-    ngram: bool = False  # so is one of the bigrams; in layer 0 before attention reads the stream
+    ngram: bool = False  # so is one of the n-grams; in layer 0 before attention reads the stream
     mlps: int = 1  # how many; all read the same input
     # MUDD: a small MLP computes weights for each token. Earlier streams, times these weights, are added to
     # this layer's values and to its stream.
@@ -183,11 +183,14 @@ class Softcap:
     span: Annotated[float, 1, 1e3] = 7.5
 
 
+SOFTCAP = Softcap()
+
+
 @dataclass(frozen=True)
 class Param:
     """Says how a parameter is trained: a row of PARAMS.
 
-    Its shape is a line of param_shapes(), its initial value one of initial_value().
+    Its shape and its initial value are a line of param_table().
     """
 
     name: str
@@ -201,8 +204,8 @@ class Param:
     kind: Literal["small", "matmul", "bank", "tokens", "hashed"] = "small"
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
-    # Parameters are updated and gathered in ascending order of this number, which is roughly the order in
-    # which the next forward reads them. lm_head comes before embed, which is a copy of it at first.
+    # Parameters are updated and gathered in ascending order of this number. lm_head comes before embed, which
+    # is a copy of it at first.
     update_order: int = 0
     optimizer: Literal["adam", "anvil"] = "adam"
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
@@ -223,8 +226,9 @@ GATE_DIM = 12  # channels that the gates of smear and value embeddings look at
 # fmt: off
 Bank = partial(Param, kind="bank", update_order=4, optimizer="anvil", update_every=(1, 1))
 
-PARAMS = (  # gradients are exchanged in this order, small parameters' last
-    #     name              lr_mul wd_mul kind
+# Gradients are exchanged in this order: after those of n-grams, and before the small parameters'.
+PARAMS = (
+    #     name              lr_mul wd_mul kind      exchange
     Bank("qk_bank"),
     Bank("narrow_qk_bank"),
     Bank("vo_bank"),
@@ -264,7 +268,7 @@ class WeightAverage:
     part of a cooldown (record 92, PR 360). Rows of n-grams have none.
     """
 
-    params: tuple[str, ...]  # names that the model lacks are ignored
+    params: tuple[str, ...]  # of banks, tables and lm_head; those that the model lacks are ignored
     window: Steps  # the run's last steps that it looks at; 0: none
     rate: Rate  # each tick moves the average by this share towards the parameter; the first is a copy
     blend: Fraction = 1.0  # in the end the parameter moves by this share towards the average
@@ -360,7 +364,7 @@ class Config:
     mudd_weights: bool = True
     mudd_dim: Positive = 64  # hidden width of these MLPs
     mix_groups: Positive = 12  # parts of the stream's channels that the last mix weighs by themselves
-    softcap: Softcap = Softcap()
+    softcap: Softcap = SOFTCAP
     # The copy pointer attends to earlier tokens of the document; what it finds is mixed with the head's
     # softmax (section 7). Its width, 0: no pointer; and how many tokens it looks back.
     pointer_dim: int = 128
@@ -384,6 +388,7 @@ class Config:
     # the rate that the cooldown ends at.
     # fmt: off
     stages: tuple[Stage, ...] = (
+        #   steps  batch  docs   windows         lr_mul  mtp        prefix
         Stage(279, 131072,  896, Windows(1,  3), 1.00, (1.0, 0.5, 0.25), (.25,), sampled_columns=(10240,)),
         Stage(314, 262144, 2048, Windows(3,  7), 1.52, (1.0, 0.5), (.20, .15, .10, .05),
               sampled_columns=(10240,)),
@@ -400,9 +405,7 @@ class Config:
     momentum_cooldown: Steps = 50  # last steps, back towards min
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
-    averages: tuple[WeightAverage, ...] = (
-        AVERAGES  # what is done to parameters after the last step, in this order
-    )
+    averages: tuple[WeightAverage, ...] = AVERAGES  # done after the last step, in this order
     # optimizers
     params: tuple[Param, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
@@ -461,7 +464,7 @@ class Config:
         return any(any(stage.prefix) for stage in self.stages)
 
 
-RECORD = Config()
+RECORD = Config()  # PRESETS (section 14) has the presets, each rescaled by its `length`
 
 # All layers of the record preset, at widths that two laptop cores train in a minute or two, on bytes.
 CPU = replace(
@@ -597,21 +600,26 @@ class StepPlan(NamedTuple):
         """Returns the weights of loss_targets' columns."""
         return (*self.mtp, self.prefix) if self.prefix else self.mtp
 
-    def interval_ratio(self, every: UpdateInterval) -> int:
+    def steps_between(self, interval: UpdateInterval) -> int:
+        """Returns the number of steps from one update to the next."""
+        early, late = interval
+        return late if self.late_updates else early
+
+    def interval_ratio(self, interval: UpdateInterval) -> int:
         """Returns how many times rarer updates are than at first.
 
         Adam raises its betas to this power and multiplies weight decay by it: a step still counts the same.
         """
-        return every[self.late_updates] // every[0]
+        return self.steps_between(interval) // interval[0]
 
-    def updates(self, every: UpdateInterval) -> bool:
+    def updates(self, interval: UpdateInterval) -> bool:
         """True if what has this interval is updated after this step, by all gradients since its last update.
 
         Adam's parameters need it only after every second step, at next to no cost in loss (PR 136): half the
         traffic of the tables. The largest, from Config.late_updates_from on, need it after every fourth
         (PR 360). The gradients of last steps that no update follows are lost.
         """
-        return (self.step + 1) % every[self.late_updates] == 0
+        return (self.step + 1) % self.steps_between(interval) == 0
 
 
 def untie_step(cfg: Config) -> int:
@@ -628,8 +636,8 @@ FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more
 
 
 def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
-    """Returns the factor of the learning rates: the stage's, and from cooldown_frac before the last stage on
-    a line to the last stage's.
+    """Returns the factor of the learning rates: the stage's, and over the last cooldown_frac of the steps
+    before the last stage a line to the last stage's.
     """
     end = cfg.stage_starts[-1]
     cooldown_from = int(end * (1 - cfg.cooldown_frac))
@@ -784,14 +792,14 @@ def compiler_of(cfg: Config) -> Callable | None:
     if not cfg.compile:
         return None
     torch._dynamo.config.recompile_limit = 64  # of a function's graphs; by default 8
-    # These vary without a new graph of GPT.trunk; only dense attention needs one for each window.
+    # These arguments of GPT.trunk vary without a new graph; only dense attention needs one for each window.
     torch.compiler.config.dynamic_sources = r"L\['(looked_up|sequence|windows)'\].*"
 
     @cache
     def compiler(function: Callable) -> Callable:
-        # Autotuning first copies what a kernel changes. For update_rows that is the whole table of n-grams,
-        # 16 GB on each of 8 GPUs.
-        autotune = function.__name__ != "update_rows"
+        # Autotuning first copies what a kernel changes. For row_adam_update that is the whole table of
+        # n-grams, 16 GB on each of 8 GPUs.
+        autotune = function.__name__ != "row_adam_update"
         # Guards and AOTAutograd check sizes, so generated code need not.
         options: dict = {"size_asserts": False, "triton.autotune_pointwise": autotune}
         return torch.compile(function, fullgraph=True, options=options)
@@ -838,40 +846,14 @@ map_tensors = partial(tree_map_only, Tensor)  # (function, a nest of dicts and t
 # 5  Step. What a batch holds; the one body of a training step, for warm-up and timed run alike; validation.
 # ============================================================================================================
 
-# A row of a table has up to three numbers, all int32:
-#   row        its place in the whole table, as a token or a hash names it
-#   local_row  its place in its owner's block
-#   slot       its place in this rank's buffers. Of most tables every rank has all rows, and a row is its own
-#              slot. Of n-grams a rank has only the rows that it fetched: NgramTable.cache has them by slot.
 
-
-class Segments(NamedTuple):
-    """The distinct ids of a list, and where each stands in it, as a sparse matrix in CSR form has them."""
-
-    ids: Tensor  # (n,) int32: local_rows or slots, ascending at first
-    perm: (
-        Tensor  # (T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
-    )
-    offsets: Tensor  # (n + 1,) int32
-    sign_ids: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
-
-
-class RowExchange(NamedTuple):
-    """The all-to-all that takes the gradients of a table's touched rows to their owners (section 12).
-
-    A rank has touched a row if one of its micro-batches has read it since the table's last update. The rows
-    of n-grams take the same ways back, from their owners, before that.
-    """
-
-    input_splits: list[int]  # how many rows this rank sends to each owner
-    output_splits: list[int]  # how many it receives, as an owner, from each rank
-    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
-    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
-    segments: Segments  # of local_rows: several ranks may send the same row
-
-
-# The list of a micro-batch that selects the rows of a table, by Param.kind.
-SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
+class Batch(NamedTuple):
+    plan: StepPlan
+    micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
+    position: tuple[int, ...]  # of the loader, after it
+    # By table, packed together: of the tables that this step updates; and "ngrams", if their rows must be
+    # fetched for this step, with those of the steps that follow until the next update of their table.
+    routes: dict[str, RowRoutes]
 
 
 class MicroBatch(NamedTuple):
@@ -883,20 +865,48 @@ class MicroBatch(NamedTuple):
     max_doc_len: int  # bound on such a document's length
     # In training:
     slots: Tensor | None = None  # (K, T) int32: where NgramTable.cache has the n-grams' hashed_rows
-    # Of "inputs" and of "hashed_rows"; of n-grams of their slots. Packed apart: their sizes vary.
+    # By selector. The ids of n-grams are slots, all others are rows. Packed apart from the rest: sizes vary.
     segments: dict[str, Segments] = {}
     sampled_columns: Tensor | None = None  # (P,) int32, ascending: the head's columns; None: all
     # (losses,) of acc_dtype: this micro-batch's share of StepPlan.loss_weights
     loss_weights: Tensor | None = None
 
 
-class Batch(NamedTuple):
-    plan: StepPlan
-    micro_batches: list[MicroBatch]  # each packed, and its segments packed apart
-    position: tuple[int, ...]  # of the loader, after it
-    # By table, packed together: of the tables that this step updates; and "ngrams", if their rows must be
-    # fetched for this step, with those of the steps that follow until the next update of their table.
-    exchanges: dict[str, RowExchange]
+# The list of a micro-batch that selects the rows of a table, by Param.kind.
+SELECTORS = {"tokens": "inputs", "hashed": "hashed_rows"}
+
+
+# A row of a table has up to three numbers, all int32:
+#   row        its place in the whole table, as a token or a hash names it
+#   local_row  its place in its owner's block
+#   slot       its place in this rank's buffers. Of most tables every rank has all rows, and a row is its own
+#              slot. Of n-grams a rank has only the rows that it fetched: NgramTable.cache has them by slot.
+
+
+class Segments(NamedTuple):
+    """The distinct ids of a list, and where each stands in it, as a sparse matrix in CSR form has them."""
+
+    # (n,) int32, ascending: of a micro-batch rows, of an exchange local_rows. assign_slots() replaces rows of
+    # n-grams by slots, which are in no order.
+    ids: Tensor
+    # (T,) int32: perm[offsets[i]:offsets[i + 1]] are the positions of ids[i], in the list's order
+    perm: Tensor
+    offsets: Tensor  # (n + 1,) int32
+    sign_ids: Tensor | None = None  # (T,) int32: rows of signs of the positions, in perm's order
+
+
+class RowRoutes(NamedTuple):
+    """Where a table's touched rows go in an all-to-all: their gradients to their owners (section 12).
+
+    A rank has touched a row if one of its micro-batches has read it since the table's last update. The rows
+    of n-grams take the same ways back, from their owners, before that.
+    """
+
+    input_splits: list[int]  # how many rows this rank sends to each owner
+    output_splits: list[int]  # how many it receives, as an owner, from each rank
+    rows: Tensor  # (sum(input_splits),) int32: those that this rank has touched, by owner
+    local_rows: Tensor  # (sum(output_splits),) int32: those of its block that it receives
+    segments: Segments  # of local_rows: several ranks may send the same row
 
 
 def train_step(
@@ -933,7 +943,8 @@ def train_step(
         if cfg.pointer_dim:
             pointer_inputs = model.pointer_inputs(x)
             probs, lse = model.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_window)
-            pointer_probs = PointerProbs(probs, torch.empty_like(probs), model.gate_column)
+            # The head writes the gradient of probs.
+            pointer_probs = PointerProbs(probs, model.gate_column, grad=torch.empty_like(probs))
 
         # The head, forward and backward.
         loss, dx = model.head_loss_and_grad(
@@ -947,12 +958,14 @@ def train_step(
             pointer_probs=pointer_probs,
         )
         # The rest of the backward.
-        roots, root_grads = [x], [dx]
+        roots = [x]
+        root_grads = [dx]
         if pointer_probs is not None:
-            roots += pointer_inputs
-            root_grads += model.backend.pointer_grad(
+            pointer_grads = model.backend.pointer_grad(
                 pointer_inputs, micro_batch, cfg.pointer_window, probs, lse, pointer_probs.grad
             )
+            roots.extend(pointer_inputs)
+            root_grads.extend(pointer_grads)
         with traced("backward"):
             torch.autograd.backward(roots, root_grads)
         for param in params.values():
@@ -977,7 +990,8 @@ def validate(
 ) -> float:
     """Returns the mean over slices of their mean losses: the same however slices are spread over ranks.
 
-    slices: how many of the first slices; None: all. Rank 0 draws its progress.
+    Optimizer.wait() must have been called since the last step. slices: how many of the first slices; None:
+    all. Rank 0 draws its progress.
     """
     slices = slices or model.cfg.val_slices
     losses = torch.zeros(slices, dtype=acc_dtype(model.cfg), device=model.device)
@@ -1146,7 +1160,7 @@ def uniform(std: float, inputs: int) -> Draw:
     return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
 
 
-def rows(*values: list[float]) -> Draw:
+def given_rows(*values: list[float]) -> Draw:
     """Draws nothing: the rows are given, shorter ones padded with 0."""
     tensors = [torch.tensor(row) for row in values]
     return lambda shape, generator: nn.utils.rnn.pad_sequence(tensors, batch_first=True).view(shape)
@@ -1198,18 +1212,18 @@ def param_table(cfg: Config) -> dict[str, tuple[tuple[int, ...], Draw]]:
         "narrow_qk_bank": ((narrow * H, D, d), uniform(0.5, d)),
         "vo_bank": ((2 * len(attending), d, d), uniform(0.5, d)),
         "mlp_bank": ((2 * mlps, cfg.mlp_dim, d), first_of_pairs(uniform(0.5, d))),
-        "scalars": ((2 * L + 2,), rows(scalars)),
+        "scalars": ((2 * L + 2,), given_rows(scalars)),
         "smear_gate": ((1, GATE_DIM), zeros),
         "ve_gate_bank": ((value_gates, H, GATE_DIM), zeros),
         "mudd_w1": ((2, mudd_hidden, d), uniform(0.577, d)),  # Kaiming's
         "mudd_w2": ((2, mudd_outputs, mudd_hidden), zeros),
-        "mudd_b2": ((2, mudd_biases), rows(*biases["mudd"])),
+        "mudd_b2": ((2, mudd_biases), given_rows(*biases["mudd"])),
         "mudd_gate_w1": ((2, gates_hidden, d), uniform(0.577, d)),
         "mudd_gate_w2": ((2, gates, gates_hidden), zeros),
-        "mudd_gate_b2": ((2, gates), rows(*biases["mudd_gate"])),
+        "mudd_gate_b2": ((2, gates), given_rows(*biases["mudd_gate"])),
         "mudd_gate_scale": ((min(1, gates),), constant(0.1)),
         "post_lambdas": ((L, 2), constant(1.0)),
-        "resid_lambdas": ((L, 2), constant(1.0488)),
+        "resid_lambdas": ((L, 2), constant(1.0488)),  # sqrt(1.1), as the record rounds it
         "pointer_bank": ((2, pointer, d), uniform(1.0, d)),
         "pointer_gain": ((min(1, pointer),), constant(1.0)),
         "pointer_sink": ((pointer,), normal(max(1, pointer) ** -0.5)),
@@ -1247,9 +1261,8 @@ def initial_value(name: str, cfg: Config, seed: int) -> Tensor:
     return draw(shape, seeded(name, seed))
 
 
-Term = tuple[
-    Tensor | None, Tensor
-]  # of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies
+# A term of a sum: a scale, or None for 1, and the stream (T, d) that it multiplies.
+Term = tuple[Tensor | None, Tensor]
 Gates = dict[tuple[str, int], Tensor]  # (T, columns) by kind and layer; (1, columns) if they are constants
 
 
@@ -1276,7 +1289,7 @@ class LayerWeights(NamedTuple):
     qk: Weight | None  # (2 H Dq, d): queries and keys
     v: Weight | None  # (H Dv, d)
     out: Weight | None  # (d, H Dv)
-    value: Tensor | None  # (T, d): the tokens' value embeddings
+    value_embed: Tensor | None  # (T, d): the tokens' value embeddings
     ve_gate: Tensor | None  # (H, GATE_DIM); None: they have no gate
     mlps: list[MLPWeights]
     scalars: LayerScalars  # (T or 1, 1) each
@@ -1312,9 +1325,9 @@ class GPT(nn.Module):
         self.register_parameters(world_size)
         self.register_constants()
         self.allocate_fp8_scales(world_size)
-        self.length = cfg.val_slice_tokens  # the longest sequence, in tokens
+        self.max_tokens = cfg.val_slice_tokens  # the longest sequence, in tokens
         for stage in cfg.stages:
-            self.length = max(self.length, stage.batch_tokens // num_microbatches(cfg, world_size))
+            self.max_tokens = max(self.max_tokens, stage.batch_tokens // num_microbatches(cfg, world_size))
         self.stage = -1
         self.use_stage(0)
         self.initialize(seed)
@@ -1437,7 +1450,7 @@ class GPT(nn.Module):
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
         return compiled(GPT.trunk)(self, looked_up, sequence, windows, banks, fp8)
 
-    def trunk(
+    def trunk(  # compiler_of() names some of its arguments
         self,
         looked_up: dict[str, Tensor],
         sequence: tuple[Tensor, int],
@@ -1464,7 +1477,8 @@ class GPT(nn.Module):
         x = x0
         if cfg.layers[0].ngram:
             x = mix([(None, x0), (gates["ngram", 0], ngram)])
-        # Streams that later layers and the head's input read, by the place where they were saved.
+        # Streams that later layers and the head's input read, by the place where they are saved. Until a
+        # layer saves its own, each is the stream that enters layer 0.
         saved = {
             "ngram": ngram,
             "first": x,  # enters layer 0
@@ -1507,7 +1521,7 @@ class GPT(nn.Module):
                 saved["backout"] = x
                 saved["normed backout"] = norm(x)
         streams = [saved[name] for name in self.mix_streams]
-        return final_norm(x, self.token_weights("mudd", 1, x), streams)
+        return final_norm(x, self.small_mlp("mudd", 1, x), streams)
 
     def layer_weights(
         self, banks: dict[str, Weight], values: Sequence[Tensor], fp8: FP8MLP | None, T: int
@@ -1573,10 +1587,10 @@ class GPT(nn.Module):
         Returns the layer's stream; its weights, with other values and with scalars for each token; and what
         is added to the stream with attention's output.
         """
-        outputs = self.token_weights("mudd", 0, x)[:, :, None]  # (weights, T, 1)
+        outputs = self.small_mlp("mudd", 0, x)[:, :, None]  # (weights, T, 1)
         m = dict(zip(MUDD_WEIGHTS, outputs.unbind()))
         first, backout = saved["first"], saved["backout"]
-        left, right = w.value.chunk(2, 1)
+        left, right = w.value_embed.chunk(2, 1)
         value = torch.cat([m["left value"] * left, m["right value"] * right], 1)
         value = value + mix(
             [(m["first to value"], first), (m["backout to value"], backout), (m["x to value"], x)]
@@ -1589,24 +1603,25 @@ class GPT(nn.Module):
             resid_mlp=m["resid_mlp"],
             post_mlp=m["post_mlp"],
         )
-        return x, w._replace(value=value, scalars=scalars), added
+        return x, w._replace(value_embed=value, scalars=scalars), added
 
     def attention_branch(
         self, i: int, h: Tensor, w: LayerWeights, gates: Gates, sequence: tuple[Tensor, int], window: int
     ) -> Term:
         """Runs layer i's attention on h (T, d). Returns its output's scale, and its output (T, d).
 
-        sequence: cu_seqlens, longest document; with the window they count the rows that heads attend to.
+        sequence: cu_seqlens, longest document. It and the window count what heads attend to: T tokens, or 2T
+        rows if heads are paired.
         """
         layer, heads, T = self.cfg.layers[i], self.cfg.heads, len(h)
-        cos, sin, softmax_scale = self.narrow if layer.narrow_qk else self.wide
+        cos, sin, softmax_scale = self.rotary_narrow if layer.narrow_qk else self.rotary_wide
         qk, v = self.queries_keys_values(layer, h, w)  # (T, 2, H, Dq), (T, H, Dv)
         values = v
         if layer.attention == "paired":
             # Paired heads: two heads share one stream of twice the length, so each query sees both heads'
             # keys and values, more to attend to for the same matmuls (PR 191). Memory (T, H, D) is read as 2T
-            # rows of H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2);
-            # the window counts rows.
+            # rows of H/2 heads: head h rotates as time 2t + h mod 2, and is attended as row 2t + h // (H/2).
+            # These differ in the record, too. The window counts rows.
             cos = cos[: 2 * T].view(T, 1, 1, 2, -1)
             sin = sin[: 2 * T].view(T, 1, 1, 2, -1)
             qk = rotate(qk.unflatten(2, (-1, 2)), cos, sin)  # (T, 2, H/2, 2, Dq)
@@ -1639,14 +1654,14 @@ class GPT(nn.Module):
         # Norms bound scores at high learning rates (record 5; Henry et al. 2020, arXiv:2010.04245).
         qk = norm((w.scalars.qkv * qk).to(qk.dtype).view(T, 2, heads, qk_dim))
         v = (w.scalars.qkv * v).to(v.dtype).view(T, heads, v_dim)
-        if w.value is not None:
+        if w.value_embed is not None:
             # Value embeddings: another embedding of the token, added to the values, which the early layers'
             # mixing need not carry (records 14, 17; value residuals: Zhou et al. 2024, arXiv:2410.17897),
             # gated by few channels (PR 186).
-            added = w.value.view(T, heads, D)[:, :, :v_dim]
+            added = w.value_embed.view(T, heads, D)[:, :, :v_dim]
             if w.ve_gate is not None:
                 half = GATE_DIM // 2
-                gate_input = torch.cat([h[:, :half], w.value[:, :half]], dim=-1)  # (T, GATE_DIM)
+                gate_input = torch.cat([h[:, :half], w.value_embed[:, :half]], dim=-1)  # (T, GATE_DIM)
                 gate = 2 * torch.sigmoid(F.linear(gate_input, w.ve_gate))  # (T, H)
                 added = gate[:, :, None] * added
             v = v + added
@@ -1657,7 +1672,8 @@ class GPT(nn.Module):
         outputs: list[Term] = []
         dtype = h.dtype
         mlp_dtype = self.backend.mlp_dtype or dtype
-        # Not in MLP: in torch 2.11, generated code would lose its gradients.
+        # The casts stay outside of MLP.forward: inside it, torch 2.11's generated backward would lose the
+        # gradients of h, fc and proj.
         h = h.to(mlp_dtype)
         for fc, proj, fp8 in w.mlps:
             fc_matrix = fc.w.to(mlp_dtype)
@@ -1671,11 +1687,11 @@ class GPT(nn.Module):
         table = self.gate_table[which]
         if not table:
             return {}
-        outputs = self.token_weights("mudd_gate", which, u).T  # (T, columns of all gates)
+        outputs = self.small_mlp("mudd_gate", which, u).T  # (T, columns of all gates)
         parts = outputs.split([gate.columns for gate in table], 1)
         return {(gate.kind, gate.layer): part for gate, part in zip(table, parts)}
 
-    def token_weights(self, name: str, i: int, u: Tensor) -> Tensor:
+    def small_mlp(self, name: str, i: int, u: Tensor) -> Tensor:
         """Returns the outputs (k, T) of the i-th small MLP "mudd" or "mudd_gate" of every row of u (T, d).
 
         Without weights they are constants, (k, 1). In the second "mudd" only the first have biases: the
@@ -1785,17 +1801,16 @@ class GPT(nn.Module):
         cfg = self.cfg
         x = self.forward(self.look_up(micro_batch, training=False), micro_batch, windows)
         if cfg.pointer_dim:
-            queries = self.pointer_inputs(x)
-            pointer_weights, _ = self.backend.pointer(queries, micro_batch, cfg.pointer_val_window)
+            pointer_inputs = self.pointer_inputs(x)
+            probs, _ = self.backend.pointer(pointer_inputs, micro_batch, cfg.pointer_val_window)
         losses = []
         for i in range(0, len(x), cfg.head_chunk):
             rows = slice(i, i + cfg.head_chunk)
-            probs = None
+            pointer_probs = None
             if cfg.pointer_dim:
-                part = pointer_weights[:, rows]
-                probs = PointerProbs(part, part, self.gate_column)
+                pointer_probs = PointerProbs(probs[:, rows], self.gate_column)
             logits = x[rows] @ self.lm_head
-            losses.append(next_token_losses(logits, micro_batch.targets[rows], probs, cfg.softcap))
+            losses.append(next_token_losses(logits, micro_batch.targets[rows], pointer_probs, cfg.softcap))
         return torch.cat(losses)
 
     @torch.no_grad()
@@ -1865,8 +1880,8 @@ class GPT(nn.Module):
         wide = self.rotary_family(stage, "long", self.cfg.attn_scale)
         narrow = self.rotary_family(stage, "short", self.cfg.narrow_attn_scale)
         if self.stage < 0:
-            self.wide, self.narrow = wide, narrow
-        torch._foreach_copy_([*self.wide, *self.narrow], [*wide, *narrow])
+            self.rotary_wide, self.rotary_narrow = wide, narrow
+        torch._foreach_copy_([*self.rotary_wide, *self.rotary_narrow], [*wide, *narrow])
         self.stage = stage
 
     def rotary_family(self, stage: int, window: str, scale: float) -> RotaryFamily:
@@ -1887,7 +1902,7 @@ class GPT(nn.Module):
             keep = ((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA)).clamp(0, 1)
             freq = freq * (ratio + keep * (1 - ratio))
             scale *= 0.2 * math.log(new / old) + 1
-        positions = torch.arange(2 * self.length, dtype=freq.dtype, device=device)
+        positions = torch.arange(2 * self.max_tokens, dtype=freq.dtype, device=device)
         angles = positions[:, None] * freq
         dtype = dtype_of(cfg.dtype)
         return RotaryFamily(angles.cos().to(dtype), angles.sin().to(dtype), freq.new_full((), scale))
@@ -2002,7 +2017,7 @@ def mix(terms: Sequence[Term]) -> Tensor:
 
     A scale is one number for each token, (T, 1) or (1, 1), or None: 1. Streams may come as groups of channels
     (T, groups, d / groups), with a scale each. With scales of the stream, a layer's output, x0 and the
-    bigrams, each layer can lean on the input again (record 9).
+    n-grams, each layer can lean on the input again (record 9).
     """
     if torch.compiler.is_compiling() or terms[0][1].element_size() < 4:
         scaled = [x if scale is None else (scale * x).to(x.dtype) for scale, x in terms]
@@ -2072,12 +2087,19 @@ def dense_attention(
         return BlockAttention.apply(q, k, v, bias.to(torch.promote_types(q.dtype, torch.float32)))
     window = min(window, T - 1)
     block = min(max(32, window), 256)
-    before, tail = padded(window, block), -T % block  # keys before a block's own; what the last block lacks
+    before = padded(window, block)  # keys before a block's own
+    tail = -T % block  # queries that the last block lacks
     q = F.pad(q, (0, 0, 0, 0, 0, tail)).unflatten(0, (-1, block))
-    # Overlapping blocks of keys from neighbouring ones: the backward of unfold() is five times as slow.
-    k, v = (F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block)) for t in (k, v))
-    k, v = (torch.cat([t[i : i + len(q)] for i in range(before // block + 1)], dim=1) for t in (k, v))
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    n = len(q)
+
+    def with_earlier_blocks(t: Tensor) -> Tensor:  # (T, H, D) -> (n, before + block, H, D)
+        # Overlapping blocks from neighbouring ones: the backward of unfold() is five times as slow.
+        blocks = F.pad(t, (0, 0, 0, 0, before, tail)).unflatten(0, (-1, block))
+        return torch.cat([blocks[i : i + n] for i in range(before // block + 1)], dim=1)
+
+    q = q.transpose(1, 2)
+    k = with_earlier_blocks(k).transpose(1, 2)
+    v = with_earlier_blocks(v).transpose(1, 2)
     mask = seen_keys(cu_seqlens, T, block, window).unsqueeze(1)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     return y.transpose(1, 2).flatten(0, 1)[:T]
@@ -2280,8 +2302,8 @@ def store_fp8(codes, out, out_T, rows, cols, M, N, FP8_MAX: tl.constexpr):
 # The FP8 scales are parts of arrays, whose addresses may be aligned: one compilation serves all.
 @jit(do_not_specialize_on_alignment=["scale"])
 def cast_and_transpose_kernel(x, scale, out, out_T, M, N, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr):
-    """Converts a tile of x / scale. The scales of h and dy are powers of 2, if the number of a rank's
-    micro-batches is one: then the inverse is exact.
+    """Converts a tile of x times 1 / scale. That is exact if the scale is a power of 2: those of h and dy
+    are, if a rank's number of micro-batches is.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -2320,9 +2342,7 @@ def fp8_matmul(
 
 
 def to_fp8_and_transposed(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), which is copied: the scale need
-    not be a power of 2, as that of cast_and_transpose must.
-    """
+    """Returns x / scale (n, m) in e4m3, and its row-major transpose (m, n), a copy of the same bytes."""
     x8 = to_fp8(x, scale, torch.float8_e4m3fn)
     return x8, transposed(x8)
 
@@ -2428,7 +2448,7 @@ def relu_square_fp8(a8: Tensor, mlp: FP8MLP, square8: Tensor | None = None) -> t
     return cast_and_transpose(result.float() * out_scale.reciprocal(), 1.0, a8.dtype)
 
 
-@jit(do_not_specialize_on_alignment=["a_scale", "b_scale", "square_scale", "out_scale"])
+@jit(do_not_specialize_on_alignment=["scales"])
 def relu_square_kernel(
     a,
     b,
@@ -2546,11 +2566,11 @@ class PointerProbs(NamedTuple):
     """What the copy pointer (below) says of the next tokens of n positions."""
 
     probs: Tensor  # (2, n), at least fp32: p_copy, of the sources that hold the next token; p_sink
-    grad: Tensor  # (2, n): where softcap_loss writes the gradient of `probs`
     gate_column: Tensor  # (1,) int64: the column of the head that says how much the pointer counts
+    grad: Tensor | None = None  # (2, n): where softcap_loss writes the gradient of `probs`
 
     def part(self, n: slice) -> PointerProbs:
-        return self._replace(probs=self.probs[:, n], grad=self.grad[:, n])
+        return self._replace(probs=self.probs[:, n], grad=self.grad[:, n])  # type: ignore[index]
 
 
 PROB_FLOOR = 1e-9  # is added to the mixture's probabilities, so that their logarithms are finite
@@ -2562,7 +2582,7 @@ def softcap_loss(
     weights: Tensor,
     fp8_scale: float = 0.0,
     pointer_probs: PointerProbs | None = None,
-    cap: Softcap = RECORD.softcap,
+    cap: Softcap = SOFTCAP,
 ) -> tuple[Tensor, ...]:
     """Returns each row's loss, the weighted sum of the cross-entropies of its targets after the softcap, and
     the gradient of the losses' sum with respect to the logits.
@@ -2571,14 +2591,15 @@ def softcap_loss(
         loss = sum_k weights[k] (log sum exp z - z[targets[k]])
         dz_j = (sum_k weights[k]) softmax(z)_j - sum_k weights[k] [j = targets[k]]
 
-    With `pointer_probs` the first target's loss is -weights[0] log p of a mixture. Its p_vocab is the softmax
-    of z without the gate's column, in which the target has p_vocab; `gate` is that column's softmax of all.
+    With `pointer_probs` the first target's loss is -weights[0] log p of a mixture. p_vocab is the target's
+    softmax among all columns but the gate's, `gate` the gate's column's softmax among all; p_copy and p_sink
+    are the pointer's (below).
 
         p = p_head + gate p_copy + PROB_FLOOR,  p_head = (1 - gate (1 - p_sink)) p_vocab
         dp/dz_gate = gate (1 - gate) (p_copy - (1 - p_sink) p_vocab) = gate_slope
         dp/dz_j = p_head [j = target] - (p_head + gate_slope) softmax without gate_j
 
-    To the other targets the gate's column is a column as any.
+    The losses of the other targets are as without the pointer.
 
     logits (n, V); targets (n, K) int64, contiguous, -1: none; weights (K,) of the losses' dtype. Losses (n,)
     are fp32 (fp64 for fp64 logits). The gradient has the logits' dtype; with `fp8_scale` it is e5m2 with
@@ -2747,7 +2768,7 @@ def triton_softcap_loss(
     weights: Tensor,
     fp8_scale: float = 0.0,
     pointer_probs: PointerProbs | None = None,
-    cap: Softcap = RECORD.softcap,
+    cap: Softcap = SOFTCAP,
 ) -> tuple[Tensor, ...]:
     n, V = logits.shape
     losses = logits.new_empty(n, dtype=torch.float32)
@@ -2760,7 +2781,8 @@ def triton_softcap_loss(
         tiles = LOSS_TILES["row"]
     pointer_args: tuple = (None,) * 4
     if pointer_probs is not None:
-        pointer_args = *pointer_probs, pointer_probs.probs.stride(0)
+        probs, gate_column, grad_of_probs = pointer_probs
+        pointer_args = probs, grad_of_probs, gate_column, probs.stride(0)
     softcap_loss_kernel[(triton.cdiv(n, tiles["ROWS"]),)](
         logits,
         targets,
@@ -2788,7 +2810,7 @@ def next_token_losses(
     logits: Tensor,
     targets: Tensor,
     pointer_probs: PointerProbs | None = None,
-    cap: Softcap = RECORD.softcap,
+    cap: Softcap = SOFTCAP,
 ) -> Tensor:
     """Returns the losses (n,) of targets (n,), -log p, in at least fp32: without pointer_probs
 
@@ -3178,15 +3200,16 @@ class Backend(NamedTuple):
 
 TORCH_BACKEND = Backend()
 
-KERNELS: dict[str, Callable] = {  # by operation, whose name begins with that in Config.kernels
-    "relu_square": triton_relu_square,
-    "relu_square_grad": triton_relu_square_grad,
-    "relu_square_fp8": triton_relu_square_fp8,
-    "cast_and_transpose": triton_cast_and_transpose,
-    "softcap_loss": triton_softcap_loss,
-    "pointer": triton_pointer,
-    "pointer_grad": triton_pointer_grad,
-    "segment_sum_rows": triton_segment_sum_rows,
+KERNELS: dict[str, dict[str, Callable]] = {  # by name in Config.kernels: the operations that it does
+    "relu_square": {
+        "relu_square": triton_relu_square,
+        "relu_square_grad": triton_relu_square_grad,
+        "relu_square_fp8": triton_relu_square_fp8,
+    },
+    "cast_and_transpose": {"cast_and_transpose": triton_cast_and_transpose},
+    "softcap_loss": {"softcap_loss": triton_softcap_loss},
+    "pointer": {"pointer": triton_pointer, "pointer_grad": triton_pointer_grad},
+    "segment_sum_rows": {"segment_sum_rows": triton_segment_sum_rows},
 }
 
 
@@ -3205,9 +3228,11 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
     Raises UserError with the first reason against them here, and a setting that avoids it.
     """
     check_driver()
-    on_gpu, interpreted = device.type == "cuda", os.environ.get("TRITON_INTERPRET") == "1"
+    on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-    too_old, kernel_dtype = capability < (8, 0), "float32" if interpreted else "bfloat16"
+    too_old = capability < (8, 0)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    kernel_dtype = "float32" if interpreted else "bfloat16"
     lacks_kernels = triton is None or too_old and not interpreted
     require(
         not cfg.kernels or (not lacks_kernels and {cfg.dtype, cfg.bank_dtype} == {kernel_dtype}),
@@ -3227,7 +3252,9 @@ def select_backend(cfg: Config, device: torch.device) -> Backend:
         not cfg.fp8 or not on_gpu or capability >= (8, 9),
         "FP8 needs a GPU of compute capability 8.9 (RTX 40, H100) or newer; use --set fp8=false",
     )
-    chosen: dict = {name: function for name, function in KERNELS.items() if name.startswith(cfg.kernels)}
+    chosen: dict = {}
+    for kernel in cfg.kernels:
+        chosen |= KERNELS[kernel]
     if cfg.attention_impl != "dense":
         chosen["attention"] = flash_attention
     if cfg.attention_impl == "fa3":
@@ -3351,7 +3378,7 @@ class MLP(torch.autograd.Function):
 
 
 # ============================================================================================================
-# 9  What is updated. One object for each bank, each table, lm_head, each vector of small parameters, and
+# 9  Parameters. One object for each bank, each table, lm_head, each vector of small parameters, and
 #    the table of n-grams. It owns the gradient, from the backward that adds to it to the gather of what its
 #    update changes:
 #
@@ -3370,7 +3397,7 @@ class MLP(torch.autograd.Function):
 #    thread does, while earlier steps train; on the right the main thread, from top to bottom:
 #
 #    index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
-#    ids    plan_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
+#    ids    route_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
 #           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
 #                                                            update: owners' mean in rank order, and the rule
 #                                                            rows of the next steps: to askers
@@ -3390,15 +3417,54 @@ class RunningAverage(NamedTuple):
     value: Tensor
 
 
-class ShardedParam:
+class Updated:
+    """What the optimizer updates: a parameter that is spread over ranks, or the table of n-grams.
+
+    main_grad is the gradient, summed from one update to the next, over micro-batches and steps.
+    """
+
+    spec: Param | Ngrams
+    name: str
+    update_order: int
+    exchange: Exchange
+    main_grad: Tensor
+    in_flight: Pending | None = None  # a gather, or a fetch, until somebody waits for it
+
+    def is_due(self, plan: StepPlan) -> bool:
+        return plan.updates(self.spec.update_every)
+
+    def scatter(self) -> Pending:
+        """Starts the mean of the gradient over ranks. Each rank gets that of what it updates."""
+        raise NotImplementedError
+
+    def update(self, grad: Tensor, plan: StepPlan) -> None:
+        """Updates this rank's block by its mean gradient."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Begins a new sum of the gradient, after an update."""
+        self.main_grad.zero_()
+
+    def drop_grad(self) -> None:
+        """Begins a new sum, whatever has been added since the last update."""
+        self.main_grad.zero_()
+
+    def wait(self) -> None:
+        """Ends the gather or the fetch, if one is under way."""
+        pending, self.in_flight = self.in_flight, None
+        if pending:
+            pending.wait()
+
+
+class ShardedParam(Updated):
     """A parameter whose updates are spread over ranks: each rank updates its own block, and has the update
     rule's state and the averages of that block.
 
-    main_grad: the gradient, with the parameter's shape and dtype; it is summed from one update to the next,
-    over micro-batches and steps. How, and how it is exchanged and cleared, is what the subclasses differ in.
+    main_grad has the parameter's shape and dtype. How gradients are added to it, exchanged and cleared is
+    what the subclasses differ in.
     """
 
-    main_grad: typing.Any  # Tensor; None where autograd has the gradient
+    spec: Param
 
     def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
         self.spec = spec
@@ -3415,10 +3481,6 @@ class ShardedParam:
             if spec.name in average.params and tick_rates(average, cfg.steps):
                 value = torch.zeros_like(self.block, dtype=acc_dtype(cfg))
                 self.averages.append(RunningAverage(row, average, value))
-        self.in_flight: Pending | None = None  # the gather, until somebody waits for it
-
-    def is_due(self, plan: StepPlan) -> bool:
-        return plan.updates(self.spec.update_every)
 
     def end_backward(self) -> None:
         """Ends a micro-batch's backward.
@@ -3437,27 +3499,12 @@ class ShardedParam:
         return self.exchange.reduce(self.name, grad, self.spec.reduction == "fp32")
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
-        """Updates the block by its mean gradient."""
         self.rule.update(self.block, grad, self.state, self.spec, plan, self.cfg)
-
-    def clear(self) -> None:
-        """Begins a new sum of the gradient, after an update."""
-        self.main_grad.zero_()
-
-    def drop_grad(self) -> None:
-        """Begins a new sum, whatever has been added since the last update."""
-        self.clear()
 
     def gather(self) -> None:
         """Starts to complete the parameter from the ranks' blocks."""
         with traced(f"gather {self.name}"):
             self.in_flight = self.exchange.gather(self.name, self.p.detach())
-
-    def wait(self) -> None:
-        """Ends the gather, if one is under way."""
-        pending, self.in_flight = self.in_flight, None
-        if pending:
-            pending.wait()
 
     def tick(self, rates: tuple[float, ...]) -> None:
         """Moves averages towards the block, by StepPlan.average_rates."""
@@ -3516,6 +3563,7 @@ class SmallParams(ShardedParam):
             value[: p.numel()].copy_(p.detach().flatten())
             p.data = value[: p.numel()].view_as(p)
             p.grad = grad[: p.numel()].view_as(p)
+        # Factors of lr and of decay, which is lr^2 wd; padding has none.
         muls = [(spec.lr_mul, spec.lr_mul**2 * spec.wd_mul) for spec in specs] + [(0.0, 0.0)]
         rates = torch.tensor(muls, dtype=acc_dtype(cfg))
         rates = rates.repeat_interleave(torch.tensor(sizes + [padding]), 0)
@@ -3561,11 +3609,14 @@ class DenseParam(ShardedParam):
         self.p.grad = None
         self.written = torch.tensor(False)
 
+    def drop_grad(self) -> None:
+        self.clear()
+
 
 class TableParam(ShardedParam):
     """A table of rows for tokens or bigrams. Every rank has all rows; main_grad begins every sum with 0."""
 
-    touched: RowExchange | None = None  # in a step that updates the table, on the device
+    routes: RowRoutes | None = None  # of the touched rows, in a step that updates the table; on the device
 
     def __init__(self, spec: Param, p: Tensor, cfg: Config, exchange: Exchange):
         super().__init__(spec, p, cfg, exchange)
@@ -3582,24 +3633,25 @@ class TableParam(ShardedParam):
 
     def take_rows(self) -> Tensor:
         """Returns the touched rows of main_grad, which begin a new sum."""
-        rows = self.main_grad[self.touched.rows]
-        self.main_grad.index_fill_(0, self.touched.rows.long(), 0)
+        rows = self.main_grad[self.routes.rows]
+        self.main_grad.index_fill_(0, self.routes.rows.long(), 0)
         return rows
 
     def scatter(self) -> Pending:
-        if self.spec.exchange == "sparse":  # only touched rows; the mean is put where their owner had them
-            out = self.exchange.block(self.main_grad)
-            return self.exchange.reduce_rows(self.name, self.take_rows(), self.touched, out)
         return self.reduce(self.main_grad)
 
-    def clear(self) -> None:
-        if self.spec.exchange == "sparse":  # only these rows are not 0
-            self.exchange.block(self.main_grad).index_fill_(0, self.touched.segments.ids.long(), 0)
-        else:
-            self.main_grad.zero_()
 
-    def drop_grad(self) -> None:
-        self.main_grad.zero_()
+class SparseTable(TableParam):
+    """A table of which ranks exchange the gradients of touched rows only."""
+
+    def scatter(self) -> Pending:
+        rows = self.take_rows()  # before their means come to the block, which is a part of main_grad
+        out = self.exchange.block(self.main_grad)
+        return self.exchange.reduce_rows(self.name, rows, self.routes, out)
+
+    def clear(self) -> None:
+        touched = self.routes.segments.ids.long()  # by any rank; all other rows of the block are 0
+        self.exchange.block(self.main_grad).index_fill_(0, touched, 0)
 
 
 class Head(DenseParam):
@@ -3627,7 +3679,7 @@ class Head(DenseParam):
 
     def add_grad_of(self, embed: TableParam) -> None:
         """Adds the gradient of embed, of which only the touched rows are not 0."""
-        add_columns(self.main_grad, embed.touched.rows, embed.take_rows().T)
+        add_columns(self.main_grad, embed.routes.rows, embed.take_rows().T)
 
     def copy_to(self, embed: TableParam) -> None:
         """Lets embed be copied when somebody waits for it, after this parameter's gather."""
@@ -3654,13 +3706,20 @@ def ngram_bounds(cfg: Config, world_size: int) -> tuple[int, int]:
     return touched, block
 
 
-class NgramTable:
+def route_ngrams(exchange: Exchange, rows: np.ndarray) -> RowRoutes:
+    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size."""
+    local_row, owner = np.divmod(rows, exchange.world_size)
+    return exchange.route_rows("ngrams", rows, owner, local_row)
+
+
+class NgramTable(Updated):
     """This rank's rows of the table of n-grams, its block; and, of the rows that it reads, a cache.
 
-    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. Row r is local_row
-    r // world_size of rank r % world_size. Rows start at 0.
+    It is no nn.Parameter: no code that walks parameters copies, averages or gathers it. route_ngrams()
+    says which rank has which row. Rows start at 0.
     """
 
+    spec: Ngrams
     name = "ngrams"
     selector = "hashed_rows"
     update_order = -1  # before all parameters, while whose updates run the next rows are fetched
@@ -3672,34 +3731,24 @@ class NgramTable:
         # By slot: the rows that steps read until the next update, and their gradients.
         zeros = partial(torch.zeros, dtype=dtype_of(n.dtype), device=self.device)
         self.cache, self.main_grad = zeros(slots, n.width), zeros(slots, n.width)
-        self.touched: RowExchange | None = None  # of the rows in the cache, on the device
-        self.in_flight: Pending | None = None  # their fetch
+        self.routes: RowRoutes | None = None  # of the rows in the cache, on the device
         self.block = zeros(block, n.width)
         self.state = row_adam_init(self.block, acc_dtype(cfg))
         self.saved = {"block": self.block} | self.state
         # As a table: on CPUs the last bit of pow() depends on a number's place in its vector.
         self.state["decays"] = (n.beta2 ** torch.arange(cfg.steps + 1).double()).to(self.state["moments"])
 
-    def is_due(self, plan: StepPlan) -> bool:
-        return plan.updates(self.spec.update_every)
-
     @traced("rows ngrams")
-    def start_fetch(self, rows: RowExchange) -> None:
+    def start_fetch(self, routes: RowRoutes) -> None:
         """Starts to fetch the rows that the steps up to the next update read, to slots 0, 1, ... of the
-        cache, by owner. They travel against the exchange's direction.
+        cache, by owner. They go the routes of their gradients backwards.
         """
-        self.touched = rows
-        own = self.block.index_select(0, rows.local_rows)
-        out = self.cache[: len(rows.rows)]
+        self.routes = routes
+        own = self.block.index_select(0, routes.local_rows)
+        out = self.cache[: len(routes.rows)]
         self.in_flight = self.exchange.send_rows(
-            "rows", self.name, own, rows.output_splits, rows.input_splits, out
+            "rows", self.name, own, routes.output_splits, routes.input_splits, out
         )
-
-    def wait(self) -> None:
-        """Ends the fetch, if one is under way."""
-        pending, self.in_flight = self.in_flight, None
-        if pending:
-            pending.wait()
 
     def add_rows(self, grads: Tensor, segments: dict[str, Segments], signs: Tensor) -> None:
         """Adds the gradients (T, width) of what a micro-batch's positions have looked up, times `signs`."""
@@ -3708,43 +3757,52 @@ class NgramTable:
     @traced("rows ngrams")
     def scatter(self) -> Pending:
         """Starts the return of the gradient rows. The result is the mean of each row that a rank touched."""
-        distinct = len(self.touched.segments.ids)
-        # One after the other, as no buffer has all rows of the block.
-        places = torch.arange(distinct, dtype=torch.int32, device=self.device)
-        plan = self.touched._replace(segments=self.touched.segments._replace(ids=places))
-        rows = self.main_grad[: len(plan.rows)]
+        segments = self.routes.segments
+        distinct = len(segments.ids)
+        # The means stand one after the other, as no buffer has all rows of the block.
+        numbers = torch.arange(distinct, dtype=torch.int32, device=self.device)
+        routes = self.routes._replace(segments=segments._replace(ids=numbers))
+        rows = self.main_grad[: len(routes.rows)]
         out = rows.new_zeros((distinct, self.spec.width), dtype=self.state["moments"].dtype)
-        return self.exchange.reduce_rows(self.name, rows, plan, out)
+        return self.exchange.reduce_rows(self.name, rows, routes, out)
 
-    def update(self, grads: Tensor, plan: StepPlan) -> None:
+    def update(self, grad: Tensor, plan: StepPlan) -> None:
         """Updates the rows that any rank has touched, by their mean gradients (n, width)."""
-        row_adam(self.block, (self.touched.segments.ids, grads), self.state, self.spec, plan)
+        row_adam(self.block, self.routes.segments.ids, grad, self.state, self.spec, plan)
 
     def clear(self) -> None:
-        """Begins a new sum of the gradient, after an update."""
-        self.main_grad[: len(self.touched.rows)].zero_()
-
-    def drop_grad(self) -> None:
-        self.main_grad.zero_()
+        self.main_grad[: len(self.routes.rows)].zero_()
 
     @torch.no_grad()
     def fetch(self, rows: Tensor) -> Tensor:
-        """Returns rows (n,), ascending, of the table, outside training. Waits for the device.
+        """Returns rows (n,), distinct, of the table, outside training. Waits for the device.
 
         Every rank must call it the same number of times: it communicates.
         """
-        wanted = rows.cpu().numpy()
-        local_row, owner = np.divmod(wanted, self.exchange.world_size)
-        plan = self.exchange.plan_rows(self.name, wanted, owner, local_row)
-        own = self.block[plan.local_rows]
+        routes, slots = route_ngrams(self.exchange, rows.cpu().numpy())
+        own = self.block[routes.local_rows]
         received = self.exchange.send_rows(
-            "rows outside training", self.name, own, plan.output_splits, plan.input_splits
+            "rows outside training", self.name, own, routes.output_splits, routes.input_splits
         )
-        return received.wait()[plan.rows.argsort()]
+        return received.wait()[slots]
 
     def state_dict(self) -> dict:
         """Returns what this rank alone has of it, all but the gradient; not copied."""
         return self.saved
+
+
+def route_ngrams(exchange: Exchange, rows: np.ndarray) -> tuple[RowRoutes, Tensor]:
+    """Routes distinct rows (n,) of n-grams: row r is local_row r // world_size of rank r % world_size.
+
+    Also returns the slots, (n,) int32, of rows[0], rows[1], ...: their places in the order of the routes.
+    """
+    owner = rows % exchange.world_size
+    by_owner = np.argsort(owner.astype(np.uint16), kind="stable")  # 16 bits, which NumPy sorts by radix
+    slots = np.empty(len(rows), np.int32)
+    slots[by_owner] = np.arange(len(rows))
+    rows = rows[by_owner]
+    routes = exchange.route_rows("ngrams", rows, owner[by_owner], rows // exchange.world_size)
+    return routes, int32(slots)
 
 
 def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
@@ -3761,14 +3819,21 @@ def make_ngram_table(cfg: Config, exchange: Exchange) -> NgramTable | None:
 # 10  Optimizer. Has the objects of section 9, and runs their scatter, work and gather in explicit orders.
 # ============================================================================================================
 
-# By Param.kind; small parameters are packed.
-KINDS = {"bank": DenseParam, "matmul": Head, "tokens": TableParam, "hashed": TableParam}
+# By Param.kind and Param.exchange; small parameters are packed.
+CLASSES: dict[tuple[str, str], Callable] = {
+    ("bank", "reduce_scatter"): DenseParam,
+    ("matmul", "reduce_scatter"): Head,
+    ("tokens", "reduce_scatter"): TableParam,
+    ("hashed", "reduce_scatter"): TableParam,
+    ("tokens", "sparse"): SparseTable,
+    ("hashed", "sparse"): SparseTable,
+}
 
 
 class Optimizer:
     """Spreads updates over ranks: scatters gradients, updates own blocks (work), gathers parameters.
 
-    Gradients are exchanged in the order of `sharded`: n-grams', then in the order of cfg.params, small
+    Gradients are exchanged in the order of `updated`: n-grams', then in the order of cfg.params, small
     parameters' last. Updates are done by update_order.
 
     Neither order changes the result. An update reads only its own gradient and state, and the sum over ranks
@@ -3785,75 +3850,78 @@ class Optimizer:
             if spec.kind == "small":
                 groups[spec.dtype, spec.betas, spec.update_every, spec.reduction].append(spec)
             else:
-                self.params[spec.name] = KINDS[spec.kind](spec, params[spec.name], cfg, exchange)
+                make = CLASSES[spec.kind, spec.exchange]
+                self.params[spec.name] = make(spec, params[spec.name], cfg, exchange)
         for i, group in enumerate(groups.values()):
             group.sort(key=lambda spec: spec.name)  # NCCL's and gloo's sums depend on places in the vector
             name, tensors = f"small_{i}", [params[spec.name] for spec in group]
             self.params[name] = SmallParams(name, group, tensors, cfg, exchange)
         self.ngrams = make_ngram_table(cfg, exchange)
-        self.sharded: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
+        self.updated: dict[str, typing.Any] = dict(self.params)  # with n-grams, in the order of exchange
         if self.ngrams:
-            self.sharded = {"ngrams": self.ngrams} | self.sharded
+            self.updated = {"ngrams": self.ngrams} | self.updated
         self.begun: Batch | None = None
-        self.exchanges: dict[str, RowExchange] = {}  # of that batch, on the device
+        self.routes: dict[str, RowRoutes] = {}  # of that batch, on the device
 
     @torch.no_grad()
     def begin(self, batch: Batch | None) -> None:
-        """Copies a batch's exchanges to the device, and starts to fetch its rows of n-grams. The step before
+        """Copies a batch's routes to the device, and starts to fetch its rows of n-grams. The step before
         does this already if it has updated the n-grams. None: there is no batch any more.
         """
         if batch is None or batch is self.begun:
             return
-        self.begun, self.exchanges = batch, move(batch.exchanges, self.exchange.device)
-        if "ngrams" in self.exchanges:
-            self.ngrams.start_fetch(self.exchanges["ngrams"])
+        self.begun, self.routes = batch, move(batch.routes, self.exchange.device)
+        if "ngrams" in self.routes:
+            self.ngrams.start_fetch(self.routes["ngrams"])
 
     @traced("rows")
     @torch.no_grad()
     def add_rows(self, looked_up: dict[str, Tensor], segments: dict[str, Segments], signs: Tensor) -> None:
         """Adds the gradients of what a micro-batch's positions have looked up, by table, to main_grads."""
         for name, rows in looked_up.items():
-            if rows.grad is not None:  # of bigrams, if no layer adds them
-                self.sharded[name].add_rows(rows.grad, segments, signs)
+            if rows.grad is not None:  # of n-grams it is None if no layer adds them
+                self.updated[name].add_rows(rows.grad, segments, signs)
 
     @torch.no_grad()
     def step(self, plan: StepPlan, following: Callable[[], Batch | None] = lambda: None) -> None:
         """Updates what is due. `following()`: the next batch; its n-grams are fetched after their update.
 
-        wait() must have been called since the step before. Mean gradients exist only here, each rank's block
+        wait() must have been called since the step before. Mean gradients exist only here, item rank's block
         of them.
         """
+        assert not any(item.in_flight for item in self.updated.values())
         head, embed = self.params.get("lm_head"), self.params.get("embed")
-        for table in self.params.values():
+        for table in self.params.values():  # begin() below replaces self.routes by those of the next batch
             if isinstance(table, TableParam):
-                table.touched = self.exchanges.get(table.name)
-        due = [each for each in self.sharded.values() if each.is_due(plan)]
+                table.routes = self.routes.get(table.name)
+        due = [item for item in self.updated.values() if item.is_due(plan)]
 
         # Scatter. While embed is tied, its gradient is a part of lm_head's.
         if plan.tied:
-            due = [each for each in due if each is not embed]
+            due = [item for item in due if item is not embed]
             if head in due:
                 head.add_grad_of(embed)
         mean_grads = {}
-        for each in due:
-            with traced(f"exchange {each.name}"):
-                mean_grads[each.name] = each.scatter()
+        for item in due:
+            with traced(f"exchange {item.name}"):
+                mean_grads[item.name] = item.scatter()
 
         # The averages tick after the step before, while the gradients are on their way.
-        self.tick(plan.step - 1)
+        if plan.step > 0:
+            self.tick(plan_step(self.cfg, plan.step - 1))
 
         # Work, and gather.
         with traced("update"):
-            for each in sorted(due, key=lambda each: each.update_order):
-                grad = mean_grads.pop(each.name).wait()
-                with traced(f"update {each.name}"):
-                    each.update(grad, plan)
-                each.clear()
-                if each is self.ngrams:
+            for item in sorted(due, key=lambda item: item.update_order):
+                grad = mean_grads.pop(item.name).wait()
+                with traced(f"update {item.name}"):
+                    item.update(grad, plan)
+                item.clear()
+                if item is self.ngrams:
                     self.begin(following())
                 else:
-                    each.gather()
-                if plan.tied and each is head:
+                    item.gather()
+                if plan.tied and item is head:
                     head.copy_to(embed)
 
         if plan.untie:
@@ -3862,29 +3930,25 @@ class Optimizer:
     @torch.no_grad()
     def wait(self) -> None:
         """Ends all gathers, and the fetch of n-grams, that are under way."""
-        for each in self.sharded.values():
-            each.wait()
+        for item in self.updated.values():
+            item.wait()
 
     def gather_all(self) -> None:
         for param in self.params.values():
             param.gather()
             param.wait()
 
-    def tick(self, step: int) -> None:
-        """Moves the averages that tick after `step` towards their parameters.
-
-        The gathers of that step have ended, so that a tied copy is made.
-        """
-        rates = average_rates(self.cfg, step)
+    def tick(self, plan: StepPlan) -> None:
+        """Moves averages towards their parameters after a step, whose gathers have ended."""
         for param in self.params.values():
-            param.tick(rates)
+            param.tick(plan.average_rates)
 
     @traced("averages")
     @torch.no_grad()
     def apply_averages(self) -> None:
         """Moves parameters to their averages, after the last step, and restores their norms."""
         self.wait()
-        self.tick(self.cfg.steps - 1)
+        self.tick(plan_step(self.cfg, self.cfg.steps - 1))
         for param in self.params.values():
             param.apply_averages()
         if untie_step(self.cfg) >= self.cfg.steps:  # still tied
@@ -3894,8 +3958,8 @@ class Optimizer:
     def drop_grads(self) -> None:
         """Drops all gradients, and fetched rows of n-grams: none awaits its update then."""
         self.wait()
-        for each in self.sharded.values():
-            each.drop_grad()
+        for item in self.updated.values():
+            item.drop_grad()
         self.begun = None
 
 
@@ -3909,8 +3973,8 @@ class UpdateRule(NamedTuple):
     """How an optimizer updates one block of a parameter.
 
     The gradient is the mean over micro-batches and ranks of the loss's, which is a sum over tokens; it is
-    summed over the steps since the last update. Where a bf16 block would lose small updates, the rule keeps
-    the lower halves of fp32 numbers in its state (split_mantissa). A rule for parameters also needs its name
+    summed over the steps since the last update. ANVIL keeps the lower halves of a bf16 block's fp32 numbers
+    in its state (split_mantissa); Adam rounds to the block's dtype. A rule for parameters also needs its name
     in Param.optimizer, and what it needs in check_config.
     """
 
@@ -3999,7 +4063,7 @@ def adam_update(
     p.copy_(p32 - update - decay * decay_mul * p32 * (update * p32 > 0))
 
 
-# bf16 weights would lose most updates: their least change is one in 256. The optimizer keeps the 16 bits
+# bf16 weights would lose most updates: their least change is one in 256. ANVIL keeps the 16 bits
 # below them, so that matmuls read 16 bits and training is that of fp32 weights (PR 190).
 
 
@@ -4071,7 +4135,7 @@ def anvil_init(p: Tensor, spec: Param, dtype: torch.dtype, first: int) -> dict:
     state = {
         "fast_momentum": torch.zeros_like(p, dtype=dtype),
         "slow_momentum": torch.zeros_like(p, dtype=dtype),
-        "second_momentum_buffer": p.new_zeros(mean_shape, dtype=dtype),
+        "second_moment": p.new_zeros(mean_shape, dtype=dtype),
         # On the device from the start: a copy in a step would make it wait.
         "matrix_lr_mul": torch.tensor(factors, dtype=dtype, device=p.device).view(n, 1, 1),
     }
@@ -4102,16 +4166,16 @@ def anvil(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg
         decay=host_scalar(decay, dtype),
     )
     for block in split_tensors({"p": p, "grad": grad} | state, size):
-        update_matrices(cfg=cfg, **block, **hyper)
+        anvil_update(cfg=cfg, **block, **hyper)
 
 
 @compiled  # one graph: launched from Python, the products of the banks alone would take milliseconds
-def update_matrices(
+def anvil_update(
     p: Tensor,
     grad: Tensor,
     fast_momentum: Tensor,
     slow_momentum: Tensor,
-    second_momentum_buffer: Tensor,
+    second_moment: Tensor,
     matrix_lr_mul: Tensor,
     cfg: Config,
     fast_rate: Tensor,
@@ -4133,8 +4197,8 @@ def update_matrices(
         dtype_of(cfg.bank_dtype),
     )
     x = orthogonalize(x, cfg.bank_margin)
-    x = normuon_variance_reduction(x, second_momentum_buffer, cfg.bank_beta2)
-    anvil_update(p, x, slow_momentum, matrix_lr_mul, lr, decay, mantissa)
+    x = normuon_variance_reduction(x, second_moment, cfg.bank_beta2)
+    apply_anvil(p, x, slow_momentum, matrix_lr_mul, lr, decay, mantissa)
 
 
 def nesterov_momentum(
@@ -4164,23 +4228,23 @@ def nesterov_momentum(
     return (grad + momentum * (mean - grad)).to(dtype)
 
 
-def normuon_variance_reduction(x: Tensor, second_momentum_buffer: Tensor, beta2: float) -> Tensor:
+def normuon_variance_reduction(x: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     """Scales the rows of x (n, rows, cols), or columns of wide matrices, by their running root mean squares.
 
     Orthogonal updates still favour some neurons; this evens that out and keeps the update's norm (NorMuon: Li
     et al. 2025, arXiv:2510.05491; PRs 144, 168).
     """
-    x32 = x.to(second_momentum_buffer.dtype)
+    x32 = x.to(second_moment.dtype)
     axis = -1 if x.size(-2) >= x.size(-1) else -2
     mean = x32.square().mean(dim=axis, keepdim=True)
-    second_momentum_buffer.lerp_(mean, 1 - beta2)
-    scale = second_momentum_buffer.clamp_min(1e-10).rsqrt()
+    second_moment.lerp_(mean, 1 - beta2)
+    scale = second_moment.clamp_min(1e-10).rsqrt()
     old = (mean.sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
     new = ((mean * scale.square()).sum(dim=(-2, -1), keepdim=True) * x.size(axis)).sqrt()
     return x * (scale * (old / new.clamp_min(1e-10))).to(x.dtype)
 
 
-def anvil_update(
+def apply_anvil(
     p: Tensor,
     x: Tensor,
     slow_momentum: Tensor,
@@ -4216,14 +4280,8 @@ def row_adam_init(table: Tensor, dtype: torch.dtype) -> dict:
     }
 
 
-def row_adam(
-    table: Tensor,
-    grads: tuple[Tensor, Tensor],
-    state: dict,
-    ngrams: Ngrams,
-    plan: StepPlan,
-) -> None:
-    """Updates distinct rows, grads[0] (n,) int32, of a table (N, w) by their gradients grads[1] (n, w).
+def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ngrams, plan: StepPlan) -> None:
+    """Updates `rows` (n,) int32, distinct, of a table (N, w) by their gradients (n, w).
 
         moment = beta2^(time - last) moment + (1 - beta2) mean(grad^2),  last = time
         update = lr sqrt(1 - beta2^count) grad / (sqrt(moment) + eps)
@@ -4234,7 +4292,6 @@ def row_adam(
     table's: a row's first step is 1 / sqrt(1 - beta2) times as long as one of a row that is always touched
     (PR 360). Decay is cautious, as in adam().
     """
-    rows, row_grads = grads
     dtype = state["moments"].dtype
     interval_ratio = plan.interval_ratio(ngrams.update_every)
     state["clock"] += torch.tensor([1, interval_ratio])
@@ -4242,13 +4299,13 @@ def row_adam(
     beta2 = ngrams.beta2**interval_ratio
     lr = ngrams.lr * plan.lr_mul
     # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
-    update = update_rows if len(rows) > 1 else update_rows.__wrapped__  # type: ignore
+    update = row_adam_update if len(rows) > 1 else row_adam_update.__wrapped__  # type: ignore
     update(
         table,
         state["moments"],
         state["last"],
         rows,
-        row_grads,
+        grads,
         state["decays"],
         time=host_scalar(time, torch.int32),
         one_minus_beta2=host_scalar(1 - beta2, dtype),
@@ -4258,7 +4315,7 @@ def row_adam(
 
 
 @compiled
-def update_rows(
+def row_adam_update(
     table: Tensor,
     moments: Tensor,
     last: Tensor,
@@ -4294,7 +4351,7 @@ OPTIMIZERS = {
 #    How a table row's gradient travels, for example value_embeds':
 #
 #    thread that       make_segments           which rows each micro-batch reads, and at which positions
-#    builds batches    Exchange.plan_rows      tells every owner which of its rows are touched
+#    builds batches    Exchange.route_rows      tells every owner which of its rows are touched
 #    each backward     TableParam.add_rows     adds the positions' gradients to their rows of main_grad
 #    scatter           Exchange.reduce_rows    sends the touched rows of main_grad, as they are; the owner
 #                                              sums them in fp32, in rank order, in its block of main_grad
@@ -4320,7 +4377,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Pending(NamedTuple):
     result: Tensor
     handle: dist.Work | None = None
-    finish: Callable[[Tensor], Tensor] | None = None  # completes the result after its arrival
+    finish: Callable[[Tensor], typing.Any] | None = None  # completes the result after its arrival
 
     def wait(self) -> Tensor:
         if self.handle is not None:
@@ -4339,7 +4396,7 @@ def rank_order_mean(parts: Tensor) -> Tensor:
 
 @dataclass
 class Exchange:
-    """Collectives of one process group; with one rank they do nothing.
+    """Collectives of one process group; with one rank nothing is communicated.
 
     Every rank must make the same calls in the same order, from one thread. `name` and `kind` say what a call
     sends: tests and benchmarks count by them.
@@ -4374,23 +4431,22 @@ class Exchange:
             return Pending(parts, work, rank_order_mean)
         return Pending(out, _reduce_scatter(out, grad, op=dist.ReduceOp.AVG, **self.options))
 
-    def plan_rows(self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray) -> RowExchange:
+    def route_rows(self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray) -> RowRoutes:
         """Tells each row's owner that this rank has touched the row. Blocks.
 
         rows (n,): distinct rows of the table `name`; owner[i] and local_row[i]: the rank that has rows[i],
-        and where in its block.
+        and where in its block. Owners ascend.
         """
-        order = np.argsort(owner.astype(np.uint16), kind="stable")
         input_splits = np.bincount(owner, minlength=self.world_size).tolist()
         output_splits = input_splits
-        arriving = int32(local_row[order]).to(self.device)
+        arriving = int32(local_row).to(self.device)
         if self.world_size > 1:
             ones = [1] * self.world_size
             counts = torch.tensor(input_splits, device=self.device)
             output_splits = self.send_rows("counts", name, counts, ones, ones).wait().tolist()
             arriving = self.send_rows("row ids", name, arriving, input_splits, output_splits).wait()
         arriving = arriving.cpu()
-        return RowExchange(input_splits, output_splits, int32(rows[order]), arriving, make_segments(arriving))
+        return RowRoutes(input_splits, output_splits, int32(rows), arriving, make_segments(arriving))
 
     def send_rows(
         self,
@@ -4408,18 +4464,19 @@ class Exchange:
             out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
         return Pending(out, dist.all_to_all_single(out, rows, output_splits, input_splits, **self.options))
 
-    def reduce_rows(self, name: str, row_grads: Tensor, plan: RowExchange, out: Tensor) -> Pending:
-        """Sends the gradients of touched rows, (sum(plan.input_splits), ...), to their owners, as they are.
-        Each gets the mean over ranks of its rows, in the rows of `out` that plan.segments.ids name; 0 before.
+    def reduce_rows(self, name: str, row_grads: Tensor, routes: RowRoutes, out: Tensor) -> Pending:
+        """Sends the gradients of touched rows, (sum(routes.input_splits), ...), to their owners, as they are.
+        Each gets the mean over ranks of its rows, in the rows of `out` that routes.segments.ids name; these
+        are 0 before.
 
         Rows arrive, and so are summed, in rank order, in at least fp32: to the bits of rank_order_mean.
         """
 
         def mean(arrived: Tensor) -> Tensor:
-            self.sum_rows(out, arrived, plan.segments)
+            self.sum_rows(out, arrived, routes.segments)
             return out.div_(self.world_size)
 
-        arriving = self.send_rows("gradient rows", name, row_grads, plan.input_splits, plan.output_splits)
+        arriving = self.send_rows("gradient rows", name, row_grads, routes.input_splits, routes.output_splits)
         return arriving._replace(finish=mean)
 
     def gather(self, name: str, t: Tensor) -> Pending:
@@ -4675,21 +4732,24 @@ def make_micro_batch(
 NO_ROWS = np.empty(0, np.int32)
 
 
-def merge_ascending(lists: list[np.ndarray]) -> np.ndarray:
-    """Returns the distinct numbers, none negative, of ascending lists, ascending."""
-    merged = np.concatenate(lists)
-    merged.sort(kind="stable")  # which takes ascending runs as they are; np.unique would hash every number
-    return merged[np.diff(merged, prepend=-1) > 0]
-
-
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
     """Sorts the positions of `ids`, int32, (T,) or (K, T) with a range of ids for each k."""
+    K, T = torch.atleast_2d(ids).shape
     by_id, perm = ids.flatten().sort(stable=True)
     distinct, counts = by_id.unique_consecutive(return_counts=True)
     offsets = F.pad(counts.cumsum(0), (1, 0))
     if sign_ids is not None:
-        sign_ids = sign_ids.flatten()[perm]
-    return Segments(distinct, (perm % ids.shape[-1]).int(), offsets.int(), sign_ids)
+        sign_ids = sign_ids.flatten().index_select(0, perm)  # a quarter of an indexing's time
+    # perm's k-th T numbers are of the k-th range: less k * T they are positions, without a slow division.
+    positions = perm.int().view(K, T) - T * torch.arange(K, dtype=torch.int32)[:, None]
+    return Segments(distinct, positions.flatten(), offsets.int(), sign_ids)
+
+
+def list_ids(segments: Segments, shape: Sequence[int]) -> Tensor:
+    """Returns the list, of this shape, whose segments these are: make_segments' inverse."""
+    counts = np.diff(segments.offsets.numpy())
+    by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
+    return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
 
 
 COLUMN_STRIDE = 20011  # a prime
@@ -4724,7 +4784,7 @@ FIRST_READ = 1 << 23  # tokens of a run's first shard that its first batches wai
 
 
 class TrainLoader:
-    """Cuts training shards into batches of whole documents; micro-batch m * world_size + r is rank r's m-th.
+    """Cuts training shards into batches of whole documents; rank r has micro-batches r, r + world_size, ...
 
     A micro-batch takes documents in order, each cut to max_doc_len tokens, until it holds T + 1 tokens; the
     rest of a cut document is dropped. A batch that does not fit before the end of a shard starts over in the
@@ -4780,8 +4840,11 @@ class TrainLoader:
         self.reader.shutdown(cancel_futures=True)
 
     def advance(self, batch_tokens: int, max_doc_len: int) -> list[int]:
-        """Skips a batch. Returns each micro-batch's first document, and the one after the last."""
-        for _ in range(len(self.paths) + 2):  # the rest of this shard, its tokens as yet unread, every shard
+        """Returns the first document of each micro-batch of the next batch, and the one after its last, where
+        the batch after that begins.
+        """
+        # At most: the part of the first shard that is read, all of that shard, then every shard once.
+        for _ in range(len(self.paths) + 2):
             lengths = np.minimum(np.diff(self.shard.bounds), max_doc_len)
             ends = np.append(0, np.cumsum(lengths))
             firsts = [self.document]
@@ -4823,14 +4886,11 @@ class TrainLoader:
         return micro_batches
 
 
-def assign_slots(part: MicroBatch, rows: np.ndarray, slots: np.ndarray) -> MicroBatch:
-    """Gives a micro-batch's n-grams their slots. Its rows are among `rows`, ascending, which get `slots`."""
-    segments = part.segments["hashed_rows"]
-    ids = int32(slots[np.searchsorted(rows, segments.ids.numpy())])
-    by_id = ids.repeat_interleave(segments.offsets.diff()).view(part.hashed_rows.shape)
-    by_position = torch.empty_like(by_id).scatter_(1, segments.perm.view(by_id.shape).long(), by_id)
-    both = part.segments | {"hashed_rows": segments._replace(ids=ids)}
-    return part._replace(slots=by_position, segments=both)
+def assign_slots(part: MicroBatch, slots: Tensor) -> MicroBatch:
+    """Gives a micro-batch's n-grams their slots: those, int32, of its distinct rows, ascending."""
+    segments = part.segments["hashed_rows"]._replace(ids=slots)
+    by_position = list_ids(segments, part.hashed_rows.shape)
+    return part._replace(slots=by_position, segments=part.segments | {"hashed_rows": segments})
 
 
 class Prefetcher:
@@ -4843,7 +4903,9 @@ class Prefetcher:
     def __init__(self, loader: TrainLoader, plans: Iterable[StepPlan], exchange: Exchange):
         self.loader, self.exchange, self.cfg = loader, exchange, loader.cfg
         self.shapes = param_shapes(self.cfg, 1)
-        self.touched: dict[str, np.ndarray] = {}  # by table: rows since its last update, ascending
+        self.tables = [spec for spec in used_params(self.cfg) if spec.is_table]
+        # By table: whether a row has been read since the table's last update.
+        self.touched = {spec.name: np.zeros(self.shapes[spec.name][0], bool) for spec in self.tables}
         # A generator ends with its first error. So no later batch's exchange can begin, which would meet the
         # failed batch's exchange on other ranks.
         self.batches = self._batches(plans)
@@ -4880,7 +4942,7 @@ class Prefetcher:
 
     @traced("index")
     def _build(self, plan: StepPlan) -> Batch:
-        """Builds a batch with the exchanges of the tables that it updates, but n-grams'. Packs nothing."""
+        """Builds a batch with the routes of the tables that it updates, but n-grams'. Packs nothing."""
         parts = self.loader.micro_batches(plan)
         shares = [weight / len(parts) for weight in plan.loss_weights]
         loss_weights = torch.tensor(shares, dtype=acc_dtype(self.cfg))
@@ -4891,52 +4953,43 @@ class Prefetcher:
                 "hashed_rows": make_segments(part.hashed_rows, part.sign_ids),
             }
             micro_batches.append(part._replace(segments=segments, loss_weights=loss_weights))
-        exchanges = {}
-        for spec in used_params(self.cfg):
-            if spec.is_table:
-                read = self._rows_read(micro_batches, SELECTORS[spec.kind])
-                rows = merge_ascending(read + [self.touched.pop(spec.name, NO_ROWS)])
-                if plan.updates(spec.update_every):
-                    exchanges[spec.name] = self._plan_table(spec, rows)
-                else:
-                    self.touched[spec.name] = rows
-        return Batch(plan, micro_batches, self.loader.position(), exchanges)
+        routes = {}
+        for spec in self.tables:
+            touched = self.touched[spec.name]
+            for part in micro_batches:
+                touched[part.segments[SELECTORS[spec.kind]].ids.numpy()] = True
+            if plan.updates(spec.update_every):
+                routes[spec.name] = self._route_table(spec, np.flatnonzero(touched))
+                touched[:] = False
+        return Batch(plan, micro_batches, self.loader.position(), routes)
 
-    def _rows_read(self, micro_batches: list[MicroBatch], selector: str) -> list[np.ndarray]:
-        """Returns the rows, ascending, that each micro-batch's list of this name selects."""
-        return [part.segments[selector].ids.numpy() for part in micro_batches]
-
-    def _plan_table(self, spec: Param, rows: np.ndarray) -> RowExchange:
-        """Plans the exchange of a table whose blocks are consecutive rows. A dense exchange sends the whole
-        table, so that nothing is planned with other ranks: rows are their own owner's.
+    def _route_table(self, spec: Param, rows: np.ndarray) -> RowRoutes:
+        """Routes the touched rows of a table whose blocks are consecutive rows. A dense exchange sends the
+        whole table, so that other ranks need not know: this rank counts as the owner of all rows.
         """
         exchange = self.exchange if spec.exchange == "sparse" else Exchange(0, 1)
         owner, local_row = np.divmod(rows, self.shapes[spec.name][0] // exchange.world_size)
-        return exchange.plan_rows(spec.name, rows, owner, local_row)
-
-    def _plan_ngrams(self, rows: np.ndarray) -> RowExchange:
-        """Plans the exchange of rows of n-grams: rank r % ranks owns row r."""
-        local_row, owner = np.divmod(rows, self.exchange.world_size)
-        return self.exchange.plan_rows("ngrams", rows, owner, local_row)
+        return exchange.route_rows(spec.name, rows, owner, local_row)
 
     @traced("index")
     def _finish(self, together: list[Batch]) -> list[Batch]:
-        """Packs batches. Their rows of n-grams are fetched together, by an exchange that the first has."""
+        """Packs batches. Their rows of n-grams are fetched together, by routes that the first has."""
         if self.cfg.ngrams.orders:
             parts = [part for batch in together for part in batch.micro_batches]
-            rows = merge_ascending(self._rows_read(parts, "hashed_rows"))
-            exchange = self._plan_ngrams(rows)
-            together[0].exchanges["ngrams"] = exchange
-            slots = np.argsort(exchange.rows.numpy())  # the cache is in the exchange's order
+            rows = [part.segments["hashed_rows"].ids for part in parts]
+            merged = make_segments(torch.cat(rows))
+            together[0].routes["ngrams"], slots = route_ngrams(self.exchange, merged.ids.numpy())
+            by_part = list_ids(merged._replace(ids=slots), (-1,)).split([len(each) for each in rows])
+            slots_of_parts = iter(by_part)
         finished = []
         for batch in together:
             packed = []
             for part in batch.micro_batches:
                 if self.cfg.ngrams.orders:
-                    part = assign_slots(part, rows, slots)
+                    part = assign_slots(part, next(slots_of_parts))
                 segments = pack(part.segments)
                 packed.append(pack(part._replace(segments={}))._replace(segments=segments))
-            finished.append(batch._replace(micro_batches=packed, exchanges=pack(batch.exchanges)))
+            finished.append(batch._replace(micro_batches=packed, routes=pack(batch.routes)))
         return finished
 
 
@@ -5166,13 +5219,15 @@ def check_layers(cfg: Config) -> None:
     for i, layer in enumerate(cfg.layers):
         is_plain = layer.attention == "plain"
         of_attention = layer.gate or layer.value or layer.narrow_qk or layer.narrow_v
+        name = f"layers.{i}"
         require(
-            (is_plain or not (layer.key_shift or layer.xsa))
-            and not (layer.key_shift and layer.narrow_qk)
-            and (layer.attention or not of_attention)
-            and (layer.value or not layer.mudd),
-            f"layers.{i}: attention={layer.attention} or value={layer.value} exclude its other parts",
+            is_plain or not (layer.key_shift or layer.xsa), f"{name}: key_shift and xsa need attention=plain"
         )
+        has_half = not (layer.key_shift and layer.narrow_qk)
+        require(has_half, f"{name}: key_shift moves the half that is not rotated; narrow_qk has none")
+        can_attend = layer.attention or not of_attention
+        require(can_attend, f"{name}: gate, value, narrow_qk and narrow_v need attention=plain or paired")
+        require(layer.value or not layer.mudd, f"{name}: mudd needs value=true")
     require(
         cfg.skip_from < cfg.skip_to and cfg.backout_from < len(cfg.layers),
         "skip_from must be below skip_to, and backout_from the number of a layer",
@@ -5200,6 +5255,11 @@ def check_updates(cfg: Config) -> None:
             early <= late,
             "ngrams.update_every, params.*.update_every: the second number must not be below the first",
         )
+    for spec in cfg.params:
+        can_exchange = spec.exchange == "reduce_scatter" or spec.is_table
+        require(can_exchange, f"params.{spec.name}.exchange: only tables can be sparse")
+        can_update = spec.optimizer == "adam" or spec.kind == "bank"
+        require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
     for i, average in enumerate(cfg.averages):
         unknown = set(average.params) - known
@@ -5684,7 +5744,7 @@ def warm_up(training: Training) -> None:
             optimizer.wait()
             validate(model, val, optimizer.exchange, plan.windows, slices)
             loss = train_step(model, optimizer, batches.next(), batches.peek)
-            AsyncLoss().push(plan.step, loss)
+            AsyncLoss().push(plan.step, loss)  # which allocates pinned memory
         if optimizer.ngrams:
             for t in optimizer.ngrams.state_dict().values():
                 t.zero_()

@@ -372,10 +372,11 @@ def h100_backend(cfg: tg.Config) -> tg.Backend:
 def make_backend(cfg: tg.Config, counts: Counts) -> tg.Backend:
     """Returns the config's implementations, each of which counts itself and runs on "meta"."""
     chosen: dict[str, Any] = {}
-    for name in tg.KERNELS:
-        if name in ("pointer", "pointer_grad") and "pointer" in cfg.kernels:
-            chosen[name] = tg.KERNELS[name]  # launches other things too, which are counted one by one
-        elif name.startswith(cfg.kernels):
+    for kernel in cfg.kernels:
+        if kernel == "pointer":
+            chosen |= tg.KERNELS[kernel]  # launch other things too, which are counted one by one
+            continue
+        for name in tg.KERNELS[kernel]:
             chosen[name] = counts.as_kernel(getattr(tg, name))
     if cfg.attention_impl != "dense":
         chosen["attention"] = tg.flash_attention

@@ -17,6 +17,9 @@ Times each stage's steps in one process, synchronizing with the device before an
     host      median ms until train_step has returned, while the GPU may still compute. Close to ms: the
               GPU waits for launches. On a CPU it is ms
     wait      median ms of waiting for the prefetched batch; not in ms
+    builder   ms of CPU that the thread which builds batches takes for one, a mean; not in ms. It works while
+              steps train, but each of the two threads waits while the other holds the interpreter's lock.
+              Further threads of its torch operations are not counted: OMP_NUM_THREADS=1 avoids them
     tokens/s  tokens of this process / ms
     MFLOP     of a token, forward and backward: 6 (qk + vo + mlp + head) + 12 H D (sum of keys over layers).
               Keys are those that a query sees, in its window and document; the head has the columns that
@@ -53,6 +56,7 @@ torchrun, one number after another; their ms are its log's, with waiting for bat
 import argparse
 import contextlib
 import gc
+import operator
 import os
 import re
 import resource
@@ -81,8 +85,9 @@ from synthetic import draw_documents
 from tokenize_text import shard_header
 
 SETUPS = {"whole step": 1, "one rank of 8": 8}  # world sizes
-COLUMNS = "variant,tokens,ms,quartiles,host,wait,tokens/s,MFLOP,MFU,MiB,first s,ratio,quartiles".split(",")
-LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>6} {:>9} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}"
+COLUMNS = "variant,tokens,ms,quartiles,host,wait,builder,tokens/s,MFLOP,MFU,MiB,first s".split(",")
+COLUMNS += ["ratio", "quartiles"]
+LINE = "{:<7} {:>7} {:>8} {:>17} {:>8} {:>6} {:>7} {:>9} {:>8} {:>6} {:>7} {:>7} {:>6} {:>12}"
 
 PROCESSES = 1, 2, 4
 SCALES = "width", "tokens", "rows", "processes"
@@ -144,18 +149,6 @@ class SingleRankExchange(tg.Exchange):
         parts = part.new_empty((self.world_size,) + part.shape)
         return tg.Pending(parts.copy_(part), None, tg.rank_order_mean)
 
-    def plan_rows(
-        self, name: str, rows: np.ndarray, owner: np.ndarray, local_row: np.ndarray
-    ) -> tg.RowExchange:
-        """Sends this rank's own rows to itself; every other rank sends as many, of rows next to these."""
-        own = local_row[owner == self.rank]
-        others = np.arange(self.world_size, dtype=own.dtype)[:, None]
-        arriving = tg.int32(((own + others - self.rank) % (own.max(initial=0) + 1)).ravel())
-        by_owner = tg.int32(rows[np.argsort(owner, kind="stable")])
-        input_splits = np.bincount(owner, minlength=self.world_size).tolist()
-        output_splits = [len(own)] * self.world_size
-        return tg.RowExchange(input_splits, output_splits, by_owner, arriving, tg.make_segments(arriving))
-
     def send_rows(
         self,
         kind: str,
@@ -165,10 +158,21 @@ class SingleRankExchange(tg.Exchange):
         output_splits: list[int],
         out: Tensor | None = None,
     ) -> tg.Pending:
-        """Fills this rank's part of `out`; others' keep what they have, 0 if it is new."""
+        """Fills this rank's part of `out`; others' keep what they have, 0 if it is new.
+
+        While batches are built, this rank sends its own rows to itself, and every other rank sends as many,
+        of rows next to these.
+        """
+        own = rows.split(input_splits)[self.rank]
+        if kind == "counts":
+            return tg.Pending(own.repeat(self.world_size))
+        if kind == "row ids":
+            others = np.arange(self.world_size, dtype=np.int32)[:, None] - self.rank
+            largest = own.numpy().max(initial=0)
+            return tg.Pending(tg.int32((own.numpy() + others) % (largest + 1)).flatten())
         if out is None:
             out = rows.new_zeros((sum(output_splits),) + rows.shape[1:])
-        out.split(output_splits)[self.rank].copy_(rows.split(input_splits)[self.rank])
+        out.split(output_splits)[self.rank].copy_(own)
         return tg.Pending(out)
 
     def gather(self, name: str, t: Tensor) -> tg.Pending:
@@ -226,7 +230,9 @@ class Training:
             # Nothing is untied: that would also copy the moments, which are still 0.
             plans.append(plan._replace(step=first + i, tied=tied, untie=False))
         self.loader = tg.TrainLoader(self.cfg, paths, 0, world_size)
-        self.batches = tg.Prefetcher(self.loader, plans, kind(0, world_size))
+        self.steps = steps
+        self.plans = iter(plans)
+        self.batches = tg.Prefetcher(self.loader, self.plans, kind(0, world_size))
         self.persistent = self.allocated() - allocated_before  # bytes of this variant's tensors between steps
         self.first_seconds = 0.0
         self.reset()
@@ -274,6 +280,8 @@ class Training:
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         batch = self.batches.next()
+        # The thread reads its clock after the batches that it has been told to build.
+        self.builder_seconds = self.loader.builder.submit(time.thread_time)
         self.synchronize()
         ready = time.perf_counter()
         loss = tg.train_step(self.model, self.optimizer, batch, self.batches.peek)
@@ -293,6 +301,14 @@ class Training:
             keys = layer_keys(self.cfg, batch.plan, m.cu_seqlens.numpy())
             columns = batch.plan.sampled_columns or self.cfg.padded_vocab
             self.flops.append(flops_per_token(self.cfg, keys, columns))
+
+    def builder_ms(self) -> float:
+        """Returns the ms of CPU that the builder's thread has taken for a batch: a mean over those built.
+
+        Waits until the batches that it was told to build are built.
+        """
+        seconds = self.builder_seconds.result()
+        return 1000 * seconds / (self.steps - operator.length_hint(self.plans))
 
     def pairs(self) -> np.ndarray:
         """Returns, for every two successive steps, the ms of one."""
@@ -316,6 +332,7 @@ class Training:
             "ms": ms,
             "host": median(self.host),
             "wait": median(self.waits),
+            "builder": self.builder_ms(),
             "tokens/s": rate,
             "MFLOP": flops / 1e6,
             "MFU": rate * flops / ceiling,
@@ -326,7 +343,8 @@ class Training:
         found = self.measured(ceiling)
         low, high = np.quantile(self.pairs(), (0.25, 0.75))
         cells = [self.variant.name, found["tokens"], f"{found['ms']:.2f}", f"{low:.2f}..{high:.2f}"]
-        cells += [f"{found['host']:.2f}", f"{found['wait']:.2f}", f"{found['tokens/s']:.0f}"]
+        cells += [f"{found['host']:.2f}", f"{found['wait']:.2f}", f"{found['builder']:.2f}"]
+        cells.append(f"{found['tokens/s']:.0f}")
         cells += [f"{found['MFLOP']:.5g}", f"{found['MFU']:.4f}", f"{found['MiB']:.0f}"]
         cells.append(f"{self.first_seconds:.2f}")
         if self is base:

@@ -71,7 +71,8 @@ VOCABULARY_BEGINS = rb"[0-9a-f\n]*\Z"
 FEW = 10  # times --val-one-in: with fewer documents, hashes might leave one split empty
 NAMED = 20  # bad documents; more are only counted
 LINES = (".jsonl", ".ndjson")  # ends of the names of files with a document on each line
-LINES_BEGIN = re.compile(rb'\s*\{\s*"[^"\n]*"\s*:')  # how such files begin under other names
+# How such files begin under other names, also those of arrays, of which every line is bad.
+LINES_BEGIN = re.compile(rb'\s*(\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*,)')
 TABLES = (".csv", ".tsv")
 
 

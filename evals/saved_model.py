@@ -41,7 +41,7 @@ def map_rows(path: str, run_id: str, count: int, row_bytes: int) -> np.ndarray:
     with tg.user_error_on(f"cannot read {path}", fix, OSError, ValueError):
         file = np.memmap(path, np.uint8, "r")
     rows, end = np.split(file, [count * row_bytes])
-    ends = run_id.encode(), b"%s%08x" % (run_id.encode(), zlib.crc32(rows))
+    ends = f"{run_id}".encode(), f"{run_id}{zlib.crc32(rows):08x}".encode()
     tg.require(end.tobytes() in ends, f"{path} is damaged, or another model's; {fix}")
     return rows.reshape(count, row_bytes)
 
@@ -147,15 +147,15 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         check_sizes(saved["weights"], cfg, Path(path).stat().st_size)
         model = tg.GPT(cfg, device=device)
         model.load_state_dict(saved["weights"])
+        ranks = range(saved["ranks"])
         if cfg.ngrams.orders:
-            ranks = saved["ranks"]
-            _, count = tg.ngram_bounds(cfg, ranks)
+            _, count = tg.ngram_bounds(cfg, len(ranks))
             dtype = tg.dtype_of(cfg.ngrams.dtype)
-            row_bytes = cfg.ngrams.width * dtype.itemsize
-            names = (f"{path}.ngrams{rank}" for rank in range(ranks))
-            blocks = [map_rows(name, saved["id"], count, row_bytes) for name in names]
-            model.ngrams = NgramFiles(blocks, dtype, device)
     for name, values in saved["weights"].items():
         tg.require(values.isfinite().all(), f"{path}: {name} is not finite: its training diverged")
+    if cfg.ngrams.orders:
+        row_bytes = cfg.ngrams.width * dtype.itemsize
+        blocks = [map_rows(f"{path}.ngrams{rank}", saved["id"], count, row_bytes) for rank in ranks]
+        model.ngrams = NgramFiles(blocks, dtype, device)
     model.use_stage(tg.plan_step(cfg, cfg.steps - 1).stage)
     return model

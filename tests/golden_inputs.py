@@ -353,11 +353,11 @@ class FixedLoader:
 
 
 def row_plans(cfg, exchange, ids):
-    """Returns a RowExchange for each kind of rows, where a step updates all tables and reads rows `ids`."""
+    """Returns a RowRoutes for each kind of rows, where a step updates all tables and reads rows `ids`."""
     nothing, ids = torch.zeros(0), {kind: torch.from_numpy(rows) for kind, rows in ids.items()}
     batch = tg.MicroBatch(ids["tokens"], nothing, ids["hashed"], None, nothing, 0)
     batches = tg.Prefetcher(FixedLoader(cfg, [[batch]]), [tg.plan_step(cfg, 1)], exchange)
-    exchanges = batches.next().exchanges
+    exchanges = batches.next().routes
     batches.loader.close()
     return {"tokens": exchanges["embed"], "hashed": exchanges["bigram_embed"]}
 

@@ -483,7 +483,7 @@ def main(out):
         return call
 
     def compile_of_rows(function):
-        if function in (tg.gather_rows.__wrapped__, tg.update_rows.__wrapped__):
+        if function in (tg.gather_rows.__wrapped__, tg.row_adam_update.__wrapped__):
             return of_rows.compiler(function)
         return function
 

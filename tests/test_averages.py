@@ -152,7 +152,7 @@ def run_tiny(rank, world_size, dtype):
             for name, t in tiny_weights(step).items():
                 params[name].copy_(t)
             if step < TINY["N"] - 1:
-                optimizer.tick(step)
+                optimizer.tick(tg.plan_step(cfg, step))
             else:
                 optimizer.apply_averages()
         for name, param in optimizer.params.items():

@@ -314,7 +314,7 @@ CASES = [
          faults={0: FaultAtCall("tqdm.update", 4, die)}, statuses={0: -signal.SIGKILL}),
     # a rank is killed: when, by which call; the log's finished steps; complete checkpoints
     killed(1, "at the data", FaultAtCall("open_dataset", 1, die_late), steps=None),
-    killed(1, "before its thread sends row counts", FaultAtCall("Exchange.plan_rows", 3, die), steps=1),
+    killed(1, "before its thread sends row counts", FaultAtCall("Exchange.route_rows", 3, die), steps=1),
     killed(1, "between scatter and gather", FaultAtCall("Exchange.gather", 18, die), steps=1),
     killed(0, "while it writes a checkpoint", FaultAtCall("torch.save", 2, die), steps=8, arguments=TWO,
            kept=("step00000004",)),

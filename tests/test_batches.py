@@ -56,7 +56,7 @@ def tensors_of(nest):
 
 
 def check_exchange(exchange, touched, rank, rows):
-    """Checks a rank's RowExchange of a table of `rows`, if the ranks have touched these rows."""
+    """Checks a rank's RowRoutes of a table of `rows`, if the ranks have touched these rows."""
     world_size = len(touched)
     block = rows // world_size
     sent = [0] * world_size
@@ -110,12 +110,12 @@ def check_batches(rank, world_size, cfg):
                 own["tokens"].update(micro_batch.inputs.tolist())
                 own["hashed"].update(micro_batch.hashed_rows[0].tolist())
         if not plan.updates((2, 2)):
-            assert not batch.exchanges
+            assert not batch.routes
             continue
-        assert batch.exchanges.keys() == {row.name for row in tables}
+        assert batch.routes.keys() == {row.name for row in tables}
         for row in tables:
             touched = [own[row.kind] for own in seen]
-            check_exchange(batch.exchanges[row.name], touched, rank, shapes[row.name][0])
+            check_exchange(batch.routes[row.name], touched, rank, shapes[row.name][0])
         for own in seen:
             own["tokens"].clear()
             own["hashed"].clear()
@@ -174,7 +174,7 @@ def test_one_asynchronous_copy_takes_packed_tensors_to_a_device(folder, monkeypa
     monkeypatch.setattr(torch.Tensor, "copy_", recording_copy)
     micro_batch = batch.micro_batches[-1]
     inputs = micro_batch._replace(segments={})
-    for nest, count in (inputs, 7), (micro_batch.segments, 7), (batch.exchanges, 15):
+    for nest, count in (inputs, 7), (micro_batch.segments, 7), (batch.routes, 15):
         tensors = tensors_of(nest)
         assert len(tensors) == count
         moved = tensors_of(tg.move(nest, torch.device("cpu")))

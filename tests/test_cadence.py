@@ -117,12 +117,12 @@ def test_golden_untying():
     params = {"lm_head": fill((3, 5), 58900, 0.2).double()}
     params["embed"] = params["lm_head"].T.contiguous()
     five = torch.arange(5, dtype=torch.int32)
-    all_rows = tg.RowExchange([5], [5], five, five, tg.make_segments(five))
+    all_rows = tg.RowRoutes([5], [5], five, five, tg.make_segments(five))
     optimizer, events = tg.Optimizer(cfg, params, tg.Exchange(0, 1)), iter(golden["fp64_after_adam_steps"])
     for step in golden["steps"]:
         for name, k in (("lm_head", 58000), ("embed", 58100)):
             optimizer.params[name].main_grad += coarse(params[name].shape, k + step - 1172)
-        optimizer.exchanges, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
+        optimizer.routes, t = {"embed": all_rows}, min(1.0, (step - 234) / 940)
         changes = {"lr_mul": 1.73 * math.sqrt(20 / 24) * (1 - t) + 0.3 * t}
         optimizer.step(tg.plan_step(RECORD92, step)._replace(**changes))
         optimizer.wait()
@@ -165,6 +165,7 @@ def train_joined(rank, world_size):
     for plan in PLANS:
         for name, grad in small_values(10 * rank + plan.step).items():
             params[name].grad += grad
+        optimizer.wait()
         optimizer.step(plan)
     optimizer.wait()
     return params, [*optimizer.params]
@@ -231,8 +232,8 @@ def table_events(dtype):
     batches = tg.Prefetcher(loader, plans, tg.Exchange(0, 1))
     for plan in plans:
         batch = batches.next()
-        if "ngrams" in batch.exchanges:
-            table.start_fetch(batch.exchanges["ngrams"])
+        if "ngrams" in batch.routes:
+            table.start_fetch(batch.routes["ngrams"])
             table.wait()
         for k, (micro_batch, fed) in enumerate(zip(batch.micro_batches, golden_slices(plan.step))):
             now = table.block[fed.hashed_rows.long()]
@@ -241,7 +242,7 @@ def table_events(dtype):
             tg.segment_sum_rows(table.main_grad, db / 2, micro_batch.segments["hashed_rows"], signs)
         assert plan.updates(cfg.ngrams.update_every) == (plan.step in rates)
         if plan.step in rates:
-            owned, grads = table.touched.segments.ids, table.scatter().wait().clone()
+            owned, grads = table.routes.segments.ids, table.scatter().wait().clone()
             table.update(grads, plan)
             table.clear()
             assert not table.main_grad.any()

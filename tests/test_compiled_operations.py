@@ -124,7 +124,7 @@ def test_update_rows(device, dtype, beta2):
         table, moments, last, rows, grads = on(device, *case)
         weights, total, update = updated_in_fp64(*case, beta2, 0.3, 0.01)
         one_minus_beta2, step_size, decay = torch.tensor([1 - beta2, 0.3, 0.01])
-        tg.update_rows(table, moments, last, rows, grads, decays, time, one_minus_beta2, step_size, decay)
+        tg.row_adam_update(table, moments, last, rows, grads, decays, time, one_minus_beta2, step_size, decay)
         old, old_moments, old_last, rows, old_grads = case
         table = table.cpu()
         moments = moments.cpu()

@@ -290,6 +290,13 @@ def test_lines_of_json_are_documents_under_any_name(tmp_path, name, compact):
     assert read_splits(tmp_path / "out") == ([TRAIN.encode()], [VAL.encode()])
 
 
+def test_lines_of_arrays_are_bad_documents_under_any_name(tmp_path, capsys):
+    (tmp_path / "a.json").write_text('["a", "b"]\n["c", "d"]\n')
+    with pytest.raises(SystemExit, match="2 bad"):
+        tokenize(tmp_path / "out", [tmp_path / "a.json"])
+    assert "a.json:2: no JSON object" in capsys.readouterr().err
+
+
 def test_lines_of_json_are_read_from_a_pipe(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

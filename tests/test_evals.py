@@ -237,7 +237,7 @@ def test_a_damaged_table_is_one_line(run, tmp_path, at):
     damaged = bytearray(content)
     damaged[at] ^= 1
     table.write_bytes(damaged)
-    with pytest.raises(tg.UserError, match=r"m.pt.ngrams1 is damaged"):
+    with pytest.raises(tg.UserError, match=f"^{table} is damaged, or another model's; [^;\n]*$"):
         load_model(str(tmp_path / "m.pt"))
     table.write_bytes(content[:-8])
     load_model(str(tmp_path / "m.pt"))
@@ -271,11 +271,10 @@ def change(saved, **settings):
 HOSTILE = {
     "larger than the file": make_small,
     "sequences of 2147483646 tokens": lambda saved: change(saved, val_slice_tokens=2147483646),
-    "Tensor": lambda saved: saved | {"weights": [1]},
+    "'list' object": lambda saved: saved | {"weights": [1]},
     "recursion": lambda saved: saved | {"config": "[" * 100_000},
     "integer": lambda saved: saved | {"ranks": "2"},
     "division": lambda saved: saved | {"ranks": 0},
-    "'encode'": lambda saved: saved | {"id": 5},
 }
 
 
@@ -287,7 +286,7 @@ def test_what_a_file_holds_is_checked_before_memory_is_taken(run, tmp_path, reas
     torch.save(HOSTILE[reason](torch.load("m.pt")), model)
     with pytest.raises(tg.UserError, match=f"^cannot load {model}: ") as error:
         load_model(model)
-    assert reason in str(error.value) or " " not in reason
+    assert reason in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -104,6 +104,26 @@ def first_line(error):
 # ---- Complete and broken files -----------------------------------------------------------------------------
 
 
+def test_a_shard_is_written_through_a_link(hub, tmp_path):
+    out = tmp_path / "out"
+    other_disk = tmp_path / "other"
+    out.mkdir()
+    other_disk.mkdir()
+    (out / VAL).symlink_to(other_disk / VAL)
+    fetch(hub, out, 0)
+    assert (out / VAL).is_symlink()
+    assert contents(other_disk) == {VAL: hub.files[VAL]}
+
+
+def test_a_users_vocabulary_is_named_before_any_download(hub, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / VOCABULARY).write_text("a word of mine\n")
+    _, error = fetch(hub, out, 0, status=1)
+    assert f"{VOCABULARY}: another kind of file is there" in first_line(error)
+    assert (out / VOCABULARY).read_text() == "a word of mine\n" and not hub.requests and not contents(out)
+
+
 def test_nine_shards_are_the_default_and_a_second_start_downloads_nothing(hub, tmp_path):
     out = tmp_path / "deep" / "out"
     hub.files = shards(9)

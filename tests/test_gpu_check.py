@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,9 +56,16 @@ def test_everything_runs_without_a_gpu(tmp_path):
         if row["form"] is not None:
             forms += 1
             assert {"ngrams", "mlp_bank"} < row["numbers"]["errors"].keys()
-    assert compared == set(tg.KERNELS) | {"attention", "fp8"}
+    operations = {name for kernel in tg.KERNELS.values() for name in kernel}
+    assert compared == operations | {"attention", "fp8"}
     assert forms == 3
     assert (tmp_path / "answers/run.txt").read_text().endswith("complete: yes\n")
+
+
+def test_the_environment_names_what_runs(setup):
+    seen = {row.what: row.seen for row in check.environment(setup)}
+    assert seen["software"].startswith(f"torch {torch.__version__}, ")
+    assert f", numpy {np.__version__}" in seen["software"]
 
 
 # ------------------------------------------------------------------------------- checks that fail, and time

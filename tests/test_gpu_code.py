@@ -42,7 +42,7 @@ ALLOWED = {
     "cast_and_transpose_kernel.run": "the script's kernel",
 }
 # Functions that change a few rows, or all, of tables and main_grads: in place.
-IN_PLACE = {"gather_rows", "update_rows", "transpose_copy", "add_columns"}
+IN_PLACE = {"gather_rows", "row_adam_update", "transpose_copy", "add_columns"}
 # Two steps of the record preset's first stage, of which 277 has Adam, and what rank 0 of 8 launches at most.
 MOST_LAUNCHES = {278: 619, 277: 650}
 
@@ -111,11 +111,11 @@ def test_generated_code(tmp_path):
     functions = set(found["functions"])
     of_rows = found["of rows"]
     # Offsets into over 2^31 numbers need 64 bits.
-    assert {graph["function"] for graph in of_rows if graph["wide"]} == {"gather_rows", "update_rows"}
+    assert {graph["function"] for graph in of_rows if graph["wide"]} == {"gather_rows", "row_adam_update"}
     decorated = tg.adam_update.__code__  # compiled() makes functions of one code
     used = {"trunk", "pointer_inputs"}
     for name, value in vars(tg).items():
-        if getattr(value, "__code__", None) is decorated and name != "update_rows":
+        if getattr(value, "__code__", None) is decorated and name != "row_adam_update":
             used.add(name)
     assert used <= functions, f"the record preset does not run {used - functions}"
     layers = [graph["backward"] for graph in graphs if graph["function"] == "trunk"]

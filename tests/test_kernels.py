@@ -346,7 +346,7 @@ def test_layouts_of_the_fp8_gradient(interpreted, guarded, n, V, pointed):
     """Compares bytes, for plain torch too; rows of several tiles, the last one in part."""
     logits, targets = loss_case(n, V, 2, seed=1)
     numbers = torch.rand(2, n, generator=generator(2)) / 2
-    copies = tg.PointerProbs(numbers, torch.empty_like(numbers), torch.tensor([V - 1])) if pointed else None
+    copies = tg.PointerProbs(numbers, torch.tensor([V - 1]), torch.empty_like(numbers)) if pointed else None
     for run in (tg.softcap_loss, interpreted.triton_softcap_loss):
         _, grad, transposed = run(logits, targets, WEIGHTS[1], 1e-4, copies)
         assert transposed.dtype == torch.float8_e5m2 and transposed.is_contiguous()

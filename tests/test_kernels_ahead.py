@@ -111,7 +111,7 @@ def kernel_cases():
             logits = meta(chunk, V)
             name = f"softcap_loss {len(weights)} bf16"
         args = logits, targets, weights.to("meta"), unit
-        for copies in (None, tg.PointerProbs(numbers, numbers, meta(1, dtype=torch.int64))):
+        for copies in (None, tg.PointerProbs(numbers, meta(1, dtype=torch.int64), numbers)):
             call = functools.partial(tg.triton_softcap_loss, *args, copies)
             cases[name + " copies" * bool(copies)] = "softcap_loss_kernel", None, call
     for D in (16, 128):

@@ -94,7 +94,7 @@ class WholeTable:
         numbers = [torch.tensor(number, dtype=self.acc_dtype) for number in numbers]
         with torch.no_grad():
             state = self.table, self.moments, self.last
-            tg.update_rows(*state, rows, grads[rows], self.decays, self.clock[1], *numbers)
+            tg.row_adam_update(*state, rows, grads[rows], self.decays, self.clock[1], *numbers)
 
 
 look_up = tg.GPT.look_up

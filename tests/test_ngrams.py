@@ -182,7 +182,48 @@ def test_segments():
             assert {part.dtype for part in index} == {torch.int32}
             assert index.sign_ids.tolist() == permuted_signs(signs, index.perm)
             assert tg.make_segments(rows).sign_ids is None
+            assert torch.equal(tg.list_ids(index, rows.shape), rows)
     ids = rng.integers(0, 5000, 40_000)  # so many are sorted in another way
     assert tg.make_segments(tg.int32(ids)).perm.tolist() == np.argsort(ids, kind="stable").tolist()
-    empty = tg.make_segments(tg.int32(tg.NO_ROWS))
-    assert [part.tolist() for part in empty[:3]] == [[], [], [0]]
+    assert [part.tolist() for part in tg.make_segments(tg.int32(tg.NO_ROWS))[:3]] == [[], [], [0]]
+
+
+LARGEST = 2**31 - 1
+ODD_LISTS = {
+    "no list holds anything": [[], []],
+    "one is empty": [[], [3, 5]],
+    "one number": [[7]],
+    "equal": [[1, 4, 9], [1, 4, 9], [1, 4, 9]],
+    "some numbers are in several": [[0, 2, 5], [1, 2, 6], [2, 5, 7]],
+    "the largest number": [[0, LARGEST], [5, LARGEST - 1, LARGEST]],
+    "many": [range(0, 60_000, 2), range(0, 60_000, 3), range(70_000, 90_000)],  # sorted in another way
+}
+
+
+@pytest.mark.parametrize("lists", ODD_LISTS.values(), ids=ODD_LISTS)
+def test_segments_merge_ascending_lists(lists):
+    """Checks the distinct numbers of lists one after the other, and that these lists can be had back."""
+    ids = [tg.int32(np.array(numbers, np.int32)) for numbers in lists]
+    merged = tg.make_segments(torch.cat(ids))
+    assert merged.ids.tolist() == sorted(set().union(*lists))
+    assert torch.equal(tg.list_ids(merged, (-1,)), torch.cat(ids))
+
+
+class ReturningExchange(tg.Exchange):
+    """Sends everything back to this rank."""
+
+    def send_rows(self, kind, name, rows, input_splits, output_splits, out=None):
+        return tg.Pending(rows)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_slots_of_ngrams_are_their_places_in_the_exchange(world_size):
+    """Checks rows in any order, of which some ranks may own none."""
+    for rows in [], [5], [0, 3, 24], [9, 1, 2, 30, 16, 7, LARGEST]:
+        plan, slots = tg.route_ngrams(ReturningExchange(0, world_size), np.array(rows, np.int32))
+        by_owner = [[row for row in rows if row % world_size == rank] for rank in range(world_size)]
+        assert plan.input_splits == [len(owned) for owned in by_owner]
+        assert plan.rows.tolist() == sum(by_owner, [])
+        assert plan.local_rows.tolist() == [row // world_size for row in plan.rows.tolist()]
+        assert slots.dtype == torch.int32
+        assert plan.rows[slots].tolist() == rows

@@ -110,7 +110,7 @@ def test_golden_queries(dtype):
 
 def copies_of(case, dtype, slot):
     weights = torch.tensor([case["p_copy"], case["a_sink"]], dtype=dtype)
-    return tg.PointerProbs(weights, torch.empty_like(weights), torch.tensor([slot]))
+    return tg.PointerProbs(weights, torch.tensor([slot]), torch.empty_like(weights))
 
 
 @DTYPES
@@ -195,7 +195,7 @@ def run_head(case, dtype, chunk):
         candidates = torch.tensor(HEAD["candidates"]).int()
     queries = queries_of(x, bank, gain, sink)
     found, lse = tg.pointer(queries, batch, window_of(case))
-    copies = tg.PointerProbs(found, torch.empty_like(found), torch.tensor([HEAD["column"]]))
+    copies = tg.PointerProbs(found, torch.tensor([HEAD["column"]]), torch.empty_like(found))
     loss, dx = tg.GPT.head_loss_and_grad(
         model, x.detach(), targets, weights, head, 1.0, None, candidates, copies
     )
@@ -238,7 +238,7 @@ def distribution(tokens, cu_seqlens, sampled_columns=None):
         batch = text(tokens[:-1], [token] * len(x), cu_seqlens)
         weights, _ = tg.pointer(queries, batch, 1000)
         losses = tg.next_token_losses(
-            logits, torch.full((len(x),), i), tg.PointerProbs(weights, weights, slot)
+            logits, torch.full((len(x),), i), tg.PointerProbs(weights, slot, weights)
         )
         probs.append((-losses).exp() - tg.PROB_FLOOR)
     return torch.stack(probs, dim=1)
@@ -285,7 +285,7 @@ def test_what_is_trained_sums_to_one(seed, columns):
     total = 0.0
     for token in range(columns):
         weights = torch.stack([found[token], found[-1]])[:, None]
-        copies = tg.PointerProbs(weights, torch.empty_like(weights), torch.tensor([slot]))
+        copies = tg.PointerProbs(weights, torch.tensor([slot]), torch.empty_like(weights))
         target = torch.tensor([[token]])
         one = torch.ones(1, dtype=torch.float64)
         loss, _ = tg.softcap_loss(logits, target, one, pointer_probs=copies)
@@ -373,7 +373,7 @@ def test_all_columns_as_candidates_change_nothing(model):
     found = []
     for candidates in (None, torch.arange(62, dtype=torch.int32)):
         head = head_of(model.lm_head)
-        copies = tg.PointerProbs(copied, torch.empty_like(copied), model.gate_column)
+        copies = tg.PointerProbs(copied, model.gate_column, torch.empty_like(copied))
         loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, None, candidates, copies)
         found.append((loss, dx, copies.grad, head.main_grad))
     without, with_candidates = found

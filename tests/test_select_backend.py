@@ -56,7 +56,7 @@ def test_only_a_table_is_not_autotuned(monkeypatch):
     """Checks what torch.compile is given: autotuning would copy the table of n-grams."""
     monkeypatch.setattr(torch, "compile", lambda function, options, **_: options["triton.autotune_pointwise"])
     compiler = tg.compiler_of(tg.RECORD)
-    assert compiler(tg.adam_update.__wrapped__) and not compiler(tg.update_rows.__wrapped__)
+    assert compiler(tg.adam_update.__wrapped__) and not compiler(tg.row_adam_update.__wrapped__)
 
 
 def test_a_driver_that_is_too_old_is_the_reason(set_machine, monkeypatch):

@@ -1,6 +1,7 @@
 """Tests bench/step_time.py: what it counts and prints. Asserts no times."""
 
 import sys
+import time
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -47,8 +48,8 @@ def test_flops_by_hand():
 
 
 def test_every_rank_sends_as_many_rows():
-    owner, place = np.array([[0, 1, 2, 0, 0], [1, 2, 0, 4, 6]], np.int32)
-    plan = step_time.SingleRankExchange(0, 3).plan_rows("tokens", np.arange(5), owner, place)
+    owner, place = np.array([[0, 0, 0, 1, 2], [1, 4, 6, 2, 0]], np.int32)
+    plan = step_time.SingleRankExchange(0, 3).route_rows("tokens", np.arange(5), owner, place)
     assert plan.output_splits == [3, 3, 3]
     own, second, third = plan.local_rows.view(3, 3).tolist()
     assert own == [1, 4, 6]
@@ -56,6 +57,26 @@ def test_every_rank_sends_as_many_rows():
         assert len(set(rows)) == 3
         assert set(rows) != set(own)
         assert max(rows) <= 6
+
+
+def test_builder_ms_are_those_of_a_batch(tmp_path, monkeypatch):
+    """Builds of twelve batches the first and those ahead of it, each in at least 50 ms of CPU."""
+    build = tg.Prefetcher._build
+
+    def slow_build(self, plan):
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        return build(self, plan)
+
+    monkeypatch.setattr(tg.Prefetcher, "_build", slow_build)
+    cfg = reduce(tg.override, SETTINGS, tg.CPU)
+    paths = step_time.synthetic_shard(tmp_path, cfg, [0], 10)
+    variant = step_time.Variant("base", cfg, torch.device("cpu"))
+    training = step_time.Training(variant, 0, 8, paths, 12)
+    training.step()
+    training.loader.close()
+    assert training.builder_ms() >= 50
 
 
 @pytest.mark.slow
@@ -80,12 +101,13 @@ def test_output(tmp_path, capsys, monkeypatch):
     for line in lines:
         low, high = map(float, line[3].split(".."))
         tokens, ms, host = int(line[1]), float(line[2]), float(line[4])
-        rate, mflop, mfu = map(float, line[6:9])
+        builder, rate, mflop, mfu = map(float, line[6:10])
         assert 0 < low <= ms <= high
         assert host <= ms
+        assert builder > 0
         assert rate == pytest.approx(1000 * tokens / ms, rel=0.01, abs=0.5)
         assert mfu == pytest.approx(rate * mflop * 1e6 / ceiling, rel=0.01, abs=1e-4)
-    assert [len(line) for line in lines] == [11, 13] * 4
+    assert [len(line) for line in lines] == [12, 14] * 4
 
 
 def test_exponents_by_hand():

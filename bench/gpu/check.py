@@ -7,8 +7,8 @@
     kernels   each Triton kernel, FlashAttention and the FP8 products against fp64
     steps     compiled graphs after the warm-up; loss and every gradient of a full-width step, with several
               settings, against plain fp32; steps that may not wait for the GPU
-    times     host and device ms of each stage's step; each kernel, and FlashAttention 2 and 3, against plain
-              torch and measured ceilings
+    times     host and device ms of each stage's step, and the batch builder's of CPU; each kernel, and
+              FlashAttention 2 and 3, against plain torch and measured ceilings
     run       a twentieth of train_gpt.py's run on synthetic tokens, with a trace; again with plain settings
     nccl      every call of Exchange, and training by other exchanges, on all GPUs (collectives.py); on two or
               more, runs with fp32 sums and with dense tables, against the run before
@@ -194,6 +194,7 @@ def environment(setup: Setup) -> Iterator[Row]:
     lines = tg.describe_environment(setup.device, setup.ranks)
     machine = f"{os.cpu_count()} cores, no GPU: the cpu preset at tiny sizes"
     software = f"torch {torch.__version__}, triton {getattr(tg.triton, '__version__', 'none')}"
+    software += f", numpy {np.__version__}"
     if setup.on_gpu:
         p = torch.cuda.get_device_properties(setup.device)
         memory = f"{p.total_memory / 2**30:.0f} GiB, {p.multi_processor_count} multiprocessors"
@@ -353,7 +354,7 @@ def loss_and_gradients(setup: Setup, cfg: tg.Config) -> tuple[float, dict[str, T
                 grads[name] = param.main_grad
         table = optimizer.ngrams
         if table:
-            grads["ngrams"] = table.main_grad[: len(table.touched.rows)]
+            grads["ngrams"] = table.main_grad[: len(table.routes.rows)]
         return loss, grads
 
 
@@ -458,8 +459,8 @@ def stage_times(setup: Setup, stage: int, name: str) -> Iterator[Row]:
         for _ in range(setup.timed_steps):
             training.step()
         numbers = training.measured(setup.matmul_rate) | {"device": device_ms(training)}
-    seen = "{ms:.1f} ms, host {host:.1f} ms, device {device:.1f} ms, {tokens/s:.0f} tokens/s, MFU {MFU:.2f}, "
-    seen += "{MiB:.0f} MiB"
+    seen = "{ms:.1f} ms, host {host:.1f} ms, device {device:.1f} ms, builder {builder:.1f} ms of CPU, "
+    seen += "{tokens/s:.0f} tokens/s, MFU {MFU:.2f}, {MiB:.0f} MiB"
     yield Row(f"stage {stage}, {name}", seen=seen.format(**numbers), numbers=numbers)
 
 

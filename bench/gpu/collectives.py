@@ -56,7 +56,7 @@ def sparse_calls(exchange: tg.Exchange, every: Tensor, name: str) -> Calls:
         touches[:empty_ranks] = False
         row_ids = touches[rank].nonzero()[:, 0].int()
         owner, local_row = np.divmod(row_ids.numpy(), 2)
-        plan = exchange.plan_rows("tokens", row_ids.numpy(), owner, local_row)
+        plan = exchange.route_rows("tokens", row_ids.numpy(), owner, local_row)
         plan = tg.move(tg.pack(plan), grad.device)
         senders, owned = touches[:, 2 * rank : 2 * rank + 2].nonzero().unbind(1)
         yield f"row ids with {name}, {case}", plan.local_rows, owned.to(plan.local_rows)

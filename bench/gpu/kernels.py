@@ -183,7 +183,7 @@ def kernel_cases(
     cfg: tg.Config, stages: list[int], paths: list[Path], device: torch.device
 ) -> Iterator[Case]:
     """Yields each operation that the config does not leave to plain torch, once for equal shapes."""
-    operations = {name for name in tg.KERNELS if name.startswith(cfg.kernels)}
+    operations = {name for kernel in cfg.kernels for name in tg.KERNELS[kernel]}
     if cfg.attention_impl != "dense":
         operations.add("attention")
     if not (cfg.fp8 and cfg.fp8_mlp):  # the GPU may have no FP8
