@@ -202,7 +202,7 @@ def test_what_changes_when():
 
 @pytest.mark.parametrize("want", SCHEDULE["yarn"], ids=lambda want: str(want["stage"]))
 def test_rotary(want):
-    model = SimpleNamespace(cfg=replace(tg.RECORD, dtype="float64"), length=1, device="cpu", stage=-1)
+    model = SimpleNamespace(cfg=replace(tg.RECORD, dtype="float64"), max_tokens=1, device="cpu", stage=-1)
     model.rotary_family = functools.partial(tg.GPT.rotary_family, model)
     tg.GPT.use_stage(model, want["stage"])
     for name, family in ("narrow", model.narrow), ("wide", model.wide):
