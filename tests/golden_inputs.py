@@ -224,13 +224,14 @@ def golden_prefixes(vocab_size=512):
 
 
 def fill_model(model, tied=True):
-    """Fills parameters, signs and prefixes."""
+    """Fills parameters, signs and prefixes. Parameters that the reference lacks keep their initial values."""
     with torch.no_grad():
         model.signs.copy_(golden_signs(model.signs.shape))
         model.prefixes.copy_(golden_prefixes(model.cfg.padded_vocab))
         for name, p in model.named_parameters():
             for part, view in reference_parts(name, p).items():
-                fill_parameter(view, part, model.cfg)
+                if part in FILL:
+                    fill_parameter(view, part, model.cfg)
         if tied:
             model.embed.copy_(model.lm_head.T)
     return model

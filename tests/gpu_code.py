@@ -30,13 +30,15 @@ from unittest import mock
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "data", "bench")]
+for folder in "bench", "data", "":
+    sys.path.insert(0, str(ROOT / folder))
 
 import train_gpt as tg
 from golden_inputs import BIGRAMS
 from step_time import SingleRankExchange, synthetic_shard
 
-CUDA, META = torch.device("cuda", 0), torch.device("meta")
+CUDA = torch.device("cuda", 0)
+META = torch.device("meta")
 IS_CUDA = property(lambda t: t.device.type in ("cuda", "meta"))
 H100 = types.SimpleNamespace(
     name="NVIDIA H100",
@@ -107,11 +109,13 @@ def fake_gpu_for_inductor():
 
     def stop(graph):
         code = graph.codegen()[0]
-        code, made = getattr(code, "value", code), {}
-        for name in re.findall(r"(buf\d+) = empty_strided_cuda", code):
-            made[name] = numel(graph.get_buffer(name).get_size())
-        mutated = {name: numel(graph.graph_inputs[name].get_size()) for name in graph.mutated_inputs}
-        raise Generated(code, sorted(made.values()), sorted(mutated.values()))
+        code = getattr(code, "value", code)
+        made, mutated = [], []
+        for name in sorted(set(re.findall(r"(buf\d+) = empty_strided_cuda", code))):
+            made.append(numel(graph.get_buffer(name).get_size()))
+        for name in sorted(set(graph.mutated_inputs)):
+            mutated.append(numel(graph.graph_inputs[name].get_size()))
+        raise Generated(code, sorted(made), sorted(mutated))
 
     def numel(size):
         return int(torch._inductor.virtualized.V.graph.sizevars.optimization_hint(math.prod(size)))
@@ -166,15 +170,20 @@ def add_device_guard():
     folder = tempfile.mkdtemp()
     torch_folder = Path(torch.__file__).parent
     library = f"{folder}/guard.so"
-    options = ["-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", "-x", "c++", "-", "-o", library]
-    command = [cpp_compiler(), *options, f"-L{torch_folder}/lib", "-lc10"]
+    command = [cpp_compiler(), "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include"]
+    command += ["-x", "c++", "-", "-o", library, f"-L{torch_folder}/lib", "-lc10"]
     subprocess.run(command, input=source, text=True, check=True)
     ctypes.CDLL(library)
     shutil.rmtree(folder)
 
 
 def cpp_compiler():
-    return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    """Returns the path of a C++ compiler, or None."""
+    for name in "g++", "clang++", "c++":
+        path = shutil.which(name)
+        if path:
+            return path
+    return None
 
 
 class Generated(BaseException):
@@ -201,8 +210,10 @@ def boxed(function):
 def scaled_mm(*args, out=None, scaled_mm=torch._scaled_mm, **options):
     """Does torch._scaled_mm with `out`, which "meta" has without it only."""
     new = scaled_mm(*args, **options)
-    assert out is None or (out.shape, out.dtype, out.stride()) == (new.shape, new.dtype, new.stride())
-    return new if out is None else out
+    if out is None:
+        return new
+    assert out.shape == new.shape and out.dtype == new.dtype and out.stride() == new.stride()
+    return out
 
 
 def fetch_nothing(table, row_ids):
@@ -224,24 +235,29 @@ class MetaRun:
         torch._scaled_mm = scaled_mm
         tg.GPT.initialize = lambda self, seed: None
         tg.training_state = lambda *args: None  # nothing to keep: there are no values
-        tg.restore, tg.validate = lambda *args: None, validate
+        tg.restore = lambda *args: None
+        tg.validate = validate
         tg.NgramTable.fetch = fetch_nothing
         tg.compiler_of = lambda cfg: compiler
         tg.AsyncLoss = lambda: types.SimpleNamespace(push=lambda *args: None)
-        self.cfg, self.world_size = replace(cfg, val_slices=1), world_size
+        self.cfg = replace(cfg, val_slices=1)
+        self.world_size = world_size
         backend = tg.select_backend(self.cfg, CUDA)
-        exchange, self.ids_exchange = (
-            (SingleRankExchange if world_size > 1 else tg.Exchange)(0, world_size) for _ in range(2)
-        )
+        kind = tg.Exchange
+        if world_size > 1:
+            kind = SingleRankExchange
+        exchange = kind(0, world_size)
+        self.ids_exchange = kind(0, world_size)
         exchange.device = META
         self.model, self.optimizer = tg.build(self.cfg, backend, exchange, 0)
         self.folder = tempfile.TemporaryDirectory()
         paths = synthetic_shard(self.folder.name, self.cfg, range(len(cfg.stages)), 20)
-        self.data, self.val = tg.Dataset(paths, paths, 1, 0.0, "", ()), tg.ValLoader(self.cfg, paths)
+        self.data = tg.Dataset(paths, paths, 1, 0.0, "", ())
+        self.val = tg.ValLoader(self.cfg, paths)
 
     def warm_up(self):
-        parts = self.data, self.model, self.optimizer, self.val, self.ids_exchange
-        tg.warm_up(tg.Training(*parts))
+        training = tg.Training(self.data, self.model, self.optimizer, self.val, self.ids_exchange)
+        tg.warm_up(training)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -252,8 +268,9 @@ class MetaRun:
 def map_devices(graph, device_of):
     """Replaces each node's `device` argument by device_of(node, device)."""
     for node in graph.nodes:
-        if isinstance(device := node.kwargs.get("device"), torch.device):
-            node.kwargs = {**node.kwargs, "device": device_of(node, device)}
+        device = node.kwargs.get("device")
+        if isinstance(device, torch.device):
+            node.kwargs = dict(node.kwargs, device=device_of(node, device))
 
 
 def moved(t, mode):
@@ -280,8 +297,9 @@ def move_to_gpu(graph):
     map_devices(graph, lambda node, device: torch.device("cpu") if device == META else device)
     for node in graph.nodes:
         values = node.meta.get("val")
-        if mode := detect_fake_mode(torch.utils._pytree.tree_leaves(values)):
-            node.meta["val"] = torch.utils._pytree.tree_map(lambda t: moved(t, mode), values)
+        mode = detect_fake_mode(torch.utils._pytree.tree_leaves(values))
+        if mode:
+            node.meta["val"] = torch.utils._pytree.tree_map(functools.partial(moved, mode=mode), values)
 
 
 def called(code):
@@ -306,6 +324,25 @@ HOST_CALLS = re.compile(
 )
 
 
+def sort_calls(calls, sources):
+    """Sorts what generated code calls.
+
+    Returns the kernels, which have sources, and other launches with their numbers, and what it reads.
+    """
+    kernels, others, reads = {}, {}, set()
+    for call, n in calls.items():
+        name = call.removesuffix(".run")
+        if HOST_CALLS.fullmatch(call):
+            continue
+        if call.endswith(".item"):
+            reads.add(call.removesuffix(".item"))
+        elif name != call and name in sources:
+            kernels[name] = n
+        else:
+            others[call] = n
+    return kernels, others, reads
+
+
 class GeneratedCode:
     """Collects the code that Inductor generates for the functions of `compiler`, and what their runs launch.
 
@@ -314,7 +351,9 @@ class GeneratedCode:
     """
 
     def __init__(self):
-        self.functions, self.graphs, self.phase = [], [], "none"
+        self.functions = []
+        self.graphs = []
+        self.phase = "none"
         self.compiler = functools.cache(self.compile)
         tg.compiler_of(tg.RECORD)  # torch's settings, as in a run
 
@@ -346,17 +385,18 @@ class GeneratedCode:
         except Generated as generated:
             code, made, mutated = generated.args
         calls, sources, aligned = called(code)
-        launched = {name: n for name, n in calls.items() if not HOST_CALLS.fullmatch(name)}
-        reads = [name.removesuffix(".item") for name in launched if name.endswith(".item")]
-        on_host = {node.name for node in inputs if getattr(node.meta["val"], "device", None) != CUDA}
-        kernels = {name: launched.pop(f"{name}.run") for name in sources if f"{name}.run" in launched}
+        on_host = set()
+        for node in inputs:
+            if getattr(node.meta["val"], "device", None) != CUDA:
+                on_host.add(node.name)
+        kernels, others, reads = sort_calls(calls, sources)
         graph = {
             "function": function,
             "backward": options.get("is_backward", False),
             "kernels": kernels,
             "sources": sources,
-            "others": {name: n for name, n in launched.items() if not name.endswith(".item")},
-            "reads": sorted(set(reads) - on_host),
+            "others": others,
+            "reads": sorted(reads - on_host),
             "made": made,
             "mutated": mutated,
             "wide": any("'xnumel': 'i64'" in source for source in sources.values()),
@@ -379,7 +419,8 @@ def resource_usage(cubin, folder):
     tool = Path(tg.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         return None
-    (file := Path(folder, "kernel.cubin")).write_bytes(cubin)
+    file = Path(folder, "kernel.cubin")
+    file.write_bytes(cubin)
     usage = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
     return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
@@ -442,8 +483,9 @@ def main(out):
         return call
 
     def compile_of_rows(function):
-        of_a_row = tg.gather_rows.__wrapped__, tg.row_adam_update.__wrapped__
-        return of_rows.compiler(function) if function in of_a_row else function
+        if function in (tg.gather_rows.__wrapped__, tg.row_adam_update.__wrapped__):
+            return of_rows.compiler(function)
+        return function
 
     tg.train_step = in_phase(tg.train_step, lambda model, optimizer, batch, *args: f"step {batch.plan.step}")
     tg.GPT.token_losses = in_phase(tg.GPT.token_losses, lambda *args: "validation")
@@ -451,9 +493,13 @@ def main(out):
     stages = tuple(replace(stage, sampled_columns=()) for stage in tg.RECORD.stages[1:3])
     cfg = replace(tg.RECORD, microbatches=1, stages=stages)
     MetaRun(cfg, 1, compile_of_rows).warm_up()
-    kernels = compile_kernels([*code.graphs, *of_rows.graphs])
-    report = {"functions": code.functions, "graphs": code.graphs, "kernels": kernels}
-    Path(out).write_text(json.dumps(report | {"of rows": of_rows.graphs}, indent=1))
+    report = {
+        "functions": code.functions,
+        "graphs": code.graphs,
+        "of rows": of_rows.graphs,
+        "kernels": compile_kernels(code.graphs + of_rows.graphs),
+    }
+    Path(out).write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

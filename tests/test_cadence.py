@@ -36,9 +36,12 @@ def test_updates_of_the_record():
         assert plan.interval_ratio(RARE) == row["table_wd_mul"] / 5
         assert plan.interval_ratio(ALWAYS) == plan.interval_ratio(HALF) == 1
         assert 0.95 ** plan.interval_ratio(RARE) == pytest.approx(row["table_beta2"])
-    every = {row.name: row.update_every for row in tg.RECORD.params if row.update_every != HALF}
-    banks = dict.fromkeys(("qk_bank", "narrow_qk_bank", "vo_bank", "mlp_bank"), ALWAYS)
-    assert every == banks | {"value_embeds": RARE}
+    every = {row.name: row.update_every for row in tg.RECORD.params}
+    assert every["value_embeds"] == RARE
+    assert every["embed"] == every["lm_head"] == every["scalars"] == HALF
+    for row in tg.RECORD.params:
+        if row.kind == "bank":
+            assert row.update_every == ALWAYS
 
 
 @pytest.mark.parametrize("late_updates_from", range(5, 9))

@@ -202,10 +202,10 @@ def test_what_changes_when():
 
 @pytest.mark.parametrize("want", SCHEDULE["yarn"], ids=lambda want: str(want["stage"]))
 def test_rotary(want):
-    model = SimpleNamespace(cfg=replace(tg.RECORD, dtype="float64"), length=1, device="cpu", stage=-1)
+    model = SimpleNamespace(cfg=replace(tg.RECORD, dtype="float64"), max_tokens=1, device="cpu", stage=-1)
     model.rotary_family = functools.partial(tg.GPT.rotary_family, model)
     tg.GPT.use_stage(model, want["stage"])
-    for name, family in ("narrow", model.narrow), ("wide", model.wide):
+    for name, family in ("narrow", model.rotary_narrow), ("wide", model.rotary_wide):
         assert family.scale == pytest.approx(want[f"{name}_scale"], rel=1e-14)
         angles = torch.atan2(family.sin[1], family.cos[1])
         assert angles.tolist() == pytest.approx(want[f"{name}_frequencies"], rel=1e-12)

@@ -49,7 +49,9 @@ MOST_LAUNCHES = {278: 619, 277: 650}
 
 def bad_for_a_gpu(graph):
     """Says what a graph's code does that kernels should do."""
-    where = f"{graph['function']}, {'backward' if graph['backward'] else 'forward'}: "
+    where = f"{graph['function']}, forward: "
+    if graph["backward"]:
+        where = f"{graph['function']}, backward: "
     if not graph["kernels"] and not graph["others"] and graph["function"] != "loss_targets":  # one column
         yield where + "nothing runs on the GPU"
     for name in graph["others"]:
@@ -75,8 +77,8 @@ def bad_kernel(kernel):
         yield where + kernel["error"]
     elif not kernel["usage"]:
         yield where + "was not compiled"
-    usages = filter(None, kernel["usage"])  # None without cuobjdump
-    if min((usage["STACK"] + usage["LOCAL"] for usage in usages), default=0) > 1432:
+    spilled = [usage["STACK"] + usage["LOCAL"] for usage in kernel["usage"] if usage]  # None: no cuobjdump
+    if min(spilled, default=0) > 1432:
         yield where + f"spills registers: {kernel['usage']}"
 
 
@@ -95,28 +97,35 @@ def test_generated_code(tmp_path):
     kept = Path(default_cache_dir(), f"train_gpt_{digest.hexdigest()[:16]}.json")
     new = tmp_path / "found.json"
     if not kept.exists():
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         environment.pop("TRITON_INTERPRET", None)
         command = [sys.executable, gpu_code.__file__, str(new)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
         # torch lists an operation's kernels for every device in some errors
         errors = [line for line in done.stderr.splitlines() if "registered at" not in line]
         assert done.returncode == 0, "\n".join(errors[-40:])
-    found = json.loads((new if new.exists() else kept).read_text())
+        found = json.loads(new.read_text())
+    else:
+        found = json.loads(kept.read_text())
     graphs = found["graphs"]
     functions = set(found["functions"])
     of_rows = found["of rows"]
     # Offsets into over 2^31 numbers need 64 bits.
     assert {graph["function"] for graph in of_rows if graph["wide"]} == {"gather_rows", "row_adam_update"}
     decorated = tg.adam_update.__code__  # compiled() makes functions of one code
-    used = {name for name, value in vars(tg).items() if getattr(value, "__code__", None) is decorated}
-    used = used - {"row_adam_update"} | {"trunk", "pointer_inputs"}
+    used = {"trunk", "pointer_inputs"}
+    for name, value in vars(tg).items():
+        if getattr(value, "__code__", None) is decorated and name != "row_adam_update":
+            used.add(name)
     assert used <= functions, f"the record preset does not run {used - functions}"
     layers = [graph["backward"] for graph in graphs if graph["function"] == "trunk"]
     assert sorted(layers) == [False, False, True]  # of validation and of training, for all stages
     assert functions == {graph["function"] for graph in graphs}
-    problems = [problem for graph in [*graphs, *of_rows] for problem in bad_for_a_gpu(graph)]
-    problems += [problem for kernel in found["kernels"] for problem in bad_kernel(kernel)]
+    problems = []
+    for graph in graphs + of_rows:
+        problems += bad_for_a_gpu(graph)
+    for kernel in found["kernels"]:
+        problems += bad_kernel(kernel)
     assert found["kernels"] and not problems, "\n".join(problems)
 
     counted = launches.Counts()
@@ -127,7 +136,8 @@ def test_generated_code(tmp_path):
             runs = graph["runs"].get(f"step {step}", 0)
             launched[graph["function"]] += launches.launches_of(graph) * runs
         for (_, column), n in counts.items():
-            launched[column] += n if column in ("eager", "triton") else 0
+            if column in ("eager", "triton"):
+                launched[column] += n
         assert counts["optimizer", "calls"] < 40  # on a GPU Adam takes a parameter at once
         assert launched.total() <= most, (step, launched)
     if new.exists():
