@@ -121,7 +121,7 @@ Fraction = Annotated[float, 0, 1]
 Steps = Annotated[int, 0, 2**31 - 1, "steps"]
 Rate = Annotated[float, 0, 1, "rate"]
 # A pair: steps between two updates before Config.late_updates_from, and from that step on. Gradients are
-# summed in between.
+# summed in between. Betas and weight decay are stated for the first number.
 UpdateInterval = tuple[Literal[1, 2, 4], Literal[1, 2, 4]]
 
 
@@ -163,7 +163,10 @@ LAYERS = (
 
 @dataclass(frozen=True)
 class Windows:
-    """Attention windows, in units of Config.window_unit tokens."""
+    """Attention windows, in units of Config.window_unit tokens.
+
+    Another one needs a default here, and its name in Layer.window. Rotary embedding knows only these two.
+    """
 
     short: Positive
     long: Positive
@@ -207,7 +210,7 @@ class Param:
     # Parameters are updated and gathered in ascending order of this number. lm_head comes before embed, which
     # is a copy of it at first.
     update_order: int = 0
-    optimizer: Literal["adam", "anvil"] = "adam"
+    optimizer: str = "adam"  # a name in OPTIMIZERS
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
     update_every: UpdateInterval = (2, 2)
     dtype: Literal["model", "float32"] = "model"  # model: the config's dtype
@@ -1045,7 +1048,7 @@ class Gate(NamedTuple):
     kind: str  # xsa, output, x0, ngram, skip
     layer: int
     columns: int  # one, or one a head
-    bias: float  # initial, in units of the gates' scale
+    bias: float  # initial, in units of the gates' scale, 0.1: 10 is an open gate
 
 
 def gate_table(cfg: Config) -> tuple[list[Gate], list[Gate]]:
@@ -1240,6 +1243,8 @@ def param_shapes(cfg: Config, world_size: int) -> dict[str, tuple[int, ...]]:
     Banks are padded, so that each of `world_size` ranks owns equally many matrices.
     """
     table = param_table(cfg)
+    unknown = table.keys() ^ {spec.name for spec in PARAMS}
+    require(not unknown, f"{unknown}: give each a row of PARAMS and a line of param_table()")
     shapes = {}
     for spec in cfg.params:
         shape, _ = table[spec.name]
@@ -1493,7 +1498,8 @@ class GPT(nn.Module):
         for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, values, fp8, T))):
             if i == cfg.skip_to:
                 x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], saved["skip"])])
-            added: list[Term] = []  # to the stream, before the MLPs
+            # To the stream, before the MLPs. used_scalars() has the condition that anything is.
+            added: list[Term] = []
             if layer.attention:
                 h = norm(x) if i <= cfg.backout_from else saved["normed backout"]
                 if layer.mudd:
@@ -2376,7 +2382,8 @@ def device_scalar(value: float, device: torch.device) -> Tensor:
 
 
 def relu_square(h: Tensor, fc: Tensor) -> Tensor:
-    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d).
+    """Returns relu(h fc^T)^2, (T, F), for h (T, d), fc (F, d). Its gradient is relu_square_grad, by hand: an
+    edit of one needs one of the other.
 
     The square does better than GELU at the same cost (record 5; Primer: So et al. 2021, arXiv:2109.08668).
     """
@@ -3970,8 +3977,8 @@ class UpdateRule(NamedTuple):
 
     The gradient is the mean over micro-batches and ranks of the loss's, which is a sum over tokens; it is
     summed over the steps since the last update. ANVIL keeps the lower halves of a bf16 block's fp32 numbers
-    in its state (split_mantissa); Adam rounds to the block's dtype. A rule for parameters also needs its name
-    in Param.optimizer, and what it needs in check_config.
+    in its state (split_mantissa); Adam rounds to the block's dtype. check_updates() says which parameters can
+    have which rule.
     """
 
     init: Callable  # (block, its Param, dtype of moments, index of its first row) -> state
@@ -5254,6 +5261,8 @@ def check_updates(cfg: Config) -> None:
     for spec in cfg.params:
         can_exchange = spec.exchange == "reduce_scatter" or spec.is_table
         require(can_exchange, f"params.{spec.name}.exchange: only tables can be sparse")
+        rules = ", ".join(OPTIMIZERS)
+        require(spec.optimizer in OPTIMIZERS, f"params.{spec.name}.optimizer: give one of {rules}")
         can_update = spec.optimizer == "adam" or spec.kind == "bank"
         require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
@@ -5419,7 +5428,7 @@ def training_state(model: GPT, optimizer: Optimizer) -> dict:
 def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     """Sets all that training changes to `state`: of all ranks, each has its own part. Drops gradients.
 
-    The table of n-grams is restored if it is there: a checkpoint has it, a training_state() has not.
+    A checkpoint also has the table of n-grams, if there is one, and the number of steps.
     """
     live = live_state(model, optimizer)
     optimizer.drop_grads()
@@ -5428,6 +5437,8 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live})):
         t.copy_(saved)
     optimizer.gather_all()
+    if "step" in state:
+        optimizer.last_plan = plan_step(model.cfg, state["step"] - 1)
 
 
 def read_saved(path: str | Path, fix: str) -> dict:
@@ -5764,7 +5775,6 @@ def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
     if resumed:
         restore(resumed, training.model, training.optimizer)
         start = Progress(resumed["step"], resumed["train_ms"], resumed["position"])
-        training.optimizer.last_plan = plan_step(training.model.cfg, start.step - 1)
         resumed.clear()  # or its files, which are mapped, could not be removed over a network
     gc.collect()  # what building and warm-up left behind is not collected on the clock,
     gc.freeze()  # nor searched again

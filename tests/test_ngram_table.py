@@ -33,6 +33,7 @@ class WholeTable:
     """
 
     name, update_order = "ngrams", -1
+    in_flight = None
 
     def __init__(self, cfg, exchange):
         n = self.cfg = cfg.ngrams
