@@ -5132,8 +5132,9 @@ def override(cfg: Config, setting: str) -> Config:
     require(eq, f"--set {setting}: write name=value")
     settings = flatten(cfg)
     names = fnmatch.filter(settings, pattern)
-    near = ", ".join(difflib.get_close_matches(pattern, settings, cutoff=0.4)) or "a field of Config"
-    require(names, f"--set {pattern}: unknown; did you mean {near}?")
+    if not names:
+        near = ", ".join(difflib.get_close_matches(pattern, settings, cutoff=0.4)) or "a field of Config"
+        raise UserError(f"--set {pattern}: unknown; did you mean {near}?")
     values = {}
     for name in names:
         require(
