@@ -167,9 +167,10 @@ class SingleRankExchange(tg.Exchange):
         if kind == "counts":
             return tg.Pending(own.repeat(self.world_size))
         if kind == "row ids":
+            ids = own.cpu().numpy()
             others = np.arange(self.world_size, dtype=np.int32)[:, None] - self.rank
-            largest = own.numpy().max(initial=0)
-            return tg.Pending(tg.int32((own.numpy() + others) % (largest + 1)).flatten())
+            ids = (ids + others) % (ids.max(initial=0) + 1)
+            return tg.Pending(tg.int32(ids.ravel()).to(own.device))
         if out is None:
             out = rows.new_zeros((sum(output_splits),) + rows.shape[1:])
         out.split(output_splits)[self.rank].copy_(own)
