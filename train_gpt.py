@@ -3404,7 +3404,11 @@ class MLP(torch.autograd.Function):
 #    thread does, while earlier steps train; on the right the main thread, from top to bottom:
 #
 #    index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
+<<<<<<< HEAD
 #    ids    route_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
+=======
+#    ids    plan_ngrams: asker -> owner,     each backward   add_rows, to main_grad, at the same slots
+>>>>>>> builder
 #           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
 #                                                            update: owners' mean in rank order, and the rule
 #                                                            rows of the next steps: to askers
@@ -4740,15 +4744,7 @@ NO_ROWS = np.empty(0, np.int32)
 
 def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
     """Sorts the positions of `ids`, int32, (T,) or (K, T) with a range of ids for each k."""
-    flat = ids.flatten()
-    if len(flat) >= 1 << 15:
-        by_id, perm = flat.sort(stable=True)  # by radix
-    else:  # torch has no radix sort for so few numbers; NumPy has one for 16 bits, four times as fast
-        low = flat.numpy().astype(np.uint16)  # the lower half
-        high = (flat.numpy() >> 16).astype(np.uint16)
-        order = np.argsort(low, kind="stable")
-        perm = torch.from_numpy(order[np.argsort(high[order], kind="stable")])
-        by_id = flat.index_select(0, perm)
+    by_id, perm = ids.flatten().sort(stable=True)
     distinct, counts = by_id.unique_consecutive(return_counts=True)
     offsets = F.pad(counts.cumsum(0), (1, 0))
     if sign_ids is not None:
@@ -4759,7 +4755,7 @@ def make_segments(ids: Tensor, sign_ids: Tensor | None = None) -> Segments:
 
 
 def list_ids(segments: Segments, shape: Sequence[int]) -> Tensor:
-    """Returns the list, of this shape, whose segments these are: make_segments' inverse."""
+    """Returns the list, int32, (T,) or (K, T), whose segments these are: make_segments' inverse."""
     counts = np.diff(segments.offsets.numpy())
     by_id = int32(np.repeat(segments.ids.numpy(), counts)).view(shape)
     return torch.empty_like(by_id).scatter_(-1, segments.perm.view(shape).long(), by_id)
