@@ -3404,11 +3404,7 @@ class MLP(torch.autograd.Function):
 #    thread does, while earlier steps train; on the right the main thread, from top to bottom:
 #
 #    index  hash_ngrams, make_segments       each forward    ngram_sums sums rows of `cache`, by slot
-<<<<<<< HEAD
-#    ids    route_rows: asker -> owner,       each backward   add_rows, to main_grad, at the same slots
-=======
-#    ids    plan_ngrams: asker -> owner,     each backward   add_rows, to main_grad, at the same slots
->>>>>>> builder
+#    ids    route_ngrams: asker -> owner,    each backward   add_rows, to main_grad, at the same slots
 #           rank r % world_size for row r    last step       gradient rows: to owners, first of the scatter
 #                                                            update: owners' mean in rank order, and the rule
 #                                                            rows of the next steps: to askers

@@ -183,7 +183,7 @@ def test_segments():
             assert index.sign_ids.tolist() == permuted_signs(signs, index.perm)
             assert tg.make_segments(rows).sign_ids is None
             assert torch.equal(tg.list_ids(index, rows.shape), rows)
-    ids = rng.integers(0, 5000, 40_000)  # so many are sorted in another way
+    ids = rng.integers(0, 5000, 40_000)
     assert tg.make_segments(tg.int32(ids)).perm.tolist() == np.argsort(ids, kind="stable").tolist()
     assert [part.tolist() for part in tg.make_segments(tg.int32(tg.NO_ROWS))[:3]] == [[], [], [0]]
 
@@ -196,7 +196,7 @@ ODD_LISTS = {
     "equal": [[1, 4, 9], [1, 4, 9], [1, 4, 9]],
     "some numbers are in several": [[0, 2, 5], [1, 2, 6], [2, 5, 7]],
     "the largest number": [[0, LARGEST], [5, LARGEST - 1, LARGEST]],
-    "many": [range(0, 60_000, 2), range(0, 60_000, 3), range(70_000, 90_000)],  # sorted in another way
+    "many": [range(0, 60_000, 2), range(0, 60_000, 3), range(70_000, 90_000)],
 }
 
 
