@@ -928,9 +928,9 @@ def train_step(
 
     fp8_mlp = fp8_head = None
     if model.backend.fp8 and cfg.fp8_mlp and "mlp_bank" in model.banks:
-        fp8_mlp = model.fp8_mlps(plan.fp8_exact)
+        fp8_mlp = model.convert_mlps_to_fp8(plan.fp8_exact)
     if model.backend.fp8 and not plan.sampled_columns:
-        fp8_head = model.fp8_head()
+        fp8_head = model.convert_head_to_fp8()
 
     losses = []
     for micro_batch in batch.micro_batches:
@@ -1379,7 +1379,10 @@ class GPT(nn.Module):
         """
         mlps = sum(layer.mlps for layer in self.cfg.layers)
         dy_scale = FP8_DY * world_size / num_microbatches(self.cfg, world_size)
-        scales = torch.tensor([[FP8_H, dy_scale], [0, 0], [1, dy_scale]], device=self.device)
+        scales = torch.ones(3, 2, device=self.device)  # those of fc, proj and square follow their maxima
+        scales[FP8_SCALES["h"]] = FP8_H
+        scales[FP8_SCALES["dy"]] = dy_scale
+        scales[FP8_SCALES["da"]] = dy_scale
         # cuBLAS takes scales at multiples of 16 bytes only: each is the first of four, and alone in use.
         scales = scales[:, :, None, None].repeat(mlps, 1, 1, 4, 1)  # (mlps, 3, 2, 4, 1)
         self.fp8_scales = scales[:, :, :, :1]
@@ -1442,18 +1445,18 @@ class GPT(nn.Module):
         micro_batch: MicroBatch,
         windows: dict[str, int],
         params: dict[str, typing.Any] | None = None,
-        fp8: FP8MLP | None = None,
+        mlps_fp8: FP8MLP | None = None,
     ) -> Tensor:
         """Runs all layers on what look_up() returned for a micro-batch. Returns the head's input (T, d).
 
         windows: tokens, by name. The backward gives the banks' gradients to `params`, or without it to
-        autograd. With `fp8`, the result of GPT.fp8_mlps, MLPs are in FP8.
+        autograd. With `mlps_fp8`, the result of GPT.convert_mlps_to_fp8, MLPs are in FP8.
         """
         banks = {}
         for name in self.banks:
             banks[name] = params[name].weight() if params else Weight(getattr(self, name))
         sequence = micro_batch.cu_seqlens, micro_batch.max_doc_len
-        return compiled(GPT.trunk)(self, looked_up, sequence, windows, banks, fp8)
+        return compiled(GPT.trunk)(self, looked_up, sequence, windows, banks, mlps_fp8)
 
     def trunk(  # compiler_of() names some of its arguments
         self,
@@ -1461,9 +1464,9 @@ class GPT(nn.Module):
         sequence: tuple[Tensor, int],
         windows: dict[str, int],
         banks: dict[str, Weight],
-        fp8: FP8MLP | None,
+        mlps_fp8: FP8MLP | None,
     ) -> Tensor:
-        """Does forward: one graph, if it is compiled, and so is its backward.
+        """Computes forward: one graph, if it is compiled, and so is its backward.
 
         sequence: cu_seqlens, longest document.
         """
@@ -1495,7 +1498,7 @@ class GPT(nn.Module):
         }
         for i, value in enumerate(values):
             saved[f"value {i}"] = value
-        for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, values, fp8, T))):
+        for i, (layer, w) in enumerate(zip(cfg.layers, self.layer_weights(banks, values, mlps_fp8, T))):
             if i == cfg.skip_to:
                 x = mix([(None, x), (torch.sigmoid(skip) * gates["skip", i], saved["skip"])])
             # To the stream, before the MLPs. used_scalars() has the condition that anything is.
@@ -1512,6 +1515,7 @@ class GPT(nn.Module):
             if layer.ngram and i > 0:
                 added.append((gates["ngram", i], ngram))
             if added:
+                assert w.scalars.resid_attention is not None  # None would count as 1
                 x = mix([(w.scalars.resid_attention, x), *added])
             added = []
             if layer.mlps or layer.mudd:
@@ -1530,7 +1534,7 @@ class GPT(nn.Module):
         return final_norm(x, self.small_mlp("mudd", 1, x), streams)
 
     def layer_weights(
-        self, banks: dict[str, Weight], values: Sequence[Tensor], fp8: FP8MLP | None, T: int
+        self, banks: dict[str, Weight], values: Sequence[Tensor], mlps_fp8: FP8MLP | None, T: int
     ) -> list[LayerWeights]:
         """Returns what each layer takes of the banks, the value embeddings (T, d) and the scalars.
 
@@ -1546,7 +1550,7 @@ class GPT(nn.Module):
             matrices[name] = bank.split(rows)
         value_tables = iter(values)
         ve_gates = iter(self.ve_gate_bank.unbind() if hasattr(self, "ve_gate_bank") else ())
-        mlps_fp8 = iter(fp8.split() if fp8 else ())
+        next_fp8 = iter(mlps_fp8.split() if mlps_fp8 else ())
         layers = []
         for layer, scalars in zip(cfg.layers, self.layer_scalars(T)):
             qk = v = out = value = ve_gate = None
@@ -1565,7 +1569,7 @@ class GPT(nn.Module):
             for _ in range(layer.mlps):
                 fc = next(matrices["mlp_bank"])
                 proj = next(matrices["mlp_bank"])
-                mlps.append(MLPWeights(fc, proj, next(mlps_fp8, None)))
+                mlps.append(MLPWeights(fc, proj, next(next_fp8, None)))
             layers.append(LayerWeights(qk, v, out, value, ve_gate, mlps, scalars))
         return layers
 
@@ -1738,7 +1742,8 @@ class GPT(nn.Module):
 
         x (T, d); targets (T, K) int64; weights (K,). Memory holds one chunk's logits and their gradient at a
         time. lm_head's gradient is added to `head`, and rounded once per chunk. `loss_share` is the factor of
-        the loss that `weights` contain already: FP8 gradients are scaled with it. fp8_head: GPT.fp8_head's.
+        the loss that `weights` contain already: FP8 gradients are scaled with it. fp8_head: what
+        convert_head_to_fp8() has returned.
 
         With `sampled_columns` (P,) int32, ascending, only these columns of lm_head are computed, as if the
         others did not exist: a sampled softmax without correction (Jean et al. 2015, arXiv:1412.2007; record
@@ -1847,7 +1852,7 @@ class GPT(nn.Module):
     # --------------------------------------------------------------------------------------------------- FP8
 
     @torch.no_grad()
-    def fp8_mlps(self, exact: bool) -> FP8MLP:
+    def convert_mlps_to_fp8(self, exact: bool) -> FP8MLP:
         """Converts the MLPs' weights to FP8, for all forwards of a step. Returns them stacked.
 
         exact: their scales fit these weights, not those of the step before and a margin.
@@ -1870,7 +1875,7 @@ class GPT(nn.Module):
 
     @traced("head")
     @torch.no_grad()
-    def fp8_head(self) -> tuple[Tensor, Tensor]:
+    def convert_head_to_fp8(self) -> tuple[Tensor, Tensor]:
         """Converts lm_head to FP8 for a step that computes all its columns: (d, V), and transposed."""
         return to_fp8_and_transposed(self.lm_head, FP8_W)
 
@@ -2003,7 +2008,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 class Norm(torch.autograd.Function):
-    """Does norm() with half as many passes over memory as rms_norm makes where it is not compiled."""
+    """Computes norm() with half as many passes over memory as rms_norm makes where it is not compiled."""
 
     @staticmethod
     def forward(ctx, x):
@@ -2032,7 +2037,7 @@ def mix(terms: Sequence[Term]) -> Tensor:
 
 
 class Mix(torch.autograd.Function):
-    """Does mix() in fewer passes over memory, where it is not compiled. Takes scale, stream, scale, ..."""
+    """Computes mix() in fewer passes over memory, if it is not compiled. Takes scale, stream, scale, ..."""
 
     @staticmethod
     def forward(ctx, *tensors):
@@ -2198,7 +2203,7 @@ def by_position(rows: Tensor, like: Tensor) -> Tensor:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, window: int
 ) -> Tensor:
-    """Does dense_attention by FlashAttention, which takes heads of one width: narrow ones get zeros."""
+    """Computes dense_attention by FlashAttention, which takes heads of one width: narrow ones get zeros."""
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and sets an environment variable
 
     v_dim = v.size(-1)
@@ -2401,7 +2406,7 @@ def relu_square_grad(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
 
 
 def relu_square_grad_bf16(dy: Tensor, proj: Tensor, square: Tensor) -> Tensor:
-    """Does relu_square_grad for bf16 with a rounded root, in half the time on a CPU."""
+    """Computes relu_square_grad for bf16 with a rounded root, in half the time on a CPU."""
     return (2 * dy @ proj.T).mul_(square.sqrt())
 
 
@@ -2411,7 +2416,7 @@ FP8_SCALES = {"h": (0, 0), "dy": (0, 1), "fc": (1, 0), "proj": (1, 1), "square":
 
 
 class FP8MLP(NamedTuple):
-    """An MLP's weights in FP8, and the scales of what it computes with:
+    """An MLP's weights in FP8, and the scales of what it computes with; until split(), all MLPs', stacked.
 
     square = relu(h fc^T)^2, y = square proj; d(h fc^T) = da = 2 sqrt(square) (dy proj^T).
     """
@@ -2493,15 +2498,19 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        scale = scales if square is None else scales + SCALE_STEP
-        product *= tl.load(scale) * tl.load(scale + 2 * SCALE_STEP)
+        # Rows of FP8_SCALES, in the column of the forward or of the backward.
+        a_scale = scales if square is None else scales + SCALE_STEP
+        b_scale = a_scale + 2 * SCALE_STEP
+        out_scale = a_scale + 4 * SCALE_STEP
+        square_scale = scales + 4 * SCALE_STEP
+        product *= tl.load(a_scale) * tl.load(b_scale)
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(scales + 4 * SCALE_STEP)
+            squares *= tl.load(square_scale)
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -2509,7 +2518,7 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        store_fp8(result * (1 / tl.load(scale + 4 * SCALE_STEP)), out, out_T, rows, cols, M, N, FP8_MAX)
+        store_fp8(result * (1 / tl.load(out_scale)), out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
 
@@ -4057,7 +4066,7 @@ def adam_update(
     lr_mul: float | Tensor = 1.0,
     decay_mul: float | Tensor = 1.0,
 ) -> None:
-    """Does adam() for a vector, in the dtype of its state."""
+    """Computes adam() for a vector, in the dtype of its state."""
     grad = grad.to(exp_avg.dtype)
     exp_avg.lerp_(grad, one_minus_beta1)
     exp_avg_sq.mul_(beta2).addcmul_((1 - beta2) * grad, grad)
@@ -4188,7 +4197,7 @@ def anvil_update(
     decay: Tensor,
     mantissa: Tensor | None = None,
 ) -> None:
-    """Does anvil() for a block of matrices, with anvil_init's names of their state."""
+    """Computes anvil() for a block of matrices, with anvil_init's names of their state."""
     x = nesterov_momentum(
         grad,
         fast_momentum,
@@ -4330,7 +4339,7 @@ def row_adam_update(
     step_size: Tensor,
     decay: Tensor,
 ) -> None:
-    """Does row_adam's arithmetic, in at least fp32, the dtype of moments (N,). decays[k] is beta2^k."""
+    """Computes row_adam's arithmetic, in at least fp32, the dtype of moments (N,). decays[k] is beta2^k."""
     ids = rows.long()
     new_moments = decays[time - last[ids]] * moments[ids] + one_minus_beta2 * grads.square().mean(-1)
     moments.index_copy_(0, ids, new_moments)
@@ -4680,7 +4689,10 @@ def hash_ngrams(tokens: np.ndarray, ngrams: Ngrams, sign_rows: int) -> tuple[Ten
 
 
 def cu_seqlens_capacity(tokens: int) -> int:
-    """Returns the usual entries of cu_seqlens for a micro-batch of `tokens`: so its shape seldom changes."""
+    """Returns the usual entries of cu_seqlens for a micro-batch of `tokens`: so its shape seldom changes.
+
+    The numbers are for the record's stages. No result depends on them.
+    """
     return {16384: 64, 32768: 96, 40960: 128, 49152: 128}.get(tokens) or max(128, padded(tokens // 300, 128))
 
 
@@ -4877,16 +4889,16 @@ class TrainLoader:
         T = plan.batch_tokens // self.microbatches
         firsts = self.advance(plan.batch_tokens, plan.max_doc_len)
         micro_batches = []
-        for i, m in enumerate(self.own):
-            bounds = self.shard.bounds[firsts[m] : firsts[m + 1] + 1]
+        for local, number in enumerate(self.own):
+            bounds = self.shard.bounds[firsts[number] : firsts[number + 1] + 1]
             lengths = np.minimum(np.diff(bounds), plan.max_doc_len)
             tokens = np.concatenate([self.shard.tokens[b : b + n] for b, n in zip(bounds, lengths)])[: T + 1]
             ends = np.cumsum(lengths)[:-1]
             part = make_micro_batch(tokens, ends, plan.max_doc_len, cfg, cfg.attention_cap)
             if plan.sampled_columns:
                 needed = np.append(tokens[1:], cfg.vocab_size) if cfg.pointer_dim else tokens[1:]
-                chosen, self.offsets[i] = choose_sampled_columns(
-                    needed, plan.sampled_columns, cfg.padded_vocab, self.offsets[i]
+                chosen, self.offsets[local] = choose_sampled_columns(
+                    needed, plan.sampled_columns, cfg.padded_vocab, self.offsets[local]
                 )
                 part = part._replace(sampled_columns=chosen)
             micro_batches.append(part)
@@ -5013,6 +5025,7 @@ class ValLoader:
         tokens = self.tokens[i * T : (i + 1) * T + 1]
         starts = np.flatnonzero(tokens[:-1] == self.cfg.bos_id)
         max_doc_len = int(np.diff(starts, prepend=0, append=T).max())
+        # Where a document starts the one before ends; one that starts at 0 makes that one empty.
         return pack(make_micro_batch(tokens, starts, max_doc_len, self.cfg))
 
 
@@ -5851,7 +5864,7 @@ def train(
     loader = TrainLoader(cfg, data.train, rank, optimizer.exchange.world_size, start.position)
     plans = (plan_step(cfg, step) for step in range(start.step, cfg.steps))
     batches = Prefetcher(loader, plans, ids_exchange)
-    if cfg.predicts_prefixes:
+    if cfg.predicts_prefixes:  # on the clock, as it is made of the data
         model.prefixes.copy_(prefix_table(data.vocabulary, cfg.padded_vocab))
     bar = progress_bar(total=cfg.steps, initial=start.step, unit="step", disable=rank > 0)
 
@@ -5934,7 +5947,7 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 
 
 def run(args: argparse.Namespace) -> None:
-    """Does what the command line says. --check ends it before anything is joined or written."""
+    """Runs what the command line says. --check ends it before anything is joined or written."""
     cfg = read_settings(args)
     rank, world_size, device = init_distributed(join=not args.check)
     backend = select_backend(cfg, device)

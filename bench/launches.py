@@ -293,7 +293,7 @@ class GeneratedCounts(Counts):
 
 
 PHASE_OF = [
-    (tg.GPT, "fp8_head", "head"),
+    (tg.GPT, "convert_head_to_fp8", "head"),
     (tg, "move", "copies"),
     (tg.Optimizer, "begin", "copies"),
     (tg.GPT, "look_up", "forward"),

@@ -117,7 +117,7 @@ def test_scales_of_weights(cfg):
     largest = [bank.abs().amax((1, 2))[: model.weight_amax.numel()].view(-1, 2)]
     for step, growth in enumerate((1.0, 1.1, 1.1, 1.3)):
         bank *= growth
-        mlp = model.fp8_mlps(step < tg.FP8_EXACT_STEPS)
+        mlp = model.convert_mlps_to_fp8(step < tg.FP8_EXACT_STEPS)
         largest.append(largest[-1] * growth)
         if step < tg.FP8_EXACT_STEPS:
             want = largest[-1] / 448

@@ -216,7 +216,7 @@ def fp8_model(world_size=WORLD):
 
 
 def fp8_layers(model, step):
-    return [*model.fp8_mlps(step < tg.FP8_EXACT_STEPS).split()]
+    return [*model.convert_mlps_to_fp8(step < tg.FP8_EXACT_STEPS).split()]
 
 
 def kept(scales):

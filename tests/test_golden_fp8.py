@@ -147,7 +147,7 @@ def test_head():
 
     backend = tg.TORCH_BACKEND._replace(fp8=True, softcap_loss=watched)
     model = SimpleNamespace(lm_head=w, cfg=replace(tg.RECORD, head_chunk=n), backend=backend)
-    fp8_head = tg.GPT.fp8_head(model)
+    fp8_head = tg.GPT.convert_head_to_fp8(model)
     head = head_of(w)
     loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0, fp8_head)
     ((apart, losses, dlogits8),) = seen
