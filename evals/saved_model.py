@@ -88,6 +88,16 @@ def rename(settings, path: str = ""):
     return renamed
 
 
+def single_setting(name: str, value, field: tg.Field):
+    """Returns the value of a setting, given as JSON has it. Raises UserError if it cannot have this value."""
+    is_tuple = field.size is not None
+    if is_tuple:
+        value = tuple(value)
+    for part in value if is_tuple else (value,):
+        tg.require(field.allows(part), f"{name} cannot be {value}")
+    return value
+
+
 def config_from_dict(values: dict, table=tg.Config) -> tg.Config:
     """Builds a Config from a dict of all its fields, as JSON gives it.
 
@@ -99,13 +109,12 @@ def config_from_dict(values: dict, table=tg.Config) -> tg.Config:
         value = values[name]
         row = tg.row_type(hint)
         if row is None:
-            field = tg.field_of(hint)
-            is_tuple = field.size is not None
-            parts = value if is_tuple else [value]
-            tg.require(all(field.allows(part) for part in parts), f"{name} cannot be {value}")
-            fields[name] = tuple(value) if is_tuple else value
+            fields[name] = single_setting(name, value, tg.field_of(hint))
         elif isinstance(value, list):
-            fields[name] = tuple(config_from_dict(each, row) for each in value)
+            rows = []
+            for item in value:
+                rows.append(config_from_dict(item, row))
+            fields[name] = tuple(rows)
         else:
             fields[name] = config_from_dict(value, row)
     return table(**fields)
@@ -114,8 +123,12 @@ def config_from_dict(values: dict, table=tg.Config) -> tg.Config:
 def read_config(text: str) -> tg.Config:
     """Returns the config of a saved model's JSON, whichever script wrote it. Raises an error if it cannot."""
     values = ADDED | rename(json.loads(text))
-    kernels = [RENAMED_KERNELS.get(name, name) for name in values["kernels"]]
-    values["kernels"] = [name for name in kernels if name]
+    kernels = []
+    for old in values["kernels"]:
+        new = RENAMED_KERNELS.get(old, old)
+        if new is not None:
+            kernels.append(new)
+    values["kernels"] = kernels
     return config_from_dict(values)
 
 
@@ -126,11 +139,18 @@ def check_sizes(weights: dict[str, Tensor], cfg: tg.Config, file_bytes: int) -> 
     tensor. Tables of angles are as long as the longest sequence.
     """
     width = cfg.ngrams.width if cfg.ngrams.orders else cfg.dim
-    shapes = tg.param_shapes(cfg, 1) | {"signs": (cfg.sign_rows, width)}
-    different = tg.differences(shapes, {name: tuple(t.shape) for name, t in weights.items()})
+    wanted = tg.param_shapes(cfg, 1) | {"signs": (cfg.sign_rows, width)}
+    shapes = {}
+    size = 0
+    for name, t in weights.items():
+        shapes[name] = tuple(t.shape)
+        size += t.nbytes
+    different = tg.differences(wanted, shapes)
     tg.require(not different, f"its settings do not have the shapes of {different}")
-    tg.require(sum(t.nbytes for t in weights.values()) <= file_bytes, "its weights are larger than the file")
-    longest = max(cfg.val_slice_tokens, *(stage.batch_tokens // cfg.microbatches for stage in cfg.stages))
+    tg.require(size <= file_bytes, "its weights are larger than the file")
+    longest = cfg.val_slice_tokens
+    for stage in cfg.stages:
+        longest = max(longest, stage.batch_tokens // cfg.microbatches)
     tg.require(longest <= MAX_TOKENS, f"it has sequences of {longest} tokens, more than {MAX_TOKENS}")
 
 
@@ -155,7 +175,9 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         tg.require(values.isfinite().all(), f"{path}: {name} is not finite: its training diverged")
     if cfg.ngrams.orders:
         row_bytes = cfg.ngrams.width * dtype.itemsize
-        blocks = [map_rows(f"{path}.ngrams{rank}", saved["id"], count, row_bytes) for rank in ranks]
+        blocks = []
+        for rank in ranks:
+            blocks.append(map_rows(f"{path}.ngrams{rank}", saved["id"], count, row_bytes))
         model.ngrams = NgramFiles(blocks, dtype, device)
     model.use_stage(tg.plan_step(cfg, cfg.steps - 1).stage)
     return model
