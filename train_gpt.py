@@ -37,8 +37,8 @@ Sections, in the order of reading: a run's settings, a step, the model; then wha
 
 The algorithm follows record 92 of the public NanoGPT speedrun (github.com/KellerJordan/modded-nanogpt).
 Each technique names its source at its line: "PR 130" is a pull request there, "record 9" an entry of its
-table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), L the
-layers, V the padded vocabulary.
+table of records. In shapes, T is the tokens of a micro-batch, d = H * D the model width (H heads of D), F the
+MLP's width, L the layers, V the padded vocabulary, K the targets of a token or the orders of n-grams.
 
 The stream is the residual stream. A bank is a stack of equal matrices, and a rank's block is the part of a
 parameter that it updates. The touched rows of a table are those that a batch looks up. A running average of a
@@ -208,7 +208,7 @@ class Param:
     # Each rank updates one block, whose gradient arrives by reduce_scatter or, sparse, as the touched rows.
     exchange: Literal["reduce_scatter", "sparse"] = "reduce_scatter"
     # Parameters are updated and gathered in ascending order of this number. lm_head comes before embed, which
-    # is a copy of it at first.
+    # is its transpose at first.
     update_order: int = 0
     optimizer: str = "adam"  # a name in OPTIMIZERS
     betas: tuple[Fraction, Fraction] = (0.90, 0.99)  # Adam's
@@ -303,7 +303,7 @@ class Ngrams:
     """The table of hashed n-grams, of which a step touches few rows. With no orders there is none."""
 
     orders: tuple[int, ...] = ()  # 2: bigrams. With any, bigram_embed does not exist
-    rows_per_order: Positive = 42301440
+    rows_per_order: Annotated[int, 2, 2**31 - 1] = 42301440
     width: Positive = 768  # columns, at most the model's width: rows are added to the stream's first channels
     # bfloat16 rounds to nearest, and so loses updates smaller than 1/512 of a number.
     dtype: Float = "bfloat16"
@@ -349,7 +349,7 @@ class Config:
     # Rows of embedding tables and columns of the head; those of padding train like the rest.
     padded_vocab: Positive = 50304
     bos_id: int = 50256
-    bigram_vocab_size: Positive = 50304 * 15 // 2
+    bigram_vocab_size: Annotated[int, 2, 2**31 - 1] = 50304 * 15 // 2
     ngrams: Ngrams = Ngrams((2, 3))
     # Rows of random signs, by which rows of bigrams or n-grams are multiplied; 0: none.
     sign_rows: Annotated[int, 0, 65536] = 8192
@@ -357,8 +357,9 @@ class Config:
     head_dim: Positive = 128
     mlp_dim: Positive = 2816
     layers: tuple[Layer, ...] = LAYERS
-    # As in a U-net, layer skip_to gets back the stream that left layer skip_from (record 11). In layers after
-    # backout_from, attention reads the stream that left backout_from.
+    # As in a U-net, layer skip_to gets back the stream that left layer skip_from (record 11); it does not if
+    # there is no such layer. In layers after backout_from, attention reads the norm of the stream that left
+    # backout_from.
     skip_from: int = 3
     skip_to: int = 6
     backout_from: int = 7
@@ -374,7 +375,8 @@ class Config:
     pointer_window: Positive = 2560
     pointer_val_window: Positive = 16384
     window_unit: Positive = 128
-    # In training, tokens: attention cuts longer documents into such pieces; 0: it cuts none.
+    # In training, attention and the copy pointer cut longer documents into pieces of so many tokens; 0: they
+    # cut none.
     attention_cap: int = 2560
     # The attention windows of the final validation.
     val_windows: Windows = Windows(6, 20)
@@ -640,7 +642,7 @@ FP8_EXACT_STEPS = 17  # at first the MLPs' second matrices, from 0, grow by more
 
 def scheduled_lr_mul(cfg: Config, stage: Stage, step: int) -> float:
     """Returns the factor of the learning rates: the stage's, and over the last cooldown_frac of the steps
-    before the last stage a line to the last stage's.
+    before the last stage a mean of that and the last stage's, with ever more of the last.
     """
     end = cfg.stage_starts[-1]
     cooldown_from = int(end * (1 - cfg.cooldown_frac))
@@ -3066,6 +3068,9 @@ def triton_pointer_grad(
     return PointerInputs(dq, dk, probs[1] * (probs_grad[1] - mean))
 
 
+# ---- Rows of tables: sums of looked-up rows, sums of their gradients ---------------------------------------
+
+
 @compiled
 def gather_rows(
     out: Tensor, table: Tensor, ids: Tensor, signs: Tensor | None = None, sign_ids: Tensor | None = None
@@ -3086,9 +3091,6 @@ def gather_rows(
     for k in range(1, len(ids)):
         total = total + term(k)
     out.copy_(total)
-
-
-# ---- Sums of table rows' gradients -------------------------------------------------------------------------
 
 
 def segment_sum_rows(out: Tensor, grad: Tensor, segments: Segments, signs: Tensor | None = None) -> None:
@@ -4307,7 +4309,7 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
     dtype = state["moments"].dtype
     interval_ratio = plan.interval_ratio(ngrams.update_every)
     state["clock"] += torch.tensor([1, interval_ratio])
-    count, time = state["clock"].tolist()
+    count, now = state["clock"].tolist()
     beta2 = ngrams.beta2**interval_ratio
     lr = ngrams.lr * plan.lr_mul
     # For one row, or none, code would be compiled again: sizes of 0 and 1 are constants to the compiler.
@@ -4319,7 +4321,7 @@ def row_adam(table: Tensor, rows: Tensor, grads: Tensor, state: dict, ngrams: Ng
         rows,
         grads,
         state["decays"],
-        time=host_scalar(time, torch.int32),
+        time=host_scalar(now, torch.int32),
         one_minus_beta2=host_scalar(1 - beta2, dtype),
         step_size=host_scalar(lr * math.sqrt(1 - beta2**count), dtype),
         decay=host_scalar(lr * lr * ngrams.wd * interval_ratio, dtype),
@@ -4499,6 +4501,10 @@ class Exchange:
 
     def all_reduce(self, t: Tensor, op=dist.ReduceOp.SUM) -> Pending:
         return Pending(t, None if self.world_size == 1 else dist.all_reduce(t, op, **self.options))
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self.from_rank_0(None)
 
     def from_rank_0(self, value):
         """Returns rank 0's small value, when all ranks have called it. Blocks: not for the timed loop."""
@@ -4732,7 +4738,9 @@ def make_micro_batch(
         pieces = zip(starts, np.append(ends, T))
         starts = np.concatenate([np.arange(start, end, attention_cap) for start, end in pieces])
         max_doc_len = min(max_doc_len, attention_cap)
-    size = max(cu_seqlens_capacity(T), padded(len(starts) + 1, 128))
+    size = cu_seqlens_capacity(T)
+    if len(starts) + 1 > size:
+        size = padded(len(starts) + 1, 128)
     cu_seqlens = torch.full((size,), T, dtype=torch.int32)
     cu_seqlens.numpy()[: len(starts)] = starts
     hashed = cfg.ngrams if cfg.ngrams.orders else Ngrams((2,), cfg.bigram_vocab_size)
@@ -5135,7 +5143,7 @@ def assign(group, values: dict[str, typing.Any], path: str = ""):
     return type(group)(**fields)
 
 
-# Names, and a parameter's kind, are the script's: --set cannot change them.
+# Names, also of preset and track, and a parameter's kind are the script's: --set cannot change them.
 FIXED = ("preset", "track", "name", "kind")
 
 
@@ -5249,6 +5257,7 @@ def check_layers(cfg: Config) -> None:
         can_attend = layer.attention or not of_attention
         require(can_attend, f"{name}: gate, value, narrow_qk and narrow_v need attention=plain or paired")
         require(layer.value or not layer.mudd, f"{name}: mudd needs value=true")
+    require(sum(layer.mudd for layer in cfg.layers) <= 1, "layers.*.mudd: only one layer can have it")
     require(
         cfg.skip_from < cfg.skip_to and cfg.backout_from < len(cfg.layers),
         "skip_from must be below skip_to, and backout_from the number of a layer",
@@ -5291,6 +5300,10 @@ def check_updates(cfg: Config) -> None:
 
 def check_fp8(cfg: Config, count: int) -> None:
     """Checks the sizes of matrix products in 8 bits, for `count` micro-batches."""
+    require(
+        not cfg.fp8_mlp or cfg.dim**0.5 <= E4M3_MAX * FP8_H,
+        "FP8's scale of the MLPs' input is for a model's width up to 784; use --set fp8_mlp=false",
+    )
     for i, stage in enumerate(cfg.stages):
         widths = cfg.padded_vocab, cfg.dim, cfg.mlp_dim, cfg.head_chunk, stage.batch_tokens // count
         require(
@@ -5344,7 +5357,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--resume", help="log of a run to continue from its last checkpoint, with the same options"
     )
     parser.add_argument(
-        "--profile", type=positive, nargs="?", const=8, help="trace four steps from this on (alone: 8)"
+        "--profile", type=positive, nargs="?", const=8, help="trace the four steps after this one (alone: 8)"
     )
     parser.add_argument("--check", type=positive, help="say whether that many processes could run this here")
     return parser.parse_args(argv)
@@ -5423,7 +5436,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
                     file.write(data)
                 file.write(f"{run_id}{crc:08x}".encode())
             written.append(rows_path)
-    exchange.from_rank_0(None)  # a barrier: all ranks have written
+    exchange.barrier()  # all ranks have written
     for whole in written:
         os.replace(f"{whole}.partial", whole)
 
@@ -5455,7 +5468,7 @@ def restore(state: dict, model: GPT, optimizer: Optimizer) -> None:
     for t, saved in zip(tree_leaves(live), tree_leaves({key: state[key] for key in live})):
         t.copy_(saved)
     optimizer.gather_all()
-    if "step" in state:
+    if state.get("step"):
         optimizer.last_plan = plan_step(model.cfg, state["step"] - 1)
 
 
@@ -5501,7 +5514,7 @@ def save_checkpoint(folder: Path, task: dict, progress: dict, model: GPT, optimi
         incomplete.mkdir(parents=True, exist_ok=True)
         with open(incomplete / f"rank{rank}.pt", "wb") as file:
             torch.save(state, file)
-    optimizer.exchange.from_rank_0(None)  # a barrier: all ranks have written
+    optimizer.exchange.barrier()  # all ranks have written
     if rank == 0:
         incomplete.rename(complete)
         for other in folder.iterdir():
@@ -5908,7 +5921,8 @@ def peak_memory() -> str:
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated()
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        unit = 1 if sys.platform == "darwin" else 1024  # of bytes
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return f"peak memory allocated: {peak >> 20} MiB"
 
 
