@@ -4536,7 +4536,9 @@ def read_header(path: Path) -> Header:
     """Reads and checks the header of a .bin shard: 256 int32, then `tokens` uint16, little-endian."""
     words = np.fromfile(path, dtype="<i4", count=256).tolist()
     require(
-        words[:2] == [MAGIC, VERSION] and path.stat().st_size == HEADER_BYTES + 2 * words[2],
+        len(words) == 256
+        and words[:2] == [MAGIC, VERSION]
+        and path.stat().st_size == HEADER_BYTES + 2 * words[2],
         f"{path}: not a whole token shard of version {VERSION}; delete it, and download or build it again",
     )
     tokens, vocab_size, bos_id, text_bytes = words[2:6]
@@ -5268,6 +5270,8 @@ def check_stages(cfg: Config) -> None:
     require(cfg.steps, "stages.*.steps are all 0: there is nothing to train")
     for i, stage in enumerate(cfg.stages):
         require(stage.mtp and stage.mtp[0], f"stages.{i}.mtp: the first weight must not be 0")
+        can_sample = cfg.padded_vocab % COLUMN_STRIDE or not any(stage.sampled_columns)
+        require(can_sample, f"padded_vocab: a multiple of {COLUMN_STRIDE} cannot have sampled_columns")
         columns = max(stage.sampled_columns, default=0)
         require(columns <= cfg.padded_vocab, f"stages.{i}.sampled_columns: give numbers up to padded_vocab")
 
@@ -5294,6 +5298,7 @@ def check_updates(cfg: Config) -> None:
         require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
     for i, average in enumerate(cfg.averages):
+        require(average.offset < average.every, f"averages.{i}.offset: give a number below {average.every}")
         unknown = set(average.params) - known
         require(not unknown, f"averages.{i}.params: {unknown}: use names of banks, tables and lm_head")
 
@@ -5396,13 +5401,16 @@ def config_json(cfg: Config, **more) -> str:
 def output_file(name: str) -> Path:
     """Returns the file that writing `name` creates or replaces; of a symbolic link, the one it points to.
 
-    Raises UserError if something else is there, such as a device, which would be lost, or a folder.
+    Raises UserError if something else is there, such as a device, a folder, or a file of text.
     """
-    path = Path(name)
-    target = path.resolve()
+    target = Path(name).resolve()
+    if target.is_file():
+        is_ours = zipfile.is_zipfile(target) or ".ngrams" in target.name or not target.stat().st_size
+    else:
+        is_ours = not target.exists()
     require(
-        (path.is_file() or not path.exists()) and os.access(target.parent, os.W_OK),
-        f"--save cannot write {name}: give a file, in a folder that exists and can be written to",
+        is_ours and os.access(target.parent, os.W_OK),
+        f"--save cannot write {name}: give a new file, or a model, in a folder that can be written to",
     )
     return target
 
@@ -5415,6 +5423,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
     stay until then.
     """
     written: list[Path] = []
+    partial_name = f".{run_id}.partial"
     fix = f"make room, remove {path}*.partial, and train again, with --resume if there is a checkpoint"
     # torch.save raises RuntimeError when the disk is full.
     with user_error_on(f"cannot write {path}", fix, OSError, RuntimeError):
@@ -5424,12 +5433,12 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
                 weights[name] = getattr(model, name)[: shape[0]].detach().cpu()
             saved = {"config": config_json(model.cfg), "id": run_id, "ranks": exchange.world_size}
             weights_path = output_file(path)
-            torch.save(saved | {"weights": weights}, f"{weights_path}.partial")
+            torch.save(saved | {"weights": weights}, f"{weights_path}{partial_name}")
             written.append(weights_path)
         if model.ngrams:
             rows_path = output_file(f"{path}.ngrams{exchange.rank}")
-            with open(f"{rows_path}.partial", "wb") as file:
-                crc = 0
+            with open(f"{rows_path}{partial_name}", "wb") as file:
+                crc = exchange.rank  # so that the ranks' files cannot be exchanged
                 for rows in model.ngrams.block.split(1 << 14):  # no copy of the whole block
                     data = rows.cpu().view(torch.uint8).numpy()
                     crc = zlib.crc32(data, crc)
@@ -5438,7 +5447,7 @@ def save_model(path: str, model: GPT, run_id: str, exchange: Exchange) -> None:
             written.append(rows_path)
     exchange.barrier()  # all ranks have written
     for whole in written:
-        os.replace(f"{whole}.partial", whole)
+        os.replace(f"{whole}{partial_name}", whole)
 
 
 def live_state(model: GPT, optimizer: Optimizer) -> dict:
@@ -5540,6 +5549,9 @@ def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    require(
+        0 <= rank < world_size, f"RANK={rank} and WORLD_SIZE={world_size}: start with torchrun, or unset both"
+    )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -5677,8 +5689,7 @@ def require_same_start(args: argparse.Namespace, task: dict, exchange: Exchange)
     torchrun gives the ranks of a machine one command line, but each machine has its own. Other steps or data
     would leave ranks waiting for each other; other rates would train something that no log describes.
     """
-    script = zlib.crc32(Path(__file__).read_bytes())
-    start = vars(args) | task | {"script": script, "torch": torch.__version__}
+    start = vars(args) | task | {"torch": torch.__version__}
     different = differences(start, exchange.from_rank_0(start))
     require(not different, f"this rank differs from rank 0 in {different}; start all ranks alike")
 
@@ -5707,7 +5718,8 @@ def open_log(
     Raises UserError if ranks were not started alike, or the checkpoint `resumed` is of another task.
     """
     task = dataclasses.asdict(replace(cfg, data=data.fingerprint, samples=0))
-    task |= {"seed": args.seed, "processes": exchange.world_size}
+    script = zlib.crc32(Path(__file__).read_bytes())
+    task |= {"seed": args.seed, "processes": exchange.world_size, "script": script}
     require_same_start(args, task, exchange)
     if resumed:
         different = differences(resumed["task"], task)
@@ -5721,9 +5733,9 @@ def open_log(
     path, log_path = name_run(args, track, exchange, resumed)
 
     log = RunLog(log_path if exchange.rank == 0 else None)
-    script = Path(__file__).read_text(encoding="utf-8")
+    text = Path(__file__).read_text(encoding="utf-8")
     config = config_json(replace(cfg, track=track), name=args.name, seed=args.seed)
-    log.print0(f"{script}\n{'=' * 100}", console=False)
+    log.print0(f"{text}\n{'=' * 100}", console=False)
     log.print0("\n".join(describe_environment(exchange.device, exchange.world_size)))
     log.print0(f"config: {config}", console=False)
     log.print0(f"data: {data.fingerprint}")

@@ -207,8 +207,13 @@ def train_all(args: argparse.Namespace, variants: list[Variant], folder: Path) -
         name = (digest, args.preset, " ".join(settings), seed), data_of(args.preset, settings)
         if name not in done:
             result = train(scripts[label], args.preset, settings, seed)
-            with open(args.out, "a") as file:
-                file.write(json.dumps({"run": name[0], "data": name[1], "label": label} | result) + "\n")
+            row = json.dumps({"run": name[0], "data": name[1], "label": label} | result)
+            with open(args.out, "a+") as file:
+                file.seek(0)
+                before = file.read()
+                if before and not before.endswith("\n"):  # an editor may have left no end of line
+                    file.write("\n")
+                file.write(f"{row}\n")
             done[name] = result["loss"]
         if not math.isfinite(done[name]):
             raise compare.UserError(f"seed {seed}, {label}: the loss is {done[name]}")

@@ -29,11 +29,14 @@ class NgramFiles(NamedTuple):
         rows = np.empty((len(owners), self.blocks[0].shape[1]), np.uint8)
         for i, block in enumerate(self.blocks):
             rows[owners == i] = block[places[owners == i]]
-        return torch.from_numpy(rows).view(self.dtype).to(self.device)
+        fetched = torch.from_numpy(rows).view(self.dtype)
+        tg.require(fetched.isfinite().all(), "the model's n-gram rows are not finite: its training diverged")
+        return fetched.to(self.device)
 
 
-def map_rows(path: str, run_id: str, count: int, row_bytes: int) -> np.ndarray:
-    """Maps a file of `count` rows, which ends with the id of the run that wrote it, and their CRC-32.
+def map_rows(path: str, run_id: str, rank: int, count: int, row_bytes: int) -> np.ndarray:
+    """Maps a rank's file of `count` rows. It ends with the id of the run that wrote it, and the rows' CRC-32,
+    which begins with the rank.
 
     Files of earlier scripts lack the CRC-32. Reads the file once.
     """
@@ -41,7 +44,7 @@ def map_rows(path: str, run_id: str, count: int, row_bytes: int) -> np.ndarray:
     with tg.user_error_on(f"cannot read {path}", fix, OSError, ValueError):
         file = np.memmap(path, np.uint8, "r")
     rows, end = np.split(file, [count * row_bytes])
-    ends = f"{run_id}".encode(), f"{run_id}{zlib.crc32(rows):08x}".encode()
+    ends = f"{run_id}".encode(), f"{run_id}{zlib.crc32(rows, rank):08x}".encode()
     tg.require(end.tobytes() in ends, f"{path} is damaged, or another model's; {fix}")
     return rows.reshape(count, row_bytes)
 
@@ -177,7 +180,7 @@ def load_model(path: str, device: torch.device | str = "cpu") -> tg.GPT:
         row_bytes = cfg.ngrams.width * dtype.itemsize
         blocks = []
         for rank in ranks:
-            blocks.append(map_rows(f"{path}.ngrams{rank}", saved["id"], count, row_bytes))
+            blocks.append(map_rows(f"{path}.ngrams{rank}", saved["id"], rank, count, row_bytes))
         model.ngrams = NgramFiles(blocks, dtype, device)
     model.use_stage(tg.plan_step(cfg, cfg.steps - 1).stage)
     return model

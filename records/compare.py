@@ -527,6 +527,9 @@ def split_label(argument: str, groups: dict[str, Group]) -> tuple[str, str]:
 
 def read_into(group: Group, path: str, errors: list[str]) -> None:
     """Adds the runs of `path` to the group, and what could not be read to `errors`."""
+    if not path:
+        errors.append("an empty path: give LABEL=PATH")
+        return
     runs_before = len(group.runs)
     errors_before = len(errors)
     for files in find_logs(path):

@@ -177,6 +177,7 @@ WRONG = """--preset huge
 --set kernels=gram,transpse
 --set padded_vocab=100
 --set stages.2.sampled_columns=300
+--set padded_vocab=20011 stages.0.sampled_columns=4096
 --set layers.6.gate=true
 --set layers.6.value=true
 --set layers.10.value=false
@@ -215,6 +216,12 @@ WRONG = """--preset huge
 --set layers.0.key_shift=true
 --set microbatches=5
 --set averages.0.params=lm_haed
+--set averages.0.every=4 averages.0.offset=5
+--set params.scalars.optimizer=anvil
+--set params.qk_bank.optimizer=lion
+--set params.qk_bank.exchange=sparse
+--set layers.8.mudd=true
+--set ngrams.rows_per_order=1
 --set ngrams.orders=2,2
 --set ngrams.orders=1
 --set ngrams.orders=2 --set ngrams.width=4096""".splitlines()
@@ -268,11 +275,13 @@ CASES = [
     # what --save would replace
     Case("a folder in place of the n-gram rows", "--save model.pt", make_folder("model.pt.ngrams0")),
     Case("such a folder for one rank", "--save model.pt", make_folder("model.pt.ngrams1"), ranks=2),
+    Case("a text in place of the model", "--save notes.md", write_text("notes.md", "mine")),
     Case("a pipe in place of the model", "--save pipe", lambda folder: os.mkfifo(folder / "pipe")),
     Case("a link to a missing folder", "--save link.pt",
          lambda folder: (folder / "link.pt").symlink_to("none/model.pt")),
     # variables that a launcher has left
     Case("two processes, of which one was started", "", world_size="2"),
+    Case("no process", "", world_size="0"),
     Case("many processes", "", world_size="many"),
     # numbers that go wrong
     Case("a training loss that is not finite", "--set adam_lr=1e30", ranks=2, steps=2),

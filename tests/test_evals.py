@@ -229,9 +229,8 @@ def test_a_damaged_table_is_one_line(run, tmp_path, at):
         shutil.copy(path, tmp_path)
     table = tmp_path / "m.pt.ngrams1"
     run_id = torch.load("m.pt")["id"].encode()
-    rows = table.read_bytes().partition(run_id)[0]
-    content = rows + run_id + b"%08x" % zlib.crc32(rows)
-    table.write_bytes(content)
+    content = table.read_bytes()
+    assert content[-20:] == run_id + b"%08x" % zlib.crc32(content[:-20], 1)  # 1: the rank
     model = load_model(str(tmp_path / "m.pt"))
     assert torch.equal(model.next_token_probs([256]), load_model("m.pt").next_token_probs([256]))
     damaged = bytearray(content)
@@ -241,6 +240,14 @@ def test_a_damaged_table_is_one_line(run, tmp_path, at):
         load_model(str(tmp_path / "m.pt"))
     table.write_bytes(content[:-8])
     load_model(str(tmp_path / "m.pt"))
+
+
+def test_tables_of_other_ranks_are_one_line(run, tmp_path):
+    for path in run.glob("m.pt*"):
+        shutil.copy(path, tmp_path)
+    shutil.copy(tmp_path / "m.pt.ngrams0", tmp_path / "m.pt.ngrams1")
+    with pytest.raises(tg.UserError, match=r"ngrams1 is damaged, or another model's; "):
+        load_model(str(tmp_path / "m.pt"))
 
 
 @pytest.mark.parametrize("value", (math.nan, math.inf))
