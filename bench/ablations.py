@@ -45,13 +45,19 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "records")]
 import compare
 
 import train_gpt as tg
-from scripts import make_parser, number
+from scripts import make_parser, number, target
 
 
 class Variant(NamedTuple):
     label: str
     settings: list[str]
     files: list[str] = []  # a script, patches
+
+
+def results_file(text: str) -> Path:
+    """Returns the file of results of this name: an argparse type. Another kind of file is refused."""
+    target(text, rb"\s*(\{|\Z)")
+    return Path(text)
 
 
 def parse_variant(text: str) -> Variant:
@@ -65,6 +71,8 @@ def parse_variant(text: str) -> Variant:
             settings.append(word)
     if not rest.strip() or not all("=" in setting for setting in settings):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE ... or LABEL: NAME=VALUE ...")
+    if sum(file.endswith(".py") for file in files) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} names two scripts; give one")
     return Variant(label.strip() or rest.strip(), settings, files)
 
 
@@ -176,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=number(int, 1), default=3, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED")
     parser.add_argument("--jobs", type=number(int, 1), default=1, metavar="N", help="runs at once")
-    parser.add_argument("--out", type=Path, default=Path("ablations.jsonl"))
+    parser.add_argument("--out", type=results_file, default="ablations.jsonl")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("scipy") is None:
         parser.error("needs scipy, which this Python lacks: pip install -r requirements.txt")

@@ -443,16 +443,17 @@ class LeftOut:
 def new_shards(out: Path, replaced: str = "") -> Iterator[Path]:
     """Yields a folder for shards and their vocabulary, which appear in `out` when the block ends.
 
-    Of earlier shards in `out`, those named REPLACED_{train,val}_<number>.bin are allowed. Others raise
-    UserError before the block, and so does a vocabulary of another kind. Of processes that fill one folder,
-    each waits until the one before has ended.
+    Of earlier shards in `out`, those named REPLACED_{train,val}_<number>.bin are replaced, or removed if
+    there are fewer new ones. Others raise UserError before the block, and so does a vocabulary of another
+    kind. Of processes that fill one folder, each waits until the one before has ended.
     """
     out.mkdir(parents=True, exist_ok=True)
     lock = os.open(out, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some file systems of networks have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        for path in out.glob(SHARDS):
+        earlier = list(out.glob(SHARDS))
+        for path in earlier:
             if path.name.rpartition("_")[0] not in (f"{replaced}_train", f"{replaced}_val"):
                 raise UserError(
                     f"{out} already has shards ({path.name}), and training would read those too: choose "
@@ -462,8 +463,12 @@ def new_shards(out: Path, replaced: str = "") -> Iterator[Path]:
         target(out / VOCABULARY, VOCABULARY_BEGINS)
         with unfinished(out) as folder:
             yield folder
-            for path in sorted(folder.iterdir()):
-                os.replace(path, (out / path.name).resolve())
+            names = sorted(os.listdir(folder))
+            for path in earlier:  # training would read those of the other text, too
+                if path.name not in names:
+                    path.unlink()
+            for name in names:
+                os.replace(folder / name, (out / name).resolve())
     finally:
         os.close(lock)
 

@@ -1,5 +1,6 @@
 """Tests bench/ablations.py: pairs by seed, standard errors, what is not run again, and what ends it."""
 
+import argparse
 import json
 import math
 import subprocess
@@ -97,6 +98,15 @@ def test_a_line_that_is_no_run_is_named_before_any_run(tmp_path, monkeypatch, li
     with pytest.raises(SystemExit, match=f"^ablations.py: {out}:2 is no run"):
         ablations.main(["x=1", "--script", str(tmp_path / "script.py"), "--out", str(out)])
     assert out.read_text() == content
+
+
+def test_two_scripts_and_odd_results_are_refused(tmp_path):
+    with pytest.raises(argparse.ArgumentTypeError, match="names two scripts"):
+        ablations.parse_variant("x: one.py other.py")
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine")
+    with pytest.raises(argparse.ArgumentTypeError, match="another kind of file"):
+        ablations.results_file(str(notes))
 
 
 def test_without_scipy_nothing_is_trained(tmp_path, monkeypatch, capsys):

@@ -575,6 +575,14 @@ def test_curves_are_drawn(run):
     assert code == 0 and Path("loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_an_empty_path_is_an_error(run):
+    """As from a=$UNSET: it does not mean this folder, and all logs in it."""
+    write("a", 3.27)
+    code, _, err = run("a=")
+    assert code != 0
+    assert "an empty path" in err
+
+
 CANNOT = ("missing/loss.png", "no folder for it"), ("readme.md", "another kind")
 
 

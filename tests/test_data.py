@@ -26,6 +26,7 @@ import scripts
 import shakespeare
 import synthetic
 import tokenize_text as tt
+from golden_inputs import write_shard
 
 BYTES = tt.get_encoding("bytes")
 # GPT-2's vocabulary needs a download; this one also merges bytes, and has token ids as large.
@@ -407,6 +408,15 @@ def test_two_tokenizers_do_not_share_a_folder(tmp_path, monkeypatch):
     assert failed.splitlines()[-1].startswith("tokenize_text.py: ")
     names = {path.name.partition("_")[0] for path in (tmp_path / "out").glob("*.bin")}
     assert len(names) == 1
+
+
+def test_shards_of_a_longer_text_go(tmp_path):
+    """Training would read them beside the new ones."""
+    for count in 3, 1:
+        with tt.new_shards(tmp_path, "mine") as folder:
+            for i in range(count):
+                write_shard(folder / f"mine_train_{i:06d}.bin", [256, 1, 2])
+    assert [path.name for path in tmp_path.glob("*.bin")] == ["mine_train_000000.bin"]
 
 
 def test_links_are_written_through(tmp_path, small_library):
