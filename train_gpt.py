@@ -2500,19 +2500,17 @@ def relu_square_kernel(
     offs, mask = tile_offsets(rows, cols, M, N)
     dtype = tl.bfloat16 if FP8_MAX else out.dtype.element_ty
     if FP8_MAX:
-        # Rows of FP8_SCALES, in the column of the forward or of the backward.
-        a_scale = scales if square is None else scales + SCALE_STEP
-        b_scale = a_scale + 2 * SCALE_STEP
-        out_scale = a_scale + 4 * SCALE_STEP
-        square_scale = scales + 4 * SCALE_STEP
-        product *= tl.load(a_scale) * tl.load(b_scale)
+        # The scales of a, b and the result are the rows of FP8_SCALES, in the column of the forward or of the
+        # backward; that of `square` is the result's of the forward.
+        scale = scales if square is None else scales + SCALE_STEP
+        product *= tl.load(scale) * tl.load(scale + 2 * SCALE_STEP)
     if square is None:
         relu = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         result = relu * relu
     else:
         squares = load_fp32(square + offs, mask)
         if FP8_MAX:
-            squares *= tl.load(square_scale)
+            squares *= tl.load(scales + 4 * SCALE_STEP)
         else:
             product = product.to(dtype).to(tl.float32)
         result = 2 * tl.sqrt(squares) * product
@@ -2520,7 +2518,7 @@ def relu_square_kernel(
     if FP8_MAX:
         result = result.to(tl.float32)
         tl.atomic_max(amax + amax_index, tl.max(tl.abs(result)), sem="relaxed")  # exact in any order
-        store_fp8(result * (1 / tl.load(out_scale)), out, out_T, rows, cols, M, N, FP8_MAX)
+        store_fp8(result * (1 / tl.load(scale + 4 * SCALE_STEP)), out, out_T, rows, cols, M, N, FP8_MAX)
     else:
         tl.store(out + offs, result, mask=mask)
 
