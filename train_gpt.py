@@ -3436,7 +3436,8 @@ class RunningAverage(NamedTuple):
 class Updated:
     """What the optimizer updates: a parameter that is spread over ranks, or the table of n-grams.
 
-    main_grad is the gradient, summed from one update to the next, over micro-batches and steps.
+    main_grad is the gradient, summed from one update to the next, over micro-batches and steps. Each subclass
+    has scatter(), which starts its mean over ranks, and update(), which updates this rank's block by that.
     """
 
     spec: Param | Ngrams
@@ -3448,14 +3449,6 @@ class Updated:
 
     def is_due(self, plan: StepPlan) -> bool:
         return plan.updates(self.spec.update_every)
-
-    def scatter(self) -> Pending:
-        """Starts the mean of the gradient over ranks. Each rank gets that of what it updates."""
-        raise NotImplementedError
-
-    def update(self, grad: Tensor, plan: StepPlan) -> None:
-        """Updates this rank's block by its mean gradient."""
-        raise NotImplementedError
 
     def clear(self) -> None:
         """Begins a new sum of the gradient, after an update."""
@@ -3515,6 +3508,7 @@ class ShardedParam(Updated):
         return self.exchange.reduce(self.name, grad, self.spec.reduction == "fp32")
 
     def update(self, grad: Tensor, plan: StepPlan) -> None:
+        """Updates the block by its mean gradient."""
         self.rule.update(self.block, grad, self.state, self.spec, plan, self.cfg)
 
     def gather(self) -> None:

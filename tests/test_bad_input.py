@@ -119,6 +119,14 @@ def add_code(folder):
     torch.save(torch.load(path, weights_only=True) | {"more": CodeInPickle()}, path)
 
 
+def change_script(folder):
+    """Makes the checkpoint one of another script."""
+    path = next(folder.glob(f"{FILES}/rank0.pt"))
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["task"]["script"] += 1
+    torch.save(checkpoint, path)
+
+
 def long_documents(folder):
     """Makes the training text two documents, most of which is never used."""
     for path in (FIRST, SECOND):
@@ -308,6 +316,7 @@ CASES = [
     Case("--resume with fewer processes", RESUME, fixture="stopped_pair"),
     Case("a checkpoint with a flipped bit", RESUME, flip_bit),
     Case("a checkpoint that would run code", RESUME, add_code),
+    Case("a checkpoint of another script", RESUME, change_script),
     Case("one rank's part is truncated", RESUME, truncate(f"{FILES}/rank1.pt", 999),
          fixture="stopped_pair", ranks=2),
     # Ctrl-C
