@@ -4098,6 +4098,9 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg:
 
 def split_tensors(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
     """Yields successive parts of tensors of equal length, by their names; `size` rows each."""
+    if size >= len(tensors["p"]):  # as on a GPU: 54 splits a step would take 0.2 ms of its host
+        yield tensors
+        return
     parts = [t.split(size) for t in tensors.values()]
     for block in zip(*parts):
         yield dict(zip(tensors, block))
