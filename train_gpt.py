@@ -1829,7 +1829,10 @@ class GPT(nn.Module):
     @torch.no_grad()
     def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
         """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`, all of which
-        are computed again. The columns of padding have the rest, but never the gate's.
+        are computed again.
+
+        They sum to less than 1: the head's columns of padding are no tokens, and keep their probability. It
+        counts in the loss, too. The column of the pointer's gate has none.
         """
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
@@ -5675,6 +5678,13 @@ def track_of(cfg: Config, world_size: int) -> str:
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
 
 
+def track_of_run(args: argparse.Namespace, cfg: Config, world_size: int) -> str:
+    """Returns the track of a run: `other` also for one that writes checkpoints or traces, or was resumed."""
+    if args.checkpoint_every or args.resume or args.profile:
+        return "other"
+    return track_of(cfg, world_size)
+
+
 def require_same_start(args: argparse.Namespace, task: dict, exchange: Exchange) -> None:
     """Raises UserError on ranks whose options, data, script or torch are not those of rank 0.
 
@@ -5702,7 +5712,7 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
 
 
 def open_log(
-    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: dict
+    args: argparse.Namespace, cfg: Config, track: str, data: Dataset, exchange: Exchange, resumed: dict
 ) -> tuple[RunLog, Path, dict]:
     """Begins the run's log with the script and the config. Returns it; the path of the run's files, without a
     suffix; and the task, which must be the same to resume the run.
@@ -5718,9 +5728,6 @@ def open_log(
         require(
             not different, f"{args.resume} is of a run with another {different}; start it as that one was"
         )
-    track = track_of(cfg, exchange.world_size)
-    if args.checkpoint_every or args.resume or args.profile:
-        track = "other"
     # This is collective, so no log is begun before all ranks have passed the checks above.
     path, log_path = name_run(args, track, exchange, resumed)
 
@@ -5930,7 +5937,7 @@ def peak_memory() -> str:
     return f"peak memory allocated: {peak >> 20} MiB"
 
 
-def log_closing(closing: dict, seed: int, data: Dataset, target: float, log: RunLog) -> None:
+def log_closing(closing: dict, seed: int, data: Dataset, log: RunLog) -> None:
     """Logs the closing lines, of which the last says that the run is complete."""
     loss = float(closing["val_loss"])
     closing = closing | {"seed": seed}
@@ -5940,6 +5947,9 @@ def log_closing(closing: dict, seed: int, data: Dataset, target: float, log: Run
     for key, value in closing.items():
         log.print0(f"{key}: {value}")
     log.print0("complete: yes", console=False)
+
+
+def print_verdict(loss: float, target: float, log: RunLog) -> None:
     side = "below" if loss < target else "not below"
     log.print0(f"target {target}: {side}; one run proves nothing", file=False)
 
@@ -5982,7 +5992,8 @@ def run(args: argparse.Namespace) -> None:
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, sum_rows=backend.segment_sum_rows)
     ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
-    log, path, task = open_log(args, cfg, data, exchange, resumed)
+    track = track_of_run(args, cfg, world_size)
+    log, path, task = open_log(args, cfg, track, data, exchange, resumed)
     model, optimizer = build(cfg, backend, exchange, args.seed)
     training = Training(data, model, optimizer, ValLoader(cfg, data.val), ids_exchange)
     start = prepare(training, resumed, log)
@@ -5995,7 +6006,9 @@ def run(args: argparse.Namespace) -> None:
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:
         closing = train(training, log, start, checkpoints, profiler)
-    log_closing(closing, args.seed, data, cfg.target, log)
+    log_closing(closing, args.seed, data, log)
+    if track != "other":  # the target is one of the track's text and validation
+        print_verdict(float(closing["val_loss"]), cfg.target, log)
     if args.save:
         save_model(args.save, model, path.name[-12:], exchange)
     print_samples(model, data.vocabulary, args.seed, log)
