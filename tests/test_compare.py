@@ -15,8 +15,10 @@ from pathlib import Path
 import compare
 import numpy as np
 import pytest
+import referee
 from compare import MeanPoint, Point
 from matplotlib.figure import Figure
+from tracks import TRACKS
 
 ROOT = Path(compare.__file__).resolve().parent.parent
 FIXTURES = json.loads((ROOT / "tests" / "log_fixtures.json").read_text())
@@ -83,8 +85,9 @@ def own_log(
     **options,
 ):
     """Returns a log as train_gpt.py writes it."""
-    settings = {"track": "cpu", "target": 3.28, "seed": next(SEEDS), "val_slices": 128, "length": 1.0}
-    config = f"config: {json.dumps(settings | dict(config))}\ndata: {data}"
+    settings = TRACKS["gpt2-small"] | {"track": "gpt2-small", "preset": "record", "length": 1.0}
+    settings |= {"seed": next(SEEDS)} | dict(config)
+    config = f"config: {json.dumps(settings)}\ndata: {data}"
     ending = f"peak memory allocated: 31253 MiB reserved: 46520 MiB\n{closing}"
     return f"{source}\n{RULE}\n{header}\n{config}\n{RULE}\n{steps(loss, seconds, **options)}\n{ending}"
 
@@ -118,6 +121,19 @@ def write_runs(folder, losses, times, **options):
     for loss, time in zip(losses, times, strict=True):
         logs.append(own_log(loss, time, **options))
     write(folder, *logs)
+
+
+def write_referee(folder, script_hash="0123", preset="record", **results):
+    """Writes a referee.txt that says ok to every rule but those that are given."""
+    lines = [f"script: train_gpt.py sha256 {script_hash:0<64}", f"preset: {preset}", "log: 0.txt", ""]
+    for i, rule in enumerate(referee.RULES, 1):
+        lines.append(f"{i:2}  {rule:30} {results.get(rule, 'ok')}")
+    Path(folder, referee.FILE_NAME).write_text("\n".join(lines) + "\n")
+
+
+def last_line(run, command):
+    """Returns the last line of what compare.py prints, which is the verdict."""
+    return run(command)[1].splitlines()[-1]
 
 
 def read(text):
@@ -191,7 +207,7 @@ def test_what_screens_and_launchers_do_to_lines(run):
     closing = "peak memory allocated: 9 MiB\nepochs: 2\ntarget 1.07: above"
     text = f"{HEADER}\n{steps()}\n{closing}"
     (plain,), _ = read(text)
-    assert (plain.curve[-1].loss, plain.peak_mem_mib, plain.target, plain.epochs) == (3.2785, 9, 1.07, 2)
+    assert (plain.curve[-1].loss, plain.peak_mem_mib, plain.target, plain.epochs) == (3.2785, 9, 1.07, "2")
     for form in SCREENS:
         assert read("\n".join(map(form.format, text.splitlines()))) == ([plain], []), form
 
@@ -200,7 +216,7 @@ def test_what_a_verdict_needs_is_read_after_any_text(run):
     """Losses, epochs and the target, though not the rest."""
     text = f"{HEADER}\n{steps()}\nepochs: 2\ntarget 1.07: above"
     (found,), _ = read("\n".join(f"INFO trainer {line}" for line in text.splitlines()))
-    assert (found.curve[-1].loss, found.target, found.epochs, found.counted) == (3.2785, 1.07, 2, False)
+    assert (found.curve[-1].loss, found.target, found.epochs, found.counted) == (3.2785, 1.07, "2", False)
 
 
 def test_without_a_target_there_is_no_verdict(run):
@@ -320,9 +336,9 @@ MIXED = [  # what the second of two runs has, and the warning
         dict(header=HEADER.replace("0123", "45")),
         "scripts (train_gpt.py (sha256 0123); train_gpt.py (sha256 45))",
     ),
-    (dict(config={"track": "other"}), "tracks (cpu; other)"),
+    (dict(config={"track": "other"}), "tracks (gpt2-small; other)"),
     (dict(header=ON_A100), "hardware (8 x NVIDIA A100; 8 x NVIDIA H100)"),
-    (dict(config={"val_slices": 64}), "val_slices (64; 128)"),
+    (dict(config={"val_slices": 64}), "val_slices (40; 64)"),
     (dict(data="cd34 (9 tokens)"), "data (ab12; cd34)"),
     (dict(config={"target": 2.92}), "targets (2.92; 3.28)"),
 ]
@@ -341,11 +357,11 @@ def test_warnings_about_what_is_mixed(run):
     # Seeds may repeat between groups, but not within one.
     write("mixed")
     for i, seed in enumerate([3, 4, 3, 3]):
-        Path(f"mixed/{i}.txt").write_text(own_log(3.27, 90 + i, config={"seed": seed}))
+        Path(f"mixed/{i}.txt").write_text(own_log(3.26, 90 + i, config={"seed": seed}))
     assert read_json(run, "base mixed")[1].count("warning") == 1
 
 
-RECORDS = [  # which logs are changed, how; whether the group `new` is a record over `base`
+RECORDS = [  # which logs are changed, how; whether the group `new` is a record over `base`, None: not said
     ("new", {}, "yes"),
     ("new", {"total": 400}, "yes"),
     ("new/4", {"closing": "", "loss": 3.4}, "yes"),  # left out
@@ -354,7 +370,8 @@ RECORDS = [  # which logs are changed, how; whether the group `new` is a record 
     ("new", {"seconds": 94.99}, "no"),
     ("new", {"seconds": 99}, "no"),
     ("new", {"config": {"seed": 1}}, "no"),
-    ("", {"config": {"track": "other"}}, "no"),
+    ("new", {"config": {"track": "other"}}, "no"),
+    ("", {"config": {"track": "other"}}, None),
     ("new/4", {"config": {"track": None}}, "no"),
     ("base", {"header": HEADER.replace("world_size 8", "world_size 4")}, "no"),
 ]
@@ -372,8 +389,10 @@ def test_record(run):
                 options["loss"] += i / 999
                 options["seconds"] += i / 9
                 Path(name).write_text(own_log(**options))
+        write_referee("new")
         out = run("base new --target 9")[1]  # a record is of the track's target
-        assert f"\nrecord: {answer}, because" in out, change
+        answers = re.findall("^record: (.*?), because", out, re.MULTILINE)
+        assert answers == ([answer] if answer else []), change
         assert ("steps and base 500" in out) == ("total" in change)
 
 
@@ -531,7 +550,7 @@ def test_a_report(run):
     assert run("old=base new") == (0, REPORT, "")
     out, _ = read_json(run, "old=base new")
     (result,) = out["comparisons"]
-    assert " ".join(f"{value:.5g}" for value in list(result.values())[2:-2]) == (
+    assert " ".join(f"{value:.5g}" for value in list(result.values())[2:-3]) == (
         "-0.7498 -15.922 5.6432 6.621e-06 0.00030667 0.40359 5.9511 0.70062"
     )
 
@@ -540,7 +559,7 @@ def test_verdicts(run):
     write_runs("runs", LOSSES, TIMES, config={"target": 3.285})
     (group,) = read_json(run, "runs")[0]["groups"]
     assert group["meets_target"]
-    assert "the mean loss is not below the target 3.27 (p" in run("runs --target 3.27")[1]
+    assert "the mean loss is above the target 3.27\n" in run("runs --target 3.27")[1]
 
 
 def test_what_is_not_defined_is_null(run, recwarn):
@@ -556,8 +575,9 @@ def test_what_is_not_defined_is_null(run, recwarn):
         "3.27 None None None False",
     ]
     known = {name: value for name, value in out["comparisons"][1].items() if value is not None}
-    assert "no p" in known.pop("because")
-    assert known == {"group": "llmc", "baseline": "one", "loss_delta": 0.0, "record": False}
+    assert "there is no mean time to compare with one's" in known.pop("because")
+    expected = {"group": "llmc", "baseline": "one", "loss_delta": 0.0, "paired": {}, "record": False}
+    assert known == expected
     assert run("same times")[0] == 0 and not recwarn.list  # one of the two does not vary
 
 
@@ -684,7 +704,7 @@ def test_diff(run):
     code, out, _ = run("--diff a.txt b.txt")
     changes = re.findall(r"^[-+](?!.*\.txt).*", out, re.MULTILINE)
     assert " ".join(changes) == (
-        '-layers.1.window: "short" +layers.1.window: "long" -script: "train_gpt.py (sha256 0123)" +new: 0.5 '
+        '-layers.1.window: "short" +layers.1.window: "long" +new: 0.5 -script: "train_gpt.py (sha256 0123)" '
         '+script: "train_gpt.py (sha256 0123)4" -y = 2 +y = 3'
     )
     assert run("--diff a.txt a.txt")[1] == "config\n  no difference\nscript\n  no difference\n"
@@ -707,6 +727,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
     code, out, err = run(f"runs {others}")
     assert code == 2 and "3.2700" in out
     named = re.findall("^compare.py: (.*?): .*\n", err, re.MULTILINE)
+    named[-1] = Path(named[-1]).name  # the system names the whole path
     assert named == ["runs/dangling.txt"] + others.split()
     latin = own_log(3.27, source="\xff\xfe", header=HEADER.replace("H100", "H\xe9"))
     Path("latin.txt").write_bytes(latin.encode("latin-1"))
@@ -773,37 +794,41 @@ def test_a_missing_package_is_one_line(run, monkeypatch):
 
 # ------------------------------------------------------------------------------------------ records/README.md
 
+CPU = TRACKS["cpu"] | {"track": "cpu", "preset": "cpu"}
 FIRST = "cpu/2026-01-02_First"
 NEXT = "cpu/2026-01-03_Next"
 
 
+def cpu_log(loss, seconds, **options):
+    """Returns a log of the track `cpu`."""
+    return own_log(loss, seconds, config=CPU | options.pop("config", {}), **options)
+
+
 @pytest.fixture
 def records(tmp_path, monkeypatch):
-    """Writes another records/, with two records, one of them with a baseline, and logs of no record."""
+    """Writes another records/: a listed record, one that is not listed yet, and logs of no record."""
     folder = tmp_path / "records"
-    write(folder / FIRST, own_log(3.27, 100), own_log(3.271, 102), "no log")
+    write(folder / FIRST, cpu_log(1.06, 100), cpu_log(1.061, 102), "no log")
+    (folder / FIRST / "README.md").write_text("# First: the preset\n\nMore.\n")
     modified = HEADER.replace("12ab (clean)", "56cd (modified)")
     untracked = HEADER.replace("12ab (clean)", "78ef (??)")
     write(
         folder / NEXT,
-        own_log(3.27, 90),
-        own_log(3.271, 92, header=modified),
-        own_log(3.272, 91, header=untracked),
+        cpu_log(1.06, 90),
+        cpu_log(1.061, 92, header=modified),
+        cpu_log(1.062, 91, header=untracked),
     )
-    write(folder / NEXT / "baseline", own_log(3.27, 100), own_log(3.271, 101))
+    (folder / NEXT / "README.md").write_text("# Next, which is faster\n")
+    write(folder / NEXT / "baseline", cpu_log(1.06, 100), cpu_log(1.061, 101), cpu_log(1.062, 101.5))
+    write_referee(folder / NEXT, preset="cpu")
     write(folder / "cpu" / "attempts", 3.2)
     write(folder / "other" / "2026-01-02_Other", 3.2)
-    write(folder / "gpt2-small/2026-01-04_Aborted", own_log(last=100, validate_last=False, closing=""))
-    (folder / "history.csv").write_text(
-        'number,minutes,date,change,source\n1,45,2024-05-28,"all, at first",PR 1\n'
-        "3,24.9,2024-10-04,Muon | more,PR 2\n3,25.0,2024-11-04,timed again,PR 3\n"
-    )
-    marks = "<!-- {0} -->\nold\n<!-- end of {0} -->\n".format
-    (folder / "README.md").write_text(f"# Records\n{marks('records')}between\n{marks('history')}after\n")
+    marks = "<!-- {0} -->\nold\n<!-- /{0} -->\n".format
+    # First is listed, from times when nothing was asked.
+    listed = marks("records").replace("old", f"| [First]({FIRST}) |")
+    (folder / "README.md").write_text(f"# Records\n{listed}after\n")
+    (tmp_path / "README.md").write_text(f"before\n{marks('leaderboard')}")
     monkeypatch.setattr(compare, "HERE", folder)
-    write(tmp_path / "bench" / "curves", 3.27, 3.3)
-    pictures = {"a.png": ({"one": "0.txt", "two": "1.txt"}, ("training time, s",))}
-    monkeypatch.setattr(compare, "PICTURES", pictures)
     return folder
 
 
@@ -813,8 +838,8 @@ README = f"""# Records
 
 | {" | ".join(compare.RECORD_COLUMNS)} |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
-| 2026-01-02 | [First]({FIRST}) | 2 | 3.2705 | 0.0167 | 101.0 s | - | 8 x NVIDIA H100 | 12ab |
-| 2026-01-03 | [Next]({NEXT}) | 3 | 3.2710 | 0.0020 | 91.0 s | -9.5 %, p 0.0014 | 8 x NVIDIA H100 | \
+| 2026-01-02 | [First]({FIRST}) | 2 | 1.0605 | 0.0167 | 101.0 s | - | 8 x NVIDIA H100 | 12ab |
+| 2026-01-03 | [Next]({NEXT}) | 3 | 1.0610 | 0.0020 | 91.0 s | -9.8 %, p 0.0003 | 8 x NVIDIA H100 | \
 12ab; 56cd (modified); 78ef (modified) |
 
 ### `words`
@@ -824,45 +849,77 @@ None yet.
 ### `gpt2-small`
 
 None yet.
-<!-- end of records -->
-between
-<!-- history -->
-| # | minutes | date | change | source |
-| --- | --- | --- | --- | --- |
-| 1 | 45 | 2024-05-28 | all, at first | PR 1 |
-| 3 | 24.9 | 2024-10-04 | Muon \\| more | PR 2 |
-| 3 | 25.0 | 2024-11-04 | timed again | PR 3 |
-<!-- end of history -->
+<!-- /records -->
 after
+"""
+FRONT = f"""before
+<!-- leaderboard -->
+| {" | ".join(compare.LEADERBOARD_COLUMNS)} |
+| --- | --- | --- | --- |
+| 2026-01-02 | [First](records/{FIRST}) | First: the preset | - |
+| 2026-01-03 | [Next](records/{NEXT}) | Next, which is faster | -9.8 % |
+<!-- /leaderboard -->
 """
 
 
 @pytest.mark.slow
 def test_update_writes_tables_and_draws_what_changed(run, records):
-    code, out, err = run("--update")
+    assert run("--update") == (0, "", "")
     readme = records / "README.md"
-    assert (code, out, readme.read_text()) == (0, "", README)
-    assert "0.txt: incomplete" in err and "2026-01-04_Aborted: left out" in err
+    assert (readme.read_text(), Path("README.md").read_text()) == (README, FRONT)
     first = Path(f"records/{FIRST}/curves.png")
     following = Path(f"records/{NEXT}/curves.png")
-    pictures = [first, following, Path("bench/curves/a.png"), Path("records/history.png")]
-    assert sorted(Path().rglob("*.png")) == sorted(pictures)
-    for picture in pictures:
+    assert sorted(Path().rglob("*.png")) == [first, following]
+    for picture in first, following:
         assert picture.read_bytes().startswith(b"\x89PNG")
         picture.write_bytes(picture.read_bytes() + b"not drawn again")
-    with open(records / "history.csv", "a") as history:
-        history.write("4,20,2025-01-01,a,b\n")
-    write(records / NEXT / "baseline", own_log(3.26, 99, header=ON_A100))
+    write(records / NEXT / "baseline", cpu_log(1.06, 99, header=ON_A100))
     assert run("--update")[0] == 0
-    changed = [following, Path("records/history.png")]
-    for picture in pictures:
-        assert picture.read_bytes().endswith(b"not drawn again") == (picture not in changed)
-    assert "| 4 | 20 |" in readme.read_text()
+    for picture in first, following:
+        assert picture.read_bytes().endswith(b"not drawn again") == (picture == first)
     assert "91.0 s | - | 8 x" in readme.read_text()  # another machine: no percentage
     # Nothing is written if a log is broken.
     readme.write_text(README)
-    write("bench/curves", "config: {broken}\n" + steps())
+    write(records / NEXT, "config: {broken}\n" + steps())
     assert run("--update")[:2] == (2, "") and readme.read_text() == README
+
+
+REFUSED = {  # what is changed in the folder that is not listed, and the reason
+    "no referee": (lambda folder: (folder / referee.FILE_NAME).unlink(), "there is no .*referee.txt"),
+    "slow": (lambda folder: write(folder, *[cpu_log(1.06, 110 + i) for i in range(3)]), "time is above base"),
+    "cut off": (lambda folder: write(folder, *[own_log(closing="")] * 3), "no run of .* counts"),
+    "track": (lambda folder: write(folder, *[own_log(3.27, i) for i in (1, 2, 3)]), "not of the track `cpu`"),
+    "alone": (lambda folder: shutil.rmtree(folder / "baseline"), "it has no baseline/"),
+}
+
+
+@pytest.mark.parametrize("change, reason", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_record_is_not_listed(run, records, change, reason):
+    change(records / NEXT)
+    code, _, err = run("--update")
+    assert code == 2
+    assert re.fullmatch(rf"compare.py: \S*{NEXT}: not listed, because .*{reason}.*\n", err)
+    assert "First" in Path("README.md").read_text()
+    assert "Next" not in Path("README.md").read_text() + (records / "README.md").read_text()
+
+
+def test_a_listed_record_stays_listed(run, records):
+    run("--update")
+    (records / NEXT / referee.FILE_NAME).unlink()
+    assert run("--update")[0] == 0
+    assert (records / "README.md").read_text() == README
+    assert last_line(run, f"records/{NEXT}/baseline records/{NEXT}").startswith("record: yes")
+
+
+@pytest.mark.parametrize("page", ["README.md", "records/README.md"])
+def test_a_page_without_marks_is_named(run, records, page):
+    Path(page).write_text("mine\n")
+    other = Path({"README.md": "records/README.md", "records/README.md": "README.md"}[page])
+    before = other.read_text()
+    code, _, err = run("--update")
+    assert code == 2 and err.count("\n") == 1
+    assert f"/{page}: needs a line <!-- " in err
+    assert (Path(page).read_text(), other.read_text()) == ("mine\n", before)
 
 
 @pytest.fixture
@@ -873,7 +930,7 @@ def committed(tmp_path, monkeypatch):
     shutil.copytree(records, copy, ignore=shutil.ignore_patterns("[0-9]*_*", "attempts"))
     for folder in re.findall(r"\((\w.*?/\d.*?_.*?)\)", (records / "README.md").read_text()):
         shutil.copytree(records / folder, copy / folder)
-    shutil.copytree(ROOT / "bench" / "curves", tmp_path / "bench" / "curves")
+    shutil.copy(ROOT / "README.md", tmp_path)
     monkeypatch.setattr(compare, "HERE", copy)
     monkeypatch.chdir(tmp_path)
 
@@ -887,14 +944,14 @@ def test_the_tables_and_pictures_are_what_the_logs_give(committed, capsys):
     """So are the records' READMEs, without indentation and empty lines."""
     errors = []
     fix = "python records/compare.py --update"
-    records = compare.read_records(errors)
-    pictures = compare.find_pictures(records, errors)
-    assert errors == [] and len(records) >= 4, capsys.readouterr().err
-    readme = Path("records/README.md").read_text()
-    for name, part in compare.readme_parts(records).items():
-        assert f"<!-- {name} -->\n{part}<!-- end of {name} -->\n" in readme, fix
-    for path, picture in pictures.items():
-        assert compare.is_current(path, picture.mark) and path.stat().st_size < 100_000, fix
+    records, refused = compare.read_records(errors)
+    assert errors + refused == [] and len(records) >= 4
+    for path, text in compare.pages(records).items():
+        assert path.read_text() == text, fix
+    for record in records:
+        picture = record.folder / "curves.png"
+        mark = compare.Picture(record.groups, []).mark
+        assert mark.encode() in picture.read_bytes() and picture.stat().st_size < 100_000, fix
     capsys.readouterr()
     for record in records:
         folder = record.folder.relative_to(Path.cwd())
@@ -905,16 +962,3 @@ def test_the_tables_and_pictures_are_what_the_logs_give(committed, capsys):
         table = without_indentation(capsys.readouterr().out)
         readme = without_indentation((folder / "README.md").read_text())
         assert table in readme and "](curves.png)" in readme, folder
-
-
-def test_the_public_history():
-    rows = compare.read_history().rows
-    numbers = dict.fromkeys(row.number for row in rows)
-    assert list(numbers) == list(map(str, range(1, 93)))
-    days = [row.date for row in rows]
-    assert days == sorted(days)
-    for row in rows:
-        assert row.change and row.source
-    # Each record is faster than the one before, except record 21 when it was timed again.
-    times = [float(row.minutes) for row in rows]
-    assert [i for i in range(1, len(times)) if times[i] >= times[i - 1]] == [21, 22]
