@@ -115,22 +115,25 @@ def modernize(line: re.Match[bytes]) -> bytes:
     if line[2] == b"trl":
         step += 1
         kind = b"train"
-    return b"\nstep:%d/0 %s_loss:%s train_time:nanms step_avg:nanms" % (step, kind, line[3])
+    return b"\nstep:%d/0 %s_loss:%s train_time:-ms step_avg:nanms" % (step, kind, line[3])
 
 
 def pattern(text: str) -> re.Pattern[bytes]:
-    number = r"(?:\d{1,20}\.?\d{0,20}(?:e[-+]?\d{1,4})?|nan|inf)"  # no loss and no time is negative
-    return re.compile((r"\n" + text.replace("NUM", number).replace("INT", r"\d{1,15}")).encode())
+    kinds = {"INT": r"\d{1,15}", "DECIMAL": r"\d{1,20}\.?\d{0,20}"}  # no loss and no time is negative
+    kinds["NUM"] = rf"(?:{kinds['DECIMAL']}(?:e[-+]?\d{{1,4}})?|nan|inf)"
+    for name, kind in kinds.items():
+        text = text.replace(name, kind)
+    return re.compile(rb"\n" + text.encode())
 
 
 STEP = pattern(r"step:(INT)/(INT) ")
 VALIDATION = pattern(
-    r"step:(INT)/INT val_loss:(NUM)(?: val_\w+:NUM)* train_time:(NUM)(ms|s) step_avg:NUMms"
+    r"step:(INT)/INT val_loss:(NUM)(?: val_\w+:NUM)* train_time:(DECIMAL|-)(ms|s) step_avg:NUMms"
     r"(?: \w+:\S+)*[ \t\r]*(?=\n)"
 )
 # The loss is the line's own step's in public logs, in ours the last that had arrived, with its step.
 TRAINING = pattern(
-    r"step:(INT)/INT (?:train_loss:(NUM) )?train_time:(NUM)(ms|s) step_avg:NUMms"
+    r"step:(INT)/INT (?:train_loss:(NUM) )?train_time:(DECIMAL|-)(ms|s) step_avg:NUMms"
     r"(?: train_loss:(NUM)@(INT))?[ \t\r]*(?=\n)"
 )
 # The first logs of 2024, written by llm.c: no times, no number of steps.
@@ -141,7 +144,7 @@ LOSS = re.compile(rb"\n(?:[^\n]*(?:step:\d+/\d+ v|val_loss:[-+]?\d)|s:\d+ tel:)[
 CLOSING = (  # lines after the last step, and the fields of Run that they set
     (pattern(r"peak memory (?:consumption|allocated): (INT) MiB"), "peak_mem_mib", int),
     (pattern(r"val_loss_per_byte: (NUM)\s"), "per_byte", float),
-    (pattern(r"target (\d{1,20}\.?\d{0,20}): "), "screen_target", float),
+    (pattern(r"target (DECIMAL): "), "screen_target", float),
 )
 # Of these lines the text is kept, so that one that cannot be read is not taken for none.
 CLOSING_TEXT = pattern(r"(epochs|complete|val_loss|train_time_ms|steps): ([^\r\n]*)")
@@ -378,7 +381,9 @@ def split_runs(steps: list[StepLine]) -> list[list[StepLine]]:
 
 
 def seconds(time: bytes, unit: bytes) -> float | None:
-    return finite(float(time) / (1000 if unit == b"ms" else 1))
+    if time == b"-":
+        return None  # llm.c logs none
+    return float(time) / (1000 if unit == b"ms" else 1)
 
 
 def read_training(text: bytes) -> list[Point]:
@@ -659,25 +664,22 @@ def warn(group: Group) -> None:
     for what, value in WITHIN.items():
         if len(group.distinct(value)) > 1:
             group.faults.append(f"its runs differ in {what} ({group.listed(value)})")
-    for run in group.counted:
-        fault = unlike_track(run)
-        if fault and fault not in group.faults:
-            group.faults.append(fault)
+    group.faults += group.distinct(unlike_track)
     seeds = Counter(map(seed_of, group.counted))
     for seed, count in seeds.items():
         if seed is not None and count > 1:
             group.faults.append(f"{count} of its runs have seed {seed}, so they are not independent")
 
 
-def unlike_track(run: Run) -> str:
-    """Returns why the run is of no track that holds records, "" if it is of one, or names none."""
+def unlike_track(run: Run) -> str | None:
+    """Returns why the run is of no track that holds records, None if it is of one, or names none."""
     if run.track is None:
-        return ""
+        return None
     if run.track not in tracks.TRACKS:
         return f"it has runs of the track `{run.track}`, which holds no records"
     different = tracks.differences(run.track, run.header.config, is_listed(run.path))
     if not different:
-        return ""
+        return None
     return f"not of the track `{run.track}`: {'; '.join(different)}"
 
 

@@ -220,8 +220,8 @@ def test_what_a_verdict_needs_is_read_after_any_text(run):
 
 
 def test_without_a_target_there_is_no_verdict(run):
-    """A target that is no number is none."""
-    Path("screen.log").write_text(f"{steps(3.2)}\ntarget nan: not below\n")
+    """A target that is no number, or none above 0, is none."""
+    Path("screen.log").write_text(f"{steps(3.2)}\ntarget nan: not below\ntarget 0.0: not below\n")
     Path("other.log").write_text(steps(3.1))
     code, out, _ = run("a=screen.log a=other.log")
     assert code == 0 and re.findall("verdict +(.*?):", out) == ["no log names a target"]
@@ -244,6 +244,24 @@ def test_a_validation_that_cannot_be_read_is_named(run, line):
     code, out, err = run("log")
     assert (code, "3.2700" in out) == (2, True)
     assert err == f"compare.py: log:{first.count(chr(10)) + 2}: cannot read this validation: {line!r}\n"
+
+
+@pytest.mark.parametrize("value", ["-95000ms", "nanms", "9,5ms"])
+def test_a_time_that_is_none_is_named(run, value):
+    """A negative time would make any group a faster one."""
+    text = own_log(3.27, 95)
+    log = re.sub(r"(val_loss:3.2700 train_time:)\S+", rf"\g<1>{value}", text)
+    assert log != text
+    Path("log").write_text(log)
+    code, out, err = run("log")
+    assert (code, "cannot read this validation" in err, "no run of log counts" in out) == (2, True, True)
+
+
+@pytest.mark.parametrize("value", ["-3.27", "-inf", "-1e3"])
+def test_a_negative_loss_is_named(run, value):
+    Path("log").write_text(own_log(3.27, 95).replace("val_loss:3.2700", f"val_loss:{value}"))
+    code, _, err = run("log")
+    assert code == 2 and "cannot read this validation" in err
 
 
 OURS = text_of(FIXTURES[-3])
@@ -330,6 +348,73 @@ def test_which_runs_count(run):
     assert (group["loss_mean"], group["p_target"], group["meets_target"]) == (None, None, False)
 
 
+CLOSINGS = {  # lines after the last step; why the run is left out
+    "val_loss: 3.269951\n": "",
+    "val_loss: 3.2601\n": "its line 'val_loss: 3.2601' contradicts 3.27 before it",
+    "val_loss: nan\n": "its line 'val_loss: nan' contradicts",
+    "val_loss: low\n": "its line 'val_loss: low' contradicts",
+    "train_time_ms: 95000\n": "",
+    "train_time_ms: 94999\n": "its line 'train_time_ms: 94999' contradicts 95000 before it",
+    "steps: 499\n": "its line 'steps: 499' contradicts 500",
+    "epochs: 1\n": "",
+    "epochs: 3\n": "trained in 3 epochs",
+    "epochs: two\n": "trained in two epochs",
+    "epochs: 1.5\n": "trained in 1.5 epochs",
+    "epochs: -1\n": "trained in -1 epochs",
+    "epochs:\n": "",  # no line of ours
+}
+
+
+@pytest.mark.parametrize("line", CLOSINGS)
+def test_a_closing_line_that_says_something_else_voids_the_run(run, line):
+    Path("log.txt").write_text(own_log(3.27, 95, closing=f"{line}complete: yes\n"))
+    code, out, _ = run("log.txt")
+    reason = CLOSINGS[line]
+    assert code == 0
+    if reason:
+        assert out.startswith("no run of log counts (") and reason in out
+    else:
+        assert "losses             3.2700" in out
+
+
+def test_a_diverged_run_agrees_with_its_closing_line(run):
+    """It counts against its group."""
+    Path("log.txt").write_text(own_log(math.nan, 95, closing="val_loss: nan\ncomplete: yes\n"))
+    assert "runs (n)           1" in run("log.txt")[1]
+
+
+def test_a_group_without_runs_that_count_says_so_and_nothing_else(run):
+    write("a", 3.27, 3.26)
+    write("b", *[own_log(3.2, 80, closing="epochs: 2\ncomplete: yes\n")] * 2)
+    for command in ("a b", "b a"):
+        code, out, _ = run(command)
+        text = "no run of b counts (trained in 2 epochs)\n"
+        parts = out.strip().split("\n\n")
+        assert code == 0 and len(parts) == 2 and text.strip() in parts
+    out, _ = read_json(run, "a b")
+    (comparison,) = out["comparisons"]
+    assert (comparison["record"], comparison["because"]) == (False, text.strip())
+
+
+OWN_TEXT = {"track": "other", "data": "data/mine", "target": 1.07}
+
+
+def test_a_small_text_is_compared_without_a_target(run):
+    """Its runs read it in several epochs. They are no record, and nothing says that they should be one."""
+    for name, loss in ("a", 2.1), ("b", 2.0):
+        texts = []
+        for i in range(3):
+            closing = "epochs: 5\ncomplete: yes\n"
+            texts.append(own_log(loss + i / 100, 90 + i, config=OWN_TEXT, closing=closing))
+        write(name, *texts)
+    code, out, _ = run("a b")
+    assert code == 0 and out.count("runs (n)           3") == 2 and out.count("trained in 5 epochs") == 2
+    assert "  loss    -0.1000               -12.25" in out
+    for word in ("target", "verdict", "record:", "1.07"):
+        assert word not in out
+    assert "below the target 3" in run("a b --target 3")[1]
+
+
 MIXED = [  # what the second of two runs has, and the warning
     (dict(total=525), "steps (500; 525)"),
     (
@@ -394,6 +479,92 @@ def test_record(run):
         answers = re.findall("^record: (.*?), because", out, re.MULTILINE)
         assert answers == ([answer] if answer else []), change
         assert ("steps and base 500" in out) == ("total" in change)
+
+
+EDITED = {  # a setting of the preset in the log; what the verdict says of it
+    "target": (3.5, "target is 3.5, not 3.28"),
+    "val_slices": (1, "val_slices is 1, not 40"),
+    "val_slice_tokens": (4096, "val_slice_tokens is 4096, not 262144"),
+    "vocab_size": (257, "vocab_size is 257, not 50257"),
+    "data": ("data/mine", "data is data/mine, not data/fineweb10B"),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_an_edited_preset_is_not_of_the_track(run, name):
+    """Whatever the log says: it would call itself below a target of its own."""
+    value, reason = EDITED[name]
+    for group, seconds in (("base", 95), ("new", 90)):
+        write_runs(group, LOSSES, [seconds + i / 9 for i in range(5)], config={name: value})
+    write_referee("new")
+    assert f"record: no, because not of the track `gpt2-small`: {reason} and " in last_line(run, "base new")
+
+
+def test_a_slower_group_is_above_its_baseline(run):
+    """The p of such a difference may be small, too."""
+    write_runs("base", [3.27, 3.271, 3.272], [90, 90.1, 90.2])
+    write_runs("new", [3.27, 3.271, 3.273], [99, 99.1, 99.2])
+    assert "the mean time is above base's;" in last_line(run, "base new")
+
+
+def test_logs_that_name_no_track_are_no_record_of_this_project(run):
+    """Those of the public speedrun. What they show is said all the same."""
+    for group, seconds in (("old", 95), ("new", 90)):
+        texts = []
+        for i in range(4):
+            texts.append(steps(3.27 + i / 1000, seconds + i / 9))
+        write(group, *texts)
+    assert last_line(run, "old new --target 3.28") == (
+        "faster to the target (the logs name no track): yes, because the mean loss is below the target 3.28 "
+        "(p 0.0005 < 0.01) and the mean time is below old's (p 4.6e-09 < 0.01)"
+    )
+    assert read_json(run, "old new --target 3.28")[0]["comparisons"][0]["record"] is False
+
+
+def write_pair_of_groups(base, new):
+    """Writes two groups of the same seeds: that of a record, if these are its folders."""
+    for folder, seconds in ((base, 95), (new, 90)):
+        texts = []
+        for i in range(4):
+            texts.append(own_log(3.27 + i / 1000, seconds + i / 9, config={"seed": i}))
+        write(folder, *texts)
+
+
+REFEREES = {  # what referee.txt says; what the verdict says
+    "ok": ({}, "yes, because the mean loss"),
+    "other script": ({"script_hash": "4567"}, "no, because there is no new/referee.txt of this script: "),
+    "other preset": ({"preset": "cpu"}, "no, because there is no new/referee.txt of this script: "),
+    "broken": ({"causal": "broken: at 7"}, "no, because new/referee.txt does not say ok to each rule"),
+    "not shown": (
+        {"the clock": "not shown: why"},
+        "no, because new/referee.txt does not say ok to each rule",
+    ),
+}
+
+
+@pytest.mark.parametrize("says, answer", REFEREES.values(), ids=REFEREES)
+def test_a_record_needs_the_referee(run, says, answer):
+    write_pair_of_groups("base", "new")
+    write_referee("new", **says)
+    assert last_line(run, "base new").startswith(f"record: {answer}")
+    assert "referee.txt" not in run("new")[1]  # it is no log
+
+
+def test_the_referees_command_is_named_when_all_else_is_shown(run):
+    write_pair_of_groups("base", "new")
+    command = "python records/referee.py train_gpt.py --preset record --log new/0.txt"
+    assert f"no new/referee.txt of this script: `{command}` makes it; the mean" in last_line(run, "base new")
+    write("new", own_log(3.4, 90.0, config={"seed": 0}))
+    assert "referee" not in last_line(run, "base new")
+
+
+def test_a_run_in_both_groups_makes_no_record(run):
+    write_pair_of_groups("base", "new")
+    write_referee("new")
+    shutil.copy("base/0.txt", "new/4.txt")
+    assert "1 of its runs are base's, too and " in last_line(run, "base new")
+    Path("new/4.txt").write_text(steps(3.27, 95))  # what it printed on the screen
+    assert "1 of its runs are base's, too and " in last_line(run, "base new")
 
 
 def test_no_percentage_between_machines_or_data(run):
@@ -581,6 +752,56 @@ def test_what_is_not_defined_is_null(run, recwarn):
     assert run("same times")[0] == 0 and not recwarn.list  # one of the two does not vary
 
 
+PAIRED = """
+          difference            Welch t    df      p (two-sided)
+  time    -0.950 s (-1.14 %)    -0.53      6.0     0.6182
+  loss    -0.0100               -1.11      6.0     0.3113
+          in 4 pairs of seeds   paired t   df      p (two-sided)
+  time    -0.950 s (-1.14 %)    -14.72     3.0     0.0007
+  loss    -0.0100               -24.49     3.0     0.0001
+record:"""
+
+
+def write_pairs(base, new, seeds=(0, 1, 2, 3)):
+    """Writes runs of seeds 0 to 3, and others with these seeds, in the other order of files."""
+    logs = []
+    base_logs = []
+    for i, (loss, time) in enumerate([(0.009, 0.9), (0.011, 1.0), (0.010, 0.8), (0.010, 1.1)]):
+        base_loss = 3.26 + i / 100
+        base_time = 80 + 2 * i
+        base_logs.append(own_log(base_loss, base_time, config={"seed": i}))
+        logs.append(own_log(base_loss - loss, base_time - time, config={"seed": seeds[i]}))
+    write(base, *base_logs)
+    write(new, *reversed(logs))
+
+
+def test_runs_of_equal_seeds_are_compared_in_pairs(run):
+    """Checks numbers that numpy gave: t = mean(d) / (sd(d) / sqrt(4)), d the difference of each pair."""
+    write_pairs("new/baseline", "new")
+    assert PAIRED in run("new/baseline new")[1]
+    paired = read_json(run, "new/baseline new")[0]["comparisons"][0]["paired"]
+    assert " ".join(f"{value:.5g}" for value in paired["loss"].values()) == "-0.01 -24.495 3 0.00014916"
+
+
+def test_times_are_paired_only_if_the_runs_alternated(run):
+    write_pairs("base", "new")
+    out = run("base new")[1]
+    assert PAIRED.replace("  time    -0.950 s (-1.14 %)    -14.72     3.0     0.0007\n", "") in out
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 2, 4), (0, 1, 2, 2), (0, 1, 2, None)])
+def test_other_seeds_are_not_paired(run, seeds):
+    write_pairs("new/baseline", "new", seeds)
+    assert "pairs" not in run("new/baseline new")[1]
+
+
+def test_pairs_that_all_differ_alike_have_no_test(run, recwarn):
+    write("base", own_log(3.27, 90, config={"seed": 1}), own_log(3.28, 91, config={"seed": 2}))
+    write("new", own_log(3.27, 92, config={"seed": 1}), own_log(3.28, 93, config={"seed": 2}))
+    assert "  loss    +0.0000               -          -       -\n" in run("base new")[1]
+    assert not recwarn.list
+
+
 # ---------------------------------------------------------------------------------------------------- reports
 
 
@@ -736,6 +957,11 @@ def test_what_cannot_be_read_is_named_and_the_rest_reported(run):
 
 
 ODD = [  # values that a fork's or an edited config may have
+    '"target": 0',
+    '"target": -1.07',
+    '"val_slices": 0',
+    '"val_slice_tokens": -4096',
+    '"vocab_size": 0',
     '"seed": [1]',
     '"val_slices": {"a": 1}',
     '"val_slice_tokens": "4096"',
@@ -775,6 +1001,10 @@ def test_curves_are_written_through_a_link(run):
 
 
 BAD_USAGE = ["", "x --diff a b", "--begin a --update"]
+# Options that would have no effect.
+BAD_USAGE += [f"--diff a b {option}" for option in ("--json", "--anyway", "--curves a.png", "--target 3")]
+BAD_USAGE += [f"--update {option}" for option in ("--json", "--anyway", "--curves a.png", "--target 3")]
+BAD_USAGE += ["--begin a --json", "a b --json --anyway"]
 BAD_USAGE += [f"x --target {target}" for target in ("low", "nan", "inf", "0", "-1")]
 
 
