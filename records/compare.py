@@ -896,8 +896,8 @@ def record_verdict(group: Group, base: Group) -> Verdict:
         reasons.append(verdict.text)
     if claim == "record" and not reasons_against:
         reasons_against += ask_referee(group.counted[0])
-    because = [" and ".join(reasons) for reasons in (reasons_against, reasons_for) if reasons]
-    return Verdict(not reasons_against, "; ".join(because), claim)
+    because = filter(None, ["; ".join(reasons_against), " and ".join(reasons_for)])
+    return Verdict(not reasons_against, ", although ".join(because), claim)
 
 
 def ask_referee(run: Run) -> list[str]:

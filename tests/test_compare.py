@@ -497,14 +497,16 @@ def test_an_edited_preset_is_not_of_the_track(run, name):
     for group, seconds in (("base", 95), ("new", 90)):
         write_runs(group, LOSSES, [seconds + i / 9 for i in range(5)], config={name: value})
     write_referee("new")
-    assert f"record: no, because not of the track `gpt2-small`: {reason} and " in last_line(run, "base new")
+    assert f"record: no, because not of the track `gpt2-small`: {reason}; of base: not " in last_line(
+        run, "base new"
+    )
 
 
 def test_a_slower_group_is_above_its_baseline(run):
     """The p of such a difference may be small, too."""
     write_runs("base", [3.27, 3.271, 3.272], [90, 90.1, 90.2])
     write_runs("new", [3.27, 3.271, 3.273], [99, 99.1, 99.2])
-    assert "the mean time is above base's;" in last_line(run, "base new")
+    assert "the mean time is above base's, although the mean loss" in last_line(run, "base new")
 
 
 def test_logs_that_name_no_track_are_no_record_of_this_project(run):
@@ -553,7 +555,9 @@ def test_a_record_needs_the_referee(run, says, answer):
 def test_the_referees_command_is_named_when_all_else_is_shown(run):
     write_pair_of_groups("base", "new")
     command = "python records/referee.py train_gpt.py --preset record --log new/0.txt"
-    assert f"no new/referee.txt of this script: `{command}` makes it; the mean" in last_line(run, "base new")
+    assert f"no new/referee.txt of this script: `{command}` makes it, although the mean" in last_line(
+        run, "base new"
+    )
     write("new", own_log(3.4, 90.0, config={"seed": 0}))
     assert "referee" not in last_line(run, "base new")
 
@@ -562,9 +566,9 @@ def test_a_run_in_both_groups_makes_no_record(run):
     write_pair_of_groups("base", "new")
     write_referee("new")
     shutil.copy("base/0.txt", "new/4.txt")
-    assert "1 of its runs are base's, too and " in last_line(run, "base new")
+    assert "1 of its runs are base's, too; " in last_line(run, "base new")
     Path("new/4.txt").write_text(steps(3.27, 95))  # what it printed on the screen
-    assert "1 of its runs are base's, too and " in last_line(run, "base new")
+    assert "1 of its runs are base's, too; " in last_line(run, "base new")
 
 
 def test_no_percentage_between_machines_or_data(run):
@@ -706,8 +710,8 @@ new against old
           difference            Welch t    df      p (two-sided)
   time    -0.750 s (-0.78 %)    -15.92     5.6     6.6e-06
   loss    +0.0003               0.40       6.0     0.7006
-record: no, because the mean loss is not shown to be below the target 3.28 (p 0.0423, needs < 0.01); \
-the mean time is below old's (p 6.6e-06 < 0.01)
+record: no, because the mean loss is not shown to be below the target 3.28 (p 0.0423, needs < 0.01), \
+although the mean time is below old's (p 6.6e-06 < 0.01)
 """
 
 
