@@ -72,6 +72,33 @@ class Pool:
         self.folder.cleanup()
 
 
+HINT = (
+    "{what} has changed: for a pull request put the change behind a setting that `record` leaves off "
+    "(docs/testing.md)"
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Adds to each failure of a test marked pinned what has changed, and where to put the change."""
+    report = yield
+    marker = item.get_closest_marker("pinned")
+    if marker and report.failed:
+        report.sections.append(("pinned", HINT.format(what=marker.args[0])))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints each hint once, below the failures."""
+    hints = set()
+    for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
+        for name, text in report.sections:
+            if name == "pinned":
+                hints.add(text)
+    for hint in sorted(hints):
+        terminalreporter.write_line(hint)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def unfreeze():
     """Undoes gc.freeze() of runs that failed in this process: Triton would report leaks at exit."""

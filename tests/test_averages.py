@@ -59,6 +59,7 @@ def weights_of(rates):
     return weights
 
 
+@pytest.mark.pinned("averages of the record preset")
 @pytest.mark.parametrize("name", ROWS)
 def test_the_records_averages(name):
     """Compares the ticks, and the weights of the parameters after them."""
@@ -78,6 +79,7 @@ def test_the_records_averages(name):
         assert close(sum(w * (1193 - step) for step, w in weights.items()), golden["mean_age"])
 
 
+@pytest.mark.pinned("averages of the record preset")
 def test_the_last_iterates_weight_in_what_is_shipped():
     want = GOLDEN["full_size"]["last_iterates_weight_in_what_is_shipped"]
     want |= {"embed": want["lm_head"], "vo_bank": want["vo_and_mlp"], "mlp_bank": want["vo_and_mlp"]}
@@ -163,6 +165,7 @@ def run_tiny(rank, world_size, dtype):
     return averages, {name: p.detach() for name, p in params.items()}
 
 
+@pytest.mark.pinned("averages of the record preset")
 def test_the_tiny_run():
     """Compares all averages after each of their ticks, and what is shipped, in fp64."""
     averages, final = run_tiny(0, 1, "float64")
@@ -192,6 +195,7 @@ def tiny_bits(rank, world_size):
     return bits
 
 
+@pytest.mark.pinned("averages of the record preset")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_bits_that_the_tiny_run_ships(workers, world_size):
     """Weights in bf16, averages in fp32, each write rounded to bf16."""

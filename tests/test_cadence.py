@@ -25,6 +25,7 @@ def updates(every, steps=SCHEDULE["total_steps"], cfg=RECORD92):
     return [step for step in range(steps) if tg.plan_step(cfg, step).updates(every)]
 
 
+@pytest.mark.pinned("the schedule or a row of PARAMS of the record preset")
 def test_updates_of_the_record():
     assert updates(ALWAYS) == list(range(SCHEDULE["total_steps"]))
     assert updates(HALF) == list(range(1, SCHEDULE["total_steps"], 2))
@@ -93,6 +94,7 @@ def adam_events(name, dtype):
     assert grad.tolist() == golden["unused_gradient_at_the_end"] and next(events, None) is None
 
 
+@pytest.mark.pinned("Adam, as record 92 has it,")
 @pytest.mark.parametrize("name", STREAMS)
 def test_golden_adam(name):
     """Compares fp64; as it is stored, the bits of bf16, and fp32 within its bound."""
@@ -108,6 +110,7 @@ def test_golden_adam(name):
             assert p.tolist() == pytest.approx(want["p_fp32"], abs=1e-7)
 
 
+@pytest.mark.pinned("Adam, as record 92 has it,")
 def test_golden_untying():
     """Updates lm_head with both gradients up to step 1175, then each by its own."""
     golden = ADAM["untie"]
@@ -251,6 +254,7 @@ def table_events(dtype):
     assert next(events, None) is None
 
 
+@pytest.mark.pinned("the table of n-grams, as record 92 has it,")
 def test_golden_ngrams():
     for want, rows, grads, table in table_events("float64"):
         assert rows == want["rows"] and len(rows) == want["touched"]
@@ -273,6 +277,7 @@ def test_golden_ngrams():
             assert table.block[int(row)].tolist() == pytest.approx(listed["p"], rel=0, abs=1e-11 * scale)
 
 
+@pytest.mark.pinned("the table of n-grams, as record 92 has it,")
 def test_golden_ngrams_as_stored():
     """Compares rows' bits, and their moments."""
     seen = 0

@@ -108,6 +108,7 @@ pointer_sink 128
 """
 
 
+@pytest.mark.pinned("the record preset")
 @pytest.mark.parametrize("world_size", (1, 8, 64))
 def test_param_shapes(world_size):
     """The record model with bigrams, its banks padded so that every rank owns equally many matrices."""
@@ -134,6 +135,7 @@ def test_param_shapes(world_size):
         assert [row.name for row in tg.used_params(cfg)] == [name for name in names if name in left]
 
 
+@pytest.mark.pinned("the record preset")
 def test_outputs_of_the_gates():
     """3H + 5 for the layers up to skip_from, H + 7 for the others."""
     none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
@@ -144,6 +146,7 @@ def test_outputs_of_the_gates():
         assert max(gate.layer for gate in early) <= 3 < min(gate.layer for gate in late)
 
 
+@pytest.mark.pinned("a parameter's initial value")
 def test_initial_values():
     """Distributions, padding and tying, for any world size. The seed decides the values."""
     cfg = replace(tg.CPU, heads=4, padded_vocab=512, ngrams=tg.Ngrams(), bigram_vocab_size=2560)
@@ -431,6 +434,7 @@ MAPS = (  # ANVIL's: a x + b x^3 + c x^5 of singular values (record 92)
 )
 
 
+@pytest.mark.pinned("the record preset")
 def test_the_record_has_the_published_constants():
     cfg = tg.RECORD
     flags = "x0 ngram narrow_qk narrow_v xsa gate key_shift mudd value".split()

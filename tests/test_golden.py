@@ -22,7 +22,10 @@ from golden_inputs import (
     write_shard,
 )
 
-pytestmark = pytest.mark.numeric
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.pinned("a part of record 89 or 92: its loader, losses, XSA or FP8"),
+]
 
 
 def check_stats(t, golden):

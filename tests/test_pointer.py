@@ -81,17 +81,20 @@ def queries_of(x, bank, gain, sink):
 CASES = pytest.mark.parametrize("case", ATTENDS, ids=lambda case: case["name"])
 
 
+@pytest.mark.pinned("the copy pointer of PR 379")
 @DTYPES
 @CASES
 def test_golden_weights_and_gradients(case, dtype):
     check_golden(tg.pointer, tg.pointer_grad, case, dtype)
 
 
+@pytest.mark.pinned("the copy pointer of PR 379")
 @CASES
 def test_golden_weights_and_gradients_by_the_kernel(interpreted, case):  # noqa: F811
     check_golden(interpreted.triton_pointer, interpreted.triton_pointer_grad, case, torch.float32)
 
 
+@pytest.mark.pinned("the copy pointer of PR 379")
 @DTYPES
 def test_golden_queries(dtype):
     case = GOLDEN["b_projection"]
@@ -113,6 +116,7 @@ def copies_of(case, dtype, slot):
     return tg.PointerProbs(weights, torch.tensor([slot]), torch.empty_like(weights))
 
 
+@pytest.mark.pinned("the copy pointer of PR 379")
 @DTYPES
 @pytest.mark.parametrize("case", GOLDEN["c_mixture"]["cases"], ids=lambda case: case["name"])
 def test_golden_mixture(case, dtype):
@@ -134,6 +138,7 @@ def test_golden_mixture(case, dtype):
         assert grad.isfinite().all()
 
 
+@pytest.mark.pinned("the copy pointer of PR 379")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GOLDEN["c_mixture"]["cases"], ids=lambda case: case["name"])
 def test_golden_mixture_of_the_kernel(interpreted, case):  # noqa: F811
@@ -212,6 +217,7 @@ def run_head(case, dtype, chunk):
     return torch.cat(losses), grads
 
 
+@pytest.mark.pinned("the copy pointer of PR 379")
 @DTYPES
 @pytest.mark.parametrize("chunk", [1, 5, 24])
 @pytest.mark.parametrize("name", [name for name, case in HEAD["cases"].items() if window_of(case)])
@@ -244,6 +250,7 @@ def distribution(tokens, cu_seqlens, sampled_columns=None):
     return torch.stack(probs, dim=1)
 
 
+@pytest.mark.pinned("the copy pointer of PR 379")
 def test_golden_distributions():
     golden = GOLDEN["e_distribution"]
     case = HEAD["cases"]["one_target"]
@@ -260,6 +267,7 @@ def test_golden_distributions():
     close(sampled.sum(1), alone["sums_over_candidates"], torch.float64)
 
 
+@pytest.mark.pinned("the choice of sampled columns")
 def test_golden_candidates():
     golden = GOLDEN["g_candidate_sets"]
     offset = None
@@ -390,6 +398,7 @@ def test_the_pointer_needs_a_column_of_its_own():
         tg.check_config(replace(tg.CPU, pointer_dim=8, padded_vocab=257), 1)
 
 
+@pytest.mark.pinned("the schedule of the record preset")
 def test_the_schedule_of_pr_379():
     want = GOLDEN["h_schedule"]
     cfg = tg.RECORD
