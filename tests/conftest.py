@@ -72,28 +72,31 @@ class Pool:
         self.folder.cleanup()
 
 
-HINT = (
-    "{what} has changed: for a pull request put the change behind a setting that `record` leaves off "
-    "(docs/testing.md)"
-)
+# What a failed test says at the end, by its marker. The marker's argument says what the test compares.
+HINTS = {
+    "pinned": "{} has changed: for a pull request put the change behind a setting that `record` leaves off "
+    "(docs/testing.md)",
+    "forms": "{} differ: whoever changes one of them changes the other, too (docs/testing.md)",
+}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Adds to each failure of a test marked pinned what has changed, and where to put the change."""
+    """Adds the hints of a test's markers to the report of its failure."""
     report = yield
-    marker = item.get_closest_marker("pinned")
-    if marker and report.failed:
-        report.sections.append(("pinned", HINT.format(what=marker.args[0])))
+    if report.failed:
+        for marker in item.iter_markers():
+            if marker.name in HINTS:
+                report.sections.append((marker.name, HINTS[marker.name].format(*marker.args)))
     return report
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Prints each hint once, below the failures."""
+    """Prints each hint of the failures once."""
     hints = set()
     for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
         for name, text in report.sections:
-            if name == "pinned":
+            if name in HINTS:
                 hints.add(text)
     for hint in sorted(hints):
         terminalreporter.write_line(hint)

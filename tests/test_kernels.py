@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import train_gpt as tg
 from interpreter import skip_without_interpreter
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.forms("a Triton kernel and its plain form")]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

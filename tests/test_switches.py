@@ -151,6 +151,7 @@ def plain():
 
 
 @pytest.mark.slow
+@pytest.mark.forms("a fast form, which a setting switches on, and the plain one")
 @pytest.mark.parametrize("names", CASES, ids=" and ".join)
 def test_a_switch_changes_nothing_but_rounding(cfg, plain, run_interpreted, names):
     losses, changes, _ = run_interpreted(train_switched, cfg, names)
