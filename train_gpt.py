@@ -5074,6 +5074,7 @@ class Field(NamedTuple):
         return is_number and self.low <= value <= self.high  # NaN is never between
 
 
+@cache
 def field_of(hint) -> Field:
     """Returns the Field of an annotation."""
     args = typing.get_args(hint)
@@ -5088,6 +5089,7 @@ def field_of(hint) -> Field:
     return Field(hint, choices=(True, False) if hint is bool else ())
 
 
+@cache  # get_type_hints evaluates every annotation anew
 def hints_of(table) -> dict[str, typing.Any]:
     """Returns the annotations of a dataclass's fields, in order."""
     return typing.get_type_hints(table, globals(), include_extras=True)

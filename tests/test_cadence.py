@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from configs import BASE
 from golden_inputs import GOLDEN92, RECORD92, FixedLoader, distance, fill, golden_signs, tiny_config
 
 SCHEDULE, ADAM = GOLDEN92["g_schedule"], GOLDEN92["d_adam"]
@@ -156,9 +157,7 @@ def small_values(seed):
     return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-SMALL_CFG = replace(
-    tg.CPU, params=SMALL, ngrams=tg.Ngrams(), dtype="float64", late_updates_from=2, averages=()
-)
+SMALL_CFG = replace(BASE, params=SMALL, ngrams=tg.Ngrams(), dtype="float64", late_updates_from=2, averages=())
 PLANS = [tg.plan_step(SMALL_CFG, step) for step in range(8)]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt as tg
+from configs import BASE
 from golden_inputs import BIGRAMS, flatten
 from launch import WAIT
 from saved_model import config_from_dict
@@ -33,7 +34,9 @@ OVERRIDES = {  # a setting of the record preset, and what it changes
     "ngrams.update_every=1,1": {"['ngrams']['update_every'][0]": 1, "['ngrams']['update_every'][1]": 1},
     "val_windows.long=4": {"['val_windows']['long']": 4},
     "stages.3.mtp=2,0.5": {f"['stages'][3]['mtp'][{i}]": x for i, x in enumerate((2.0, 0.5))},
-    "stages.*.windows.long=9": {f"['stages'][{i}]['windows']['long']": 9 for i in range(5)},
+    "stages.*.windows.long=9": {
+        f"['stages'][{i}]['windows']['long']": 9 for i in range(len(tg.RECORD.stages))
+    },
     "params.lm_head.wd_mul=3": {f"['params'][{LM_HEAD}]['wd_mul']": 3.0},
     "layers.1.value=false": {"['layers'][1]['value']": False},
     "layers.1.attention=paired": {"['layers'][1]['attention']": "paired"},
@@ -58,14 +61,19 @@ def test_presets_are_valid_and_survive_json(preset):
     assert cfg.preset == preset
     for world_size in (1, 2, 4, 8):
         tg.check_config(cfg, world_size)
-    for layer, role in zip(cfg.layers, tg.LAYERS, strict=True):
-        assert replace(layer, xsa=False) == replace(role, xsa=False)
     other = cfg
     settings = "layers.1.value=false params.embed.betas=.1,.2 val_windows.long=9 ngrams.orders=2,4"
     for setting in settings.split():
         other = tg.override(other, setting)
     for written in (cfg, other):
         assert config_from_dict(json.loads(tg.config_json(written))) == written
+
+
+@pytest.mark.pinned("the table of a preset's layers")
+@pytest.mark.parametrize("preset", tg.PRESETS)
+def test_presets_have_all_layers_of_the_record(preset):
+    for layer, role in zip(tg.PRESETS[preset].layers, tg.LAYERS, strict=True):
+        assert replace(layer, xsa=False) == replace(role, xsa=False)
 
 
 def test_a_config_with_other_fields_is_an_error():
@@ -210,11 +218,12 @@ def test_initial_values_do_not_depend_on_other_parameters():
 # ---- schedule ----------------------------------------------------------------------------------------------
 
 
-CPU = tg.CPU
-SHORT = tg.override(CPU, "stages.*.steps=2")
+SHORT = tg.override(BASE, "stages.*.steps=2")
 
 
-@pytest.mark.parametrize("cfg", [CPU, SHORT, replace(CPU, stages=CPU.stages[:2], momentum_warmup=0)])
+@pytest.mark.parametrize(
+    "cfg", [*tg.PRESETS.values(), SHORT, replace(BASE, stages=BASE.stages[:2], momentum_warmup=0)]
+)
 def test_any_schedule_has_a_plan_for_every_step(cfg):
     every = set(range(cfg.steps))
     untied = []
@@ -251,7 +260,7 @@ def test_half_the_length_is_the_same_schedule_in_half_the_steps(preset):
         for name in names:
             near = [getattr(p, name) for p in nearby]
             now = getattr(plan, name)
-            assert min(near) - 0.01 <= now <= max(near) + 0.01, (step, name)
+            assert min(near) - 0.03 <= now <= max(near) + 0.03, (step, name)
     for before, after in zip(cfg.averages, half.averages):
         kept, ticks = decay_and_count(before, cfg.steps)
         kept_half, ticks_half = decay_and_count(after, half.steps)
@@ -268,8 +277,8 @@ def test_a_presets_length_is_applied_once_and_to_no_other(tmp_path):
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     del sys.modules[spec.name]
-    want = {"cpu": replace(tg.rescale(CPU, 0.9), length=1.0), "words": tg.PRESETS["words"]}
-    assert count == 1 and want["cpu"].steps < CPU.steps
+    want = {"cpu": replace(tg.rescale(tg.CPU, 0.9), length=1.0), "words": tg.PRESETS["words"]}
+    assert count == 1 and want["cpu"].steps < tg.CPU.steps
     for name, cfg in want.items():
         assert module.config_json(module.PRESETS[name]) == tg.config_json(cfg)
     half, cpu = module.override(module.PRESETS["cpu"], "length=0.5"), tg.override(want["cpu"], "length=0.5")
@@ -278,11 +287,12 @@ def test_a_presets_length_is_applied_once_and_to_no_other(tmp_path):
 
 def test_no_cooldown_and_no_schedule():
     """A cooldown of zero steps drops to the final rate at once; without scheduled steps there is no other."""
-    cfg, last = replace(CPU, cooldown_frac=0.0), CPU.stages[-1]
+    cfg = replace(BASE, cooldown_frac=0.0)
+    last = BASE.stages[-1]
     start = cfg.stage_starts[3]
     rates = [tg.plan_step(cfg, step).lr_mul for step in (start - 1, start)]
-    assert rates == [CPU.stages[2].lr_mul, last.lr_mul]
-    empty = [replace(stage, steps=0) for stage in CPU.stages[:3]]
+    assert rates == [BASE.stages[2].lr_mul, last.lr_mul]
+    empty = [replace(stage, steps=0) for stage in BASE.stages[:3]]
     only = replace(cfg, stages=(*empty, last))
     assert tg.plan_step(only, 5).lr_mul == pytest.approx(last.lr_mul)
 

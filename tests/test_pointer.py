@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import train_gpt as tg
+from configs import BASE
 from golden_inputs import head_of
 from test_distributed import build
 from test_kernels import interpreted  # noqa: F401 (a fixture)
@@ -311,10 +312,10 @@ def model(request):
     layers = tuple(replace(layer, mudd=False) for layer in tg.LAYERS[:4])
     dim = request.param
     cfg = replace(
-        tg.WORDS, vocab_size=61, padded_vocab=61 + bool(dim), bos_id=60, head_dim=8, mlp_dim=32,
-        dtype="float64", bank_dtype="float64", layers=layers, skip_from=0, skip_to=2, backout_from=1,
-        head_chunk=7, ngrams=tg.Ngrams((2,), 64, 16, "float64"), pointer_dim=dim, pointer_val_window=9,
-        val_slice_tokens=64, microbatches=1, stages=tg.CPU.stages,
+        BASE, vocab_size=61, padded_vocab=61 + bool(dim), bos_id=60, heads=4, head_dim=8,
+        mlp_dim=32, dtype="float64", bank_dtype="float64", layers=layers, skip_from=0, skip_to=2,
+        backout_from=1, head_chunk=7, ngrams=tg.Ngrams((2,), 64, 16, "float64"), pointer_dim=dim,
+        pointer_val_window=9, val_slice_tokens=64, microbatches=1,
     )  # fmt: skip
     _, model, _ = build(0, 1, cfg)
     return model
@@ -395,7 +396,7 @@ def test_all_columns_as_candidates_change_nothing(model):
 
 def test_the_pointer_needs_a_column_of_its_own():
     with pytest.raises(tg.UserError, match="padded_vocab"):
-        tg.check_config(replace(tg.CPU, pointer_dim=8, padded_vocab=257), 1)
+        tg.check_config(replace(BASE, pointer_dim=8, padded_vocab=257), 1)
 
 
 @pytest.mark.pinned("the schedule of the record preset")
