@@ -5116,7 +5116,7 @@ def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
     "stages.0.steps".
     """
     settings = {}
-    for name, hint in hints_of(type(group)).items():
+    for name, hint in hints_of(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
             settings[path + name] = value, field_of(hint)
@@ -5129,7 +5129,7 @@ def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
 def assign(group, values: dict[str, typing.Any], path: str = ""):
     """Returns a copy of a config, or of a part of it, with other `values` by the names of flatten()."""
     fields = {}
-    for name, hint in hints_of(type(group)).items():
+    for name, hint in hints_of(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
             fields[name] = values.get(path + name, value)

@@ -82,12 +82,12 @@ HINTS = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Adds the hints of a test's markers to the report of its failure."""
+    """Gives the hints of a test's markers to the report of its failure."""
     report = yield
     if report.failed:
         for marker in item.iter_markers():
             if marker.name in HINTS:
-                report.sections.append((marker.name, HINTS[marker.name].format(*marker.args)))
+                report.user_properties.append(("hint", HINTS[marker.name].format(*marker.args)))
     return report
 
 
@@ -95,8 +95,8 @@ def pytest_terminal_summary(terminalreporter):
     """Prints each hint of the failures once."""
     hints = set()
     for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
-        for name, text in report.sections:
-            if name in HINTS:
+        for name, text in report.user_properties:
+            if name == "hint":
                 hints.add(text)
     for hint in sorted(hints):
         terminalreporter.write_line(hint)
