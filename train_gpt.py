@@ -5137,6 +5137,7 @@ class Field(NamedTuple):
         return is_number and self.low <= value <= self.high  # NaN is never between
 
 
+@cache
 def field_of(hint) -> Field:
     """Returns the Field of an annotation."""
     args = typing.get_args(hint)
@@ -5151,6 +5152,7 @@ def field_of(hint) -> Field:
     return Field(hint, choices=(True, False) if hint is bool else ())
 
 
+@cache  # get_type_hints evaluates every annotation anew
 def hints_of(table) -> dict[str, typing.Any]:
     """Returns the annotations of a dataclass's fields, in order."""
     return typing.get_type_hints(table, globals(), include_extras=True)
@@ -5177,7 +5179,7 @@ def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
     "stages.0.steps".
     """
     settings = {}
-    for name, hint in hints_of(type(group)).items():
+    for name, hint in hints_of(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
             settings[path + name] = value, field_of(hint)
@@ -5190,7 +5192,7 @@ def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
 def assign(group, values: dict[str, typing.Any], path: str = ""):
     """Returns a copy of a config, or of a part of it, with other `values` by the names of flatten()."""
     fields = {}
-    for name, hint in hints_of(type(group)).items():
+    for name, hint in hints_of(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
             fields[name] = values.get(path + name, value)

@@ -210,7 +210,7 @@ def test_tracks(preset):
     assert cfg.track == track.get(preset, preset)
     for setting in "adam_lr=1 stages.0.steps=7 heads=2 dtype=float64".split():
         assert tg.track_of(tg.override(cfg, setting), 2) == cfg.track
-    for setting in "data=x val_slices=1 val_slice_tokens=8 microbatches=4 target=9".split():
+    for setting in "data=x val_slices=1 val_slice_tokens=8 microbatches=64 target=9".split():
         assert tg.track_of(tg.override(cfg, setting), 2) == "other"
     # More ranks than micro-batches pack other micro-batches.
     assert tg.track_of(cfg, cfg.microbatches) == cfg.track
