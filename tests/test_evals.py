@@ -115,6 +115,13 @@ def test_a_loaded_model_computes_as_the_saved_one(run):
     assert not torch.equal(model.next_token_probs(TEXT), expected)
 
 
+def test_a_model_may_take_the_place_of_another(run):
+    """Or of an empty file, as mktemp makes. (test_bad_input.py has what it may not replace.)"""
+    Path("empty.pt").touch()
+    for name in ("m.pt", "m.pt.ngrams0", "m.pt.ngrams1", "empty.pt", "new.pt"):
+        assert tg.output_file(name) == run / name
+
+
 def test_a_model_of_an_earlier_script_loads(run):
     """Loads one from before the copy pointer and the settings of the softcap."""
     model = random_model(run, "pointer_dim=0", "softcap.scale=23", "softcap.shift=5")
