@@ -5359,6 +5359,11 @@ def check_updates(cfg: Config) -> None:
         require(spec.optimizer in OPTIMIZERS, f"params.{spec.name}.optimizer: give one of {rules}")
         can_update = spec.optimizer == "adam" or spec.kind == "bank"
         require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
+        idle = "matrix_lr_mul" if spec.optimizer == "adam" else "betas"
+        require(
+            getattr(spec, idle) == getattr(Param, idle),
+            f"params.{spec.name}.{idle}: {spec.optimizer} does not use it; leave it as Param has it",
+        )
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
     for i, average in enumerate(cfg.averages):
         require(average.offset < average.every, f"averages.{i}.offset: give a number below {average.every}")
@@ -5467,10 +5472,11 @@ def output_file(name: str) -> Path:
     Raises UserError if something else is there, such as a device, a folder, or a file of text.
     """
     target = Path(name).resolve()
+    is_ours = not target.exists()
     if target.is_file():
-        is_ours = zipfile.is_zipfile(target) or ".ngrams" in target.name or not target.stat().st_size
-    else:
-        is_ours = not target.exists()
+        with open(target, "rb") as file:
+            begin = file.read(999)  # other programs save zip files, too
+        is_ours = not begin or b'{"preset": ' in begin or ".ngrams" in target.suffix
     require(
         is_ours and os.access(target.parent, os.W_OK),
         f"--save cannot write {name}: give a new file, or a model, in a folder that can be written to",
@@ -5776,6 +5782,10 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     if resumed:
         suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
         path = find_checkpoint(args.resume).parent.with_suffix("")
+        require(
+            not args.name or str(path.parent).endswith(f"_{args.name}"),
+            f"--name {args.name}: {args.resume} is of a run of another name; leave --name out",
+        )
     return path, path.with_suffix(suffix)
 
 

@@ -998,7 +998,7 @@ def test_curves_need_no_notebook(run):
 
 def test_curves_are_written_through_a_link(run):
     write("runs", 3.27)
-    Path("old.png").write_bytes(b"\x89PNG old")
+    Path("old.png").write_bytes(b"\x89PNG old, by Matplotlib")
     Path("link.png").symlink_to("old.png")
     assert run("runs --curves link.png")[0] == 0
     assert Path("link.png").is_symlink() and len(Path("old.png").read_bytes()) > 1000
