@@ -74,6 +74,7 @@ ADDED = {
     "pointer_window": 1,
     "pointer_val_window": 1,
     "softcap": {"scale": 23.0, "shift": 5.0, "span": 7.5},
+    "cuda_graphs": False,
 }
 
 

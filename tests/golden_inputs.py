@@ -254,6 +254,12 @@ def loss_weights(plan, model):
     return torch.tensor(plan.loss_weights, dtype=tg.acc_dtype(model.cfg))
 
 
+def fp8_buffers(bank):
+    """Returns what fp8_mlp_weights writes to, for a bank (2n, F, d)."""
+    shapes = bank.unflatten(0, (-1, 2)).shape, bank.mT.unflatten(0, (-1, 2)).shape
+    return [torch.empty(shape, dtype=torch.float8_e4m3fn, device=bank.device) for shape in shapes]
+
+
 def head_of(w, main_grad=None):
     """Returns the Head of a matrix w (d, V), with zeros or `main_grad` as its gradient so far."""
     (spec,) = (row for row in tg.PARAMS if row.name == "lm_head")

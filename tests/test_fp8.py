@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt as tg
-from golden_inputs import prefetch_exchange, same_bits
+from golden_inputs import fp8_buffers, prefetch_exchange, same_bits
 from test_distributed import build, digest_of, few_layers, first_batch, run_steps  # noqa: F401 (a fixture)
 from test_switches import cfg  # noqa: F401 (a fixture)
 
@@ -215,7 +215,8 @@ def test_errors(dtype):
     exact.backward(dy.double())
     da = tg.relu_square_grad(dy.double(), proj64, square).detach()
     scales[0, 2, :, 0, 0] = torch.stack([square.max() * 1.8 / 448, da.abs().max() * 1.25 / 57344])
-    weights8, weights8_T = tg.fp8_mlp_weights(bank, scales, torch.zeros(1, 2))
+    weights8, weights8_T = out = fp8_buffers(bank)
+    tg.fp8_mlp_weights(out, bank, scales, torch.zeros(1, 2))
     mlp = tg.FP8MLP(weights8[0], weights8_T[0], scales[0], torch.zeros(1, 2))
     fc = bank[0].clone().requires_grad_()
     proj = bank[1].clone().requires_grad_()

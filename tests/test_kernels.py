@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
+from golden_inputs import fp8_buffers
 from interpreter import skip_without_interpreter
 
 pytestmark = pytest.mark.numeric
@@ -194,7 +195,9 @@ def fp8_case(T, d, width, backward):
     # As the model has them: each at a multiple of 16 bytes, and nothing may be read between them.
     pair = torch.full((2, 3, 2, 4, 1), torch.nan)[:, :, :, :1]
     pair[:] = torch.tensor([[2**-6, 2**-4], [0, 0], [0, 0]])[..., None, None]
-    weights, transposed = tg.fp8_mlp_weights(bank.repeat(2, 1, 1), pair, torch.zeros(2, 2))
+    banks = bank.repeat(2, 1, 1)
+    weights, transposed = out = fp8_buffers(banks)
+    tg.fp8_mlp_weights(out, banks, pair, torch.zeros(2, 2))
     square = (h @ bank[0].T).relu().square()
     da = 2 * square.sqrt() * (dy @ bank[1].T)
     pair[1, 2, :, 0, 0] = torch.stack([square.max() / 600, da.abs().max() / 70000])

@@ -196,9 +196,7 @@ def run_head(case, dtype, chunk):
     queries = queries_of(x, bank, gain, sink)
     found, lse = tg.pointer(queries, batch, window_of(case))
     copies = tg.PointerProbs(found, torch.tensor([HEAD["column"]]), torch.empty_like(found))
-    loss, dx = tg.GPT.head_loss_and_grad(
-        model, x.detach(), targets, weights, head, 1.0, None, candidates, copies
-    )
+    loss, dx = tg.GPT.head_loss_and_grad(model, x.detach(), targets, weights, head, 1.0, candidates, copies)
     query_grads = tg.pointer_grad(queries, batch, window_of(case), found, lse, copies.grad)
     torch.autograd.backward(queries, query_grads)
     grads = {
@@ -374,7 +372,7 @@ def test_all_columns_as_candidates_change_nothing(model):
     for candidates in (None, torch.arange(62, dtype=torch.int32)):
         head = head_of(model.lm_head)
         copies = tg.PointerProbs(copied, model.gate_column, torch.empty_like(copied))
-        loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, None, candidates, copies)
+        loss, dx = model.head_loss_and_grad(x, targets, weights, head, 1.0, candidates, copies)
         found.append((loss, dx, copies.grad, head.main_grad))
     without, with_candidates = found
     for i in range(3):

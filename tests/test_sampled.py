@@ -114,7 +114,7 @@ def run_head(x, w, targets, weights, sets=(None,), chunk=2, backend=tg.TORCH_BAC
     model = SimpleNamespace(cfg=cfg, lm_head=w, backend=backend)
     head = head_of(w, torch.full_like(w, math.nan))  # NaN: to be overwritten
     for candidates in sets:
-        loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0, None, candidates)
+        loss, dx = tg.GPT.head_loss_and_grad(model, x, targets, weights, head, 1.0, candidates)
     return loss, dx, head.main_grad
 
 
@@ -192,7 +192,7 @@ def test_the_head_makes_nothing_of_the_vocabularys_size(fp8):
     with NothingAsLarge(w, head.main_grad):
         for _ in range(2):
             candidates = torch.arange(0, 4096, 64, dtype=torch.int32)
-            tg.GPT.head_loss_and_grad(model, x, targets, torch.ones(1), head, 1.0, None, candidates)
+            tg.GPT.head_loss_and_grad(model, x, targets, torch.ones(1), head, 1.0, candidates)
     assert head.main_grad.any(0).sum() == 64
 
 
@@ -207,7 +207,7 @@ def test_golden_model(monkeypatch):
     def sampled(self, x, targets, weights, grad, loss_share):
         places = tg.index_in(targets, candidates)
         losses, _ = tg.softcap_loss(x @ self.lm_head[:, candidates], places, weights)
-        loss, dx = head(self, x, targets, weights, grad, loss_share, None, candidates)
+        loss, dx = head(self, x, targets, weights, grad, loss_share, candidates)
         found.extend([losses, dx])
         return loss, dx
 
