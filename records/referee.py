@@ -67,6 +67,4 @@ def read_verdict(path: str | Path) -> Verdict:
         row = ROW.fullmatch(line)
         if row and row[2] in RULES:
             results[row[2]] = row[3]
-    return Verdict(
-        script[1] if script else "", preset[1] if preset else "", log[1] if log else "", results
-    )
+    return Verdict(script[1] if script else "", preset[1] if preset else "", log[1] if log else "", results)
