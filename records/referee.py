@@ -20,9 +20,20 @@ referee.txt is text. Its first lines name what was checked, and a line for each 
      2  a probability                broken: the probabilities ... sum to 1.02
 """
 
+import argparse
+import hashlib
+import os
 import re
+import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+import tracks
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "data"))
+from scripts import UserError, make_parser, run_script
 
 RULES = (
     "causal",
@@ -67,6 +78,55 @@ def read_verdict(path: str | Path) -> Verdict:
         row = ROW.fullmatch(line)
         if row and row[2] in RULES:
             results[row[2]] = row[3]
-    return Verdict(
-        script[1] if script else "", preset[1] if preset else "", log[1] if log else "", results
+    found = [match[1] if match else "" for match in (script, preset, log)]
+    return Verdict(*found, results)
+
+
+def table(script: Path, preset: str, log: Path | None, results: dict[str, str]) -> str:
+    """Returns the text of a referee.txt."""
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()
+    lines = [f"script: {script.name} sha256 {digest}", f"preset: {preset}"]
+    if log is not None:
+        lines.append(f"log: {log.name}")
+    lines.append("")
+    for number, rule in enumerate(RULES, 1):
+        lines.append(f"{number:2}  {rule:28} {results[rule]}")
+    return "\n".join(lines) + "\n"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks the rules. Returns the number of those that are broken."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # the presets are for a CPU, where the same steps give the same bits
     )
+    import rules
+
+    data = ROOT / tracks.TRACKS[args.preset]["data"]
+    if not data.is_dir():
+        raise UserError(f"{data} is not there; ./run.sh --preset {args.preset} makes it")
+    with tempfile.TemporaryDirectory() as folder:
+        results = rules.judge(args.script, args.preset, Path(folder), data, args.log)
+    text = table(args.script, args.preset, args.log, results)
+    print(text, end="")
+    if args.log is None:
+        target = ROOT / "records" / args.preset / "attempts" / FILE_NAME
+        target.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        target = args.log.parent / FILE_NAME
+    target.write_text(text, encoding="utf-8")
+    return sum(result.startswith("broken") for result in results.values())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("referee.py", __doc__)
+    add = parser.add_argument
+    add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", metavar="SCRIPT.py")
+    add("--preset", choices=["cpu", "words"], default="cpu", help="default: %(default)s")
+    add("--log", type=Path, help="of a run of the script")
+    broken = []
+    run_script(lambda args: broken.append(run(args)), parser, argv)
+    sys.exit(broken[0] > 0)
+
+
+if __name__ == "__main__":
+    main()
