@@ -31,9 +31,10 @@ from typing import NamedTuple
 
 import tracks
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "data"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
 from scripts import UserError, make_parser, run_script
+
+ROOT = Path(__file__).resolve().parent.parent
 
 RULES = (
     "causal",
@@ -50,15 +51,13 @@ RULES = (
 )
 OK = "ok"
 FILE_NAME = "referee.txt"
-ROW = re.compile(r" ?(\d+)  (\S.*?)  +((?:ok|broken|not shown)\b.*)")
 
 
 class Verdict(NamedTuple):
     """Holds what a referee.txt says."""
 
-    script_hash: str  # sha256, 64 hexadecimal digits; "" if the file names none
+    script_hash: str  # sha256, 64 hexadecimal digits
     preset: str
-    log: str  # the log's name; "" if there was none
     results: dict[str, str]  # by rule: "ok", "broken: ..." or "not shown: ..."
 
     @property
@@ -68,18 +67,14 @@ class Verdict(NamedTuple):
 
 
 def read_verdict(path: str | Path) -> Verdict:
-    """Reads a referee.txt. Needs no torch. Raises OSError if there is none; damaged lines count as absent."""
+    """Reads a referee.txt. Needs no torch. Raises OSError if there is none; what is damaged counts as ""."""
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     script = re.search(r"^script: .* sha256 ([0-9a-f]{64})$", text, re.MULTILINE)
     preset = re.search(r"^preset: (\S+)$", text, re.MULTILINE)
-    log = re.search(r"^log: (.+)$", text, re.MULTILINE)
     results = {}
-    for line in text.splitlines():
-        row = ROW.fullmatch(line)
-        if row and row[2] in RULES:
-            results[row[2]] = row[3]
-    found = [match[1] if match else "" for match in (script, preset, log)]
-    return Verdict(*found, results)
+    for rule, result in re.findall(r"^[ \d]\d  (\S.*?)  +(\S.*)$", text, re.MULTILINE):
+        results[rule] = result
+    return Verdict(script[1] if script else "", preset[1] if preset else "", results)
 
 
 def table(script: Path, preset: str, log: Path | None, results: dict[str, str]) -> str:
@@ -105,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if not data.is_dir():
         raise UserError(f"{data} is not there; ./run.sh --preset {args.preset} makes it")
     with tempfile.TemporaryDirectory() as folder:
-        results = rules.judge(args.script, args.preset, Path(folder), data, args.log)
+        results = rules.judge(rules.Case(args.script, args.preset, Path(folder), data, args.log))
     text = table(args.script, args.preset, args.log, results)
     print(text, end="")
     if args.log is None:

@@ -1,85 +1,66 @@
 """Shows each rule of records/referee.py on a script: a function each, which returns what the table says."""
 
-import dataclasses
-import hashlib
-import os
+import json
 import re
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
 import tracks
 from referee import OK, RULES
-from watch import MULTIPLIER, Watch, copy_data, load_script, read_tokens
+from torch import Tensor
+from watch import Watch, copy_data, find_tokens, load_script
 
 SHORT = 10  # steps of a short run
 NOISE = 0.1  # standard deviation of what is added to each weight: gates that are 0 hide what is behind them
+SHARPER = 4.0  # factor of the head's weights: after a few steps no token is improbable yet
 LOSS_TOLERANCE = 1e-6  # of a loss that must stay; today it keeps its bits, but other kernels may round
 SUM_TOLERANCE = 1e-4  # of the sum of probabilities, and of a validation's loss, which the log rounds
-CLOCK_TOLERANCE = 0.02  # of the time, and 20 ms
-FEW_TOKENS = 1024  # of a vocabulary that is gone through at every position of a text
-PLACE = 8  # neighbouring tokens of a marked shard tell their place
+CLOCK_TOLERANCE = 0.02  # of the time, and as many seconds
+FEW_TOKENS = 1024  # of a vocabulary, so that it can be gone through at every position of a text
+PLACE = 8  # neighbouring tokens that tell their place in a shard of watch.mark()
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: 2^64 over the golden ratio
 
-# Settings of the runs, beside those of all; which splits have other tokens. `changed` differs from `normal`
-# in all that must not matter to training.
-RUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+# Each run's settings beside those of all, and which text is another there. `changed` differs from `normal` in
+# all that must not matter to training; the next ones tell which of it does. In DRY runs no step trains.
+FEW = ["val_every=1", "val_slices=1"]
+UNTRAINED = ["val_every=0", "val_slices=1", "warmup=false"]
+RUNS = {
     "normal": (["val_every=0"], []),
-    "changed": (["val_every=1", "val_slices=1", "warmup=false"], ["val"]),
-    "changed again": (["val_every=1", "val_slices=1", "warmup=false"], ["val"]),
-    "changed, with its warm-up": (["val_every=1", "val_slices=1"], ["val"]),
-    "marked": (["val_every=0", "val_slices=1", "warmup=false"], ["train", "val"]),
+    "changed": ([*FEW, "warmup=false"], ["val", "unread"]),
+    "changed again": ([*FEW, "warmup=false"], ["val", "unread"]),
+    "with warm-up": (FEW, ["val", "unread"]),
+    "with warm-up and validation": (["val_every=0"], ["unread"]),
+    "full": (UNTRAINED, ["val", "train"]),
+    "reseeded": (UNTRAINED, ["val", "train"]),
 }
+DRY = ("full", "reseeded")
 
 
+@dataclass
 class Case:
-    """Holds a script, and its runs when they are made.
+    """Holds a script, and its runs as far as they were made, in `folder`. `data` is the preset's data."""
 
-    settings: of all runs, beside the preset. data: the folder of the preset's data.
-    """
+    script: Path
+    preset: str
+    folder: Path
+    data: Path
+    log: Path | None = None
+    settings: Sequence[str] = ()  # of all runs
 
-    def __init__(
-        self,
-        script: Path,
-        preset: str,
-        folder: Path,
-        data: Path,
-        log: Path | None = None,
-        settings: Sequence[str] = (),
-    ):
-        self.script = script
-        self.preset = preset
-        self.folder = folder
-        self.data = data
-        self.log = log
-        self.settings = settings
-        self.tg = load_script(script)
-        self.cfg: Any = self.tg.PRESETS[preset]
-        for setting in settings:
+    def __post_init__(self):
+        self.tg = load_script(self.script)
+        self.cfg: Any = self.tg.PRESETS[self.preset]
+        for setting in self.settings:
             self.cfg = self.tg.override(self.cfg, setting)
+        self.log_text = self.log.read_text(encoding="utf-8") if self.log else ""
         self.runs: dict[str, Watch | Exception] = {}
         self.is_noisy = False
-
-    def arguments(self, kind: str) -> list[str]:
-        """Returns the command line of a run."""
-        chosen = [*self.settings, "samples=0", *RUNS[kind][0]]
-        if kind != "marked":
-            if hasattr(self.cfg, "length"):
-                chosen.append(f"length={SHORT / self.cfg.steps:.4f}")
-            else:
-                for i, stage in enumerate(self.cfg.stages):
-                    chosen.append(f"stages.{i}.steps={max(2, stage.steps * SHORT // self.cfg.steps)}")
-        known = []
-        for setting in chosen:
-            if hasattr(self.cfg, re.split(r"[.=]", setting)[0]):  # earlier scripts lack some
-                known.append(setting)
-        return ["--preset", self.preset, "--set", *known]
 
     def run(self, kind: str) -> Watch:
         """Returns a run, which is made once. Raises what it has raised."""
@@ -94,382 +75,315 @@ class Case:
         return found
 
     def make_run(self, kind: str) -> Watch:
-        folder = self.folder / kind.replace(" ", "_")
-        copy_data(self.data, folder / self.tg.PRESETS[self.preset].data, RUNS[kind][1])
+        settings, others = RUNS[kind]
+        chosen = [*self.settings, *settings, "samples=0"]
+        if kind != "full":
+            chosen.append(f"length={SHORT / self.cfg.steps:.4f}")
+        # Earlier scripts lack some settings.
+        chosen = [setting for setting in chosen if hasattr(self.cfg, re.split("[.=]", setting)[0])]
+        folder = self.folder / kind
+        copy_data(self.data, folder / self.cfg.data, others)
         script = folder / self.script.name
         script.write_bytes(self.script.read_bytes())
-        watch = Watch(script, dry=kind == "marked")
-        watch.run(folder, self.arguments(kind))
+        watch = Watch(script, kind in DRY)
+        seed = 1 if kind == "reseeded" else 0
+        watch.run(folder, ["--preset", self.preset, "--seed", str(seed), "--set", *chosen])
         return watch
 
-    def val_tokens(self) -> np.ndarray:
-        """Returns the tokens of the validation shards."""
-        return np.concatenate([read_tokens(path) for path in sorted(self.data.glob("*_val_*.bin"))])
-
     def noisy(self) -> Watch:
-        """Returns the normal run, whose weights are moved away from where a short run has left them."""
+        """Returns the normal run, with weights away from where so few steps have left them."""
         watch = self.run("normal")
         if not self.is_noisy:
+            model = watch.model
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():
-                for p in watch.model.parameters():
+                for p in model.parameters():
                     p += NOISE * torch.randn(p.shape, generator=generator)
-            table = watch.model.ngrams
-            if table is not None:
-                fetch = table.fetch
+                model.lm_head *= SHARPER
+            if getattr(model, "ngrams", None) is not None:
+                fetch = model.ngrams.fetch
 
-                def noisy_fetch(rows: Tensor) -> Tensor:
-                    found = fetch(rows)
-                    columns = torch.arange(1, found.size(1) + 1)
-                    return found + (NOISE * torch.sin(rows[:, None] * columns)).to(found.dtype)
+                def noisy_fetch(ids: Tensor) -> Tensor:
+                    rows = fetch(ids)
+                    columns = torch.arange(1, rows.size(1) + 1)
+                    return rows + (NOISE * torch.sin(ids[:, None] * columns)).to(rows.dtype)
 
-                table.fetch = noisy_fetch
+                model.ngrams.fetch = noisy_fetch
             self.is_noisy = True
         return watch
 
+    def text(self) -> np.ndarray:
+        """Returns the tokens of the first validation slice and a last target, with four documents or more."""
+        T = self.cfg.val_slice_tokens
+        tokens = find_tokens(self.data, "val")[: T + 1].copy()
+        tokens[[T // 5, T // 2 + 5, T // 2 + 6]] = self.cfg.bos_id
+        return tokens
 
-# ---- What validation computes ------------------------------------------------------------------------------
+    def batch(self, tokens: np.ndarray) -> Any:
+        """Returns tokens as a slice of a validation, as the script makes it."""
+        watch = self.run("normal")
+        header = np.fromfile(next(self.data.glob("*_val_*.bin")), "<i4", 256)
+        header[2] = len(tokens)
+        path = self.folder / "text_val_000000.bin"
+        path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+        cfg = replace(watch.model.cfg, val_slices=1, val_slice_tokens=len(tokens) - 1)
+        return watch.tg.ValLoader(cfg, [path]).slice(0)
 
-
-def make_batch(case: Case, tokens: np.ndarray) -> Any:
-    """Returns tokens as a slice of a validation."""
-    watch = case.run("normal")
-    path = case.folder / "text_val_000000.bin"
-    shards = sorted(case.data.glob("*_val_*.bin"))
-    header = np.fromfile(shards[0], "<i4", 256)
-    header[2] = len(tokens)
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
-    cfg = dataclasses.replace(watch.model.cfg, val_slices=1, val_slice_tokens=len(tokens) - 1)
-    return watch.tg.ValLoader(cfg, [path]).slice(0)
-
-
-def losses_of(watch: Watch, batch: Any) -> Tensor:
-    return watch.model.token_losses(batch, *watch.options).double()
-
-
-def sample_text(case: Case) -> np.ndarray:
-    """Returns the tokens of a validation slice and a last target, with at least four documents."""
-    T = case.cfg.val_slice_tokens
-    tokens = case.val_tokens()[: T + 1].copy()
-    for start in (T // 5, T // 2 + 5, T // 2 + 6):
-        tokens[start] = case.cfg.bos_id
-    return tokens
+    def losses(self, batch: Any) -> Tensor:
+        watch = self.run("normal")
+        return watch.model.token_losses(batch, *watch.options).double()
 
 
-def cuts_of(tokens: np.ndarray, bos_id: int) -> list[int]:
-    """Returns the positions after which tokens are replaced: where documents begin and end, powers of two,
-    where windows and blocks of attention end, others, and the last.
-    """
-    T = len(tokens) - 1
-    cuts = {T - 1}
-    for start in np.flatnonzero(tokens == bos_id)[:8].tolist():
-        cuts.update(range(start - 2, start + 3))
-    for power in range(T.bit_length()):
-        cuts.update((2**power - 1, 2**power, 3 * 2**power))
-    cuts.update(np.random.default_rng(2).integers(0, T, 12).tolist())
-    return sorted(cut for cut in cuts if 0 <= cut < T)
+# ---- What a loss is ----------------------------------------------------------------------------------------
 
 
-def first_change(before: Tensor, after: Tensor) -> int | None:
-    """Returns the first position whose loss has changed."""
+def first_change(before: Tensor, after: Tensor, must_stay: Tensor) -> int | None:
+    """Returns the first position whose loss must stay, and does not."""
     is_same = torch.isclose(before, after, rtol=LOSS_TOLERANCE, atol=LOSS_TOLERANCE)
-    places = (~is_same).nonzero()
+    places = (must_stay & ~is_same).nonzero()
     return int(places[0]) if len(places) else None
 
 
 def check_causal(case: Case) -> str:
-    watch = case.noisy()
-    tokens = sample_text(case)
-    batch = make_batch(case, tokens)
-    before = losses_of(watch, batch)
-    cuts = cuts_of(tokens, case.cfg.bos_id)
+    """Replaces the tokens after a cut: where documents begin and end, where blocks and windows do, anywhere."""
+    case.noisy()
+    tokens = case.text()
+    T = len(tokens) - 1
+    batch = case.batch(tokens)
+    before = case.losses(batch)
     rng = np.random.default_rng(3)
-    for cut in cuts:
-        # The loss at `cut` has its own target still, but that is no longer the next input.
+    cuts = {T - 1, *rng.integers(0, T, 12).tolist()}
+    for start in np.flatnonzero(tokens == case.cfg.bos_id)[:8].tolist():
+        cuts.update(range(start - 2, start + 3))
+    for power in range(T.bit_length()):
+        cuts.update((2**power - 1, 2**power, 3 * 2**power))
+    for cut in sorted(cuts & set(range(T))):
         changed = tokens.copy()
-        changed[cut + 1 :] = rng.integers(0, case.cfg.vocab_size, len(tokens) - cut - 1)
-        after = losses_of(watch, make_batch(case, changed)._replace(targets=batch.targets))
-        place = first_change(before[: cut + 1], after[: cut + 1])
+        changed[cut + 1 :] = rng.integers(0, case.cfg.vocab_size, T - cut)
+        # With the targets of before. So the loss at the cut must stay too, though the next input is another.
+        after = case.losses(case.batch(changed)._replace(targets=batch.targets))
+        place = first_change(before, after, torch.arange(T) <= cut)
         if place is not None:
             change = float(after[place] - before[place])
             return f"broken: other tokens from {cut + 1} on change the loss at {place} by {change:.2g}"
-    return f"{OK}: {len(cuts)} cuts"
+    return OK
+
+
+def check_targets(case: Case) -> str:
+    case.noisy()
+    batch = case.batch(case.text())
+    before = case.losses(batch)
+    generator = torch.Generator().manual_seed(4)
+    for share in (0.5, 0.5, 0.05, 0.95):
+        is_other = torch.rand(len(before), generator=generator) < share
+        others = torch.randint(case.cfg.vocab_size, is_other.shape, generator=generator)
+        after = case.losses(batch._replace(targets=torch.where(is_other, others, batch.targets)))
+        place = first_change(before, after, ~is_other)
+        if place is not None:
+            return f"broken: the loss at {place} changes with the targets at other positions"
+    return OK
 
 
 def check_probability(case: Case) -> str:
     """Sums exp(-loss) over all targets. With few tokens it does so at every position of a text. Otherwise a
     document of three tokens is repeated, and each copy has other targets.
     """
-    watch = case.noisy()
-    size = case.cfg.padded_vocab
-    T = min(case.cfg.val_slice_tokens, 512)
-    text = sample_text(case)[:T]
-    text[[T // 3, T // 2]] = case.cfg.bos_id
+    case.noisy()
+    bos_id = case.cfg.bos_id
+    text = case.text()[: min(case.cfg.val_slice_tokens, 512)]
+    copies = 1
     skipped = 0
-    if size > FEW_TOKENS:
-        text = np.array([case.cfg.bos_id, text[1], text[1]])
-        skipped = 4  # copies: the first see other tokens before them
-    copies = max(1, T // len(text))
-    batch = make_batch(case, np.append(np.tile(text, copies), case.cfg.bos_id))
-    columns = torch.arange(size)
-    sums = torch.zeros(len(text), dtype=torch.float64)
-    real = torch.zeros(len(text), dtype=torch.float64)
-    for chunk in columns.split(copies - skipped):
+    if case.cfg.padded_vocab > FEW_TOKENS:
+        copies = len(text) // 3
+        skipped = 4  # the first copies see other tokens before them
+        text = np.array([bos_id, text[1], text[1]])
+    batch = case.batch(np.append(np.tile(text, copies), bos_id))
+    parts = []
+    for chunk in torch.arange(case.cfg.padded_vocab).split(copies - skipped):
         targets = batch.targets.clone().view(copies, len(text))
-        targets[skipped : skipped + len(chunk)] = chunk[:, None]
-        losses = losses_of(watch, batch._replace(targets=targets.flatten()))
-        probs = torch.exp(-losses.view(targets.shape)[skipped : skipped + len(chunk)])
-        sums += probs.sum(0)
-        real += probs[chunk < case.cfg.vocab_size].sum(0)
+        asked = slice(skipped, skipped + len(chunk))
+        targets[asked] = chunk[:, None]
+        losses = case.losses(batch._replace(targets=targets.flatten()))
+        parts.append(torch.exp(-losses.view(targets.shape)[asked]))
+    probs = torch.cat(parts)  # (padded_vocab, positions)
+    sums = probs.sum(0)
     place = int(sums.argmax())
     if not sums[place] <= 1 + SUM_TOLERANCE:
-        return (
-            f"broken: at position {place} of a text the probabilities of all targets sum to {sums[place]:.4f}"
-        )
-    low = float(sums.min())
-    return f"{OK}: sums {low:.4f} to {sums[place]:.4f}, of real tokens {real.min():.4f} to {real.max():.4f}"
+        return f"broken: at position {place} the probabilities of all targets sum to {sums[place]:.4f}"
+    real = probs[: case.cfg.vocab_size].sum(0)
+    return f"{OK}: sums of {sums.min():.4f} to {sums.max():.4f}, without padding {real.min():.4f} or more"
 
 
-def check_targets(case: Case) -> str:
-    watch = case.noisy()
-    batch = make_batch(case, sample_text(case))
-    before = losses_of(watch, batch)
-    generator = torch.Generator().manual_seed(4)
-    for share in (0.5, 0.5, 0.05, 0.95):
-        is_other = torch.rand(len(before), generator=generator) < share
-        others = torch.randint(case.cfg.vocab_size, is_other.shape, generator=generator)
-        after = losses_of(watch, batch._replace(targets=torch.where(is_other, others, batch.targets)))
-        place = first_change(before[~is_other], after[~is_other])
-        if place is not None:
-            place = int((~is_other).nonzero()[place])
-            return f"broken: the loss at {place} changes with the targets at other positions"
-    return OK
+# ---- What a run does ---------------------------------------------------------------------------------------
 
 
 def check_validation(case: Case) -> str:
-    """Compares what the last validation asked with the shard, and its losses with the model's own."""
-    T = case.cfg.val_slice_tokens
-    tokens = case.val_tokens()
-    count = min(case.cfg.val_slices, (len(tokens) - 1) // T)
+    """Compares what the last validation asked for with the shard, and its losses with those of one slice."""
     watch = case.run("normal")
-    wanted = {}
-    for i in range(count):
-        part = tokens[i * T : (i + 1) * T + 1].astype(np.int64)
-        wanted[part[:-1].tobytes() + part[1:].tobytes()] = i
+    T = case.cfg.val_slice_tokens
+    tokens = find_tokens(case.data, "val").astype(np.int64)
+    count = min(case.cfg.val_slices, (len(tokens) - 1) // T)
+    slices = [tokens[i * T : (i + 1) * T + 1] for i in range(count)]
     losses = {}
     for asked in watch.asked:
-        key = asked.inputs.astype(np.int64).tobytes() + asked.targets.astype(np.int64).tobytes()
-        if key not in wanted:
-            return f"broken: validation took tokens that are not a slice of the first {count * T:,}"
-        losses[wanted[key]] = asked.loss
-    if len(watch.asked) != count or len(losses) != count:
-        return f"broken: validation took {len(losses)} of {count} slices, in {len(watch.asked)} forwards"
-    mean = float(np.mean(list(losses.values())))
-    logged = float(re.findall(r"\nstep:\d+/\d+ val_loss:(\S+)", watch.log)[-1])
+        losses[asked.inputs.astype(np.int64).tobytes(), asked.targets.astype(np.int64).tobytes()] = asked.loss
+    wanted = [(part[:-1].tobytes(), part[1:].tobytes()) for part in slices]
+    found = sum(key in losses for key in wanted)
+    if not found == len(watch.asked) == count:
+        return f"broken: validation took {found} of the {count} slices, in {len(watch.asked)} forwards"
+    mean = sum(losses.values()) / count
+    logged = float(re.findall(r"\nstep:\S+ val_loss:(\S+)", watch.log)[-1])
     if not abs(mean - logged) <= SUM_TOLERANCE:
-        return f"broken: the log has a loss of {logged}, the slices a mean of {mean:.4f}"
-    if not case.is_noisy:
-        for i in sorted({count - 1, count // 2, count // 3, 1 % count, 0}, reverse=True):
-            own = losses_of(watch, make_batch(case, tokens[i * T : (i + 1) * T + 1])).mean().item()
-            if not abs(own - losses[i]) <= SUM_TOLERANCE:
-                return f"broken: slice {i} had a loss of {losses[i]:.4f}, and alone it has {own:.4f}"
-    if case.log is not None:
-        logged_data = re.search(r"\ndata: (\w+)", log_header(case.log))
-        own_data = fingerprint(case.data)
-        if logged_data is None or logged_data[1] != own_data:
-            return f"not shown: the data here are {own_data}, the log's are others"
+        return f"broken: the log has a loss of {logged}, the slices have a mean of {mean:.4f}"
+    for i in sorted({count - 1, count // 2, count // 3, 0}, reverse=True):
+        own = case.losses(case.batch(slices[i])).mean().item()
+        if not abs(own - losses[wanted[i]]) <= SUM_TOLERANCE:
+            return f"broken: slice {i} had a loss of {losses[wanted[i]]:.4f}, and alone it has {own:.4f}"
+    data = re.search(r"\ndata: .*", watch.log)
+    if case.log is not None and data is not None and data[0] not in case.log_text:
+        return "not shown: the log's data are not the ones here"
     return f"{OK}: {count * T:,} tokens"
-
-
-# ---- What training takes -----------------------------------------------------------------------------------
-
-
-def place_keys(tokens: np.ndarray, bos_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a key (n - PLACE + 1,) uint64 of every PLACE neighbours, and whether one document has them."""
-    count = len(tokens) - PLACE + 1
-    keys = np.zeros(max(0, count), np.uint64)
-    is_inner = np.ones(max(0, count), bool)
-    for k in range(PLACE):
-        part = tokens[k : k + len(keys)].astype(np.uint64)
-        keys = keys * np.uint64(MULTIPLIER) + part
-        if k:
-            is_inner &= part != bos_id
-    return keys, is_inner
-
-
-def check_once(case: Case) -> str:
-    """Runs all steps without training, on shards whose tokens tell their place. Then no place may come twice.
-    In the normal run every batch may go through the model once.
-    """
-    watch = case.run("marked")
-    keys = []
-    steps = []
-    inner = []
-    for step, parts in enumerate(watch.given):
-        for part in parts:
-            found, is_inner = place_keys(part, case.cfg.bos_id)
-            keys.append(found)
-            inner.append(is_inner)
-            steps.append(np.full(len(found), step + 1))
-    all_keys = np.concatenate(keys)
-    all_steps = np.concatenate(steps)
-    is_inner = np.concatenate(inner)
-    if len(watch.given) != case.cfg.steps:
-        return f"broken: {len(watch.given)} steps, not {case.cfg.steps}"
-    shards = case.folder / "marked" / case.tg.PRESETS[case.preset].data
-    for path in sorted(shards.glob("*_val_*.bin")):
-        is_val = np.isin(all_keys, place_keys(read_tokens(path), case.cfg.bos_id)[0]) & is_inner
-        if is_val.any():
-            return f"broken: step {all_steps[is_val][0]} trains on tokens of {path.name}"
-    _, first, counts = np.unique(all_keys, return_index=True, return_counts=True)
-    if (counts > 1).any():
-        key = all_keys[first[counts > 1].min()]
-        at = all_steps[all_keys == key]
-        return f"broken: tokens of step {at[0]} come again in step {at[1]}"
-    is_known = ~is_inner
-    for path in sorted(shards.glob("*_train_*.bin")):
-        is_known |= np.isin(all_keys, place_keys(read_tokens(path), case.cfg.bos_id)[0])
-    if not is_known.all():
-        return f"broken: step {all_steps[~is_known][0]} has tokens that are in no training shard"
-    normal = case.run("normal")
-    for step, (given, forwarded) in enumerate(zip(normal.given, normal.forwarded), 1):
-        if forwarded and Counter(map(bytes, given)) != Counter(map(bytes, forwarded)):
-            return f"broken: step {step} sends other tokens through the model than its batch's, or some twice"
-    if case.log is not None and not re.search(r"\nepochs: 1\n", case.log.read_text(errors="replace")):
-        return "broken: the log does not say `epochs: 1`"
-    return OK
 
 
 def is_same(a: Watch, b: Watch) -> bool:
     return a.losses == b.losses and a.checksum_at_end == b.checksum_at_end
 
 
+def depends(case: Case, kind: str, other: str) -> bool:
+    """Tells whether two runs differ, if any do. Raises RuntimeError if the same run twice does."""
+    if is_same(case.run("normal"), case.run("changed")):
+        return False
+    if not is_same(case.run("changed"), case.run("changed again")):
+        raise RuntimeError("the same run twice differs")
+    return not is_same(case.run(kind), case.run(other))
+
+
 def check_blind(case: Case) -> str:
-    normal = case.run("normal")
-    changed = case.run("changed")
-    for watch in (normal, changed):
-        if watch.validation_changes_weights:
-            return "broken: validation changes the weights"
-    if is_same(normal, changed):
-        return OK
-    if not is_same(changed, case.run("changed again")):
-        return "not shown: the same run twice differs"
-    if is_same(normal, case.run("changed, with its warm-up")):
-        return OK
-    return "broken: other validation tokens, or more validations, change training"
+    if case.run("normal").validation_trains or case.run("changed").validation_trains:
+        return "broken: validation changes the weights"
+    if depends(case, "with warm-up", "with warm-up and validation"):
+        return "broken: training depends on the validation's tokens, or on how often it happens"
+    return OK
 
 
 def check_warm_up(case: Case) -> str:
-    normal = case.run("normal")
-    changed = case.run("changed")
-    if normal.checksum_at_start != case.run("marked").checksum_at_start:
-        return "broken: before the first step the weights depend on the warm-up or the data"
-    if is_same(normal, changed):
-        return OK
-    if not is_same(changed, case.run("changed again")):
-        return "not shown: the same run twice differs"
-    if is_same(changed, case.run("changed, with its warm-up")):
-        return OK
-    return "broken: the run without warm-up differs"
+    if case.run("normal").checksum_at_start != case.run("full").checksum_at_start:
+        return "broken: before the first step the weights depend on the warm-up or on the data"
+    if depends(case, "changed", "with warm-up"):
+        return "broken: without the warm-up the losses differ"
+    return OK
 
 
 def check_reproducible(case: Case) -> str:
+    """Compares equal runs, the start of one with another seed, and the batches of one and two processes."""
     normal = case.run("normal")
-    changed = case.run("changed")
-    if not is_same(normal, changed) and not is_same(changed, case.run("changed again")):
+    is_equal = is_same(normal, case.run("changed"))
+    if not is_equal and not is_same(case.run("changed"), case.run("changed again")):
         return "broken: the same seed twice gives other losses or weights"
+    if case.run("full").checksum_at_start == case.run("reseeded").checksum_at_start:
+        return "broken: another seed gives the same weights before the first step"
     cfg = normal.model.cfg
     if cfg.microbatches % 2:
-        return f"{OK}: but only one process can run it"
-    tg = normal.tg
+        return f"{OK}: its micro-batches are for one process"
     paths = sorted(case.data.glob("*_train_*.bin"))
-    alone = tg.TrainLoader(cfg, paths, 0, 1)
-    pair = [tg.TrainLoader(cfg, paths, rank, 2) for rank in range(2)]
-    place = None
+    loaders = []
+    for rank, processes in ((0, 1), (0, 2), (1, 2)):
+        loaders.append(normal.tg.TrainLoader(cfg, paths, rank, processes))
     for step in range(cfg.steps):
-        plan = tg.plan_step(cfg, step)
-        batches = [loader.micro_batches(plan) for loader in (alone, *pair)]
-        for number, part in enumerate(batches[0]):
-            other = batches[1 + number % 2][number // 2]
-            if place is None and not torch.equal(part.inputs, other.inputs):
-                place = f"broken: step {step + 1} has another batch in 2 processes"
-    for loader in (alone, *pair):
-        loader.close()
-    return place or OK
+        plan = normal.tg.plan_step(cfg, step)
+        whole, *halves = [loader.micro_batches(plan) for loader in loaders]
+        for i, part in enumerate(whole):
+            if not torch.equal(part.inputs, halves[i % 2][i // 2].inputs):
+                return f"broken: step {step + 1} has another batch in 2 processes"
+    return OK
 
 
 def check_clock(case: Case) -> str:
     for kind in ("normal", "changed"):
         watch = case.run(kind)
         seconds = watch.seconds()
-        logged = float(re.findall(r"\nstep:\d+/\d+ val_loss:\S+ train_time:(\d+)ms", watch.log)[-1]) / 1000
-        if logged < seconds * (1 - CLOCK_TOLERANCE) - 0.02:
-            return f"broken: the log has {logged:.3f} s, training took {seconds:.3f} s"
+        logged = float(re.findall(r"\nstep:\S+ val_loss:\S+ train_time:(\d+)ms", watch.log)[-1]) / 1000
+        if logged < seconds * (1 - CLOCK_TOLERANCE) - CLOCK_TOLERANCE:
+            return f"broken: the log has {logged:.3f} s of training, it took {seconds:.3f} s"
+    return OK
+
+
+def place_keys(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """Returns a key, uint64, of every PLACE neighbours in one document."""
+    count = max(0, len(tokens) - PLACE + 1)
+    keys = np.zeros(count, np.uint64)
+    is_inside = np.ones(count, bool)
+    for k in range(PLACE):
+        part = tokens[k : k + count]
+        keys = keys * MULTIPLIER + part.astype(np.uint64)
+        if k:
+            is_inside &= part != bos_id
+    return keys[is_inside]
+
+
+def check_once(case: Case) -> str:
+    """Runs all steps without training, on shards whose tokens tell their place: none may come twice. In a
+    normal run a batch may go through the model once.
+    """
+    bos_id = case.cfg.bos_id
+    watch = case.run("full")
+    found = []
+    steps = []
+    for step, parts in enumerate(watch.given, 1):
+        for part in parts:
+            found.append(place_keys(part, bos_id))
+            steps.append(np.full(len(found[-1]), step))
+    keys = np.concatenate(found)
+    at = np.concatenate(steps)
+    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    if (counts > 1).any():
+        again = at[keys == keys[first[counts > 1].min()]]
+        return f"broken: tokens of step {again[0]} come again in step {again[1]}"
+    shards = case.folder / "full" / case.cfg.data
+    is_known = np.isin(keys, place_keys(find_tokens(shards, "train"), bos_id))
+    if not is_known.all():
+        return f"broken: step {at[~is_known][0]} has tokens that are not of the training shards"
+    normal = case.run("normal")
+    for step, (given, forwarded) in enumerate(zip(normal.given, normal.forwarded), 1):
+        if forwarded and Counter(map(bytes, given)) != Counter(map(bytes, forwarded)):
+            return f"broken: in step {step} the model does not get each micro-batch once"
+    if depends(case, "normal", "with warm-up and validation"):
+        return "broken: training depends on text that it has not come to"
+    if case.log is not None and "\nepochs: 1\n" not in case.log_text:
+        return "broken: the log does not say `epochs: 1`"
     return OK
 
 
 # ---- What the log says -------------------------------------------------------------------------------------
 
 
-def split_log(log: Path) -> tuple[str, str]:
-    """Returns a log's script, and what follows it."""
-    script, _, rest = log.read_text(encoding="utf-8").partition(f"\n{'=' * 100}\n")
-    return script, "\n" + rest
-
-
-def log_header(log: Path) -> str:
-    return split_log(log)[1]
-
-
-def fingerprint(folder: Path) -> str:
-    """Hashes the shards of a folder as the script does."""
-    digest = hashlib.sha256()
-    block = 1 << 16
-    for split in ("train", "val"):
-        for path in sorted(folder.glob(f"*_{split}_*.bin")):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with open(path, "rb") as file:
-                for i in range(64):
-                    file.seek(max(0, size - block) * i // 63)
-                    digest.update(file.read(block))
-    return digest.hexdigest()[:16]
-
-
 def check_constants(case: Case) -> str:
-    import json
-
-    found = tracks.differences(case.preset, vars(case.tg.PRESETS[case.preset]), True)
-    if found:
-        return f"broken: in the script {', '.join(found)}"
+    settings = {"script": vars(case.tg.PRESETS[case.preset])}
     if case.log is not None:
-        config = re.search(r"\nconfig: (\{.*\})\n", log_header(case.log))
-        if config is None:
-            return "not shown: the log has no config"
-        found = tracks.differences(case.preset, json.loads(config[1]), True)
+        config = re.search(r"\nconfig: (\{.*\})\n", case.log_text)
+        settings["log"] = json.loads(config[1]) if config else {}
+    for name, values in settings.items():
+        found = tracks.differences(case.preset, values, is_listed=True)
         if found:
-            return f"broken: in the log {', '.join(found)}"
+            return f"broken: in the {name} {', '.join(found)}"
     return OK
 
 
 def check_script(case: Case) -> str:
     if case.log is None:
-        return "not shown: give its log with --log"
-    if split_log(case.log)[0] != case.script.read_text(encoding="utf-8"):
+        return "not shown: give its log by --log"
+    script, _, rest = case.log_text.partition(f"\n{'=' * 100}\n")
+    if script != case.script.read_text(encoding="utf-8"):
         return "broken: the log has another script"
-    commit = re.search(r"\ncommit: (\w+)(.*)\n", log_header(case.log))
-    if commit is None or commit[2] not in ("", " (clean)"):
-        return "not shown: by the log no commit has this script; commit it before the runs"
-    show = ["git", "cat-file", "blob", f"{commit[1]}:./{case.script.name}"]
-    blob = subprocess.run(show, cwd=case.script.parent, capture_output=True)
-    if blob.returncode:
-        return f"not shown: commit {commit[1][:12]} is not here"
-    if blob.stdout != case.script.read_bytes():
-        return f"broken: commit {commit[1][:12]} has another script"
+    commit = re.search(r"(?:\n|^)commit: (\w+)", rest)
+    name = f"{commit[1] if commit else 'HEAD'}:./{case.script.name}"
+    git = subprocess.run(["git", "cat-file", "blob", name], cwd=case.script.parent, capture_output=True)
+    if git.stdout != case.script.read_bytes():
+        return f"not shown: there is no commit {name} of this script; commit it before the runs"
     return OK
 
 
-# The order in which they run: what needs the weights as training left them comes before the noise.
+# In the order in which they run: some need the weights as training left them, others with noise.
 CHECKS: dict[str, Callable[[Case], str]] = {
     "the track's constants": check_constants,
     "the log's script": check_script,
@@ -485,22 +399,13 @@ CHECKS: dict[str, Callable[[Case], str]] = {
 }
 
 
-def judge(
-    script: Path,
-    preset: str,
-    folder: Path,
-    data: Path,
-    log: Path | None = None,
-    settings: Sequence[str] = (),
-    rules: Sequence[str] = RULES,
-) -> dict[str, str]:
-    """Returns what the table says of each rule. `folder` is an empty one, for the runs."""
-    case = Case(script, preset, folder, data, log, settings)
+def judge(case: Case, rules: Sequence[str] = RULES) -> dict[str, str]:
+    """Returns what the table says of each of `rules`."""
     results = {}
     for rule, check in CHECKS.items():
         if rule in rules:
             try:
                 results[rule] = check(case)
-            except Exception as error:
+            except Exception as error:  # the script lacks what the rule needs, or its run fails
                 results[rule] = f"not shown: {type(error).__name__}: {error}".splitlines()[0]
     return results

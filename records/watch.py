@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import io
 import os
+import shutil
 import sys
 import time
 import zlib
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 
 HEADER_BYTES = 1024  # of a shard; its tokens are uint16 after it
-MULTIPLIER = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
 
 
 def load_script(path: Path) -> ModuleType:
@@ -31,35 +31,35 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
-def read_tokens(path: Path) -> np.ndarray:
-    return np.fromfile(path, "<u2", offset=HEADER_BYTES)
+def find_tokens(folder: Path, split: str) -> np.ndarray:
+    """Returns the tokens (n,) uint16 of a folder's shards of a split."""
+    paths = sorted(folder.glob(f"*_{split}_*.bin"))
+    return np.concatenate([np.fromfile(path, "<u2", offset=HEADER_BYTES) for path in paths])
 
 
-def mark(tokens: np.ndarray, vocab_size: int, bos_id: int, seed: int) -> np.ndarray:
-    """Returns random tokens, as many, with documents that begin at the same places.
-
-    A few neighbours then tell their place: no other place has the same.
+def mark(tokens: np.ndarray, bos_id: int, vocab_size: int, seed: int) -> None:
+    """Replaces tokens by random ones, but not where documents begin. A few neighbours then tell their place,
+    because no others are the same.
     """
-    marked = np.random.default_rng(seed).integers(0, vocab_size - 1, len(tokens), np.uint16)
-    marked[marked >= bos_id] += 1
-    marked[tokens == bos_id] = bos_id
-    return marked
+    starts = tokens == bos_id
+    tokens[:] = np.random.default_rng(seed).integers(0, vocab_size - 1, len(tokens))
+    tokens[tokens >= bos_id] += 1
+    tokens[starts] = bos_id
 
 
-def copy_data(source: Path, folder: Path, splits: Sequence[str]) -> None:
-    """Fills a new folder with links to the data's files. Shards of `splits` get other tokens: mark()'s."""
-    folder.mkdir(parents=True)
-    for seed, path in enumerate(sorted(source.iterdir())):
-        if path.suffix == ".bin" and any(f"_{split}_" in path.name for split in splits):
-            header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
-            vocab_size, bos_id = header[3:5].tolist()
-            if vocab_size == 0:  # GPT-2's
-                vocab_size, bos_id = 50257, 50256
-            with open(folder / path.name, "wb") as file:
-                file.write(header.tobytes())
-                file.write(mark(read_tokens(path), vocab_size, bos_id, seed).tobytes())
-        else:
-            (folder / path.name).symlink_to(path.resolve())
+def copy_data(source: Path, folder: Path, others: Sequence[str]) -> None:
+    """Copies the files of data to a new folder, some with other tokens: of the splits `others`, or `unread`,
+    the last quarter of the last training shard, which a short run does not come to.
+    """
+    shutil.copytree(source, folder)
+    for split in others:
+        paths = sorted(folder.glob("*_train_*.bin" if split == "unread" else f"*_{split}_*.bin"))
+        for path in paths[-1:] if split == "unread" else paths:
+            vocab_size, bos_id = np.fromfile(path, "<i4", 5)[3:].tolist()
+            tokens = np.memmap(path, "<u2", "r+", HEADER_BYTES)
+            first = len(tokens) * 3 // 4 if split == "unread" else 0
+            # A shard of GPT-2's tokens has zeros there.
+            mark(tokens[first:], bos_id or 50256, vocab_size or 50257, len(path.name + split))
 
 
 class Event(NamedTuple):
@@ -85,11 +85,12 @@ class Watch:
     dry: no step trains and no validation computes. All else happens.
     """
 
-    def __init__(self, script: Path, dry: bool = False):
+    def __init__(self, script: Path, dry: bool):
         self.tg = load_script(script)
         self.dry = dry
+        self.log = ""
         self.model: Any = None
-        self.options: tuple = ()  # what token_losses got besides the batch
+        self.options: Any = ()  # what token_losses got besides the batch
         self.is_training = False  # inside train(), where the clock runs
         self.is_stepping = False
         self.events: list[Event] = []
@@ -97,11 +98,7 @@ class Watch:
         self.given: list[list[np.ndarray]] = []  # of each step: the inputs of its micro-batches
         self.forwarded: list[list[np.ndarray]] = []  # of each step: the inputs that went through the model
         self.asked: list[Asked] = []  # of the last validation
-        self.checksum_at_start = 0
-        self.checksum_at_end = 0
-        self.checksum_before_validation = 0
-        self.validation_changes_weights = False
-        self.log = ""
+        self.validation_trains = False
         self.hook(self.tg.GPT, "__init__", self.on_model)
         self.hook(self.tg.GPT, "forward", self.on_forward)
         self.hook(self.tg.GPT, "token_losses", self.on_token_losses)
@@ -139,8 +136,9 @@ class Watch:
     def checksum(self) -> int:
         """Returns a checksum of the weights, and of the table of n-grams."""
         tensors = list(self.model.state_dict().values())
-        if hasattr(self.model.ngrams, "state_dict"):
-            tensors += self.model.ngrams.state_dict().values()
+        ngrams = getattr(self.model, "ngrams", None)
+        if ngrams is not None:
+            tensors += ngrams.state_dict().values()
         crc = 0
         for tensor in tensors:
             crc = zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy(), crc)
@@ -211,7 +209,7 @@ class Watch:
 
     def end_validation(self) -> None:
         if self.events and self.events[-1].kind == "validation":
-            self.validation_changes_weights |= self.checksum() != self.checksum_before_validation
+            self.validation_trains |= self.checksum() != self.checksum_before_validation
 
     def seconds(self) -> float:
         """Returns the time from the first step to the last validation, less the validations between."""
