@@ -20,9 +20,21 @@ referee.txt is text. Its first lines name what was checked, and a line for each 
      2  a probability                broken: the probabilities ... sum to 1.02
 """
 
+import argparse
+import hashlib
+import os
 import re
+import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+import tracks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
+from scripts import UserError, make_parser, run_script
+
+ROOT = Path(__file__).resolve().parent.parent
 
 RULES = (
     "causal",
@@ -39,15 +51,13 @@ RULES = (
 )
 OK = "ok"
 FILE_NAME = "referee.txt"
-ROW = re.compile(r" ?(\d+)  (\S.*?)  +((?:ok|broken|not shown)\b.*)")
 
 
 class Verdict(NamedTuple):
     """Holds what a referee.txt says."""
 
-    script_hash: str  # sha256, 64 hexadecimal digits; "" if the file names none
+    script_hash: str  # sha256, 64 hexadecimal digits
     preset: str
-    log: str  # the log's name; "" if there was none
     results: dict[str, str]  # by rule: "ok", "broken: ..." or "not shown: ..."
 
     @property
@@ -57,14 +67,69 @@ class Verdict(NamedTuple):
 
 
 def read_verdict(path: str | Path) -> Verdict:
-    """Reads a referee.txt. Needs no torch. Raises OSError if there is none; damaged lines count as absent."""
+    """Reads a referee.txt. Needs no torch. Raises OSError if there is none; what is damaged counts as ""."""
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     script = re.search(r"^script: .* sha256 ([0-9a-f]{64})$", text, re.MULTILINE)
     preset = re.search(r"^preset: (\S+)$", text, re.MULTILINE)
-    log = re.search(r"^log: (.+)$", text, re.MULTILINE)
     results = {}
+<<<<<<< HEAD
     for line in text.splitlines():
         row = ROW.fullmatch(line)
         if row and row[2] in RULES:
             results[row[2]] = row[3]
     return Verdict(script[1] if script else "", preset[1] if preset else "", log[1] if log else "", results)
+=======
+    for rule, result in re.findall(r"^[ \d]\d  (\S.*?)  +(\S.*)$", text, re.MULTILINE):
+        results[rule] = result
+    return Verdict(script[1] if script else "", preset[1] if preset else "", results)
+
+
+def table(script: Path, preset: str, log: Path | None, results: dict[str, str]) -> str:
+    """Returns the text of a referee.txt."""
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()
+    lines = [f"script: {script.name} sha256 {digest}", f"preset: {preset}"]
+    if log is not None:
+        lines.append(f"log: {log.name}")
+    lines.append("")
+    for number, rule in enumerate(RULES, 1):
+        lines.append(f"{number:2}  {rule:28} {results[rule]}")
+    return "\n".join(lines) + "\n"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks the rules. Returns the number of those that are broken."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # the presets are for a CPU, where the same steps give the same bits
+    )
+    import rules
+
+    data = ROOT / tracks.TRACKS[args.preset]["data"]
+    if not data.is_dir():
+        raise UserError(f"{data} is not there; ./run.sh --preset {args.preset} makes it")
+    with tempfile.TemporaryDirectory() as folder:
+        results = rules.judge(rules.Case(args.script, args.preset, Path(folder), data, args.log))
+    text = table(args.script, args.preset, args.log, results)
+    print(text, end="")
+    if args.log is None:
+        target = ROOT / "records" / args.preset / "attempts" / FILE_NAME
+        target.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        target = args.log.parent / FILE_NAME
+    target.write_text(text, encoding="utf-8")
+    return sum(result.startswith("broken") for result in results.values())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("referee.py", __doc__)
+    add = parser.add_argument
+    add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", metavar="SCRIPT.py")
+    add("--preset", choices=["cpu", "words"], default="cpu", help="default: %(default)s")
+    add("--log", type=Path, help="of a run of the script")
+    broken = []
+    run_script(lambda args: broken.append(run(args)), parser, argv)
+    sys.exit(broken[0] > 0)
+
+
+if __name__ == "__main__":
+    main()
+>>>>>>> referee
