@@ -72,13 +72,6 @@ def read_verdict(path: str | Path) -> Verdict:
     script = re.search(r"^script: .* sha256 ([0-9a-f]{64})$", text, re.MULTILINE)
     preset = re.search(r"^preset: (\S+)$", text, re.MULTILINE)
     results = {}
-<<<<<<< HEAD
-    for line in text.splitlines():
-        row = ROW.fullmatch(line)
-        if row and row[2] in RULES:
-            results[row[2]] = row[3]
-    return Verdict(script[1] if script else "", preset[1] if preset else "", log[1] if log else "", results)
-=======
     for rule, result in re.findall(r"^[ \d]\d  (\S.*?)  +(\S.*)$", text, re.MULTILINE):
         results[rule] = result
     return Verdict(script[1] if script else "", preset[1] if preset else "", results)
@@ -132,4 +125,3 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
->>>>>>> referee
