@@ -411,12 +411,14 @@ class Config:
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
     averages: tuple[WeightAverage, ...] = AVERAGES  # done after the last step, in this order
-    # optimizers
+    # The optimizer.
     params: tuple[Param, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
+    # Of all parameters but banks, by Adam:
     adam_lr: float = 0.008  # times Param.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
+    # Of banks, by ANVIL, down to fast_weight:
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -433,7 +435,7 @@ class Config:
     two_momenta_from: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
-    # the run
+    # How the run computes. None of it changes what is trained, but for rounding.
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
