@@ -6,7 +6,6 @@ tests/golden/README.md says how c_anvil was made.
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,7 +25,7 @@ RECORD92 = replace(
 
 def words(t):
     """Returns the 16-bit words of t."""
-    return t.view(torch.int16).flatten().numpy().view(np.uint16).tolist()
+    return t.flatten().view(torch.uint16).tolist()
 
 
 def bf16_stream(shape, stream, scale=1.0):
@@ -205,12 +204,6 @@ def test_momentum_and_rails_of_the_record(row):
     mean = weight * fast + (1 - weight) * slow
     want = fast, slow, mu * mean + 1 - mu
     assert rails_after(RECORD92, row["step"], 5.0, -3.0) == pytest.approx(want, rel=1e-12)
-
-
-@pytest.mark.pinned("the schedule of the record preset")
-def test_momentum_of_all_steps():
-    total = sum(tg.plan_step(RECORD92, step).momentum for step in range(RECORD92.steps))
-    assert total == pytest.approx(GOLDEN92["g_schedule"]["sums"]["momentum"], rel=1e-12)
 
 
 @pytest.mark.pinned("the schedule of the record preset")

@@ -143,17 +143,6 @@ def test_param_shapes(world_size):
         assert [row.name for row in tg.used_params(cfg)] == [name for name in names if name in left]
 
 
-@pytest.mark.pinned("the record preset")
-def test_outputs_of_the_gates():
-    """3H + 5 for the layers up to skip_from, H + 7 for the others."""
-    none = tuple(replace(layer, xsa=False, gate=False) for layer in tg.LAYERS)
-    for cfg, widths in ((BIGRAMS, (23, 13)), (replace(BIGRAMS, layers=none), (5, 7))):  # of x0, bigrams, skip
-        early, late = tg.gate_table(cfg)
-        for table, width in zip((early, late), widths):
-            assert sum(gate.columns for gate in table) == width
-        assert max(gate.layer for gate in early) <= 3 < min(gate.layer for gate in late)
-
-
 @pytest.mark.pinned("a parameter's initial value")
 def test_initial_values():
     """Distributions, padding and tying, for any world size. The seed decides the values."""

@@ -20,7 +20,6 @@ import train_gpt as tg
 from configs import BASE
 from golden_inputs import (
     GOLDEN92,
-    RECORD92,
     batch_plan,
     distance,
     fill,
@@ -342,23 +341,6 @@ def test_too_few_candidates_end_a_run(launch, tmp_path):
 # ----------------------------------------------------------------------------------------------- the schedule
 
 
-def counts_of(cfg):
-    return [tg.plan_step(cfg, step).sampled_columns for step in range(cfg.steps)]
-
-
-def changes_of(counts):
-    """Returns the steps at which the number of columns is another than before."""
-    return [step for step in range(1, len(counts)) if counts[step] != counts[step - 1]]
-
-
-@pytest.mark.pinned("the schedule of the record preset")
-def test_golden_schedule():
-    golden = GOLDEN92["g_schedule"]
-    counts = counts_of(RECORD92)
-    assert changes_of(counts) == golden["candidates_change_at"]
-    assert sum(count or RECORD92.padded_vocab for count in counts) == golden["sums"]["candidates"]
-
-
 def test_schedule():
     """Checks equal parts of a stage, and that the warm-up rehearses each change."""
     last = BASE.stage_starts[3]  # 16 steps follow
@@ -368,7 +350,8 @@ def test_schedule():
     prefixes = tg.override(BASE, "stages.3.prefix=.1,.1,0,.1")
     slow = tg.override(BASE, "late_updates_from=40")
     at = last, last + 4, last + 8, last + 12
-    changes = changes_of(counts_of(tg.RECORD))
+    counts = [tg.plan_step(tg.RECORD, step).sampled_columns for step in range(tg.RECORD.steps)]
+    changes = [step for step in range(1, len(counts)) if counts[step] != counts[step - 1]]
     cases = (tg.RECORD, changes), (parts, at), (prefixes, at[:3:2]), (slow, (40,))
     for cfg, steps in cases:
         rehearsed = {step for steps in tg.warmup_steps(cfg) for step in steps}
