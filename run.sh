@@ -50,6 +50,7 @@ train() {   # SCRIPT OPTION...: as a job with its own process group, so that Ctr
     "${tied[@]}" "$python" -m torch.distributed.run --standalone --local_addr=localhost \
         --nproc_per_node="$processes" "$1" --seed="$seed" "${@:2}" </dev/null &
     set +m
+    [[ ${tied[0]} == setpriv ]] || trap "kill $! 2>/dev/null" EXIT   # torchrun then ends its processes
     wait $!
 }
 

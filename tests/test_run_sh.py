@@ -377,18 +377,25 @@ def main():
 """
 
 
-@pytest.fixture
-def waiting(repository):
+@contextmanager
+def waiting_ranks(repository):
     """Yields run.sh with two ranks that wait, as a process; its `ranks` and `torchrun` are process ids."""
     (repository / "idea.py").write_text(RANK)
     with started(repository, "idea.py", "--runs", "2", "--data", ".", PYTHON=sys.executable) as process:
         process.ranks = []
-        for line in process.stdout:
+        while len(process.ranks) < 2:
+            line = process.stdout.readline()
+            assert line, "run.sh ended"
             if line.startswith("up "):
-                rank, process.torchrun = map(int, line.split()[1:])
-                process.ranks.append(rank)
-            if len(process.ranks) == 2:
-                break
+                ids = line.split()
+                process.ranks.append(int(ids[1]))
+                process.torchrun = int(ids[2])
+        yield process
+
+
+@pytest.fixture
+def waiting(repository):
+    with waiting_ranks(repository) as process:
         yield process
 
 
@@ -417,6 +424,15 @@ def test_a_signal_ends_all(waiting, name, send):
     number = getattr(signal, f"SIG{name}")
     send(waiting.pid, number)
     assert rest_of_output(waiting) == "" and waiting.returncode == -number
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_where_nothing_can_be_tied(repository):
+    """Systems older than 2019 lack the option. torchrun then ends the ranks, and says so at length."""
+    (repository / "bin/setpriv").write_text("#!/bin/sh\nexit 1\n")
+    with waiting_ranks(repository) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        assert "seed 1" not in rest_of_output(process) and process.returncode == -signal.SIGINT
 
 
 @pytest.mark.slow
