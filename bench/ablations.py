@@ -138,7 +138,7 @@ def start(script: Path, preset: str, settings: list[str], *options: str) -> str:
     command += [f"--set={setting}" for setting in settings]
     launcher = []
     if sys.platform == "linux":
-        launcher = [sys.executable, "-c", END_WITH_PARENT]
+        launcher = [sys.executable, "-I", "-c", END_WITH_PARENT]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     child = subprocess.Popen(launcher + command, env=environment, stdout=pipe, stderr=pipe, text=True)

@@ -336,7 +336,7 @@ def test_real_runs_and_one_that_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_corpus(tmp_path / "corpus")
     out = tmp_path / "out.jsonl"
-    copy = tmp_path / "copy.py"
+    copy = tmp_path / "my_copy.py"
     copy.write_bytes(Path(tg.__file__).read_bytes())
     options = ["--script", tg.__file__, "--seeds", "1", "--out", str(out)]
     options += ["--set", "warmup=false", f"data={tmp_path}/corpus"] + TINY
