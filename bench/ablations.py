@@ -323,5 +323,6 @@ def train_all(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does, with its runs
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have told it to ignore the first
+        signal.signal(ending, signal.default_int_handler)
     main()
