@@ -411,12 +411,14 @@ class Config:
     # In a global batch, at least one for each rank. Other numbers pack documents differently.
     microbatches: Positive = 8
     averages: tuple[WeightAverage, ...] = AVERAGES  # done after the last step, in this order
-    # optimizers
+    # The optimizer.
     params: tuple[Param, ...] = PARAMS
     late_updates_from: Steps = 336  # the first step with the second number of every update_every
+    # Of all parameters but banks, by Adam:
     adam_lr: float = 0.008  # times Param.lr_mul and the scheduled StepPlan.lr_mul
     adam_eps: float = 1e-10
     adam_wd: float = 0.005
+    # Of banks, by ANVIL, down to fast_weight:
     bank_lr: float = 0.023
     bank_wd: float = 2.25
     bank_beta2: Fraction = 0.9
@@ -433,7 +435,7 @@ class Config:
     two_momenta_from: Steps = 514
     fast_beta: Fraction = 0.85
     fast_weight: Fraction = 0.4385
-    # the run
+    # How the run computes. None of it changes what is trained, but for rounding.
     warmup: bool = True  # rehearse every stage off the clock, then reset
     # The banks' gradients are written in place, as the head's and the tables' always are. false: autograd
     # sums the banks'.
@@ -1883,7 +1885,10 @@ class GPT(nn.Module):
     @torch.no_grad()
     def next_token_probs(self, tokens: Sequence[int]) -> Tensor:
         """Returns the probabilities (vocab_size,), at least fp32, of the token after `tokens`, all of which
-        are computed again. The columns of padding have the rest, but never the gate's.
+        are computed again.
+
+        They sum to less than 1: the head's columns of padding are no tokens, and keep their probability. It
+        counts in the loss, too. The column of the pointer's gate has none.
         """
         cfg = self.cfg
         text = np.array([*tokens, 0])  # there is no target yet
@@ -4098,6 +4103,9 @@ def adam(p: Tensor, grad: Tensor, state: dict, spec: Param, plan: StepPlan, cfg:
 
 def split_tensors(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
     """Yields successive parts of tensors of equal length, by their names; `size` rows each."""
+    if size >= len(tensors["p"]):  # as on a GPU: 54 splits a step would take 0.2 ms of its host
+        yield tensors
+        return
     parts = [t.split(size) for t in tensors.values()]
     for block in zip(*parts):
         yield dict(zip(tensors, block))
@@ -5131,6 +5139,7 @@ class Field(NamedTuple):
         return is_number and self.low <= value <= self.high  # NaN is never between
 
 
+@cache
 def field_of(hint) -> Field:
     """Returns the Field of an annotation."""
     args = typing.get_args(hint)
@@ -5145,6 +5154,7 @@ def field_of(hint) -> Field:
     return Field(hint, choices=(True, False) if hint is bool else ())
 
 
+@cache  # get_type_hints evaluates every annotation anew
 def hints_of(table) -> dict[str, typing.Any]:
     """Returns the annotations of a dataclass's fields, in order."""
     return typing.get_type_hints(table, globals(), include_extras=True)
@@ -5171,7 +5181,7 @@ def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
     "stages.0.steps".
     """
     settings = {}
-    for name, hint in hints_of(type(group)).items():
+    for name, hint in hints_of(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
             settings[path + name] = value, field_of(hint)
@@ -5184,7 +5194,7 @@ def flatten(group, path: str = "") -> dict[str, tuple[typing.Any, Field]]:
 def assign(group, values: dict[str, typing.Any], path: str = ""):
     """Returns a copy of a config, or of a part of it, with other `values` by the names of flatten()."""
     fields = {}
-    for name, hint in hints_of(type(group)).items():
+    for name, hint in hints_of(group.__class__).items():
         value = getattr(group, name)
         if row_type(hint) is None:
             fields[name] = values.get(path + name, value)
@@ -5351,6 +5361,11 @@ def check_updates(cfg: Config) -> None:
         require(spec.optimizer in OPTIMIZERS, f"params.{spec.name}.optimizer: give one of {rules}")
         can_update = spec.optimizer == "adam" or spec.kind == "bank"
         require(can_update, f"params.{spec.name}.optimizer: only banks can have {spec.optimizer}")
+        idle = "matrix_lr_mul" if spec.optimizer == "adam" else "betas"
+        require(
+            getattr(spec, idle) == getattr(Param, idle),
+            f"params.{spec.name}.{idle}: {spec.optimizer} does not use it; leave it as Param has it",
+        )
     known = {spec.name for spec in cfg.params if spec.kind != "small"}
     for i, average in enumerate(cfg.averages):
         require(average.offset < average.every, f"averages.{i}.offset: give a number below {average.every}")
@@ -5459,10 +5474,11 @@ def output_file(name: str) -> Path:
     Raises UserError if something else is there, such as a device, a folder, or a file of text.
     """
     target = Path(name).resolve()
+    is_ours = not target.exists()
     if target.is_file():
-        is_ours = zipfile.is_zipfile(target) or ".ngrams" in target.name or not target.stat().st_size
-    else:
-        is_ours = not target.exists()
+        with open(target, "rb") as file:
+            begin = file.read(999)  # other programs save zip files, too
+        is_ours = not begin or b'{"preset": ' in begin or ".ngrams" in target.suffix
     require(
         is_ours and os.access(target.parent, os.W_OK),
         f"--save cannot write {name}: give a new file, or a model, in a folder that can be written to",
@@ -5738,6 +5754,13 @@ def track_of(cfg: Config, world_size: int) -> str:
     return cfg.track if same and num_microbatches(cfg, world_size) == preset.microbatches else "other"
 
 
+def track_of_run(args: argparse.Namespace, cfg: Config, world_size: int) -> str:
+    """Returns the track of a run: `other` also for one that writes checkpoints or traces, or was resumed."""
+    if args.checkpoint_every or args.resume or args.profile:
+        return "other"
+    return track_of(cfg, world_size)
+
+
 def require_same_start(args: argparse.Namespace, task: dict, exchange: Exchange) -> None:
     """Raises UserError on ranks whose options, data, script or torch are not those of rank 0.
 
@@ -5761,11 +5784,15 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     if resumed:
         suffix = f".from{resumed['step']}_{path.name[-12:]}.txt"
         path = find_checkpoint(args.resume).parent.with_suffix("")
+        require(
+            not args.name or str(path.parent).endswith(f"_{args.name}"),
+            f"--name {args.name}: {args.resume} is of a run of another name; leave --name out",
+        )
     return path, path.with_suffix(suffix)
 
 
 def open_log(
-    args: argparse.Namespace, cfg: Config, data: Dataset, exchange: Exchange, resumed: dict
+    args: argparse.Namespace, cfg: Config, track: str, data: Dataset, exchange: Exchange, resumed: dict
 ) -> tuple[RunLog, Path, dict]:
     """Begins the run's log with the script and the config. Returns it; the path of the run's files, without a
     suffix; and the task, which must be the same to resume the run.
@@ -5781,9 +5808,6 @@ def open_log(
         require(
             not different, f"{args.resume} is of a run with another {different}; start it as that one was"
         )
-    track = track_of(cfg, exchange.world_size)
-    if args.checkpoint_every or args.resume or args.profile:
-        track = "other"
     # This is collective, so no log is begun before all ranks have passed the checks above.
     path, log_path = name_run(args, track, exchange, resumed)
 
@@ -5993,7 +6017,7 @@ def peak_memory() -> str:
     return f"peak memory allocated: {peak >> 20} MiB"
 
 
-def log_closing(closing: dict, seed: int, data: Dataset, target: float, log: RunLog) -> None:
+def log_closing(closing: dict, seed: int, data: Dataset, log: RunLog) -> None:
     """Logs the closing lines, of which the last says that the run is complete."""
     loss = float(closing["val_loss"])
     closing = closing | {"seed": seed}
@@ -6003,6 +6027,9 @@ def log_closing(closing: dict, seed: int, data: Dataset, target: float, log: Run
     for key, value in closing.items():
         log.print0(f"{key}: {value}")
     log.print0("complete: yes", console=False)
+
+
+def print_verdict(loss: float, target: float, log: RunLog) -> None:
     side = "below" if loss < target else "not below"
     log.print0(f"target {target}: {side}; one run proves nothing", file=False)
 
@@ -6045,7 +6072,8 @@ def run(args: argparse.Namespace) -> None:
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
     exchange = Exchange(rank, world_size, device=device, sum_rows=backend.segment_sum_rows)
     ids_exchange = Exchange(rank, world_size, group)  # of the thread that builds batches
-    log, path, task = open_log(args, cfg, data, exchange, resumed)
+    track = track_of_run(args, cfg, world_size)
+    log, path, task = open_log(args, cfg, track, data, exchange, resumed)
     model, optimizer = build(cfg, backend, exchange, args.seed)
     training = Training(data, model, optimizer, ValLoader(cfg, data.val), ids_exchange)
     start = prepare(training, resumed, log)
@@ -6058,7 +6086,9 @@ def run(args: argparse.Namespace) -> None:
     trace = path.with_suffix(f".rank{rank}.trace.json.gz")
     with trace_steps(args, trace, start.step, cfg.steps) as profiler:
         closing = train(training, log, start, checkpoints, profiler)
-    log_closing(closing, args.seed, data, cfg.target, log)
+    log_closing(closing, args.seed, data, log)
+    if track != "other":  # the target is one of the track's text and validation
+        print_verdict(float(closing["val_loss"]), cfg.target, log)
     if args.save:
         save_model(args.save, model, path.name[-12:], exchange)
     print_samples(model, data.vocabulary, args.seed, log)

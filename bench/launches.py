@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import gpu_code
 import train_gpt as tg
 from step_time import SingleRankExchange, synthetic_shard

@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 import train_gpt as tg
 from golden_inputs import fp8_buffers
-from interpreter import skip_without_interpreter
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.forms("a Triton kernel and its plain form")]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -91,6 +90,11 @@ class Guard(TorchFunctionMode):
                 assert (margin.view(torch.uint8) == 255).all(), "written beyond the end"
 
 
+def skip_without_triton():
+    if tg.triton is None:
+        pytest.skip("triton is not installed")
+
+
 def pop_triton_modules():
     """Removes triton's Python modules from sys.modules and returns them."""
     return {
@@ -101,18 +105,11 @@ def pop_triton_modules():
 
 
 def patch_interpreter(interpreter):
-    """Works around two bugs of triton 3.9's interpreter.
+    """Works around a bug of Triton's interpreter.
 
-    A scalar condition that is broadcast to a block becomes int32, which no mask accepts. Rounding to 8 or 16
-    bits loses the carry into the exponent (1.9 becomes 1), and truncates small numbers.
+    Rounding to 8 or 16 bits loses the carry into the exponent (1.9 becomes 1), and truncates small numbers.
     """
-    splat = interpreter.InterpreterBuilder.create_splat
     convert = interpreter._convert_float
-
-    def create_splat(self, ret_ty, arg):
-        out = splat(self, ret_ty, arg)
-        out.data = out.data.astype(arg.data.dtype)
-        return out
 
     def convert_float(x, from_dtype, to_dtype, rounding):
         dtypes = {"bf16": torch.bfloat16, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
@@ -122,7 +119,7 @@ def patch_interpreter(interpreter):
         rounded = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
         return bits(rounded).numpy().view(interpreter._get_np_dtype(to_dtype))
 
-    interpreter.InterpreterBuilder.create_splat, interpreter._convert_float = create_splat, convert_float
+    interpreter._convert_float = convert_float
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +129,7 @@ def interpreted():
     @triton.jit chooses between compiler and interpreter when it decorates, in triton's own library too. So
     triton is imported a second time as well, and both copies are hidden from the other tests.
     """
-    skip_without_interpreter()
+    skip_without_triton()
     saved_modules = pop_triton_modules()
     spec = importlib.util.spec_from_file_location("train_gpt_interpreted", tg.__file__)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
