@@ -198,6 +198,19 @@ def test_other_losses_with_graphs_are_noticed(graphs, again, ok):
     assert "0.50 of the time, +0 MiB" in row.seen
 
 
+@pytest.mark.parametrize("name", launching.RUNS)
+def test_runs_with_graphs_capture_the_first_stage_before_the_clock_starts(name):
+    """So steps between two validations time nothing else: a call is captured when it comes again."""
+    cfg = machine.with_settings(tg.RECORD, f"{launching.RUNS[name]} cuda_graphs=true")
+    tg.check_config(cfg, 1)
+    visits = [0, 0]  # of even and odd steps of the first stage
+    for steps in tg.warmup_steps(cfg):
+        for step in steps:
+            if tg.plan_step(cfg, step).stage == 0:
+                visits[step % 2] += 1
+    assert min(visits) >= 2
+
+
 def test_what_a_log_says():
     """A step's ms is also that between two validations, of which the second two are faster."""
     log = """warm-up: it took 9.5 s and was undone
