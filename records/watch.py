@@ -70,8 +70,6 @@ class Watch:
         self.tg = load_script(script)
         self.dry = dry
         self.log = ""
-        self.model: Any = None
-        self.options: Any = ()  # what token_losses got besides the batch
         self.is_timed = False  # inside train(), where the clock runs
         self.is_in_step = False
         self.events = []  # ("step" or "validation", when it began, when it ended, in seconds)
@@ -88,7 +86,7 @@ class Watch:
     def hook(self, owner: Any, name: str, handler: Callable) -> None:
         """Replaces a function by handler(function, its arguments)."""
         original = getattr(owner, name)
-        setattr(owner, name, lambda *args, **kwargs: handler(original, *args, **kwargs))
+        setattr(owner, name, lambda *args: handler(original, *args))
 
     def run(self, folder: Path, arguments: Sequence[str]) -> None:
         """Runs the command line in `folder`, which gets the log. Raises RuntimeError if it fails."""
@@ -118,19 +116,19 @@ class Watch:
     def checksum(self) -> int:
         crc = 0
         for tensor in self.weights():
-            crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+            crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, crc)
         return crc
 
-    def on_train(self, original, *args, **kwargs):
+    def on_train(self, original, *args):
         self.is_timed = True
-        result = original(*args, **kwargs)
+        result = original(*args)
         self.is_timed = False
         self.outcome = self.losses, self.checksum()
         return result
 
-    def on_step(self, original, model, optimizer, batch, *args, **kwargs):
+    def on_step(self, original, model, optimizer, batch, *args):
         if not self.is_timed:  # in the warm-up
-            return original(model, optimizer, batch, *args, **kwargs)
+            return original(model, optimizer, batch, *args)
         if not self.losses:
             self.model = model
             self.checksum_at_start = self.checksum()
@@ -139,17 +137,17 @@ class Watch:
         self.forwarded.append([])
         began = time.perf_counter()
         self.is_in_step = True
-        loss = torch.zeros(()) if self.dry else original(model, optimizer, batch, *args, **kwargs)
+        loss = torch.zeros(()) if self.dry else original(model, optimizer, batch, *args)
         self.is_in_step = False
         self.losses.append(float(loss))
         self.events.append(("step", began, time.perf_counter()))
         return loss
 
-    def on_forward(self, original, model, *args, **kwargs):
+    def on_forward(self, original, model, *args):
         for value in args:
             if self.is_in_step and hasattr(value, "inputs"):
                 self.forwarded[-1].append(np.array(value.inputs))
-        return original(model, *args, **kwargs)
+        return original(model, *args)
 
     def on_slice(self, original, *args):
         began = time.perf_counter()
@@ -159,7 +157,7 @@ class Watch:
         return micro_batch
 
     def on_token_losses(self, original, model, micro_batch, *options):
-        self.options = options
+        self.options = options  # what validation gives besides the batch
         began = time.perf_counter()
         losses = original(model, micro_batch, *options)
         if self.is_timed:
