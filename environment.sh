@@ -1,55 +1,42 @@
 # What run.sh and test.sh share; they source it.
 
-caller=$PWD
 unset PYTHONSAFEPATH   # programs import what is in their own folder
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 say() { echo "$(basename "$0"): $*"; }
 die() { say "$*" >&2; exit 1; }
-from_caller() { if [[ $1 == /* || $caller -ef . ]]; then echo "$1"; else echo "$caller/$1"; fi; }   # a path
+works() { problem=$("$python" -c "$1" 2>&1 | tail -n 1); }   # CODE; if it fails, `problem` says why
+pip_install() { "${tied[@]}" "$python" -m pip install -qq --disable-pip-version-check "$@"; }
 
-whole() {   # NAME VALUE LOWEST HIGHEST: prints VALUE, read as decimal; from 2^63 on it is negative
-    [[ $2 =~ ^0*[0-9]{1,19}$ ]] && (( 10#$2 >= $3 && 10#$2 <= $4 )) ||
-        die "$1 must be a whole number from $3 to $4, not '$2'"
-    echo $(( 10#$2 ))
+# Begins commands which the kernel kills when this shell ends, even if it is killed. Linux only.
+tied=(setpriv --pdeathsig KILL)
+"${tied[@]}" true 2>/dev/null || tied=(env)
+
+gpu=''   # or `yes`
+if [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* && ! ${CUDA_VISIBLE_DEVICES-0} =~ ^(-1)?$ ]]; then gpu=yes; fi
+
+suitable() {   # MODULE...: imports for real, since a broken installation has a version, too
+    works "import sys$(printf ', %s' numpy torch "$@")
+if [int(n) for n in torch.__version__.split('.')[:2]] < [2, 11] or '$gpu' and not torch.version.cuda:
+    sys.exit(f'torch {torch.__version__} is older than 2.11, or lacks CUDA')"
 }
 
-# Python code that takes the current folder off the path: a random.py there would replace the module random
-isolated='import sys; sys.path = [p for p in sys.path if p]; '
-module=$isolated'import runpy; runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
-works() { problem=$("$python" -c "$isolated$1" 2>&1 | tail -n 1); }   # CODE: otherwise `problem` says why
-pip_install() { "$python" -c "$module" pip install -qq --disable-pip-version-check "$@"; }
-
-gpus=$(nvidia-smi -L 2>/dev/null | grep '^GPU ' || true)
-if [[ $gpus && ${CUDA_VISIBLE_DEVICES+set} ]]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES"); fi
-count=$(grep -c '^[^-]' <<<"$gpus" || true)
-for gpus in 8 4 2 1 0; do (( gpus > count )) || break; done
-
-suitable() {   # imports for real, since a broken installation has a version too
-    works "import huggingface_hub, numpy, tiktoken, torch, tqdm
-unfit = [int(n) for n in torch.__version__.split('.')[:2]] < [2, 11] or $gpus and not torch.version.cuda
-sys.exit(unfit and f'torch {torch.__version__} is older than 2.11, or lacks CUDA')"
-}
-
-find_environment() {   # sets `python` to one that can train here; makes .venv if there is none
-    local stamp=.venv/installed-requirements.txt
-    python=$(cd "$caller" && command -v "${PYTHON:-python3}") || die "there is no ${PYTHON:-python3}"
-    python=$(from_caller "$python")
-    if suitable; then return; fi
-    export PIP_USER=0 PIP_TARGET= PIP_PREFIX=   # whatever pip is configured for, packages go into .venv
-    if ! cmp -s requirements.txt "$stamp"; then
+find_environment() {   # MODULE...: sets `python` to one with numpy, torch and these; makes .venv if needed
+    python=$(command -v "${PYTHON:-python3}") || die "there is no ${PYTHON:-python3}"
+    if suitable "$@"; then return; fi
+    if ! cmp -s requirements.txt .venv/installed-requirements.txt; then
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
             die "$python is older than Python 3.10"
         say "making .venv, which takes minutes, because $python cannot train here: $problem"
-        "$python" -c "$module" venv --clear .venv
+        "${tied[@]}" "$python" -m venv --clear .venv
         python=.venv/bin/python
-        if (( ! gpus )); then   # the build for CPUs is much smaller, but not in every package index
-            pip_install --timeout 5 --retries 0 --no-deps --index-url https://download.pytorch.org/whl/cpu \
-                "$(grep '^torch==' requirements.txt)" 2>/dev/null || true
-        fi
+        export PIP_USER=0 PIP_TARGET= PIP_PREFIX=   # whatever pip is configured for, packages go into .venv
+        cpu=(--timeout 5 --retries 0 --no-deps --index-url https://download.pytorch.org/whl/cpu)
+        [[ $gpu ]] || pip_install "${cpu[@]}" "$(grep ^torch== requirements.txt)" 2>/dev/null ||
+            say "no torch for CPUs from download.pytorch.org; getting the usual one, with 2 GB of CUDA"
         pip_install -r requirements.txt
-        cp requirements.txt "$stamp"   # last, so that an interrupted installation is done again
+        cp requirements.txt .venv/installed-requirements.txt   # last: an interrupted one is made again
     fi
     python=$PWD/.venv/bin/python
-    suitable || die ".venv cannot train here: $problem; remove .venv, or set PYTHON"
+    suitable "$@" || die ".venv cannot train here: $problem; remove .venv, or set PYTHON"
 }

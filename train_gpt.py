@@ -89,11 +89,31 @@ try:
     import torch.nn.functional as F
     from torch import Tensor, nn
     from torch.utils._pytree import tree_leaves, tree_map_only
-    from tqdm import tqdm
 except (ImportError, AttributeError) as error:  # the latter if it found a file json.py, say, and not Python's
     raise SystemExit(
         f"train_gpt.py: {error}; ./run.sh installs what is missing; no file here may be called like a module"
     ) from None
+
+try:
+    from tqdm import tqdm
+except ImportError:  # lines are printed, and no bar is drawn
+
+    class tqdm:  # type: ignore
+        def __init__(self, iterable=(), *args, **options):
+            self.iterable = iterable
+
+        def __iter__(self):
+            return iter(self.iterable)
+
+        def draw(self, *args, **options):
+            pass
+
+        update = set_postfix_str = close = draw
+
+        @staticmethod
+        def write(text, file=None):
+            print(text, file=file)
+
 
 try:
     import triton
@@ -5446,7 +5466,7 @@ def read_settings(args: argparse.Namespace) -> Config:
     require("" not in (args.data, cfg.data), "--data: give a folder")
     # The log holds no absolute path.
     cfg = replace(cfg, data=os.path.relpath(args.data or cfg.data))
-    _, world_size, _ = init_distributed(join=False)
+    _, world_size, _ = init_distributed(args.preset, join=False)
     check_config(cfg, args.check or world_size)
     if args.save is not None:
         output_file(args.save)
@@ -5613,10 +5633,11 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @user_error_on("cannot join other processes", "start with torchrun, or unset RANK and WORLD_SIZE", ValueError)
-def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
+def init_distributed(preset: str = "record", join: bool = True) -> tuple[int, int, torch.device]:
     """Joins the process group that torchrun's environment describes. Returns rank, world size and device.
 
-    Without torchrun there is one rank, and no group. With join=False no group is joined.
+    Without torchrun there is one rank, and no group. With join=False no group is joined. The preset `record`
+    takes a GPU if there is one. The others are made for CPUs, and stay on them.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -5624,7 +5645,7 @@ def init_distributed(join: bool = True) -> tuple[int, int, torch.device]:
         0 <= rank < world_size, f"RANK={rank} and WORLD_SIZE={world_size}: start with torchrun, or unset both"
     )
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if preset == "record" and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         # Otherwise split-K matmuls would not sum in fp32.
@@ -5777,7 +5798,8 @@ def name_run(args: argparse.Namespace, track: str, exchange: Exchange, resumed: 
     folder = "attempts"
     if args.name:
         require(".." not in args.name, f"--name {args.name}: give a name without ..")
-        folder = f"{date.today()}_{args.name}"
+        # run.sh sets the date, so that all its runs share a folder even if midnight passes.
+        folder = f"{os.environ.get('RUN_DATE', date.today())}_{args.name}"
     path = Path("records", track, folder, f"seed{args.seed}_{uuid.uuid4().hex[:12]}")
     path = exchange.from_rank_0(path)
     suffix = ".txt"
@@ -5891,6 +5913,7 @@ def prepare(training: Training, resumed: dict, log: RunLog) -> Progress:
     """Warms up, and restores the checkpoint, if there is one. Returns where training begins."""
     if training.model.cfg.warmup:
         began = time.perf_counter()
+        log.print0("warm-up: a step of every kind, off the clock", file=False)
         warm_up(training)
         log.print0(f"warm-up: it took {time.perf_counter() - began:.1f} s and was undone")
     start = Progress()
@@ -6057,7 +6080,7 @@ def print_samples(model: GPT, vocabulary: Sequence[bytes], seed: int, log: RunLo
 def run(args: argparse.Namespace) -> None:
     """Runs what the command line says. --check ends it before anything is joined or written."""
     cfg = read_settings(args)
-    rank, world_size, device = init_distributed(join=not args.check)
+    rank, world_size, device = init_distributed(args.preset, join=not args.check)
     backend = select_backend(cfg, device)
     resumed = read_checkpoint(args, rank)
     if args.check:

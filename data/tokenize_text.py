@@ -47,15 +47,16 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
-from tqdm import tqdm
 
 from scripts import UserError, make_parser, number, replacing, run_script, target, unfinished
 
 if TYPE_CHECKING:
     import tiktoken
+
+    Encoding: TypeAlias = "ByteEncoding | tiktoken.Encoding"
 
 MAGIC = 20240520
 VERSION = 1
@@ -123,7 +124,7 @@ class SplitWriter:
     Tokens go straight to the file, so memory holds a document, never a shard.
     """
 
-    def __init__(self, folder: Path, name: str, split: str, encoding: tiktoken.Encoding, shard_tokens: int):
+    def __init__(self, folder: Path, name: str, split: str, encoding: Encoding, shard_tokens: int):
         self.stem = folder / f"{name}_{split}"
         self.number = 0 if split == "val" else 1
         self.encoding = encoding
@@ -326,24 +327,37 @@ def prepare(document: Document | BadDocument, val_one_in: int, passage_bytes: in
 # ---- Encoding ----------------------------------------------------------------------------------------------
 
 
+class ByteEncoding:
+    """Bytes as tokens, and 256 as BOS, with the methods of tiktoken.Encoding that are used here."""
+
+    name = "bytes"
+    n_vocab = 257
+    eot_token = 256
+
+    def is_special_token(self, token: int) -> bool:
+        return token == self.eot_token
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+    def decode_bytes(self, tokens: Iterable[int]) -> bytes:
+        return bytes(tokens)
+
+
 @functools.lru_cache
-def get_encoding(name: str, vocabulary: tuple[bytes, ...] = ()) -> tiktoken.Encoding:
-    """Returns `gpt2`, or `bytes`: 256 bytes, and 256 as BOS. Raises UserError if GPT-2's is unavailable.
+def get_encoding(name: str, vocabulary: tuple[bytes, ...] = ()) -> Encoding:
+    """Returns `gpt2` or `bytes`. Raises UserError if GPT-2's is unavailable.
 
     vocabulary: the bytes of GPT-2's tokens, which are then not downloaded.
     """
-    import tiktoken  # here, because those who only read or write shards need not have it
+    if name == "bytes":
+        return ByteEncoding()
+    import tiktoken  # here, because bytes do not need it
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    if name == "bytes":
-        # Only for its vocabulary, and to decode: in encode() below a byte is its token. No bytes ever merge.
-        return tiktoken.Encoding(
-            "bytes",
-            pat_str=r"[\s\S]{1,64}",
-            explicit_n_vocab=257,
-            mergeable_ranks={bytes([i]): i for i in range(256)},
-            special_tokens={"<|endoftext|>": 256},
-        )
     if vocabulary:
         ranks = {token: i for i, token in enumerate(vocabulary) if token}
         if not all(bytes([i]) in ranks for i in range(256)):  # tiktoken would panic
@@ -355,7 +369,7 @@ def get_encoding(name: str, vocabulary: tuple[bytes, ...] = ()) -> tiktoken.Enco
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot get tiktoken's encoding {name!r} ({type(error).__name__}): it is downloaded on first "
-            "use, so connect to the internet once, or use --encoding bytes"
+            "use, so connect to the internet once, or use bytes: --encoding bytes, or the preset cpu"
         ) from error
 
 
@@ -365,7 +379,7 @@ def write_token_bytes(folder: Path, tokens: Iterable[bytes]) -> None:
         path.write_text("".join(f"{token.hex()}\n" for token in tokens), encoding="ascii")
 
 
-def token_bytes(encoding: tiktoken.Encoding) -> list[bytes]:
+def token_bytes(encoding: Encoding) -> list[bytes]:
     """Returns each of encoding.n_vocab tokens' bytes; b"" of special ones, and of numbers without a token."""
 
     def bytes_of(token: int) -> bytes:
@@ -379,9 +393,9 @@ def token_bytes(encoding: tiktoken.Encoding) -> list[bytes]:
     return [bytes_of(token) for token in range(encoding.n_vocab)]
 
 
-def encode(texts: list[Text], encoding: tiktoken.Encoding) -> list[list[np.ndarray] | BadDocument]:
+def encode(texts: list[Text], encoding: Encoding) -> list[list[np.ndarray] | BadDocument]:
     """Returns each text's passages as tokens, or a BadDocument for a text that cannot be tokenized."""
-    if encoding.name == "bytes":
+    if isinstance(encoding, ByteEncoding):
         return [[np.frombuffer(part, np.uint8) for part in text.passages] for text in texts]
     strings = []
     for text in texts:
@@ -438,7 +452,9 @@ class LeftOut:
         self.bad += 1
         self.last = error
         if self.bad <= NAMED:
-            tqdm.write(f"left out: {error}", file=sys.stderr)
+            from tqdm import tqdm
+
+            tqdm.write(f"left out: {error}", file=sys.stderr)  # above the bar
 
 
 def find_earlier(out: Path, name: str) -> list[Path]:
@@ -567,6 +583,8 @@ def check_splits(train: SplitWriter, val: SplitWriter, left_out: LeftOut) -> Non
 
 
 def run(args: argparse.Namespace) -> None:
+    from tqdm import tqdm  # here, because local_corpus.py needs numpy alone
+
     total = sum(path.stat().st_size for path in args.files)
     for path in args.files:
         if path.is_dir():

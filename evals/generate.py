@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import tiktoken
 import torch
 from torch import Tensor
 
@@ -33,7 +32,7 @@ from saved_model import load_model
 from tokenize_text import number, run_script
 
 
-def load(path: str) -> tuple[tg.GPT, tiktoken.Encoding]:
+def load(path: str) -> tuple[tg.GPT, "tokenize_text.Encoding"]:
     """Loads a saved model, onto the GPU if there is one, and its encoding.
 
     Raises tg.UserError if there is no tokenizer of as many tokens.

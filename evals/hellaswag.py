@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tiktoken
 import torch
 from tqdm import tqdm
 
@@ -101,7 +100,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     return [items[i] for i in order[:limit]]
 
 
-def encode(item: Item, encoding: tiktoken.Encoding) -> list[Document]:
+def encode(item: Item, encoding: "tokenize_text.Encoding") -> list[Document]:
     context = [encoding.eot_token] + encoding.encode_ordinary(item.context)
     documents = []
     for text in item.endings:

@@ -219,9 +219,8 @@ def test_the_second_projection_finds_the_measured_steps(tmp_path, capsys):
     steps = {0: (20.0, 30.0), 1: (40.0, 30.0)}
     rows = []
     for stage, (device, host) in steps.items():
-        rows.append(
-            measured_row(f"stage {stage}, one rank of 8", "", numbers={"device": device, "host": host})
-        )
+        name = ("one rank of 8", "plain")[stage]  # as the steps `times` and `launches` of check.py call it
+        rows.append(measured_row(f"stage {stage}, {name}", "", numbers={"device": device, "host": host}))
     found = measurements(tmp_path, measured_row("copies", "3000 GB/s"), *rows)
     phases = []
     for stage, n in enumerate((5, 10)):

@@ -364,3 +364,18 @@ def test_check_needs_no_data_and_does_nothing_else(tmp_path, monkeypatch, capsys
     assert ("2 processes can" in out) != bad
     assert err.count("\n") == bad
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("preset, device", (("cpu", "cpu"), ("words", "cpu"), ("record", "cuda")))
+def test_only_the_record_preset_takes_a_gpu(monkeypatch, preset, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert tg.init_distributed(preset, join=False)[-1].type == device
+
+
+def test_the_date_of_run_sh_names_the_folder(monkeypatch):
+    args = tg.parse_args(["--name", "Idea"])
+    alone = tg.Exchange(0, 1)
+    assert tg.name_run(args, "cpu", alone, {})[0].parent.name == f"{date.today()}_Idea"
+    monkeypatch.setenv("RUN_DATE", "2026-01-01")
+    assert tg.name_run(args, "cpu", alone, {})[0].parent == Path("records/cpu/2026-01-01_Idea")
