@@ -231,7 +231,7 @@ WRONG = """--preset huge
 --set averages.0.params=lm_haed
 --set averages.0.every=4 averages.0.offset=5
 --set params.scalars.optimizer=anvil
---set params.qk_bank.optimizer=lion
+--set params.qk_bank.optimizer=anvli
 --set params.qk_bank.exchange=sparse
 --set params.qk_bank.betas=.8,.9
 --set params.*.betas=.8,.9
