@@ -1,10 +1,7 @@
-"""Compares loaders, prefixes, losses, XSA and MLPs in FP8 with golden numbers of a reference.
+"""Compares prefixes, losses, XSA and MLPs in FP8 with golden numbers of a reference.
 
-tests/golden/README.md says how they were made. Not reproduced, on purpose: the reference's errors when data
-runs out (TypeError, RuntimeError): ours is a UserError.
+tests/golden/README.md says how they were made.
 """
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,17 +9,17 @@ import torch
 
 import train_gpt as tg
 from golden_inputs import (
-    BIGRAMS,
     GOLDEN,
     WORLD,
-    batch_plan,
     distance,
     fill,
     tiny_config,
-    write_shard,
 )
 
-pytestmark = pytest.mark.numeric
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.pinned("the losses, XSA or FP8 of record 89 or 92"),
+]
 
 
 def check_stats(t, golden):
@@ -33,94 +30,6 @@ def check_stats(t, golden):
     flat = t.flatten()
     assert flat[:4].tolist() == pytest.approx(golden["first"], abs=near)
     assert flat[golden["argmax_index"]].item() == pytest.approx(golden["argmax_value"], abs=near)
-
-
-# --------------------------------------------------------------------------------------------------- h loader
-
-
-def shard_tokens(s, count):
-    """Returns the golden shards' tokens: BOS at 0 and after gaps that depend on s."""
-    i = np.arange(count)
-    tokens = (31 * i * i + 7 * i + 101 * s) % 500
-    pos = 0
-    k = 0
-    while pos < count:
-        tokens[pos] = 50256
-        pos += 3 + (17 * k * k + 11 * k + 5 * s) % 110
-        k += 1
-    return tokens
-
-
-@pytest.fixture
-def shards(tmp_path):
-    write_shard(tmp_path / "golden_train_000001.bin", shard_tokens(1, 3000))
-    write_shard(tmp_path / "golden_train_000002.bin", shard_tokens(2, 2000))
-    write_shard(tmp_path / "golden_val_000000.bin", shard_tokens(3, 1500))
-    settings = {"steps": 1, "batch_tokens": 256, "max_doc_len": 64, "prefix": ()}
-    stages = (replace(stage, **settings) for stage in tg.RECORD.stages)
-    changes = {"microbatches": 1, "val_slice_tokens": 256, "val_slices": 5}
-    changes["bigram_vocab_size"] = 251520  # of the golden run
-    return replace(BIGRAMS, data=str(tmp_path), stages=tuple(stages), **changes)
-
-
-(GOLDEN_LOADER,) = GOLDEN["h_loader"]["world1"]
-
-
-def check_batch(batch, want):
-    inputs = batch.inputs
-    targets = batch.targets
-    rows = batch.hashed_rows[0]
-    ends = batch.cu_seqlens.tolist()
-    while len(ends) > 1 and ends[-2] == 256:
-        ends.pop()
-    assert ends == want["cum_lengths_nonpad"]
-    assert len(batch.cu_seqlens) == 128  # the golden run had 64
-    # The reference keeps the hash twice, for the GPU and for the exchange.
-    assert [str(t.dtype) for t in (inputs, targets, batch.cu_seqlens, rows)] == want["dtypes"]
-    assert inputs[:8].tolist() == want["inputs_first8"] and inputs[-4:].tolist() == want["inputs_last4"]
-    assert targets[-4:].tolist() == want["targets_last4"] and inputs[1:].tolist() == targets[:-1].tolist()
-    assert (inputs.sum(), targets.sum()) == (want["inputs_sum"], want["targets_sum"])
-    assert (inputs * torch.arange(1, 257)).sum() == want["inputs_wsum"]
-
-
-def test_training_batches(shards):
-    loader = tg.TrainLoader(shards, tg.find_shards(shards.data, "train"), 0, 1)
-    assert loader.shard.bounds[:10].tolist() == GOLDEN_LOADER["bos_positions_shard_1_first10"]
-    assert len(loader.shard.bounds) - 1 == GOLDEN_LOADER["n_bos_shard_1"]
-    golden = {row["batch"]: row for row in GOLDEN_LOADER["train"]}
-    last = GOLDEN_LOADER["batches_in_shard_1"]
-    assert set(golden) == {1, 2, 3, last, last + 1}
-    for number in range(1, GOLDEN_LOADER["train_exhausted_after_batch"] + 1):
-        (batch,) = loader.micro_batches(batch_plan(256, 64))
-        assert batch.max_doc_len == 64
-        if number in golden:
-            check_batch(batch, golden[number])
-    # 13 batches of 256. The reference raises a TypeError there; here the second epoch begins.
-    check_batch(loader.micro_batches(batch_plan(256, 64))[0], golden[1])
-
-
-def test_training_slices(shards):
-    """Checks which tokens of the shard the first batches hold: golden slices end with the last target."""
-    loader = tg.TrainLoader(shards, tg.find_shards(shards.data, "train"), 0, 1)
-    tokens = shard_tokens(1, 3000)
-    for row in GOLDEN_LOADER["slices"]:
-        (starts,), (ends,) = row["starts"], row["ends"]
-        (batch,) = loader.micro_batches(batch_plan(256, 64))
-        want = np.concatenate([tokens[a:b] for a, b in zip(starts, ends)])
-        assert batch.inputs.tolist() + [batch.targets[-1].item()] == want.tolist()
-
-
-def test_validation_batches(shards):
-    loader = tg.ValLoader(shards, tg.find_shards(shards.data, "val"))
-    for golden in GOLDEN_LOADER["val"]:
-        check_batch(loader.slice(golden["batch"] - 1), golden)
-    assert len(loader.tokens) == 256 * GOLDEN_LOADER["val_exhausted_after_batch"] + 1
-    # One more does not fit (the reference raises a RuntimeError in its run).
-    data = tg.open_dataset(replace(shards, val_slices=6))
-    assert (len(data.val), data.val_slices) == (1, 5)
-    assert tg.open_dataset(replace(shards, val_slices=4)).val_slices == 4
-    with pytest.raises(tg.UserError, match="1,500 tokens for validation"):
-        tg.open_dataset(replace(shards, val_slice_tokens=1500))
 
 
 # --------------------------------------------------------------------------------------------------- i prefix

@@ -23,7 +23,7 @@ from golden_inputs import (
     tiny_config,
 )
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.pinned("the model or the schedule of record 92")]
 
 MODEL = GOLDEN92["a_model"]
 DTYPES = {"fp32": "float32", "fp64": "float64"}
