@@ -6,8 +6,9 @@
 TECHNIQUES has, for each technique, what was published, and the settings without and with it in both presets.
 Its effect is the loss without it minus the loss with it, in thousandths of a nat, at equal steps: positive
 means that it helps. docs/transfer.md says how effects are judged. The runs are in
-bench/ablations/transfer_TRACK.jsonl. They were made with the script of commit 4a73373; the settings and the
-patches are those of that script. `bench/transfer.py --run` of commit 1cdcaab makes them again.
+bench/ablations/transfer_TRACK.jsonl. They were made with the script of commit 4a73373, and the settings are
+those of that script. The patches fit that of commit 1cdcaab, whose `bench/transfer.py --run` makes the runs
+again.
 """
 
 import json

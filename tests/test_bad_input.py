@@ -191,12 +191,12 @@ WRONG = """--preset huge
 --set padded_vocab=100
 --set stages.2.sampled_columns=300
 --set padded_vocab=20011 stages.0.sampled_columns=4096
---set layers.6.gate=true
---set layers.6.value=true
---set layers.10.value=false
---set layers.6.mudd=true
---set skip_to=3
---set backout_from=11
+--set layers.6.attention= layers.6.gate=true
+--set layers.6.attention= layers.6.value=true
+--set layers.*.value=false
+--set layers.6.attention= layers.6.mudd=true
+--set skip_from=3 skip_to=3
+--set backout_from=99
 --set heads=3
 --set head_dim=6
 --set mix_groups=3
@@ -225,19 +225,19 @@ WRONG = """--preset huge
 --set length=0
 --set length=nan
 --set fp8=true fp8_mlp=false
---set layers.0.xsa=true
---set layers.0.key_shift=true
+--set layers.0.attention=paired layers.0.xsa=true
+--set layers.0.attention=paired layers.0.key_shift=true
 --set microbatches=5
 --set averages.0.params=lm_haed
 --set averages.0.every=4 averages.0.offset=5
 --set params.scalars.optimizer=anvil
---set params.qk_bank.optimizer=lion
+--set params.qk_bank.optimizer=anvli
 --set params.qk_bank.exchange=sparse
 --set params.qk_bank.betas=.8,.9
 --set params.*.betas=.8,.9
 --set params.lm_head.matrix_lr_mul=2
 --set params.mlp_bank.optimizer=adam
---set layers.8.mudd=true
+--set layers.8.attention=plain layers.8.value=true layers.8.mudd=true
 --set ngrams.rows_per_order=1
 --set ngrams.orders=2,2
 --set ngrams.orders=1

@@ -418,6 +418,7 @@ plain long 1: gate key_shift mudd value
 """
 
 
+@pytest.mark.pinned("the record preset")
 def test_the_record_has_the_published_constants():
     cfg = tg.RECORD
     flags = "x0 ngram narrow_qk narrow_v xsa gate key_shift mudd value".split()

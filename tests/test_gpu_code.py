@@ -78,6 +78,7 @@ def bad_kernel(kernel):
         yield where + f"spills registers: {kernel['usage']}"
 
 
+@pytest.mark.pinned("what the record preset runs on a GPU")
 @pytest.mark.long
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13"),

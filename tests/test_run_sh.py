@@ -233,9 +233,9 @@ def test_failures_end_the_rest(ready):
     assert run(ready, "--against old.py --name New", 1, LACKS="scipy") == [] and "scipy" in run.text
 
 
-@pytest.mark.parametrize("screen", (">&-", ">&- 2>&-"))
+@pytest.mark.parametrize("screen", (">&-", ">&- 2>&-", "| true; exit ${PIPESTATUS[0]}"))
 def test_a_run_goes_on_without_a_screen(ready, screen):
-    """The log is a file."""
+    """Closed from the beginning, or by what read it, as `head` does. The log is a file."""
     unseen = ready / "unseen.sh"
     unseen.write_text(f"#!/usr/bin/env bash\n./run.sh --runs 2 --seed 7 {screen}\n")
     unseen.chmod(0o755)
@@ -258,7 +258,7 @@ WRONG = {
     "--name '' --runs 2": "--name",
     "--check": "--check",
     "--runs 2 --save m.pt": "--save",
-    "--runs 2 --resume a.txt": "--resume",
+    "--runs 2 --resume=a.txt": "--resume",
     "none.py": "none.py",
     "--against none.py --name X": "none.py",
     "--against old.py": "--name",
